@@ -48,7 +48,7 @@ documented: .venv/.test
 check: .venv/.test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright wan_core
+	$(BIN)/pyright wan_core wan_lab
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(if $(wildcard README.md),$(BIN)/python tools/readme_tables.py --check)
 

@@ -14,21 +14,23 @@ WEB_DIRECTORY = "./web"
 
 
 def _name_engine() -> None:
-    """Make the engine beside this file importable as `wan_core`, the name its modules use for each other.
+    """Make the engine and the lab beside this file importable as `wan_core` and `wan_lab`, the names that their modules
+    use for each other.
 
     ComfyUI imports a pack under a module name that is its path, and a pack's folder on `sys.path` would hide the
     modules of other packs.
     """
-    if "wan_core" in sys.modules:
-        return
-    root = Path(__file__).resolve().parent / "wan_core"
-    spec = importlib.util.spec_from_file_location(
-        "wan_core", root / "__init__.py", submodule_search_locations=[str(root)]
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["wan_core"] = module
-    spec.loader.exec_module(module)
+    for name in ("wan_core", "wan_lab"):
+        if name in sys.modules:
+            continue
+        root = Path(__file__).resolve().parent / name
+        spec = importlib.util.spec_from_file_location(
+            name, root / "__init__.py", submodule_search_locations=[str(root)]
+        )
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
 
 
 async def comfy_entrypoint() -> Any:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from benchmarks.options import SUITES, add_bench_options
+from benchmarks.options import ARCHIVED, SUITES, add_bench_options
 from wan_core.cli import report_faults
 
 PROGRAM = "python -m benchmarks"
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
                 "suites:",
                 *(f"  {name:<{width}}  {suite.summary}" for name, suite in SUITES.items()),
                 f"  {'(none)':<{width}}  single forwards in the settings that --setting names",
+                f"at the git tag experiments-2026-11, with committed results: {', '.join(ARCHIVED)}",
             ]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,8 +8,6 @@ kernels   time of each backend and of FlexAttention, all heads; `ratio` is over 
 tune      our own kernels with every tile that fits the card, in bf16 and INT8: the fastest of each belongs into
           `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`. `--setting int8`: only that
           kind
-rounding  which rounding makes the error of 8-bit attention, on the same kinds of data and, with --model tiny or the
-          folder of a release, on that model's own q, k and v (see `benchmarks.attention_rounding`)
 
 Sparse kernels are in the suite `sparse`.
 """
@@ -25,22 +23,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention_rounding import own_data, recorded_rows, rounding
 from benchmarks.cases import parse_size
 from benchmarks.measure import make_room, measure, relative_error
-from benchmarks.options import ATTENTION_PARTS, TUNED
+from benchmarks.options import ATTENTION_PARTS, CPU_SIZE, TUNED
 from benchmarks.rows import Row, guarded
 from benchmarks.structured import structured
+from wan_core.config import LoadOptions, Request
+from wan_core.execution.optimize import set_attention
 from wan_core.ops.attention.fp8 import key_mean
+from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.cards import capability
 from wan_core.ops.kernels.attention_tiles import Kind, Tile, candidates
+from wan_core.pipeline.pipeline import Pipeline
 
 QUERIES, HEADS = 512, 4  # of which errors are measured
 GRID = (6, 15, 26)  # of the structured video
 BASE = "sdpa"
+PROMPT = "a red circle moving right on a blue background"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Data = tuple[Tensor, Tensor, Tensor]
 
@@ -48,7 +50,6 @@ Data = tuple[Tensor, Tensor, Tensor]
 def attention_rows(
     name: str, sizes: list[str], device: torch.device, options: argparse.Namespace, details: dict[str, Any]
 ) -> Iterator[Row]:
-    """`name` of a model means something to the part `rounding` alone: elsewhere q, k and v are drawn."""
     cuda, runs, settings = device.type == "cuda", options.runs or 5, options.setting or ()
     dtype, heads, dim = (torch.bfloat16, 40, 128) if cuda else (torch.float32, 2, 64)
     kinds = [kind for kind in TUNED if kind in settings]
@@ -61,12 +62,6 @@ def attention_rows(
             make_room(device)
             if part == "kernels":
                 yield from kernel_rows(size, data, runs)
-            elif part == "rounding":
-                yield from (
-                    {"name": label, "size": size, **rounding(some)} for label, some in checked_data(data).items()
-                )
-                if not name.startswith("random:"):
-                    yield from recorded_rows(name, size, device, options.steps)
             else:
                 yield from tune_rows(size, data, runs, details, kinds or TUNED)
 
@@ -169,3 +164,27 @@ def checked_data(data: Data) -> dict[str, Data]:
         "sinks": (q + 0.5, sunk, v),
         "structured": tuple(x.to(q.device, q.dtype) for x in video),  # type: ignore[dict-item]
     }
+
+
+class Watched(Attention):
+    """`inner`, and every call is shown to `see`: some queries of some heads with all their keys."""
+
+    def __init__(self, inner: Attention, see: Callable[[Data], None]) -> None:
+        self.inner, self.see = inner, see
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
+        self.see((q[:1, :: max(1, q.shape[1] // QUERIES), :HEADS], k[:1, :, :HEADS], v[:1, :, :HEADS]))
+        return self.inner(q, k, v, call)
+
+
+def own_data(device: torch.device) -> list[Data]:
+    """q, k and v of the embedded model, of some layers and steps."""
+    calls: list[Data] = []
+    width, height, frames = parse_size(CPU_SIZE)
+    request = Request(prompt=PROMPT, width=width, height=height, frames=frames, steps=4)
+    pipe = Pipeline.load(LoadOptions(model="tiny", device=str(device)), request=request)
+    for expert in ("high", "low"):
+        model = pipe.models.expert(expert)
+        set_attention(model, Watched(model.blocks[0].self_attn.attend, calls.append))
+    pipe.generate(request)
+    return calls[::7]

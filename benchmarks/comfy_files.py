@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.four_step import write_lora
 from benchmarks.measure import make_room
 from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.safetensors_file import bytes_of, safetensors_header
-from wan_core.checkpoint.save import metadata_of, save
+from wan_core.checkpoint.save import metadata_of, save, write_safetensors
 from wan_core.config.outputs import written_beside
 from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.text.tokenizer import Tokenizer
@@ -105,6 +104,23 @@ def write_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str,
         os.pwrite(file.fileno(), head, 0)
         with ThreadPoolExecutor(WRITERS) as pool:
             list(pool.map(write, (name for name in begins if tensors[name].numel())))
+
+
+def write_lora(path: Path, config: DiTConfig, device: torch.device, rank: int = 64) -> None:
+    """A random LoRA in LightX2V's spelling, bf16, on all linears of the blocks; small enough to change little."""
+    draw = torch.Generator(device).manual_seed(7)
+    block = replace(config, num_layers=1)
+    sides = dict.fromkeys(quantized_names(block), (config.dim, config.dim))
+    sides |= {"blocks.0.ffn.0": (config.ffn_dim, config.dim), "blocks.0.ffn.2": (config.dim, config.ffn_dim)}
+    state: dict[str, Tensor] = {}
+    for layer in range(config.num_layers):
+        for short, (n, k) in sides.items():
+            module = f"diffusion_model.{short.replace('blocks.0.', f'blocks.{layer}.')}"
+            down = torch.randn(rank, k, generator=draw, device=device) * k**-0.5
+            up = torch.randn(n, rank, generator=draw, device=device) * 0.05 * rank**-0.5
+            state[f"{module}.lora_down.weight"], state[f"{module}.lora_up.weight"] = down.bfloat16(), up.bfloat16()
+            state[f"{module}.alpha"] = torch.tensor(float(rank))
+    write_safetensors(state, path, {"distilled": "4-step"})
 
 
 def write_loras(models: Path, task: str, device: torch.device) -> None:

@@ -35,7 +35,7 @@ from benchmarks.rows import Row, guarded
 from wan_core.config import PRECISIONS, OptionError
 from wan_core.execution.report import GIB
 from wan_core.ops.attention.registry import BACKENDS
-from wan_core.pipeline.evaluate.results import commit
+from wan_lab.results import commit
 
 HERE = Path(__file__).resolve().parents[1]
 PROGRAM = Path(__file__).with_name("compared.py")

@@ -1,8 +1,8 @@
 """Variants of Wan by ComfyUI's official templates: as they are, with our node for native models, with our sampler.
 
 Transformers of the real width with some layers, random bf16 weights; encoders are replaced by small nodes that give
-random tensors of the right shape, and nothing is decoded (`tools/templates`). Steps and clips are the template's, all
-solvers are Euler: it takes as long as lcm and unipc, and gives every side the same noise.
+random tensors of the right shape, and nothing is decoded (`benchmarks/templates`). Steps and clips are the template's,
+all solvers are Euler: it takes as long as lcm and unipc, and gives every side the same noise.
 
 seconds   of all samplers of the template; ratio: ComfyUI's own over this row's; error: of the last sampler's latents.
 That of our sampler in the S2V template is of other mathematics (docs/families.md), not of arithmetic.
@@ -27,8 +27,8 @@ from benchmarks.comfyui import Graph, without_page
 from benchmarks.measure import relative_error
 from benchmarks.options import TEMPLATE_PARTS
 from benchmarks.rows import Row, guarded
-from tools.templates.our_sampler import OURS, SAMPLERS, with_our_sampler
-from tools.templates.run import Scale, Templates, observed, with_euler, with_steps
+from benchmarks.templates.our_sampler import OURS, SAMPLERS, with_our_sampler
+from benchmarks.templates.run import Scale, Templates, observed, with_euler, with_steps
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.quant.schemes import SCHEMES
 

@@ -6,8 +6,6 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from wan_core.sampling.cache.arguments import add_skip_options
-
 
 @dataclass(frozen=True)
 class Suite:
@@ -26,21 +24,6 @@ SUITES: dict[str, Suite] = {
         ("832x480x81", "1280x720x81"),
         takes=("setup", "layers", "precision", "runs"),
     ),
-    "trajectory": Suite(
-        "what a setup does to finished latents: random weights at full size, and the embedded model's captions",
-        ("416x240x33",),
-        takes=("setup", "layers", "precision", "steps", "samples"),
-    ),
-    "switch": Suite(
-        "the change of experts, both resident, with text encoder and VAE",
-        ("1280x720x81",),
-        takes=("setup", "steps"),
-    ),
-    "caches": Suite(
-        "a step that is left out, and plans that leave some out against their own estimate",
-        ("832x480x81", "1280x720x81"),
-        takes=("setup", "layers", "precision", "steps"),
-    ),
     "sparse": Suite(
         "sparse attention by its parts, and whole videos with it against ComfyUI's own forwards",
         ("1280x720x81",),
@@ -48,7 +31,7 @@ SUITES: dict[str, Suite] = {
         takes=("setting", "setup", "layers", "precision", "runs", "steps"),
     ),
     "attention": Suite(
-        "every dense attention kernel on one layer: time, and error on several kinds of data; what rounding costs",
+        "every dense attention kernel on one layer: time, and error on several kinds of data",
         ("1280x720x81", "832x480x81"),
         takes=("setting", "runs", "steps"),
     ),
@@ -99,35 +82,15 @@ SUITES: dict[str, Suite] = {
         ("sequential", "batched"),
         takes=("setting", "layers", "precision", "runs"),
     ),
-    "gguf": Suite(
-        "a transformer from GGUF files: loading, forwards, memory",
-        ("832x480x81",),
-        takes=("layers", "precision", "runs", "scratch"),
-    ),
-    "four-step": Suite(
-        "videos of four steps with a LoRA, by phase, and what a LoRA costs",
-        ("832x480x81", "1280x720x81"),
-        takes=("setup", "layers", "runs", "steps", "scratch"),
-    ),
-    "rotation": Suite("the error of linears in FP8 and INT8, rotated or not", ("96x96x17",), takes=("steps",)),
-    "int8": Suite(
-        "a forward with an INT8 file's weights: as stored, encoded as FP8, rotated or not, against fp8 and bf16",
-        ("832x480x81", "1280x720x81"),
-        takes=("layers", "precision", "runs"),
-    ),
     "small-cards": Suite(
         "four steps of image-to-video from scaled FP8 or INT8 files on 24, 16 and 12 GiB, and changing a merged LoRA",
         ("640x640x81",),
         takes=("setting", "layers", "scratch"),
     ),
-    "contributions": Suite(
-        "what each part of each block does on the embedded model, and what a run loses without it",
-        ("96x96x17",),
-        takes=("steps", "samples"),
-    ),
-    "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
-ATTENTION_PARTS = ("kernels", "tune", "rounding")
+# Suites that answered their question: their code is at the tag experiments-2026-11, their results are committed.
+ARCHIVED = ("caches", "contributions", "four-step", "generate", "gguf", "int8", "rotation", "switch", "trajectory")
+ATTENTION_PARTS = ("kernels", "tune")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "other", "off", "t2v", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided", "templates")
@@ -173,9 +136,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, help="of the suites parallel and everyday (default: all there are)")
     parser.add_argument("--steps", type=int, help="steps of a generation, in suites that make one")
     parser.add_argument(
-        "--samples", type=int, help="captions of the suite trajectory (default: 64 on a GPU, 8 on a CPU)"
-    )
-    parser.add_argument(
         "--scratch",
         type=Path,
         help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
@@ -190,6 +150,5 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")
-    add_skip_options(parser)
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for one named after suite, device and day")
     parser.add_argument("--overwrite", action="store_true", help="replace that file if it exists")

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.always_sparse import AlwaysSparse
-from benchmarks.cases import EXPERTS
+from benchmarks.cases import EXPERTS, parse_size
 from benchmarks.measure import make_room, relative_error, settle
 from benchmarks.ranks import Ranks
 from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
-from benchmarks.trajectory import latent_shape
 from wan_core.checkpoint.staged import current_reading, reading
-from wan_core.config import OptionError
+from wan_core.config import OptionError, check_size
 from wan_core.execution.report import GIB, Report
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.families import choose_task
@@ -260,3 +259,11 @@ def whole_meshes(count: int, heads: int) -> list[Mesh]:
     meshes += [Mesh(time=count)]
     meshes += [Mesh(time=count // 2, cfg=2)] if count % 2 == 0 and count // 2 in BEGINNINGS else []
     return [*meshes, Mesh(layers=count)]
+
+
+def latent_shape(size: str, vae: VAEConfig) -> tuple[int, int, int, int, int]:
+    """[1, C, T, Y, X] of a video of WIDTHxHEIGHTxFRAMES. Raises OptionError."""
+    width, height, frames = parse_size(size)
+    stride = vae.spatial_stride
+    check_size(width, height, frames, multiple=2 * stride, temporal=vae.temporal_stride)
+    return 1, vae.z_dim, (frames - 1) // vae.temporal_stride + 1, height // stride, width // stride

@@ -11,16 +11,10 @@ from typing import Any
 import torch
 
 from benchmarks.attention import attention_rows
-from benchmarks.caches import caches_rows
 from benchmarks.cases import parse_size
 from benchmarks.compare import compare_rows
-from benchmarks.contributions import contributions_rows
 from benchmarks.everyday import everyday_rows
 from benchmarks.forwards import forward_rows
-from benchmarks.four_step import four_step_rows
-from benchmarks.generation import generation_rows
-from benchmarks.gguf import gguf_rows
-from benchmarks.int8_forwards import int8_rows
 from benchmarks.native import native_rows
 from benchmarks.options import (
     ATTENTION_PARTS,
@@ -40,7 +34,6 @@ from benchmarks.options import (
 from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
 from benchmarks.profiling import profile_rows, profile_table
-from benchmarks.rotation import rotation_rows
 from benchmarks.rows import Row, table
 from benchmarks.settings import check_setting
 from benchmarks.setups import find_setup
@@ -49,35 +42,23 @@ from benchmarks.small_cards import small_card_rows
 from benchmarks.sparse import sparse_rows
 from benchmarks.startup import startup_rows
 from benchmarks.streaming import streaming_rows
-from benchmarks.switch import switch_rows
-from benchmarks.trajectory import trajectory_rows
 from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs
-from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 from wan_core.pipeline.settings import choose_device
-from wan_core.sampling.cache.arguments import skip_options
+from wan_lab.results import envelope, result_path, write_result
 
 Rows = Callable[[str, list[str], torch.device, argparse.Namespace, dict[str, Any]], Iterator[Row]]
 """(model, sizes, device, options, details) -> rows; `details` is what else goes into the file."""
 
 MEASURES: dict[str, Rows] = {
     "single": single_rows,
-    "trajectory": trajectory_rows,
-    "switch": switch_rows,
-    "caches": caches_rows,
     "sparse": sparse_rows,
     "attention": attention_rows,
     "profile": profile_rows,
     "startup": startup_rows,
     "streaming": streaming_rows,
     "parallel": parallel_rows,
-    "gguf": gguf_rows,
-    "contributions": contributions_rows,
-    "rotation": rotation_rows,
-    "int8": int8_rows,
-    "four-step": four_step_rows,
     "small-cards": small_card_rows,
-    "generate": generation_rows,
     "compare": compare_rows,
     "everyday": everyday_rows,
     "native": native_rows,
@@ -150,14 +131,12 @@ def check_options(options: argparse.Namespace) -> None:
     for setup in options.setup or ():
         if options.suite not in ("compare", "everyday", "native") and (options.suite != "single" or setup not in PEERS):
             find_setup(setup)
-    for number in ("runs", "layers", "samples", "steps", "gpus"):
+    for number in ("runs", "layers", "steps", "gpus"):
         value = getattr(options, number)
         if value is not None and value < 1:
             raise OptionError(f"{number} {value} given; it must be at least 1")
-    if options.suite != "generate" and skip_options(options) is not None:
-        raise OptionError("what leaves forwards out, --magcache and its like, belongs to the suite generate")
     takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
-    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch", "profile", "checkout"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "profile", "checkout"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "

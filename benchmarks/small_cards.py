@@ -41,13 +41,12 @@ from benchmarks.comfy_files import (
     lora_file,
     write_experts,
     write_image,
+    write_lora,
     write_loras,
     write_text_encoder,
     write_vae,
 )
 from benchmarks.comfy_files import INT8 as INT8_FILES
-from benchmarks.four_step import write_lora
-from benchmarks.generation import PROMPT
 from benchmarks.measure import make_room, settle
 from benchmarks.options import INT8, SMALL_CARD_PARTS
 from benchmarks.rows import Row, guarded
@@ -61,6 +60,7 @@ from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY, find_experts
 
+PROMPT = "a red circle moving right on a blue background"
 CARDS = (24.0, 16.0, 12.0)  # GiB
 FP8 = "fp8"
 HOST = 27.0  # GiB of weights in a host of 32 GB

@@ -5,7 +5,6 @@ kernels           one layer's self-attention, q, k and v as the block hands them
                   permutation of a forward's tokens, and comfy-kitchen's sol_attn where it is installed. `error` is
                   against the formula in bf16 on random numbers, which have no structure: it ranks kernels at the same
                   budget, and says nothing about budgets
-rest              what replaces the blocks that are not read, at three budgets (`benchmarks.sparse_rest`)
 SETTING           a whole video, by phase, as `quality --setting` writes it: magcache:balanced+sparse:balanced
 SETTING@STEPS     the same in so many steps without guidance, as step-distilled weights are run
 native            one forward of ComfyUI's own transformer, compiled, and what a run of the task's steps with guidance
@@ -32,7 +31,6 @@ from benchmarks.options import SUITES
 from benchmarks.peers import PEERS
 from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
-from benchmarks.sparse_rest import rest_rows
 from wan_core.config import OptionError, Request, SkipOptions
 from wan_core.execution.report import GIB
 from wan_core.models.wan.tasks import find_task
@@ -60,7 +58,7 @@ def sparse_rows(
     """Raises OptionError for an entry that is not known, before any work."""
     entries = options.setting or SUITES["sparse"].settings
     for entry in entries:
-        if entry not in ("kernels", "native", "rest"):
+        if entry not in ("kernels", "native"):
             parse_setting(entry.partition("@")[0])
             if not (entry.partition("@")[2] or "1").isdecimal():
                 raise OptionError(f"setting {entry!r} given; after @ comes a number of steps")
@@ -77,8 +75,6 @@ def sparse_rows(
             make_room(device)
             if entry == "kernels":
                 yield from trial.kernels(size)
-            elif entry == "rest":
-                yield from rest_rows(size, device, dtype, trial.runs)
             elif entry == "native":
                 yield guarded("native", size, PEERS[NATIVE].why_not(), lambda s=size: trial.native(s))
             else:

@@ -1,5 +1,10 @@
 """The nodes: widgets -> dataclasses -> one engine call. No arithmetic on tensors here; what is missing goes into the
-engine. Ids, inputs, their order, defaults and sockets are frozen (`tests/node_schemas.json`): only ever append."""
+engine. Ids, inputs, their order, defaults and sockets are frozen (`tests/node_schemas.json`): only ever append.
+
+What constants alone show to be wrong is refused before a prompt runs: `validate_inputs` gets None for what comes
+through a link, which is checked when the node runs, and raises. ComfyUI's page shows the sentence of an exception at
+once and a single time; one that is returned it hides behind two clicks, once for each input that is named. ComfyUI
+leaves the limits of the inputs that `validate_inputs` names to it."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
@@ -70,9 +71,9 @@ class WanCoreAccelerate(io.ComfyNode):
                     options=[OFF, *CACHES],
                     default=OFF,
                     optional=True,
-                    tooltip="Presets of WanCore MagCache, which skips steps that change little. For models with a "
-                    "curve: Wan 2.2 text and image to video and 5B. For others, connect WanCore TaylorSeer or Adaptive "
-                    "Cache. Needs 10 steps or more.",
+                    tooltip="Presets of WanCore MagCache, which skips steps that change little. On models without a "
+                    "curve (all but Wan 2.2 text and image to video and 5B), TaylorSeer skips nearly the same steps, "
+                    "and the report says so. Needs 10 steps or more.",
                 ),
                 *whole_run_inputs(),
             ],
@@ -82,6 +83,13 @@ class WanCoreAccelerate(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
         return measured_files()
+
+    @classmethod
+    def validate_inputs(cls, attention: str | None = None) -> bool:
+        """Whether this device has the kernel; whether it takes the model is known when the node runs."""
+        if attention not in (None, COMFYUI, *CHOSEN):
+            resolve_attention(attention, host.device(), torch.bfloat16, None)
+        return True
 
     @classmethod
     def execute(
@@ -112,10 +120,11 @@ class WanCoreAccelerate(io.ComfyNode):
         made = host.accelerate(model, attention, options, keeps, report, whole)
         host.attach(made, None if caching is None else host.StepCache(caching, whole, report))
         if caching is not None:
-            words.append(f"step cache: {skip_words(caching)}")
+            words.append(f"step cache: {host.cache_words(made, caching)}")
         host.attach_stages(made, host.Stages(stages, report) if stages else None)
         if stages:
             words.append(f"resolution schedule: {stage_words(stages)}")
+        words += host.words_before(made)
         return io.NodeOutput(made, ui=ui.PreviewText("\n".join(words)))
 
 

@@ -9,6 +9,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import OptionError
+from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.animate.config import ANIMATE_14B
@@ -19,11 +20,11 @@ from wan_core.pipeline.images import video_to_pixels
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
-from .conditioning import check_widgets, with_values
+from .conditioning import check_widgets, size_words, with_values
 from .schema import ADVANCED, newer
 from .sockets import CONDITIONING
 
-MAX_SIDE, MAX_FRAMES = 8192, 401
+MAX_FRAMES = 401
 FACE = (ANIMATE_14B.face_size, ANIMATE_14B.face_size)
 PREVIOUS = (
     "All frames that were made so far, where a long video goes on: the clip begins with the last of them, and the "
@@ -37,8 +38,8 @@ def shared_inputs(frames: int, motion: str) -> list[Any]:
         io.Conditioning.Input("positive", tooltip="The encoded prompt."),
         io.Conditioning.Input("negative", tooltip="The encoded negative prompt; it counts where guidance is not 1."),
         io.Vae.Input("vae", tooltip="The Wan 2.1 VAE: WanCore's or ComfyUI's own."),
-        io.Int.Input("width", default=832, min=16, max=MAX_SIDE, step=16, tooltip="Pixels; a multiple of 16."),
-        io.Int.Input("height", default=480, min=16, max=MAX_SIDE, step=16, tooltip="Pixels; a multiple of 16."),
+        io.Int.Input("width", default=832, min=16, max=MAX_VIDEO_SIDE, step=16, tooltip="Pixels; a multiple of 16."),
+        io.Int.Input("height", default=480, min=16, max=MAX_VIDEO_SIDE, step=16, tooltip="Pixels; a multiple of 16."),
         io.Int.Input(
             "frames",
             default=frames,
@@ -164,7 +165,15 @@ class WanCoreAnimate(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+    def validate_inputs(
+        cls,
+        width: int | None = None,
+        height: int | None = None,
+        frames: int | None = None,
+        overlap: int | None = 1,
+    ) -> bool:
+        if frames is not None and overlap is not None:
+            clip_of("animate", frames, None, overlap)
         return check_widgets(VAE_21, width, height, frames)
 
     @classmethod
@@ -198,7 +207,7 @@ class WanCoreAnimate(io.ComfyNode):
         if face_video is not None and face_guidance:
             without = {**extras, "face_video_pixels": torch.full_like(extras["face_video_pixels"], -1)}
         both = with_values(positive, extras), with_values(negative, without)
-        return io.NodeOutput(*both, latent, 1, clip.carried)
+        return io.NodeOutput(*both, latent, 1, clip.carried, ui=size_words(VAE_21, width, height))
 
 
 class WanCoreAnimate2(io.ComfyNode):
@@ -237,6 +246,8 @@ class WanCoreAnimate2(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+        if frames is not None:
+            clip_of("animate2", frames, None, 1)
         return check_widgets(VAE_21, width, height, frames)
 
     @classmethod
@@ -266,4 +277,4 @@ class WanCoreAnimate2(io.ComfyNode):
         own |= {name: value for name, value in strengths.items() if value != 1}
         extras |= {key: value for key, value in own.items() if value is not None}
         both = with_values(positive, extras), with_values(negative, extras)
-        return io.NodeOutput(*both, latent, 1, clip.carried)
+        return io.NodeOutput(*both, latent, 1, clip.carried, ui=size_words(VAE_21, width, height))

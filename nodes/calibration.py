@@ -11,12 +11,12 @@ from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs, keep_old
 from wan_core.execution.report import Report
 from wan_core.pipeline.comfy_conditioning import join
-from wan_core.pipeline.evaluate.calibrate import measure
-from wan_core.pipeline.evaluate.pictures import draw_curve, preset_plans
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.cache.curves import Curve, curve_path, is_embedded, write_curve
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
+from wan_lab.calibrate import measure
+from wan_lab.pictures import draw_curve, preset_plans
 
 from . import host
 from .conditioning import on_device
@@ -87,7 +87,8 @@ class WanCoreCalibrate(io.ComfyNode):
         if model.windows is not None:
             raise OptionError("a curve is measured on a video in one piece: connect the model without context windows")
         path = cls._curve_path(model, image="noise_mask" in latent) if keep == BESIDE else None
-        plan, kept = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver), None
+        video, kept = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver), None
+        plan = video.plan
         with Outputs({}) as outputs:
             if path is not None:  # before the videos are made, not after
                 outputs.add("the curve", path, overwrite=True)
@@ -123,7 +124,7 @@ class WanCoreCalibrate(io.ComfyNode):
         seed: int,
         videos: int,
     ) -> Curve:
-        joined = join(positive, negative, latent, model.experts, plan)
+        joined = join(positive, negative, latent, model.experts, plan, model.range_shift)
         conditioning = on_device(joined.conditioning)
         shape = (1, *latent["samples"].shape[1:])
         workload, report = Workload(shape, joined.plan, batched=False), Report(host.device())

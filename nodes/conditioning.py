@@ -9,20 +9,23 @@ from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import OptionError, check_choice
+from wan_core.config.limits import MAX_VIDEO_SIDE
+from wan_core.execution.report import WARNING
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames
 from wan_core.models.wan.tasks import TASKS, image_task
 from wan_core.pipeline.images import pixels_to_video, video_to_pixels
-from wan_core.sampling.conditioning import Conditioning, empty_latents
+from wan_core.pipeline.large_video import check_tensor, size_notes
+from wan_core.sampling.conditioning import Conditioning, empty_latents, latent_shape
 
 from . import host
 from .schema import newer
 from .sockets import CONDITIONING, TextSocket, VAESocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
-MAX_SIDE, MAX_FRAMES, MAX_BATCH = 8192, 4001, 64
+MAX_FRAMES, MAX_BATCH = 4001, 64
 NEGATIVE = TASKS["t2v-A14B"].negative_prompt
 
 
@@ -33,7 +36,7 @@ def size_inputs() -> list[Any]:
             "width",
             default=832,
             min=16,
-            max=MAX_SIDE,
+            max=MAX_VIDEO_SIDE,
             step=16,
             tooltip="Pixels; a multiple of 16 (A14B) or 32 (TI2V-5B). The embedded model was trained at 96x96.",
         ),
@@ -41,7 +44,7 @@ def size_inputs() -> list[Any]:
             "height",
             default=480,
             min=16,
-            max=MAX_SIDE,
+            max=MAX_VIDEO_SIDE,
             step=16,
             tooltip="Pixels; a multiple of 16 (A14B) or 32 (TI2V-5B).",
         ),
@@ -71,16 +74,22 @@ def batch_input() -> Any:
 
 
 def check_widgets(config: VAEConfig, width: int | None, height: int | None, frames: int | None) -> bool:
-    """For `validate_inputs`, to which ComfyUI leaves limits too. None comes through a link, and is checked when the
-    node runs. Raises OptionError (see `refusal`)."""
+    """For `validate_inputs`. Raises OptionError."""
     if width is None or height is None or frames is None:
         return True
-    if max(width, height) > MAX_SIDE or frames > MAX_FRAMES:
+    if max(width, height) > MAX_VIDEO_SIDE or frames > MAX_FRAMES:
         raise OptionError(
-            f"{width}x{height} and {frames} frames given; at most {MAX_SIDE} pixels and {MAX_FRAMES} frames are allowed"
+            f"{width}x{height} and {frames} frames given; at most {MAX_VIDEO_SIDE} pixels and {MAX_FRAMES} frames are "
+            "allowed"
         )
-    empty_latents(config, width, height, frames)
+    check_tensor("the latents", latent_shape(config, width, height, frames), 4, torch.device("cpu"))
     return True
+
+
+def size_words(config: VAEConfig, width: int, height: int) -> ui.PreviewText | None:
+    """For the node that says how large a video is."""
+    notes = size_notes(None, config, width, height)
+    return ui.PreviewText("\n".join(WARNING + note for note in notes)) if notes else None
 
 
 class WanCoreTextEncode(io.ComfyNode):
@@ -122,9 +131,9 @@ class WanCoreTextEncode(io.ComfyNode):
     @classmethod
     def execute(cls, clip: Any, positive: str, negative: str) -> io.NodeOutput:
         if isinstance(clip, TextSocket):
-            encoded = clip.encode([positive, negative])
-            notes = [note for one in encoded for note in one[0][1]["wancore_notes"]]
-            return io.NodeOutput(*encoded, ui=ui.PreviewText("\n".join(notes)) if notes else None)
+            encoded = clip.encode([positive, negative], ["prompt", "negative prompt"])
+            warnings = [WARNING + note for one in encoded for note in one[0][1]["wancore_notes"]]
+            return io.NodeOutput(*encoded, ui=ui.PreviewText("\n".join(warnings)) if warnings else None)
         return io.NodeOutput(*(clip.encode_from_tokens_scheduled(clip.tokenize(t)) for t in (positive, negative)))
 
 
@@ -166,8 +175,10 @@ class WanCoreEmptyLatent(io.ComfyNode):
 
     @classmethod
     def execute(cls, width: int, height: int, frames: int, latent_type: str, batch_size: int = 1) -> io.NodeOutput:
-        latents = empty_latents(LATENT_TYPES[latent_type], width, height, frames)
-        return io.NodeOutput({"samples": host.to_intermediate(latents.repeat(batch_size, 1, 1, 1, 1))})
+        config = LATENT_TYPES[latent_type]
+        latents = empty_latents(config, width, height, frames)
+        samples = host.to_intermediate(latents.repeat(batch_size, 1, 1, 1, 1))
+        return io.NodeOutput({"samples": samples}, ui=size_words(config, width, height))
 
 
 class WanCoreImageToVideo(io.ComfyNode):
@@ -238,7 +249,9 @@ class WanCoreImageToVideo(io.ComfyNode):
                 raise OptionError(f"{task.name} takes a first frame and no last frame: connect first_image alone")
             check_first(first.shape[2], frames, task.vae)
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
-            return io.NodeOutput(positive, negative, {"samples": samples, "noise_mask": unknown})
+            held = {"samples": samples, "noise_mask": unknown}
+            return io.NodeOutput(positive, negative, held, ui=size_words(task.vae, width, height))
+        check_tensor("the pictures", (frames, height, width, 3), 4, torch.device("cpu"))
         if isinstance(vae, VAESocket):
             known, unknown = vae.encode_known(first, last, frames)
         else:
@@ -247,7 +260,8 @@ class WanCoreImageToVideo(io.ComfyNode):
         values = {"concat_latent_image": known, "concat_mask": frame_mask(unknown, known)}
         if clip_vision_output is not None:
             values["clip_vision_output"] = clip_vision_output
-        return io.NodeOutput(with_values(positive, values), with_values(negative, values), {"samples": latents})
+        both = (with_values(one, values) for one in (positive, negative))
+        return io.NodeOutput(*both, {"samples": latents}, ui=size_words(task.vae, width, height))
 
 
 def _frames(image: Tensor | None, size: tuple[int, int]) -> Tensor | None:

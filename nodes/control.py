@@ -20,7 +20,7 @@ from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.texts import TextRange, shared_range
 
 from . import host
-from .conditioning import check_widgets, size_inputs
+from .conditioning import check_widgets, size_inputs, size_words
 from .schema import newer
 from .sockets import CONDITIONING
 
@@ -119,7 +119,8 @@ class WanCoreVACE(io.ComfyNode):
         latents = empty_latents(VAE_21, width, height, frames)
         latents = torch.cat([latents[:, :, :1].repeat(1, 1, count, 1, 1), latents], 2)
         both = (in_ranges(one, extras, options) for one in (positive, negative))
-        return io.NodeOutput(*both, {"samples": host.to_intermediate(latents)}, count)
+        words = size_words(VAE_21, width, height)
+        return io.NodeOutput(*both, {"samples": host.to_intermediate(latents)}, count, ui=words)
 
 
 def in_ranges(conditioning: CONDITIONING, extras: dict[str, Tensor], options: ControlOptions) -> CONDITIONING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -42,21 +42,9 @@ def fingerprint(*paths: Path) -> list[tuple[str, int]]:
 def words_of(part: Part, computing: str) -> str:
     size = f"{part.parameters / 1e9:.1f} billion" if part.parameters >= 1e9 else f"{part.parameters / 1e6:.2f} million"
     stored = name_of(part.stored) if part.packed is None else part.packed.fmt
-    return f"{part.source}: {size} parameters, {stored}, computing in {computing}"
+    prefers = f"; {part.prefers}" if part.prefers else ""
+    return f"{part.source}: {size} parameters, {stored}, computing in {computing}{prefers}"
 
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def refusal(check: Callable[[], object]) -> bool | str:
-    """What `validate_inputs` of a node answers that names one input: True, or why `check` raised.
-
-    ComfyUI repeats the answer once for every input that is named, and reports an exception once: where a check needs
-    several inputs, `validate_inputs` raises.
-    """
-    try:
-        check()
-    except (ValueError, OSError) as fault:
-        return str(fault)
-    return True

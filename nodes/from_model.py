@@ -22,11 +22,11 @@ from wan_core.sampling.plan import Expert
 
 from . import host
 from .files import fingerprint
-from .model_loader import check_choices, hold, info_of, run_inputs, socket_of
+from .model_loader import check_choices, check_residency, hold, info_of, run_inputs, socket_of
 from .native_model import NativeModel, read_native
 from .schema import newer
 from .sockets import MODEL
-from .workers import WorkersSocket, workers_input
+from .workers import UNCONNECTED, WorkersSocket, workers_input
 
 IN_MEMORY = "the weights of a MODEL"  # in place of a file's name
 
@@ -66,10 +66,17 @@ class WanCoreFromModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, precision: str | None = None, attention: str | None = None, keep_blocks: int | None = None
+        cls,
+        precision: str | None = None,
+        attention: str | None = None,
+        keep_blocks: int | None = None,
+        residency: str | None = None,
+        workers: object = UNCONNECTED,
     ) -> bool:
         """As of the model loader."""
         check_choices(precision, keep_blocks or 0, attention, None)
+        if residency is not None:
+            check_residency(residency, workers is not UNCONNECTED)
         return True
 
     @classmethod
@@ -103,7 +110,8 @@ class WanCoreFromModel(io.ComfyNode):
         if settings.precision == PACKED:
             check_packed((one for wanted in loras.values() for one in wanted), settings.found.dit)
         shift, windows = _shift(natives), _windows(natives)
-        socket = replace(socket_of(options, settings, held, workers), loras=loras, shift=shift, windows=windows)
+        carried = {"shift": shift, "range_shift": natives["high"].range_shift, "windows": windows}
+        socket = replace(socket_of(options, settings, held, workers), loras=loras, **carried)
         lines = [info_of(settings)]
         lines += [
             f"{expert}: {one.words(settings.parts[expert].lora_words)}"
@@ -118,8 +126,7 @@ class WanCoreFromModel(io.ComfyNode):
 
 
 def _check_workers(natives: Mapping[str, NativeModel], residency: str, workers: WorkersSocket | None) -> None:
-    if residency == "shard" and workers is None:
-        raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
+    check_residency(residency, workers is not None)
     unknown = [native.where for native in natives.values() if not isinstance(native.source, Path)]
     if workers is not None and unknown:
         raise OptionError(

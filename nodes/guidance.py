@@ -54,5 +54,11 @@ class WanCoreGuidanceSchedule(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, low: float | None = None, high: float | None = None) -> bool:
+        if low is not None and high is not None:
+            GuidanceOptions(low=low, high=high)
+        return True
+
+    @classmethod
     def execute(cls, low: float, high: float, every: int, skipping: SkipOptions | None = None) -> io.NodeOutput:
         return joined(skipping, guidance=GuidanceOptions(low=low, high=high, every=every))

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from comfy_api.latest import io, ui
 
+from wan_core.checkpoint import open_checkpoint
+from wan_core.checkpoint.lora.read import check_lora
 from wan_core.config import LoraOptions, OptionError
+from wan_core.execution.report import WARNING
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.pipeline.loras import check_packed, notes_of, read_loras
 from wan_core.pipeline.sources import TINY_LORAS
@@ -85,6 +88,12 @@ class WanCoreLoRA(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, high: str | None = None, low: str | None = None) -> bool:
+        for path in _files(high, low).values():
+            check_lora(open_checkpoint(path))
+        return True
+
+    @classmethod
     def fingerprint_inputs(
         cls,
         model: None = None,
@@ -130,8 +139,7 @@ class WanCoreLoRA(io.ComfyNode):
         lines = [
             f"{expert}: {one.words(parts[expert].lora_words)}" for expert, wanted in found.items() for one in wanted
         ]
-        lines += [f"warning: {note}" for note in notes_of(loras)]
-        info = "\n".join(lines) or "no LoRA"
+        info = "\n".join([*(WARNING + note for note in notes_of(loras)), *lines]) or "no LoRA"
         changed = replace(model, loras=loras)
         changed.read_ahead()
         return io.NodeOutput(changed, info, ui=ui.PreviewText(info))

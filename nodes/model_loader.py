@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from wan_core.config import (
     check_choice,
 )
 from wan_core.execution.memory.residency import Residency
+from wan_core.execution.report import WARNING
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import RGBMap, map_of_channels
 from wan_core.models.wan.config import DiTConfig
+from wan_core.ops.attention.pieces import InPieces
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.pipeline.builder import finish
@@ -40,7 +43,7 @@ from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
 from .schema import ADVANCED, newer
 from .sockets import MODEL, ModelSocket
-from .workers import WorkersSocket, workers_input
+from .workers import UNCONNECTED, WorkersSocket, workers_input
 
 ALONE = "none"  # no second file
 MAX_KEPT = 20  # half the blocks of the largest model
@@ -77,11 +80,13 @@ class WanCoreModelLoader(io.ComfyNode):
         precision: str | None = None,
         attention: str | None = None,
         keep_blocks: int | None = None,
+        residency: str | None = None,
+        workers: object = UNCONNECTED,
     ) -> bool:
-        """ComfyUI leaves what is named here to us. None comes through a link, and is checked when the node runs. Raises
-        (see `refusal`)."""
         found = find_experts(*_paths(high, low)) if high is not None else None
         check_choices(precision, keep_blocks or 0, attention, None if found is None else found.dit)
+        if residency is not None:
+            check_residency(residency, workers is not UNCONNECTED)
         return True
 
     @classmethod
@@ -114,8 +119,7 @@ class WanCoreModelLoader(io.ComfyNode):
     ) -> io.NodeOutput:
         """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
         device = host.device() if workers is None else workers.device
-        if residency == "shard" and workers is None:
-            raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
+        check_residency(residency, workers is not None)
         paths = [str(path) for path in _paths(high, low)]
         options = LoadOptions(
             high=paths[0],
@@ -138,6 +142,8 @@ class WanCoreModelLoader(io.ComfyNode):
 def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     """The experts, held by ComfyUI's memory manager and not loaded yet; both are one where there is one transformer."""
     found = settings.found
+    if host.device().type == "cpu":  # one call of it can take minutes there
+        settings = replace(settings, attend=InPieces(settings.attend, host.check_interruption))
     finished = partial(finish, settings=settings, device=host.device())
     streaming = Residency(host.device(), "stream")
     names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in found.of else {"high": "transformer"}
@@ -266,6 +272,13 @@ def check_choices(precision: str | None, keep_blocks: int, attention: str | None
         resolve_attention(attention, device, dtype, None if dit is None else dit.head_dim)
 
 
+def check_residency(residency: str, with_workers: bool) -> None:
+    """Raise OptionError for one that is not known, and for one of workers without them."""
+    check_choice("residency", residency, RESIDENCIES)
+    if residency == "shard" and not with_workers:
+        raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
+
+
 def _computing(settings: ModelSettings) -> str:
     dtype, kept = name_of(settings.dtype), settings.keep_blocks
     if settings.precision == PACKED:
@@ -282,10 +295,10 @@ def info_of(settings: ModelSettings) -> str:
     kind = "two experts" if task.two_experts else "one transformer for every step"
     said = {expert: words_of(part, _computing(settings)) for expert, part in parts.items()}
     lines = [
+        *(WARNING + note for note in settings.found.notes),
         f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {settings.attention}"
         + (", compiled" if settings.compile != "off" else ""),
         *([f"{task.name}: {settings.found.why}"] if settings.found.why else []),
-        *(f"warning: {note}" for note in settings.found.notes),
         *(f"{expert}: {words}" if "low" in parts else words for expert, words in said.items()),
         f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "
         f"{task.guidance_high:g} high and {task.guidance_low:g} low, {task.width}x{task.height}, {task.frames} frames",

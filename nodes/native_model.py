@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wan_core.checkpoint import Checkpoint
+from wan_core.checkpoint.attention_preferences import SUFFIX as PREFERENCE
 from wan_core.checkpoint.opened import TensorInfo
 from wan_core.config import OptionError, WindowOptions
 from wan_core.pipeline.native_patches import PREFIX, Patches
@@ -37,13 +38,15 @@ EMPTY_OPTIONS = {"transformer_options"}  # looked into, one by one
 @dataclass(frozen=True)
 class NativeModel:
     """What is carried. owner: the module that all copies of a MODEL share. source: its file, or the weights in memory.
-    shift: None where no node set one. windows: context windows. notes: for people."""
+    shift: that a node set; None for none. range_shift: with which ComfyUI makes sigmas of shares of a run, whether a
+    node set it or not. windows: context windows. notes: for people."""
 
     where: str
     owner: nn.Module
     source: Path | Checkpoint
     patches: Patches
     shift: float | None
+    range_shift: float
     windows: WindowOptions | None
     notes: list[str]
 
@@ -66,6 +69,7 @@ def read_native(model: Any, where: str) -> NativeModel:
         source=_weights(model, where) if path is None else path,
         patches={key: list(several) for key, several in model.patches.items()},
         shift=_shift(model, where),
+        range_shift=float(getattr(model.get_model_object(SAMPLING), "shift", 1.0)),
         windows=read_windows(model, where),
         notes=[f"{where}: {note}" for note in notes],
     )
@@ -89,7 +93,10 @@ def _weights(model: Any, where: str) -> Checkpoint:
         saved = backup.get(PREFIX + name)
         return getattr(saved, "weight", saved) if saved is not None else _attribute(module, name)
 
-    state: Mapping[str, Any] = module.state_dict()
+    stored_state: Mapping[str, Any] = module.state_dict()
+    # ComfyUI 0.37 and newer: which attention a module prefers. Its module holds it as JSON, the state dict as bytes.
+    preferred = {name: value for name, value in stored_state.items() if name.endswith(PREFERENCE)}
+    state = {name: value for name, value in stored_state.items() if name not in preferred}
     for name, stored in state.items():
         value = current(name)
         if type(value) not in (Tensor, nn.Parameter) or value.is_meta or value.shape != stored.shape:
@@ -101,7 +108,10 @@ def _weights(model: Any, where: str) -> Checkpoint:
     # A copy: what the engine writes into its weights must not reach ComfyUI's, nor the other way round.
     kind = getattr(getattr(model.model, "model_config", None), "unet_config", {}).get("model_type")
     metadata = {"config": json.dumps({"transformer": {"model_type": kind}})}  # what tensors do not tell of every model
-    return Checkpoint(where, None, infos, metadata, lambda name: current(name).detach().to("cpu", copy=True))
+    attention = {n.removesuffix(PREFERENCE): bytes(value.tolist()) for n, value in preferred.items()}
+    return Checkpoint(
+        where, None, infos, metadata, lambda name: current(name).detach().to("cpu", copy=True), attention=attention
+    )
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
@@ -115,7 +125,7 @@ def _shift(model: Any, where: str) -> float | None:
     sampling = model.object_patches.get(SAMPLING)
     if sampling is None:
         return None
-    kinds = {kind.__name__ for kind in type(sampling).__mro__}
+    kinds = _kinds(sampling)
     scale = getattr(sampling, "noise_scale", None)
     plain = getattr(sampling, "multiplier", None) == 1000 and scale in (None, 1.0)
     if not {"ModelSamplingDiscreteFlow", "CONST"} <= kinds or not plain:
@@ -125,9 +135,16 @@ def _shift(model: Any, where: str) -> float | None:
     return float(sampling.shift)
 
 
+def _kinds(sampling: Any) -> set[str]:
+    return {kind.__name__ for kind in type(sampling).__mro__}
+
+
 def _changes_results(model: Any) -> Iterator[str]:
     """In words, everything on a MODEL that changes its results, except weights' patches and the shift."""
-    yield from (f"object patch {name}" for name in model.object_patches if name not in {SAMPLING, *SPEED_OBJECTS})
+    objects = (name for name in model.object_patches if not f"{name}.config".endswith(PREFERENCE))
+    yield from (f"object patch {name}" for name in objects if name not in {SAMPLING, *SPEED_OBJECTS})
+    if "IMG_TO_IMG_FLOW" in _kinds(model.get_model_object(SAMPLING)):
+        yield "the sampling of FlowRVS, which turns a video into another"
     options, known = model.model_options, {HANDLER, *EMPTY_OPTIONS, *SPEED_OPTIONS}
     yield from (f"model option {name}" for name, value in options.items() if value and name not in known)
     for name, value in options.get("transformer_options", {}).items():
@@ -149,6 +166,8 @@ def _changes_results(model: Any) -> Iterator[str]:
 
 def _changes_speed(model: Any) -> Iterator[str]:
     yield from (words for name, words in SPEED_OBJECTS.items() if model.object_patches.get(name) is not None)
+    if any(f"{name}.config".endswith(PREFERENCE) for name in model.object_patches):
+        yield "the attention that a LoRA asks for: choose 'attention' here"
     yield from (words for name, words in SPEED_OPTIONS.items() if model.model_options.get(name))
     inner = model.model_options.get("transformer_options", {})
     yield from (words for name, words in SPEED_TRANSFORMER.items() if inner.get(name) is not None)

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions
-from wan_core.sampling.native.plan import WholeRun, joined
+from wan_core.sampling.native.plan import WholeRun, joined, with_evaluations
 from wan_core.sampling.plan import MAX_STEPS, Expert, Plan
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.sparsity.schedule import with_costs
@@ -144,17 +144,23 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
         task = found.task
         size = ((task.frames - 1) // task.vae.temporal_stride + 1,
                 task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride)  # fmt: skip
+    evaluated, both = host.evaluations(model, sampler, sigmas)
+    both = both or cfg != 1 or model.model_options.get("disable_cfg1_optimization", False)
     plan = host.plan_of_part(
         found,
         sigmas,
         WholeRun() if cache is None else cache.whole,
         options,
         guidance=cfg,
-        branches=("cond",) if cfg == 1 else ("cond", "uncond"),
+        branches=("cond", "uncond") if both else ("cond",),
         solver=sampler,
         image=latent is not None and "noise_mask" in latent,
     )
     plan = host.moving_windows(plan, model.model_options)
+    plan = with_evaluations(plan, sampler, evaluated)
+    for high, low in host.skip_layer_ranges(model.model_options):
+        note = f"skip-layer guidance runs the prompt once more where sigma is {low:.4g} to {high:.4g}: not counted"
+        plan = replace(plan, notes=(*plan.notes, note))
     plan = with_native_windows(plan, model, None if latent is None else latent["samples"].shape[2])
     if size is None:
         return plan

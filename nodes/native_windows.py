@@ -63,7 +63,7 @@ def with_native_windows(plan: Plan, model: Any, frames: int | None) -> Plan:
     counts = sorted({step.runs for step in steps})
     words = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     length = f"{handler.context_length} of {frames} latent frames"
-    plan = replace(plan, steps=tuple(steps), unskipped=sum(len(step.branches) * step.runs for step in steps))
+    plan = replace(plan, steps=tuple(steps), unskipped=sum(step.unskipped for step in steps))
     return _noted(plan, f"context windows of {length}: {words} in a step, each a forward of its own")
 
 

@@ -70,7 +70,6 @@ class WanCoreLauncher(io.ComfyNode):
         start_timeout: int | None = None,
         step_timeout: int | None = None,
     ) -> bool:
-        """None comes through a link, and is checked when the node runs. Raises (see `refusal`)."""
         if devices is not None:
             seconds = (300 if start_timeout is None else start_timeout, 600 if step_timeout is None else step_timeout)
             cls._options(devices, "auto" if mesh is None else mesh, *seconds)

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from wan_core.config import SkipOptions
 from wan_core.models.wan.tasks import TASKS
-from wan_core.sampling.cache.skipping import skip_forwards
-from wan_core.sampling.context_windows import with_windows
-from wan_core.sampling.plan import MAX_STEPS, SCHEDULES, Plan
-from wan_core.sampling.presets import CHOICES, preset_plan
-from wan_core.sampling.sparsity.schedule import with_costs
+from wan_core.sampling.build import PlannedVideo, PlanRequest, build_plan
+from wan_core.sampling.plan import MAX_STEPS, SCHEDULES
+from wan_core.sampling.presets import CHOICES
 from wan_core.sampling.window import Window
 
 from .schema import ADVANCED
@@ -166,36 +164,34 @@ def plan_of(
     preset: str = "auto",
     window: Window | None = None,
     sigmas: Tensor | None = None,
-    frames: int | None = None,
-) -> Plan:
-    """The plan for widgets in which 0 stands for the model's own number, and `unipc` too where a preset says otherwise.
-    image: TI2V starts from one. frames: latent ones of the video, or of its longest clip; None: the task's own."""
-    high, low = model.experts.high.path, model.experts.low.path if model.experts.low else None
-    loras = model.lora_files
-    plan = preset_plan(
-        preset,
-        [path for path in (*loras, high, low) if path is not None],
-        task=model.experts.task.name,
+    **length: Any,
+) -> PlannedVideo:
+    """The plan for widgets in which 0 stands for the model's own number, and `unipc` too where a preset says otherwise,
+    at the task's own width and height. image: TI2V starts from one. length: `frames`, `clip_frames`, `overlap` and
+    `cut` of a `PlanRequest`; nothing: one clip of the task's own."""
+    request = PlanRequest(
+        preset=preset,
         steps=steps or None,
         shift=shift or (model.shift if sigmas is None else None),  # as in ComfyUI, a MODEL's does not change sigmas
-        boundary=boundary or (None if model.experts.low else model.experts.task.boundary),
+        boundary=boundary or None,
         guidance_high=guidance_high or None,
         guidance_low=guidance_low or None,
         solver=None if solver == "unipc" else solver,
         sigmas=None if sigmas is None else [float(sigma) for sigma in sigmas],
-        window=window,
+        part=window,
+        skip=skipping,
+        windows=model.windows,
+        image=image,
+        **{"cut": False, **length},
     )
-    task, vae, dit = model.experts.task, model.experts.vae, model.experts.dit
-    frames = frames or (task.frames - 1) // vae.temporal_stride + 1
-    if model.windows is not None:
-        plan = with_windows(plan, model.windows, frames)
-    plan = skip_forwards(plan, skipping, high, low, image=image, loras=loras)
-    latents = (
-        max(plan.window_sizes(frames)),
-        task.height // vae.spatial_stride,
-        task.width // vae.spatial_stride,
-    )
-    return with_costs(plan, dit, latents)  # of the task's own width and height, until they are known
+    return build_plan(request, model.facts)
+
+
+def check_window(denoise: float | None, start_step: int | None, end_step: int | None) -> bool:
+    """For `validate_inputs`. Raises OptionError for a part of the steps that has none."""
+    if not (denoise is None or start_step is None or end_step is None):
+        Window(denoise=denoise, start=start_step, end=end_step)
+    return True
 
 
 def window_of(denoise: float, start_step: int, end_step: int, leftover: str) -> Window | None:

@@ -7,8 +7,8 @@ from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import OptionError
-from wan_core.pipeline.evaluate.compare import MOST_PSNR, compare, find_perceptual
-from wan_core.pipeline.evaluate.pictures import side_by_side
+from wan_lab.compare import MOST_PSNR, compare, find_perceptual
+from wan_lab.pictures import side_by_side
 
 from .schema import newer
 
@@ -53,7 +53,7 @@ class WanCoreCompare(io.ComfyNode):
                 f"videos of {list(full.shape)} and {list(other.shape)} given; both must have the same size and length"
             )
         name, perceptual = find_perceptual()
-        full, other = full[..., :3], other[..., :3]
+        full, other = full[..., :3].float(), other[..., :3].float()
         result = compare(other, full, caption, perceptual)
         truth = "" if result.truth is None else f"\ncaption {'matches' if result.truth else 'does NOT match'}"
         same = " (equal)" if result.psnr >= MOST_PSNR else ""

@@ -8,16 +8,14 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import SkipOptions
-from wan_core.config.windows import check_one_way
 from wan_core.execution.report import Report
 from wan_core.execution.report_drawing import draw_report
 from wan_core.media.drawing import clock
-from wan_core.models.wan.families.long_video import cut_video
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
 from .pictures import as_image, shown
-from .plan_inputs import LAST, plan_inputs, plan_of, preset_input, window_inputs, window_of
+from .plan_inputs import LAST, check_window, plan_inputs, plan_of, preset_input, window_inputs, window_of
 from .schema import ADVANCED, newer
 from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
@@ -73,6 +71,12 @@ class WanCorePlanPreview(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(
+        cls, denoise: float | None = 1.0, start_step: int | None = 0, end_step: int | None = LAST
+    ) -> bool:
+        return check_window(denoise, start_step, end_step)
+
+    @classmethod
     def fingerprint_inputs(
         cls,
         model: None = None,
@@ -122,18 +126,13 @@ class WanCorePlanPreview(io.ComfyNode):
     ) -> io.NodeOutput:
         numbers = steps, shift, boundary, guidance_high, guidance_low, solver
         window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
-        task, stride, long = model.experts.task, model.experts.vae.temporal_stride, None
-        check_one_way(model.windows, clip_frames or None, overlap or None)
-        if model.windows is None and (frames or clip_frames or overlap):
-            long = cut_video(task, frames or task.frames, clip_frames or None, overlap or None)
-            frames = long.clips[0].frames
-        latents = (frames - 1) // stride + 1 if frames else None
-        plan = plan_of(model, *numbers, skipping, from_image, preset, window, sigmas, latents)
+        cut = model.windows is None and bool(frames or clip_frames or overlap)
+        length = {"frames": frames or None, "clip_frames": clip_frames or None, "overlap": overlap or None, "cut": cut}
+        video = plan_of(model, *numbers, skipping, from_image, preset, window, sigmas, **length)
+        plan, clips = video.plan, video.long.words(video.plan.count) if cut else ""
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
-        seconds = entered if seconds_per_forward else model.pace
-        estimate, clips = plan.estimate(seconds), ""
-        if long is not None:
-            estimate, clips = None if estimate is None else estimate * long.cost, long.words(plan.count)
+        estimate = plan.estimate(entered if seconds_per_forward else model.pace)
+        estimate = None if estimate is None else estimate * video.long.cost
         image = as_image(draw_plan(plan, estimate, clips=clips))
         text = plan.table() + (f"\nclips: {clips}" if clips else "")
         return io.NodeOutput(image, text, ui=shown(image, text.splitlines()[0], cls))
@@ -197,4 +196,5 @@ class WanCoreReport(io.ComfyNode):
     def execute(cls, report: Report) -> io.NodeOutput:
         image = as_image(draw_report(report))
         text = "\n".join([report.text(), "settings:", *(f"  {line}" for line in report.setting_lines())])
-        return io.NodeOutput(image, text, ui=shown(image, f"{clock(report.total_seconds)} in all", cls))
+        words = "\n".join([*report.warning_lines(), f"{clock(report.total_seconds)} in all"])
+        return io.NodeOutput(image, text, ui=shown(image, words, cls))

@@ -75,6 +75,12 @@ class WanCoreResolutionSchedule(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, low: float | None = None, high: float | None = None, every: int | None = None) -> bool:
+        if low is not None and high is not None:
+            StageOptions(scale=1.0, low=low, high=high, every=every or 0)
+        return True
+
+    @classmethod
     def execute(
         cls,
         scale: float,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.execution.report import Phase, Report
 from wan_core.media.drawing import clock
 from wan_core.pipeline.comfy_conditioning import join
+from wan_core.pipeline.large_video import check_tensor
 from wan_core.pipeline.loras import notes_of
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.sample import sample_latents
@@ -30,10 +32,10 @@ from wan_core.sampling.start import Leftover, Start
 from . import host
 from .conditioning import on_device
 from .files import name_of
-from .plan_inputs import LAST, SWITCH, plan_inputs, plan_of, preset_input, window_inputs, window_of
+from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, preset_input, window_inputs, window_of
 from .schema import ADVANCED, newer
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
-from .watching import Watcher, relieve_once
+from .watching import Watcher, relieve_once, unknown_of
 
 LEFTOVER = "wancore_leftover"  # of a LATENT: (Leftover, the samples that it was rounded to)
 
@@ -98,6 +100,12 @@ class WanCoreSampler(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(
+        cls, denoise: float | None = 1.0, start_step: int | None = 0, end_step: int | None = LAST
+    ) -> bool:
+        return check_window(denoise, start_step, end_step)
+
+    @classmethod
     def execute(
         cls,
         model: ModelSocket,
@@ -124,11 +132,17 @@ class WanCoreSampler(io.ComfyNode):
         image = "noise_mask" in latent
         window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
         numbers = steps, shift, boundary, guidance_high, guidance_low, solver
-        plan = plan_of(model, *numbers, skipping, image, preset, window, sigmas, latent["samples"].shape[2])
-        plan, conditioning, text_seconds, text_notes, latents = join(positive, negative, latent, model.experts, plan)
-        start = _start(latent, latents, seed, add_noise)
+        frames = model.experts.vae.temporal_stride * (latent["samples"].shape[2] - 1) + 1
+        video = plan_of(model, *numbers, skipping, image, preset, window, sigmas, frames=frames)
+        shape, dit = tuple(latent["samples"].shape), model.experts.dit
+        if model.workers is None and len(shape) == 5:  # before anything of this size is made
+            seen = max(video.plan.window_sizes(shape[2]))
+            activation = shape[0] * dit.tokens(seen, *shape[3:]), dit.dim
+            check_tensor("an activation", activation, model.settings.dtype.itemsize, host.device())
+        joined = join(positive, negative, latent, model.experts, video.plan, model.range_shift)
+        plan, conditioning = joined.plan, on_device(joined.conditioning)
+        start = _start(latent, joined.latents, seed, add_noise)
         start.check(plan)
-        conditioning = on_device(conditioning)
         shape = start.shape
         sizes, area = plan.window_sizes(shape[2]), shape[3:]
         tokens = model.experts.dit.tokens(max(sizes), *area)
@@ -142,20 +156,23 @@ class WanCoreSampler(io.ComfyNode):
         settings = _settings(model, plan, shape, seed, batched)
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)
-        if plan.notes:
-            host.reporter()("\n".join(plan.notes))
         report = Report(host.device(), settings)
+        warnings = [*unknown_of(model, joined, shape), *joined.notes]
+        of_files = [*model.experts.notes, *notes_of(model.loras)]
+        report.notes += warnings
+        report.warnings += [*warnings, *of_files]
         if model.workers is None:  # they say what holds there
-            report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
-            report.notes += [*model.experts.notes, *notes_of(model.loras)]
-        report.notes += text_notes
-        report.phases["text"] = Phase(text_seconds)
+            report.notes += [f"guidance: {'batched' if batched else 'sequential'} ({why})", *of_files]
+        shown = report.warning_lines()
+        if shown or plan.notes:
+            host.reporter()("\n".join([*shown, *plan.notes]))
+        report.phases["text"] = Phase(joined.seconds)
         if blocks is not None and model.workers is None:
             report.notes.append(f"memory: {blocks} of {model.experts.dit.num_layers} blocks stay, the others stream")
         if model.settings.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
-        samples, left = _sample(model, replace(workload, batched=batched), conditioning, start, report)
-        words = f"{plan.table().splitlines()[0]}\ndone in {clock(report.total_seconds)}"
+        samples, left = _sample(model, replace(workload, batched=batched), conditioning, start, report, shown)
+        words = "\n".join([*shown, plan.table().splitlines()[0], f"done in {clock(report.total_seconds)}"])
         made: dict[str, Any] = {"samples": samples}
         if left is not None:
             made |= {key: latent[key] for key in ("noise_mask", "batch_index") if key in latent}
@@ -181,11 +198,17 @@ def _start(latent: dict[str, Any], latents: Tensor | None, seed: int, add_noise:
 
 
 def _sample(
-    model: ModelSocket, workload: Workload, conditioning: Conditioning, start: Start, report: Report
+    model: ModelSocket,
+    workload: Workload,
+    conditioning: Conditioning,
+    start: Start,
+    report: Report,
+    warnings: Sequence[str],
 ) -> tuple[Tensor, Leftover | None]:
-    """Un-normalised latents where ComfyUI keeps them, and what another run can go on with."""
+    """Un-normalised latents where ComfyUI keeps them, and what another run can go on with. warnings: shown meanwhile,
+    above the step."""
     plan, batched, left = workload.plan, workload.batched, list[Leftover]()
-    with closing(Watcher(model, plan)) as watcher:
+    with closing(Watcher(model, plan, warnings)) as watcher:
         if model.workers is not None:
             latents = model.workers.sample(model, workload, conditioning, start, report, watcher, left.append)
         else:

@@ -56,6 +56,8 @@ SHOWS_TEXT = (
     "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
     "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
     "WanCoreSpeedPreset", "WanCoreResolutionSchedule", "WanCoreContextWindows", "WanCoreVisionLoader",
+    "WanCoreEmptyLatent", "WanCoreImageToVideo", "WanCoreAnimate", "WanCoreAnimate2", "WanCoreSoundToVideo",
+    "WanCoreVACE",
 )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_form import PreparedForm
+from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host
 from wan_core.pipeline.images import (
     Made,
@@ -47,6 +48,7 @@ from wan_core.pipeline.loras import Wanted, lora_bytes
 from wan_core.pipeline.memory_planning import Workload, beside_attached, beside_workload, decode_bytes
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.settings import ModelSettings
+from wan_core.sampling.build import ModelFacts
 from wan_core.sampling.plan import Expert
 
 from . import host
@@ -55,6 +57,7 @@ MODEL = io.Custom("WANCORE_MODEL")  # ModelSocket
 REPORT = io.Custom("WANCORE_REPORT")  # wan_core.execution.report.Report
 SKIPPING = io.Custom("WANCORE_SKIPPING")  # wan_core.config.SkipOptions
 CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]
+DEFAULT_NEGATIVES = {task.negative_prompt for task in TASKS.values()} - {""}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +73,27 @@ class ModelSocket:
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
     workers: Any = None  # WorkersSocket: they load and run it
     shift: float | None = None  # that came with the model; None: the task's own
+    range_shift: float | None = None  # of a MODEL, with which ranges of texts are sigmas; None: that of the run
     windows: WindowOptions | None = None  # context windows of a longer video
     kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
 
     @property
     def experts(self) -> Experts:
         return cast(Experts, self.settings.found)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What a plan depends on."""
+        experts = self.experts
+        return ModelFacts(
+            task=experts.task,
+            dit=experts.dit,
+            vae=experts.vae,
+            high=experts.high.path,
+            low=None if experts.low is None else experts.low.path,
+            loras=tuple(self.lora_files),
+            alone=experts.low is None,
+        )
 
     @property
     def lora_files(self) -> list[Path]:
@@ -198,9 +216,10 @@ class TextSocket:
         self.held = held
         self.cache = PromptCache()
 
-    def encode(self, prompts: Sequence[str]) -> list[CONDITIONING]:
-        """Each prompt as CONDITIONING. `wancore_seconds` in it is what encoding took, 0 if it was known, and
-        `wancore_notes` is what the user should know of how the prompt was read."""
+    def encode(self, prompts: Sequence[str], names: Sequence[str] = ()) -> list[CONDITIONING]:
+        """Each prompt as CONDITIONING. names: what notes call each. `wancore_seconds` in it is what encoding took, 0 if
+        it was known, `wancore_notes` is what the user should know of how the prompt was read, and `wancore_prompt` is
+        the prompt."""
         ran: list[float] = []
 
         def encoder() -> TextEncoder:
@@ -211,11 +230,13 @@ class TextSocket:
         seconds = time.perf_counter() - ran[0] if ran else 0.0
         host.log.info("WanCore encoded the text in %.2f s" if ran else "WanCore knew the text (%.0f s)", seconds)
         made: list[CONDITIONING] = []
-        for prompt, row in zip(prompts, rows, strict=True):
-            notes = self.cache.notes(prompt)
+        for prompt, name, row in zip(prompts, names or ["prompt"] * len(prompts), rows, strict=True):
+            # a long default is meant for other encoders, and nobody wrote it
+            notes = self.cache.notes(prompt, name) if prompt not in DEFAULT_NEGATIVES else []
             for note in notes:
                 host.log.warning("WanCore: %s", note)
-            made.append([[row, {"pooled_output": None, "wancore_seconds": seconds, "wancore_notes": notes}]])
+            extras = {"wancore_seconds": seconds, "wancore_notes": notes, "wancore_prompt": prompt}
+            made.append([[row, {"pooled_output": None, **extras}]])
         return made
 
     def encoder(self) -> TextEncoder:

@@ -9,6 +9,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import OptionError
+from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.models.audio.config import SAMPLE_RATE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import FAMILIES
@@ -21,11 +22,11 @@ from wan_core.pipeline.images import video_to_pixels
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
-from .conditioning import check_widgets, with_values
+from .conditioning import check_widgets, size_words, with_values
 from .schema import newer
 from .sockets import CONDITIONING
 
-MAX_SIDE, MAX_FRAMES = 8192, 401
+MAX_FRAMES = 401
 
 
 def outputs() -> list[Any]:
@@ -75,10 +76,10 @@ class WanCoreSoundToVideo(io.ComfyNode):
                 ),
                 io.Vae.Input("vae", tooltip="The Wan 2.1 VAE: WanCore's or ComfyUI's own."),
                 io.Int.Input(
-                    "width", default=832, min=64, max=MAX_SIDE, step=16, tooltip="Pixels; best multiples of 64."
+                    "width", default=832, min=64, max=MAX_VIDEO_SIDE, step=16, tooltip="Pixels; best multiples of 64."
                 ),
                 io.Int.Input(
-                    "height", default=448, min=64, max=MAX_SIDE, step=16, tooltip="Pixels; best multiples of 64."
+                    "height", default=448, min=64, max=MAX_VIDEO_SIDE, step=16, tooltip="Pixels; best multiples of 64."
                 ),
                 io.Int.Input(
                     "frames",
@@ -112,6 +113,8 @@ class WanCoreSoundToVideo(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+        if width is not None and height is not None:
+            check_least(width, height)
         return check_widgets(VAE_21, width, height, frames)
 
     @classmethod
@@ -153,6 +156,7 @@ class WanCoreSoundToVideo(io.ComfyNode):
             trimmed,
             new,
             cut(audio, clip.first + new),
+            ui=size_words(VAE_21, width, height),
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from wan_core.config import SPARSE_KERNELS, SkipOptions, SparseOptions
+from wan_core.config import SPARSE_KERNELS, SkipOptions, SparseOptions, check_choice
 from wan_core.sampling.sparsity.schedule import PRESETS
 
 from .schema import ADVANCED, newer
@@ -141,6 +141,21 @@ class WanCoreSparseAttention(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
         return measured_files()
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        preset: str | None = None,
+        mass: float | None = None,
+        pooled: bool | None = None,
+        unselected: str | None = "means",
+    ) -> bool:
+        if not (preset is None or mass is None or pooled is None or unselected is None):
+            check_choice("preset", preset, (*PRESETS, CUSTOM))
+            check_choice("unselected", unselected, tuple(UNSELECTED))
+            chosen = SparseOptions(sparsity=0.5, mass=mass or None, pooled=pooled)
+            replace(chosen if preset == CUSTOM else PRESETS[preset], **UNSELECTED[unselected])
+        return True
 
     @classmethod
     def execute(

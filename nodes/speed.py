@@ -44,16 +44,24 @@ class WanCoreSpeedPreset(io.ComfyNode):
         return measured_files(SUFFIX)
 
     @classmethod
-    def validate_inputs(cls, preset: str = "") -> bool:
-        return True  # `execute` refuses what is not there, in words, also where ComfyUI's list is older than a file
+    def validate_inputs(cls, preset: str | None = None) -> bool:
+        """Also where ComfyUI's list is older than a file."""
+        if preset is not None:
+            _options(preset)
+        return True
 
     @classmethod
     def execute(cls, preset: str) -> io.NodeOutput:
-        files = host.named_files("diffusion_models", SUFFIX)
-        if preset not in speed_names() and preset not in files:  # a workflow may come from a stranger
-            raise OptionError(
-                f"speed preset {preset[:100]!r} is not there: put its file into models/diffusion_models and refresh, "
-                f"or choose one of {', '.join([*speed_names(), *files])}"
-            )
-        options = speed_options(preset if preset in speed_names() else str(files[preset])) or SkipOptions()
+        options = _options(preset)
         return io.NodeOutput(options, ui=ui.PreviewText(skip_words(options)))
+
+
+def _options(preset: str) -> SkipOptions:
+    """Raises OptionError."""
+    files = host.named_files("diffusion_models", SUFFIX)
+    if preset not in speed_names() and preset not in files:  # a workflow may come from a stranger
+        raise OptionError(
+            f"speed preset {preset[:100]!r} is not there: put its file into models/diffusion_models and refresh, "
+            f"or choose one of {', '.join([*speed_names(), *files])}"
+        )
+    return speed_options(preset if preset in speed_names() else str(files[preset])) or SkipOptions()

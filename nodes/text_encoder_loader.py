@@ -12,7 +12,7 @@ from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
 from wan_core.pipeline.sources import recognise
 
 from . import host
-from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
+from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
 from .schema import ADVANCED, newer
 from .sockets import TextSocket
 from .workers import RemoteText, WorkersSocket, workers_input
@@ -53,9 +53,10 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, text_encoder: str | None = None) -> bool | str:
-        """None comes through a link, and is checked when the node runs."""
-        return text_encoder is None or refusal(lambda: cls._part(text_encoder))
+    def validate_inputs(cls, text_encoder: str | None = None) -> bool:
+        if text_encoder is not None:
+            cls._part(text_encoder)
+        return True
 
     @classmethod
     def fingerprint_inputs(

@@ -7,13 +7,15 @@ from torch import nn
 
 from wan_core.checkpoint import load_vae
 from wan_core.execution.optimize import optimize_vae
+from wan_core.models.vae.layers import AttentionBlock
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.ops.attention.pieces import heads_in_pieces
 from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import PartToLoad, compute_dtype
 from wan_core.pipeline.sources import recognise
 
 from . import host
-from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
+from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
 from .schema import ADVANCED, newer
 from .sockets import VAESocket
 from .workers import RemoteVAE, WorkersSocket, workers_input
@@ -52,9 +54,10 @@ class WanCoreVAELoader(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, vae: str | None = None) -> bool | str:
-        """None comes through a link, and is checked when the node runs."""
-        return vae is None or refusal(lambda: cls._part(vae))
+    def validate_inputs(cls, vae: str | None = None) -> bool:
+        if vae is not None:
+            cls._part(vae)
+        return True
 
     @classmethod
     def fingerprint_inputs(
@@ -81,4 +84,14 @@ class WanCoreVAELoader(io.ComfyNode):
 
 def _optimized(module: nn.Module) -> nn.Module:
     assert isinstance(module, VideoVAE)
-    return optimize_vae(module, host.device())
+    vae = optimize_vae(module, host.device())
+    if host.device().type == "cpu":  # one frame can take minutes there
+        for layer in vae.modules():
+            layer.register_forward_pre_hook(_check_interruption)
+            if isinstance(layer, AttentionBlock):
+                layer.attend = heads_in_pieces(layer.attend, host.check_interruption)
+    return vae
+
+
+def _check_interruption(*_: object) -> None:
+    host.check_interruption()

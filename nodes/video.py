@@ -11,10 +11,10 @@ from torch import Tensor
 
 from wan_core.config import check_choice
 from wan_core.execution.report import Report
-from wan_core.media.mp4 import Encoder, checked_rate, write_mp4
+from wan_core.media.mp4 import Encoder, check_frame_sides, checked_rate, write_mp4
 from wan_core.media.sound import Sound
 from wan_core.models.vae.tiling import TileSpec
-from wan_core.pipeline.images import each_once
+from wan_core.pipeline.images import each_once, images_shape
 
 from . import host
 from .schema import ADVANCED, newer
@@ -130,6 +130,8 @@ class WanCoreDecodeToVideo(io.ComfyNode):
         check_choice("encoder", encoder, tuple(ENCODERS))
         write = partial(write_mp4, path, fps=rate, encoder=ENCODERS[encoder], sound=_sound(audio))
         if isinstance(vae, VAESocket):
+            _, height, width, _ = images_shape(vae.config, samples)
+            check_frame_sides(width, height)
             bar = host.Progress(1)
             vae.decode_to(
                 samples,

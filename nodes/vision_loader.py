@@ -9,7 +9,7 @@ from wan_core.pipeline.settings import PartToLoad, compute_dtype
 from wan_core.pipeline.sources import recognise_vision, vision_dtype
 
 from . import host
-from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
+from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
 from .schema import newer
 from .sockets import VisionSocket
 
@@ -41,9 +41,10 @@ class WanCoreVisionLoader(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, clip_vision: str | None = None) -> bool | str:
-        """None comes through a link, and is checked when the node runs."""
-        return clip_vision is None or refusal(lambda: cls._part(clip_vision))
+    def validate_inputs(cls, clip_vision: str | None = None) -> bool:
+        if clip_vision is not None:
+            cls._part(clip_vision)
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, clip_vision: str | None = None) -> list[tuple[str, int]]:

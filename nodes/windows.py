@@ -84,6 +84,19 @@ class WanCoreContextWindows(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(
+        cls,
+        length: int | None = None,
+        overlap: int | None = None,
+        schedule: str | None = None,
+        fuse: str | None = None,
+        closed_loop: bool | None = None,
+    ) -> bool:
+        if not (length is None or overlap is None or schedule is None or fuse is None or closed_loop is None):
+            _options(length, overlap, schedule, fuse, closed_loop)
+        return True
+
+    @classmethod
     def execute(
         cls,
         model: ModelSocket,
@@ -95,15 +108,14 @@ class WanCoreContextWindows(io.ComfyNode):
         retain_first_frame: bool = False,
         closed_loop: bool = False,
     ) -> io.NodeOutput:
-        if length % 4 != 1:
-            raise OptionError(f"length {length} given; a window has a multiple of 4 plus 1 frames (81)")
-        windows = WindowOptions(
-            length=(length - 1) // 4 + 1,
-            overlap=overlap // 4,
-            schedule=schedule,
-            fuse=fuse,
-            freenoise=freenoise,
-            retain_first=retain_first_frame,
-            closed_loop=closed_loop,
-        )
+        windows = _options(length, overlap, schedule, fuse, closed_loop)
+        windows = replace(windows, freenoise=freenoise, retain_first=retain_first_frame)
         return io.NodeOutput(replace(model, windows=windows), ui=ui.PreviewText(windows.words()))
+
+
+def _options(length: int, overlap: int, schedule: str, fuse: str, closed_loop: bool) -> WindowOptions:
+    """Raises OptionError."""
+    if length % 4 != 1:
+        raise OptionError(f"length {length} given; a window has a multiple of 4 plus 1 frames (81)")
+    length, overlap = (length - 1) // 4 + 1, overlap // 4
+    return WindowOptions(length=length, overlap=overlap, schedule=schedule, fuse=fuse, closed_loop=closed_loop)

@@ -28,6 +28,7 @@ from . import host
 from .sockets import ModelSocket, TextSocket, VAESocket
 
 WORKERS = io.Custom("WANCORE_WORKERS")  # WorkersSocket
+UNCONNECTED = "unconnected"  # for `validate_inputs`, which gets None where `workers` is connected
 
 
 def workers_input() -> Any:

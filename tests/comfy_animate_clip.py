@@ -1,8 +1,9 @@
 """Run by ComfyUI's Python: a clip of a tiny Animate model, made by ComfyUI's own nodes and sampling.
 
-    python tests/comfy_animate_clip.py FOLDER_OF_COMFYUI FAMILY OUT.pt
+    python tests/comfy_animate_clip.py FOLDER_OF_COMFYUI FAMILY OUT.pt [START END]
 
-`clip` writes what its node gives (CONDITIONING, LATENT) and the latents that its sampling makes of it.
+`clip` writes what its node gives (CONDITIONING, LATENT) and the latents that its sampling makes of it. START, END: the
+part of the run that the driving video of Animate-2 is for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from wan_core.pipeline.images import encode_images
 from wan_core.sampling.plan import Plan, make_plan
 
 WIDTH, HEIGHT, LENGTH, SEED = 48, 32, 9, 5
+WINDOWED = 6  # steps of a run that reads the driving video in a part of them
 SHAPE: dict[str, Any] = {
     "in_channels": 36, "out_channels": 16, "dim": 256, "ffn_dim": 96, "num_heads": 2, "num_layers": 5,
     "image_dim": 1280,
@@ -43,15 +45,15 @@ class EmbeddedVAE:
         return encode_images(self.vae, pixels)
 
 
-def plan_of() -> Plan:
-    return make_plan(task="animate-14B", steps=2, solver="euler", guidance_high=2.0, guidance_low=2.0)
+def plan_of(steps: int = 2) -> Plan:
+    return make_plan(task="animate-14B", steps=steps, solver="euler", guidance_high=2.0, guidance_low=2.0)
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def conditioned(nodes: Any, family: str, vae: Any) -> tuple[Any, ...]:
+def conditioned(nodes: Any, family: str, vae: Any, part: tuple[float, ...]) -> tuple[Any, ...]:
     """positive, negative and latent of ComfyUI's node for the family."""
     rows = [[[torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(n)), {}]] for n in (1, 2, 3)]
     seen = [SimpleNamespace(penultimate_hidden_states=drawn(1, 257, 1280, seed=n) - 0.5) for n in (4, 5)]
@@ -62,6 +64,8 @@ def conditioned(nodes: Any, family: str, vae: Any) -> tuple[Any, ...]:
     }  # fmt: skip
     if family == "animate2":
         own = {"positive_pose": rows[2], "clip_vision_output_pose": seen[1], "pose_strength": 0.8}
+        own |= dict(zip(("pose_start_percent", "pose_end_percent"), part, strict=False))
+        own |= {"reference_image_strength": 0.7} if part else {}
         return nodes.WanAnimate2ToVideo.execute(**shared, **own).result[:3]
     own = {
         "continue_motion_max_frames": 5, "face_video": drawn(5, 64, 64, 3, seed=8),
@@ -73,7 +77,7 @@ def conditioned(nodes: Any, family: str, vae: Any) -> tuple[Any, ...]:
 
 
 @torch.inference_mode()
-def main(folder: str, family: str, out: str) -> None:
+def main(folder: str, family: str, out: str, *part: str) -> None:
     sys.path[:0] = [folder]
     import comfy.options
     from comfy.cli_args import args
@@ -87,9 +91,9 @@ def main(folder: str, family: str, out: str) -> None:
 
     metadata = METADATA if family == "animate2" else None
     model = comfy.sd.load_diffusion_model_state_dict(draw_weights(CONFIGS[family]), metadata=metadata)
-    plan = plan_of()
+    plan = plan_of(WINDOWED if part else 2)
     model = advanced.ModelSamplingSD3().patch(model, plan.shift)[0]
-    positive, negative, latent = conditioned(nodes, family, EmbeddedVAE())
+    positive, negative, latent = conditioned(nodes, family, EmbeddedVAE(), tuple(map(float, part)))
     noise = comfy.sample.prepare_noise(latent["samples"], SEED)
     made = comfy.sample.sample_custom(
         model, noise, plan.steps[0].guidance, comfy.samplers.sampler_object("euler"), torch.tensor(plan.sigmas),

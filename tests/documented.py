@@ -117,7 +117,7 @@ RULES = [
             r"127\.0\.0\.1:8188|main\.py --listen|^python generate\.py",
         ),
         ("needs several hosts", r"--nnodes"),
-        ("measures for minutes, most of it on a GPU", r"-m (benchmarks|wan_core bench)(?! trajectory --device cpu)"),
+        ("measures for minutes, most of it on a GPU", r"-m (benchmarks|wan_core bench)"),
         ("trains, searches for faults or makes files of the repository", r"python (-m )?tools[./]"),
         ("made a committed result, in minutes", r"--out benchmarks/results"),
         ("is a part of Python, or of this package that others start", r"python -m (compileall|wan_core\.workers)"),

@@ -23,6 +23,8 @@ from tests.s2v_references import S2V
 from tests.s2v_references import draw_inputs as draw_sound
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
+from wan_core.cli import build_parser
+from wan_core.cli.generate import load_options_of, request_of
 from wan_core.config import (
     GuidanceOptions,
     LoadOptions,
@@ -66,6 +68,7 @@ from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.solvers import History
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+from wan_core.workers.rank import BetweenBlocks, Rank, agreements
 
 CPU = torch.device("cpu")
 Value = TypeVar("Value")
@@ -619,3 +622,27 @@ def sparse_counts(mesh: str, attention: str, tokens: tuple[int, int, int]) -> di
             model(x, torch.tensor([700.0]), text, ForwardInfo(sparsity=sparsity))
         found[name] = counts["bytes"], len(rows), sum(rows)
     return found | {"block": tiles.block}
+
+
+def questions(mesh: str, words: list[str]) -> tuple[list[int], int]:
+    """How often this rank asks, in each step of a run of the embedded model by options of `generate`, whether to stop;
+    and how often the plan says, with once at the end of each step."""
+    given = ["generate", "--prompt", CAPTION, "--model", "tiny", "--device", "cpu", "--size", "48x32", "--frames", "17"]
+    options = build_parser().parse_args([*given, *words])
+    asked = request_of(options)
+    pipe = Pipeline.load(load_options_of(options), request=asked, ranks=ranks_of(mesh))
+    job, counts = pipe.prepare(asked), [0]
+
+    class Counting:
+        def raise_if_interrupted(self) -> None:
+            counts[-1] += 1
+
+    due = agreements(job.plan, Mesh.parse(mesh), pipe.models.dit_config.num_layers)
+    between = BetweenBlocks(cast(Rank, Counting()), due)
+
+    def end(*_: object) -> None:
+        between.end_step()
+        counts.append(0)
+
+    pipe.sample(job, pipe.encode(job), end, between)
+    return [sum(counts)] if Mesh.parse(mesh).time > 1 else counts[:-1], sum(due)

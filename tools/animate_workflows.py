@@ -25,6 +25,10 @@ from tools.workflow_parts import (
     add_video,
 )
 
+PROMPT = (
+    "Character appearance description: a stylish designer toy figure of a male street dancer, vibrant red hoodie, neon "
+    "yellow cargo pants, sneakers. Background description: a rainy neon street."
+)
 LORA = "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors"
 
 
@@ -101,8 +105,7 @@ def wan22_animate_2(flow: Workflow) -> None:
     text = flow.add(
         "WanCoreTextEncode",
         clip=clip["clip"],
-        positive="Character appearance description: a stylish designer toy figure of a male street dancer, vibrant red "
-        "hoodie, neon yellow cargo pants, sneakers. Background description: a rainy neon street.",
+        positive=PROMPT,
         negative=NEGATIVE,
     )
     driven = flow.add(
@@ -117,6 +120,57 @@ def wan22_animate_2(flow: Workflow) -> None:
         clip_vision_output=seen,
     )
     _ending(flow, model["model"], driven, vae, motion["fps"], steps=6, shift=5.0, guidance_high=1.0, solver="lcm")
+
+
+def wan22_animate_2_loop(flow: Workflow) -> None:
+    """A video of any length, clip by clip in ComfyUI's loop: all frames that were made go from pass to pass."""
+    add_note(flow)
+    model, clip, vae, picture, seen = _beginning(flow, "wan_animate_2_int8_convrot.safetensors")
+    flow.column("Motion", 2 * STEP, WIDE)
+    motion = _video(flow, "Driving video")
+    count = flow.add("GetImageSize", image=motion["images"], space=60)
+    flow.column("Clips", 3 * STEP, WIDE)
+    frames = flow.add("PrimitiveInt", title="Frames of a clip", value=81)
+    sizes = {"values.a": count["batch_size"], "values.b": frames["INT"]}
+    # Each clip but the first begins with the last frame of the one before.
+    passes = flow.add("ComfyMathExpression", title="Clips", expression="floor((a - 2) / (b - 1)) + 1", **sizes)
+    rest = "4 * ceil((a - (b - 1) * (c - 1) - 1) / 4) + 1"
+    last = flow.add(
+        "ComfyMathExpression", title="Frames of the last", expression=rest, **sizes, **{"values.c": passes["INT"]}
+    )
+    loop = flow.add("StartLoop", **{"mode.num_iterations": passes["INT"]}, space=40)
+    length = flow.add("ComfySwitchNode", switch=loop["is_last"], on_false=frames["INT"], on_true=last["INT"])
+    flow.column("What to show", 4 * STEP, WIDE)
+    text = flow.add("WanCoreTextEncode", clip=clip["clip"], positive=PROMPT, negative=NEGATIVE)
+    made = loop["current_iteration_value"]
+    driven = flow.add(
+        "WanCoreAnimate2",
+        positive=text["positive"],
+        negative=text["negative"],
+        vae=vae["vae"],
+        width=480,
+        height=832,
+        frames=length["output"],
+        reference_image=picture["IMAGE"],
+        pose_video=motion["images"],
+        clip_vision_output=seen,
+        previous_frames=made,
+    )
+    flow.column("Sampling", 5 * STEP, WIDE)
+    given = {name: driven[name] for name in ("positive", "negative", "latent")}
+    numbers = {"steps": 6, "shift": 5.0, "guidance_high": 1.0, "solver": "lcm"}
+    sampler = add_sampler(flow, model["model"], **given, seed=1, **numbers)
+    flow.column("All frames so far", 6 * STEP, WIDE)
+    trimmed = flow.add("TrimVideoLatent", samples=sampler["latent"], trim_amount=driven["trim_latent"])
+    decode = flow.add("WanCoreVAEDecode", vae=vae["vae"], latent=trimmed["LATENT"], report=sampler["report"], space=40)
+    new = flow.add("ImageFromBatch", image=decode["image"], batch_index=driven["trim_image"], length=4096)
+    both = flow.add("ImageBatch", image1=made, image2=new["IMAGE"])
+    whole = flow.add("ComfySwitchNode", switch=loop["is_first"], on_false=both["IMAGE"], on_true=decode["image"])
+    end = flow.add("EndLoop", output_value=whole["output"], next_iteration_value=whole["output"])
+    flow.column("Video", 7 * STEP, NARROW)
+    exact = flow.add("ImageFromBatch", image=end["outputs"], batch_index=0, length=count["batch_size"])
+    video = flow.add("CreateVideo", images=exact["IMAGE"], audio=motion["audio"], fps=motion["fps"], space=24)
+    flow.add("SaveVideo", video=video["VIDEO"], filename_prefix=f"WanCore/{flow.name}", space=290)
 
 
 def _beginning(flow: Workflow, file: str) -> tuple[Node, Node, Node, Node, Output]:

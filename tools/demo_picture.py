@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from wan_core import LoadOptions, Pipeline, Request
-from wan_core.media.metrics import judge
 from wan_core.media.pictures import write_sheet
-from wan_core.media.shapes import SCENES, held_out
+from wan_lab.metrics import judge
+from wan_lab.shapes import SCENES, held_out
 
 CHOSEN = (("circle", "right"), ("cross", "up"), ("square", "left"), ("triangle", "down"))  # one of each, seed 0
 

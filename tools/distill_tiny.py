@@ -23,11 +23,11 @@ from tools.tiny.distill import EXPERTS, Distillation, distill, lora_path, merge_
 from tools.tiny.evaluate import CLAIMS, SHEET_CLIPS, contact_sheet, generate, shares
 from tools.tiny.files import part_path
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
-from wan_core.media.metrics import judge
-from wan_core.media.shapes import draw
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 from wan_core.sampling.plan import Plan, make_plan
+from wan_lab.metrics import judge
+from wan_lab.results import envelope, result_path, write_result
+from wan_lab.shapes import draw
 
 TINY = Path(__file__).parents[1] / "wan_core/assets/tiny"
 

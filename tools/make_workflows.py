@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.animate_workflows import embedded_driven, wan22_animate_2, wan22_animate_14b
+from tools.animate_workflows import embedded_driven, wan22_animate_2, wan22_animate_2_loop, wan22_animate_14b
 from tools.control_workflows import (
     wan21_vace_first_last_frame,
     wan21_vace_inpainting,
@@ -67,6 +67,9 @@ NATIVE += (
 )
 NATIVE += ("AudioEncoderEncode", "AudioEncoderLoader", "ImageBatch", "LatentConcat", "LoadAudio")
 NATIVE += ("GetVideoComponents", "LoadVideo", "SaveVideo", "TrimVideoLatent", "VAEDecode", "WanImageToVideo")
+# Of newer versions: loops are in ComfyUI from 0.36 on. Described by hand, as its page saves them.
+LOOPS = ("StartLoop", "EndLoop", "ComfyMathExpression", "GetImageSize", "PrimitiveInt")
+NATIVE += LOOPS
 NATIVE += ("Canny", "ImagePadForOutpaint", "ImageToMask", "Wan22FunControlToVideo", "WanCameraImageToVideo")
 
 # ---------------------------------------------------------------------------------------------------------- workflows
@@ -292,7 +295,7 @@ def video_to_video(flow: Workflow) -> None:
 def multi_gpu(flow: Workflow) -> None:
     add_note(flow)
     flow.column("Workers", 0, WIDE)
-    workers = flow.add("WanCoreLauncher", devices="cpu,cpu", space=40)["workers"]
+    workers = flow.add("WanCoreLauncher", space=40)["workers"]
     model, clip, vae = add_loaders(flow, 0, TINY, y=360, workers=workers)
     flow.column("What to show", STEP, WIDE)
     text = add_prompt(flow, clip, "a white cross moving down on a purple background")
@@ -322,6 +325,7 @@ DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     wan22_5b,
     wan22_animate_14b,
     wan22_animate_2,
+    wan22_animate_2_loop,
     wan22_sound_to_video,
     wan21_vace_video_to_video,
     wan21_vace_inpainting,

@@ -20,9 +20,11 @@ NATIVE_SCHEMAS = ROOT / "tools" / "native_nodes.json"
 WIDGETS = ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")  # anything else is a socket
 MATCHED = "COMFY_MATCHTYPE_V3"  # a socket of any type, the same for all of a node
 DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"  # a COMBO whose values bring further widgets
+AUTOGROW = "COMFY_AUTOGROW_V3"  # as many inputs as are connected
 UPLOADED = {"image_upload": ["image"], "audio_upload": [None, None]}  # files to upload; what the page keeps after one
 FILE_LISTS = ("clip_name", "audio_encoder_name")  # inputs of ComfyUI's own nodes that list the files of one machine
 NOTE = "MarkdownNote"  # exists in the page only
+COMPARE = "WanCoreCompare"
 TITLE, SLOT, WIDGET, GAP, MARGIN = 30, 20, 28, 30, 16  # pixels of the page
 NOTE_WIDTH, NOTE_LETTERS = 560, 88  # of a note, and of a line in it
 LINES = 88  # of a text field
@@ -67,16 +69,26 @@ def native_schema(info: dict[str, Any]) -> Schema:
 
 def incompatibilities(described: Schema, running: Schema) -> list[str]:
     """What keeps a graph made for the node `described` from running in a ComfyUI where it is `running`, in words."""
-    names = [entry["name"] for entry in described["inputs"]]
     now = {entry["name"]: entry for entry in running["inputs"]}
+    grown = {name for name, entry in now.items() if entry["type"] in (DYNAMIC_COMBO, AUTOGROW)}
+    own = [
+        entry
+        for entry in described["inputs"]
+        if entry["name"].partition(".")[0] not in grown or "." not in entry["name"]
+    ]
+    names = [entry["name"] for entry in own]
     found = [f"input {name} is gone" for name in names if name not in now]
     found += [f"input {name} is new and needed" for name, entry in now.items()
-              if name not in names and not entry["optional"]]  # fmt: skip
+              if name not in names and not entry["optional"] and entry["type"] != AUTOGROW]  # fmt: skip
     if [name for name in now if name in names] != [name for name in names if name in now]:
         found.append(f"the order of the inputs is {list(now)} instead of {names}")
-    for entry in described["inputs"]:
+    for entry in own:
         found += _changes(entry, now[entry["name"]]) if entry["name"] in now else []
-    if running["outputs"][: len(described["outputs"])] != described["outputs"]:
+    outputs = zip(described["outputs"], running["outputs"], strict=False)
+    same = len(running["outputs"]) >= len(described["outputs"])
+    if not same or any(
+        one["name"] != other["name"] or one["type"] not in ("*", other["type"]) for one, other in outputs
+    ):
         found.append(f"the outputs are {running['outputs']} instead of {described['outputs']}")
     return found
 
@@ -117,8 +129,9 @@ class Node:
         raise KeyError(f"{self.kind} has no output {name!r}: {[o['name'] for o in self.schema['outputs']]}")
 
     def matched(self, kind: str) -> str:
-        """The type of a socket: what is connected says what a matched one is."""
-        connected = [value.type for value in self.values.values() if isinstance(value, Output)]
+        """The type of a socket: what is connected to matched ones says what they are."""
+        sources = [self.values.get(entry["name"]) for entry in self.schema["inputs"] if entry["type"] == MATCHED]
+        connected = [source.type for source in sources if isinstance(source, Output)]
         return connected[0] if kind == MATCHED and connected else kind
 
     @property
@@ -243,12 +256,14 @@ class Workflow:
                     incoming[node.id, entry["name"]] = number
                     outgoing.setdefault((value.node.id, value.slot), []).append(number)
         order = {node.id: place for place, node in enumerate(self._sorted())}
+        compares = any(node.kind == COMPARE for node in self.nodes)  # videos of one seed, in every run
+        seeds = "fixed" if compares else "randomize"
         return {
             "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"wancore/workflows/{self.name}")),
             "revision": 0,
             "last_node_id": len(self.nodes),
             "last_link_id": len(links),
-            "nodes": [_page_node(node, order[node.id], incoming, outgoing) for node in self.nodes],
+            "nodes": [_page_node(node, order[node.id], incoming, outgoing, seeds) for node in self.nodes],
             "links": links,
             "groups": self.groups,
             "config": {},
@@ -306,15 +321,16 @@ def is_text_field(kind: str, entry: Schema) -> bool:
     return entry["type"] == "STRING" and (entry.get("multiline", False) or kind == "WanCoreTextEncode")
 
 
-def extra_values(entry: Schema) -> list[Any]:
-    """What the page keeps in `widgets_values` after this input's own value."""
-    if entry.get("control_after_generate"):
-        return ["randomize"]
+def extra_values(entry: Schema, seeds: str = "randomize") -> list[Any]:
+    """What the page keeps in `widgets_values` after this input's own value. seeds: what it does with a seed after a
+    run, unless the input names it itself."""
+    if control := entry.get("control_after_generate"):
+        return [control if isinstance(control, str) else seeds]
     return next((values for key, values in UPLOADED.items() if entry.get(key)), [])
 
 
 def _page_node(
-    node: Node, order: int, incoming: dict[tuple[int, str], int], outgoing: dict[tuple[int, int], list[int]]
+    node: Node, order: int, incoming: dict[tuple[int, str], int], outgoing: dict[tuple[int, int], list[int]], seeds: str
 ) -> dict[str, Any]:
     inputs: list[dict[str, Any]] = []
     for entry in [*node.sockets, *node.widgets]:
@@ -331,7 +347,7 @@ def _page_node(
     values: list[Any] = [node.values["text"]] if node.kind == NOTE else []
     for entry in node.widgets:
         value = node.values[entry["name"]]
-        values += [entry.get("default") if isinstance(value, Output) else value, *extra_values(entry)]
+        values += [entry.get("default") if isinstance(value, Output) else value, *extra_values(entry, seeds)]
     if node.kind == NOTE:
         properties, colours = {}, {"color": "#432", "bgcolor": "#653"}
     else:

@@ -119,7 +119,7 @@ def label(axes: Axes, points: list[tuple[float, float, str]]) -> None:
 
 
 def recall_points() -> Series:
-    """Of `tools/sparse_recall.py`: a row is one way to choose blocks at one share, on one source."""
+    """A row is one way to choose blocks at one share, on one source."""
     found: Series = {}
     for row in newest_result("sparse-recall", RESULTS)["rows"]:
         found.setdefault(row["name"], []).append([row["read"], [row["mass"], row["error"]], row["source"]])

@@ -34,7 +34,7 @@ from tests.launched import below, parents, ranks_below, wait_until
 from tools.process_state import State, hidden, look, mapped_memory, resident
 from tools.soak_prompts import Prompt, make_files, prompts
 from wan_core.media.video import read_video
-from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
+from wan_lab.results import envelope, result_path, write_result
 
 WINDOW = 100  # prompts whose median memory is compared
 OUTCOMES = ("completed", "interrupted", "refused", "failed", "killed")

@@ -15,7 +15,8 @@ from tests.comfyui import Graph
 from tests.nodes.test_nodes_comfy import TINY_I2V, loaders, node, sampler
 from tests.nodes.test_nodes_lora import write_lora
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.media.shapes import COLOURS, MOTIONS, SHAPES, draw, parse_caption
+from wan_core.pipeline.embedded import COLOURS, MOTIONS, SHAPES, parse_caption
+from wan_lab.shapes import draw
 
 SIZES = ((48, 48, 5), (32, 32, 5), (64, 32, 5), (48, 48, 9), (96, 96, 17))  # width, height, frames
 LONG = 1000  # steps of a prompt that is stopped: it never ends by itself

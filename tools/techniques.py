@@ -30,10 +30,10 @@ COLUMNS = {
 def seconds(name: str, steps: int, setting: str, forwards: float) -> float:
     """A whole video of that many forwards, each as long as those of A14B's plan in the mean."""
     from wan_core.models.wan.tasks import find_task
-    from wan_core.pipeline.evaluate import search_run
     from wan_core.sampling.cache.arguments import parse_setting
     from wan_core.sampling.cache.skipping import skip_forwards
     from wan_core.sampling.plan import make_plan
+    from wan_lab import search_run
 
     plan = skip_forwards(make_plan(task=name, steps=steps), parse_setting(setting), None, None)
     size = search_run.full_size(find_task(name), search_run.H200_SIZE)
@@ -51,7 +51,7 @@ def timed(result: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, list[t
 
 def best(found: Sequence[tuple[float, Mapping[str, Any]]]) -> set[str]:
     """The names of the rows that no faster row equals."""
-    from wan_core.pipeline.evaluate.compare import pareto
+    from wan_lab.compare import pareto
 
     return set(pareto({row["name"]: (-seconds, row["psnr"]) for seconds, row in found}))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tools.page_form import ROOT, Node, Output, Workflow
-from wan_core.media.shapes import PALETTE
+from wan_lab.shapes import PALETTE
 
 NOTES = ROOT / "tools" / "notes"
 FPS = 8.0  # of the embedded model

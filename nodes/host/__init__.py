@@ -17,8 +17,11 @@ from .folders import (
 )
 from .memory import Held, Weights, evict_all, load, log, read_ahead, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
-from .native_cache import StepCache, attach, attached, moving_windows, plan_of_part
+from .native_beside import words_before
+from .native_cache import StepCache, attach, attached, cache_words, moving_windows, plan_of_part
 from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
+from .native_reserve import skip_layer_ranges
+from .native_samplers import evaluations
 from .native_stages import Stages, attach_stages, stages_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 from .remote import Remote
@@ -36,12 +39,14 @@ __all__ = [
     "attach_stages",
     "attached",
     "background",
+    "cache_words",
     "check_interruption",
     "check_wan",
     "checkpoint_of",
     "compute_dtype",
     "describe",
     "device",
+    "evaluations",
     "evict_all",
     "gpu_count",
     "load",
@@ -60,6 +65,7 @@ __all__ = [
     "sampler_sigmas",
     "scheduler_names",
     "show",
+    "skip_layer_ranges",
     "sparse_of",
     "stages_of",
     "stamps",
@@ -68,4 +74,5 @@ __all__ = [
     "to_intermediate",
     "unfinished_path",
     "video_of",
+    "words_before",
 ]

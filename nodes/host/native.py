@@ -10,24 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
 
 from wan_core.config import OptionError, SparseOptions
 from wan_core.pipeline.memory_planning import slope_factor
 from wan_core.sampling.native.attention import NativeAttention
-from wan_core.sampling.native.plan import WholeRun
+from wan_core.sampling.native.plan import WholeRun, falls
 from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
 from wan_core.sampling.native.schedule import find_part
 from wan_core.sampling.sparsity.schedule import step_sparsities
 
-KEY, OVERRIDE = "wancore_accelerate", "optimized_attention_override"
+from .native_beside import OVERRIDE, apart, check_sparse, pause, split_earlier, words_after
+
+KEY = "wancore_accelerate"
 # Models that may have tokens beside those of the video, in places that are known: before them Fun's reference and
 # SCAIL's reference frames, which are in its `grid_sizes` too, all others behind.
 REFERENCE_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
@@ -47,8 +50,8 @@ def check_wan(model: ModelPatcher) -> Any:
 
 
 def compute_dtype(model: ModelPatcher) -> torch.dtype:
-    """What the transformer computes in."""
-    return model.model.manual_cast_dtype or model.model.get_dtype()
+    """What the transformer computes in, with what ModelComputeDtype puts on a MODEL for its runs."""
+    return model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
 
 
 def checkpoint_of(model: ModelPatcher) -> Path | None:
@@ -68,15 +71,21 @@ def accelerate(
 ) -> ModelPatcher:
     """A clone of `model` whose self-attention is ours. attention: as for `NativeAttention`. keeps: calibrated shares of
     the key blocks, by layer. report: called after every sampling run, with what was accelerated in words.
-    whole: what is known of the run of which a sampler walks a part."""
+    whole: what is known of the run of which a sampler walks a part. Raises OptionError."""
+    from comfy.ldm.modules.attention import optimized_attention
+
+    check_sparse(model, sparse)
     clone = model.clone()
     options = clone.model_options["transformer_options"]
-    earlier = options.get(OVERRIDE)
-    if isinstance(earlier, NativeAttention):  # of an Accelerate node before this one, which replaces it
-        earlier = earlier.earlier
-    options[OVERRIDE] = override = NativeAttention(attention, sparse, keeps, earlier)
+    override = NativeAttention(
+        attention, sparse, keeps, **split_earlier(options.get(OVERRIDE)), original=optimized_attention, pause=pause
+    )
+    options[OVERRIDE] = override
 
     def sample(executor: Any, noise: Any, latent: Any, sampler: Any, sigmas: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Here, so that it comes after a context windows node's, which says the size of one window.
+        own = executor.class_obj.model_options
+        add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, prepare, own, is_model_options=True)
         return _sample(override, sparse, whole, report, executor, noise, latent, sampler, sigmas, *args, **kwargs)
 
     def prepare(executor: Any, model: Any, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +94,7 @@ def accelerate(
         kept = int(factor * tokens_of(dit, shape) * dit.dim) * compute_dtype(model).itemsize
         return executor(model, with_room(shape, model, kept), *args, **kwargs)
 
-    ours = {WrappersMP.OUTER_SAMPLE: sample, WrappersMP.APPLY_MODEL: _apply, WrappersMP.PREPARE_SAMPLING: prepare}
+    ours = {WrappersMP.OUTER_SAMPLE: sample, WrappersMP.APPLY_MODEL: partial(_apply, override)}
     for kind, wrapper in ours.items():
         clone.remove_wrappers_with_key(kind, KEY)
         clone.add_wrapper_with_key(kind, KEY, wrapper)
@@ -97,11 +106,11 @@ def tokens_of(dit: Any, shape: Sequence[int]) -> int:
     return shape[0] * prod(ceil(n / p) for n, p in zip(shape[2:], dit.patch_size, strict=True))
 
 
-def with_room(shape: Sequence[int], model: ModelPatcher, kept: int) -> list[int]:
+def with_room(shape: Sequence[float], model: ModelPatcher, kept: int) -> list[float]:
     """The shape [B, C, T, Y, X] of latents for which ComfyUI frees `kept` bytes more than for `shape`, with guidance's
-    two branches in one batch."""
+    two branches in one batch. T is a part of a frame more: a whole one of 720p stands for more than a GiB."""
     needed = model.model.memory_required([shape[0] * 2, *shape[1:]])
-    return [*shape[:2], ceil(shape[2] * (1 + kept / needed)), *shape[3:]]
+    return [*shape[:2], shape[2] * (1 + kept / needed), *shape[3:]]
 
 
 def _sample(
@@ -121,15 +130,14 @@ def _sample(
 ) -> Any:
     """Around a whole sampling run of ComfyUI's guider."""
     guider = executor.class_obj
+    check_sparse(guider.model_patcher, sparse)
     sampling = guider.model_patcher.get_model_object("model_sampling")
     shift = getattr(sampling, "shift", 1.0)
-    part = find_part(sigmas.tolist(), shift) if whole == WholeRun() else whole.place(sigmas.tolist(), shift)
+    own = sigmas.tolist()
+    part = whole.place(own, shift) if whole != WholeRun() and falls(own) else find_part(own, shift)
     run = NativeRun(part, () if sparse is None else step_sparsities(sparse, part.total))
     options = guider.model_options["transformer_options"]  # this run's own copy
     options[RUN] = run
-    later = options.get(OVERRIDE)
-    if later is not override:
-        run.notes.append(f"{_name(later)} was set later and computes attention: put WanCore Accelerate after that node")
 
     def stepped(step: int, *arguments: Any) -> None:
         run.step = step + 1
@@ -137,11 +145,13 @@ def _sample(
             callback(step, *arguments)
 
     result = executor(noise, latent, sampler, sigmas, denoise_mask, stepped, *args, **kwargs)
+    run.notes += words_after(guider.model_patcher, options, run)
     report(f"WanCore Accelerate: {run.words()}")
     return result
 
 
 def _apply(
+    override: NativeAttention,
     executor: Any,
     x: Tensor,
     t: Tensor,
@@ -155,9 +165,18 @@ def _apply(
     options = {} if transformer_options is None else transformer_options
     run = options.get(RUN)
     if run is not None and x.ndim == 5:
-        found = describe(run, executor.class_obj.diffusion_model, x, options, kwargs)
+        found = describe(run, uncompiled_model(executor.class_obj.diffusion_model), x, options, kwargs)
         options[FORWARD] = replace(found, text=0 if c_crossattn is None else c_crossattn.shape[1])
-    return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+        run.began = True
+        run.outer = None if options.get(OVERRIDE) is override else options.get(OVERRIDE)
+    hooks = tuple(options.get("wrappers", {}).get(WrappersMP.DIFFUSION_MODEL, {}))
+    with apart(options, ("attention", *hooks)):
+        return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+
+def uncompiled_model(transformer: Any) -> Any:
+    """What torch.compile was called with: a torch compile node puts its result in the place of the transformer."""
+    return getattr(transformer, "_orig_mod", transformer)
 
 
 def describe(
@@ -178,17 +197,28 @@ def describe(
         front = -(-reference.shape[2] // patch[0]) * grid[1] * grid[2]
     elif reference is not None and getattr(transformer, "ref_conv", None) is not None:
         front = (reference.shape[-2] // patch[1]) * (reference.shape[-1] // patch[2])
-    window = options.get("context_window")
     return NativeForward(
         run,
         grid=grid,
         front=front,
         extra=type(transformer).__name__ in EXTRA_TOKENS,
         by_frames=type(transformer).__name__ == "WanAnimate2Model",
-        branches=(tuple(options.get("uuids", ())), None if window is None else tuple(window.index_list)),
+        branches=tuple(conditions_of(x, options)),
     )
 
 
-def _name(override: Any) -> str:
-    kind = override if hasattr(override, "__qualname__") else type(override)
-    return f"an attention override ({kind.__module__}.{kind.__qualname__})"
+def conditions_of(x: Tensor, options: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """The conditions of a forward with latents `x` [B, C, T, Y, X], as keys of what is kept for later steps: entry in
+    `cond_or_uncond`, uuid, context window, size of the latents, device, and the patches in force, which tell two passes
+    with one condition apart (SkipLayerGuidanceDiT runs the prompt again without some of the blocks)."""
+    entries = options.get("cond_or_uncond", [0])
+    window = options.get("context_window")
+    patches = {**options.get("patches_replace", {}), "attention": {OVERRIDE: options.get(OVERRIDE)}}
+    patches |= {kind: dict(enumerate(added)) for kind, added in options.get("patches", {}).items()}
+    shared = (
+        None if window is None else tuple(window.index_list),
+        (x.shape[0] // len(entries), *x.shape[1:]),
+        x.device,
+        tuple(sorted((kind, str(at), id(patch)) for kind, placed in patches.items() for at, patch in placed.items())),
+    )
+    return [(*pair, *shared) for pair in zip(entries, options.get("uuids", [None] * len(entries)), strict=True)]

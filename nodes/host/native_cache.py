@@ -16,28 +16,29 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import isclose, prod
 from typing import Any
 
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.cache.adaptive_run import Adaptive
-from wan_core.sampling.cache.curves import find_curve
+from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
-from wan_core.sampling.cache.skipping import check_cacheable, leave_out, looks_distilled, skip_words
-from wan_core.sampling.cutting import without_lost_sources
-from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part
+from wan_core.sampling.cache.skipping import check_cacheable, leave_out, looks_distilled, skip_words, with_curve
+from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, falls, plan_part, rising_words
 from wan_core.sampling.native.run import RUN
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.sparsity.schedule import sparsify
-from wan_core.sampling.stages import with_stages
+from wan_core.sampling.stages import runs, with_stages
 
-from .native import compute_dtype, tokens_of, with_room
-from .native_kept import eager, keep_blocks, keep_output, reuse, reuse_blocks, uncompiled
+from .native import compute_dtype, conditions_of, uncompiled_model, with_room
+from .native_beside import check_step_cache
+from .native_kept import Replacements, keep_blocks, keep_output, lasting, reuse, reuse_blocks, uncompiled
 from .native_model import STATEFUL, NativeModel, describe
+from .native_reserve import Prompt, kept_bytes, prompts_of, running
 from .native_stages import stages_of
 
 KEY = "wancore_cache"
@@ -59,33 +60,52 @@ def native_plan(
     image: bool = False,
 ) -> Plan:
     """The plan of the whole run of which a sampler walks `part`. image: it starts from one (5B). Raises OptionError."""
+    own = part.whole[part.first : part.stop + 1]
     plan = plan_part(
         part,
         task=model.name,
         solver=f"ComfyUI {solver}",
         shift=model.shift,
-        boundary=model.boundary,
+        boundary=model.boundary if falls(own) else 0.0,
         guidance=guidance,
         branches=branches,
     )
-    own = part.whole[part.first : part.stop + 1]
     plan = with_stages(replace(plan, notes=(model.note,) if model.note else ()), options.stages, own)
     if solver == "lcm" and replace(options, sparse=None, stages=()) != SkipOptions():
         check_cacheable(solver, "the step cache")
-    curve = None
-    if options.magcache is not None and model.task is not None:
-        curve = find_curve(model.path, model.task.name, image=image)
+    curve = curve_of(model, image) if options.magcache is not None else None
     distilled = model.path.name if model.path is not None and looks_distilled(model.path) else ""
-    plan = leave_out(sparsify(plan, options.sparse), options, curve, distilled=distilled)
-    return replace(plan, steps=without_lost_sources(plan.steps)) if options.stages else plan
+    return leave_out(sparsify(plan, options.sparse), options, curve, distilled=distilled, stand_in=True)
+
+
+def curve_of(model: NativeModel, image: bool = False) -> Curve | None:
+    """MagCache's, of a model. image: it starts from one (5B)."""
+    return None if model.task is None else find_curve(model.path, model.task.name, image=image)
+
+
+def cache_words(patcher: ModelPatcher, options: SkipOptions) -> str:
+    """What a step cache with `options` does on a model, or why a run of 10 steps or more will be refused."""
+    model = describe(patcher)
+    try:
+        own, note = with_curve(options, curve_of(model) if options.magcache else None, model.name)
+    except OptionError as refused:  # by the sampler: the cache is off for few steps and distilled files, whatever it is
+        own, note = options, str(refused)
+    return skip_words(own) + f" ({note})" * bool(note)
 
 
 def plan_of_part(
     model: NativeModel, sigmas: Sequence[float], whole: WholeRun, options: SkipOptions, **run: Any
 ) -> Plan:
-    """The plan of the steps between `sigmas` alone. run: as for `native_plan`."""
-    part = whole.place(sigmas, model.shift)
-    return cut(native_plan(model, part, options, **run), part)
+    """The plan of the steps between `sigmas` alone; without a cache where they do not fall. run: as for `native_plan`.
+    Raises OptionError where there is no step."""
+    if falls(sigmas):
+        part = whole.place(sigmas, model.shift)
+        return cut(native_plan(model, part, options, **run), part)
+    if len(sigmas) < 2:
+        raise OptionError("sigmas without a step given: no sampler runs any, connect those of one that does")
+    uncached = SkipOptions(sparse=options.sparse, stages=options.stages)
+    plan = native_plan(model, Part(0, len(sigmas) - 1, len(sigmas) - 1, tuple(sigmas)), uncached, **run)
+    return plan if options == uncached else replace(plan, notes=(*plan.notes, rising_words(sigmas)))
 
 
 class StepCache:
@@ -107,22 +127,24 @@ class StepCache:
     ):
         guider = executor.class_obj
         hooks = guider.model_options["transformer_options"]
-        if "easycache" in hooks:
-            raise OptionError("EasyCache or LazyCache and WanCore's step cache are on one model: remove one of them")
+        check_step_cache(hooks)
         report = hooks[RUN].notes.append if RUN in hooks else self.report  # one text for all that a node does
+        own = sigmas.tolist()
+        if not falls(own):
+            report(f"step cache: every step is computed; {rising_words(own)}")
+            return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         model = describe(guider.model_patcher)
-        part = self.whole.place(sigmas.tolist(), model.shift)
-        guided = "negative" in guider.conds and not (
-            isclose(guider.cfg, 1.0) and not guider.model_options.get("disable_cfg1_optimization", False)
-        )
+        part = self.whole.place(own, model.shift)
+        solver = getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_")
+        names = running(guider, solver.endswith("_cfg_pp"))
         mask = rest[0] if rest else named.get("denoise_mask")
         planned = native_plan(
             model,
             part,
             replace(self.options, stages=stages_of(guider.model_patcher)),
-            guidance=guider.cfg if guided else 1.0,
-            branches=BOTH if guided else BOTH[:1],
-            solver=getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_"),
+            guidance=guider.cfg if names[1:] else 1.0,
+            branches=BOTH if names[1:] else BOTH[:1],
+            solver=solver,
             image=mask is not None,
         )
         plan = moving_windows(cut(planned, part), guider.model_options)
@@ -130,7 +152,7 @@ class StepCache:
             report("; ".join(["step cache: every step is computed", *plan.notes]))
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         level = BLOCKS if model.variant in PLAIN and "double_block" not in hooks.get("patches", {}) else OUTPUT
-        run = CachedRun(plan, part, level)
+        run = CachedRun(plan, part, level, noise.shape, prompts_of(guider, names))
         add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, run, guider.model_options, is_model_options=True)
         add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, run.reserve, guider.model_options, is_model_options=True)
         try:
@@ -147,6 +169,8 @@ def attach(patcher: ModelPatcher, cache: StepCache | None) -> None:
         raise OptionError(
             f"{variant} keeps state between its forwards, so none can be skipped: leave out the step cache"
         )
+    if cache is not None:
+        check_step_cache(patcher.model_options["transformer_options"])
     patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     if cache is not None:
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, cache)
@@ -173,21 +197,26 @@ def moving_windows(plan: Plan, model_options: dict[str, Any]) -> Plan:
 class CachedRun:
     """One sampling run: decides for every forward, and holds what is kept until `finish`.
 
-    Every condition has a state of its own: its entry in `cond_or_uncond`, its uuid, its context window, the size of its
-    latents and the other replacements of blocks that are in force (skip-layer guidance runs a condition twice).
-    Threads may call it at the same time, each with other conditions.
+    Every condition has a state of its own, see `conditions_of`. Threads may call it at the same time, each with other
+    conditions.
     """
 
-    def __init__(self, plan: Plan, part: Part, level: str) -> None:
+    def __init__(self, plan: Plan, part: Part, level: str, shape: Sequence[int], prompts: Sequence[Prompt]) -> None:
+        """shape: of the latents, [B, C, T, Y, X]. prompts: what runs; the adaptive policy measures those of the first
+        name."""
         self.plan, self.part, self.level = plan, part, level
+        self.shape, self.prompts = shape, prompts
+        self.first = {one.condition["uuid"] for one in prompts if one.name == prompts[0].name}
         self.steps = {step.index: step for step in plan.steps}
-        self.phases = {step.index: phase for phase in plan.phases for step in phase}
+        self.places = {step.index: (phase, run) for phase in plan.phases for run in runs(phase) for step in run}
         self.lock = threading.Lock()
         self.phase: tuple[Step, ...] = ()
+        self.run: Sequence[Step] = ()  # those steps of the phase that can use what is kept of each other
         self.states: dict[tuple[Any, ...], Residuals] = {}
         self.adaptive: Adaptive | None = None
         self.noted: tuple[int, tuple[Any, ...] | None] = (-1, None)  # newest step, and the condition that is measured
         self.sigma: tuple[Tensor | None, float] = (None, 0.0)
+        self.replacements = Replacements()
         self.forwards = self.reused = self.most = 0
         self.began = 0.0
 
@@ -221,22 +250,24 @@ class CachedRun:
         self._end(index, keys, output)
         return output
 
-    @eager
+    @lasting
     def _begin(
         self, x: Tensor, options: dict[str, Any]
     ) -> tuple[int, bool, list[tuple[Any, ...]], list[Residuals], bool]:
-        """Step of a forward, whether it is at the step's beginning, its conditions, their states, and whether it is
-        skipped."""
+        """Step of a forward, whether it may be kept (not within a step, nor with new replacements of blocks), its
+        conditions, their states, and whether it is skipped."""
         with self.lock:
             index, begins = self.part.step_at(self._value(options["sigmas"]))
-            keys = self._enter(index, x, options)
+            ids, known = self.replacements.enter(index, options.get("patches_replace", {}).get("dit", {}))
+            begins = begins and known
+            keys = self._enter(index, x, options, ids)
             states = [self.states[key] for key in keys]
             skip = self._decide(self.steps[index]) and all(state.can_skip(index) for state in states)
             self.forwards += len(keys)
             self.reused += len(keys) * skip
         return index, begins, keys, states, skip
 
-    @eager
+    @lasting
     def _end(self, index: int, keys: list[tuple[Any, ...]], output: Tensor) -> None:
         with self.lock:
             self.most = max(self.most, sum(state.bytes for state in self.states.values()))
@@ -246,17 +277,16 @@ class CachedRun:
         self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *rest: Any, **named: Any
     ) -> Any:
         """A wrapper of PREPARE_SAMPLING: ComfyUI frees memory for latents of `noise_shape`, here for residuals too."""
-        counts = {branch: len(conds.get(name, ())) for branch, name in NAMES.items()}
-        kept = self.expected_bytes(noise_shape, model, counts)
+        kept = kept_bytes(
+            [run for phase in self.plan.phases for run in runs(phase)],
+            self.prompts,
+            uncompiled_model(model.model.diffusion_model),
+            self.level == BLOCKS,
+            self.shape,
+            compute_dtype(model).itemsize,
+            named.get("model_options") or {},
+        )
         return executor(model, with_room(noise_shape, model, kept), conds, *rest, **named)
-
-    def expected_bytes(self, shape: Sequence[int], model: ModelPatcher, counts: dict[Branch, int]) -> int:
-        """What the residuals will take for latents of `shape` [B, C, T, Y, X]. counts: conditions of each branch."""
-        slots = max(sum(residual_program(p, b).slots * n for b, n in counts.items()) for p in self.plan.phases)
-        dit, size = model.model.diffusion_model, prod(shape)
-        if self.level == BLOCKS:
-            size = tokens_of(dit, shape) * dit.dim
-        return slots * size * compute_dtype(model).itemsize
 
     def finish(self, pace: list[float]) -> str:
         """Free everything; says in words what was done. pace: gets the seconds of a computed forward."""
@@ -264,9 +294,10 @@ class CachedRun:
         if computed:
             pace[:] = [(time.perf_counter() - self.began) / computed]
         self.states.clear()
+        self.replacements.seen.clear()
         self.adaptive, self.sigma, self.noted = None, (None, 0.0), (-1, None)
         kept = f"{self.level} kept in {self.most / 2**30:.2f} GiB, freed"
-        return f"{self.reused} of {self.forwards} forwards skipped, {kept}"
+        return "; ".join([f"{self.reused} of {self.forwards} forwards skipped, {kept}", *self.replacements.words()])
 
     # Below: called with the lock held.
 
@@ -276,28 +307,24 @@ class CachedRun:
             self.sigma = sigmas, float(sigmas[0])
         return self.sigma[1]
 
-    def _enter(self, index: int, x: Tensor, options: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """The conditions of a forward, each with a state; in a new phase nothing of the one before."""
-        if self.phases[index] is not self.phase:
+    def _enter(self, index: int, x: Tensor, options: dict[str, Any], ids: Any) -> list[tuple[Any, ...]]:
+        """The conditions of a forward, each with a state; of another expert or size nothing is left. ids: of the
+        replacements of blocks."""
+        phase, run = self.places[index]
+        if run is not self.run:
             self.began = self.began or time.perf_counter()
             self.states.clear()
-            self.phase = self.phases[index]
+            self.run = run
+        if phase is not self.phase:
+            self.phase = phase
             self.adaptive, self.noted = None, (-1, None)
             if self.plan.adaptive is not None and any(step.action == "adaptive" for step in self.phase):
                 self.adaptive = Adaptive(self.plan.adaptive, self.part.total, x.device)
-        window = options.get("context_window")
-        replaced = options.get("patches_replace", {}).get("dit", {})
-        shared = (
-            None if window is None else tuple(window.index_list),
-            (x.shape[0] // len(options["cond_or_uncond"]), *x.shape[1:]),
-            x.device,
-            tuple(sorted((str(block), id(patch)) for block, patch in replaced.items())),
-        )
-        keys = [(i, uuid, *shared) for i, uuid in zip(options["cond_or_uncond"], options["uuids"], strict=True)]
+        self.states = {key: state for key, state in self.states.items() if key[-1] in self.replacements.seen}
+        keys = [(*condition, ids) for condition in conditions_of(x, options)]
         for key in keys:
-            if key not in self.states:
-                branch = BOTH[min(key[0], 1)]
-                self.states[key] = Residuals(residual_program(self.phase, branch))
+            if key not in self.states:  # every branch of a step is skipped or none: see `check_native`
+                self.states[key] = Residuals(residual_program(self.run, "cond"))
         return keys
 
     def _decide(self, step: Step) -> bool:
@@ -309,10 +336,8 @@ class CachedRun:
             return
         newest, measured = self.noted
         prompts = [(*key[:3], *key[4:]) for key in keys]  # whatever the size of the latents
-        measured = measured or next((prompt for prompt in prompts if prompt[0] == 0), None)
+        measured = measured or next((prompt for prompt in prompts if prompt[1] in self.first), None)
         if measured in prompts and index > newest:
-            self.adaptive.note(self.steps[index], output.chunk(len(keys))[prompts.index(measured)].float())
+            velocity = output.chunk(len(keys))[prompts.index(measured)]
+            self.adaptive.note(self.steps[index], velocity.to(torch.float32, copy=True))
             self.noted = index, measured
-
-
-NAMES: dict[Branch, str] = {"cond": "positive", "uncond": "negative"}

@@ -17,7 +17,8 @@ from wan_core.models.wan.families import choose_task, family_of
 from wan_core.models.wan.families.family import Clues, Task
 from wan_core.sampling.native.attention import NativeAttention
 
-from .native import OVERRIDE, check_wan, checkpoint_of
+from .native import check_wan, checkpoint_of
+from .native_beside import OVERRIDE
 
 IMAGE_DIM = 1280  # of the CLIP features that an image-to-video model of Wan 2.1 takes
 STATEFUL = ("CausalWanModel",)  # keep keys and values between forwards: no forward can be left out

@@ -23,11 +23,13 @@ from wan_core.sampling.resolution import SmallerSize
 from wan_core.sampling.schedules import shifted
 from wan_core.sampling.stages import check_end, stage_at, stage_words
 
+from .native import conditions_of
+from .native_beside import apart
 from .native_kept import eager
 from .native_model import describe
+from .native_sizes import check_inputs, check_run, check_sampling
 
 KEY = "wancore_stages"
-TAKEN = ("clip_fea",)  # of what a forward gets beside latents, channels and text: what has no size
 
 
 class Stages:
@@ -44,10 +46,14 @@ class Stages:
         hooks = guider.model_options["transformer_options"]
         report = hooks[RUN].notes.append if RUN in hooks else self.report  # one text for all that a node does
         begins = sigmas[:-1].tolist()
+        if not begins:  # a schedule that is split may have a part without a step
+            return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         if float(sigmas[-1]) == 0:
             check_end(begins, self.stages)
+        check_sampling(guider.model_patcher, self.stages)
         run = StagedRun(self.stages, begins, describe(guider.model_patcher).boundary)
         add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, run, guider.model_options, is_model_options=True)
+        add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, check_sizes, guider.model_options, is_model_options=True)
         try:
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         finally:
@@ -56,9 +62,17 @@ class Stages:
             report(f"resolution schedule ({stage_words(self.stages)}): {words}")
 
 
+def check_sizes(executor: Any, guider: Any, sigmas: Tensor, arguments: dict[str, Any], *rest: Any, **named: Any) -> Any:
+    """Around a sampler, whose conditions are encoded by now, within the wrappers of all other nodes."""
+    conditions = (condition for several in guider.conds.values() for condition in several)
+    check_run(conditions, arguments["model_options"]["transformer_options"])
+    return executor(guider, sigmas, arguments, *rest, **named)
+
+
 class StagedRun:
-    """One sampling run. Every condition has its own last prediction: its entry in `cond_or_uncond`, its uuid, its
-    context window and the size of its latents."""
+    """One sampling run. `videos` has the last prediction for every condition, see `conditions_of`, and, under its entry
+    in `cond_or_uncond`, the last one for any of them: for a condition, or a second pass with it, that begins in a
+    smaller step. Guidance adds up what differs between predictions, so each needs details."""
 
     def __init__(self, stages: Sequence[StageOptions], sigmas: Sequence[float], boundary: float) -> None:
         """sigmas: where the sampler's steps begin."""
@@ -82,11 +96,11 @@ class StagedRun:
     ) -> Tensor:
         """The predicted video [B, C, T, Y, X] of the noisy sample `x`. t [B]: its sigmas."""
         options = {} if transformer_options is None else transformer_options
-        check_taken({"control": control, **kwargs})
+        check_inputs({"control": control, **kwargs})
         if self.sigma[0] is not options["sigmas"]:  # read from the device once for each evaluation
             self.sigma = options["sigmas"], float(options["sigmas"][0])
         sigma = self.sigma[1]
-        keys, stage = keys_of(x, options), stage_at(sigma, self.stages, self.sigmas)
+        keys, stage = conditions_of(x, options), stage_at(sigma, self.stages, self.sigmas)
         self.forwards += len(keys)
         if stage is None:
             video = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
@@ -99,14 +113,20 @@ class StagedRun:
             if FORWARD in options:  # says the size of the video
                 options[FORWARD] = at_size(options[FORWARD], size)
             if stage.positions == "video":
-                options["rope_options"] = rope_options(size)
+                options["rope_options"] = rope_options(size, options.get("rope_options"))
             inputs = sample.to(x), torch.full_like(t, told), concat, c_crossattn, control, options
-            predicted = executor(*inputs, **kwargs).float()
-            velocity, before = (sample - predicted) / told, [self.videos.get(key) for key in keys]
+            with apart(options, ("stage", *options.get("rope_options", {}).values())):
+                predicted = executor(*inputs, **kwargs).float()
+            velocity, before = (sample - predicted) / told, [self.before(key) for key in keys]
             known = None if any(one is None for one in before) else torch.cat(before)  # type: ignore[arg-type]
             video = size.video(sample, velocity, sigma, known).to(x)
-        self.videos |= dict(zip(keys, video.float().chunk(len(keys)), strict=True))
+        for key, part in zip(keys, video.float().chunk(len(keys)), strict=True):
+            self.videos[key] = self.videos[entry_of(key)] = part
         return video
+
+    def before(self, key: tuple[Any, ...]) -> Tensor | None:
+        """The last prediction for a condition, or for another one in its place; None for none."""
+        return self.videos.get(key, self.videos.get(entry_of(key)))
 
     def told(self, sigma: float, scale: float) -> float:
         """The sigma that the model is told, as `wan_core.sampling.stages.at_stage` has it."""
@@ -120,27 +140,21 @@ class StagedRun:
         return self.sizes[key]
 
 
-def check_taken(given: dict[str, Any]) -> None:
-    """Raise OptionError for what a forward gets that has a size and would keep it."""
-    unknown = [name for name, value in given.items() if value is not None and name not in TAKEN]
-    if unknown:
-        raise OptionError(
-            f"a resolution schedule does not change the size of {', '.join(unknown)}: leave out the nodes that add it, "
-            "or disconnect WanCore Resolution Schedule"
-        )
+def entry_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A condition without what tells it from others in the same place: uuid and patches."""
+    entry, _, window, size, device, _ = key
+    return entry, window, size, device
 
 
-def keys_of(x: Tensor, options: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """The conditions of a forward."""
-    window = options.get("context_window")
-    shared = None if window is None else tuple(window.index_list), x.shape[1:], x.device
-    return [(i, uuid, *shared) for i, uuid in zip(options["cond_or_uncond"], options["uuids"], strict=True)]
-
-
-def rope_options(size: SmallerSize) -> dict[str, float]:
-    """As ComfyUI's Wan models take them: tokens in the middle of what they stand for."""
-    rows, columns = size.spacing
-    return {"scale_y": rows, "scale_x": columns, "shift_y": (rows - 1) / 2, "shift_x": (columns - 1) / 2}
+def rope_options(size: SmallerSize, whole: dict[str, float] | None) -> dict[str, float]:
+    """As ComfyUI's Wan models take them: tokens in the middle of what they stand for. whole: those of the video's own
+    size (ScaleROPE), in which token n of an axis is at shift + n * scale."""
+    made = {**(whole or {})}
+    for axis, spacing in zip("yx", size.spacing, strict=True):
+        scale = made.get(f"scale_{axis}", 1.0)
+        made[f"shift_{axis}"] = made.get(f"shift_{axis}", 0.0) + scale * (spacing - 1) / 2
+        made[f"scale_{axis}"] = scale * spacing
+    return made
 
 
 def at_size(forward: NativeForward, size: SmallerSize) -> NativeForward:

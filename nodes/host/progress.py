@@ -85,20 +85,26 @@ class Player:
         self.thread.join()
 
 
+def running_node() -> str | None:
+    """The node of the page that is running. A loop runs copies of its nodes, whose own ids the page does not know."""
+    context = get_executing_context()
+    return None if context is None else get_progress_state().dynprompt.get_display_node_id(context.node_id)
+
+
 def show(words: str) -> None:
     """Text on the node that is running, in every page that is open."""
-    context = get_executing_context()
-    if context is not None:
-        PromptServer.instance.send_progress_text(words, context.node_id)
+    node = running_node()
+    if node is not None:
+        PromptServer.instance.send_progress_text(words, node)
 
 
 def reporter() -> Callable[[str], None]:
     """Logs a line of text and shows it on the node that is running now, whichever node runs when it is called."""
-    context = get_executing_context()
+    node = running_node()
 
     def report(words: str) -> None:
         log.info(words)
-        if context is not None:
-            PromptServer.instance.send_progress_text(words, context.node_id)
+        if node is not None:
+            PromptServer.instance.send_progress_text(words, node)
 
     return report

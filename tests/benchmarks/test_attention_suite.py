@@ -35,17 +35,8 @@ def test_tiles_are_rows_of_both_kinds():
     assert len(found) == len(set(found)) > 20 and {name.partition(",")[0] for name in found} == {"bf16", "int8"}
     assert {row["name"].partition(",")[0] for row in rows("int8")} == {"int8"}
     options = argparse.Namespace(size=None, setting=["tiles"], setup=None, suite="attention")
-    with pytest.raises(OptionError, match="has kernels, tune, rounding, bf16"):
+    with pytest.raises(OptionError, match="has kernels, tune, bf16"):
         check_options(options)
-
-
-def test_rounding_of_drawn_data_and_of_a_models_own():
-    found = {row["name"]: row for row in rows("rounding")}
-    assert list(found)[-2:] == ["tiny, high", "tiny, low"] and found.keys() > {"error", "offset", "outliers", "sinks"}
-    assert all(row["qk"] + row["v"] + row["p"] > 0.8 * row["fp8"] for row in found.values())
-    outliers, own = found["outliers"], found["tiny, high"]
-    assert outliers["channels"] > 10 and outliers["fp8_rotated"] < 0.8 * outliers["fp8"]
-    assert own["channels_worst"] > own["channels"] > 2 and own["worst_rotated"] < own["worst"]
 
 
 def test_data_is_what_its_name_says():

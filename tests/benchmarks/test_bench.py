@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.__main__ import main as bench_main
 from benchmarks.cases import make_case
 from benchmarks.flops import Flops, forward_flops
 from benchmarks.kernel_classes import CLASSES, kernel_class
@@ -25,17 +26,12 @@ from benchmarks.peers import PEERS
 from benchmarks.profiling import Kernel, Span, by_class, profile_table
 from benchmarks.setups import PLAIN, REFERENCE, SETUPS, find_setup
 from benchmarks.single import Ladder
-from benchmarks.switch import Clock
-from benchmarks.trajectory import CAP, RandomTrial, compare, decibels
 from tests.comfyui import find_comfyui, python_of
 from wan_core.checkpoint.random import random_module
-from wan_core.cli import main
-from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.protocol import Dense
 from wan_core.ops.attention.sdpa import math_reference
-from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
 SMALL = DiTConfig(
@@ -53,7 +49,7 @@ def small_model(config: DiTConfig = SMALL, **options: Any) -> WanModel:
 def bench(out: Path, *arguments: str) -> dict[str, Any]:
     """The file that `bench` writes for the embedded model on the CPU; it must end well."""
     path = out / "bench.json"
-    assert main(["bench", "--device", "cpu", *arguments, "--out", str(path)]) == 0
+    assert bench_main(["--device", "cpu", *arguments, "--out", str(path)]) == 0
     return json.loads(path.read_text())
 
 
@@ -137,7 +133,7 @@ def test_comfyui_computes_what_ours_does(tmp_path: Path) -> None:
     arguments = ["--model", "tiny", "--device", "cpu", "--precision", "fp32", "--size", "64x48x5", "--runs", "1"]
     chosen = ["--setting", "forward", "--setting", "comfyui", "--out", str(out)]
     environment = {**os.environ, "COMFYUI_PATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    command = [python_of(checkout), "-m", "wan_core", "bench", *arguments, *chosen]
+    command = [python_of(checkout), "-m", "benchmarks", *arguments, *chosen]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
@@ -149,8 +145,8 @@ def test_a_peer_that_is_not_there_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "nowhere"))
     reason = PEERS["comfyui"].why_not()
     assert reason is not None and "COMFYUI_PATH" in reason
-    arguments = ["bench", "--model", "tiny", "--device", "cpu", "--setting", "comfyui", "--size", "64x48x5"]
-    assert main(arguments) == 2
+    arguments = ["--model", "tiny", "--device", "cpu", "--setting", "comfyui", "--size", "64x48x5"]
+    assert bench_main(arguments) == 2
     assert "COMFYUI_PATH" in capsys.readouterr().err
 
 
@@ -235,96 +231,16 @@ def test_one_technique_a_row_and_all_of_them_known() -> None:
         (["--suite", "single", "--setup", "fp9/sdpa"], "fp8-tensor"),
         (["--suite", "single", "--setup", "fp8/flash9"], "flash4"),
         (["--suite", "single", "--setup", "fp8/sdpa/fast"], "/compile"),
-        (["--suite", "trajectory", "--setup", "diffusers"], "plain torch"),
-        (["--suite", "generate", "--setup", "fp8"], "--setup means nothing"),
+        (["--suite", "forward", "--setup", "fp8"], "--setup means nothing"),
         (["--suite", "single", "--runs", "0"], "at least 1"),
-        (["--suite", "trajectory", "--samples", "0"], "at least 1"),
-        (["--suite", "switch", "--steps", "1"], "at least 2"),
         (["--setting", "diffuser"], "comfyui-compiled"),
         (["--suite", "single", "--size", "64"], "WIDTHxHEIGHT"),
-        (["--suite", "trajectory", "--model", "random:i2v-A14B"], "t2v-A14B"),
     ],
 )
 def test_bad_options_are_one_readable_line(arguments, says, capsys) -> None:
-    assert main(["bench", "--device", "cpu", *arguments]) == 2
+    assert bench_main(["--device", "cpu", *arguments]) == 2
     err = capsys.readouterr().err
     assert says in err and "Traceback" not in err
-
-
-# ------------------------------------------------------------------------------------------------ trajectory and switch
-
-
-def test_captions_are_compared_with_the_plain_trajectory(tmp_path: Path) -> None:
-    chosen = [a for name in (TORCH_ONLY, "fp8/sdpa/torch", "+ flash4") for a in ("--setup", name)]
-    arguments = ["--model", "tiny", "--size", "48x48x5", "--steps", "2", "--samples", "3"]
-    result = bench(tmp_path, "--suite", "trajectory", *arguments, *chosen)
-    rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["plain torch", TORCH_ONLY, "fp8/sdpa/torch", "+ flash4", "float32"]
-    assert "latent_psnr" not in rows["plain torch"] and rows["plain torch"]["samples"] == 3
-    assert rows[TORCH_ONLY]["latent_psnr"] == rows[TORCH_ONLY]["psnr"] == CAP and rows[TORCH_ONLY]["ssim"] == 1
-    assert rows["+ flash4"].keys() == {"name", "size", "why_not"}
-    # bf16 is nearer to float32 than FP8 is to bf16
-    assert 10 < rows["fp8/sdpa/torch"]["latent_psnr"] < rows["float32"]["latent_psnr"] < CAP
-    assert rows["fp8/sdpa/torch"]["psnr"] < rows["float32"]["psnr"]
-    assert all(0 <= row["captions_true"] <= 1 for row in rows.values() if "why_not" not in row)
-
-
-def test_random_weights_go_through_both_experts() -> None:
-    """And a setup that computes the same gives the same latents, one that rounds others."""
-    plan = make_plan(task="t2v-A14B", steps=3, boundary=0.9)
-    assert plan.experts == ("high", "low")
-    trial = RandomTrial(SMALL, VAE_21, plan, "48x32x5", CPU, torch.float32)
-    rows = list(compare(trial, [find_setup(TORCH_ONLY), find_setup("fp8/sdpa/torch"), SETUPS["+ flash4"]], CPU))
-    assert [row["name"] for row in rows] == ["plain torch", TORCH_ONLY, "fp8/sdpa/torch", "+ flash4"]
-    assert rows[1]["error"] == 0 and rows[1]["latent_psnr"] == CAP
-    assert rows[2]["error"] > 0.001 and rows[2]["latent_psnr"] < 60
-    assert "why_not" in rows[3]
-
-
-@given(scale=st.floats(0.01, 100), noise=st.floats(1e-3, 1))
-def test_decibels_of_latents_do_not_depend_on_their_scale(scale: float, noise: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(2, 256, generator=generator)
-    near = decibels(a + noise * b, a)
-    assert decibels(scale * (a + noise * b), scale * a) == pytest.approx(near, abs=0.01)
-    assert decibels(a + 2 * noise * b, a) == pytest.approx(near - 6.02, abs=0.01)
-    assert decibels(a, a) == CAP
-
-
-def test_the_switch_lies_between_the_experts(tmp_path: Path) -> None:
-    arguments = ["--model", "tiny", "--size", "48x48x5", "--setup", "fp8/sdpa/torch", "--setup", "plain/cudnn"]
-    path = tmp_path / "bench.json"
-    assert main(["bench", "--device", "cpu", "--suite", "switch", *arguments, "--out", str(path)]) == 1
-    row, failed = json.loads(path.read_text())["rows"]
-    assert row["steps"] == len(row["step_seconds"]) == 4 and min(row["step_seconds"]) > 0
-    assert row["spread"] == pytest.approx(max(row["step_seconds"]) - min(row["step_seconds"]), abs=2e-4)
-    assert row["switch_ms"] > 0 and row["weights_gib"] > 0
-    assert "cudnn" in failed["failed"]
-
-
-def test_a_step_that_is_left_out_is_measured_against_a_full_one(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    arguments = ["--suite", "caches", "--model", "tiny", "--size", "48x48x5", "--precision", "fp32", "--steps", "12"]
-    assert main(["bench", "--device", "cpu", *arguments, "--out", str(path)]) == 0
-    rows = {row["name"].removeprefix("plain torch: "): row for row in json.loads(path.read_text())["rows"]}
-    full = rows["full step"]["seconds"]
-    skipped = [row for name, row in rows.items() if name.startswith("skipped, ")]
-    assert [row["steps"] for row in skipped] == [8, 7, 6, 6]  # of ten: what each rule must compute is computed
-    assert all(row["share"] == pytest.approx(row["seconds"] / full, rel=0.02) and row["share"] < 1 for row in skipped)
-    plans = [row for name, row in rows.items() if name.startswith("plan, 12 steps, ")]
-    staged = plans.pop()  # the estimate counts its smaller steps as less than a forward
-    assert staged["forwards"] == 24 and staged["estimate"] < 23 * full and "off" in staged
-    assert len(plans) == 2 and all(10 <= row["forwards"] < 24 for row in plans)
-    for row in plans:  # an estimate is its forwards at the seconds of one
-        assert row["estimate"] == pytest.approx(row["forwards"] * full, rel=0.02)
-        assert row["off"] == pytest.approx(row["seconds"] / row["estimate"] - 1, rel=0.02, abs=0.05)
-
-
-def test_the_switch_is_what_passes_between_two_experts() -> None:
-    steps = [("high", 0.0, 1.0), ("high", 1.5, 2.5), ("low", 2.75, 3.5), ("low", 4.5, 5.5)]  # expert, begin, end
-    clock = Clock(CPU, steps)
-    assert clock.switch_seconds() == 0.25
-    assert clock.step_seconds() == [1.0, 1.0, 0.75, 1.0]
 
 
 # -------------------------------------------------------------------------------------------------------------- profile

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from benchmarks import startup
+from benchmarks.__main__ import main as bench_main
 from benchmarks.loading import Loading
 from benchmarks.process import host_peak, reset_host_peak
 from benchmarks.ready import ready_rows
 from benchmarks.startup import cold_rows, write_experts
 from tests import forked
-from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
 from wan_core.pipeline.sources import find_models
 
@@ -37,7 +37,7 @@ def test_streaming_rows(tmp_path):
         "--setting",
         "switch",
     ]
-    assert main(["bench", *arguments, "--out", str(path)]) == 0
+    assert bench_main([*arguments, "--out", str(path)]) == 0
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     for precision in ("bf16", "fp8"):
         for blocks in (0, 4):
@@ -129,11 +129,11 @@ def test_the_peak_of_host_memory_begins_anew():
 
 
 def test_options_belong_to_their_suites(capsys):
-    assert main(["bench", "--device", "cpu", "--suite", "streaming", "--scratch", "/tmp"]) == 2
+    assert bench_main(["--device", "cpu", "--suite", "streaming", "--scratch", "/tmp"]) == 2
     assert "--scratch means nothing" in capsys.readouterr().err
-    assert main(["bench", "--device", "cpu", "--suite", "streaming", "--profile", "x.txt"]) == 2
+    assert bench_main(["--device", "cpu", "--suite", "streaming", "--profile", "x.txt"]) == 2
     assert "--profile means nothing" in capsys.readouterr().err
-    assert main(["bench", "--device", "cpu", "--suite", "streaming", "--setting", "vae"]) == 2
+    assert bench_main(["--device", "cpu", "--suite", "streaming", "--setting", "vae"]) == 2
     assert "the suite streaming has cards, switch, turns" in capsys.readouterr().err
 
 

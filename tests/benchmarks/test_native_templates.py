@@ -12,8 +12,8 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.native_templates import SIDES, reseeded, sized
 from benchmarks.options import TEMPLATE_PARTS
-from tools.templates.our_sampler import with_our_sampler
-from tools.templates.run import TEMPLATES, Scale, observed, with_euler, with_steps
+from benchmarks.templates.our_sampler import with_our_sampler
+from benchmarks.templates.run import TEMPLATES, Scale, observed, with_euler, with_steps
 
 SCHEMAS = json.loads((Path(__file__).parents[1] / "nodes" / "node_schemas.json").read_text(encoding="utf-8"))
 GIVEN = {"positive": ["p", 0], "negative": ["p", 1], "latent_image": ["p", 2], "model": ["shift", 0], "cfg": 1}

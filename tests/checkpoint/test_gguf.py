@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from io import FileIO
 from pathlib import Path
 from unittest.mock import patch
@@ -16,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.gguf_files import ENCODERS, encode_q8_0, write_gguf
+from tests.gguf_encoders import ENCODERS, encode_q8_0, write_gguf
 from tests.gguf_files import llama_name, matrices, random_rows, tokenizer_notes, write
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint, save, staged
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.checkpoint.staged import Reading, reading
-from wan_core.cli import main
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.execution.optimize import compile_blocks
 from wan_core.models.wan.config import DiTConfig
@@ -374,23 +372,6 @@ def test_what_the_benchmark_writes_is_what_the_package_reads(tmp_path: Path, nam
         weight = state["blocks.1.ffn.0.weight"]
         expected = gguf.quants.quantize(weight.numpy(), Kind.Q8_0)
         assert (encode_q8_0(weight).numpy() == expected).mean() > 0.99  # it divides by the scale before rounding that
-
-
-@pytest.mark.slow
-def test_the_suite_measures_every_way_to_hold_a_file(tmp_path: Path) -> None:
-    source, out = tmp_path / "m.safetensors", tmp_path / "gguf.json"
-    save(random_module(SMALL, device=CPU, dtype=torch.float32, seed=1), source)
-    command = ["bench", "--suite", "gguf", "--device", "cpu", "--model", str(source), "--precision", "fp32"]
-    small = ["--size", "32x32x5", "--runs", "1", "--scratch", str(tmp_path), "--out", str(out)]
-    assert main([*command, *small]) == 0
-    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(rows) == ["fp32", "fp8", "Q8_0", "Q8_0 as fp8", "Q4_K", "Q4_K as fp8"]
-    assert rows["Q4_K"]["weights_gib"] <= rows["Q8_0"]["weights_gib"] <= rows["fp32"]["weights_gib"]
-    assert rows["fp32"]["error"] == 0 < rows["Q8_0"]["error"] < rows["Q4_K"]["error"] < 0.2
-    assert all(rows[name]["load_seconds"] > 0 and "file_gib" in rows[name] for name in ("Q8_0", "Q4_K as fp8"))
-    assert "widen_ms" in rows["Q4_K"] and "widen_ms" not in rows["Q4_K as fp8"]
-    assert not list(tmp_path.glob("wancore-gguf-*")), "its files are gone"
-    assert main([*command, "--scratch", str(tmp_path / "nowhere")]) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------- LoRAs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gguf_files import ENCODERS, write_gguf
+from tests.gguf_encoders import ENCODERS, write_gguf
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
 from wan_core.execution.graphs import GraphedBlocks

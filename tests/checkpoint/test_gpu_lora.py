@@ -14,7 +14,6 @@ from wan_core.config import LoadOptions, LoraOptions, Request
 from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import begin_run, compilations, optimize
-from wan_core.media.metrics import judge
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.schemes import SCHEMES
@@ -24,6 +23,7 @@ from wan_core.pipeline.merged_loras import load_with_loras
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, TINY_LORAS, recognise
+from wan_lab.metrics import judge
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.hostile import checkpoints, gguf, media, texts
+from tools.hostile import checkpoints, gguf, lora, media, texts
 from tools.hostile.readers import READERS
 from wan_core.cli import main
 from wan_core.config import UserError
 from wan_core.config.limits import (
+    MAX_DESCRIPTION,
     MAX_DIRECTORY,
     MAX_HEADER,
     MAX_JSON,
     MAX_LATENTS,
     MAX_NAME,
+    MAX_NAMES,
     MAX_PICKLE,
     MAX_PICTURE,
+    MAX_SIDE,
     MAX_TENSORS,
 )
 from wan_core.media.opening import container_format
@@ -36,6 +39,24 @@ CASES: dict[str, tuple[str, Callable[[], bytes], str]] = {
             b'{"' + b"x" * 5000 + b'":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
         ),
         f"5000 characters .* at most {MAX_NAME}",
+    ),
+    "names": (
+        "safetensors",
+        lambda: checkpoints.empty_tensors(checkpoints.grown_names("blocks.0.", ".weight", size=256)),
+        f"20000 tensors have 51.0000 characters, and at most {MAX_NAMES} are read",
+    ),
+    "words of a name": (
+        "GGUF",
+        gguf.GGUF_BOMBS[-3],
+        "not a Wan 2.2 model",
+    ),
+    "prefixes of a name": ("LoRA", lora.LORA_BOMBS[-5], "20000 are of modules that this model does not have"),
+    "preference": (
+        "safetensors",
+        lambda: checkpoints.stored(
+            {"a.comfy_attention.config": torch.zeros(5000, dtype=torch.uint8)}, {}
+        ),
+        f"at most {MAX_DESCRIPTION} bytes",
     ),
     "pickle": (
         "pickle",
@@ -63,6 +84,9 @@ CASES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "index": ("JSON", lambda: b'{"a":' + b" " * MAX_JSON + b"1}", f"at most {MAX_JSON} are read"),
     "tokenizer": ("tokenizer", lambda: bytes(2**24 + 1), "at most 16777216 are read"),
     "picture": ("image", lambda: media.png(13_000, 13_000, rows=1), f"at most {MAX_PICTURE // 10**6} million"),
+    "narrow picture": ("image", lambda: media.png(2, 26_000_000, rows=9), f"2x26000000 .* at most {MAX_SIDE} in each"),
+    "wide picture": ("image", lambda: media.png(60_000, 1), f"60000x1 pixels; .* at most {MAX_SIDE} in each direction"),
+    "narrow video": ("video", lambda: media.video("gif", 16, 20_000, 1), f"16x20000 .* at most {MAX_SIDE} in each"),
     "chunks": ("image", lambda: media.png(8, 8, more=media._chunk(b"tEXt", b"") * 100_001), "100000 PNG chunks"),
     "scans": ("image", lambda: media._scans(40), "scans of 6000x6000"),
     "eps": ("image", lambda: media._EPS, "none of PNG, JPEG"),

@@ -9,12 +9,13 @@ from wan_core.checkpoint import load_vae
 from wan_core.cli.doctor import examine
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.memory.residency import Residency
-from wan_core.media.metrics import judge, psnr
-from wan_core.media.shapes import draw, parse_caption
 from wan_core.ops.kernels.fused import missing_triton
 from wan_core.ops.quant.schemes import SCHEMES
+from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
+from wan_lab.metrics import judge, psnr
+from wan_lab.shapes import draw
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -15,9 +15,9 @@ from PIL import Image
 
 from wan_core.config import OptionError
 from wan_core.media.mp4 import Encoder, write_mp4
-from wan_core.media.shapes import PALETTE
 from wan_core.media.sound import Sound
 from wan_core.media.video import load_image, read_metadata, read_video, video_facts
+from wan_lab.shapes import PALETTE
 
 
 def gradient(frames: int, height: int, width: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from wan_core.models.wan.families.fun.camera import (
     parse_motions,
     pose_count,
     read_camera,
+    turned,
 )
 
 
@@ -56,6 +57,77 @@ def test_rays_are_moments_and_directions_relative_to_the_first_camera() -> None:
     assert torch.allclose(camera_rays(moved_on, 16, 16), camera_rays(path, 16, 16), atol=1e-5)  # whatever the world is
     up = camera_rays(moved(parse_motions("tilt-up"), 5), 16, 16).unflatten(1, (6, 4))[0]
     assert (up[4, 3, 1].mean() < up[4, 0, 0].mean()) and not up[:3].any()  # y points down; it does not move
+
+
+AHEAD, RIGHT = np.array([0.0, 0, 1]), np.array([1.0, 0, 0])
+SEEN = {  # motion -> where the camera, its view or its right side goes, in x right, y down, z forward
+    "pan-left": ("place", (-1, 0, 0)),
+    "pan-right": ("place", (1, 0, 0)),
+    "pan-up": ("place", (0, -1, 0)),
+    "pan-down": ("place", (0, 1, 0)),
+    "zoom-in": ("place", (0, 0, 2)),
+    "zoom-out": ("place", (0, 0, -2)),
+    "tilt-up": ("view", (0, -1, 0)),
+    "tilt-down": ("view", (0, 1, 0)),
+    "turn-left": ("view", (-1, 0, 0)),
+    "turn-right": ("view", (1, 0, 0)),
+    "roll-left": ("right", (0, -1, 0)),
+    "roll-right": ("right", (0, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_motion_goes_where_its_name_says(name: str) -> None:
+    """A whole video moves by 1.5 and turns by 60 degrees at speed 1, each frame by as much."""
+    assert {*SEEN, "static"} == set(MOTIONS)
+    what, way = SEEN[name]
+    path = moved([(name, 0.5)], 8)
+    for frame, matrix in enumerate(path.matrices):
+        assert np.allclose(matrix[3], [0, 0, 0, 1]) and np.allclose(path.lenses[frame], 0.5)
+        share = 0.5 * frame / 8
+        turned_by = share * np.pi / 3 * (what != "place")
+        assert np.allclose(matrix[:3, 3], share * 1.5 * np.array(way) * (what == "place"))
+        before = {"place": AHEAD, "view": AHEAD, "right": RIGHT}[what]
+        wanted = np.cos(turned_by) * before + np.sin(turned_by) * np.array(way)
+        assert np.allclose(matrix[:3, :3] @ before, wanted)
+
+
+@given(angles=st.tuples(*[st.floats(-3, 3)] * 3))
+def test_angles_turn_around_x_then_y_then_z(angles: tuple[float, float, float]) -> None:
+    """Against matrix exponentials of the axes: right-handed rotations of the camera's own coordinates."""
+    axes = -torch.linalg.cross(torch.eye(3)[:, None], torch.eye(3)[None], dim=-1).double()
+    around_x, around_y, around_z = (torch.matrix_exp(angle * axis) for angle, axis in zip(angles, axes, strict=True))
+    wanted = around_z @ around_y @ around_x
+    assert np.allclose(turned(np.array(angles)), wanted.numpy(), atol=1e-9)
+
+
+def plain_ray(path: CameraPath, frame: int, x: int, y: int, width: int, height: int) -> list[float]:
+    """Moment and direction of one pixel's ray, in float64."""
+    fx, fy, cx, cy = path.lenses[frame]
+    if width * 720 < height * 1280:  # narrower than the pictures that poses are of: they have the height in common
+        fx *= height * 1280 / 720 / width
+    else:
+        fy *= width * 720 / 1280 / height
+    direction = np.array([(x + 0.5 - cx * width) / (fx * width), (y + 0.5 - cy * height) / (fy * height), 1.0])
+    matrix = np.linalg.inv(path.matrices[0]) @ path.matrices[frame]
+    direction = matrix[:3, :3] @ direction / np.linalg.norm(direction)
+    return [*np.cross(matrix[:3, 3], direction), *direction]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    motions=st.lists(st.tuples(st.sampled_from(list(MOTIONS)), st.floats(0, 2)), min_size=1, max_size=3),
+    lens=st.tuples(*[st.floats(0.3, 0.9)] * 4),
+    size=st.sampled_from([(8, 3), (3, 5), (4, 4)]),
+    data=st.data(),
+)
+def test_a_ray_equals_that_of_its_pixel_alone(motions, lens, size, data) -> None:
+    path, (width, height) = moved(motions, 9, lens), size
+    rays = camera_rays(path, width, height)
+    frame, x, y = (data.draw(st.integers(0, most - 1)) for most in (9, width, height))
+    part, latent = (0, 0) if frame == 0 else ((frame - 1) % 4, (frame + 3) // 4)
+    wanted = torch.tensor(plain_ray(path, frame, x, y, width, height), dtype=torch.float32)
+    torch.testing.assert_close(rays[0, part::4, latent, y, x], wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_a_path_goes_on_at_its_end_and_is_cut() -> None:

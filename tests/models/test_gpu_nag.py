@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from wan_core.config import LoadOptions, NagOptions, Request
-from wan_core.media.metrics import psnr
 from wan_core.models.wan.layers import nag
 from wan_core.pipeline.pipeline import Pipeline
+from wan_lab.metrics import psnr
 
 pytestmark = pytest.mark.gpu
 REQUEST = Request(

@@ -60,7 +60,7 @@ def test_a_cache_remembers_how_a_prompt_was_read(encoder: TextEncoder) -> None:
         cache.encode([SENTENCE, long], lambda: encoder)
         assert cache.notes(SENTENCE) == [] and "was cut" in cache.notes(long)[0]
     cache.encode(["a (red:1.4) circle", "one"], lambda: encoder)
-    assert len(cache._notes) == 2 and "(red:1.4)" in cache.notes("a (red:1.4) circle")[0]
+    assert len(cache._counts) == 2 and "(red:1.4)" in cache.notes("a (red:1.4) circle")[0]
 
 
 def test_the_report_and_the_log_say_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

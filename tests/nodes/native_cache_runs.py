@@ -20,6 +20,7 @@ class World:
     def __init__(self, pack: types.ModuleType) -> None:
         import comfy.model_patcher
 
+        self.pack = pack
         self.cache = importlib.import_module("pack.nodes.host.native_cache")
         self.patcher = comfy.model_patcher.ModelPatcher
         self.said: list[str] = []

@@ -305,6 +305,56 @@ def check_memory(it: World) -> None:
     assert needed[3] - needed[2] >= 24 / 128 * 18 * 48 * 4, (asked, needed)  # a matrix for each block of 128 tokens
 
 
+def pose_cache(newer: bool) -> Any:
+    """ComfyUI's cache of the pose branch; newer: with `select` as of the versions after 0.33, whatever this one is."""
+    from comfy.ldm.wan.model_animate2 import PoseBranchCache
+
+    class Newer(PoseBranchCache):
+        def select(self, k: Any, create: bool = True) -> bool:
+            there = any(slot["key"].shape == k.shape and (slot["key"] == k).all() for slot in self.slots)
+            self.slot = None
+            if there or create:
+                super().select(k)
+            return there
+
+    return Newer() if newer else PoseBranchCache()
+
+
+def check_pose_cache(it: World) -> None:
+    """Animate-2 with ComfyUI's own cache of its pose branch, and with a pose for a part of the run: the step cache that
+    never skips and Accelerate change nothing, and the pose branch runs once, also where steps are skipped."""
+    make, extra, size = world.variants()["animate2"]
+    pose = {"pose_video_latent": extra["pose_video_latent"], "clip_vision_output_pose": extra["clip_vision_output"]}
+    pose |= {"cross_attn_pose": world.rows(1, 512, 32, seed=4)}
+    without = {name: value for name, value in extra.items() if name not in pose}
+    whole, parted = world.conditions, [(pose, 0.2, 0.7), ({}, 0.0, 0.2), ({}, 0.7, 1.0)]
+
+    def conditions(given: dict[str, Any]) -> Any:
+        both = whole(given)
+        parts = [({**more, "start_percent": start, "end_percent": end}) for more, start, end in parted]
+        return [[[one[0][0], {**one[0][1], **part}] for part in parts] for one in both]
+
+    runs: list[int] = []
+    for part in (False, True):
+        for newer in (False, True):
+            world.conditions, given = (conditions, without) if part else (whole, {**extra, **pose})
+            model = make()
+            cache = model.model_options["transformer_options"]["animate2_cache"] = pose_cache(newer)
+            block = model.model.diffusion_model.blocks[0]
+            block.forward_pose = lambda *args, run=block.forward_pose, **named: (runs.append(1), run(*args, **named))[1]
+            first = sample(model, EULER, given, size=size)  # its first step has keys and values before they were kept
+            close(first, plain := sample(model, EULER, given, size=size))
+            assert sum(runs) == 1 and cache.filled(len(model.model.diffusion_model.blocks)), (part, newer, sum(runs))
+            assert (sample(it.cached(model, **never()[1]), EULER, given, size=size) == plain).all(), (part, newer)
+            close(sample(world.Accelerated(it.pack)(model), EULER, given, size=size), plain)
+            found = sample(it.cached(model, **every_second()), EULER, given, size=size)
+            skipped, forwards = it.counts()
+            assert found.isfinite().all() and (found != plain).any() and 2 <= skipped <= forwards // 2, it.said[-1]
+            assert sum(runs) == 1, "what the cache holds is read in every run"
+            runs.clear()
+    world.conditions = whole
+
+
 CHECKS: dict[str, Callable[[World], None]] = {
     name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }

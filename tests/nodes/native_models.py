@@ -34,6 +34,7 @@ def set_up(checkout: str) -> types.ModuleType:
 
 SMALL = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 32, "num_heads": 2, "num_layers": 3, "in_dim": 16}
 SIZE = (1, 16, 5, 8, 12)  # of latents
+DTYPE = "float32"  # that models compute in
 
 
 def tiny(kind: str, seed: int = 0, **changed: Any) -> Any:
@@ -46,7 +47,7 @@ def tiny(kind: str, seed: int = 0, **changed: Any) -> Any:
     settings = {**config.unet_config, **SMALL, **changed}
     with torch.inference_mode(False), torch.no_grad():
         made = config(settings)
-        made.set_inference_dtype(torch.float32, None)
+        made.set_inference_dtype(getattr(torch, DTYPE), None)
         model = made.get_model({})
         draw = torch.Generator().manual_seed(seed)
         for name, tensor in model.diffusion_model.named_parameters():

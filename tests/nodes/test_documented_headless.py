@@ -12,8 +12,8 @@ import torch
 
 from tests.comfyui import ComfyUI, find_comfyui, make_base
 from tests.documented import ROOT, commands
-from wan_core.media.metrics import judge
 from wan_core.media.video import read_video
+from wan_lab.metrics import judge
 
 pytestmark = [pytest.mark.comfy, pytest.mark.documented]
 

@@ -66,6 +66,20 @@ class Attention(Base):
         model.model_options["transformer_options"]["optimized_attention_override"] = lambda f, *a, **k: f(*a, **k)
         return (model,)
 
+class Prefers(Base):
+    # What ComfyUI 0.37 and newer make of a file, and of a LoRA, with `comfy_attention.config`.
+    def run(self, model):
+        class Preference(torch.nn.Module):
+            config = {"attention": "comfy_kitchen_int8"}
+            def _save_to_state_dict(self, destination, prefix, keep_vars):
+                text = json.dumps(self.config).encode()
+                destination[prefix + "config"] = torch.tensor(list(text), dtype=torch.uint8)
+        model = model.clone()
+        model.model.diffusion_model.blocks[0].self_attn.comfy_attention = Preference()
+        model.add_object_patch("diffusion_model.blocks.0.self_attn.comfy_attention", Preference())
+        model.cached_patcher_init = None
+        return (model,)
+
 class ForgetFile(Base):
     def run(self, model):
         model = model.clone()
@@ -97,7 +111,7 @@ class Look:
         }
         return (json.dumps(facts),)
 
-CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Hash, Look)
+CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Prefers, Hash, Look)
 NODE_CLASS_MAPPINGS = {made.__name__: made for made in CLASSES}
 """
 
@@ -288,6 +302,14 @@ def test_what_changes_only_the_speed_is_reported(comfy: ComfyUI) -> None:
     run = comfy.run(native(extra="Attention"))
     assert facts(run)["hash"] == facts(comfy.run(ours()))["hash"]
     assert "the high MODEL: not taken over: an attention backend" in run.outputs["bridge"]["text"][0]
+
+
+def test_the_attention_that_a_file_asks_for_is_reported(comfy: ComfyUI) -> None:
+    run = comfy.run(native(extra="Prefers"))
+    info = run.outputs["bridge"]["text"][0]
+    assert facts(run)["hash"] == facts(comfy.run(ours()))["hash"]
+    assert "the high MODEL: not taken over: the attention that a LoRA asks for: choose 'attention' here" in info
+    assert "asks ComfyUI for the attention comfy_kitchen_int8 in 1 module; here the option attention decides" in info
 
 
 def test_weights_in_memory_stand_for_a_file_that_is_not_known(comfy: ComfyUI) -> None:

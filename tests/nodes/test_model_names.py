@@ -216,4 +216,5 @@ def test_a_check_of_several_inputs_is_reported_once(nodes: SimpleNamespace) -> N
     assert model.fingerprint_inputs(high=None) == []
     for node in (nodes.vae_loader.WanCoreVAELoader, nodes.text_encoder_loader.WanCoreTextEncoderLoader):
         assert node.validate_inputs(None) is True
-        assert "is not a model in" in str(node.validate_inputs("/etc/passwd"))
+        with pytest.raises(ValueError, match="is not a model in"):
+            node.validate_inputs("/etc/passwd")

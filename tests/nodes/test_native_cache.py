@@ -9,7 +9,7 @@ from tests.comfyui import find_newer_comfyui, what_checks_found
 pytestmark = pytest.mark.comfy
 CHECKS = (
     "never", "one_model", "two_experts", "variants", "windows", "faults", "image_to_image", "samplers", "conditions",
-    "memory", "preview",
+    "memory", "preview", "pose_cache",
 )  # fmt: skip
 
 

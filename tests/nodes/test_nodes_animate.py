@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.animate_references import draw_weights
-from tests.comfy_animate_clip import CONFIGS, METADATA, SEED, plan_of
+from tests.comfy_animate_clip import CONFIGS, METADATA, SEED, WINDOWED, plan_of
 from tests.comfyui import find_comfyui, find_newer_comfyui, python_of
 from wan_core.checkpoint import load_dit
 from wan_core.models.vae.statistics import denormalise
@@ -37,19 +37,25 @@ def with_objects(*conditionings: list[Any]) -> list[Any]:
     return [[[rows, {k: whole(k, v) for k, v in e.items()}] for rows, e in one] for one in conditionings]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_a_clip_equals_comfyuis(family: str, tmp_path: Path) -> None:
-    """But for what the reference does and ComfyUI does not: a block that the negative prompt's branch leaves out."""
+@pytest.mark.parametrize(
+    ("family", "part", "driven"),
+    [("animate", (), 2), ("animate2", (), 2), ("animate2", ("0", "0.6"), 4), ("animate2", ("0.2", "0.8"), 3)],
+)
+def test_a_clip_equals_comfyuis(family: str, part: tuple[str, ...], driven: int, tmp_path: Path) -> None:
+    """But for what the reference does and ComfyUI does not: a block that the negative prompt's branch leaves out. part:
+    of the run, in which the driving video is read."""
     checkout = find_newer_comfyui() if family == "animate2" else find_comfyui()
     out = tmp_path / "clip.pt"
-    subprocess.run([python_of(checkout), SCRIPT, checkout, family, out], check=True, timeout=600, capture_output=True)
+    command = [python_of(checkout), SCRIPT, checkout, family, out, *part]
+    subprocess.run(command, check=True, timeout=600, capture_output=True)
     clip = torch.load(out)
     path = tmp_path / "wan_model.safetensors"
     save_file(draw_weights(CONFIGS[family]), path, METADATA if family == "animate2" else None)
     found = find_experts(path)
     assert found.task.family == family
     texts = with_objects(clip["positive"], clip["negative"])
-    plan, conditioning, *_ = join(*texts, clip["latent"], found, plan_of())
+    plan, conditioning, *_ = join(*texts, clip["latent"], found, plan_of(WINDOWED if part else 2))
+    assert sum(not step.undriven for step in plan.steps) == driven
     noise = draw_noise(SEED, tuple(clip["latent"]["samples"].shape))
     model = load_dit(path, dtype=torch.float32)
     assert len(model.blocks) < 10  # none of them is the one that is left out

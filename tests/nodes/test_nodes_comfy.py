@@ -18,11 +18,12 @@ from PIL import Image
 from tests.comfyui import Client, ComfyUI, Graph, Refused, Run, find_comfyui, make_base
 from wan_core.checkpoint import save
 from wan_core.checkpoint.random import random_module
-from wan_core.media.metrics import judge
-from wan_core.media.shapes import draw, parse_caption
 from wan_core.media.video import read_video
 from wan_core.models.vae.config import VAE_22
 from wan_core.models.wan.config import DiTConfig
+from wan_core.pipeline.embedded import parse_caption
+from wan_lab.metrics import judge
+from wan_lab.shapes import draw
 
 pytestmark = pytest.mark.comfy
 

@@ -18,6 +18,7 @@ from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
 from tests.nodes.test_nodes_comfy import node
 from tests.nodes.test_nodes_wan21 import write_vision
 from tests.nodes.test_workflows import api_form
+from tests.nodes.unrolled_loop import of_kind, unrolled
 from tests.pipeline.test_clips import CONFIGS, HEIGHT, WIDTH, drawn
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, Request
@@ -62,29 +63,48 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
 
 def graph_of(family: str, **more: Any) -> Graph:
     """The shared workflow, smaller, without its LoRA and its face, with the latents kept and the frames written."""
-    graph, named = api_form(WORKFLOWS[family]), {}
+    graph, named = smaller(WORKFLOWS[family], family)
+    kind = KINDS[family]
+    graph[named[kind]]["inputs"] |= {**SIZE, **more}
+    if "face_video" in graph[named[kind]]["inputs"]:
+        face = graph[named[kind]]["inputs"].pop("face_video")[0]
+        del graph[graph[face]["inputs"]["video"][0]], graph[face]
+    graph["kept"] = node("SaveLatent", samples=[named["WanCoreSampler"], 0], filename_prefix="kept")
+    graph["pictures"] = node("SaveImage", images=[named["WanCoreVAEDecode"], 0], filename_prefix="frame")
+    return graph
+
+
+def smaller(workflow: str, family: str) -> tuple[Graph, dict[str, str]]:
+    """A shared workflow with small files and without its LoRA; and the first node of each kind."""
+    graph, named = api_form(workflow), dict[str, str]()
     for key, one in graph.items():
         named.setdefault(one["class_type"], key)
-    kind = KINDS[family]
     graph[named["WanCoreModelLoader"]]["inputs"]["high"] = f"{family}.safetensors"
     graph[named["WanCoreTextEncoderLoader"]]["inputs"]["text_encoder"] = "umt5.safetensors"
     graph[named["WanCoreVAELoader"]]["inputs"]["vae"] = "vae.safetensors"
     graph[named["LoadImage"]]["inputs"]["image"] = "reference.png"
     graph[named["LoadVideo"]]["inputs"]["file"] = "pose.mp4"
     graph[named["WanCoreTextEncode"]]["inputs"] |= PROMPTS
-    graph[named[kind]]["inputs"] |= {**SIZE, **more}
     graph[named["WanCoreSampler"]]["inputs"] |= {**PLAN, "model": [named["WanCoreModelLoader"], 0]}
-    if "face_video" in graph[named[kind]]["inputs"]:
-        face = graph[named[kind]]["inputs"].pop("face_video")[0]
-        del graph[graph[face]["inputs"]["video"][0]], graph[face]
     del graph[named["WanCoreLoRA"]]
-    graph["kept"] = node("SaveLatent", samples=[named["WanCoreSampler"], 0], filename_prefix="kept")
-    graph["pictures"] = node("SaveImage", images=[named["WanCoreVAEDecode"], 0], filename_prefix="frame")
+    return graph, named
+
+
+def looped(frames: int) -> Graph:
+    """The shared workflow with a loop, of clips of so many frames; the video's frames are written."""
+    graph, named = smaller("wan22_animate_2_loop", "animate2")
+    graph[named["WanCoreAnimate2"]]["inputs"] |= {"width": WIDTH, "height": HEIGHT}
+    graph[named["PrimitiveInt"]]["inputs"]["value"] = frames
+    video = graph[named["CreateVideo"]]["inputs"]["images"]
+    graph["pictures"] = node("SaveImage", images=video, filename_prefix="looped")
     return graph
 
 
-def of_kind(graph: Graph, kind: str) -> str:
-    return next(key for key, one in graph.items() if one["class_type"] == kind)
+def frames_of(comfy: ComfyUI, graph: Graph) -> np.ndarray:
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    saved = [comfy.base / one["type"] / one["subfolder"] / one["filename"] for one in run.outputs["pictures"]["images"]]
+    return np.stack([np.asarray(Image.open(path)) for path in saved])
 
 
 def made(comfy: ComfyUI, graph: Graph) -> tuple[torch.Tensor, int]:
@@ -161,3 +181,19 @@ def test_strengths_reach_the_model_and_a_plan_shows_all_clips(comfy: ComfyUI, fa
     assert run.outputs["table"]["text"][0].endswith("clips: 3 of 9 frames, 1 carried over: 3 x 2 steps")
     if changed:
         assert not torch.equal(made(comfy, graph)[0], made(comfy, graph_of(family))[0])
+
+
+@pytest.mark.parametrize(("clip", "passes"), [(5, 2), (9, 1)])
+def test_a_video_in_a_loop_unrolled(comfy: ComfyUI, clip: int, passes: int) -> None:
+    """As ComfyUI 0.36 and newer expand it, for those that have no loop. 9 frames: each clip but the first has 4 new."""
+    whole = {"0": node("EmptyImage", width=WIDTH, height=HEIGHT, batch_size=1, color=0)}
+    frames = frames_of(comfy, {**unrolled(looped(clip), passes, ["0", 0]), **whole})
+    assert frames.shape == (9, HEIGHT, WIDTH, 3)
+    if passes > 1:
+        assert not (frames[4] == frames[5]).all(), "the frame that both clips have is there once"
+
+
+def test_a_video_in_a_loop(comfy: ComfyUI) -> None:
+    if "StartLoop" not in comfy.get("/object_info"):
+        pytest.skip("needs ComfyUI 0.36 or newer: Start Loop and End Loop")
+    assert frames_of(comfy, looped(5)).shape == (9, HEIGHT, WIDTH, 3)

@@ -20,7 +20,6 @@ from wan_core.execution.report_drawing import draw_report
 from wan_core.media.drawing import EXPERT_COLOUR, clock
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import WAN21, WAN22, map_of_channels
-from wan_core.media.shapes import SCENES, draw, parse_caption
 from wan_core.media.video import fit_image
 from wan_core.models.text.cache import PromptCache
 from wan_core.models.vae.config import VAE_21, VAE_22
@@ -35,11 +34,13 @@ from wan_core.models.wan.families.wan.inputs import (
     known_first,
     known_frames,
 )
+from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.images import decode_images, decode_latents, encode_images, pixels_to_video, video_to_pixels
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.plan import Branch
 from wan_core.sampling.plan_drawing import draw_plan
+from wan_lab.shapes import SCENES, draw
 
 CPU = torch.device("cpu")
 

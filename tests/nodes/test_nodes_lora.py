@@ -188,10 +188,14 @@ def test_a_distilled_lora_brings_its_settings(comfy: ComfyUI) -> None:
 
 
 def test_what_is_no_lora_is_refused_by_name(comfy: ComfyUI) -> None:
-    run = comfy.run(graph(lora(high="no_lora.safetensors")))
-    assert not run.ok and "not a LoRA" in str(run.status)
-    with pytest.raises(Refused):
-        comfy.run(graph(lora(high="absent.safetensors")))
+    for changed, words in (
+        ({"high": "no_lora.safetensors"}, "not a LoRA"),
+        ({"low": "no_lora.safetensors"}, "not a LoRA"),
+        ({"high": "absent.safetensors"}, "is not a model in"),
+    ):
+        with pytest.raises(Refused, match=words) as refused:
+            comfy.run(graph(lora(**changed)))
+        assert set(refused.value.errors) == {"lora0"} and len(refused.value.errors["lora0"]["errors"]) == 1
 
 
 def stacked(entries: Any, low: Any = None, **files: Any) -> Graph:

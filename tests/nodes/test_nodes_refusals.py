@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui import ComfyUI, Graph, Run, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Refused, Run, find_comfyui, make_base
 from tests.nodes.test_nodes_comfy import CAPTION, TINY_I2V, image_to_video, node, small
 
 pytestmark = pytest.mark.comfy
 
 OTHER = "a green star moving up on a white background"
+HIGH = "high_noise.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,9 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     tiny = base / "custom_nodes" / "wancore" / "wan_core" / "assets" / "tiny"
     for expert in ("high", "low"):  # links, as users have them
         (folder / f"{expert}_noise.safetensors").symlink_to(tiny / f"t2v_{expert}.safetensors")
+    for other in ("vae", "text_encoders", "clip_vision"):  # in a folder where it does not belong
+        (base / "models" / other).mkdir()
+        (base / "models" / other / HIGH).symlink_to(tiny / "t2v_high.safetensors")
     Image.fromarray(np.full((48, 48, 3), 90, np.uint8)).save(base / "input" / "first.png")
     server = ComfyUI(find_comfyui(), base)
     yield server
@@ -85,3 +89,58 @@ def test_swapped_experts_and_weights_are_said_on_the_node(comfy: ComfyUI) -> Non
     assert "(red:1.4): it is read as text" in run.outputs["text"]["text"][0]
     words = run.outputs["words"]["text"][0]
     assert "the experts are swapped" in words and "(red:1.4): it is read as text" in words
+
+
+KNOWN = {"positive": ["text", 0], "negative": ["text", 1], "vae": ["vae", 0], "pose_video": ["picture", 0]}
+KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "words"),
+    [
+        ("WanCoreVAELoader", {"vae": HIGH, "precision": "auto"}, "a Wan VAE is expected here"),
+        ("WanCoreTextEncoderLoader", {"text_encoder": HIGH, "precision": "checkpoint"}, "is expected here"),
+        ("WanCoreVisionLoader", {"clip_vision": HIGH}, "not a CLIP vision encoder"),
+        ("WanCoreModelLoader", {"residency": "shard"}, "connect a WanCore Launcher"),
+        ("WanCoreContextWindows", {"length": 80}, "a multiple of 4 plus 1"),
+        ("WanCoreContextWindows", {"overlap": 84}, "smaller than the length"),
+        ("WanCoreContextWindows", {"closed_loop": True}, "use looped_uniform"),
+        ("WanCoreGuidanceSchedule", {"low": 0.8, "high": 0.2}, "the lower one first"),
+        ("WanCoreResolutionSchedule", {"low": 0.9, "high": 0.5}, "the lower one first"),
+        ("WanCoreResolutionSchedule", {"every": 1}, "every 1 given"),
+        ("WanCoreSparseAttention", {"preset": "custom", "pooled": False, "unselected": "slope"}, "allow the means"),
+        ("WanCoreSparseAttention", {"preset": "custom", "mass": 0.9, "unselected": "error"}, "the score spread"),
+        ("WanCoreSpeedPreset", {"preset": "gone"}, "is not there"),
+        ("WanCoreSampler", {"start_step": 8, "end_step": 4}, "between which no step is"),
+        ("WanCorePlanPreview", {"start_step": 8, "end_step": 4}, "between which no step is"),
+        ("WanCoreAnimate", {**KNOWN, "overlap": 3}, "overlap 3 given"),
+        ("WanCoreAnimate", {**KNOWN, "frames": 78}, "4n + 1"),
+        ("WanCoreAnimate2", {**KNOWN, "frames": 82}, "4n + 1"),
+    ],
+)
+def test_what_constants_show_to_be_wrong_is_refused_before_the_prompt_runs(
+    comfy: ComfyUI, kind: str, inputs: dict[str, Any], words: str
+) -> None:
+    """By an exception, whose sentence ComfyUI's page shows at once."""
+    made, wrong = small(), node(kind, **with_defaults(comfy, kind, inputs))
+    made["picture"] = node("LoadImage", image="first.png")
+    [found] = [key for key, one in made.items() if one["class_type"] == kind] or ["wrong"]
+    made[found] = {**wrong, "inputs": made.get(found, {"inputs": {}})["inputs"] | wrong["inputs"]}
+    if found == "wrong":  # ComfyUI runs the outputs that are right
+        del made["save"]
+        made["shown"] = node("PreviewAny", source=["wrong", 0])
+    with pytest.raises(Refused) as refused:
+        comfy.queue(made)
+    [[error]] = [one["errors"] for one in refused.value.errors.values()]
+    assert set(refused.value.errors) == {found} and words in error["details"]
+    assert error["type"] in ("exception_during_validation", "exception_during_inner_validation")
+
+
+def with_defaults(comfy: ComfyUI, kind: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The widgets of a node as the page sends them; a model where it takes one."""
+    made: dict[str, Any] = {}
+    inputs_of = comfy.get("/object_info")[kind]["input"]
+    for group in (inputs_of.get(name, {}) for name in ("required", "optional")):
+        made |= {name: options["default"] for name, (_, options) in group.items() if "default" in options}
+        made |= {"model": ["model", 0]} if "model" in group and kind != "WanCoreModelLoader" else {}
+    return made | inputs

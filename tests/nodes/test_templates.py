@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.templates.expand import expand
+from benchmarks.templates.run import TEMPLATES, Templates
 from tests.comfyui import find_newer_comfyui
-from tools.templates.expand import expand
-from tools.templates.run import TEMPLATES, Templates
 
 RESULTS = Path(__file__).parent / "template_results.json"
 EXPECTED = {one["template"]: one for one in json.loads(RESULTS.read_text(encoding="utf-8"))["templates"]}

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.templates.run import OWN, Templates
+from benchmarks.templates.sampled import differences
 from tests.comfyui import find_newer_comfyui
-from tools.templates.run import OWN, Templates
-from tools.templates.sampled import differences
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 

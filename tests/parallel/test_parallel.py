@@ -25,10 +25,10 @@ import parallel_ranks
 from parallel_ranks import Ranks
 from safetensors.torch import save_file
 
+from benchmarks.__main__ import main as bench_main
 from tests import gguf_files, int8_files
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.report import Report
 from wan_core.parallel.mesh import Mesh
@@ -470,9 +470,11 @@ def test_a_picture_in_strips(ranks, mesh, given):
 def test_the_benchmark_measures_several_ranks(ranks, tmp_path, monkeypatch):
     get = torch.multiprocessing.get_context
     monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: get("forkserver"))  # that of `ranks`
-    command = ["bench", "--suite", "parallel", "--gpus", "2", "--device", "cpu", "--precision", "fp32", "--runs", "1"]
+    command = ["--suite", "parallel", "--gpus", "2", "--device", "cpu", "--precision", "fp32", "--runs", "1"]
     monkeypatch.setattr(sys, "argv", ["wan_core", *command])
-    assert main([*command, "--setting", "forward", "--setting", "load", "--out", str(tmp_path / "rows.json")]) == 0
+    assert (
+        bench_main([*command, "--setting", "forward", "--setting", "load", "--out", str(tmp_path / "rows.json")]) == 0
+    )
     rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
     one, *several = [name for name in rows if name.startswith("plain/sdpa/torch, ")]
     assert one.endswith("1 GPU") and {rows[name]["mesh"] for name in several} == {"2x1x1", "1x1x2", "1x2x1"}
@@ -481,7 +483,7 @@ def test_the_benchmark_measures_several_ranks(ranks, tmp_path, monkeypatch):
 
 
 def test_the_benchmark_refuses_gpus_that_are_not_there(capsys):
-    assert main(["bench", "--suite", "parallel", "--gpus", "1", "--device", "cpu"]) != 0
+    assert bench_main(["--suite", "parallel", "--gpus", "1", "--device", "cpu"]) != 0
     assert "it needs 2 or more" in capsys.readouterr().err
 
 

@@ -19,6 +19,7 @@ from parallel_ranks import Ranks
 
 from benchmarks.__main__ import main
 from benchmarks.parallel_trajectories import euler, warm_steps, whole_meshes
+from tests.workers.test_agreements import REPORTED
 from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.models.wan.config import T2V_A14B
 from wan_core.parallel.layers import check_layers
@@ -175,3 +176,20 @@ def test_meshes_and_steps_of_the_benchmark():
     for steps in range(2, 9):
         experts = [step.expert for step in euler(steps).steps]
         assert experts.count("high") == steps // 2 and all(step.branches == BOTH for step in euler(steps).steps)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("2x1x1", f"{REPORTED} --guidance-mode sequential"),
+        ("2x1x1", "--steps 10 --taylorseer 2/1/0.1 --windows 9/4:plain:standard_static"),
+        ("2x1x1", "--steps 10 --adaptive 0.5/3/0.1 --guidance-low 1"),
+        ("1x1x2", REPORTED),
+        ("layers2", "--steps 3 --windows 9/4:plain --guidance-every 2"),
+        ("time2", "--steps 4 --solver euler --windows 9/4:plain"),
+    ],
+)
+def test_all_ranks_ask_equally_often_whether_to_stop(ranks, mesh, words):
+    """`tests/workers/test_agreements.py` has more options, without processes."""
+    (asked, due), (others, _) = ranks.ask("questions", mesh=mesh, words=words.split())
+    assert asked == others and sum(asked) > due

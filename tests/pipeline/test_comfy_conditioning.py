@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from wan_core.config import NagOptions, OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_22
 from wan_core.models.wan.families import NAG
-from wan_core.pipeline.comfy_conditioning import join
+from wan_core.pipeline.comfy_conditioning import first_latents, join
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.cache.skipping import leave_out
@@ -78,6 +78,26 @@ def test_ranges_that_follow_one_another_give_every_step_one_text(
         slack = 1e-3
         assert sigma_at(ranges[n].end, shift) - slack <= step.sigma <= sigma_at(ranges[n].start, shift) + slack
     assert [replace(step, texts=(0, 0)) for step in made.steps] == list(plan.steps)
+
+
+@given(
+    st.integers(1, 30),
+    st.floats(1, 15),
+    st.floats(1, 15),
+    st.lists(st.integers(1, 19), min_size=1, max_size=3, unique=True),
+)
+def test_a_step_has_the_text_that_comfyui_gives_it_whatever_the_sigmas_of_the_run(
+    steps: int, shift: float, of_model: float, cuts: list[int]
+) -> None:
+    """`get_area_and_mult`: a text counts where the sigma, float32, is neither above its start nor below its end, which
+    are `percent_to_sigma` of the MODEL's own sampling. Of two texts on their border the later one counts."""
+    borders = [0.0, *(cut / 20 for cut in sorted(cuts)), 1.0]
+    plan = make_plan(task="t2v-tiny", steps=steps, shift=shift, solver="euler")
+    made = assign_texts(plan, [TextRange(*pair) for pair in pairwise(borders)], [WHOLE], of_model)
+    at = [torch.tensor(of_model * (1 - cut) / (1 + (of_model - 1) * (1 - cut))) for cut in borders]
+    for step in made.steps:
+        active = [n for n, (start, end) in enumerate(pairwise(at)) if end <= torch.tensor(step.sigma) <= start]
+        assert step.texts == (active[-1], 0)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +271,22 @@ def test_latents_that_hold_a_video_are_refused(experts: Experts) -> None:
     unknown = torch.ones(1, 1, *SHAPE[2:])
     with pytest.raises(OptionError, match="holds a video"):
         join(positive, negative, {"samples": torch.randn(SHAPE), "noise_mask": unknown}, experts, plan)
+
+
+@given(known=st.integers(0, 2), filled=st.integers(0, 2), from_latents=st.booleans())
+def test_latents_are_taken_where_the_plan_starts_from_them(known: int, filled: int, from_latents: bool) -> None:
+    """And where anything but the known frames is in them, in whichever frame it is."""
+    samples = torch.zeros(SHAPE)
+    samples[:, :, :known] = draw_noise(3, (1, 16, known, 4, 6))
+    if filled < 2:
+        samples[0, 7, filled, 2, 3] = 0.5
+    holds_video = known <= filled < 2
+    plan = replace(plan_of(), from_latents=from_latents)
+    if holds_video and not from_latents:
+        with pytest.raises(OptionError, match="holds a video"):
+            first_latents(plan, samples, known)
+    else:
+        assert first_latents(plan, samples, known) is (samples if holds_video else None)
 
 
 def test_a_known_first_frame_is_no_video(experts: Experts) -> None:

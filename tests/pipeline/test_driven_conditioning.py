@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch
 from safetensors.torch import save_file
 
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
-from wan_core.config import OptionError
+from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.vae.statistics import normalise
-from wan_core.models.wan.families.animate2.config import DISTILLED_LOG_SCALE
+from wan_core.models.wan.families.animate2.config import ANIMATE2_14B, DISTILLED_LOG_SCALE
 from wan_core.models.wan.tasks import find_task, image_task
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.sources import find_experts
+from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import Plan, make_plan
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify, with_costs
+from wan_core.workers.wire import plan_from
 
 T, Y, X = 3, 4, 6
 LATENT = {"samples": torch.zeros(1, 16, T, Y, X)}
@@ -102,3 +105,68 @@ def test_what_they_cannot_do_is_refused(experts):
 
 def test_a_task_of_an_image_needs_no_videos():
     assert not image_task(16).driven_by
+
+
+def windowed(seed: int, start: float, end: float, **extras: Any) -> list[list[Any]]:
+    """As ComfyUI's WanAnimate2ToVideo gives a driving video for a part of the run, all of the same text."""
+    [[rows, shared]] = given(seed, **extras)
+    undriven = {key: value for key, value in shared.items() if key not in DRIVING}
+    parts = [({**shared}, start, end), (undriven, 0.0, start), (undriven, end, 1.0)]
+    return [[rows, {**one, "start_percent": a, "end_percent": b}] for one, a, b in parts if (a, b) not in EMPTY]
+
+
+EMPTY = ((0.0, 0.0), (1.0, 1.0))
+DRIVING = ("pose_video_latent", "clip_vision_output_pose", "cross_attn_pose", "pose_strength")
+OWN = {"cross_attn_pose": torch.zeros(1, 7, 24), "clip_vision_output_pose": SEEN_POSE, "pose_strength": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "undriven", "passes"),
+    [
+        (0.0, 0.5, "00001111", 1),
+        (0.3, 0.8, "11100001", 1),
+        (0.6, 1.0, "11111000", 1),
+        (0.96, 0.98, "11111111", 0),
+    ],
+)
+def test_a_driving_video_for_a_part_of_the_run(experts, start, end, undriven, passes):
+    """Shift 1: a step begins at every eighth of the run. The text is prepared again where the video begins or ends to
+    be read, and is one text all the same: steps may be skipped, but for those that nothing was kept for."""
+    whole = make_plan(task="animate2-14B", steps=8, shift=1.0, solver="euler", guidance_high=2.0, guidance_low=2.0)
+    joined = join(windowed(1, start, end, **OWN), windowed(2, start, end, **OWN), LATENT, experts["animate2"], whole)
+    steps = joined.plan.steps
+    assert "".join(str(int(step.undriven)) for step in steps) == undriven
+    assert sum(step.passes for step in steps) == passes and joined.plan.forwards == 16 + passes
+    assert {step.texts for step in steps} == {(0, 0)} and joined.conditioning.later_cond is None
+    assert joined.conditioning.inputs["pose_strength"] == 0.5 and "pose_context" in joined.conditioning.inputs
+    assert f"driving video: read in {undriven.count('0')} of 8 steps" in joined.plan.notes
+    without_own = [windowed(n, start, end) for n in (1, 2)]
+    assert sum(s.passes for s in join(*without_own, LATENT, experts["animate2"], whole).plan.steps) == 2 * passes
+    costs = [step.cost for step in with_costs(joined.plan, ANIMATE2_14B, (22, 90, 160)).steps]
+    for cost, step in zip(costs, steps, strict=True):
+        assert (cost < 1) == (step.undriven or step.passes > 0)
+    assert plan_from(json.loads(json.dumps(asdict(joined.plan)))) == joined.plan
+
+
+def test_what_is_kept_does_not_cross_the_border_of_a_driving_video(experts):
+    plan = make_plan(task="animate2-14B", steps=12, shift=1.0, guidance_high=2.0, guidance_low=2.0)
+    skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.0))
+    skipping = skip_forwards(plan, skip, None, None)
+    joined = join(windowed(1, 0.0, 0.45, **OWN), windowed(2, 0.0, 0.45, **OWN), LATENT, experts["animate2"], skipping)
+    first = next(step for step in joined.plan.steps if step.undriven)
+    assert first.index == 6 and not first.skipped and any(step.skipped for step in joined.plan.steps[7:])
+    assert joined.plan.steps[:6] == skipping.steps[:6]
+
+
+def test_the_branches_of_a_step_agree_on_the_driving_video(experts):
+    whole = make_plan(task="animate2-14B", steps=8, shift=1.0, guidance_high=2.0, guidance_low=2.0)
+    with pytest.raises(OptionError, match="different values of pose_video_latent for step 3"):
+        join(windowed(1, 0.0, 0.5), windowed(2, 0.0, 0.3), LATENT, experts["animate2"], whole)
+    driven = windowed(1, 0.3, 0.8)
+    driven[0][1]["pose_strength"] = 0.7
+    joined = join(driven, given(2, pose_video_latent=None), LATENT, experts["animate2"], whole)
+    assert sum(step.undriven for step in joined.plan.steps) == 4, "both branches take what the prompt has"
+    assert not any(step.undriven for step in join(given(1), given(2), LATENT, experts["animate2"], whole).plan.steps)
+    none = [given(n, pose_video_latent=None) for n in (1, 2)]
+    undriven = join(*none, LATENT, experts["animate2"], whole).plan
+    assert all(step.undriven for step in undriven.steps) and undriven.forwards == 16

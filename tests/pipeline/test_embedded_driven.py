@@ -20,22 +20,22 @@ from wan_core.config import LoadOptions, Request
 from wan_core.execution.memory import planning
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import GIB
-from wan_core.media.driving import follows
-from wan_core.media.metrics import judge
 from wan_core.media.mp4 import Encoder, write_mp4
-from wan_core.media.shapes import parse_caption
 from wan_core.media.video import read_video
 from wan_core.models.wan.families.animate2.config import Form
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline import memory_planning
-from wan_core.pipeline.evaluate.run import measure_quality
-from wan_core.pipeline.evaluate.samples import Sample, as_pixels, choose_samples, drawn_trio, save_frame
+from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, beside_workload
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.sparsity.run import SparseTiles
 from wan_core.sampling.sparsity.schedule import parse_sparse
+from wan_lab.driving import follows
+from wan_lab.metrics import judge
+from wan_lab.run import measure_quality
+from wan_lab.samples import Sample, as_pixels, choose_samples, drawn_trio, save_frame
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CAPTION = "a green square moving up on a white background"

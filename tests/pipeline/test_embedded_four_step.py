@@ -18,10 +18,10 @@ from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.config import LoadOptions, LoraOptions, Request
-from wan_core.media.metrics import judge
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_LORAS, own_loras
 from wan_core.sampling.presets import distilled_steps
+from wan_lab.metrics import judge
 
 FOUR = Request(prompt="a red circle moving left on a blue background", preset="4-step")
 SAMPLE = list(enumerate(held_out_scenes(19)))[11:]  # without the LoRAs, 4 of these 8 come out right in four steps

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from wan_core.config import LoadOptions, Request
-from wan_core.media.metrics import judge
-from wan_core.media.shapes import SCENES, draw, held_out
 from wan_core.pipeline.pipeline import Pipeline
+from wan_lab.metrics import judge
+from wan_lab.shapes import SCENES, draw, held_out
 
 HELD_OUT = [scene for scene in SCENES if held_out(scene)]
 SAMPLE = HELD_OUT[5::17][:6]

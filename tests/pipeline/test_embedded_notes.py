@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from wan_core.config import LoadOptions, Request, WindowOptions
-from wan_core.media.shapes import SCENES
+from wan_core.execution.report import Phase, Report
+from wan_core.execution.report_drawing import draw_report
 from wan_core.models.wan.tasks import find_task
 from wan_core.pipeline.embedded import never_seen
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.workers.client import add_report
+from wan_core.workers.wire import report_data, report_from
+from wan_lab.shapes import SCENES
 
 CAPTION = "a red circle moving right on a blue background"
 
@@ -53,3 +59,17 @@ def test_it_is_said_before_the_run_and_in_the_report(caplog: pytest.LogCaptureFi
     tiny = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     tiny.prepare(Request(prompt="a cat on a sofa"))
     assert any("captions such as" in note for note in tiny.report.notes) and "captions such as" in caplog.text
+
+
+def test_warnings_are_the_first_lines_of_a_report_and_in_its_picture() -> None:
+    report = Report(torch.device("cpu"), {"seed": 1}, {"text": Phase(1.0)}, ["guidance: batched"])
+    plain = draw_report(report)
+    report.warn("the experts are swapped")
+    lines = report.text().splitlines()
+    assert lines[1] == "  warning: the experts are swapped" and lines[-1] == "  note: guidance: batched"
+    assert "the experts are swapped" in report.as_dict()["notes"]
+    assert draw_report(report).height > plain.height
+    sent = report_from(json.loads(json.dumps(report_data(report))))
+    other = Report(torch.device("cpu"))
+    add_report(other, report_data(sent))
+    assert other.warning_lines() == sent.warning_lines() == report.warning_lines()

@@ -12,7 +12,6 @@ from PIL import Image
 
 from wan_core.cli import main
 from wan_core.config import LoadOptions, Request, SkipOptions, TaylorSeerOptions, WindowOptions
-from wan_core.media.metrics import judge
 from wan_core.media.video import read_metadata
 from wan_core.models.vae.config import VAE_21
 from wan_core.pipeline.memory_planning import Workload, beside_workload
@@ -20,6 +19,7 @@ from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.resolved_request import make_job
 from wan_core.pipeline.sources import find_models
 from wan_core.sampling.cache.residual import ResidualCache
+from wan_lab.metrics import judge
 
 CAPTION = "a red circle moving right on a blue background"
 TINY = LoadOptions(model="tiny", device="cpu")

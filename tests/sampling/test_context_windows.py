@@ -35,7 +35,7 @@ from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.context_windows import fuse_weights, windows_of, with_windows
+from wan_core.sampling.context_windows import fuse_weights, window_weights, windows_of, with_windows
 from wan_core.sampling.denoise import last_runs, model_inputs
 from wan_core.sampling.plan import SCHEDULES, make_plan
 from wan_core.sampling.solvers import SOLVERS
@@ -87,6 +87,58 @@ def test_windows_cover_every_frame_and_weights_sum_up_to_one(options, more, step
         for frame, weight in zip(window, weights, strict=True):
             total[frame] += weight
     assert total == pytest.approx([1.0] * frames)
+
+
+def frame_by_frame(options, frames, step):
+    """The windows written out: the moving ones begin at every `length - overlap` frames of a ring."""
+    length, begins = options.length, options.length - options.overlap
+    if options.schedule == "batched":
+        return [[f for f in range(frames) if f // length == n] for n in range((frames + length - 1) // length)]
+    if options.schedule == "standard_static":
+        found = [[first + n for n in range(length)] for first in range(0, frames - length, begins)]
+        return [*found, list(range(frames))[-length:]]
+    turn = sum(2.0 ** (-1 - bit) for bit in range(16) if step >> bit & 1)  # van der Corput: 0, 1/2, 1/4, 3/4, ...
+    first, found = round(frames * turn), []
+    past = first + frames - (0 if options.closed_loop else options.overlap)
+    while first < past:
+        found.append([(first + n) % frames for n in range(length)])
+        first += begins
+    if options.schedule == "looped_uniform":
+        return found
+    number = 0
+    while number < len(found):  # none goes past the end, and none is there twice
+        if sorted(found[number]) != found[number]:
+            found[number] = list(range(frames))[-length:]
+            if 0 not in found[(number + 1) % len(found)]:
+                found.insert(number + 1, list(range(length)))
+        number += 1
+    return [window for number, window in enumerate(found) if window not in found[:number]]
+
+
+@settings(max_examples=300)
+@given(options=window_options(), more=st.integers(1, 60), step=st.integers(0, 50))
+def test_windows_are_those_written_out_frame_by_frame(options, more, step):
+    frames = options.length + more
+    assert windows_of(options, frames, step) == tuple(map(tuple, frame_by_frame(options, frames, step)))
+
+
+@given(options=window_options(), data=st.data())
+def test_weights_of_a_window_follow_its_fuse_method(options, data):
+    length, apart, frames = options.length, options.overlap, options.length + 9
+    window = sorted(data.draw(st.permutations(range(frames)))[:length])
+    wanted = torch.ones(length, dtype=torch.float64)
+    if options.fuse == "pyramid":
+        wanted = torch.tensor([*range(1, length + 1)]).minimum(torch.tensor([*range(length, 0, -1)]))
+    elif options.fuse == "relative":  # 1 in the middle of its span, falling to its ends
+        middle, half = (window[0] + window[-1]) / 2, (window[-1] - window[0]) / 2 + 0.005
+        wanted = (1 - (torch.tensor(window) - middle).abs() / half).clamp(min=0.01)
+    elif options.fuse == "overlap-linear" and apart:  # where another window overlaps it
+        ramp = torch.linspace(1e-37, 1, apart, dtype=torch.float64)
+        if window[0] > 0:
+            wanted[:apart] = ramp
+        if window[-1] < frames - 1:
+            wanted[length - apart :] = ramp.flip(0) if apart > 1 else 1.0
+    assert window_weights(window, options, frames) == pytest.approx(wanted.tolist())
 
 
 @given(options=window_options())

@@ -22,10 +22,12 @@ from wan_core.ops.attention.sdpa import SDPA
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import denoise
+from wan_core.sampling.driving import with_passes
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
 CPU = torch.device("cpu")
+DRIVING = ("pose", "pose_image", "pose_context", "pose_strength")
 CONFIGS = {"animate": TINY_ANIMATE, "animate2": ANIMATE2}
 GRID = (1, 3, 2, 10)  # so wide that tiles hold tokens of several frames
 
@@ -164,3 +166,31 @@ def test_int8_files_run_as_they_are_stored(family, layout, tmp_path):
         with torch.no_grad():
             found[held] = model(given["x"], given["timestep"], given["context"], **inputs)
     assert 0 < difference(found[HOLD], found[None]) < 0.05
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_steps_that_do_not_read_the_driving_video(batched):
+    """Each step against forwards of the model itself, with the driving video and without; a pass over it runs once."""
+    model, plan = made("animate2"), plan_for("animate2", steps=5, solver="euler")
+    given, window = conditioned("animate2"), {1, 2, 3}
+    steps = [replace(step, undriven=step.index not in window) for step in plan.steps]
+    plan = with_passes(replace(plan, steps=tuple(steps)))
+    told, passed = [], []
+    x = noise = torch.randn(1, 16, GRID[1], 2 * GRID[2], 2 * GRID[3], generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for step in steps:
+            inputs = {
+                name: value for name, value in given.inputs.items() if name not in DRIVING or step.index in window
+            }
+            taken, time = torch.cat([x, given.concat], 1), torch.tensor([step.timestep])
+            cond, uncond = (
+                model(taken, time, rows, image=given.image_features, **inputs | other)
+                for rows, other in ((given.cond, {}), (given.uncond, given.uncond_inputs))
+            )
+            x = x + (uncond + step.guidance * (cond - uncond)) * (step.sigma_next - step.sigma)
+        always, drive = run(model, "animate2", plan_for("animate2", steps=5, solver="euler")), model.drive
+        model.drive = lambda *arguments: (passed.append(1), drive(*arguments))[1]
+        options = {"batched": batched, "on_step": lambda progress: told.append(progress.forwards)}
+        found = denoise(plan, lambda _: model, given, noise, **options)
+    assert difference(found, x) < 1e-5 and difference(always, x) > 1e-3
+    assert sum(passed) == 1 and told == [2, 3, 2, 2, 2] and sum(told) == plan.forwards

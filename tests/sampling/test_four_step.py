@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -156,17 +155,3 @@ def test_the_embedded_model_has_its_own():
     assert own_loras(options, "auto").loras == () == own_loras(options, "4-step", image=True).loras
     mine = LoadOptions(model="tiny", loras=(LoraOptions(path="mine.safetensors"),))
     assert own_loras(mine, "4-step") == mine
-
-
-def test_the_benchmark_has_a_row_for_every_phase(tmp_path):
-    command = ["bench", "--suite", "four-step", "--device", "cpu", "--size", "48x48x5", "--runs", "1", "--layers", "2"]
-    assert main([*command, "--out", str(tmp_path / "x.json")]) == 0
-    rows = {row["name"]: row for row in json.loads((tmp_path / "x.json").read_text())["rows"]}
-    assert {"load", "load, LoRA merged", "load, LoRA attached", "text", "decode", "denoise + decode", "total"} <= set(
-        rows
-    )
-    assert rows["denoise high"]["steps"] == rows["denoise low"]["steps"] == 2
-    phases = sum(rows[name]["seconds"] for name in ("denoise high", "denoise low", "decode"))
-    assert rows["denoise + decode"]["seconds"] == pytest.approx(phases, abs=1e-3)
-    assert rows["load, LoRA merged"]["ratio_to"] == "load" and rows["denoise, attached"]["ratio_to"] == "denoise"
-    assert main([*command, "--scratch", str(tmp_path / "absent")]) == 2

@@ -99,6 +99,33 @@ def test_published_rule_is_the_reference(task, T, K, R, steps):
     assert skipped.forwards == expected.count(False)
 
 
+@given(
+    task=st.sampled_from(["t2v-A14B", "i2v-A14B", "ti2v-5B"]),
+    steps=st.integers(10, 61),
+    threshold=st.floats(0.01, 0.3),
+    skips=st.integers(0, 5),
+    retention=st.floats(0, 0.6),
+)
+def test_published_rule_is_the_reference_where_retention_ends_within_a_step(task, steps, threshold, skips, retention):
+    """Forwards are counted, not steps: the unconditional one may be the first that may be skipped."""
+    plan, curve = make_plan(task=task, steps=steps), CURVES[task]
+    options = MagCacheOptions(threshold=threshold, max_skips=skips, retention=retention, rule="published")
+    split = 2 * len(plan.phases[0])
+    numbers = list(curve.cond), list(curve.uncond), threshold, skips, retention
+    wanted = iter(reference(task, steps, split, *numbers))
+    computed = {}  # what the engine computes as well: a branch without a residual of the running expert
+    for step in skip_magcache(plan, options, curve).steps:
+        for branch in ("cond", "uncond"):
+            fresh = (step.expert, branch) not in computed
+            if next(wanted):
+                if fresh:
+                    return  # from here on the residuals differ in age
+                assert branch in step.skipped
+            else:
+                assert branch not in step.skipped
+                computed[step.expert, branch] = step.index
+
+
 def test_published_curves_are_the_published_numbers():
     """Ends, lengths and the dip at the boundary, as they are in MagCache4Wan2.2."""
     t2v, i2v = CURVES["t2v-A14B"], CURVES["i2v-A14B"]
@@ -370,6 +397,33 @@ def test_a_curve_beside_the_checkpoint_comes_first(tmp_path):
     assert find_curve(folder, "t2v-A14B") == mine
     with pytest.raises(OptionError, match="calibrate"):
         leave_out(make_plan(), SkipOptions(magcache=PRESETS["fast"]), None)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B"])
+def test_a_preset_without_a_curve_computes_nearly_the_same_steps(task, preset):
+    """Over numbers of steps; whoever asks for the preset exactly is refused, and so are numbers of one's own."""
+    options = SkipOptions(magcache=PRESETS[preset])
+    for steps in range(10, 61, 5):
+        plan = make_plan(task=task, steps=steps)
+        curved, without = leave_out(plan, options, CURVES[task]), leave_out(plan, options, None, stand_in=True)
+        differing = sum(bool(a.skipped) != bool(b.skipped) for a, b in zip(curved.steps, without.steps, strict=True))
+        assert differing <= max(2, steps // 12) and abs(curved.saved - without.saved) <= 0.08
+        [note] = without.notes
+        assert (
+            note.startswith(f"MagCache has no curve for {task}: taylorseer ") and without.unskipped == curved.unskipped
+        )
+    own = SkipOptions(magcache=replace(PRESETS[preset], threshold=0.1))
+    for asked, stand_in in ((options, False), (own, False), (own, True)):
+        with pytest.raises(OptionError, match=f"none for {task}"):
+            leave_out(plan, asked, None, stand_in=stand_in)
+
+
+def test_the_command_line_takes_a_preset_without_a_curve(capsys):
+    assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "balanced"]) == 0
+    assert "MagCache has no curve for t2v-14B: taylorseer 2/2/0.1 runs in its place" in capsys.readouterr().out
+    assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "0.12/2/0.2"]) != 0
+    assert "or a preset (quality, balanced, fast), which does without one" in capsys.readouterr().err
 
 
 def test_models_in_one_folder_have_curves_of_their_own(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +89,89 @@ def test_what_is_left_goes_to_the_override_before_or_to_comfyui(why: str) -> Non
         return torch.full_like(q, 3.0)
 
     assert (NativeAttention("auto", earlier=earlier)(original, *given, **keywords, **options(of)) == 3).all()
+
+
+def test_an_override_that_was_set_before_keeps_its_result() -> None:
+    """It gets every call first, ours in the place of ComfyUI's function, with arguments by position too."""
+    given = qkv()
+    q, k, v = map(heads, given)
+
+    def warmer(func: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **named: Any) -> Any:
+        return func(q * 1.5, k, v, heads, None, **named)
+
+    of = forward()
+    found = NativeAttention("auto", earlier=warmer)(original, *given, **options(of))
+    torch.testing.assert_close(heads(found), math_reference(q * 1.5, k, v), atol=1e-5, rtol=1e-5)
+    assert of.run.taken == {"sdpa": 1} and not of.run.left
+
+    of = forward()
+    own = NativeAttention("auto", earlier=lambda func, q, *_, **named: q * 2)
+    assert torch.equal(own(original, *given, **options(of)), given[0] * 2)
+    [(by, count)] = of.run.taken.items()
+    assert count == 1 and by.startswith("an attention override (") and by.endswith("which was set before")
+
+
+def test_what_chose_comfyuis_kernel_gets_what_is_left() -> None:
+    of, attend = forward(), NativeAttention("auto", chosen=lambda func, q, *_, **named: q * 2)
+    attend(original, *qkv(), **options(of))
+    given = qkv(TOKENS, 12)
+    assert of.run.taken == {"sdpa": 1}
+    assert torch.equal(attend(original, *given, **options(of)), given[0] * 2)
+    assert of.run.left == {"cross-attention calls": 1}
+
+
+class Box:
+    """As ComfyUI's AttentionTensorContainer."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+
+    def peek(self) -> torch.Tensor:
+        assert self.tensor is not None
+        return self.tensor
+
+    def take(self) -> torch.Tensor:
+        tensor, self.tensor = self.peek(), None
+        return tensor
+
+
+@pytest.mark.parametrize("sparse", [None, HALF])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_containers_are_emptied_where_the_call_is_taken(sparse: SparseOptions | None, chosen: bool) -> None:
+    seen: list[Any] = []
+
+    def comfyui(*args: Any, **named: Any) -> torch.Tensor:
+        seen.extend(args)
+        return torch.full((1,), 7.0)
+
+    other = (lambda func, *args, **named: comfyui(*args)) if chosen else None
+    attend, plain = (NativeAttention("auto", sparse, original=comfyui, chosen=c) for c in (other, None))
+    of = forward(0.5)
+    boxes = [Box(x) for x in qkv()]
+    found = attend.container_function(*boxes, **options(of))
+    assert torch.equal(found, plain(original, *qkv(), **options(forward(0.5))))
+    assert not seen and all(box.tensor is None for box in boxes)
+    cross = [Box(x) for x in qkv(TOKENS, 12)]
+    assert attend.container_function(*cross, **options(of)) == 7
+    assert of.run.left == {"cross-attention calls": 1}
+    assert [isinstance(x, Box) for x in seen] == [not chosen] * 3
+    boxes = [Box(x) for x in qkv()]
+    assert attend.container_function(*boxes, heads=HEADS) == 7  # outside of a run
+
+
+def test_a_copy_of_a_models_options_has_the_same_override() -> None:
+    attend = NativeAttention("auto")
+    assert copy.deepcopy({"override": attend})["override"] is attend
+
+
+def test_a_sparse_call_with_tokens_in_unknown_places_is_named() -> None:
+    of, attend = forward(0.5, extra=False), NativeAttention("auto", HALF)
+    for _ in range(2):
+        attend(original, *qkv(TOKENS + 10), **options(of))
+        attend(original, *qkv(), heads=HEADS, transformer_options={FORWARD: of})
+    assert of.run.taken == {"sdpa": 4} and len(of.run.notes) == 2
+    assert f"self-attention of {TOKENS + 10} tokens read all keys: which of them are the {TOKENS} of" in of.run.words()
+    assert "this model does not say which of its blocks calls" in of.run.words()
 
 
 def test_calls_outside_of_a_sampling_run_are_left() -> None:

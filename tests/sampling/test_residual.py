@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from math import ceil, floor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from wan_core.config import (
 )
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place, RunnerChain
+from wan_core.sampling.cache.adaptive import mark_adaptive
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import residual_program, residuals, weights
@@ -61,8 +63,6 @@ def path(plan, batched):
 
 def textbook(plan, noise):
     """The loop written out: the residual of every branch and expert in a list, forecasts by numpy's polynomials."""
-    import numpy as np
-
     x, history, delta = noise, History(), None
     kept: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
     for step in plan.steps:
@@ -197,6 +197,41 @@ def test_adaptive_reads_only_what_has_arrived_long_ago(impatient, batched):
     plan = leave_out(make_plan(steps=20), SkipOptions(adaptive=AdaptiveOptions(threshold=0.2)), None)
     run(plan, batched=batched)
     assert len(impatient) == 20 and any(impatient) and not all(impatient)
+
+
+@settings(max_examples=60)
+@given(
+    threshold=st.floats(0, 2),
+    skips=st.integers(0, 3),
+    speeds=st.lists(st.floats(-1, 1), min_size=12, max_size=12),
+    branches=st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_adaptive_decides_by_its_rule_and_once(threshold, skips, speeds, branches):
+    """Against the rule written out. A step that runs again, as after out of memory, does what it did the first time,
+    whatever became known since then."""
+    options = AdaptiveOptions(threshold=threshold, max_skips=skips, retention=0.2)
+    plan, both, cond = make_plan(steps=12, boundary=0, shift=2), ("cond", "uncond"), ("cond",)
+    steps = [dataclasses.replace(s, branches=both if b else cond) for s, b in zip(plan.steps, branches, strict=True)]
+    marked = mark_adaptive(dataclasses.replace(plan, steps=tuple(steps)), options).steps
+    adaptive, value = Adaptive(options, 12, torch.device("cpu")), 1.0
+    rates, computed, last = {}, {}, None  # by step, by branch, (sigma, velocity) of the newest computed step
+    for step, speed in zip(marked, speeds, strict=True):
+        usable = [rate for index, rate in rates.items() if index <= step.index - 2]
+        wanted = (
+            step.action == "adaptive"
+            and len(usable) > 0
+            and all(step.index - computed.get(branch, -99) <= skips for branch in step.branches)
+            and usable[-1] * (last[0] - step.sigma) < threshold
+        )
+        assert adaptive.decide(step) == wanted
+        if not wanted:
+            computed |= dict.fromkeys(step.branches, step.index)
+            value += speed
+            if last is not None:
+                rates[step.index] = float(np.float32(abs(value - last[1]) / abs(last[1]) / (last[0] - step.sigma)))
+            adaptive.note(step, torch.tensor([value, 0.0], dtype=torch.float64))
+            last = step.sigma, value
+        assert adaptive.decide(step) == wanted
 
 
 def test_adaptive_skips_more_with_a_larger_threshold_and_says_how_many():

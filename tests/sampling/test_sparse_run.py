@@ -35,8 +35,6 @@ from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.block_layout import Blocked
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.pipeline import pipeline
-from wan_core.pipeline.evaluate.calibrate import plain
-from wan_core.pipeline.evaluate.sparsity import draw_coverage, measure_coverage, words
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import RANDOM, TINY
 from wan_core.sampling.cache.arguments import parse_setting
@@ -65,6 +63,8 @@ from wan_core.sampling.sparsity.schedule import (
     step_cost,
     with_costs,
 )
+from wan_lab.calibrate import plain
+from wan_lab.sparsity import draw_coverage, measure_coverage, words
 
 CPU = torch.device("cpu")
 A14B = RANDOM["t2v-A14B"][0]

@@ -228,6 +228,27 @@ def test_solvers_that_do_not_fit_a_cache_are_refused_by_name(solver):
             part(solver, 20, skip=SkipOptions(**cache))
 
 
+@given(
+    seed=st.integers(0, 5) | st.integers(2**64 - 3, 2**64 - 1),
+    bounds=st.tuples(st.integers(0, 5), st.integers(1, 6)),
+    drawn=st.lists(st.integers(1, 4), max_size=2),
+)
+def test_noise_of_a_step_comes_from_the_seed_after_the_run_s(seed, bounds, drawn):
+    """As ComfyUI draws it, of each step of the whole schedule one after the other, and after earlier clips' steps."""
+    assume(bounds[0] < bounds[1])
+    plan, steps = part("lcm", 6, start=bounds[0], end=bounds[1], leftover=True), []
+    earlier = tuple((1, 16, frames, 2, 2) for frames in drawn)
+    draw = Start(shape=SHAPE, seed=seed, drawn=earlier).step_noise(plan, CPU)
+    generator = torch.Generator().manual_seed(0 if seed == 2**64 - 1 else seed + 1)
+    for shape in earlier:
+        for _ in range(bounds[1]):
+            torch.randn(shape, generator=generator)
+    for _ in range(bounds[1]):
+        steps.append(torch.randn(SHAPE, generator=generator))
+    for wanted in steps[bounds[0] :]:
+        assert torch.equal(draw(), wanted)
+
+
 def test_noise_of_a_batch_as_comfyui_numbers_it():
     one_by_one = [draw_noise(9, SHAPE), *(draw_noise(9, (1 + n, *SHAPE[1:]))[-1:] for n in (1, 2))]
     drawn = draw_noise(9, (4, *SHAPE[1:]), (2, 0, 2, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import tomllib
@@ -53,23 +52,24 @@ def test_every_asset_is_installed() -> None:
     assert {path for path in (package / "assets").rglob("*") if path.is_file()} <= listed
 
 
-def test_the_engine_is_installed_alone(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_the_engine_and_the_lab_are_installed_alone(tmp_path: Path, capsys, monkeypatch) -> None:
     """The benchmarks stay in the repository, and the command that was theirs says so."""
     from setuptools import find_packages
 
     found = find_packages(str(ROOT), include=PROJECT["tool"]["setuptools"]["packages"]["find"]["include"])
-    assert "wan_core.pipeline" in found and not [name for name in found if name.split(".")[0] != "wan_core"]
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "__init__.py").write_text("another project's")
-    for path in ("/nowhere", str(tmp_path)):
-        monkeypatch.delitem(sys.modules, "benchmarks", raising=False)
-        monkeypatch.setattr(sys, "path", [path])
-        assert main(["bench", "single"]) == 2
-        assert "python -m benchmarks" in capsys.readouterr().err
+    assert "wan_core.pipeline" in found and {name.split(".")[0] for name in found} == {"wan_core", "wan_lab"}
+    installed = tmp_path / "site" / "wan_core" / "cli" / "__init__.py"
+    monkeypatch.setattr("wan_core.cli.__file__", str(installed))
+    assert main(["bench", "single"]) == 2
+    assert "python -m benchmarks" in capsys.readouterr().err
 
 
 def test_the_engine_imports_nothing_from_beside_it() -> None:
-    """`benchmarks`, `tools`, `tests` and `nodes` import the engine, never the other way round, but for `bench`, which
-    runs them by name."""
+    """`benchmarks`, `tools`, `tests` and `nodes` import the engine, never the other way round. The command `bench` runs
+    them in a process of their own."""
     outside = re.compile(r"^\s*(?:from|import) (?:benchmarks|tools|tests|nodes)\b", re.MULTILINE)
-    assert not [path for path in (ROOT / "wan_core").rglob("*.py") if outside.search(path.read_text(encoding="utf-8"))]
+    assert not [
+        path
+        for path in [*(ROOT / "wan_core").rglob("*.py"), *(ROOT / "wan_lab").glob("*.py")]
+        if outside.search(path.read_text(encoding="utf-8"))
+    ]

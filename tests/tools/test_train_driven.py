@@ -22,8 +22,6 @@ from tools.tiny.driven import (
 from tools.tiny.experts import initialise
 from wan_core.checkpoint import load_vae
 from wan_core.checkpoint.vision import load_vision
-from wan_core.media.driving import draw_trios
-from wan_core.media.shapes import SCENES, scene_table
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families.animate2.inputs import clip_inputs
@@ -32,6 +30,8 @@ from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.tasks import find_task
 from wan_core.ops.attention.sdpa import SDPA
 from wan_core.pipeline.sources import TINY
+from wan_lab.driving import draw_trios
+from wan_lab.shapes import SCENES, scene_table
 
 
 @pytest.fixture(scope="module")

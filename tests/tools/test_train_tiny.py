@@ -20,12 +20,12 @@ from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenize
 from tools.train_tiny import main
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae, save
 from wan_core.checkpoint.vision import load_vision
-from wan_core.media.shapes import SCENES, draw
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.wan.inputs import image_channels
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.sources import TINY_LORAS
+from wan_lab.shapes import SCENES, draw
 
 SMALL = ["--device", "cpu", "--size", "32", "--frames", "5"]
 

@@ -8,7 +8,7 @@ import math
 import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -92,6 +92,17 @@ HEADERS = (
 )
 
 
+def grown_names(word: str, end: str, count: int = 20_000, size: int = 52) -> list[str]:
+    """As many and as long names as are read, of one word over and over: for code that looks at each word of a name."""
+    tails = (f"{n:05}{end}" for n in range(count))
+    return [word * ((size - len(tail)) // len(word)) + tail for tail in tails]
+
+
+def empty_tensors(names: Iterable[str]) -> bytes:
+    """A safetensors file of tensors without values."""
+    return joined({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}, b"")
+
+
 def with_header(header: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(4)
 
@@ -110,7 +121,33 @@ SAFETENSORS_BOMBS: tuple[Callable[[], bytes], ...] = (
     lambda: with_header(b'{"' + b"x" * (15 * 2**20) + b'":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'),
     lambda: with_header(b'{"a":{"dtype":"F32","shape":[' + b"1," * (7 * 2**20) + b'1],"data_offsets":[0,4]}}'),
     lambda: with_header(b'{"a":' + b"[]," * (5 * 2**20) + b"[]}"),
+    lambda: empty_tensors(grown_names("blocks.0.", ".weight")),
+    lambda: empty_tensors(grown_names(".alpha", ".b")),
+    lambda: empty_tensors(grown_names("a.", ".weight", size=256)),
 )
+
+
+MODULES = ("blocks.0.self_attn", "blocks.0.cross_attn", "blocks.9.self_attn", "", "x" * 300)
+DESCRIBED = (
+    b'{"attention":"comfy_kitchen_int8"}', b'[{"attention":"comfy_kitchen_sol","tau":1.3},{"attention":"a"}]',
+    b'{"attention":"comfy_kitchen_sol","tau":NaN}', b'{"attention":null}', b'{"attention":"\\ud800\\u001b[31m\\n"}',
+    b'{"attention":"' + b"x" * 4000 + b'"}', b"[" * 4096, b"{", b"[]", b"", b"\xff\xfe", b"9" * 4096, b" " * 9000,
+    b'{"format":"awq_w4a16"}', b'{"format":"int8_tensorwise"}', b'{"format":"float8_e4m3fn"}', b'{"format":[1]}',
+)  # fmt: skip
+
+
+def described(random: Random, state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """`state` with what ComfyUI writes beside modules: which attention they prefer, how they are quantised."""
+    found = dict(state)
+    for _ in range(random.randint(1, 4)):
+        value = torch.tensor(list(random.choice(DESCRIBED)), dtype=torch.uint8)
+        if random.random() < 0.3:
+            value = value.to(random.choice((torch.int8, torch.int64, torch.float32, torch.bool, torch.float8_e5m2)))
+        if random.random() < 0.2:
+            value = value.reshape(-1, 1)[None]
+        last = random.choice(("comfy_attention.config", "comfy_attention.config", "comfy_quant", "comfy_other"))
+        found[f"{prefix}{random.choice(MODULES)}.{last}"] = value
+    return found
 
 
 def absurd_shapes(random: Random, name: str) -> bytes:
@@ -135,8 +172,10 @@ def safetensors(random: Random) -> bytes:
     what = random.random()
     if what < 0.3:
         return damaged(random, base(name))
-    if what < 0.55:
+    if what < 0.5:
         return absurd_shapes(random, name)
+    if what < 0.55:
+        return stored(described(random, weights(name)), METADATA)
     header, values = split(base(name))
     if what < 0.7:
         keys = ("num_heads", "text_len", "eps", "latents_mean", "latents_std", "relative_attention_max_distance")

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from tools.hostile.changes import NUMBERS, damaged
-from tools.hostile.checkpoints import weights
+from tools.hostile.checkpoints import DESCRIBED, MODULES, grown_names, weights
 
 TEXT_TYPE, ARRAY_TYPE = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -25,7 +25,7 @@ def gguf(metadata: Mapping[str, tuple[int, Any]], tensors: Mapping[str, tuple[tu
     def one(kind: int, value: Any) -> bytes:
         return text(value) if kind == TEXT_TYPE else struct.pack(f"<{SCALARS[kind]}", value)
 
-    out = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
     for name, (kind, value) in metadata.items():
         listed = isinstance(value, list)
         out += text(name) + (struct.pack("<IIQ", ARRAY_TYPE, kind, len(value)) if listed else struct.pack("<I", kind))
@@ -35,7 +35,7 @@ def gguf(metadata: Mapping[str, tuple[int, Any]], tensors: Mapping[str, tuple[tu
         out += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), code, offset)
         offset += -(-len(values) // 32) * 32
     out += bytes(-len(out) % 32)
-    return out + b"".join(values + bytes(-len(values) % 32) for _, _, values in tensors.values())
+    return bytes(out) + b"".join(values + bytes(-len(values) % 32) for _, _, values in tensors.values())
 
 
 @cache
@@ -75,6 +75,10 @@ GGUF_BOMBS: tuple[Callable[[], bytes], ...] = (
     lambda: b"GGUF" + struct.pack("<IQQ", 3, 1, 60_000) + b"".join(
         struct.pack("<Q5sIIQ", 5, b"%5d" % n, 9, 8, 20) + bytes(160) for n in range(60_000)),
     lambda: b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<QQ", 2**20, 0) + bytes(2**20),
+    *(
+        lambda word=word: gguf({}, dict.fromkeys(grown_names(word, ".weight"), ((0,), 0, b"")))
+        for word in ("blk.", "encoder.block.0.", "model.diffusion_model.")
+    ),
 )  # fmt: skip
 
 
@@ -95,5 +99,11 @@ def gguf_file(random: Random) -> bytes:
         shape = tuple(random.choice((n, n, 0, 1, 32, 2**33, 2**61)) for n in shape)
         tensors[victim] = (shape, random.choice((code, 0, 2, 8, 14, 23, 30, 99)), values)
         return gguf({"general.alignment": (4, random.choice((32, 32, 0, 1, 3, 2**20, 2**31)))}, tensors)
+    if random.random() < 0.1:
+        text = random.choice(DESCRIBED)
+        kinds = ((24, text), (0, struct.pack(f"<{len(text)}f", *text)), (0, bytes(4 * len(text))))
+        code, values = random.choice(kinds)
+        preferred = f"{random.choice(MODULES)}.comfy_attention.config"
+        return gguf({}, {**gguf_tensors(name), preferred: ((len(text),), code, values)})
     header = content.index(b"patch_embedding.weight") if name == "dit" else len(content) // 2
     return damaged(random, content[:header]) + content[header:] if random.random() < 0.6 else damaged(random, content)

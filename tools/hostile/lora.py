@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from tools.hostile.changes import damaged, edited
-from tools.hostile.checkpoints import joined, many_tensors, split, stored, with_header
+from tools.hostile.checkpoints import (
+    described,
+    empty_tensors,
+    grown_names,
+    joined,
+    many_tensors,
+    split,
+    stored,
+    with_header,
+)
 from wan_core.models.wan.config import DiTConfig
 
 
@@ -79,8 +88,10 @@ def lora(random: Random) -> bytes:
     what = random.random()
     if what < 0.35:
         return damaged(random, base_lora())
-    if what < 0.75:
+    if what < 0.7:
         return mixed_up_lora(random)
+    if what < 0.75:
+        return stored(described(random, lora_state(), "diffusion_model."), {})
     header, values = split(base_lora())
     return joined(edited(random, header, random.choice((1, 2, 3))), values)
 
@@ -113,4 +124,8 @@ LORA_BOMBS: tuple[Callable[[], bytes], ...] = (
     ),
     lambda: stored(lora_state(), {"lora_adapter_metadata": json.dumps(_ALPHAS)}),
     lambda: stored({"lora_unet_" * 90 + ".lora_up.weight": torch.zeros(1, 1)}, {}),
+    *(
+        lambda word=word: empty_tensors(grown_names(word, ".lora_up.weight"))
+        for word in ("lora_unet_", "lora_", ".", "lora_up.", "transformer.")
+    ),
 )  # fmt: skip

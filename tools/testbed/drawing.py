@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tools.testbed.scenes import OBJECTS, TEXTURES, World, sample_world, shades
-from wan_core.media.shapes import DIRECTIONS, SHAPES, signed_distance
+from wan_core.pipeline.embedded import SHAPES
+from wan_lab.shapes import DIRECTIONS, signed_distance
 
 SIDE = 256.0
 FRAMES = 41  # of a whole clip: in its middle frame everything is well in view

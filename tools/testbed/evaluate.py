@@ -19,13 +19,13 @@ from tools.testbed.folders import SAMPLES
 from tools.testbed.scenes import parse_world, shows_colours
 from wan_core.config import LoadOptions, Request, SkipOptions
 from wan_core.config.checks import parse_size
-from wan_core.media.metrics import psnr
-from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, standard_error, summary
-from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
-from wan_core.pipeline.evaluate.run import FULL, Run, make, plain, skipping, warm_up
-from wan_core.pipeline.evaluate.samples import Batch, batches, read_samples
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
+from wan_lab.compare import Comparison, compare, find_perceptual, standard_error, summary
+from wan_lab.metrics import psnr
+from wan_lab.results import envelope, result_path, write_result
+from wan_lab.run import FULL, Run, make, plain, skipping, warm_up
+from wan_lab.samples import Batch, batches, read_samples
 
 SHEET_CLIPS, SHEET_FRAMES = 8, 6
 LOADED = ("precision", "attention")  # kinds of settings that are options of loading

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wan_core.media.shapes import COLOURS, MOTIONS, PALETTE, SHAPES
+from wan_core.pipeline.embedded import COLOURS, MOTIONS, SHAPES
+from wan_lab.shapes import PALETTE
 
 TEXTURES = ("plain", "striped", "checked", "dotted", "mosaic")
 GROUNDS = TEXTURES[1:]  # a camera's motion must show

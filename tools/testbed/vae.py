@@ -14,9 +14,9 @@ from tools.tiny.files import round_to_fp16, write_part
 from tools.tiny.loop import Clock, Trainer
 from tools.tiny.vae import Kernels, choose_kernels, latent_statistics, set_memory_format, vae_losses
 from wan_core.checkpoint import load_vae
-from wan_core.media.metrics import psnr
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.pipeline.sources import TINY
+from wan_lab.metrics import psnr
 
 FRAMES = 17  # of the clips that it trains on
 SMALL_SHARE = 0.25  # of those clips: pictures at half the size

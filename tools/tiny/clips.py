@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.media.shapes import SCENES, Scene, held_out, render, sample_paths, scene_table
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.pipeline.embedded import Scene
+from wan_lab.shapes import SCENES, held_out, render, sample_paths, scene_table
 
 TRAINED = tuple(scene for scene in SCENES if not held_out(scene))
 HELD_OUT = tuple(scene for scene in SCENES if held_out(scene))

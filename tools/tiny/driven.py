@@ -36,7 +36,6 @@ from tools.tiny.words import DROPPED_ROWS, TEXT_LEN
 from wan_core.checkpoint import load_vae
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.checkpoint.vision import huggingface_names, load_vision
-from wan_core.media.driving import Trio, draw_trios
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder, prepared
 from wan_core.models.vision.config import VisionConfig
@@ -49,6 +48,7 @@ from wan_core.models.wan.rope import rope_table
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs
 from wan_core.ops.attention.sdpa import SDPA
 from wan_core.ops.kernels import fused
+from wan_lab.driving import Trio, draw_trios
 
 VISION = VisionConfig(dim=80, ffn_dim=160, num_layers=1, patch=4)  # looks at 64x64 pixels
 DRIVEN = Animate2Config(

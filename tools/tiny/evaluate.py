@@ -21,18 +21,19 @@ from tools.tiny.driven import latent_rows
 from tools.tiny.files import part_path, report_sizes
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
 from wan_core.checkpoint.vision import load_vision
-from wan_core.media.driving import Trio, draw_trios, follows
-from wan_core.media.metrics import Verdict, describe, judge, psnr, verdict
-from wan_core.media.shapes import Scene, draw, scene_table
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
+from wan_core.pipeline.embedded import Scene
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
+from wan_lab.driving import Trio, draw_trios, follows
+from wan_lab.metrics import Verdict, describe, judge, psnr, verdict
+from wan_lab.results import envelope, result_path, write_result
+from wan_lab.shapes import draw, scene_table
 
 CLAIMS = ("background", "colour", "shape", "motion", "all")
 TASKS = {"t2v": "text-to-video", "i2v": "image-to-video"}

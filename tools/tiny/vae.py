@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from tools.tiny.clips import ClipRing, Drawing, Size, fill, held_out_scenes, keep_growing
 from tools.tiny.files import report_sizes, round_to_fp16, write_part
 from tools.tiny.loop import Clock, Trainer
-from wan_core.media.metrics import judge, psnr
-from wan_core.media.shapes import draw
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
+from wan_lab.metrics import judge, psnr
+from wan_lab.shapes import draw
 
 CONFIG = VAEConfig(
     z_dim=16,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from wan_core.media.shapes import SCENES
 from wan_core.models.text.tokenizer import Tokenizer
+from wan_lab.shapes import SCENES
 
 TEXT_LEN = 32  # rows of text that the transformers see, padding included
 # Of a token table: prompts that say nothing, for caption dropout. Three quarters empty, the rest gibberish.

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from wan_core.checkpoint import unsupported as foreign
+from wan_core.checkpoint.attention_preferences import SUFFIX as ATTENTION
 from wan_core.checkpoint.errors import CheckpointError, counted, listing
 from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout
 from wan_core.checkpoint.layouts_text import expected_shapes as text_shapes
@@ -48,13 +49,14 @@ TOKENIZER = "spiece_model"  # a tokenizer embedded as bytes, as in ComfyUI's tex
 # No real model comes near these. They bound what a damaged file can make us build: modules without values.
 MAX_LAYERS = 200
 MAX_BUCKETS = 256
+MAX_PREFIX = 4  # words in front of all names; files have two
 
 
 @dataclass(frozen=True)
 class Detected:
     """A checkpoint that is whole. `names` maps every official parameter name to its name in the file; `extras` maps
     what else the file holds for us (`spiece_model`) to its name there; `scales` maps official names of FP8 weights to
-    the name of their scale there."""
+    the name of their scale there; `attention` maps official attention modules to which attention the file prefers."""
 
     kind: Kind
     layout: str
@@ -62,6 +64,7 @@ class Detected:
     names: Mapping[str, str]
     extras: Mapping[str, str]
     scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    attention: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 def detect(source: Source, expected: Kind | None = None, family: str | None = None) -> Detected:
@@ -93,6 +96,8 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
     shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in reached.items()}
     constants = FAMILIES[layout.family].constants if layout.family else None
     unexpected = [n for n in names if n not in official and not (constants is not None and constants.fullmatch(n))]
+    attention = _attention_modules(official)
+    unexpected += [f"{module}{ATTENTION}" for module in checkpoint.attention if module not in attention]
     twins = [theirs for theirs, ours in official.items() if checkpoint.tensors[theirs].shape != shapes[ours]]
     if twins:  # a tensor stored twice, as Hugging Face's files may have the embedding
         raise CheckpointError(f"{label}, but {counted(twins, 'stored twice with different shapes')}.")
@@ -106,7 +111,15 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
         )
     extras = {TOKENIZER: embedded} if embedded else {}
     scales = {ours: scaled.scales[theirs] for ours, theirs in reached.items() if theirs in scaled.scales}
-    return Detected(layout.kind, layout.name, config, reached, extras, scales)
+    preferred = {attention[theirs]: text for theirs, text in checkpoint.attention.items()}
+    return Detected(layout.kind, layout.name, config, reached, extras, scales, preferred)
+
+
+def _attention_modules(official: Mapping[str, str]) -> dict[str, str]:
+    """Module in the file -> official module, for those that have linears: `blocks.0.self_attn` of
+    `blocks.0.self_attn.q.weight`."""
+    pairs = ((theirs.rsplit(".", 2), ours.rsplit(".", 2)) for theirs, ours in official.items())
+    return {theirs[0]: ours[0] for theirs, ours in pairs if len(theirs) == len(ours) == 3}
 
 
 # --------------------------------------------------------------------------------------------------------- which layout
@@ -164,10 +177,9 @@ def _prefixes(names: Collection[str]) -> Iterator[str]:
     """Nothing, then `model.`, `model.diffusion_model.`, ...: what all names begin with, dot by dot."""
     first, last = min(names, default=""), max(names, default="")
     common = first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
-    yield ""
-    for end, character in enumerate(common[:200], start=1):
-        if character == ".":
-            yield common[:end]
+    words = common.split(".")
+    for count in range(min(len(words), MAX_PREFIX + 1)):
+        yield "".join(f"{word}." for word in words[:count])
 
 
 # --------------------------------------------------------------------------------------------------- which architecture

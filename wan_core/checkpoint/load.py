@@ -68,8 +68,10 @@ def load_dit(
     Raises `CheckpointError`: not a whole Wan transformer; the message says what it is and what to do.
     """
     checkpoint = open_checkpoint(source).with_metadata(metadata or {})
-    module = _filled(checkpoint, detect(checkpoint, "dit", family), device, dtype, quantization, loras)
+    found = detect(checkpoint, "dit", family)
+    module = _filled(checkpoint, found, device, dtype, quantization, loras)
     assert isinstance(module, WanModel)
+    module.attention_preferences = {**found.attention, **({} if loras is None else loras.attention)}
     return module
 
 

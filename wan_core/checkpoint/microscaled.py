@@ -1,36 +1,32 @@
 """Safetensors files with NVFP4, MXFP8, INT8 or 4-bit matrices, as ComfyUI writes them, read as packed matrices.
 
-The format of a matrix is in a tensor beside it (`X.comfy_quant`, JSON as bytes), or in the file's metadata for all
-(`_quantization_metadata`). `X.weight` holds the numbers, `X.weight_scale` the scales of groups and, for NVFP4,
-`X.weight_scale_2` the scale of the tensor; see `kernels.microscaling`, and `integer_layers` for INT8 and 4 bits.
-`X.input_scale` is not used, because activation scales are measured. `scaled` reads FP8 matrices with scales, which may
-be in the same file.
+`descriptions` says which matrices these are. `X.weight` holds the numbers, `X.weight_scale` the scales of groups and,
+for NVFP4, `X.weight_scale_2` the scale of the tensor; see `kernels.microscaling`, and `integer_layers` for INT8 and 4
+bits. `X.input_scale` is not used, because activation scales are measured. `scaled` reads FP8 matrices with scales,
+which may be in the same file.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from wan_core.checkpoint import integer_layers
+from wan_core.checkpoint.descriptions import DESCRIPTION, PARTS, descriptions
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.opened import Checkpoint, Read, TensorInfo, part_name
 from wan_core.ops.kernels.microscaling import GROUP, tiled_shape
 from wan_core.ops.quant.packed import INTEGERS, MICROSCALED, Packed
 
-METADATA_KEY = "_quantization_metadata"
-DESCRIPTION = "comfy_quant"
 _BYTE = (torch.uint8, torch.int8)
-_PARTS = {"nvfp4": ("weight_scale", "weight_scale_2"), "mxfp8": ("weight_scale",), **integer_layers.PARTS}
 
 
 def with_packed(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` with one packed tensor for each matrix of these formats, in place of its parts; unchanged if it has
-    none. Raises `CheckpointError` if a part is missing, or parts do not match."""
-    entries = {name: entry for name, entry in _entries(checkpoint).items() if entry.get("format") in _PARTS}
+    none. Raises `CheckpointError` if a format is not known, a part is missing, or parts do not match."""
+    entries = {name: entry for name, entry in descriptions(checkpoint).items() if entry["format"] in PARTS}
     if not entries:
         return checkpoint
     tensors = dict(checkpoint.tensors)
@@ -39,7 +35,7 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
     for module, entry in entries.items():
         fmt = str(entry["format"])
         weight = f"{module}.weight"
-        names = {part: f"{module}.{part}" for part in ("weight", *_PARTS[fmt])}
+        names = {part: f"{module}.{part}" for part in ("weight", *PARTS[fmt])}
         optional = {part: f"{module}.{part}" for part in integer_layers.OPTIONAL.get(fmt, ())}
         missing = [name for name in names.values() if name not in tensors]
         if missing:
@@ -116,29 +112,3 @@ def _shape(fmt: str, parts: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
         valid = weight.dtype == torch.float8_e4m3fn and scales.dtype in _BYTE
     valid = valid and k % GROUP[fmt] == 0 and scales.shape == tiled_shape(n, k // GROUP[fmt])
     return (n, k) if valid else None
-
-
-def _entries(checkpoint: Checkpoint) -> dict[str, Mapping[str, object]]:
-    """Module -> its description, for all modules that the file describes."""
-    entries: dict[str, Mapping[str, object]] = {}
-    metadata = _parsed(checkpoint.metadata.get(METADATA_KEY, ""))
-    layers = metadata.get("layers") if isinstance(metadata, dict) else None
-    for module, entry in layers.items() if isinstance(layers, dict) else ():
-        entries[module] = _entry(entry)
-    for name, info in checkpoint.tensors.items():
-        module, _, last = name.rpartition(".")
-        if last == DESCRIPTION and info.dtype == torch.uint8 and info.nbytes <= 4096:
-            entries[module] = _entry(_parsed(bytes(checkpoint.read(name).flatten().tolist())))
-    return entries
-
-
-def _entry(found: object) -> Mapping[str, object]:
-    entry = found if isinstance(found, dict) else {"format": found}
-    return entry if isinstance(entry.get("format"), str) else {}
-
-
-def _parsed(text: str | bytes) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError, listing
-from wan_core.config.limits import MAX_NAME, MAX_TENSORS
+from wan_core.config.limits import MAX_NAME, MAX_NAMES, MAX_TENSORS
 from wan_core.ops.quant.packed import Packed
 
 
@@ -69,7 +69,8 @@ class Checkpoint:
     after `close`. For a packed tensor, `read` returns the dequantised numbers and `read_packed` what is
     stored. `parts`: packed tensor -> what it consists of, as plain tensors that `read` gives too, named by `part_name`.
 
-    `tokenizer` makes the SentencePiece model from the file's metadata, where it has one (GGUF).
+    `tokenizer` makes the SentencePiece model from the file's metadata, where it has one (GGUF). `attention`: attention
+    module -> which attention the file asks ComfyUI for (`attention_preferences`).
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Checkpoint:
         places: Mapping[str, tuple[Path, int]] | None = None,
         readers: Readers | None = None,
         parts: Mapping[str, Mapping[str, TensorInfo]] | None = None,
+        attention: Mapping[str, bytes] | None = None,
     ) -> None:
         """places: file and offset of the tensors and parts whose bytes lie in a file as they are. readers: who reads
         these tensors together with this process."""
@@ -93,6 +95,7 @@ class Checkpoint:
         self.places = {} if places is None else places
         self.readers = readers
         self.metadata = metadata
+        self.attention = {} if attention is None else attention
         self._where = where
         self._read: Read | None = read
         self._read_packed = read_packed
@@ -134,6 +137,7 @@ class Checkpoint:
         read_packed: ReadPacked | None = None,
         places: Mapping[str, tuple[Path, int]] | None = None,
         parts: Mapping[str, Mapping[str, TensorInfo]] | None = None,
+        attention: Mapping[str, bytes] | None = None,
     ) -> Checkpoint:
         """This checkpoint with other names and shapes (and `places` for them), other metadata, or another way to
         read."""
@@ -148,6 +152,7 @@ class Checkpoint:
             self.places if tensors is None else places,
             self.readers,
             self.parts if parts is None else parts,
+            self.attention if attention is None else attention,
         )
 
     def with_metadata(self, said: Mapping[str, Any]) -> Checkpoint:
@@ -179,6 +184,12 @@ def check_names(names: Collection[str], where: str) -> None:
     if len(longest) > MAX_NAME:
         raise CheckpointError(
             f"a tensor's name has {len(longest)} characters ({longest[:60]}...), and at most {MAX_NAME} are allowed",
+            where=where,
+        )
+    total = sum(map(len, names))
+    if total > MAX_NAMES:
+        raise CheckpointError(
+            f"the names of its {len(names)} tensors have {total} characters, and at most {MAX_NAMES} are read",
             where=where,
         )
 

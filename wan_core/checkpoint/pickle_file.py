@@ -61,7 +61,7 @@ def open_pickle(path: Path) -> Checkpoint:
         _check_program(_program(path, where), where)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside torch's own unpickler
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            loaded = _loaded(path)
     except CheckpointError:
         raise
     except _FAULTS as fault:
@@ -70,6 +70,14 @@ def open_pickle(path: Path) -> Checkpoint:
             f"damaged archive ({type(fault).__name__}: {line}). Download it again.", where=where
         ) from None
     return from_state_dict(_state_dict(loaded, where), where, path)
+
+
+def _loaded(path: Path) -> Any:
+    if path.suffix != ".safetensors":
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # By this name newer versions of torch take a file for safetensors, whatever it holds; without one it is not mapped.
+    with path.open("rb") as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 class _Archive(io.BufferedReader):
@@ -86,11 +94,18 @@ def _program(path: Path, where: str) -> bytes:
     """The archive's one pickle, which must be small and uncompressed."""
     with _Archive(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
         # torch finds the member whatever the case of its name.
-        pickles = [member for member in archive.infolist() if member.filename.lower().endswith("/data.pkl")]
-        if len(pickles) != 1 or pickles[0].compress_type != zipfile.ZIP_STORED:
+        members = archive.infolist()
+        pickles = [member for member in members if member.filename.lower().endswith("/data.pkl")]
+        if len(pickles) != 1 or any(member.compress_type != zipfile.ZIP_STORED for member in members):
             raise CheckpointError(
-                "a zip archive, but not one that torch.save wrote (it has no data.pkl, or a compressed one). If it is a"
-                " download, unpack it first.",
+                "a zip archive, but not one that torch.save wrote (it has no data.pkl, or compressed members). If it is"
+                " a download, unpack it first.",
+                where=where,
+            )
+        claimed, size = sum(member.file_size for member in members), path.stat().st_size
+        if claimed > size:
+            raise CheckpointError(
+                f"damaged archive: its members claim {claimed} bytes, the file has {size}. Download it again.",
                 where=where,
             )
         if pickles[0].file_size > MAX_PICKLE:

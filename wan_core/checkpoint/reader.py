@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from wan_core.checkpoint.assembled import with_assembled
+from wan_core.checkpoint.attention_preferences import with_preferences
 from wan_core.checkpoint.errors import CheckpointError, counted, listing
 from wan_core.checkpoint.folder import find_parts
 from wan_core.checkpoint.gguf_file import MAGIC, open_gguf
@@ -42,8 +43,10 @@ def open_checkpoint(source: Source) -> Checkpoint:
     if isinstance(source, Checkpoint):
         return source
     if isinstance(source, Mapping):
-        return with_assembled(from_state_dict(source, "the given state dict"))
-    return with_assembled(_open_path(Path(source)))
+        opened = with_packed(from_state_dict(source, "the given state dict"))
+    else:
+        opened = _open_path(Path(source))
+    return with_assembled(with_preferences(opened))
 
 
 def _open_path(path: Path) -> Checkpoint:
@@ -68,9 +71,9 @@ def _open_file(path: Path) -> Checkpoint:
     if head[8:9] == b"{" and not head.startswith(MAGIC):
         return with_packed(open_safetensors(path))
     if head.startswith(b"PK\x03\x04"):
-        return open_pickle(path)
+        return with_packed(open_pickle(path))
     if head.startswith(MAGIC):
-        return open_gguf(path)
+        return with_packed(open_gguf(path))
     for recognise, fault in _UNSUPPORTED:
         if recognise(head):
             raise CheckpointError(fault, where=where)

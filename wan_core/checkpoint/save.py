@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from wan_core.checkpoint.attention_preferences import SUFFIX
+from wan_core.checkpoint.descriptions import DESCRIPTION
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError
@@ -31,8 +33,9 @@ def save(
 
     Loading it again gives the same module: num_heads, text_len and eps of a transformer and the latent statistics of
     a VAE are in the metadata, the tokenizer of a text encoder is a tensor of bytes, `spiece_model`, as in ComfyUI's
-    files. Matrices in FP8 with one scale and in INT8 are described as ComfyUI does, which loads the file too. The file
-    appears under its name only when it is complete.
+    files. Matrices in FP8 with one scale and in INT8 are described as ComfyUI does, which loads the file too, and which
+    attention a transformer's file asked ComfyUI for is written again. The file appears under its name only when it is
+    complete.
     """
     source = module.encoder if isinstance(module, TextEncoder) else module
     if any(isinstance(part, PackedLinear | PackedEmbedding) for part in source.modules()):
@@ -44,17 +47,22 @@ def save(
     for name, part in source.named_modules():
         if isinstance(part, QuantLinear) and part.description is not None:
             tensors |= _described(name, tensors[f"{name}.weight_scale"], part.description)
+    if isinstance(module, WanModel):
+        tensors |= {name + SUFFIX: _bytes(text) for name, text in module.attention_preferences.items()}
     if isinstance(module, TextEncoder):
-        tensors[TOKENIZER] = torch.frombuffer(bytearray(module.tokenizer.proto), dtype=torch.uint8)
+        tensors[TOKENIZER] = _bytes(module.tokenizer.proto)
     write_safetensors(tensors, path, {**(metadata or {}), **metadata_of(module)})
 
 
 def _described(name: str, scale: Tensor, description: Mapping[str, object]) -> dict[str, Tensor]:
     """What ComfyUI needs of a quantised matrix beside its numbers: a scalar where one scale serves all, and the format
     as JSON in bytes."""
-    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
     scale = scale.reshape(()) if scale.numel() == 1 else scale
-    return {f"{name}.weight_scale": scale, f"{name}.comfy_quant": text}
+    return {f"{name}.weight_scale": scale, f"{name}.{DESCRIPTION}": _bytes(json.dumps(description).encode())}
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def metadata_of(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:

@@ -8,19 +8,18 @@ activations during the run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from wan_core.checkpoint.descriptions import DESCRIPTION
 from wan_core.checkpoint.errors import CheckpointError, counted, listing
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.ops.kernels.formats import BLOCK
 
 SCALES = ("scale_weight", "weight_scale")
 UNUSED = ("scale_input", "input_scale", "scaled_fp8")
-DESCRIPTION = "comfy_quant"
 _WHAT = "a checkpoint with scaled (quantised) weights"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -46,7 +45,7 @@ def find_scales(checkpoint: Checkpoint) -> Scaled:
         module, _, last = name.rpartition(".")
         if last in SCALES:
             scales[f"{module}.weight"] = name
-        elif last in UNUSED or (last == DESCRIPTION and _is_plain_fp8(checkpoint, name)):
+        elif last in UNUSED or last == DESCRIPTION:  # the reader has taken out those of other formats
             unused.add(name)
     bare = [n for n, info in tensors.items() if info.dtype in FP8 and len(info.shape) == 2 and n not in scales]
     if not scales and not (unused and bare):  # FP8 without scales: the stored numbers are the weights
@@ -64,6 +63,16 @@ def find_scales(checkpoint: Checkpoint) -> Scaled:
     return Scaled(scales, frozenset({*scales.values(), *unused}))
 
 
+def refuse_scaled(checkpoint: Checkpoint) -> None:
+    """For readers that know no scales. Raises CheckpointError for a file that has some."""
+    if find_scales(checkpoint).names:
+        raise CheckpointError(
+            "its weights are FP8 with scales, which is not supported for encoders of pictures and of sound: use a file "
+            "of 16 bits",
+            where=checkpoint.describe(),
+        )
+
+
 def _fits(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
     if all(size == 1 for size in scale):
         return True
@@ -71,15 +80,3 @@ def _fits(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
         return False
     n, k = weight
     return scale in ((n,), (n, 1), (-(-n // BLOCK), -(-k // BLOCK)))
-
-
-def _is_plain_fp8(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether the description of a matrix says that it is scaled FP8, and not MXFP8 or NVFP4."""
-    info = checkpoint.tensors[name]
-    if info.dtype != torch.uint8 or info.nbytes > 4096:
-        return False
-    try:
-        found = json.loads(bytes(checkpoint.read(name).flatten().tolist()))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and str(found.get("format", "")).startswith("float8_e")

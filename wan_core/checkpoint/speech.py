@@ -16,6 +16,7 @@ from torch import Tensor
 from wan_core.checkpoint.errors import CheckpointError, counted
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
+from wan_core.checkpoint.scaled import refuse_scaled
 from wan_core.models.audio.config import GROUPS, HEAD_DIM, STRIDES, SpeechConfig
 from wan_core.models.audio.wav2vec2 import SpeechEncoder
 
@@ -58,6 +59,7 @@ def load_speech(
 
 def find_speech(checkpoint: Checkpoint) -> SpeechConfig:
     """What the encoder in `checkpoint` is, by names and shapes. Raises CheckpointError."""
+    refuse_scaled(checkpoint)
     shapes = {name.removeprefix(PREFIX): info.shape for name, info in checkpoint.tensors.items()}
     return read_speech_config(shapes, checkpoint.describe())
 

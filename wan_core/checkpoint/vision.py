@@ -21,6 +21,7 @@ from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.errors import CheckpointError, counted
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
+from wan_core.checkpoint.scaled import refuse_scaled
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.vision.config import HEAD_DIM, VisionConfig
 
@@ -60,6 +61,7 @@ class FoundVision:
 def find_vision(checkpoint: Checkpoint) -> FoundVision:
     """What `checkpoint` holds, by names and shapes. Raises CheckpointError."""
     where = checkpoint.describe()
+    refuse_scaled(checkpoint)
     for layout, (column, prefix, inner) in _LAYOUTS.items():
         start = prefix + inner
         layers = {int(m[1]) for name in checkpoint.tensors if (m := re.match(re.escape(start) + r"(\d{1,6})\.", name))}

@@ -7,9 +7,9 @@ before work starts. Finished latents are written to disk before decoding, and st
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +29,7 @@ from wan_core.cli.options import (
     add_lora_options,
     add_memory_plan_options,
     add_model_options,
+    add_nag_option,
     add_overwrite_option,
     add_plan_options,
     add_request_options,
@@ -42,7 +43,7 @@ from wan_core.cli.quality import run_calibrate, run_quality, run_search
 from wan_core.cli.workers import add_worker_options
 from wan_core.config import PRECISIONS, UserError
 from wan_core.models.wan.tasks import TASKS
-from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options, add_search_options
+from wan_lab.options import add_calibrate_options, add_quality_options, add_search_options
 
 PIPE_CLOSED = 141  # as a shell says of a program that SIGPIPE ended
 OUT_HELP = "the video to write: .mp4, .webm or .gif; without ending, a folder of PNG files (default %(default)s)"
@@ -109,17 +110,18 @@ def report_faults(name: str, run: Callable[[], int]) -> int:
 
 
 def run_benchmarks(arguments: Sequence[str]) -> int:
-    """Run `python -m benchmarks` of the checkout that this package lies in."""
+    """Run `python -m benchmarks` in the checkout that this package lies in."""
     checkout = Path(__file__).resolve().parents[2]
-    spec = importlib.util.find_spec("benchmarks")
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().parents[1] != checkout:
+    if not (checkout / "benchmarks" / "__main__.py").is_file():
         print(
             f"{program()} bench: the benchmarks are in the source repository and not in the installed package. "
             "Run `python -m benchmarks SUITE` in a checkout.",
             file=sys.stderr,
         )
         return 2
-    return int(importlib.import_module("benchmarks.__main__").main(arguments))
+    search = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": search}).returncode
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -209,6 +211,7 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_lora_options(parser)
     add_plan_options(parser)
     add_window_options(parser)
+    add_nag_option(parser)
     add_strength_options(parser.add_argument_group("control (VACE)"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     add_clip_options(parser, "print the clips of a video of --frames, this many frames each")

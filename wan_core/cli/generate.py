@@ -194,6 +194,7 @@ def decode_command(options: argparse.Namespace, latents: Path, out: Path) -> str
 def run_decode(options: argparse.Namespace) -> int:
     from wan_core.checkpoint.latents import load_latents
     from wan_core.execution.report import Report
+    from wan_core.media.mp4 import check_frame_sides
     from wan_core.media.video_formats import write_video
     from wan_core.pipeline.builder import load_vae_only
     from wan_core.pipeline.images import decode_latents, images_shape
@@ -204,7 +205,8 @@ def run_decode(options: argparse.Namespace) -> int:
         latents, fps, settings = load_latents(options.latents)
         vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision, latents.shape[1])
         report = Report(device, settings=settings)
-        count = images_shape(vae.config, latents)[0]
+        count, height, width, _ = images_shape(vae.config, latents)
+        check_frame_sides(width, height)
         outputs.say_renamed()
         progress = ProgressLine()
         progress.phase("decode")

@@ -6,22 +6,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
-from wan_core.config.checks import check_size
-from wan_core.config.windows import check_one_way
-from wan_core.models.wan.families import check_stages
-from wan_core.models.wan.families.long_video import LongVideo, cut_video
-from wan_core.models.wan.tasks import TASKS
+from wan_core.models.wan.families import check_begins
+from wan_core.models.wan.tasks import TASKS, find_task
+from wan_core.sampling.build import ModelFacts, PlannedVideo, PlanRequest, build_plan
 from wan_core.sampling.cache.arguments import skip_options
-from wan_core.sampling.cache.skipping import skip_forwards
-from wan_core.sampling.context_windows import with_windows
-from wan_core.sampling.control import with_control
-from wan_core.sampling.plan import Plan
-from wan_core.sampling.presets import preset_plan
-from wan_core.sampling.sparsity.schedule import with_costs
 
 SMALLER = "try --precision fp8, a smaller --size or fewer --frames, or a task with a smaller model"
 PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
@@ -72,37 +65,19 @@ def run_plan(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise OptionError(f"{flag} changes no step: add --memory, whose plan it changes, or leave {flag} out")
-    files = [path for path in (*loras, options.high, options.low) if path is not None]
-    plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
-    task = TASKS[plan.task]
-    frames = task.frames if options.frames is None else options.frames
-    if frames < 1:
-        raise OptionError(f"--frames {frames} given; a video has at least 1")
-    latents = (frames - 1) // task.vae.temporal_stride + 1
-    check_one_way(options.windows, options.clip_frames, options.overlap)
-    if options.windows is not None:
-        plan = with_windows(plan, options.windows, latents)
-    plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
-    control = control_of(options)
-    plan = plan if control is None else with_control(plan, control)
-    if plan.stages:
-        check_stages(task)
-    told = options.frames is not None or options.clip_frames is not None or options.overlap is not None
-    long = cut_video(task, frames, options.clip_frames, options.overlap) if told else None
-    longest = frames if long is None else long.clips[0].frames
-    check_size(task.width, task.height, longest, multiple=1, temporal=task.vae.temporal_stride)
-    if plan.context_windows is None:
-        latents = (longest - 1) // task.vae.temporal_stride + 1
-    seconds = whole_seconds(plan, long, options.seconds_per_forward, latents)
+    video = asked_plan(options, loras)
+    plan, long = video.plan, video.long
+    seconds = whole_seconds(video, options.seconds_per_forward)
+    cut = options.frames is not None or options.clip_frames is not None or options.overlap is not None
     if options.json:
-        more = {} if long is None else {"clips": long.as_list()}
+        more: dict[str, Any] = {"clips": long.as_list()} if cut else {}
         more |= {} if seconds is None else {"seconds": round(seconds, 3)}
         print(json.dumps(plan.as_dict() | more, indent=1))
         return 0
     print(plan.table())
-    if long is not None and plan.context_windows is None:
+    if cut and plan.context_windows is None:
         alone = len(long.clips) == 1 and not long.leading
-        print(f"{frames} frames: {'one piece' if alone else long.words(plan.count)}")
+        print(f"{options.frames or TASKS[plan.task].frames} frames: {'one piece' if alone else long.words(plan.count)}")
     if seconds is not None:
         from wan_core.media.drawing import clock  # imports PIL
 
@@ -110,25 +85,37 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def whole_seconds(plan: Plan, long: LongVideo | None, each: float | None, frames: int) -> float | None:
-    """Of all steps of all clips, at so many for one forward that reads everything; None where that is not known.
-    frames: latent ones, of the longest clip."""
+def asked_plan(options: argparse.Namespace, loras: list[Path]) -> PlannedVideo:
+    """The plan of what the arguments describe, at the task's own size. Raises OptionError."""
+    task = find_task(options.task)
+    check_begins(task, ["image"] * options.image)
+    request = PlanRequest(
+        **plan_numbers(options),
+        part=window_of(options),
+        skip=skip_options(options),
+        windows=options.windows,
+        nag=options.nag,
+        control=control_of(options),
+        image=options.image,
+        frames=options.frames,
+        clip_frames=options.clip_frames,
+        overlap=options.overlap,
+        from_noise=options.denoise == 1,
+    )
+    files = {"high": options.high, "low": options.low, "loras": tuple(loras)}
+    return build_plan(request, ModelFacts(task=task, dit=task.full_size, vae=task.vae, **files))
+
+
+def whole_seconds(video: PlannedVideo, each: float | None) -> float | None:
+    """Seconds of all steps of all clips, at `each` seconds for a forward of one clip that reads everything; None where
+    that is not known."""
     if each is None:
         return None
     if not each > 0:
         raise OptionError(f"--seconds-per-forward {each:g} given; it must be above 0")
-    task = TASKS[plan.task]
-    dit = task.full_size
-    if dit is not None:
-        latents = (
-            max(plan.window_sizes(frames)),
-            task.height // task.vae.spatial_stride,
-            task.width // task.vae.spatial_stride,
-        )
-        plan = with_costs(plan, dit, latents)
-    seconds = plan.estimate(dict.fromkeys(plan.experts, each))
+    seconds = video.plan.estimate(dict.fromkeys(video.plan.experts, each))
     assert seconds is not None
-    return seconds * (1.0 if long is None else long.cost)
+    return seconds * video.long.cost
 
 
 def take_model(options: argparse.Namespace) -> None:
@@ -190,6 +177,8 @@ def run_memory_plan(options: argparse.Namespace) -> int:
         height=height,
         frames=options.frames,
         windows=options.windows,
+        nag=options.nag,
+        control=control_of(options),
         skip=skip_options(options),
         **plan_numbers(options),
     )
@@ -210,9 +199,9 @@ def run_memory_plan(options: argparse.Namespace) -> int:
 def run_check(options: argparse.Namespace) -> int:
     import torch
 
-    from wan_core.media.metrics import judge
-    from wan_core.media.shapes import parse_caption
     from wan_core.media.video import read_metadata, read_video
+    from wan_core.pipeline.embedded import parse_caption
+    from wan_lab.metrics import judge
 
     caption = options.prompt or read_metadata(options.video).get("prompt")
     if not caption:

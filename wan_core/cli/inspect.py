@@ -88,6 +88,7 @@ def inspect_parts(folder: Path, parts: Mapping[str, Path]) -> dict[str, Any]:
 def inspect_file(path: Path) -> dict[str, Any]:
     """As `inspect`, of a file, or of a folder that holds one part."""
     from wan_core.checkpoint import open_checkpoint
+    from wan_core.checkpoint.attention_preferences import summary
     from wan_core.checkpoint.lora.names import is_lora
 
     found: dict[str, Any] = {"file": str(path), "problems": []}
@@ -97,6 +98,7 @@ def inspect_file(path: Path) -> dict[str, Any]:
             found |= (
                 _lora(checkpoint) if is_lora(checkpoint.tensors) else _encoder(checkpoint) or _model(checkpoint, path)
             )
+            found |= {"attention": summary(checkpoint.attention)[:8]} if checkpoint.attention else {}
             found |= _from_metadata_and_name(checkpoint.metadata, path, found)
     except UserError as fault:
         found["problems"].append(str(fault))

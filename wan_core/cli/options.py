@@ -212,13 +212,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     )
     add_driving_options(group)
     add_clip_options(group, "make a longer video in clips of N frames (default: the family's)")
-    group.add_argument(
-        "--nag",
-        type=_nag,
-        metavar="SCALE/TAU/ALPHA",
-        help="let the negative prompt count in steps with guidance 1 (normalized attention guidance); 11/2.5/0.25 is "
-        "usual",
-    )
+    add_nag_option(group)
     group.add_argument("--size", type=size, help="WIDTHxHEIGHT in pixels (default: the task's, or the image's aspect)")
     group.add_argument("--frames", type=int, help="4n + 1")
     group.add_argument("--fps", type=int)
@@ -252,6 +246,16 @@ def seed_of(text: str) -> int | str:
         return int(text)
     except ValueError as fault:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {RANDOM_SEED}") from fault
+
+
+def add_nag_option(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--nag",
+        type=_nag,
+        metavar="SCALE/TAU/ALPHA",
+        help="let the negative prompt count in steps with guidance 1 (normalized attention guidance); 11/2.5/0.25 is "
+        "usual",
+    )
 
 
 def _nag(text: str) -> NagOptions:

@@ -11,12 +11,12 @@ from wan_core.cli.options import outputs_of, plan_numbers
 from wan_core.config import OptionError, Request
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs
-from wan_core.pipeline.evaluate.options import SETTINGS
 from wan_core.sampling.cache.arguments import skip_options
+from wan_lab.options import SETTINGS
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    from wan_core.pipeline.evaluate.run import run_calibrate
+    from wan_lab.run import run_calibrate
 
     with outputs_of(options) as outputs:
         if options.out is not None and not options.sparsity:
@@ -27,7 +27,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
 def run_quality(options: argparse.Namespace) -> int:
     from wan_core.media.mp4 import check_video_name
-    from wan_core.pipeline.evaluate.run import run_quality
+    from wan_lab.run import run_quality
 
     with outputs_of(options) as outputs:
         _claim_pictures(options, outputs)
@@ -38,7 +38,7 @@ def run_quality(options: argparse.Namespace) -> int:
 
 
 def run_search(options: argparse.Namespace) -> int:
-    from wan_core.pipeline.evaluate.search_run import run_search
+    from wan_lab.search_run import run_search
 
     with outputs_of(options) as outputs:
         return run_search(options, *_pipeline(options), outputs)

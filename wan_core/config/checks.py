@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+from wan_core.config.limits import MAX_PICTURE, MAX_SIDE, MAX_VIDEO_SIDE
+
 
 class UserError(ValueError):
     """The input is wrong; the message is written for the user. Base class of all such errors."""
@@ -58,6 +60,23 @@ def check_range(name: str, value: float, low: float, high: float, advice: str) -
         raise OptionError(f"{name} {value:g} given; allowed are {low:g} to {high:g} ({advice})")
 
 
+def check_file_size(path: str | os.PathLike[str], limit: int) -> None:
+    """Raise OptionError if the file has more than `limit` bytes, OSError if there is none."""
+    size = Path(path).stat().st_size
+    if size > limit:
+        raise OptionError(f"{Path(path).name} has {size} bytes, and at most {limit} are read for a file of this kind")
+
+
+def check_picture_size(width: int, height: int, what: str = "a picture") -> None:
+    """Raise OptionError for a picture with too many pixels, in all or in a row: encoders refuse it hours later, and a
+    video of its aspect is as narrow. what: what messages call it."""
+    if max(width, height) > MAX_SIDE or width * height > MAX_PICTURE:
+        raise OptionError(
+            f"{what} has {width}x{height} pixels; at most {MAX_PICTURE // 10**6} million are allowed, and at most "
+            f"{MAX_SIDE} in each direction: scale it down or crop it first"
+        )
+
+
 def parse_size(text: str) -> tuple[int, int]:
     """Width and height of WIDTHxHEIGHT. Raises OptionError."""
     width, x, height = text.lower().partition("x")
@@ -67,16 +86,22 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_size(width: int, height: int, frames: int, *, multiple: int, temporal: int = 4) -> None:
-    """Raise OptionError unless width and height are multiples of `multiple` pixels and frames is temporal * n + 1."""
+    """Raise OptionError unless width and height are multiples of `multiple` pixels, not too many, and frames is
+    temporal * n + 1."""
     if width < multiple or height < multiple or width % multiple or height % multiple:
         nearest = [max(multiple, round(v / multiple) * multiple) for v in (width, height)]
         raise OptionError(
             f"size {width}x{height} given; width and height must be multiples of {multiple}. "
             f"The nearest is {nearest[0]}x{nearest[1]}."
         )
+    if max(width, height) > MAX_VIDEO_SIDE:
+        raise OptionError(
+            f"size {width}x{height} given, or taken from a picture's aspect; a video has at most {MAX_VIDEO_SIDE} "
+            "pixels in each direction: give a smaller size, or crop the picture"
+        )
     if frames < 1 or (frames - 1) % temporal:
         nearest_frames = max(0, round((frames - 1) / temporal)) * temporal + 1
         raise OptionError(
-            f"{frames} frames given; the count must be {temporal}n + 1 (1, {temporal + 1}, ..., 81). "
+            f"{frames} frames given; there must be at least 1, and {temporal}n + 1 (1, {temporal + 1}, ..., 81). "
             f"The nearest is {nearest_frames}."
         )

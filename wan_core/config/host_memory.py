@@ -22,6 +22,23 @@ def available_bytes() -> int | None:
     return free if left is None else min(free, left)
 
 
+def total_bytes() -> int | None:
+    """Host memory of the machine, or of this process's container; None where the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            found = next((line for line in file if line.startswith("MemTotal:")), None)
+    except OSError:
+        return None
+    if found is None:
+        return None
+    total = int(found.split()[1]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
 def _left_in_container(folder: Path) -> int | None:
     """Bytes below the memory limit of a control group (version 2), cached files not counted; None where there is no
     limit."""

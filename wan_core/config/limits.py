@@ -6,19 +6,18 @@ file takes at most 5 CPU seconds and 1 GB of memory (`tools/fuzz.py` measures it
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from wan_core.config.checks import OptionError
-
 MIB = 2**20
 
 MAX_HEADER = 16 * MIB
 """Bytes of the header of a safetensors or GGUF file. The largest Wan checkpoint has 0.2 MB, UMT5 as GGUF 6 MB."""
 MAX_TENSORS = 20_000
 """Tensors in a file. A Wan transformer has 1,100, with scales 3,000."""
-MAX_NAME = 1024
-"""Characters in a tensor's name."""
+MAX_NAME = 256
+"""Characters in a tensor's name. The longest of a Wan checkpoint or a LoRA has about 100."""
+MAX_NAMES = MIB
+"""Characters in all names of tensors together. A Wan checkpoint with scales has 0.2 million."""
+MAX_DESCRIPTION = 4096
+"""Bytes of JSON in a tensor that says how a module is quantised, or which attention it prefers: about 100."""
 MAX_PICKLE = MIB
 """Bytes of the pickle in a torch file, which has names and shapes only: 0.2 MB for the largest Wan checkpoint."""
 MAX_DIRECTORY = 4 * MIB
@@ -34,6 +33,10 @@ MAX_PICTURE_FILE = 256 * MIB
 """Bytes of a picture file."""
 MAX_PICTURE = 52_000_000
 """Pixels of a picture: a camera of 50 megapixels."""
+MAX_SIDE = 16_383
+"""Pixels of a side of a picture or of a video's frames, read or written: WebP has no more, H.264 one more."""
+MAX_VIDEO_SIDE = 8192
+"""Pixels of a side of a video that is made."""
 MAX_VIDEO_FILE = 1024 * MIB
 """Bytes of a video file."""
 MAX_FRAME = 4096 * 2304
@@ -46,10 +49,3 @@ MAX_FRAMES = 10_000
 """Frames of a video that is read."""
 MAX_SOUND = 64_000_000
 """Samples of a sound that is read, of all its channels: 11 minutes of stereo at 48,000 a second."""
-
-
-def check_file_size(path: str | os.PathLike[str], limit: int) -> None:
-    """Raise OptionError if the file has more than `limit` bytes, OSError if there is none."""
-    size = Path(path).stat().st_size
-    if size > limit:
-        raise OptionError(f"{Path(path).name} has {size} bytes, and at most {limit} are read for a file of this kind")

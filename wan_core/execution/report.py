@@ -17,6 +17,7 @@ import torch
 from wan_core.config.outputs import write_text
 
 GIB = 1024**3
+WARNING = "warning: "  # before each of `Report.warnings` where they are shown
 
 
 def device_name(device: torch.device) -> str:
@@ -46,17 +47,31 @@ class Phase:
 
 @dataclass
 class Report:
-    """Filled during a run. `settings` and `notes` say what was chosen and why."""
+    """Filled during a run. `settings` and `notes` say what was chosen and why, `warn` what may spoil the result."""
 
     device: torch.device
     settings: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     workers: str | None = None  # the device that ran it, if it was not this process's
+    warnings: list[str] = field(default_factory=list)  # those of `notes` that are shown before everything else
 
     def branch(self) -> Report:
         """A copy to which phases can be added without changing this report."""
         return deepcopy(self)
+
+    def warn(self, note: str) -> None:
+        """Add a note that is shown before everything else."""
+        self.notes.append(note)
+        self.warnings.append(note)
+
+    def warning_lines(self) -> list[str]:
+        """One line for each warning."""
+        return [WARNING + note for note in self.warnings]
+
+    def note_lines(self) -> list[str]:
+        """One line for each note that is no warning."""
+        return [f"note: {note}" for note in self.notes if note not in self.warnings]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -99,6 +114,7 @@ class Report:
             "peak_device_gib": round(max((p.peak for p in self.phases.values()), default=0) / GIB, 3),
             "peak_host_gib": round(host_peak_bytes() / GIB, 3),
             "notes": self.notes,
+            "warnings": self.warnings,
         }
 
     def save(self, path: str | Path) -> None:
@@ -110,8 +126,8 @@ class Report:
         return [f"{key}: {_text(value)}" for key, value in self.settings.items()]
 
     def text(self) -> str:
-        """The phases as a table, one per line, then totals and notes."""
-        lines = []
+        """Warnings, the phases as a table, one per line, then totals and notes."""
+        lines = [f"  {line}" for line in self.warning_lines()]
         for name, p in self.phases.items():
             each = f"  {p.steps} steps of {p.seconds / p.steps:.3f} s" if p.steps else ""
             peak = f"  peak {p.peak / GIB:.2f} GiB" if p.peak else ""
@@ -120,7 +136,7 @@ class Report:
         memory = f"device {totals['peak_device_gib']:.2f} GiB, " if totals["peak_device_gib"] else ""
         host = f"host {totals['peak_host_gib']:.2f} GiB at peak"
         lines.append(f"  {'total':<14}{totals['total_seconds']:>9.2f} s  ({memory}{host})")
-        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  {line}" for line in self.note_lines()]
         return "\n".join([f"report ({totals['device']}):", *lines])
 
 

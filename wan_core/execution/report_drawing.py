@@ -12,12 +12,12 @@ from wan_core.sampling.plan import Expert
 
 
 def draw_report(report: Report, width: int = 960) -> Image.Image:
-    """Phases as bars of seconds with their peak memory, then settings and notes; RGB."""
+    """Warnings, phases as bars of seconds with their peak memory, then settings and notes; RGB."""
     facts = report.as_dict()
     phases: dict[str, dict[str, Any]] = facts["phases"]
-    words = [*report.setting_lines(), *(f"note: {note}" for note in report.notes)]
-    lines = [line for text in words for line in _wrapped(text, 120)]
-    canvas = Canvas(width, 72 + 26 * len(phases) + 40 + 18 * len(lines) + 16)
+    lines = [line for text in (*report.setting_lines(), *report.note_lines()) for line in _wrapped(text, 120)]
+    warnings = [line for text in report.warning_lines() for line in _wrapped(text, 100)]
+    canvas = Canvas(width, 72 + 22 * len(warnings) + 26 * len(phases) + 40 + 18 * len(lines) + 16)
     canvas.text(24, 16, f"{clock(facts['total_seconds'])} in all", size=17)
     memory = f"device {facts['peak_device_gib']:.2f} GiB   " if facts["peak_device_gib"] else ""
     canvas.text(
@@ -25,6 +25,9 @@ def draw_report(report: Report, width: int = 960) -> Image.Image:
     )
     longest = max((phase["seconds"] for phase in phases.values()), default=0) or 1
     y = 60.0
+    for line in warnings:
+        canvas.text(24, y, line, EXPERT_COLOUR["high"], 15, "lm")
+        y += 22
     for name, phase in phases.items():
         expert: Expert | None = next((e for e in ("high", "low") if name.endswith(f" {e}")), None)
         colour = EXPERT_COLOUR[expert] if expert else PHASE_COLOUR

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from wan_core.config.checks import check_picture_size
+
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 Weights = NDArray[np.int32]
 ONE = 2048  # of a weight in fixed point
@@ -38,10 +40,11 @@ def fitted_box(picture: tuple[int, int], size: tuple[int, int]) -> Box:
 
 def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = False, bars: int = 0) -> Pixels:
     """[H, W, 3] fitted into `size` (width, height). by_area: average where it gets smaller, else interpolate always.
-    bars: their grey value."""
+    bars: their grey value. Raises OptionError for a picture that is not read from a file either."""
     rows, columns = pixels.shape[:2]
     if (columns, rows) == size:
         return pixels
+    check_picture_size(columns, rows)
     width, height = size
     box = fitted_box((columns, rows), size)
     average = by_area and width * height < rows * columns
@@ -52,9 +55,11 @@ def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = Fals
 
 
 def fit_covering(pixels: Pixels, size: tuple[int, int]) -> Pixels:
-    """[H, W, 3] scaled (Lanczos) to cover `size` (width, height); what sticks out is cut off, as much on both sides."""
+    """[H, W, 3] scaled (Lanczos) to cover `size` (width, height); what sticks out is cut off, as much on both sides.
+    Raises OptionError as `fit_with_bars` does."""
     if pixels.shape[1::-1] == size:
         return pixels
+    check_picture_size(pixels.shape[1], pixels.shape[0])
     return np.asarray(ImageOps.fit(Image.fromarray(pixels), size, Image.Resampling.LANCZOS))
 
 

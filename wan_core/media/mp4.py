@@ -20,6 +20,7 @@ from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
 
 from wan_core.config import OptionError, check_choice
+from wan_core.config.limits import MAX_SIDE
 from wan_core.config.outputs import check_place, written_beside
 from wan_core.media.sound import Sound
 
@@ -179,6 +180,15 @@ def _add_sound(container: OutputContainer, track: av.AudioStream, sound: Sound, 
     container.mux(track.encode(None))
 
 
+def check_frame_sides(width: int, height: int) -> None:
+    """Raise OptionError for frames that no encoder takes. Call it before they are made."""
+    if max(width, height) > MAX_SIDE:
+        raise OptionError(
+            f"a video of {width}x{height} pixels cannot be written; at most {MAX_SIDE} in each direction can be: make "
+            "it smaller"
+        )
+
+
 def checked_frame(array: np.ndarray, index: int, size: tuple[int, int] | None) -> NDArray[np.uint8]:
     """uint8 [H, W, 3] with even sides, and those of the frames before it. Raises OptionError."""
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
@@ -188,6 +198,7 @@ def checked_frame(array: np.ndarray, index: int, size: tuple[int, int] | None) -
         raise OptionError(f"frame {index} has {width}x{height} pixels, but the first has {size[1]}x{size[0]}")
     if height % 2 or width % 2 or not height or not width:
         raise OptionError(f"a video of {width}x{height} pixels cannot be written as H.264: both must be even")
+    check_frame_sides(width, height)
     return array
 
 

@@ -22,7 +22,8 @@ from av.error import FFmpegError
 from PIL import Image, UnidentifiedImageError
 
 from wan_core.config import OptionError
-from wan_core.config.limits import MAX_FRAME, MAX_PICTURE, MAX_PICTURE_FILE, MAX_VIDEO_FILE, check_file_size
+from wan_core.config.checks import check_file_size, check_picture_size
+from wan_core.config.limits import MAX_FRAME, MAX_PICTURE_FILE, MAX_VIDEO_FILE
 
 # -------------------------------------------------------------------------------------------------- videos and sounds
 
@@ -130,11 +131,7 @@ def open_picture(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
             opened = Image.open(path, formats=[name for name in PICTURES if name in Image.OPEN])
         with opened as picture:
             width, height = picture.size
-            if width * height > MAX_PICTURE:
-                raise OptionError(
-                    f"{path} has {width}x{height} pixels, and at most {MAX_PICTURE // 10**6} million are read: scale"
-                    " it down first"
-                )
+            check_picture_size(width, height, str(path))
             _check_scans(Path(path), picture)
             yield picture
     except OptionError:

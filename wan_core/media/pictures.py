@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wan_core.config import OptionError
+from wan_core.config.limits import MAX_SIDE
 from wan_core.config.outputs import written_beside
 
 
@@ -42,11 +43,13 @@ def save_picture(image: Image.Image, path: str | os.PathLike[str]) -> Path:
 def write_sheet(path: str | os.PathLike[str], frames: NDArray[np.uint8], *, columns: int = 6, gap: int = 4) -> Path:
     """Frames from the first to the last side by side, as one picture.
 
-    frames: uint8 [F, H, W, 3]; `columns` of them are shown, evenly spaced. Small ones are doubled. Raises as
-    `save_picture` does.
+    frames: uint8 [F, H, W, 3]; `columns` of them are shown, evenly spaced, or as many as a picture has room for
+    (`MAX_SIDE`). Small ones are doubled. Raises as `save_picture` does.
     """
-    chosen = frames[np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)]
-    if chosen.shape[1] < 192:
-        chosen = chosen.repeat(2, axis=1).repeat(2, axis=2)
+    height, width = frames.shape[1:3]
+    scale = 2 if height < 192 and 2 * width <= MAX_SIDE else 1
+    room = max(1, (MAX_SIDE + gap) // (scale * width + gap))
+    chosen = frames[np.linspace(0, len(frames) - 1, min(columns, room, len(frames))).round().astype(int)]
+    chosen = chosen.repeat(scale, axis=1).repeat(scale, axis=2)
     padded = np.pad(chosen, ((0, 0), (0, 0), (0, gap), (0, 0)), constant_values=255)
     return save_picture(Image.fromarray(np.concatenate(list(padded), axis=1)[:, :-gap]), path)

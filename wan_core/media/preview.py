@@ -74,7 +74,7 @@ WAN22 = RGBMap(
     (0.0317, -0.0878, -0.1388),
 )
 # The embedded VAE: least squares over the encoded latents of drawn clips (one still square of every pair of colours,
-# 5 frames of 48x48, `media.shapes.draw` with seed 0), each latent pixel against the mean colour of its 4x8x8 pixels.
+# 5 frames of 48x48, `wan_lab.shapes.draw` with seed 0), each latent pixel against the mean colour of its 4x8x8 pixels.
 TINY = RGBMap(
     (
         (0.6392, 0.0052, -0.1591), (-0.0911, 0.0648, 0.1784), (0.3827, 0.1529, -0.7485), (0.2874, -0.1338, 0.0882),

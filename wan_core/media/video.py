@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from wan_core.config import OptionError
-from wan_core.config.limits import MAX_DRIVING, MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_VIDEO
+from wan_core.config.checks import check_picture_size
+from wan_core.config.limits import MAX_DRIVING, MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_SIDE, MAX_VIDEO
 from wan_core.media.opening import open_picture, open_video
 
 STRIP = 256  # rows of a picture that are converted at once, so that the bytes of a large one never exist twice
@@ -108,8 +109,11 @@ def _check_amount(
     """(width, height) of a frame as it is shown. Raises OptionError where one more after `count` is too much, or
     differs in size from the first: [F, H, W, 3] in `shape`."""
     width, height = (frame.height, frame.width) if _quarters(frame) % 2 else (frame.width, frame.height)
-    if not 0 < width * height <= max_frame:
-        raise OptionError(f"{path} has frames of {width}x{height} pixels: 1 to {max_frame} pixels can be read here")
+    if not 0 < width * height <= max_frame or max(width, height) > MAX_SIDE:
+        raise OptionError(
+            f"{path} has frames of {width}x{height} pixels: 1 to {max_frame} pixels can be read here, and at most "
+            f"{MAX_SIDE} in each direction"
+        )
     if count and shape[1:3] != (height, width):
         raise OptionError(f"{path}: frame {count} has {width}x{height} pixels, the first {shape[2]}x{shape[1]}")
     allowed = min(MAX_FRAMES, max_pixels // (width * height))
@@ -161,9 +165,11 @@ def picture_size(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def fit_image(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
-    """Pixels [H, W, 3] in 0..1, scaled and cropped to `size` (width, height) as in `load_image`."""
+    """Pixels [H, W, 3] in 0..1, scaled and cropped to `size` (width, height) as in `load_image`. Raises OptionError for
+    a picture that `load_image` would not read."""
     if (pixels.shape[1], pixels.shape[0]) == tuple(size):
         return pixels
+    check_picture_size(pixels.shape[1], pixels.shape[0])
     image = Image.fromarray((pixels.clip(0, 1) * 255).round().astype(np.uint8))
     return _to_pixels(ImageOps.fit(image, size, Image.Resampling.LANCZOS))
 

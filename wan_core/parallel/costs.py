@@ -211,7 +211,8 @@ def shares_read(plan: Plan, config: DiTConfig, tokens: int) -> dict[float, float
     shares: dict[float, float] = {}
     rest = rest_cost(plan.sparse) / KERNEL
     for step in plan.steps:
-        share = step.forwards / plan.forwards
+        share = (step.forwards - step.passes) / plan.forwards
+        shares[1.0] = shares.get(1.0, 0.0) + step.passes / plan.forwards
         sparse = min(0.99, 1 - step.sparsity + rest) if step.sparsity and rest else 1 - step.sparsity
         for read, part in ((1.0, dense), (sparse, 1 - dense)):
             shares[read] = shares.get(read, 0.0) + share * part

@@ -51,6 +51,7 @@ def load_sharded_dit(path: Path, ranks: RankMesh, dtype: torch.dtype, family: st
     if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
         raise OptionError(f"{checkpoint.describe()}: {why_not_shard(ranks, True, False, True, True)}")
     model = cast(WanModel, empty_module(detected.config)).to(dtype).requires_grad_(False).eval()
+    model.attention_preferences = detected.attention
     shard_blocks(model, ranks)
     model.to_empty(device=ranks.device)
     official_names = {stored: official for official, stored in detected.names.items()}

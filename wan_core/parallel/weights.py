@@ -56,6 +56,7 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
         checkpoint.places if gathers else None,
         readers if gathers else None,
         checkpoint.parts,
+        checkpoint.attention,
     )
 
 

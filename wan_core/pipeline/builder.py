@@ -201,6 +201,7 @@ def load_models(
         model, part, wanted = loaded.pop(name), settings.parts[name], settings.loras.get(name, ())
         if part.lora_mode == "attach" and name in settings.loras:
             apply_loras(model, wanted, part, device)
+        report.notes += [f"{name}: the file {part.part.prefers}"] * bool(part.part.prefers)
         report.notes += [f"{name}: {one.words(part.lora_words)}" for one in wanted]
         graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
         residency.add(name, finish(model, settings, device, graphs=graphs, ranks=ranks), copy=waits.copies(name))
@@ -209,7 +210,7 @@ def load_models(
     if settings.device.type == "cuda" and (reason := fused.why_not(settings.device)) is not None:
         report.notes.append(f"fused kernels: {reason}. {fused.WITHOUT}")
     for note in (*found.notes, *notes_of(settings.loras)):
-        report.notes.append(note)
+        report.warn(note)
         if ranks is None or ranks.rank == 0:
             log.warning("%s", note)
     if found.why:

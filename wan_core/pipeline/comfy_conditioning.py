@@ -15,12 +15,14 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, check_sparse, check_stages, family_of
+from wan_core.models.wan.families.family import Family
 from wan_core.pipeline.model_parts import Experts
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.control import Scales, scale_by_text
+from wan_core.sampling.driving import drive_by_text, with_passes
 from wan_core.sampling.nag import with_nag
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.texts import WHOLE, TextRange, assign_texts
+from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts, number_texts
 
 CONDITIONING: TypeAlias = "list[list[Any]]"
 """[[rows [1, S, text_dim], {...}], ...]"""
@@ -28,31 +30,41 @@ CONDITIONING: TypeAlias = "list[list[Any]]"
 
 class Joined(NamedTuple):
     """What sockets carry, for a run. `plan`: the one given, with the text of each step. `seconds`: that encoding the
-    text took. `notes`: for the report. `latents`: un-normalised, that the run begins with; None for noise."""
+    text took. `notes`: for the report. `latents`: un-normalised, that the run begins with; None for noise. `prompts`:
+    those of `positive` whose encoder says what it encoded."""
 
     plan: Plan
     conditioning: Conditioning
     seconds: float
     notes: list[str]
     latents: Tensor | None
+    prompts: list[str]
 
 
 class Texts(NamedTuple):
     """One CONDITIONING: its texts, where in the run each is used, and what else it carries."""
 
-    rows: list[Tensor]
+    rows: list[Tensor]  # each once
+    entries: list[int]  # of each entry, which of the rows it has
     ranges: list[TextRange]
     extras: Mapping[str, Any]
     seconds: float
     notes: list[str]
-    strengths: list[Scales]  # of the control videos, with each text; nothing where they do not change
+    strengths: list[Scales]  # of the control videos, with each entry; nothing where they do not change
+    driven: list[bool]  # whether each entry comes with a driving video
+    prompts: list[str]  # as far as their encoder says what it encoded
 
 
 def join(
-    positive: CONDITIONING, negative: CONDITIONING, latent: Mapping[str, Any], experts: Experts, plan: Plan
+    positive: CONDITIONING,
+    negative: CONDITIONING,
+    latent: Mapping[str, Any],
+    experts: Experts,
+    plan: Plan,
+    range_shift: float | None = None,
 ) -> Joined:
-    """What the sampler needs of its sockets. Raises OptionError for what does not fit the model, and for what it would
-    not see."""
+    """What the sampler needs of its sockets. range_shift: of a MODEL of ComfyUI, with which ranges of texts are sigmas;
+    None: that of the plan. Raises OptionError for what does not fit the model, and for what it would not see."""
     task, dit = experts.task, experts.dit
     family = family_of(task)
     if plan.sparse is not None:
@@ -63,8 +75,7 @@ def join(
     for given, name in ((positive, "positive"), (negative, "negative")):
         for _, extras in given:
             check_keys(family, name, extras)
-    changing = family.strength_key
-    cond, uncond = (read_texts(*one, dit, changing) for one in ((positive, "positive"), (negative, "negative")))
+    cond, uncond = (read_texts(*one, dit, family) for one in ((positive, "positive"), (negative, "negative")))
     for key in sorted(family.conditioning_keys - family.branch_keys):
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
     if plan.reads_negative:
@@ -72,8 +83,10 @@ def join(
     guided = plan.guided
     if uncond.extras.get(NAG) is not None:  # before texts, of which its steps also take a negative one
         plan = with_nag(plan, uncond.extras[NAG])
-    plan, cond, uncond = plan_texts(plan, cond, uncond, changing)
+    plan, cond, uncond = plan_texts(plan, cond, uncond, family, range_shift)
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
+    if family.driving is not None:
+        plan = with_passes(plan, own=family.driving.own <= inputs["inputs"].keys())
     own = {key: uncond.extras.get(key) for key in family.branch_keys}
     if guided and not all(_equal(cond.extras.get(key), value) for key, value in own.items()):
         other = family.read_conditioning(task, experts.vae, {**cond.extras, **own}, latent)["inputs"]
@@ -92,26 +105,32 @@ def join(
         **inputs,
     )
     notes = [*cond.notes, *(uncond.notes if plan.reads_negative else ())]
-    return Joined(plan, conditioning, cond.seconds or uncond.seconds, notes, latents)
+    return Joined(plan, conditioning, cond.seconds or uncond.seconds, notes, latents, cond.prompts)
 
 
-def plan_texts(plan: Plan, cond: Texts, uncond: Texts, changing: str) -> tuple[Plan, Texts, Texts]:
-    """`plan` with the text of each step, where texts change. Where strengths of control videos (the key `changing`)
-    change with them, each step has these, too, and both prompts have 1. Raises OptionError."""
+def plan_texts(
+    plan: Plan, cond: Texts, uncond: Texts, family: Family, shift: float | None
+) -> tuple[Plan, Texts, Texts]:
+    """`plan` with the text of each step, where texts change. Where strengths of control videos change with them, each
+    step has these, too, and both prompts have 1; where only some entries have a driving video, the other steps do not
+    read it. shift: as for `assign_ranges`. Raises OptionError."""
+    changing = family.strength_key
     if (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
-        plan = assign_texts(plan, cond.ranges, uncond.ranges)
-    if not (cond.strengths or uncond.strengths):
-        return plan, cond, uncond
-    both = [one.strengths or [tuple(one.extras.get(changing) or (1.0,))] * len(one.rows) for one in (cond, uncond)]
-    plan = scale_by_text(plan, *both)
-    ones = {changing: [1.0] * len(both[0][0])}
-    cond, uncond = (one._replace(extras={**one.extras, **ones}) for one in (cond, uncond))
-    return plan, cond, uncond
+        plan = assign_ranges(plan, cond.ranges, uncond.ranges, shift)
+    if family.driving is not None:
+        plan = drive_by_text(plan, cond.driven, uncond.driven, family.driving.keys[0])
+    if cond.strengths or uncond.strengths:
+        both = [
+            one.strengths or [tuple(one.extras.get(changing) or (1.0,))] * len(one.entries) for one in (cond, uncond)
+        ]
+        plan = scale_by_text(plan, *both)
+        ones = {changing: [1.0] * len(both[0][0])}
+        cond, uncond = (one._replace(extras={**one.extras, **ones}) for one in (cond, uncond))
+    return check_texts(number_texts(plan, cond.entries, uncond.entries)), cond, uncond
 
 
-def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, changing: str = "") -> Texts:
-    """The texts of a CONDITIONING called `name`. changing: the key whose values may change with them. Raises
-    OptionError."""
+def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Family) -> Texts:
+    """The texts of a CONDITIONING called `name`, for a model of a family. Raises OptionError."""
     if not conditioning:
         raise OptionError(f"`{name}` has no text: connect a text encode node, an empty text is allowed")
     rows, everything = [one[0] for one in conditioning], [one[1] for one in conditioning]
@@ -132,14 +151,29 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, changing: 
                 f"{len(rows)} texts are combined in `{name}`, and Wan takes one at a time: encode one text, or give "
                 "each a range with ConditioningSetTimestepRange"
             )
+    changing, driving = family.strength_key, () if family.driving is None else family.driving.keys
     strengths = [tuple(extras.get(changing) or ()) for extras in everything]
     changes = len(set(strengths)) > 1
+    driven = [bool(driving) and extras.get(driving[0]) is not None for extras in everything]
     own = {key for extras in everything for key in extras} - {*NEUTRAL, *TIMES} - ({changing} if changes else set())
     for key in sorted(own):
-        check_same(key, [extras.get(key) for extras in everything], f"the texts of `{name}`", missing=True)
+        some = [extras for extras, has in zip(everything, driven, strict=True) if has or key not in driving]
+        check_same(key, [extras.get(key) for extras in some], f"the texts of `{name}`", missing=True)
     seconds = max((e.get("wancore_seconds") or 0.0 for e in everything), default=0.0)
     notes = [note for e in everything for note in e.get("wancore_notes") or ()]
-    return Texts(rows, ranges, everything[0], seconds, list(dict.fromkeys(notes)), strengths if changes else [])
+    first = [next(n for n, other in enumerate(rows) if _equal(one, other)) for one in rows]
+    each = sorted(set(first))
+    return Texts(
+        rows=[rows[n] for n in each],
+        entries=[each.index(n) for n in first],
+        ranges=ranges,
+        extras=everything[driven.index(True) if any(driven) else 0],
+        seconds=seconds,
+        notes=list(dict.fromkeys(notes)),
+        strengths=strengths if changes else [],
+        driven=driven,
+        prompts=[e["wancore_prompt"] for e in everything if e.get("wancore_prompt") is not None],
+    )
 
 
 def check_same(key: str, values: Sequence[Any], where: str, missing: bool = False) -> None:
@@ -201,4 +235,4 @@ def first_latents(plan: Plan, samples: Tensor, known: int) -> Tensor | None:
             "steps need a lower one), or raise start_step; otherwise connect an empty latent (WanCore Empty Latent), "
             "or WanCore Image to Video to start from an image"
         )
-    return None if empty or not plan.from_latents else samples
+    return None if empty else samples

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.config import OptionError, Request
+from wan_core.config.checks import check_picture_size
 from wan_core.config.limits import MAX_DRIVING
 from wan_core.media.fit import Box, Pixels, fit_covering, fit_with_bars
 from wan_core.media.video import fit_image, load_image, picture_size, read_video, video_facts
@@ -61,6 +62,8 @@ def check_given(request: Request, task: Task) -> None:
             raise OptionError(f"--{field} says what of a video is made anew: give --control-video as well")
     if request.outpaint is not None and (request.image or request.last_image):
         raise OptionError("--outpaint and --image given: frames that are known are not as large as the padded video")
+    if request.outpaint is not None and (size := picture_of(request)) is not None:
+        check_picture_size(*size, "--control-video with what --outpaint adds")
     if request.mask is not None:
         picture_size(request.mask) if is_picture(request.mask) else video_facts(request.mask)
     for path in (request.reference, request.image, request.last_image):

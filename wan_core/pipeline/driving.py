@@ -23,7 +23,7 @@ from wan_core.media.fit import Box, Pixels, fit_covering, fit_with_bars, fitted_
 from wan_core.media.sound import read_sound
 from wan_core.media.video import load_image, picture_size, read_video, video_facts
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families import check_begins, family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules, bounced
 from wan_core.models.wan.families.family import Inputs
 from wan_core.models.wan.tasks import Task
@@ -33,6 +33,7 @@ PICTURES = ("reference",)
 VIDEOS = ("pose_video", "face_video", "background", "mask")
 MEDIA = (*PICTURES, *VIDEOS, "control_video", "audio")
 OTHERS = ("outpaint", "camera")  # what drives a video, and is no file
+BEGINS = ("image", "last_image", "from_video", "denoise")  # what a video begins with
 LEAST_SECONDS = 0.1  # of a sound
 STRENGTHS = ("pose_strength", "reference_strength")
 SETTINGS = ("pose_prompt", *STRENGTHS, "face_guidance")
@@ -70,10 +71,7 @@ def check_media(request: Request, task: Task) -> None:
         raise OptionError(f"{task.name} makes a video of a {names}: give {' and '.join(missing)}")
     if rules.together and len({field in given for field in rules.together}) > 1:
         raise OptionError(f"only one of {' and '.join(map(option, rules.together))} given: give both, or neither")
-    for field in ("image", "last_image", "from_video", "denoise"):
-        if getattr(request, field) is not None and field not in takes:
-            own = ": its picture is --reference" if "reference" in rules.needs else ": leave it out"
-            raise OptionError(f"{task.name} takes no {option(field)}{own}")
+    check_begins(task, [field for field in BEGINS if getattr(request, field) is not None])
 
 
 def with_settings(request: Request, inputs: Inputs, pose_context: Tensor | None) -> Inputs:
@@ -100,8 +98,6 @@ def driven_size(request: Request, task: Task, rules: MediaRules, multiple: int) 
         path = getattr(request, rules.length_of)
         raise OptionError(f"{path} has {most} frames, and {request.frames} are asked for: use fewer")
     frames = most if request.frames is None else request.frames
-    if frames < 1:
-        raise OptionError(f"{frames} frames given; a video has at least 1")
     if request.width is not None and request.height is not None:
         width, height = request.width, request.height
     elif rules.size_of == "pose_video":

@@ -179,7 +179,7 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
             per_token=per_token + slope_factor(found.dit.num_heads, found.dit.head_dim, plan.sparse),
             itemsize=itemsize,
             guided=plan.reads_negative,
-            residuals=residual_bytes(plan, B * found.dit.tokens(sum(sizes), Y, X), found.dit.dim, itemsize),
+            residuals=residual_bytes(plan, B * found.dit.most_tokens(sum(sizes), Y, X), found.dit.dim, itemsize),
             batched=workload.batched,
             image=workload.image,
         )

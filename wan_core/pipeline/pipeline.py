@@ -35,6 +35,7 @@ from wan_core.pipeline.builder import Models, load_models
 from wan_core.pipeline.clips import ClipRun, condition, given_to, load_clip_media
 from wan_core.pipeline.embedded import never_seen
 from wan_core.pipeline.images import decode_latents, encode_images, load_video, pixels_to_video
+from wan_core.pipeline.large_video import check_tensor, size_notes
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
@@ -189,8 +190,11 @@ class Pipeline:
                 self.report.settings["guidance_mode"], why = apart
                 job = replace(job, batched=False, batched_why=why)
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
-        for note in never_seen(job):
+        for note in [*never_seen(job), *size_notes(job.task, models.vae_config, job.width, job.height)]:
             self.warn(note)
+        if models.ranks is None:
+            dit, itemsize = models.dit_config, models.settings.dtype.itemsize
+            check_tensor("an activation", (job.tokens, dit.dim), itemsize, models.device)
         if job.plan.sparse is not None:
             check_kernel(job.plan.sparse, models.attention, models.device, models.dit_config.head_dim, job.tokens)
         return job
@@ -263,7 +267,7 @@ class Pipeline:
 
     def warn(self, note: str) -> None:
         """A note of the report that a user should see before the run."""
-        self.report.notes.append(note)
+        self.report.warn(note)
         if self.models.ranks is None or self.models.ranks.rank == 0:
             log.warning("%s", note)
 

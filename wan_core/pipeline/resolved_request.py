@@ -10,27 +10,24 @@ from typing import Any
 
 from torch import Tensor
 
-from wan_core.config import OptionError, Request, check_size
-from wan_core.config.windows import check_one_way
+from wan_core.config import OptionError, Request
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import check_sparse, check_stages, family_of
+from wan_core.models.wan.families import check_begins, family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules
-from wan_core.models.wan.families.long_video import LongVideo, cut_video
+from wan_core.models.wan.families.long_video import LongVideo
 from wan_core.models.wan.tasks import Task
 from wan_core.pipeline.control_media import given_size
-from wan_core.pipeline.driving import MEDIA, OTHERS, SETTINGS, check_media, driven_size
-from wan_core.sampling.cache.skipping import skip_forwards, skip_words
+from wan_core.pipeline.driving import BEGINS, MEDIA, OTHERS, SETTINGS, check_media, driven_size
+from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
+from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
-from wan_core.sampling.context_windows import with_windows
-from wan_core.sampling.control import control_words, with_control
+from wan_core.sampling.control import control_words
 from wan_core.sampling.denoise import choose_batched
-from wan_core.sampling.nag import nag_words, with_nag
+from wan_core.sampling.nag import nag_words
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.presets import preset_plan
-from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.start import Start
 from wan_core.sampling.window import Window
 
@@ -132,63 +129,31 @@ def make_job(
     other expert, if there is one. loras: files on either of them. streamed: blocks come from host memory for every
     forward.
     """
-    files = [path for path in (*loras, checkpoint, low) if path is not None]
-    plan = preset_plan(
-        request.preset,
-        files,
-        task=task.name,
-        steps=request.steps,
-        shift=request.shift,
-        boundary=request.boundary,
-        guidance_high=request.guidance_high,
-        guidance_low=request.guidance_low,
-        solver=request.solver,
-        window=None if request.from_video is None else Window(denoise=strength(request)),
-    )
+    if request.from_video is not None:
+        strength(request)
     _check_images(request, task)
     width, height, frames, fps = size_of_video(request, task, dit, vae)
-    check_one_way(request.windows, request.clip_frames, request.overlap)
-    if request.windows is not None:
-        plan = with_windows(plan, request.windows, (frames - 1) // vae.temporal_stride + 1)
-    plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
-    if plan.sparse is not None:
-        check_sparse(task)
-    if plan.stages:
-        check_stages(task)
-    plan = plan if request.nag is None else with_nag(plan, request.nag)
-    plan = plan if request.control is None else with_control(plan, request.control)
-    if request.from_video is not None and not plan.from_latents:
-        raise OptionError(
-            f"denoise {strength(request):g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
-        )
-    long, beside = cut(request, task, frames)
-    longest = long.clips[0].frames
-    check_size(width, height, longest, multiple=vae.spatial_stride * dit.patch_size[1], temporal=vae.temporal_stride)
-    T, Y, X = (
-        (longest - 1) // vae.temporal_stride + 1 + long.leading,
-        height // vae.spatial_stride,
-        width // vae.spatial_stride,
-    )
-    seen = max(plan.window_sizes(T)) + beside
-    tokens = dit.tokens(seen, Y, X)
-    plan = with_costs(plan, dit, (seen, Y, X))
-    batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
+    facts = ModelFacts(task=task, dit=dit, vae=vae, high=checkpoint, low=low, loras=tuple(loras))
+    video = build_plan(plan_request(request, task, width, height, frames), facts)
+    assert video.tokens is not None
+    few = streamed and video.tokens <= TRANSFER_TOKENS
+    batched, why = choose_batched(request.guidance_mode, video.plan, video.tokens, streamed=few)
     return Job(
         request=request,
         task=task,
-        plan=plan,
+        plan=video.plan,
         negative_prompt=task.negative_prompt if request.negative_prompt is None else request.negative_prompt,
         width=width,
         height=height,
         frames=frames,
         fps=fps,
-        latent_shape=(1, vae.z_dim, T, Y, X),
-        tokens=tokens,
+        latent_shape=(1, vae.z_dim, *video.latents),
+        tokens=video.tokens,
         batched=batched,
         batched_why=why,
-        clips=long.clips,
+        clips=video.long.clips,
         media=family_of(task).media,
-        leading=long.leading,
+        leading=video.long.leading,
     )
 
 
@@ -203,7 +168,7 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
         width, height, frames, fps = size_of(request, task, media, multiple)
     picture = picture_size(request.image) if request.image is not None and media is None else None
     if request.from_video is not None:
-        columns, rows, count = video_size(request.from_video, frames)
+        columns, rows, count = video_size(request.from_video, max(1, frames))
         picture = columns, rows
         if request.frames is None:
             frames = (count - 1) // vae.temporal_stride * vae.temporal_stride + 1
@@ -218,17 +183,34 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
     return width, height, frames, fps
 
 
-def cut(request: Request, task: Task, frames: int) -> tuple[LongVideo, int]:
-    """The clips of a video of so many frames, and how many frames of tokens the transformer adds. Raises
-    OptionError."""
+def plan_request(request: Request, task: Task, width: int, height: int, frames: int) -> PlanRequest:
+    """What of a request decides its plan, for a video of this size."""
     media = family_of(task).media
-    front = beside = 0
-    if media is not None:
-        front = sum(getattr(request, field) is not None for field in media.front)
-        beside = sum(getattr(request, field) is not None for field in media.beside)
-    from_noise = request.last_image is None and request.from_video is None
-    long = cut_video(task, frames, request.clip_frames, request.overlap, from_noise=from_noise)
-    return replace(long, leading=long.leading + front), beside
+    front = 0 if media is None else sum(getattr(request, field) is not None for field in media.front)
+    beside = 0 if media is None else sum(getattr(request, field) is not None for field in media.beside)
+    return PlanRequest(
+        preset=request.preset,
+        steps=request.steps,
+        shift=request.shift,
+        boundary=request.boundary,
+        guidance_high=request.guidance_high,
+        guidance_low=request.guidance_low,
+        solver=request.solver,
+        part=None if request.from_video is None else Window(denoise=strength(request)),
+        skip=request.skip,
+        windows=request.windows,
+        nag=request.nag,
+        control=request.control,
+        image=request.image is not None,
+        width=width,
+        height=height,
+        frames=frames,
+        clip_frames=request.clip_frames,
+        overlap=request.overlap,
+        from_noise=request.last_image is None and request.from_video is None,
+        front=front,
+        beside=beside,
+    )
 
 
 def given(value: int | None, default: int) -> int:
@@ -252,10 +234,7 @@ def _check_images(request: Request, task: Task) -> None:
         raise OptionError(f"denoise {request.denoise:g} given without a video to start from: give --from-video as well")
     if task.image == "channels" and not image:
         raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
-    if image and task.image == "none":
-        raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
-    if request.last_image and task.image != "channels":
-        raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
+    check_begins(task, [field for field in BEGINS if getattr(request, field) is not None])
     for path in (request.image, request.last_image):
         if path is not None:
             picture_size(path)  # a picture that cannot be read is found now

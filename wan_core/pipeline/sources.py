@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint import Checkpoint, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
+from wan_core.checkpoint.attention_preferences import preference_note
 from wan_core.checkpoint.detect import Config, Detected, Kind, parameter_count
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.random import random_module
@@ -268,6 +269,7 @@ def recognise(
         packed=packed_size(checkpoint, found),
         quantized_parameters=sum(prod(info.shape) for info in quantized),
         int8_parameters=sum(prod(info.shape) for info in quantized if info.packing == row_format(info.shape[-1])),
+        prefers=preference_note(found.attention),
     )
 
 
@@ -348,7 +350,8 @@ def random_part(config: Config, seed: int) -> Part:
 def different_experts(high: Part, low: Part) -> OptionError:
     numbers = difference(cast(DiTConfig, high.config), cast(DiTConfig, low.config))
     return OptionError(
-        f"the experts differ: {numbers} (high is {high.source}, low is {low.source}). Use the two files of one model."
+        f"use the two files of one model: {high.source} and {low.source} are of two. In numbers, the experts differ: "
+        f"{numbers} (high is {high.source}, low is {low.source})"
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.sampling.cutting import cut_plan
+from wan_core.sampling.driving import with_passes
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.window import Window
 
@@ -90,7 +91,7 @@ def check_chords(plan: Plan, ranks: int) -> Stretches:
 def stretch_plan(plan: Plan, stretches: Stretches, rank: int) -> Plan:
     """The steps of `rank` as a plan of their own."""
     window = Window(start=stretches.starts[rank], end=stretches.end(rank), leftover=True)
-    return cut_plan(replace(plan, window=window))
+    return with_passes(cut_plan(replace(plan, window=window)))
 
 
 def euler_step(x: Tensor, velocity: Tensor, sigma: float, sigma_next: float) -> Tensor:

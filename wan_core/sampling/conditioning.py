@@ -90,12 +90,17 @@ def as_wide(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [widened(one) for one in tensors]
 
 
-def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:
-    """Zeros [1, C, T, Y, X] for a video of this size. Raises OptionError for a size that the model cannot make."""
+def latent_shape(config: VAEConfig, width: int, height: int, frames: int) -> tuple[int, int, int, int, int]:
+    """[1, C, T, Y, X] of a video of this size. Raises OptionError for a size that the model cannot make."""
     stride = config.spatial_stride
     check_size(width, height, frames, multiple=2 * stride, temporal=config.temporal_stride)  # patches of 2 x 2 latents
     T = (frames - 1) // config.temporal_stride + 1
-    return torch.zeros(1, config.z_dim, T, height // stride, width // stride)
+    return 1, config.z_dim, T, height // stride, width // stride
+
+
+def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:
+    """Zeros of `latent_shape`."""
+    return torch.zeros(latent_shape(config, width, height, frames))
 
 
 def size_for_image(width: int, height: int, area: int, multiple: int) -> tuple[int, int]:

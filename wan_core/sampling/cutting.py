@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from wan_core.config.checks import OptionError
 from wan_core.sampling.plan import Branch, Plan, Step, step_numbers
 
 
@@ -25,13 +26,21 @@ def cut_plan(plan: Plan) -> Plan:
     return replace(plan, window=None, steps=without_lost_sources(steps), before=before, from_latents=from_latents)
 
 
+def check_strength(plan: Plan, denoise: float) -> None:
+    """Raise OptionError where `plan`, cut for video-to-video of this strength, begins with noise alone."""
+    if not plan.from_latents:
+        raise OptionError(
+            f"denoise {denoise:g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
+        )
+
+
 def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """`steps`, in which forwards run whose residual or difference of the branches would come from none of them."""
     found: list[Step] = []
     computed: dict[Branch, int] = {}
     both = False
     for step in steps:
-        if found and (found[-1].expert, found[-1].size) != (step.expert, step.size):
+        if found and (found[-1].expert, found[-1].kind) != (step.expert, step.kind):
             computed, both = {}, False
         if step.delta and not both:
             step = replace(step, delta=False, branches=("cond", "uncond"))

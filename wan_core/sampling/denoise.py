@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.config import NagOptions, UserError
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import ForwardInfo
@@ -59,7 +60,7 @@ class Progress:
     latents: Tensor  # normalised, at step.sigma_next
     velocity: Tensor  # predicted at step.sigma
     plan: Plan
-    forwards: int  # runs of all blocks in this step
+    forwards: int  # runs of all blocks in this step, and over a driving video before it
     clip: tuple[int, int] = (1, 1)  # of a long video: which one, from 1, of how many
     later: float = 0.0  # later clips take so many forwards of this one
 
@@ -127,7 +128,7 @@ def denoise(
             # Sparse attention orders the tokens around everything else; residuals are kept in that order.
             with sparse_attention(model, plan, run, tuple(x.shape[2:])), residuals(model, run):
                 for step in run:
-                    retried(partial(guided.use_texts, step.texts), again)
+                    retried(partial(guided.prepare, step), again)
                     if ahead is not None and following is not None and step.index == last[0]:
                         ahead(expert, following[0].expert, last[1])
                     velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), again)
@@ -204,36 +205,42 @@ class Guided:
         self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
         device, nag = next(iter(model.parameters())).device, plan.nag
         self.nag_numbers = None if nag is None else nag_numbers(nag, device)
-        self.prepared: tuple[int, int] | None = None
-        self.use_texts(phase[0].texts)
+        self.driving = family_of(model.config).driving
+        self.prepared: tuple[tuple[int, int], bool] | None = None
+        self.passes = 0  # forwards over driving videos since the last step
+        self.prepare(phase[0])
         self.adaptive = None
         if plan.adaptive is not None and any(step.action == "adaptive" for step in phase):
             self.adaptive = Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
 
-    def use_texts(self, numbers: tuple[int, int]) -> None:
-        """Prepare these texts of the prompt and the negative prompt, unless they are: once for a phase, and again where
-        a text changes."""
-        if numbers == self.prepared:
+    def prepare(self, step: Step) -> None:
+        """Prepare the texts of a step and what drives its video, unless they are: once for a phase, and again where a
+        text changes or the driving video is read or not."""
+        if self.prepared == (step.texts, step.undriven):
             return
         if self.prepared is not None:
             del self.both, self.text, self.nag_text  # keys and values of all blocks: make room for the next
             self.prepared = None
-        rows = [self.conditioning.text(branch, number) for branch, number in zip(self.named, numbers, strict=False)]
+        texts = zip(self.named, step.texts, strict=False)
+        rows = [self.conditioning.text(branch, number) for branch, number in texts]
         features = self.conditioning.image_features  # [1 or B, N, D]; both branches see the image
         if features is not None:
             features = features.expand(self.batch, -1, -1).repeat(len(rows), 1, 1)
         # cond before uncond along the batch
         own = self.conditioning.family_inputs(self.named, self.batch)
+        if step.undriven and self.driving is not None:
+            own = {name: value for name, value in own.items() if name not in self.driving.inputs}
         self.both = self.model.prepare_text(stack_text(rows, self.batch), features, **own)
         self.text = {"cond": self.both.rows(0, self.batch), "uncond": self.both.rows(self.batch, 2 * self.batch)}
         self.nag_text = None
         if self.nag_numbers is not None and len(rows) == 2:
             self.nag_text = self.text["cond"].with_negative(self.text["uncond"], self.nag_numbers)
-        self.prepared = numbers
+        self.passes += self.both.passes and max(1, self.both.passes // self.batch)
+        self.prepared = step.texts, step.undriven
 
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
-        """float32 [B, C, T, Y, X], and how many forwards ran; guidance arithmetic in float32, because it amplifies a
-        difference."""
+        """float32 [B, C, T, Y, X], and how many forwards of a video ran, with those that `prepare` took; guidance
+        arithmetic in float32, because it amplifies a difference."""
         size, conditioning = self.resolution.of(step, x, self.model.config.patch_size[1:])
         seen = x if size is None else hold_known(size.sample(x, step.sigma), conditioning)
         inputs, time = model_inputs(seen, timestep, conditioning)
@@ -245,7 +252,8 @@ class Guided:
         velocity = self.resolution.whole(x, seen, self.guide(found, step), step, size)
         if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
             self.adaptive.note(step, found["cond"])
-        return velocity, (len(found) - len(skipped)) * step.runs
+        passes, self.passes = self.passes, 0
+        return velocity, (len(found) - len(skipped)) * step.runs + passes
 
     def guide(self, found: dict[Branch, Tensor], step: Step) -> Tensor:
         """The guided velocity, of the velocity of each branch."""

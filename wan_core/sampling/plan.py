@@ -65,7 +65,7 @@ class Step:
     order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
     delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
     sparsity: float = 0.0  # share of the key blocks that attention does not read
-    cost: float = 1.0  # estimated time of a forward, relative to one with dense attention
+    cost: float = 1.0  # estimated time of a forward (the mean of all), relative to one with dense attention
     texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
@@ -73,11 +73,14 @@ class Step:
     scale: float = 1.0  # of the video's width and height at which the model runs
     own_positions: bool = False  # at a smaller scale: rotary positions are not spaced as the video's
     windows: tuple[tuple[int, ...], ...] = ()  # latent frames that each forward of a branch predicts; (): one does all
+    passes: int = 0  # forwards over a driving video before this step (Animate-2)
+    undriven: bool = False  # the driving video is not read
+    evaluations: int = 1  # how often ComfyUI's samplers evaluate the model in this step
 
     @property
-    def size(self) -> tuple[float, bool]:
-        """Steps of one size can use what is kept of each other's forwards."""
-        return self.scale, self.own_positions
+    def kind(self) -> tuple[float, bool, bool]:
+        """Steps of one kind can use what is kept of each other's forwards."""
+        return self.scale, self.own_positions, self.undriven
 
     @property
     def finishes(self) -> bool:
@@ -91,23 +94,30 @@ class Step:
 
     @property
     def runs(self) -> int:
-        """Forwards that one branch takes: one for each context window."""
-        return max(1, len(self.windows))
+        """Forwards that one branch takes: one for each context window, in each evaluation."""
+        return max(1, len(self.windows)) * self.evaluations
 
     @property
     def forwards(self) -> int:
-        """Forwards of batch 1; for adaptive steps the upper limit."""
-        return self.computed * self.runs
+        """Forwards of batch 1, those over a driving video among them; for adaptive steps the upper limit."""
+        return self.computed * self.runs + self.passes
+
+    @property
+    def unskipped(self) -> int:
+        """Forwards of batch 1 where no branch is skipped."""
+        return len(self.branches) * self.runs
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings; what few plans use (texts, marks, sizes) only where it is used."""
         texts = {"texts": list(self.texts)} if any(self.texts) else {}
-        marks = ("correction", "nag", "own_positions")
+        marks = ("correction", "nag", "own_positions", "undriven")
         used: dict[str, Any] = {name: True for name in marks if getattr(self, name)}
         used |= {} if self.scale == 1 else {"scale": self.scale}
+        used |= {} if self.evaluations == 1 else {"evaluations": self.evaluations}
         used |= {} if self.control is None else {"control": list(self.control)}
         used |= {} if not self.windows else {"windows": [list(window) for window in self.windows]}
-        rare = ("texts", "scale", "control", "windows", *marks)
+        used |= {} if not self.passes else {"passes": self.passes}
+        rare = ("texts", "scale", "control", "windows", "passes", "evaluations", *marks)
         fields = {name: value for name, value in asdict(self).items() if name not in rare}
         return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts, **used}
 
@@ -120,7 +130,9 @@ class Step:
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
         control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
         windows = f", {len(self.windows)} windows" if self.windows else ""
-        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{windows}"
+        driving = f", {self.passes} over the driving video" if self.passes else ", undriven" * self.undriven
+        often = "" if self.evaluations == 1 else f", {self.evaluations} evaluations"
+        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{windows}{driving}{often}"
 
 
 def step_numbers(steps: Sequence[Step]) -> list[int]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wan_core.config import OptionError
-from wan_core.config.checks import meant_hint
+from wan_core.config.checks import check_file_size, meant_hint
 from wan_core.config.command import command
-from wan_core.config.limits import MAX_JSON, check_file_size
+from wan_core.config.limits import MAX_JSON
 
 FORMAT = "wancore-preset/1"
 SUFFIX = ".preset.json"

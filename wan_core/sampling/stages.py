@@ -87,8 +87,8 @@ def at_stage(step: Step, stage: StageOptions, boundary: float) -> Step:
 
 
 def runs(steps: Sequence[Step]) -> list[list[Step]]:
-    """Steps of one size that follow each other."""
-    return [list(run) for _, run in groupby(steps, lambda step: step.size)]
+    """Steps of one kind (size, and with or without a driving video) that follow each other."""
+    return [list(run) for _, run in groupby(steps, lambda step: step.kind)]
 
 
 def size_words(run: Sequence[Step]) -> str:

@@ -1,7 +1,8 @@
 """Texts that change during a run: which step attends to which, as numbers in the plan.
 
 A text may be for a range of the run, in shares from 0 (the start, all noise) to 1 (the end). A share is a sigma as in
-ComfyUI (`ModelSamplingDiscreteFlow.percent_to_sigma`): the sigma that the schedule has at 1 - share before the shift.
+ComfyUI (`ModelSamplingDiscreteFlow.percent_to_sigma`): what the shift of the MODEL makes of 1 - share, whatever sigmas
+the run has. A text is used where its range, rounded to float32 as sigmas are, has the sigma at which a step begins.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from wan_core.config import OptionError
 from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.schedules import float32
 
 NEAR = 1e-4  # ranges that end and begin so near to each other follow one another without a gap
 
@@ -48,36 +50,60 @@ def sigma_at(share: float, shift: float) -> float:
     return shift * left / (1 + (shift - 1) * left)
 
 
-def assign_texts(plan: Plan, positive: Sequence[TextRange], negative: Sequence[TextRange]) -> Plan:
-    """`plan` in which every step says which of the prompt's and of the negative prompt's texts it attends to.
+def assign_texts(
+    plan: Plan, positive: Sequence[TextRange], negative: Sequence[TextRange], shift: float | None = None
+) -> Plan:
+    """As `assign_ranges`, with a text for each range. Raises as `check_texts`, too."""
+    return check_texts(assign_ranges(plan, positive, negative, shift))
 
-    At a step on the border of two ranges the later one counts. Raises OptionError where a step has no text or several,
-    and where forwards are skipped while a text changes: what is kept of a forward belongs to its text.
+
+def assign_ranges(
+    plan: Plan, positive: Sequence[TextRange], negative: Sequence[TextRange], shift: float | None = None
+) -> Plan:
+    """`plan` in which every step says which of the prompt's and of the negative prompt's ranges it is in.
+
+    shift: of the MODEL, which makes sigmas of shares; None: that of the plan. At a step on the border of two ranges the
+    later one counts. Raises OptionError where a step has no text or several.
     """
     steps: list[Step] = []
+    shift = plan.shift if shift is None else shift
     for phase in plan.phases:
         guided = any("uncond" in step.branches or step.nag for step in phase)
         for step in phase:
-            uncond = range_of(step, plan.shift, negative, "negative") if guided else 0
-            steps.append(replace(step, texts=(range_of(step, plan.shift, positive, "positive"), uncond)))
-    assigned = replace(plan, steps=tuple(steps))
-    for phase in assigned.phases:
+            uncond = range_of(step, shift, negative, "negative") if guided else 0
+            steps.append(replace(step, texts=(range_of(step, shift, positive, "positive"), uncond)))
+    return replace(plan, steps=tuple(steps))
+
+
+def number_texts(plan: Plan, positive: Sequence[int], negative: Sequence[int]) -> Plan:
+    """`plan` with the texts of its ranges. positive, negative: the text of each range."""
+    steps = (replace(step, texts=(positive[step.texts[0]], negative[step.texts[1]])) for step in plan.steps)
+    return replace(plan, steps=tuple(steps))
+
+
+def check_texts(plan: Plan) -> Plan:
+    """`plan` itself. Raises OptionError where forwards are skipped while a text changes: what is kept of a forward
+    belongs to its text."""
+    for phase in plan.phases:
         changes = len({step.texts for step in phase}) > 1
         if changes and any(step.skipped or step.delta for step in phase):
             raise OptionError(
                 f"the text changes during the steps of the {phase[0].expert}-noise expert, and some of them reuse what "
                 "was computed for the text before: leave out step caching and the guidance schedule, or use one text"
             )
-    return assigned
+    return plan
 
 
 def range_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str, kind: str = "text") -> int:
     """Which of `ranges` a step is in. kind: what they are of. Raises OptionError unless it is one."""
 
     def at(share: float) -> float:
-        return sigma_at(share, shift)
+        return float32(sigma_at(share, shift))
 
-    inside = [n for n, (start, end) in enumerate(ranges) if at(end + NEAR) <= step.sigma <= at(start - NEAR)]
+    def inside_of(slack: float) -> list[int]:
+        return [n for n, (start, end) in enumerate(ranges) if at(end + slack) <= step.sigma <= at(start - slack)]
+
+    inside = inside_of(0.0) or inside_of(NEAR)
     if len(inside) > 1:
         inside = [n for n in inside if step.sigma > at(ranges[n].end - NEAR)]
     if len(inside) != 1:

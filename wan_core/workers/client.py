@@ -298,6 +298,7 @@ def add_report(report: Report, data: Mapping[str, Any]) -> None:
     report.workers = report.workers or other.workers
     report.settings |= other.settings
     report.notes += other.notes
+    report.warnings += other.warnings
     for name, phase in other.phases.items():
         if name in report.phases:
             phase.seconds += report.phases[name].seconds

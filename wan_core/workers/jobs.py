@@ -51,7 +51,7 @@ from wan_core.sampling.sparsity.run import check_kernel, ring_note
 from wan_core.sampling.sparsity.schedule import step_tokens
 from wan_core.sampling.start import Leftover
 from wan_core.workers.experts import LoadedExperts
-from wan_core.workers.rank import BLOCKS_BETWEEN_CHECKS, BetweenBlocks, Rank
+from wan_core.workers.rank import BetweenBlocks, Rank, agreements
 from wan_core.workers.wire import LEFT, load_options_from, plan_from, prefixed, report_data, request_from, start_from
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
@@ -128,7 +128,7 @@ class Jobs:
         def keep(latents: Tensor) -> None:
             self.keep(header["keep"], latents, job.fps, pipe.report)
 
-        between = self.between_blocks(choice.mesh, found.dit)
+        between = BetweenBlocks(self.rank, agreements(job.plan, choice.mesh, found.dit.num_layers))
         made = pipe.generate(
             request,
             on_job=on_job,
@@ -176,7 +176,7 @@ class Jobs:
         given = Conditioning.of({name: value.to(self.rank.device) for name, value in tensors.items()})
         models.wait_for_kernels(report)
         self.phase("denoise")
-        between = self.between_blocks(choice.mesh, found.dit)
+        between = BetweenBlocks(self.rank, agreements(plan, choice.mesh, found.dit.num_layers))
         left: list[Leftover] = []
         latents = sample_latents(
             plan,
@@ -315,12 +315,6 @@ class Jobs:
         self.rank.progress(name)
         self.rank.raise_if_interrupted()
         self.rank.send({"kind": "event", "name": "phase", "phase": name})
-
-    def between_blocks(self, mesh: Mesh, dit: DiTConfig) -> BetweenBlocks:
-        """For one run on `mesh`: stops all ranks at the same block if the user wants that."""
-        inside = mesh.layers == mesh.time == 1
-        per_step = dit.num_layers // BLOCKS_BETWEEN_CHECKS if mesh.cfg > 1 and inside else 0
-        return BetweenBlocks(self.rank, per_step, inside=inside)
 
     def on_step(self, between: BetweenBlocks, preview: bool = False) -> OnStep:
         """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.

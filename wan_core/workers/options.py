@@ -66,14 +66,16 @@ def most_cpu_workers() -> int:
 def parse_devices(text: str, gpus: int, *, cpu: bool = True) -> tuple[str, ...]:
     """The devices that `text` names: `auto` or `all` (every GPU), how many, or a list like `0,1`, `cuda:2,cuda:3`,
     `cpu,cpu`. gpus: how many this machine has. cpu: whether workers on the CPU are allowed. Raises OptionError."""
-    given = text.strip().lower()
+    given, try_it = text.strip().lower(), "name the devices cpu,cpu to try it"
+    if not cpu:
+        try_it += f", with ComfyUI started with the environment variable {ALLOW_CPU}=1"
     if given in ("auto", "all"):
         if not gpus:
-            raise OptionError("torch finds no NVIDIA GPU here: name the devices, for example cpu,cpu to try it")
+            raise OptionError(f"torch finds no NVIDIA GPU here: {try_it}")
         return tuple(f"cuda:{i}" for i in range(gpus))
     if given.isdecimal():
         if len(given) > 6 or not 1 <= int(given) <= gpus:
-            advice = "give at most as many, or a list of devices (0,2)" if gpus else "name cpu,cpu to try it"
+            advice = "give at most as many, or a list of devices (0,2)" if gpus else try_it
             raise OptionError(f"{given[:20]} GPUs given, and torch finds {gpus} here: {advice}")
         return tuple(f"cuda:{i}" for i in range(int(given)))
     names = [name.strip() for name in given.split(",")]

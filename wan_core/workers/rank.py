@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -20,7 +20,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError
+from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.pace import BlockChecks
+from wan_core.sampling.plan import Plan
 from wan_core.workers.control import Channel, connect, unpack_tensors
 from wan_core.workers.faults import EXIT_FAILED, Interrupted, describe_fault, write_error_file
 from wan_core.workers.heartbeat import Heartbeat, publish_failure
@@ -144,37 +146,51 @@ class Rank:
             os._exit(EXIT_FAILED)
 
 
-class BetweenBlocks(BlockChecks):
-    """All ranks stop at the same block: after every `BLOCKS_BETWEEN_CHECKS` blocks they agree whether to.
+def agreements(plan: Plan, mesh: Mesh, blocks: int) -> tuple[int, ...]:
+    """How often all ranks of `mesh` agree within each step of `plan`, of models of so many blocks, before they agree at
+    its end: after every `BLOCKS_BETWEEN_CHECKS` blocks of the rank that runs most of them, never where ranks run
+    different blocks or steps at a time."""
+    if mesh.layers > 1 or mesh.time > 1:
+        return (0,) * len(plan.steps)
+    counts = [step.runs * (min(1, step.computed) if mesh.cfg > 1 else step.computed) for step in plan.steps]
+    return tuple(count * blocks // BLOCKS_BETWEEN_CHECKS for count in counts)
 
-    Ranks that split guidance may run different numbers of blocks in a step: one branch is skipped, or there is none.
-    They agree as often all the same, because an agreement takes all ranks: the rest before they exchange velocities.
+
+class BetweenBlocks(BlockChecks):
+    """All ranks stop at the same block: they agree whether to as often as `agreements` says, and at the end of a step.
+
+    An agreement takes all ranks, and ranks may run different numbers of blocks in a step: those that split guidance
+    where one branch is skipped or is none, all of them where an adaptive cache or a batch needs fewer than the plan
+    allows. What a rank has not asked after its blocks it asks before it exchanges velocities, or at the end of the
+    step.
     """
 
-    def __init__(self, rank: Rank, per_step: int, inside: bool = True) -> None:
-        """per_step: agreements in a step where guidance is split, 0 where all ranks run the same blocks. inside: False
-        where ranks run different blocks or steps at a time: they agree at the end of a step alone."""
+    def __init__(self, rank: Rank, due: Sequence[int]) -> None:
+        """due: `agreements` of the plan, which may be walked several times."""
         super().__init__()
-        self.rank, self.per_step, self.inside = rank, per_step, inside
-        self.blocks = self.agreed = 0  # in this step
+        self.rank, self.due = rank, due
+        self.step = self.blocks = self.agreed = 0  # blocks and agreements in this step
 
     def after_block(self) -> None:
         """Raise Interrupted on all ranks if the program stopped the request."""
         self.blocks += 1
-        if self.inside and self.blocks % BLOCKS_BETWEEN_CHECKS == 0:
-            self.agreed += 1
-            self.rank.raise_if_interrupted()
+        if self.blocks % BLOCKS_BETWEEN_CHECKS == 0 and self.agreed < self.due[self.step]:
+            self._agree()
 
     def skip_steps(self, steps: int) -> None:
         for _ in range(steps):
-            self.end_step()
+            self.rank.raise_if_interrupted()
 
     def before_exchange(self) -> None:
-        while self.agreed < self.per_step:
-            self.agreed += 1
-            self.rank.raise_if_interrupted()
+        while self.agreed < self.due[self.step]:
+            self._agree()
 
     def end_step(self) -> None:
         """As `after_block`, at the end of every step."""
-        self.blocks = self.agreed = 0
+        self.before_exchange()
+        self.step, self.blocks, self.agreed = (self.step + 1) % len(self.due), 0, 0
+        self.rank.raise_if_interrupted()
+
+    def _agree(self) -> None:
+        self.agreed += 1
         self.rank.raise_if_interrupted()

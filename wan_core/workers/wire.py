@@ -122,10 +122,12 @@ def report_data(report: Report) -> dict[str, Any]:
         "settings": report.settings,
         "phases": {name: asdict(phase) for name, phase in report.phases.items()},
         "notes": report.notes,
+        "warnings": report.warnings,
     }
 
 
 def report_from(data: Mapping[str, Any]) -> Report:
     """A report that the ranks sent. It continues with the clock of this process and uses no GPU."""
     phases = {name: Phase(**phase) for name, phase in data["phases"].items()}
-    return Report(torch.device("cpu"), dict(data["settings"]), phases, list(data["notes"]), data["device"])
+    notes, warnings = list(data["notes"]), list(data["warnings"])
+    return Report(torch.device("cpu"), dict(data["settings"]), phases, notes, data["device"], warnings)

@@ -1,29 +1,73 @@
-// Shows on WanCore's nodes the text they return: what a loader recognised, the plan in one line, how long a run took.
-// ComfyUI's page has a place for text on a node, which it fills from `progress_text` events; a result that comes from
-// the cache sends no such event, only `executed`.
+// Shows what WanCore's nodes say: on the node, what a loader recognised, the plan in one line, how long a run took; as a
+// toast, warnings and this pack's errors, whose sentence the page hides behind two clicks.
+//
+// ComfyUI's page has a place for text on a node, which it fills from `progress_text` events. A result that comes from
+// the cache sends no such event, only `executed`. The page knows nodes of the graph that is open alone, and newer ones
+// take all texts away when a prompt has ended: what was said is kept here, with its node, and said again.
 import { app } from "../../../scripts/app.js";
 import { api } from "../../../scripts/api.js";
+import { errorToast, findNode, readable, warningToast, warningsOf, withoutTexts } from "./texts.js";
+
+const said = new WeakMap(); // node -> { id, text } of what it said last
+let before = new Set(); // warnings of the prompt before: a toast for each prompt of a queue would be too many
+let warned = new Set(); // and of this one
+
+const root = () => app.rootGraph ?? app.graph;
+
+function keep(id, text) {
+  const node = findNode(root(), id);
+  if (!node?.type?.startsWith("WanCore")) return false;
+  said.set(node, { id: String(id), text });
+  for (const words of warningsOf(text)) {
+    if (!before.has(words) && !warned.has(words)) app.extensionManager.toast.add(warningToast(words, node));
+    warned.add(words);
+  }
+  return true;
+}
+
+function show({ id, text }, rest = {}) {
+  api.dispatchCustomEvent("progress_text", { ...rest, nodeId: id, text: readable(text), readable: true });
+}
+
+// After the page's own listeners.
+function showAgain() {
+  setTimeout(() => {
+    for (const node of app.canvas?.graph?.nodes ?? []) if (said.has(node)) show(said.get(node));
+  });
+}
 
 app.registerExtension({
   name: "WanCore.text",
-  // The page saves that text with the node's values, after the last of them, where a later version may have one more
-  // input: it would be read as its value.
   beforeRegisterNodeDef(nodeType, nodeData) {
     if (!nodeData.name.startsWith("WanCore")) return;
     const before = nodeType.prototype.onSerialize;
     nodeType.prototype.onSerialize = function (saved) {
       before?.call(this, saved);
-      saved.widgets_values = saved.widgets_values?.filter((_, at) => !this.widgets[at].name.startsWith("$$"));
+      withoutTexts(saved, this.widgets ?? []);
     };
   },
   setup() {
+    api.addEventListener("progress_text", (event) => {
+      const { nodeId, text, readable, ...rest } = event.detail;
+      if (readable || !text || !keep(nodeId, text)) return;
+      event.stopImmediatePropagation(); // where the page has not shown it yet
+      show({ id: String(nodeId), text }, rest);
+    });
     api.addEventListener("executed", ({ detail }) => {
       const id = String(detail.display_node ?? detail.node);
-      const node = app.graph.getNodeById(id) ?? app.graph.getNodeById(Number(id));
-      const text = detail.output?.text;
-      if (text && node?.type?.startsWith("WanCore")) {
-        api.dispatchCustomEvent("progress_text", { nodeId: id, text: [text].flat().join("\n") });
-      }
+      const text = [detail.output?.text ?? []].flat().join("\n");
+      if (text && keep(id, text)) show({ id, text });
     });
+    api.addEventListener("execution_start", () => {
+      [before, warned] = [warned, new Set()];
+    });
+    api.addEventListener("execution_error", ({ detail }) => {
+      const toast = errorToast(detail, findNode(root(), detail.node_id));
+      if (toast) app.extensionManager.toast.add(toast);
+    });
+    for (const end of ["execution_success", "execution_error", "execution_interrupted"]) {
+      api.addEventListener(end, showAgain);
+    }
+    app.canvas.canvas.addEventListener("litegraph:set-graph", showAgain);
   },
 });

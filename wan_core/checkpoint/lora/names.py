@@ -15,7 +15,7 @@ Roles, and what each of them changes: `wan_core.checkpoint.lora.change`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from wan_core.models.wan.families import FAMILIES
@@ -37,10 +37,14 @@ _ROLES = {
     **dict.fromkeys(("lora_mid", "hada_t1", "hada_t2", "lokr_t2", "set_weight", "oft_blocks", "oft_diag"), "other"),
     **dict.fromkeys(("a1", "a2", "b1", "b2"), "other"),
 }  # fmt: skip
-_NAME = re.compile(
-    rf"(?P<module>.+?)\.(?P<role>{'|'.join(map(re.escape, sorted(_ROLES, key=len, reverse=True)))})"
+_PREFIX = re.compile("|".join(map(re.escape, PREFIXES)))
+MAX_PREFIXES = 4  # of a name; files have up to three
+# What follows the module: a role, one word more at most (the adapter's), and the kind of parameter.
+_TAIL = re.compile(
+    rf"(?P<role>{'|'.join(map(re.escape, sorted(_ROLES, key=len, reverse=True)))})"
     r"(\.(?!(weight|bias)$)[^.]+)?(\.(?P<kind>weight|bias))?"
 )
+_LONGEST_TAIL = 4  # words: `lora.down.default.weight`
 _TEXT = re.compile(r"(lora_)?(te\d?|text_encoder(_\d)?|text_model|clip_[lgh]|t5xxl|umt5)[._]")
 _LOW, _HIGH = "transformer_2.", "transformer."  # prefixes of files with both experts (Diffusers' names)
 
@@ -64,13 +68,15 @@ class Name:
 
 def parse_name(name: str) -> Name | None:
     """The parts of `name`; None if it is not the name of a LoRA's tensor."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    role = _ROLES[match["role"]]
-    if match["kind"] == "bias":
-        role = "up_bias" if role == "up" else "other"
-    return Name(match["module"], role, match["role"])
+    words = name.rsplit(".", _LONGEST_TAIL)
+    for count in range(1, len(words)):
+        module, match = ".".join(words[:count]), _TAIL.fullmatch(".".join(words[count:]))
+        if match is not None and module:
+            role = _ROLES[match["role"]]
+            if match["kind"] == "bias":
+                role = "up_bias" if role == "up" else "other"
+            return Name(module, role, match["role"])
+    return None
 
 
 def for_text_encoder(name: str) -> bool:
@@ -79,9 +85,8 @@ def for_text_encoder(name: str) -> bool:
 
 def is_lora(names: Collection[str]) -> bool:
     """Whether a file with these tensor names is a LoRA rather than a model."""
-    return any(
-        (match := _NAME.fullmatch(name)) and match["role"] not in ("alpha", "a1", "a2", "b1", "b2") for name in names
-    )
+    parsed = map(parse_name, names)
+    return any(one is not None and one.spelled not in ("alpha", "a1", "a2", "b1", "b2") for one in parsed)
 
 
 def told_experts(names: Collection[str]) -> tuple[str, ...]:
@@ -109,28 +114,39 @@ class Finder:
         layers = 1 + max((int(m[1]) for n in modules if (m := re.match(r"blocks\.(\d+)\.", n))), default=-1)
         spelled = [pair for family in FAMILIES.values() for pair in family.lora_modules(layers).items()]
         theirs = {name: ours for name, ours in spelled if ours in modules}
-        self.dotted = {**theirs, **{name: name for name in modules}}
-        self.flat = {name.replace(".", "_"): ours for name, ours in self.dotted.items()}
+        dotted = {**theirs, **{name: name for name in modules}}
+        above = {name.rpartition(".")[0]: ours.rpartition(".")[0] for name, ours in dotted.items() if "." in name}
+        self.modules, self.above = _with_underscores(dotted), _with_underscores(above)
 
     def module(self, name: str) -> str | None:
         """The official module, or the parameter if it has no module; None if the model has none of that name."""
-        return self._find(name)[0]
+        return _without_prefixes(name, self.modules)[0]
+
+    def attention_module(self, name: str) -> str | None:
+        """The same for a module that linears are in: `blocks.0.self_attn`."""
+        return _without_prefixes(name, self.above)[0]
 
     def prefix(self, name: str) -> str:
         """The prefix before the module's name; `-` if there is none."""
-        return self._find(name)[1] or "-"
+        return _without_prefixes(name, self.modules)[1] or "-"
 
-    def _find(self, name: str) -> tuple[str | None, str]:
-        rest = name
-        while rest:
-            found = self.dotted.get(rest) or self.flat.get(rest)
-            if found is not None:
-                return found, name[: len(name) - len(rest)]
-            prefix = next((p for p in PREFIXES if rest.startswith(p)), None)
-            if prefix is None:
-                break
-            rest = rest[len(prefix) :]
-        return None, ""
+
+def _with_underscores(names: Mapping[str, str]) -> dict[str, str]:
+    return {name.replace(".", "_"): ours for name, ours in names.items()} | {**names}
+
+
+def _without_prefixes(name: str, known: Mapping[str, str]) -> tuple[str | None, str]:
+    """What `known` has for `name` without its prefixes, and these."""
+    rest = name
+    for _ in range(MAX_PREFIXES + 1):
+        found = known.get(rest)
+        if found is not None:
+            return found, name[: len(name) - len(rest)]
+        prefix = _PREFIX.match(rest)
+        if prefix is None:
+            break
+        rest = rest[prefix.end() :]
+    return None, ""
 
 
 def spelling_words(spellings: Collection[str]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 from torch import Tensor
 
@@ -15,11 +17,48 @@ from wan_core.checkpoint.errors import CheckpointError, listing
 from wan_core.checkpoint.lora.change import Change
 from wan_core.checkpoint.lora.names import UNKNOWN_MODULE, WRONG_SHAPE
 from wan_core.checkpoint.opened import Checkpoint
+from wan_core.config.limits import MAX_JSON
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 MAX_RANK = 4096
 METADATA_KEY = "lora_adapter_metadata"
+
+
+class PeftSettings:
+    """PEFT's configuration, which Diffusers writes into the metadata of a LoRA: the alphas, where tensors have none."""
+
+    def __init__(self, metadata: Mapping[str, str]) -> None:
+        text = metadata.get(METADATA_KEY, "{}")
+        self.values: Any = None  # what is no JSON is an error only where an alpha is looked for
+        with suppress(ValueError, RecursionError):
+            self.values = json.loads(text) if len(text) <= MAX_JSON else None
+        self.patterns: dict[str, dict[str, tuple[int, Any]]] = {}  # prefix -> module -> (place in the list, alpha)
+
+    def scale(self, name: str, rank: int) -> float:
+        """alpha / rank of the pair that tensor `name` is of; 1 where nothing is said. Raises CheckpointError."""
+        prefix, _, rest = name.partition(".")
+        words = rest.rpartition(".lora_")[0].split(".")
+        try:
+            pattern = self._pattern(prefix)
+            ends = (pattern.get(".".join(words[n:])) for n in range(len(words)))
+            told = max((one for one in ends if one is not None), key=lambda one: one[0], default=None)
+            alpha = self.values.get(f"{prefix}.lora_alpha") if told is None else told[1]
+            if alpha is None:
+                return 1.0
+            scale = float(alpha) / (math.sqrt(rank) if self.values.get(f"{prefix}.use_rslora") else rank)
+        except (ValueError, TypeError, AttributeError, OverflowError):
+            scale = math.nan
+        if not math.isfinite(scale):
+            raise CheckpointError(f"its metadata {METADATA_KEY} has no valid alpha. Save it again.")
+        return scale
+
+    def _pattern(self, prefix: str) -> dict[str, tuple[int, Any]]:
+        """Modules, or the ends of their names, with an alpha of their own; the last that fits counts."""
+        if prefix not in self.patterns:
+            stored = (self.values.get(f"{prefix}.alpha_pattern") or {}).items()
+            self.patterns[prefix] = {module: (place, alpha) for place, (module, alpha) in enumerate(stored)}
+        return self.patterns[prefix]
 
 
 class ModuleParts:
@@ -29,9 +68,16 @@ class ModuleParts:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, module: str, roles: dict[str, str], shapes: Shapes, ignored: dict[str, list[str]]
+        self,
+        checkpoint: Checkpoint,
+        settings: PeftSettings,
+        module: str,
+        roles: dict[str, str],
+        shapes: Shapes,
+        ignored: dict[str, list[str]],
     ) -> None:
-        self.checkpoint, self.module, self.roles, self.shapes, self.ignored = checkpoint, module, roles, shapes, ignored
+        self.checkpoint, self.settings = checkpoint, settings
+        self.module, self.roles, self.shapes, self.ignored = module, roles, shapes, ignored
         self.weight = module if module in shapes else f"{module}.weight"
         self.alpha = self._alpha(roles["alpha"]) if "alpha" in roles else None
         self.found: list[tuple[str, Change]] = []
@@ -59,7 +105,7 @@ class ModuleParts:
 
     def _lora(self) -> None:
         up, down = self._pair("up", "down")
-        scale = self._metadata_scale(self.roles["up"], up[1]) if self.alpha is None else self.alpha / up[1]
+        scale = self.settings.scale(self.roles["up"], up[1]) if self.alpha is None else self.alpha / up[1]
         self._add(self.weight, "LoRA", "up", "down", scale=scale, fits=self._is_matrix(up[0], down[1]))
         if "up_bias" in self.roles:
             self._add(f"{self.module}.bias", "difference", "up_bias", scale=scale)
@@ -157,24 +203,6 @@ class ModuleParts:
         if not math.isfinite(value):
             raise CheckpointError(f"{name} must be one number, the alpha, but it is not. Download it again.")
         return value
-
-    def _metadata_scale(self, name: str, rank: int) -> float:
-        """alpha / rank of tensor `name` from PEFT's configuration, which Diffusers writes into the file's metadata."""
-        prefix, _, rest = name.partition(".")
-        try:
-            settings = json.loads(self.checkpoint.metadata.get(METADATA_KEY, "{}"))
-            alpha = settings.get(f"{prefix}.lora_alpha")
-            for module, module_alpha in (settings.get(f"{prefix}.alpha_pattern") or {}).items():
-                if f".{rest}".rpartition(".lora_")[0].endswith(f".{module}"):
-                    alpha = module_alpha
-            if alpha is None:
-                return 1.0
-            scale = float(alpha) / (math.sqrt(rank) if settings.get(f"{prefix}.use_rslora") else rank)
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-            scale = math.nan
-        if not math.isfinite(scale):
-            raise CheckpointError(f"its metadata {METADATA_KEY} has no valid alpha. Save it again.")
-        return scale
 
 
 def _squeezed(shape: tuple[int, ...]) -> list[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from wan_core.checkpoint.attention_preferences import SUFFIX, preference_note
 from wan_core.checkpoint.errors import CheckpointError, listing
 from wan_core.checkpoint.lora.change import Change
 from wan_core.checkpoint.lora.names import (
@@ -21,7 +22,7 @@ from wan_core.checkpoint.lora.names import (
     parse_name,
     spelling_words,
 )
-from wan_core.checkpoint.lora.pairing import ModuleParts, Shapes
+from wan_core.checkpoint.lora.pairing import ModuleParts, PeftSettings, Shapes
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
 
@@ -29,13 +30,15 @@ from wan_core.checkpoint.reader import Source, open_checkpoint
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lora:
     """A LoRA file, matched with a model. `changes`: official parameter name -> its changes, in order. `ignored`: reason
-    -> names of tensors that have no effect."""
+    -> names of tensors that have no effect. `attention`: official attention module -> which attention the file asks
+    ComfyUI for."""
 
     where: str
     spelling: str  # "diffusion_model., lora_down/lora_up"
     changes: Mapping[str, tuple[Change, ...]]
     ignored: Mapping[str, tuple[str, ...]]
     metadata: Mapping[str, str]
+    attention: Mapping[str, bytes] = field(default_factory=dict)
 
     @cached_property
     def kinds(self) -> dict[str, int]:
@@ -59,7 +62,8 @@ class Lora:
         ignored = "; ".join(
             f"{len(names)} tensors ignored, {why} ({listing(names, 2)})" for why, names in self.ignored.items()
         )
-        return f"{kinds} on {len(self.changes)} parameters ({self.spelling}){'; ' + ignored if ignored else ''}"
+        changed = f"{kinds} on {len(self.changes)} parameters ({self.spelling})"
+        return "; ".join(part for part in (changed, ignored, preference_note(self.attention)) if part)
 
 
 def read_lora(source: Source, shapes: Shapes, expert: str | None = None) -> Lora:
@@ -79,7 +83,7 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
     find = Finder(shapes)
     ignored: dict[str, list[str]] = {}
     modules: dict[str, dict[str, str]] = {}  # official module -> role -> name in the file
-    others = for_other_expert(checkpoint.tensors.keys(), expert)
+    others = for_other_expert([*checkpoint.tensors, *(module + SUFFIX for module in checkpoint.attention)], expert)
     unsupported: set[str] = set()  # modules with a tensor that gives the others a different meaning
     spellings: dict[str, None] = {}
     for name in checkpoint.tensors:
@@ -102,26 +106,53 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
                 raise CheckpointError(f"{twin} and {name} both change {module}. Download it again.")
             spelled = parsed.spelled if parsed.role != "alpha" else ""
             spellings.setdefault(f"{find.prefix(parsed.module)} {spelled}".strip())
+    attention = _preferences(checkpoint, find, others, ignored)
+    settings = PeftSettings(checkpoint.metadata)
     changes: dict[str, tuple[Change, ...]] = {}
     for module, roles in modules.items():
         if module in unsupported:
             ignored[UNSUPPORTED] += roles.values()
             continue
-        for parameter, change in ModuleParts(checkpoint, module, roles, shapes, ignored).changes():
+        for parameter, change in ModuleParts(checkpoint, settings, module, roles, shapes, ignored).changes():
             changes[parameter] = (*changes.get(parameter, ()), change)
     if not changes:
-        raise CheckpointError(_nothing(checkpoint, ignored))
+        check_lora(checkpoint)
+        raise CheckpointError(_nothing(ignored))
     return Lora(
         where=checkpoint.describe(),
         spelling=spelling_words(spellings),
         changes=changes,
         ignored={why: tuple(names) for why, names in ignored.items()},
         metadata=checkpoint.metadata,
+        attention=attention,
     )
 
 
-def _nothing(checkpoint: Checkpoint, ignored: Mapping[str, list[str]]) -> str:
+def _preferences(
+    checkpoint: Checkpoint, find: Finder, others: Collection[str], ignored: dict[str, list[str]]
+) -> dict[str, bytes]:
+    """The preferences by official attention module. others: names for the other expert. ignored: extended here."""
+    found: dict[str, bytes] = {}
+    for theirs, text in checkpoint.attention.items():
+        name, module = theirs + SUFFIX, find.attention_module(theirs)
+        if name in others:
+            ignored.setdefault(OTHER_EXPERT, []).append(name)
+        elif for_text_encoder(name):
+            ignored.setdefault(TEXT_ENCODER, []).append(name)
+        elif module is None:
+            ignored.setdefault(UNKNOWN_MODULE, []).append(name)
+        else:
+            found[module] = text
+    return found
+
+
+def check_lora(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for a file of anything else, by its tensors' names."""
     if not is_lora(checkpoint.tensors):
-        return f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
+        words = f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
+        raise CheckpointError(words, where=checkpoint.describe())
+
+
+def _nothing(ignored: Mapping[str, list[str]]) -> str:
     reasons = "; ".join(f"{len(names)} are {why} ({listing(names, 2)})" for why, names in ignored.items())
     return f"it changes nothing in this model: {reasons or 'it is empty'}. It was made for another model."

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from wan_core.models.text.notes import prompt_notes
+from wan_core.models.text.notes import TokenCount, prompt_notes
 from wan_core.models.text.umt5 import TextEncoder
 
 
@@ -17,7 +17,7 @@ class PromptCache:
     def __init__(self, limit: int = 64) -> None:
         self.limit = limit
         self._rows: OrderedDict[str, Tensor] = OrderedDict()
-        self._notes: dict[str, list[str]] = {}
+        self._counts: dict[str, TokenCount] = {}
 
     def encode(self, prompts: Sequence[str], encoder: Callable[[], TextEncoder]) -> list[Tensor]:
         """Rows [1, L, dim] of each prompt, L its own length.
@@ -31,14 +31,14 @@ class PromptCache:
             for prompt, rows in zip(missing, model.encode(missing).cpu(), strict=True):
                 count = model.tokenizer.count(prompt)
                 self._rows[prompt] = rows[None, : count.read].clone()
-                self._notes[prompt] = prompt_notes("prompt", prompt, count)
+                self._counts[prompt] = count
         encoded = [self._rows[prompt] for prompt in prompts]
         for prompt in prompts:
             self._rows.move_to_end(prompt)
         while len(self._rows) > self.limit:
-            del self._notes[self._rows.popitem(last=False)[0]]
+            del self._counts[self._rows.popitem(last=False)[0]]
         return encoded
 
-    def notes(self, prompt: str) -> list[str]:
-        """What the user should know of how a prompt of the last `encode` was read."""
-        return self._notes[prompt]
+    def notes(self, prompt: str, name: str = "prompt") -> list[str]:
+        """What the user should know of how a prompt of the last `encode` was read, which is called `name`."""
+        return prompt_notes(name, prompt, self._counts[prompt])

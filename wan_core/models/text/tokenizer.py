@@ -12,7 +12,8 @@ import re
 import sys
 from pathlib import Path
 
-from wan_core.config.limits import MAX_TOKENIZER, check_file_size
+from wan_core.config.checks import check_file_size
+from wan_core.config.limits import MAX_TOKENIZER
 from wan_core.models.text.notes import TokenCount
 
 OLDEST_SENTENCEPIECE = (0, 2, 3)

@@ -44,6 +44,10 @@ class DiTConfig:
         pt, py, px = self.patch_size
         return (frames // pt) * (rows // py) * (columns // px)
 
+    def most_tokens(self, frames: int, rows: int, columns: int) -> int:
+        """Tokens that the blocks see of such a video where all is given that a family takes beside it."""
+        return self.tokens(frames, rows, columns)
+
     def modules_of(self, layer: int) -> tuple[str, ...]:
         """Names of the blocks that run with block `layer`: itself, then those that a family has beside it. Their
         weights travel as one."""

@@ -18,10 +18,12 @@ class OwnInputs(Protocol):
 class PreparedText(NamedTuple):
     """What a prompt is to one expert: cross-attention keys and values of every block, each [B, S, H, D], as
     `CrossAttention.kv` makes them. With normalized attention guidance also those of the negative prompt, and float32
-    [3]: its scale, tau and alpha. own: what its family takes beside text; None where that is nothing."""
+    [3]: its scale, tau and alpha. own: what its family takes beside text; None where that is nothing. passes: driving
+    videos that a forward ran over to prepare it."""
 
     keys_values: tuple[tuple[Tensor, ...], ...]
     own: OwnInputs | None = None
+    passes: int = 0
 
     def rows(self, start: int, stop: int) -> PreparedText:
         """Views of the prompts start..stop of the batch."""

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.config import OptionError
-from wan_core.config.limits import MAX_JSON, check_file_size
+from wan_core.config.checks import check_file_size
+from wan_core.config.limits import MAX_JSON
 from wan_core.config.outputs import write_text
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.plan import Branch, Expert, Plan

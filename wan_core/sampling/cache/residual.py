@@ -21,6 +21,7 @@ from torch import Tensor
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.sampling.plan import Branch, Plan, Step
+from wan_core.sampling.stages import runs
 
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
 Sum = tuple[tuple[int, float], ...]
@@ -82,10 +83,14 @@ def forecast(past: Sequence[float], now: float, order: float) -> list[float]:
 
 
 def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:
-    """What the residuals of the larger phase take: `tokens` of all videos and context windows of one branch, in the
-    model's dtype."""
-    slots = [sum(residual_program(phase, branch).slots for branch in BOTH) for phase in plan.phases]
-    return max(slots) * tokens * dim * itemsize
+    """What residuals take at most: `tokens` of all videos and context windows of one branch, in the model's dtype. They
+    are kept while steps have one expert and one size."""
+    slots = [
+        sum(residual_program(run, branch).slots for branch in BOTH) * run[0].scale ** 2
+        for phase in plan.phases
+        for run in runs(phase)
+    ]
+    return ceil(max(slots) * tokens * dim * itemsize)
 
 
 class Residuals:

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wan_core.config import OptionError, SkipOptions
+from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.config.command import command
+from wan_core.models.wan.families import check_sparse, check_stages
+from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.cache.adaptive import mark_adaptive
 from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.guidance import schedule_guidance
-from wan_core.sampling.cache.magcache import skip_magcache
+from wan_core.sampling.cache.magcache import PRESETS, skip_magcache
 from wan_core.sampling.cache.pattern import pattern_words, skip_pattern
 from wan_core.sampling.cache.taylorseer import skip_taylorseer
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.cutting import cut_plan, without_lost_sources
+from wan_core.sampling.driving import with_passes
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import find_keeps
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
@@ -49,29 +52,36 @@ def skip_forwards(
     *,
     image: bool = False,
     loras: Sequence[Path] = (),
+    stand_in: bool = False,
 ) -> Plan:
     """The part of `plan` that is to run, with `options` applied to the whole: the sizes of the steps, sparse attention
-    and `leave_out`, with the model's own files.
+    and `leave_out`, with the model's own files; and with forwards over a driving video.
 
     Those are the sparse budgets beside the checkpoints, and the MagCache curve beside the checkpoint or published for
     the task. File names tell whether the weights are step-distilled.
 
     checkpoint: of the high-noise expert or only transformer; low: of the low-noise expert. image: the video starts
-    from an image (TI2V). loras: LoRA files of both experts. Raises OptionError.
+    from an image (TI2V). loras: LoRA files of both experts. stand_in: as for `leave_out`. Raises OptionError, also for
+    what the models of the task cannot do.
     """
     if options is None:
-        return cut_plan(plan)
+        return with_passes(cut_plan(plan))
+    task = find_task(plan.task)
+    if options.stages:
+        check_stages(task)
     plan = with_stages(plan, options.stages)
-    everything = cut_plan(plan).forwards
+    everything = with_passes(cut_plan(plan)).forwards
     if options.sparse is not None:
+        if options.sparse.sparsity:
+            check_sparse(task)
         keeps = find_keeps(plan, options.sparse, checkpoint, low) if options.sparse.budgets else {}
         plan = sparsify(plan, options.sparse, keeps)
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache else None
     distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
-    plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]))
+    plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]), stand_in=stand_in)
     if options.stages:  # what is kept of one size is of no use at another
         plan = replace(plan, steps=without_lost_sources(plan.steps))
-    part = cut_plan(plan)
+    part = with_passes(cut_plan(plan))
     if part.before and (plan.stages or plan.sparse is not None):
         said = f"steps in these notes are those of the whole schedule: this run begins at its step {len(part.before)}"
         part = replace(part, notes=(*part.notes, said))
@@ -91,12 +101,35 @@ def _measured_note(plan: Plan, steps: int | None) -> str:
     return f"{measured} this run has {plan.count}: set steps to {steps}, or compare it with the full run"
 
 
-def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
+def with_curve(
+    options: SkipOptions, curve: Curve | None, task: str, *, stand_in: bool = True
+) -> tuple[SkipOptions, str]:
+    """`options`, if MagCache has the curve that it needs, and a note. stand_in: without a curve its presets become the
+    TaylorSeer that computes as often, which the note says: on models with a curve, presets compute the same steps but
+    for a few of the last. Raises OptionError where there is neither."""
+    cache = options.magcache
+    if cache is None or curve is not None:
+        return options, ""
+    if not stand_in or cache not in PRESETS.values():
+        presets = f", or a preset ({', '.join(PRESETS)}), which does without one" if stand_in else ""
+        raise OptionError(
+            f"MagCache needs a curve, and there is none for {task}: run `{command('calibrate')}`, or use taylorseer, "
+            f"which needs no curve{presets}"
+        )
+    seer = TaylorSeerOptions(interval=cache.max_skips + 1, order=cache.order, retention=cache.retention)
+    words = skip_words(SkipOptions(taylorseer=seer))
+    note = f"MagCache has no curve for {task}: {words} runs in its place, whose steps are nearly the preset's"
+    return replace(options, magcache=None, taylorseer=seer), note
+
+
+def leave_out(
+    plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "", stand_in: bool = False
+) -> Plan:
     """`plan` with the guidance schedule and the step cache of `options`; its notes say what was decided.
 
     curve: for MagCache. distilled: the name of a step-distilled file, if there is one. Step caches are switched off for
-    step-distilled weights and below 10 steps, because consecutive steps differ too much. Raises OptionError if MagCache
-    has no curve.
+    step-distilled weights and below 10 steps, because consecutive steps differ too much. stand_in: a preset of MagCache
+    without a curve becomes another cache, as `with_curve` says. Raises OptionError if MagCache has no curve otherwise.
     """
     if options is None:
         return plan
@@ -119,12 +152,9 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         note = f"{name} is off: {named if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
     check_still(plan, name)
-    if options.magcache:
-        if curve is None:
-            raise OptionError(
-                f"MagCache needs a curve, and there is none for {plan.task}: run `{command('calibrate')}`, or "
-                "use taylorseer, which needs no curve"
-            )
+    options, note = with_curve(options, curve, plan.task, stand_in=stand_in)
+    plan = replace(plan, notes=(*plan.notes, note)) if note else plan
+    if options.magcache and curve is not None:
         return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)
     if options.taylorseer:
         return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)

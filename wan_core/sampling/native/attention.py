@@ -1,7 +1,11 @@
 """Self-attention of native models by the backends of this engine: ComfyUI's `optimized_attention_override`.
 
 ComfyUI calls it in the place of every attention of the transformer. What it does not take (cross-attention, masks, what
-a backend cannot compute) goes on to an override that was there before, or to ComfyUI's own function, and is counted.
+a backend cannot compute) goes on to ComfyUI's own function, and is counted.
+
+There is one place for an override. One that another node pack set before may change the result, so it stays: it gets
+every call first, with ours in place of ComfyUI's function. One that ComfyUI's node Model Attention Backend set before
+only says which kernel computes: it gets what ours leaves.
 
 Legend: B batch, L query tokens, S key tokens, H heads, D head dim.
 """
@@ -9,6 +13,7 @@ Legend: B batch, L query tokens, S key tokens, H heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +34,10 @@ KNOWN = {"heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape
 KNOWN |= {"low_precision_attention", "_inside_attn_wrapper"}
 
 
+# The arguments behind q, k and v, in the order of ComfyUI's functions.
+POSITIONS = ("heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
+
+
 class NativeAttention:
     """The override of one model. It keeps no state of a run: that comes with every call, in the options."""
 
@@ -37,54 +46,111 @@ class NativeAttention:
         attention: str,
         sparse: SparseOptions | None = None,
         keeps: Sequence[float] | None = None,
+        *,
         earlier: Override | None = None,
+        chosen: Override | None = None,
+        original: Override | None = None,
+        pause: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """attention: a backend's name, auto, fast, or COMFYUI. keeps: calibrated shares of the key blocks, by layer.
-        earlier: the override that was set before."""
-        self.attention, self.earlier = attention, earlier
+        earlier: the override that another node pack set before. chosen: the one of Model Attention Backend. original:
+        ComfyUI's attention, for calls in containers. pause: what is allocated inside it may outlive the forward."""
+        self.attention, self.earlier, self.chosen = attention, earlier, chosen
+        self.original, self.pause = original, pause
         self.sparse = None if sparse is None or not sparse.sparsity else NativeSparse(sparse, keeps)
         self._backends: dict[tuple[torch.device, torch.dtype, int], tuple[str, Attention] | str] = {}
 
     @torch.compiler.disable  # it counts calls, and kernels are not torch's: compiled code goes around it
     def __call__(self, func: Override, *args: Any, **kwargs: Any) -> Tensor:
         """As `func`, ComfyUI's attention: q, k, v [B, L, H * D], or [B, H, L, D] with skip_reshape."""
-        forward = (kwargs.get("transformer_options") or {}).get(FORWARD)
+        if self.earlier is None:
+            return self._compute(func, list(args[:3]), *args[3:], **kwargs)
+        return self._behind(self.earlier, func, *args, **kwargs)
+
+    @torch.compiler.disable
+    def container_function(self, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As `__call__` where ComfyUI hands over q, k and v in containers that own them (`AttentionTensorContainer`,
+        0.33 and newer): they are freed once they were read. What is left to ComfyUI stays in its containers."""
+        assert self.original is not None, "containers without ComfyUI's attention"
+        boxes = q, k, v
+        if self.earlier is not None:
+            return self._behind(self.earlier, self.original, *(box.take() for box in boxes), *args, **kwargs)
+        if self.chosen is None and self._left(forward_of(kwargs), (*(box.peek() for box in boxes), *args), kwargs):
+            return self.original(q, k, v, *args, **kwargs)
+        return self._compute(self.original, [box.take() for box in boxes], *args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> NativeAttention:
+        """Itself: every clone of a MODEL copies its options deeply in ComfyUI 0.8."""
+        return self
+
+    def _behind(self, earlier: Override, func: Override, *args: Any, **kwargs: Any) -> Tensor:
+        """What `earlier` makes of a call that it gets first."""
+        forward = forward_of(kwargs)
+        if forward is None or self._left(forward, args, kwargs):
+            return earlier(func, *args, **kwargs)
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return self._compute(func, [q, k, v], *args, **kwargs)
+
+        before = forward.reached
+        out = earlier(ours, *args, **kwargs)
+        if forward.reached == before:
+            forward.run.take(f"{name_of(earlier)}, which was set before")
+        return out
+
+    def _compute(self, func: Override, qkv: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """What `func` returns for q, k and v. The list is emptied when they are not read again."""
+        forward = forward_of(kwargs)
         if forward is not None:
-            found = why_left(forward, args, kwargs) or self._attend(forward, *args, **kwargs)
-            if isinstance(found, Tensor):
-                return found
-            forward.run.leave(found)
-        return func(*args, **kwargs) if self.earlier is None else self.earlier(func, *args, **kwargs)
+            forward.reached += 1
+            left = self._left(forward, (*qkv, *args), kwargs)
+            out = None if left else self._attend(forward, qkv, **by_name(args, kwargs))
+            if out is not None:
+                return out
+        return func(*qkv, *args, **kwargs) if self.chosen is None else self.chosen(func, *qkv, *args, **kwargs)
+
+    def _left(self, forward: NativeForward | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is ComfyUI's. Counts it then."""
+        if forward is None:
+            return True
+        reason = why_left(forward, args, kwargs)
+        if reason is None and self.sparse is None:
+            q, k = as_heads(args[:2], **by_name(args[3:], kwargs))
+            dense = self._backend(q, k.shape[1])
+            reason = dense if isinstance(dense, str) else None
+        if reason is not None:
+            forward.run.leave(reason)
+        return reason is not None
 
     def _attend(
         self,
         forward: NativeForward,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        qkv: list[Tensor],
         heads: int,
         transformer_options: Mapping[str, Any],
         skip_reshape: bool = False,
         skip_output_reshape: bool = False,
         **_: Any,
-    ) -> Tensor | str:
-        """What `func` would return, or why it is left to it."""
-        if skip_reshape:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L, D] -> [B, L, H, D]
-        else:
-            q, k, v = (x.unflatten(-1, (heads, -1)) for x in (q, k, v))
-        dense = self._backend(q, k.shape[1])
-        out = None
-        if self.sparse is not None:
-            out = self.sparse.attend(
-                forward, transformer_options, q, k, v, None if isinstance(dense, str) else dense[1]
-            )
-        if out is None:
-            if isinstance(dense, str):
-                return dense
-            forward.run.take(dense[0])
-            out = dense[1](q, k, v)
-        return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+    ) -> Tensor | None:
+        """What ComfyUI's function returns; None where it computes the call, with `qkv` as it was."""
+        shaped = as_heads(qkv, heads, skip_reshape)
+        dense = self._backend(shaped[0], shaped[1].shape[1])
+        kernel = None if isinstance(dense, str) else dense[1]
+        with self.pause():
+            sparse = None
+            if self.sparse is not None:
+                sparse = self.sparse.prepare(forward, transformer_options, shaped, kernel)
+            if sparse is not None:
+                qkv.clear()
+                out = sparse(shaped)
+            elif isinstance(dense, str):
+                forward.run.leave(dense)
+                return None
+            else:
+                forward.run.take(dense[0])
+                q, k, v = shaped
+                out = dense[1](q, k, v)
+            return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
     def _backend(self, q: Tensor, keys: int) -> tuple[str, Attention] | str:
         """The name and the backend for q [B, L, H, D], or why there is none."""
@@ -107,9 +173,11 @@ class NativeAttention:
 
 def why_left(forward: NativeForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Why a call is left to ComfyUI, in words that follow a number; None for self-attention that can be taken."""
-    if len(args) != 3 or not isinstance(kwargs.get("heads"), int):
+    if not 3 <= len(args) <= 3 + len(POSITIONS):
         return "calls of an unknown form"
-    q, k, v = args
+    (q, k, v), kwargs = args[:3], by_name(args[3:], kwargs)
+    if not isinstance(kwargs.get("heads"), int):
+        return "calls of an unknown form"
     length, keys = (x.shape[2 if kwargs.get("skip_reshape") else 1] for x in (q, k))
     # Animate-2 attends frame by frame, to the keys of all frames.
     if keys != length and not (keys >= forward.tokens and length == forward.frame):
@@ -123,6 +191,32 @@ def why_left(forward: NativeForward, args: tuple[Any, ...], kwargs: Mapping[str,
         return f"calls with {', '.join(others)}"
     if k.shape[-1] != q.shape[-1] or v.shape != k.shape:
         return "calls with grouped heads"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in args):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return "calls of training"
     return None
+
+
+def forward_of(kwargs: Mapping[str, Any]) -> NativeForward | None:
+    """The forward of a call; None outside of a sampling run."""
+    return (kwargs.get("transformer_options") or {}).get(FORWARD)
+
+
+def by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments behind q, k and v: wrappers of other nodes pass some by their position."""
+    return {**dict(zip(POSITIONS, args, strict=False)), **kwargs}
+
+
+def as_heads(qkv: Sequence[Tensor], heads: int, skip_reshape: bool = False, **_: Any) -> list[Tensor]:
+    """[B, L, H * D], or [B, H, L, D] with skip_reshape -> [B, L, H, D]"""
+    return [x.transpose(1, 2) if skip_reshape else x.unflatten(-1, (heads, -1)) for x in qkv]
+
+
+def name_of(override: Override) -> str:
+    """The words for an override of another node."""
+    return f"an attention override ({qualified(override)})"
+
+
+def qualified(function: Any) -> str:
+    """The name of a function or of the class of an object, with that of its module."""
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -7,12 +7,14 @@ the part, in which no step uses what was computed outside it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isclose
 
 from wan_core.config import OptionError, SkipOptions
+from wan_core.sampling.cutting import without_lost_sources
 from wan_core.sampling.native.schedule import SchedulePart, find_part, unshifted
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
 from wan_core.sampling.schedules import shifted
@@ -39,7 +41,9 @@ class Part(SchedulePart):
             if self.whole[i] < sigma and not isclose(self.whole[i], sigma, rel_tol=CLOSE / 10):
                 break
             index = i
-        return index, isclose(self.whole[index], sigma, rel_tol=CLOSE / 10)
+        # Samplers that take the logarithm of the signal-to-noise ratio begin just below 1, where it is infinite.
+        near = 2 * CLOSE if self.whole[index] == 1 else CLOSE / 10
+        return index, isclose(self.whole[index], sigma, rel_tol=near)
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,13 @@ class WholeRun:
     sigmas: tuple[float, ...] = ()
 
     def place(self, sigmas: Sequence[float], shift: float) -> Part:
-        """Where the steps with `sigmas` (falling, one more than steps) are in the run.
+        """Where the steps with `sigmas` (one more than steps; they must fall, see `falls`) are in the run.
 
         Estimated from the noise that they cover where nothing was said; the sigmas of other parts are then those of
         equal steps under `shift`. Raises OptionError where these do not fit together.
         """
         count = len(sigmas) - 1
-        if count < 1 or any(after >= before for before, after in pairwise(sigmas)):
+        if not falls(sigmas):
             raise OptionError(f"step caching needs sigmas that fall from step to step, not {_words(sigmas)}")
         if self.sigmas:
             return _find_in(sigmas, self.sigmas)
@@ -70,6 +74,19 @@ class WholeRun:
         before = [shifted(begin + (1 - begin) * (1 - i / first), shift) for i in range(first)]
         after = [shifted(end * (1 - i / rest), shift) for i in range(1, rest + 1)]
         return Part(first, count, total, (*before, *sigmas, *after))
+
+
+def falls(sigmas: Sequence[float]) -> bool:
+    """Whether there is a step, and every one removes noise: a plan is of such steps. Inversion adds noise, and a
+    schedule that is split may have a part without a step."""
+    return len(sigmas) > 1 and all(after < before for before, after in pairwise(sigmas))
+
+
+def rising_words(sigmas: Sequence[float]) -> str:
+    """Why no step is skipped of a sampler whose `sigmas` do not fall."""
+    if len(sigmas) < 2:
+        return "the sampler has no step"
+    return f"the step cache is off: sigmas do not fall from step to step ({_words(sigmas)}), as where noise is added"
 
 
 def _find_in(sigmas: Sequence[float], whole: Sequence[float]) -> Part:
@@ -141,22 +158,30 @@ def between(sigmas: Sequence[float], split: int) -> float:
 def cut(plan: Plan, part: Part) -> Plan:
     """The steps of `part` alone: a skipped branch whose residuals would come from outside it is computed, and a
     forecast uses as many as there are."""
-    steps: list[Step] = []
-    for phase in plan.phases:
-        computed: dict[Branch, int] = {}
-        for step in phase:
-            if not part.first <= step.index < part.stop:
-                continue
-            if not set(step.skipped) <= computed.keys():
-                step = replace(step, action="compute", skipped=(), order=0)
-            elif step.action == "forecast":
-                order = min(step.order, *(computed[branch] - 1 for branch in step.skipped))
-                step = replace(step, action="forecast" if order else "reuse", order=order)
-            skipped = () if step.action == "adaptive" else step.skipped
-            for branch in set(step.branches) - set(skipped):
-                computed[branch] = computed.get(branch, 0) + 1
-            steps.append(step)
-    return replace(plan, steps=tuple(steps), unskipped=sum(len(step.branches) for step in steps))
+    steps = without_lost_sources(tuple(step for step in plan.steps if part.first <= step.index < part.stop))
+    return replace(plan, steps=steps, unskipped=sum(step.unskipped for step in steps))
+
+
+def with_evaluations(plan: Plan, solver: str, sigmas: Sequence[float] | None) -> Plan:
+    """`plan` of a solver that evaluates the model at `sigmas`, in that order; None: not known. Notes say where the plan
+    may not be what runs."""
+    note, count = "", len(plan.steps)
+    if sigmas is None:
+        note = f"how often {solver} runs the model is known in the run alone: counted once a step"
+    else:
+        if falls(plan.sigmas):
+            part = Part(0, count, count, plan.sigmas)
+            places = [part.step_at(sigma) for sigma in sigmas]
+        else:  # nothing is skipped: only their number matters
+            places = [(n * count // len(sigmas), True) for n in range(len(sigmas))]
+        indices = [index for index, _ in places]
+        often, begun = Counter(indices), dict(reversed(places))  # by step: whether its first one is at its beginning
+        steps = tuple(replace(step, evaluations=often[n]) for n, step in enumerate(plan.steps))
+        plan = replace(plan, steps=steps, unskipped=sum(step.unskipped for step in steps))
+        in_turn = indices == sorted(indices) and sum(begun.values()) == count
+        if any(step.skipped for step in steps) and not in_turn:
+            note = f"{solver} does not evaluate the model at the beginning of each step in turn: fewer may be skipped"
+    return replace(plan, notes=(*plan.notes, note)) if note else plan
 
 
 def check_native(options: SkipOptions) -> None:
@@ -184,7 +209,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         plans[0],
         boundary=between([step.sigma for step in steps], split) if split else 0.0,
         steps=tuple(replace(step, index=i) for i, step in enumerate(steps)),
-        unskipped=sum(len(step.branches) * step.runs for step in steps),
+        unskipped=sum(step.unskipped for step in steps),
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         adaptive=next((plan.adaptive for plan in plans if plan.adaptive is not None), None),
         sparse=next((plan.sparse for plan in plans if plan.sparse is not None), None),

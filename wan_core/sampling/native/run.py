@@ -34,6 +34,8 @@ class NativeRun:
         self.sparse_steps: list[int] = []  # computed so far
         self.routes: dict[Any, Any] = {}
         self.notes: list[str] = []
+        self.began = False  # whether a forward did
+        self.outer: Any = None  # the attention override of another node that is called in place of ours
         self._taken: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -65,6 +67,12 @@ class NativeRun:
         with self._lock:
             self._left[why] += 1
 
+    def note(self, words: str) -> None:
+        """Say something about the run, once."""
+        with self._lock:
+            if words not in self.notes:
+                self.notes.append(words)
+
     @property
     def taken(self) -> dict[str, int]:
         return dict(self._taken)
@@ -89,7 +97,8 @@ class NativeForward:
     grid: token frames, rows and columns of the latents. front: tokens before those of the grid. extra: whether it is
     known where other tokens are (behind the grid's). branches: conditions and context window of this forward. text:
     rows of text, as many keys as cross-attention to it has. by_frames: queries come frame by frame, to keys of the
-    whole video and some behind, which alone change; frame_keys: those of the current layer.
+    whole video and some behind, which alone change; frame_keys: those of the current layer. reached: calls of attention
+    that came to the kernels of this engine.
     """
 
     run: NativeRun
@@ -100,6 +109,7 @@ class NativeForward:
     text: int = 0
     by_frames: bool = False
     frame_keys: FrameKeys | None = None
+    reached: int = 0
     _calls: Counter[int] = field(default_factory=Counter)
 
     @property

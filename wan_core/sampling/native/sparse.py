@@ -9,7 +9,9 @@ Legend: B batch, L query tokens, H heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +28,9 @@ from wan_core.sampling.native.run import SCALE, NativeForward
 from wan_core.sampling.sparsity.run import layer_rule, wider
 from wan_core.sampling.sparsity.schedule import at_scale
 
+Attend = Callable[[list[Tensor]], Tensor]
+"""q, k and v [B, L, H, D], in a list that is emptied once they were read -> [B, L, H, D]"""
+
 
 class NativeSparse:
     """Sparse attention by `options`. keeps: calibrated shares of the blocks, of every layer."""
@@ -33,40 +38,40 @@ class NativeSparse:
     def __init__(self, options: SparseOptions, keeps: Sequence[float] | None = None) -> None:
         self.options, self.keeps = options, keeps
 
-    def attend(
+    def prepare(
         self,
         forward: NativeForward,
         transformer_options: Mapping[str, Any],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        qkv: Sequence[Tensor],
         dense: Attention | None,
-    ) -> Tensor | None:
-        """q, k, v [B, L, H, D] -> [B, L, H, D]; None where this call attends to all keys. dense: what computes that,
-        None where it is ComfyUI's."""
+    ) -> Attend | None:
+        """What computes attention of `qkv`, [B, L, H, D] each, or None where this call attends to all keys. dense: what
+        computes that, None where it is ComfyUI's."""
+        q, k, v = qkv
         run, layer = forward.run, transformer_options.get("block_index")
         sparsity = at_scale(run.sparsity, transformer_options.get(SCALE, 1.0))
-        if not sparsity or layer is None:
+        if not sparsity or k.shape[1] == forward.text:  # a video as long as its text: this may be cross-attention
             return None
-        if k.shape[1] == forward.text:  # a video as long as its text: this may be cross-attention
+        if layer is None:
+            run.note("self-attention read all keys: this model does not say which of its blocks calls")
             return None
         rule = layer_rule(self.options, self.keeps, layer, sparsity)
-        if rule is not None and q.shape[1] != k.shape[1]:
+        if rule is None:
+            return None
+        if q.shape[1] != k.shape[1]:
             return self._frame(forward, layer, rule, q, k, v)
-        grid = None if rule is None else grid_of(forward, transformer_options, q.shape[1])
-        if rule is None or grid is None:
+        grid = grid_of(forward, transformer_options, q.shape[1])
+        if grid is None:
+            run.note(
+                f"self-attention of {q.shape[1]} tokens read all keys: which of them are the {prod(forward.grid)} of "
+                "the video is not known for this model"
+            )
             return None
         if dense is None:
             dense = resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
         state = self._state(forward, layer, rule, grid, q, dense)
-        ordered = (x[:, state.tiles.order] for x in (q, k, v))
-        out = state.attend(AttentionCall(0), *ordered)[:, state.tiles.inverse]
-        video = grid[0] * grid[1] * grid[2]
-        for extra in (slice(0, forward.front), slice(forward.front + video, None)):
-            if q[:, extra].shape[1]:
-                out[:, extra] = dense(q[:, extra], k, v)
         run.take(f"sparse attention ({state.kernel.name})")
-        return out
+        return partial(attend, state, dense, forward.front)
 
     def _state(
         self, forward: NativeForward, layer: int, rule: Rule, grid: Grid, q: Tensor, dense: Attention
@@ -95,8 +100,8 @@ class NativeSparse:
             routes=run.routes,
         )
 
-    def _frame(self, forward: NativeForward, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """As `attend` for a frame of queries; the first of a layer comes without other tokens."""
+    def _frame(self, forward: NativeForward, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
+        """As `prepare` for a frame of queries; the first of a layer comes without other tokens."""
         options, length = self.options, k.shape[1]
         if not forward.by_frames or (options.kernel != "auto" and KERNELS[options.kernel].fp8):
             return None
@@ -113,11 +118,22 @@ class NativeSparse:
             return None
         if length == tokens:
             rule = wider(rule, state.tiles.blocks, -(-tokens // block))
-        out = state.read(q, k, v, rule, kernel, options.pooled)
-        if state.frame == forward.grid[0]:
+        if state.frame == forward.grid[0] - 1:
             forward.frame_keys = None  # the last of the layer
         forward.run.take(f"sparse attention ({kernel.name})")
-        return out
+        return lambda qkv: state.read(qkv[0], qkv[1], qkv[2], rule, kernel, options.pooled)
+
+
+def attend(state: SparseForward, dense: Attention, front: int, qkv: list[Tensor]) -> Tensor:
+    """q, k, v [B, L, H, D] -> [B, L, H, D]. Where no token is beside those of the video, `qkv` is emptied: it is in the
+    order of the tiles then. front: tokens before the video's."""
+    tokens, video = qkv[0].shape[1], prod(state.tiles.grid)
+    extra = [part for part in (slice(0, front), slice(front + video, tokens)) if part.stop > part.start]
+    ordered = [(qkv[i] if extra else qkv.pop(0))[:, state.tiles.order] for i in range(3)]
+    out = state.attend(AttentionCall(0), *ordered)[:, state.tiles.inverse]
+    for part in extra:
+        out[:, part] = dense(qkv[0][:, part], qkv[1], qkv[2])
+    return out
 
 
 def grid_of(forward: NativeForward, transformer_options: Mapping[str, Any], length: int) -> Grid | None:

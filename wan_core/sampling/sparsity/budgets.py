@@ -16,7 +16,8 @@ from math import isfinite
 from pathlib import Path
 
 from wan_core.config import OptionError, SparseOptions
-from wan_core.config.limits import MAX_JSON, check_file_size
+from wan_core.config.checks import check_file_size
+from wan_core.config.limits import MAX_JSON
 from wan_core.config.outputs import write_text
 from wan_core.sampling.plan import Expert, Plan
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from wan_core.config import SPARSE_KERNELS, SPARSE_SCORES, OptionError, SparseOptions
 from wan_core.config.checks import meant_hint
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import family_of
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.plan import Expert, Plan, Step
 from wan_core.sampling.stages import smaller
@@ -76,8 +77,8 @@ def at_scale(sparsity: float, scale: float) -> float:
 
 
 def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> Plan:
-    """`plan` with the relative cost of its steps, for the time estimate: of sparse and smaller ones, and of those in
-    which nothing is controlled, where blocks for the control do not run.
+    """`plan` with the relative cost of its steps, for the time estimate: of sparse and smaller ones, of those in which
+    nothing is controlled, where blocks for the control do not run, and of those without or over a driving video.
 
     latents: frames, rows and columns of one video. Raises OptionError if the calibrated shares are for another number
     of layers.
@@ -94,11 +95,18 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
     most = sum(forward_flops(config, config.tokens(*latents)))
     uncontrolled = config.num_layers / (config.num_layers + getattr(config, "vace_blocks", 0))
 
+    driving = family_of(config).driving
+    over, free = (1.0, 1.0) if driving is None else driving.costs(config, latents)
+
     def cost(step: Step) -> float:
         tokens = step_tokens(step, config, latents)
         found = step_cost(step.sparsity, attention_share(config, tokens) * sparse_layers, rest)
         found *= 1.0 if step.scale == 1 else sum(forward_flops(config, tokens)) / most
-        return round(found * (1.0 if step.control is None or any(step.control) else uncontrolled), 4)
+        found *= 1.0 if step.control is None or any(step.control) else uncontrolled
+        found *= free if step.undriven else 1.0
+        if step.passes:
+            found = (found * (step.forwards - step.passes) + over * step.passes) / step.forwards
+        return round(found, 4)
 
     return replace(plan, steps=tuple(replace(step, cost=cost(step)) for step in plan.steps))
 

@@ -6,7 +6,7 @@ a row here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from wan_core.config.checks import OptionError
@@ -24,7 +24,7 @@ FAMILIES: dict[str, Family] = {
 }
 # Of ComfyUI's CONDITIONING: what text encoders and FluxGuidance add, which no Wan model looks at, and what WanCore's
 # own text encoder says about a prompt.
-NEUTRAL = ("pooled_output", "attention_mask", "guidance", "wancore_seconds", "wancore_notes")
+NEUTRAL = ("pooled_output", "attention_mask", "guidance", "wancore_seconds", "wancore_notes", "wancore_prompt")
 NAG = "wancore_nag"  # NagOptions, on a negative prompt
 TIMES = ("start_percent", "end_percent")  # where in a run a text is used (`wan_core.sampling.texts`)
 NO_EFFECT: Mapping[str, Any] = {"strength": 1.0, "set_area_to_bounds": False, "mask_strength": 1.0}
@@ -79,6 +79,21 @@ def check_windows(task: Task) -> None:
             f"{task.name} takes inputs that are not cut into context windows: leave the windows out; they are for "
             f"models of the family {able}"
         )
+
+
+def check_begins(task: Task, given: Iterable[str]) -> None:
+    """Raise OptionError for what no video of a task begins with. given: of the fields `image`, `last_image`,
+    `from_video` and `denoise` of a request, those that are set."""
+    media = family_of(task).media
+    for field in given:
+        option = f"--{field.replace('_', '-')}"
+        if media is not None and field not in (*media.needs, *media.takes):
+            own = "its picture is --reference" if "reference" in media.needs else "leave it out"
+            raise OptionError(f"{task.name} takes no {option}: {own}")
+        if media is None and "image" in field and task.image == "none":
+            raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
+        if media is None and field == "last_image" and task.image != "channels":
+            raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
 
 
 def choose_task(dit: DiTConfig, clues: Clues | None = None) -> Choice:

@@ -117,6 +117,22 @@ class Hearing(NamedTuple):
     features: Callable[..., Any]
 
 
+class Driving(NamedTuple):
+    """A driving video that takes a forward of its own, once for all steps that read it.
+
+    keys: of `conditioning_keys`, those that come with it, the first of them the video itself; a CONDITIONING may have
+    them for a part of the run. inputs: those of the model that only a step gets which reads it. own: of these, the text
+    and the picture that the video may have; without them it is passed once for each branch. costs(dit, latents): the
+    time of a forward over the video, and of one of the model that does not read it, relative to one that does, for
+    latents of so many frames, rows and columns.
+    """
+
+    keys: tuple[str, ...]
+    inputs: tuple[str, ...]
+    own: frozenset[str]
+    costs: Callable[[Any, tuple[int, int, int]], tuple[float, float]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One kind of Wan model.
@@ -148,7 +164,7 @@ class Family:
     more_per_token: bytes of activations over 2 L C (L tokens, C channels) beyond those of text-to-video.
     clips: how a long video is cut into clips; None: it is made in one.
     media: which videos and pictures drive it; None: none do.
-    hears: how it hears a sound; None: it does not.
+    hears: how it hears a sound; None: it does not. driving: of a driving video that takes forwards of its own.
     clip_lead(vae, media, clip): un-normalised latents that are decoded before those of a clip, whose frames are left
     out; None: none are.
     clip_inputs(task, vae, seen, media, clip): the fields of `Conditioning` of one clip. media: pixels of the clip by
@@ -183,6 +199,7 @@ class Family:
     clips: ClipRules | None = None
     media: MediaRules | None = None
     hears: Hearing | None = None
+    driving: Driving | None = None
     clip_lead: Callable[..., Any] | None = None
     clip_inputs: Callable[..., Inputs] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -52,6 +52,8 @@ def cut_video(
     clip = task.frames if clip_frames is None else clip_frames
     carried = rules.overlaps[0] if overlap is None else overlap
     check_clips(rules, clip, carried, task.name)
+    if frames < 1:
+        raise OptionError(f"{frames} frames given; a video has at least 1")
     if not rules.always and ((task.image == "none" and media is None) or not from_noise):
         raise OptionError(
             f"--clip-frames {clip} given: the next clip begins with frames of the one before, which needs an "

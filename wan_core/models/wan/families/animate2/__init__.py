@@ -14,7 +14,13 @@ image-to-video in shape.
 
 from __future__ import annotations
 
-from wan_core.models.wan.families.animate2.config import MORE_PER_TOKEN, padded_frames, prepared_bytes, prepared_forms
+from wan_core.models.wan.families.animate2.config import (
+    MORE_PER_TOKEN,
+    driving_costs,
+    padded_frames,
+    prepared_bytes,
+    prepared_forms,
+)
 from wan_core.models.wan.families.animate2.keys import (
     comfyui_names,
     diffusers_names,
@@ -24,9 +30,15 @@ from wan_core.models.wan.families.animate2.keys import (
 from wan_core.models.wan.families.animate2.recognise import METADATA, NAMED, choose, claims, read_config, why_not_sparse
 from wan_core.models.wan.families.animate2.tasks import TASKS
 from wan_core.models.wan.families.clips import ClipRules, MediaRules
-from wan_core.models.wan.families.family import Family, class_of, function_of
+from wan_core.models.wan.families.family import Driving, Family, class_of, function_of
 from wan_core.models.wan.families.wan.keys import diffusers_modules
 
+DRIVING = Driving(
+    keys=("pose_video_latent", "clip_vision_output_pose", "cross_attn_pose", "pose_strength"),
+    inputs=("pose", "pose_image", "pose_context", "pose_strength"),
+    own=frozenset({"pose_image", "pose_context"}),
+    costs=driving_costs,
+)
 ANIMATE2 = Family(
     name="animate2",
     tasks=TASKS,
@@ -45,18 +57,10 @@ ANIMATE2 = Family(
     model_class=class_of("animate2.model", "Animate2Model"),
     image_inputs=function_of("animate2.inputs", "image_inputs"),
     conditioning_keys=frozenset(
-        {
-            "concat_latent_image",
-            "concat_mask",
-            "clip_vision_output",
-            "clip_vision_output_pose",
-            "pose_video_latent",
-            "cross_attn_pose",
-            "pose_strength",
-            "reference_strength",
-        }
+        {"concat_latent_image", "concat_mask", "clip_vision_output", "reference_strength", *DRIVING.keys}
     ),
     read_conditioning=function_of("animate2.inputs", "read_conditioning"),
+    driving=DRIVING,
     clips=ClipRules(overlaps=(1,), always=True, leading=1, padded=padded_frames),
     media=MediaRules(
         needs=("reference", "pose_video"),

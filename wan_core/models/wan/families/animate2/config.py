@@ -68,6 +68,20 @@ def prepared_forms(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> t
     return tuple(found)
 
 
+def driving_costs(dit: DiTConfig, latents: tuple[int, int, int]) -> tuple[float, float]:
+    """The time of the pass over the driving video, and of a forward that does not read it, relative to one that does,
+    by FLOPs. latents: frames (the first is the reference), rows, columns of the video."""
+    T, Y, X = latents
+    frame = dit.tokens(1, Y, X)
+    linears = 2 * dit.dim * (6 * dit.dim + 2 * dit.ffn_dim)  # of a token
+
+    def flops(frames: int, pairs: int) -> int:
+        return frames * frame * linears + 4 * dit.dim * pairs * frame**2
+
+    whole = flops(T, T * T + T - 1)  # of frames but the first, each also to its driving frame
+    return flops(T - 1, (T - 1) ** 2) / whole, flops(T, T * T) / whole
+
+
 def pinned_bytes(nbytes: int) -> int:
     """Of a tensor in torch's pinned memory, which comes in powers of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0

@@ -123,6 +123,7 @@ class Animate2Model(ImageWanModel):
         if len(without) > 1:
             stays = torch.tensor(without, device=self.patch_embedding.weight.device)[:, None, None]
         driving = Driving(None, (0, 0, 0), finite_scale(log_scale), reference_strength, without, videos, stays)
+        passes = 0
         if pose is not None:
             assert image is not None  # or `embed_text` would have raised
             text = context if pose_context is None else pose_context
@@ -131,8 +132,8 @@ class Animate2Model(ImageWanModel):
             own = pose_context is not None or pose_image is not None
             text = super().prepare_text(text, seen) if own else prepared
             layers, grid = self.drive(pose, text, pose_strength)
-            driving = replace(driving, layers=layers, grid=grid)
-        return prepared._replace(own=driving)
+            driving, passes = replace(driving, layers=layers, grid=grid), len(pose)
+        return prepared._replace(own=driving, passes=passes)
 
     def drive(
         self, pose: Tensor, text: PreparedText, strength: float

@@ -26,6 +26,10 @@ class FunControlConfig(DiTConfig):
         """Whether it is told which frames of the start are known: those of Wan 2.2 are."""
         return self.in_channels > 3 * self.out_channels
 
+    def most_tokens(self, frames: int, rows: int, columns: int) -> int:
+        """With those of a reference picture: a frame's."""
+        return self.tokens(frames, rows, columns) + self.tokens(1, rows, columns)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FunCameraConfig(DiTConfig):

@@ -1,0 +1,294 @@
+"""Run ComfyUI's official Wan templates on tiny random weights on a CPU, as they are and with WanCore Accelerate in
+front of every sampler, and compare the latents of every sampler; then with WanCore Sampler in the place of each.
+
+    COMFYUI_PYTHON=... python -m benchmarks.templates.run --comfyui PATH [--out FILE] [TEMPLATE ...]
+
+Templates come from the package comfyui-workflow-templates-json of that Python. They run as the page would send them,
+except: two steps, 64x64 pixels and few frames; VAE with 8 channels and transformers of two layers, written under the
+names that the template asks for; text, vision, audio and segmentation encoders, which have one size only, and pictures
+are replaced by nodes that give random tensors of the right shape (`stand_ins.py`); videos are not decoded or saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.comfy_graphs import with_defaults
+from benchmarks.comfyui import ComfyUI, Graph, make_base, python_of
+from benchmarks.templates.expand import expand
+from benchmarks.templates.our_sampler import OURS, SAMPLERS, with_our_sampler
+
+HERE = Path(__file__).resolve().parent
+# Template -> kind of its transformers (`files.KINDS`).
+TEMPLATES = {
+    "video_wan2_2_14B_t2v": "t2v",
+    "video_wan2_2_14B_i2v": "i2v",
+    "video_wan2_2_14B_flf2v": "i2v",
+    "video_wan2_2_5B_ti2v": "5B",
+    "video_wan_animate2": "animate2",
+    "video_wan_animate2_distilled": "animate2",
+    "video_wan2_2_14B_s2v": "s2v",
+    "video_wan_vace_14B_v2v": "vace",
+    "video_wan_vace_inpainting": "vace",
+    "video_wan_vace_outpainting": "vace",
+    "video_wan_vace_14B_ref2v": "vace",
+    "video_wan_vace_flf2v": "vace",
+    "video_wan2_2_14B_fun_control": "fun control",
+    "video_wan2_2_14B_fun_inpaint": "i2v",
+    "video_wan2_2_14B_fun_camera": "camera",
+}
+# Those that also run with WanCore's sampler in the place of theirs.
+OWN = tuple(name for name in TEMPLATES if "vace" in name or "_fun_" in name)
+SMALL = {"width": 64, "height": 64, "length": 9, "resize_type.width": 64, "resize_type.height": 64}
+STAND_INS = {
+    "CLIPTextEncode": "StandInText",
+    "CLIPVisionEncode": "StandInVision",
+    "AudioEncoderEncode": "StandInAudio",
+    "SAM3_Detect": "StandInMask",
+}
+EXACT = {"attention": "auto", "sparse": "off"}
+KEPT = {"StandInText": ("text",), "StandInVision": ("image",), "StandInMask": ("image",)}  # inputs that they have too
+
+
+@dataclass(frozen=True)
+class Result:
+    """error: largest difference of a sampler's latents, over their largest value. words: what each Accelerate said.
+    ours: the same difference with our sampler in their place; None: it does not replace two samplers of one video."""
+
+    template: str
+    samplers: int
+    error: float
+    words: list[str]
+    ours: float | None = None
+
+
+def templates_folder(python: str) -> Path | None:
+    """Where the templates of that Python are; None: it has none."""
+    code = "import comfyui_workflow_templates_json as t; print(t.__path__[0])"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return Path(found.stdout.strip()) / "templates" if found.returncode == 0 else None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a template runs. size: of every node that has one, None as the template says. steps: of every sampler,
+    None likewise. frames: of videos that are given. layers: None for tiny models, or how many of the real width."""
+
+    size: Mapping[str, int] | None = field(default_factory=lambda: dict(SMALL))
+    steps: int | None = 2
+    frames: int = 9
+    layers: int | None = None
+
+
+def reduced(graph: Graph, scale: Scale) -> Graph:
+    """The graph with stand-ins, in the size and steps of `scale`; only what samplers need."""
+    made = deepcopy(graph)
+    for one in made.values():
+        kind, inputs = one["class_type"], one["inputs"]
+        if kind in STAND_INS:
+            one["class_type"] = STAND_INS[kind]
+            one["inputs"] = {name: inputs[name] for name in KEPT.get(STAND_INS[kind], ())}
+        elif kind in ("LoadImage", "GetVideoComponents"):
+            one["class_type"] = "StandInPictures"
+            one["inputs"] = {
+                "name": str(inputs.get("image", "video")),
+                "frames": 1 if kind == "LoadImage" else scale.frames,
+            }
+        elif kind == "LoraLoader":  # its CLIP goes to text encoders alone
+            one["class_type"] = "LoraLoaderModelOnly"
+            one["inputs"] = {name: inputs[name] for name in ("model", "lora_name", "strength_model")}
+        else:
+            inputs |= {name: value for name, value in (scale.size or {}).items() if name in inputs and _has_size(kind)}
+            if scale.steps is not None:
+                _fewer_steps(kind, inputs, scale.steps)
+    return made
+
+
+def with_steps(graph: Graph, steps: int) -> Graph:
+    """The graph with so many steps of every sampler."""
+    made = deepcopy(graph)
+    for one in made.values():
+        _fewer_steps(one["class_type"], one["inputs"], steps)
+    return made
+
+
+def _has_size(kind: str) -> bool:
+    return kind.startswith(("Wan", "Empty", "Resize"))
+
+
+def with_euler(graph: Graph) -> Graph:
+    """The graph with the solver Euler in every sampler."""
+    made = deepcopy(graph)
+    for one in made.values():
+        if "sampler_name" in one["inputs"]:
+            one["inputs"]["sampler_name"] = "euler"
+    return made
+
+
+def _fewer_steps(kind: str, inputs: dict[str, Any], steps: int) -> None:
+    if "steps" in inputs and (kind in SAMPLERS or kind == "BasicScheduler"):
+        inputs["steps"] = steps
+    if kind == "KSamplerAdvanced":  # the first of two ends after half of them
+        first = inputs["add_noise"] == "enable"
+        inputs |= {"start_at_step": 0 if first else steps // 2, "end_at_step": steps // 2 if first else 10000}
+
+
+def observed(graph: Graph, run: str, accelerate: Mapping[str, Any] | None = None) -> Graph:
+    """What the samplers need, each sampler's latents kept as `<run>-<sampler>.pt`. accelerate: inputs of WanCore
+    Accelerate in front of each."""
+    made = deepcopy(graph)
+    for name, one in graph.items():
+        if one["class_type"] not in (*SAMPLERS, OURS):
+            continue
+        source = one["inputs"]["model"]
+        if accelerate is not None:
+            added = f"accelerate {source[0]} {source[1]}"
+            choices = {"model": source, **accelerate}
+            made[added] = {"class_type": "WanCoreAccelerate", "inputs": choices}
+            made[name]["inputs"]["model"] = [added, 0]
+        made[f"keep {name}"] = {
+            "class_type": "KeepLatent",
+            "inputs": {"latent": [name, 0], "name": f"{run}-{_plain(name)}"},
+        }
+    needed: set[str] = set()
+    waiting = [name for name, one in made.items() if one["class_type"] == "KeepLatent"]
+    while waiting:
+        name = waiting.pop()
+        if name not in needed:
+            needed.add(name)
+            waiting += [value[0] for value in made[name]["inputs"].values() if isinstance(value, list)]
+    return {name: one for name, one in made.items() if name in needed}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def files_of(graph: Graph, kind: str, models: Path) -> dict[str, str]:
+    """File -> kind of model, for every file that the graph names."""
+    folders = {"unet_name": "diffusion_models", "vae_name": "vae", "lora_name": "loras"}
+    kinds = {"unet_name": kind, "vae_name": "vae", "lora_name": "lora"}
+    return {
+        str(models / folders[name] / value): kinds[name]
+        for one in graph.values()
+        for name, value in one["inputs"].items()
+        if name in folders and isinstance(value, str)
+    }
+
+
+class Templates:
+    """A ComfyUI with stand-ins, and files as templates ask for them."""
+
+    def __init__(
+        self, checkout: Path, base: Path, scale: Scale | None = None, folder: Path | None = None, **server: Any
+    ) -> None:
+        """folder: of the templates; None: where its Python has them. server: more arguments of `ComfyUI`. Raises
+        FileNotFoundError where there are no templates."""
+        self.checkout, self.python = checkout, python_of(checkout)
+        self.scale, folder = scale or Scale(), folder or templates_folder(self.python)
+        if folder is None:
+            raise FileNotFoundError(f"{self.python} has no comfyui-workflow-templates-json: pip install it")
+        self.folder, self.base = folder, make_base(base, {"stand_ins": (HERE / "stand_ins.py").read_text()})
+        self.server = ComfyUI(checkout, base, **server)
+        self.info: Mapping[str, Any] = self.server.get("/object_info")
+        self.written: dict[str, str] = {}
+
+    def graph(self, template: str, scale: Scale | None = None) -> Graph:
+        """The template as it runs, and its files written. scale: another than that of all templates."""
+        workflow = json.loads((self.folder / f"{template}.json").read_text(encoding="utf-8"))
+        graph = reduced(expand(workflow, self.info), scale or self.scale)
+        self._write(files_of(observed(graph, ""), TEMPLATES[template], self.base / "models"))
+        return graph
+
+    def run(self, template: str) -> Result:
+        """Raises AssertionError where it does not run."""
+        graph = self.graph(template)
+        begin = len(self.server.log())
+        plain, fast = self._latents(graph, "plain"), self._latents(graph, "fast", EXACT)
+        words = re.findall(r"WanCore Accelerate: (.*)", self.server.log()[begin:])
+        ours = None
+        if all(one["class_type"] != "KSamplerAdvanced" for one in graph.values()):
+            euler = with_euler(graph)  # other solvers draw noise of their own
+            replaced = with_defaults(with_our_sampler(euler), self.info)
+            ours = _error(self._latents(replaced, "ours"), self._latents(euler, "euler"))
+        return Result(template, len(plain), _error(fast, plain), words, ours)
+
+    def _latents(self, graph: Graph, run: str, accelerate: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+        """Of every sampler."""
+        done = self.server.run(observed(graph, run, accelerate))
+        assert done.ok, f"{run}: {done.status}"
+        files = sorted((self.base / "output").glob(f"{run}-*.pt"))
+        made = [torch.load(path) for path in files]
+        for path in files:
+            path.unlink()
+        return made
+
+    def versions(self) -> dict[str, str]:
+        code = "from importlib.metadata import version as v; print(v('comfyui-workflow-templates-json'), v('torch'))"
+        found = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        text = (self.checkout / "comfyui_version.py").read_text(encoding="utf-8")
+        comfyui = re.search(r'__version__ = "(.*)"', text)
+        assert comfyui is not None
+        return {"comfyui": comfyui[1], "comfyui-workflow-templates-json": found[0], "torch": found[1]}
+
+    def _write(self, files: dict[str, str]) -> None:
+        if files == self.written:
+            return
+        shutil.rmtree(self.base / "models", ignore_errors=True)
+        command = [self.python, str(HERE / "files.py"), str(self.checkout), json.dumps(files)]
+        command += [] if self.scale.layers is None else [str(self.scale.layers)]
+        subprocess.run(command, check=True, capture_output=True, cwd=self.checkout)
+        self.written = files
+
+    def stop(self) -> None:
+        self.server.stop()
+
+
+def _error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest of all samplers."""
+    for one in expected:
+        assert one.isfinite().all() and one.abs().max() > 0, "the latents are not those of a model"
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("templates", nargs="*", default=list(TEMPLATES), help="names; all if none is given")
+    parser.add_argument("--comfyui", type=Path, required=True, help="the checkout of ComfyUI")
+    parser.add_argument("--out", type=Path, help="write the results here, as JSON")
+    options = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as base:
+        templates = Templates(options.comfyui, Path(base))
+        try:
+            for name in options.templates:
+                results.append(templates.run(name))
+                ours = "" if results[-1].ours is None else f", with our sampler {results[-1].ours:.1e}"
+                print(f"{name}: {results[-1].samplers} samplers, error {results[-1].error:.1e}{ours}", flush=True)
+                for words in results[-1].words:
+                    print(f"    {words}", flush=True)
+        finally:
+            templates.stop()
+    if options.out is not None:
+        versions = templates.versions()
+        rows = [asdict(one) for one in results]
+        options.out.write_text(json.dumps({"versions": versions, "templates": rows}, indent=1) + "\n")
+    return int(any(one.error > 1e-5 for one in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Other nodes on the same MODEL, and how WanCore Accelerate works beside them.
+
+- Model Sparse Attention puts itself on top of every attention override in each step. It computes the calls that it
+  takes, WanCore the others. Two sparse attentions on one model are refused.
+- EasyCache and LazyCache skip whole forwards, WanCore computes the others. Two step caches on one model are refused.
+- An attention override of another pack stays (`wan_core.sampling.native.attention`): the report says who computed.
+- TorchCompileModel ignores changed hooks: `apart` gives forwards with other hooks compiled code of their own.
+- ComfyUI's own compiler plans the memory of a forward: what outlives it is allocated under `pause`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from torch.overrides import BaseTorchFunctionMode
+
+from wan_core.config import OptionError, SparseOptions
+from wan_core.sampling.native.attention import NativeAttention, name_of
+from wan_core.sampling.native.run import NativeRun
+
+try:
+    from comfy import model_prefetch
+except ImportError:  # ComfyUI 0.8
+    model_prefetch = None
+
+OVERRIDE = "optimized_attention_override"
+SPARSE_KEY = "block_sparse_attention"  # of the callbacks of Model Sparse Attention (ComfyUI 0.36 and newer)
+COMPILE_KEY = "torch.compile"  # of the wrapper of comfy_api.torch_helpers
+SPARSE_NODE = "Model Sparse Attention"
+
+
+def pause() -> AbstractContextManager[Any]:
+    """What is allocated inside may outlive a forward: ComfyUI's compiler, where it is active, does not plan it.
+    https://github.com/Comfy-Org/ComfyUI/pull/16148. It ends with the innermost: not to be nested."""
+    return getattr(model_prefetch, "pause_malloc_graph", nullcontext)()
+
+
+@torch.compiler.disable
+def apart(options: Mapping[str, Any], hooks: Hashable) -> AbstractContextManager[Any]:
+    """Around a forward with `hooks` in its options: compiled code of other forwards is not used for it, nor its own for
+    others. TorchCompileModel removes all guards on the options, so torch would use code that was compiled without the
+    hooks, or with others. The torch function modes that are active belong to the guards that stay."""
+    compiled = COMPILE_KEY in options.get("wrappers", {}).get(WrappersMP.APPLY_MODEL, {})
+    return _mode(hooks)() if compiled else nullcontext()
+
+
+@functools.cache
+def _mode(hooks: Hashable) -> type[BaseTorchFunctionMode]:
+    """A mode that changes nothing: guards compare types."""
+    return type(f"Mode{hooks}", (BaseTorchFunctionMode,), {})
+
+
+def split_earlier(override: Any) -> dict[str, Any]:
+    """The override that was set before, as `NativeAttention` takes it. One of an Accelerate node is replaced."""
+    if isinstance(override, NativeAttention):
+        return {"earlier": override.earlier, "chosen": override.chosen}
+    setter = getattr(ModelPatcher, "set_model_optimized_attention", None)  # ComfyUI 0.33 and newer
+    chosen = setter is not None and getattr(override, "__qualname__", "").startswith(f"{setter.__qualname__}.")
+    return {"chosen": override} if chosen else {"earlier": override}
+
+
+def has_sparse_node(patcher: ModelPatcher) -> bool:
+    from comfy.patcher_extension import CallbacksMP
+
+    return SPARSE_KEY in patcher.callbacks.get(CallbacksMP.ON_PREPARE_STATE, {})
+
+
+def step_cache_of(options: Mapping[str, Any]) -> str | None:
+    """The name of ComfyUI's step cache that is in transformer_options."""
+    holder = options.get("easycache")
+    return None if holder is None else holder.name
+
+
+def check_sparse(patcher: ModelPatcher, sparse: SparseOptions | None) -> None:
+    """Raises OptionError for two sparse attentions on a model."""
+    if sparse is not None and has_sparse_node(patcher):
+        raise OptionError(
+            f"{SPARSE_NODE} and WanCore's sparse attention are on one model: remove {SPARSE_NODE}, or set sparse to "
+            "'off' and disconnect WanCore Sparse Attention"
+        )
+
+
+def check_step_cache(options: Mapping[str, Any]) -> None:
+    """Raises OptionError for two step caches on a model. options: its transformer_options."""
+    other = step_cache_of(options)
+    if other is not None:
+        raise OptionError(
+            f"{other} and WanCore's step cache are on one model: remove {other}, or set cache to 'off' and disconnect "
+            "the WanCore cache"
+        )
+
+
+def words_before(patcher: ModelPatcher) -> list[str]:
+    """What nodes before WanCore Accelerate do beside it, for its text. patcher: with WanCore's override."""
+    options = patcher.model_options["transformer_options"]
+    override, words = options[OVERRIDE], shared_words(patcher, options)
+    if override.chosen is not None:
+        words.append("Model Attention Backend, set before: computes only what WanCore leaves")
+    if override.earlier is not None and not has_sparse_node(patcher):
+        words.append(
+            f"{name_of(override.earlier)}, set before: gets every call first, WanCore computes what it passes on"
+        )
+    return words
+
+
+def words_after(patcher: ModelPatcher, options: Mapping[str, Any], run: NativeRun) -> list[str]:
+    """What other nodes did beside WanCore Accelerate in a run, for its report."""
+    words = shared_words(patcher, options)
+    if run.outer is not None and not has_sparse_node(patcher):
+        name = f"{name_of(run.outer)} was set later"
+        put = "put WanCore Accelerate after that node"
+        words.append(f"{name} and gets every call first" if run.taken else f"{name} and computes attention: {put}")
+    if run.began and not run.taken and not run.left and not words:
+        words.append(
+            "no call of attention came to WanCore: another node replaced this model's attention, or it was compiled "
+            "before; remove that node, or restart ComfyUI"
+        )
+    return words
+
+
+def shared_words(patcher: ModelPatcher, options: Mapping[str, Any]) -> list[str]:
+    words, cache = [], step_cache_of(options)
+    if has_sparse_node(patcher):
+        words.append(f"{SPARSE_NODE} computes the self-attention that it takes, WanCore the rest")
+    if cache is not None:
+        words.append(f"{cache} skips forwards, WanCore computes the others")
+    return words

@@ -1,0 +1,183 @@
+"""What a step cache will keep of a run of ComfyUI's own Wan models, in bytes, known before the run begins.
+
+Every condition keeps residuals of its own, of each of its context windows, if it runs in a step whose residual is used
+later. Skip-layer guidance runs conditions a second time, or in another way: those are kept apart.
+
+Legend: B batch, C channels, T/Y/X latent frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import getclosurevars
+from math import ceil, inf, isclose, nan, prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.sampling.cache.residual import residual_program
+from wan_core.sampling.plan import Step
+from wan_core.sampling.stages import smaller
+
+AGAIN, INSTEAD = "SkipLayerGuidanceDiT.", "SkipLayerGuidanceDiTSimple."  # ComfyUI's functions have names that begin so
+REFERENCES = ("SCAILWanModel", "SCAIL2WanModel")  # variants with all reference latents and poses among their tokens
+Range = tuple[float, float]
+"""The highest and the lowest sigma."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A condition, as a CONDITIONING socket has it, that the model runs at sigmas in `inside` and not in `outside`."""
+
+    name: str  # of the list that it is in
+    condition: Mapping[str, Any]
+    place: int = 0  # in its list
+    count: int = 1  # of the prompts in it
+    inside: tuple[Range, ...] = ()
+    outside: tuple[Range, ...] = ()
+    replaced: bool = False  # blocks are replaced: kept from the second of its steps on, and dropped after the last
+
+    def runs(self, sigma: float) -> bool:
+        inside, outside = ([low <= sigma <= high for high, low in several] for several in (self.inside, self.outside))
+        return all(inside) and not any(outside)
+
+
+def running(guider: Any, both: bool = False) -> tuple[str, ...]:
+    """Which of a guider's conditions the model runs: ComfyUI leaves out those that a scale of 1 takes no part of.
+
+    both: the sampler asks for those too."""
+
+    def is_one(name: str) -> bool:
+        return isclose(getattr(guider, name, nan), 1.0)
+
+    if hasattr(guider, "cfg2"):  # DualCFGGuider
+        unused = [] if guider.nested or not is_one("cfg2") else ["negative", *["middle"] * is_one("cfg1")]
+    elif hasattr(guider, "neg_scale"):  # PerpNegGuider
+        unused = [] if guider.neg_scale else ["negative", *["empty_negative_prompt"] * is_one("cfg")]
+    else:
+        unused = ["negative"] * is_one("cfg")
+    if both or guider.model_options.get("disable_cfg1_optimization", False):
+        unused = []
+    return tuple(name for name in guider.conds if name not in unused)
+
+
+def prompts_of(guider: Any, names: Sequence[str]) -> list[Prompt]:
+    """What keeps residuals of its own, of the conditions with `names`."""
+    from comfy.samplers import calculate_start_end_timesteps
+
+    sampling = SimpleNamespace(model_sampling=guider.model_patcher.get_model_object("model_sampling"))
+    prompts: dict[str, list[Prompt]] = {}
+    for name in names:
+        timed = list(guider.conds[name])
+        calculate_start_end_timesteps(sampling, timed)
+        ends = [((one.get("timestep_start", inf), one.get("timestep_end", -inf)),) for one in timed]
+        prompts[name] = [Prompt(name, one, n, len(timed), ends[n]) for n, one in enumerate(timed)]
+    guided = "middle" if hasattr(guider, "cfg2") and not guider.nested else "positive"
+    more = list[Prompt]()
+    for sigmas in skip_layer_ranges(guider.model_options):
+        more += [replace(one, inside=(*one.inside, sigmas), replaced=True) for one in prompts.get(guided, ())]
+    for sigmas in _ranges([guider.model_options.get("sampler_calc_cond_batch_function")], INSTEAD):
+        negative = prompts.get("negative", [])
+        more += [replace(one, inside=(*one.inside, sigmas), replaced=True) for one in negative]
+        negative[:] = [replace(one, outside=(*one.outside, sigmas)) for one in negative]
+    return [*(one for several in prompts.values() for one in several), *more]
+
+
+def skip_layer_ranges(model_options: Mapping[str, Any]) -> list[Range]:
+    """Where ComfyUI's skip-layer guidance on a MODEL runs prompts a second time."""
+    return list(_ranges(model_options.get("sampler_post_cfg_function", ()), AGAIN))
+
+
+def _ranges(functions: Iterable[Any], name: str) -> Iterator[Range]:
+    for function in functions:
+        if getattr(function, "__qualname__", "").startswith(name):
+            settings = getclosurevars(function).nonlocals
+            if settings.get("scale", 1.0) > 0:
+                yield settings["sigma_start"], settings["sigma_end"]
+
+
+def kept_bytes(
+    runs: Iterable[Sequence[Step]],
+    prompts: Sequence[Prompt],
+    transformer: Any,
+    blocks: bool,
+    shape: Sequence[int],
+    itemsize: int,
+    model_options: Mapping[str, Any],
+) -> int:
+    """The most that residuals take in any of `runs`, in each of which all are kept.
+
+    blocks: they are those of the blocks; otherwise outputs of the whole model. shape: of the latents, [B, C, T, Y, X].
+    """
+    most, before = 0, nan
+    for run in runs:
+        program = residual_program(run, "cond")
+        size = [*shape[:3], *smaller((shape[3], shape[4]), run[0].scale, tuple(transformer.patch_size[1:]))]
+        windows, kept = windows_of(size, model_options), dict[int, int]()
+        for step in run:
+            for n, prompt in enumerate(prompts):
+                now, earlier = prompt.runs(step.sigma), prompt.runs(before)
+                if prompt.replaced and not (now or earlier):
+                    kept.pop(n, None)
+                if now and step.index in program.store and (earlier or not prompt.replaced):
+                    kept[n] = sum(numbers_kept(transformer, blocks, one, size, prompt) for one in windows)
+            most, before = max(most, program.slots * sum(kept.values()) * itemsize), step.sigma
+    return most
+
+
+def numbers_kept(transformer: Any, blocks: bool, window: Window, size: Sequence[int], prompt: Prompt) -> int:
+    """What a slot has of a prompt in a window of latents of this size."""
+    if not window.has(prompt):
+        return 0
+    if not blocks:
+        return prod(window.size(size))
+    return size[0] * tokens_seen(transformer, window, size, prompt.condition) * transformer.dim
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a forward sees of latents of a size: all of them, or one of ComfyUI's context windows."""
+
+    frames: Any = None  # ComfyUI's own window
+    full: int = 0  # how long the latents are where they are cut
+    shares: bool = False  # prompts of one list are shared out among windows
+
+    def has(self, prompt: Prompt) -> bool:
+        return not self.shares or self.frames.get_region_index(prompt.count) == prompt.place
+
+    def size(self, size: Sequence[int]) -> list[int]:
+        """The part of latents of this size that is in the window; all where they are not as long as the video's."""
+        if self.frames is None or len(size) <= self.frames.dim or size[self.frames.dim] != self.full:
+            return list(size)
+        return list(self.frames.get_tensor(torch.empty(tuple(size), device="meta")).shape)
+
+
+def windows_of(size: Sequence[int], model_options: Mapping[str, Any]) -> list[Window]:
+    """The context windows of latents of this size, the same in every step."""
+    handler = model_options.get("context_handler")
+    if handler is None or size[handler.dim] <= handler.context_length:
+        return [Window()]
+    windows = handler.get_context_windows(None, torch.empty(tuple(size), device="meta"), model_options)
+    for window in windows if getattr(handler, "causal_window_fix", False) else ():  # not before 0.33
+        window.causal_anchor_index = window.index_list[0] - 1
+    return [Window(one, size[handler.dim], getattr(handler, "split_conds_to_windows", False)) for one in windows]
+
+
+def tokens_seen(transformer: Any, window: Window, size: Sequence[int], condition: Mapping[str, Any]) -> int:
+    """Tokens of a video of latents [B, C, T, Y, X] in the blocks, with those that a condition adds to them."""
+    variant, patch = type(transformer).__name__, transformer.patch_size
+    references, more = condition.get("reference_latents") or [], list[Tensor]()
+    if variant == "WanModel":
+        more = list(condition.get("context_latents") or [])
+        if transformer.ref_conv is not None:
+            more += [one[:, :, :1] for one in references[-1:]]
+    elif variant == "HumoWanModel":
+        more = references[-1:]
+    elif variant in REFERENCES:
+        more = [*references, condition.get("pose_video_latent")]
+    more = [one for one in (*more, condition.get("time_dim_concat")) if one is not None]
+    sizes = [window.size(one) for one in (size, *(one.shape for one in more))]
+    return sum(prod(ceil(n / p) for n, p in zip(one[2:], patch, strict=True)) for one in sizes)

@@ -1,0 +1,514 @@
+"""Calibration and the comparison with the full run, on the embedded model; measures and pictures on drawn clips."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageColor
+
+from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
+from wan_core.cli import main
+from wan_core.config import OptionError
+from wan_core.media.drawing import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, PAPER, PHASE_COLOUR, Canvas
+from wan_core.media.video import read_video
+from wan_core.models.wan.runners import BlockInputs, ForwardInfo
+from wan_core.pipeline.embedded import parse_caption
+from wan_core.pipeline.sources import TINY
+from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.curves import Curve, find_curve, read_curve
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.plan import make_plan
+from wan_lab import pictures
+from wan_lab.calibrate import calibrate, record
+from wan_lab.compare import compare, gmsd, pareto, summary
+from wan_lab.pictures import KIND_COLOUR, draw_curve, draw_quality, preset_plans, side_by_side
+from wan_lab.samples import Sample, choose_samples, read_samples
+from wan_lab.shapes import draw, held_out
+
+SMALL = ["--model", "tiny", "--device", "cpu", "--steps", "10", "--frames", "5", "--size", "64x48"]
+CAPTION = "a red circle moving right on a blue background"
+
+
+def clip(caption: str = CAPTION, seed: int = 3) -> torch.Tensor:
+    """uint8 [F, H, W, 3]."""
+    return ((draw([parse_caption(caption)], seed=seed)[0] + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
+
+
+# --------------------------------------------------------------------------------------------------------- calibration
+
+
+@torch.no_grad()
+def test_recorded_ratios_are_those_of_the_residuals():
+    """Against residuals taken apart by hand, both branches, with the expert's change in the middle."""
+    plan = make_plan(steps=8, solver="euler")
+    ratios = record(plan, EXPERTS.__getitem__, TEXT, NOISE)
+    x, last = NOISE, {}
+    for step in plan.steps:
+        model, t, found = EXPERTS[step.expert], torch.tensor([step.timestep]), {}
+        for branch in ("cond", "uncond"):
+            grid = model.token_grid(x)
+            tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
+            text = model.prepare_text(getattr(TEXT, branch))
+            given = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)
+            after = model.run_blocks(BlockInputs(*given))
+            norm = (after - tokens).norm(dim=-1)
+            if branch in last:
+                assert ratios[step.index, branch] == pytest.approx(float((norm / last[branch]).mean()), rel=1e-3)
+            last[branch] = norm
+            found[branch] = model.unpatchify(model.head(after, time), grid)
+        velocity = found["uncond"] + step.guidance * (found["cond"] - found["uncond"])
+        x = x + velocity * (step.sigma_next - step.sigma)
+    assert all(model.runners.runners == [] for model in EXPERTS.values()), "the recorder is gone"
+    curve = calibrate(plan, [ratios, {k: v + 0.2 for k, v in ratios.items()}], "test", [3, 1])
+    assert curve.high_steps == 6 and curve.samples == 4
+    assert curve.cond[3] == pytest.approx(ratios[3, "cond"] + 0.05), "every video counts the same, not every batch"
+    assert all(math.isfinite(r) for r in (*curve.cond, *curve.uncond))
+
+
+def test_calibrate_writes_a_curve_that_is_found_again(tmp_path, capsys):
+    out, plot = tmp_path / "my.magcache.json", tmp_path / "my.png"
+    command = ["calibrate", *SMALL, "--count", "3", "--batch", "2", "--out", str(out), "--plot", str(plot)]
+    assert main(command) == 0
+    curve = read_curve(out)
+    assert (curve.task, curve.steps, curve.samples, curve.solver) == ("t2v-tiny", 10, 3, "unipc")
+    assert all(0.3 < r < 3 for r in (*curve.cond, *curve.uncond)) and curve.cond != curve.uncond
+    with Image.open(plot) as picture:
+        assert picture.size == (960, 540)
+    printed = capsys.readouterr().out
+    assert "balanced" in printed and "forwards" in printed
+    shutil.copy(TINY / "t2v_high.safetensors", tmp_path / "my.safetensors")
+    assert main(["plan", "--task", "t2v-tiny", "--magcache", "fast", "--high", str(tmp_path / "my.safetensors")]) == 0
+    assert "saved" in capsys.readouterr().out
+
+
+def test_calibrate_keeps_the_embedded_model_s_curve(tiny_assets, capsys):
+    """It would take the place of the one that comes with the project, for all later runs."""
+    before = {path.name: path.stat().st_mtime_ns for path in tiny_assets.iterdir()}
+    assert main(["calibrate", *SMALL, "--count", "1"]) == 2
+    assert "--out" in capsys.readouterr().err
+    assert {path.name: path.stat().st_mtime_ns for path in tiny_assets.iterdir()} == before
+
+
+def test_an_image_calibrates_the_image_variant(tmp_path):
+    image, out = tmp_path / "first.png", tmp_path / "mine.magcache.json"
+    Image.fromarray(clip()[0].numpy()).save(image)
+    assert main(["calibrate", *SMALL, "--count", "1", "--image", str(image), "--out", str(out)]) == 0
+    assert read_curve(out).task == "i2v-tiny"
+
+
+@torch.no_grad()
+def test_a_video_begins_anew_in_calibration():
+    """Delayed scales of Transformer Engine may not go from one video into the next."""
+    fresh = []
+    plan = make_plan(steps=4, solver="euler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wan_lab.calibrate.begin_run", fresh.append)
+        record(plan, EXPERTS.__getitem__, TEXT, NOISE)
+    assert fresh == [EXPERTS[phase[0].expert] for phase in plan.phases]
+
+
+@pytest.mark.parametrize("task", ["t2v-tiny", "i2v-tiny"])
+def test_the_embedded_model_brings_its_own_curve(task, tiny_assets):
+    curve = read_curve(tiny_assets / f"{task}.magcache.json")
+    assert curve.task == task and curve.steps == 40 and curve.samples
+    assert curve.high_steps == sum(s.expert == "high" for s in make_plan(task=task, steps=40).steps)
+    plans = preset_plans(make_plan(task=task, steps=40), curve)
+    saved = [plans[name].saved for name in ("quality", "balanced", "fast")]
+    assert saved == sorted(saved) and saved[1] >= 0.4 and saved[2] >= 0.55
+
+
+# ------------------------------------------------------------------------------------------------------------- quality
+
+
+def test_quality_compares_with_the_full_run(tmp_path, capsys):
+    out, plot, video = tmp_path / "q.json", tmp_path / "q.png", tmp_path / "q.mp4"
+    settings = ["full", "magcache:0/2/0.2", "taylorseer:2/1", "every:2", "adaptive:10"]
+    command = ["quality", *SMALL, "--count", "2", "--batch", "2", "--out", str(out), "--plot", str(plot)]
+    for setting in settings:
+        command += ["--setting", setting]
+    assert main([*command, "--video", str(video)]) == 0
+    result = json.loads(out.read_text())
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == settings and result["suite"] == "quality" and result["perceptual"] in ("gmsd", "lpips")
+    for exact in ("full", "magcache:0/2/0.2"):
+        assert rows[exact]["psnr"] == 99 and rows[exact]["ssim"] == 1 and rows[exact]["saved"] == 0
+    for lossy in settings[2:]:
+        assert rows[lossy]["psnr"] < 60 and 0.1 < rows[lossy]["saved"] < 0.8 and rows[lossy]["forwards"] < 20
+        assert rows[lossy]["psnr_worst"] <= rows[lossy]["psnr"] and 0 <= rows[lossy]["truth"] <= 1
+    assert "taylorseer:2/1" in capsys.readouterr().out
+    with Image.open(plot) as picture:
+        assert picture.size == (960, 600)
+    assert read_video(video).shape[0] == 5
+
+
+def test_numbers_are_written_before_pictures(tmp_path, monkeypatch):
+    """A picture that fails must not cost what was measured."""
+
+    def fail(*_):
+        raise ValueError("no picture")
+
+    monkeypatch.setattr("wan_lab.run.draw_quality", fail)
+    out = tmp_path / "q.json"
+    command = ["quality", *SMALL, "--count", "1", "--setting", "every:2", "--out", str(out)]
+    with pytest.raises(ValueError, match="no picture"):
+        main([*command, "--plot", str(tmp_path / "q.png")])
+    assert json.loads(out.read_text())["rows"][0]["name"] == "every:2"
+
+
+@torch.no_grad()
+def test_videos_count_alike_in_batches_of_any_size(tiny_assets):
+    """An adaptive policy decides for each video; what a setting runs is the mean over videos, one by one or in batches
+    of two and one."""
+    from wan_core.config import LoadOptions, Request
+    from wan_core.pipeline.pipeline import Pipeline
+    from wan_lab.run import ALONE, measure_quality
+
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    base = Request(prompt="", steps=10, frames=1, width=64, height=48)
+    settings = {"adaptive:0.15": parse_setting("adaptive:0.15"), "every:2": parse_setting("every:2")}
+    samples = choose_samples(None, 3, 7, tiny=True)
+    found = {size: measure_quality(pipe, base, samples, settings, size).rows() for size in (1, 2)}
+    for rows in found.values():
+        for row, alone in zip(rows, found[1], strict=True):
+            assert (row["forwards"], row["saved"]) == (alone["forwards"], alone["saved"])
+            assert row["psnr"] == pytest.approx(alone["psnr"], abs=0.3)
+    assert not float(found[1][0]["forwards"]).is_integer(), "videos differ in what they skip, or this shows nothing"
+    assert found[2][0]["ratio_to"] == ALONE and found[2][1]["ratio_to"] == found[1][0]["ratio_to"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--setting", "turbo"], "not known"),
+        (["--setting", "magcache:0.1"], "0.12/2/0.2"),
+        (["--setting", "magcache:fast:order7"], "not known"),
+        (["--setting", "magcache:"], "not known"),
+        (["--setting", "magcache"], "not known"),
+        (["--setting", "taylorseer:"], "not known"),
+        (["--setting", "adaptive:+every:2"], "not known"),
+        (["--setting", "magcache:fast+"], "not known"),
+        (["--setting", "magcache:fast:order1:order2"], "repeats a part"),
+        (["--setting", "magcache:fast:joint:published"], "repeats a part"),
+        (["--setting", "every:2+every:3"], "repeats a part"),
+        (["--setting", "taylorseer:2/1/0.2/9"], "2/1/0.2"),
+        (["--setting", "guidance:x"], "0.2-0.95"),
+        (["--setting", "adaptive:-1"], "allowed are"),
+        (["--setting", "magcache:fast+adaptive:0.1"], "choose one"),
+        (["--count", "0"], "at least 1"),
+        (["--plot", "/nowhere/x.png"], "cannot write"),
+        (["--out", "/nowhere/x.json"], "cannot write"),
+        (["--magcache", "fast"], "measures the full run"),
+    ],
+)
+def test_bad_input_is_one_readable_line(arguments, says, capsys):
+    assert main(["quality", *SMALL, "--count", "1", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err
+
+
+def test_measures():
+    """Equal videos score as equal, and worse ones worse, by every measure."""
+    full = clip()
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(strength: float) -> torch.Tensor:
+        noise = torch.randn(full.shape, generator=generator) * strength
+        return (full.float() + noise).clamp(0, 255).byte()
+
+    same, little, much = (compare(v, full, CAPTION, gmsd) for v in (full, noisy(4), noisy(20)))
+    assert (same.psnr, same.flicker, same.truth) == (99, 0, True)
+    assert same.ssim == pytest.approx(1) and same.perceptual == pytest.approx(0, abs=1e-5)
+    assert same.psnr > little.psnr > much.psnr and same.ssim > little.ssim > much.ssim
+    assert same.perceptual < little.perceptual < much.perceptual and little.flicker < much.flicker
+    assert compare(full, full, "a green square moving left on a white background", gmsd).truth is False
+    assert compare(full, full, "waves break against rocks", gmsd).truth is None
+    told = summary([same, much])
+    assert told["psnr_worst"] == round(much.psnr, 2) < told["psnr"] < 99 and told["truth"] == (1 + much.truth) / 2
+
+
+@given(st.dictionaries(st.text(max_size=3), st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1))
+def test_nothing_beats_the_front_and_all_else_is_beaten(points):
+    front = pareto(points)
+    for name, (x, y) in points.items():
+        beaten = any(a >= x and b >= y and (a > x or b > y) for a, b in points.values())
+        assert beaten == (name not in front)
+    saved = [points[name][0] for name in front]
+    assert saved == sorted(saved)
+
+
+def dot_of(ratio: float) -> float:
+    """Where draw_quality puts a setting that is so many times as fast as the full run, in pixels from the left."""
+    picture = draw_quality([{"name": "magcache:a", "ratio": ratio, "psnr": 40.0, "psnr_worst": 40.0}], "t")
+    is_dot = (np.asarray(picture).astype(int) - ImageColor.getrgb(KIND_COLOUR["magcache"])).any(axis=2) == 0
+    return float(np.nonzero(is_dot)[1].mean())
+
+
+class NotedCanvas(Canvas):
+    """A canvas that keeps what was drawn on it."""
+
+    def __init__(self, *size):
+        super().__init__(*size)
+        self.boxes, self.lines, self.dots = [], [], []
+
+    def box(self, *corners_and_colours):
+        self.boxes.append(corners_and_colours)
+
+    def line(self, points, fill, width=1.0):
+        self.lines.append((points, fill, width))
+
+    def dot(self, *place_and_colours):
+        self.dots.append(place_and_colours)
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """The canvases of all pictures that are drawn."""
+    made = []
+    monkeypatch.setattr(pictures, "Canvas", lambda *size: made.append(NotedCanvas(*size)) or made[-1])
+    return made
+
+
+@pytest.mark.parametrize("high", [0, 1, 7, 13, 20])
+def test_a_curve_s_picture_shows_ratios_experts_and_computed_steps(noted, high):
+    """A shade behind each step, the ratios within each expert, and a row of cells for a plan, as full as computed."""
+    chance = np.random.default_rng(high)
+    ratios = [tuple(chance.uniform(0.8, 1.0, 20)) for _ in range(2)]
+    curve = Curve(
+        task="t2v-A14B", source="drawn", high_steps=high, shift=5, boundary=0.9, solver="unipc", samples=1,
+        cond=ratios[0], uncond=ratios[1],
+    )  # fmt: skip
+    plan = make_plan(task="t2v-A14B", steps=20, boundary=0.5)
+    skipped = [() if n % 3 else ("cond",) if n % 2 else ("cond", "uncond") for n in range(20)]
+    steps = [dataclasses.replace(step, skipped=which) for step, which in zip(plan.steps, skipped, strict=True)]
+    draw_curve(curve, {"full": plan, "drawn": dataclasses.replace(plan, steps=tuple(steps))})
+    (canvas,) = noted
+    left, width = 72.0, (960 - 24 - 72) / 20
+    shades = [box for box in canvas.boxes if box[4] in EXPERT_SHADE.values()]
+    tops, floors = {box[1] for box in shades}, {box[3] for box in shades}
+    for number, (x0, _, x1, _, fill) in enumerate(shades):
+        assert (x0, x1) == pytest.approx((left + number * width, left + (number + 1) * width))
+        assert fill == EXPERT_SHADE["high" if number < high else "low"]
+    (top,), (floor,) = tops, floors
+    best, least = 1.02, min(0.9, min(map(min, ratios_within_experts(curve)), default=1) - 0.02)
+    wanted = []
+    for expert, first, end in (("high", 1, high), ("low", high + 1, 20)):
+        for values, colour in ((curve.uncond, FAINT), (curve.cond, EXPERT_COLOUR[expert])):
+            rows = [(best - value) / (best - least) * (floor - top) + top for value in values]
+            line = [(left + (n + 0.5) * width, rows[n]) for n in range(first, end)]
+            wanted += [(line, colour)] if len(line) > 1 else []
+    drawn = [(points, fill) for points, fill, thick in canvas.lines if thick == 2]
+    assert [fill for _, fill in drawn] == [fill for _, fill in wanted]
+    for (points, _), (line, _) in zip(drawn, wanted, strict=True):
+        assert np.allclose(points, line)
+    assert (INK in [fill for _, fill, _ in canvas.lines]) == (0 < high < 20)
+    cells = [box for box in canvas.boxes if box not in shades]
+    for row, of_plan in ((0, plan.steps), (1, steps)):
+        y = floor + 30 + 30 * row
+        for step in of_plan:
+            x, colour = left + step.index * width, EXPERT_COLOUR[step.expert]
+            inside = [box for box in cells if box[1] >= y and box[3] <= y + 18 and x <= box[0] < box[2] <= x + width]
+            computed = 1 - len(step.skipped) / len(step.branches)
+            wanted = [(y, y + 18, PAPER, colour), (y + 18 * (1 - computed), y + 18, colour)][: 2 if computed else 1]
+            assert [(top, bottom, *colours) for _, top, _, bottom, *colours in inside] == wanted
+
+
+def test_quality_over_time_is_drawn_to_scale(noted):
+    """Every setting is a point at its time and mean PSNR with a tail to its worst video; the front is one line through
+    those that nothing beats, from the fastest to the slowest."""
+    chance = np.random.default_rng(0)
+    rows = [
+        {"name": f"magcache:{n}", "ratio": ratio, "psnr": psnr, "psnr_worst": psnr - fall}
+        for n, (ratio, psnr, fall) in enumerate(chance.uniform([0.9, 25, 1], [4, 50, 9], (12, 3)))
+    ]
+    draw_quality(rows, "title")
+    (canvas,) = noted
+    points = {row["name"]: (x, y) for row, (x, y, *_) in zip(by_time(rows), canvas.dots, strict=True)}
+    front = [points[name] for name in pareto({row["name"]: (-1 / row["ratio"], row["psnr"]) for row in rows})]
+    assert [(line, width) for line, fill, width in canvas.lines if fill == PHASE_COLOUR] == [(front, 1.5)]
+    tails = [line for line, fill, _ in canvas.lines if fill == KIND_COLOUR["magcache"]]
+    measured = [(100 / row["ratio"], row["psnr"]) for row in by_time(rows)]
+    for axis in (0, 1):  # one scale for all of them, over the whole width
+        drawn, numbers = (np.array([one[axis] for one in ones]) for ones in (points.values(), measured))
+        scale, start = np.polyfit(numbers, drawn, 1)
+        assert np.allclose(drawn, scale * numbers + start)
+        if axis:
+            worst = np.array([row["psnr_worst"] for row in by_time(rows)])
+            assert np.allclose([end[1] for _, end in tails], scale * worst + start) and scale < 0
+        else:
+            assert start == pytest.approx(64) and max(numbers.max(), 100) * scale * 1.03 == pytest.approx(
+                960 - 330 - 64
+            )
+    assert [tail[0] for tail in tails] == [*points.values()] and all(a[0] == b[0] for a, b in tails)
+    assert [dot[3] == dot[4] for dot in canvas.dots] == [place in front for place in points.values()]  # others hollow
+
+
+def by_time(rows):
+    return sorted(rows, key=lambda row: -row["ratio"])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
+def test_videos_side_by_side_are_in_rows_of_four_in_their_order(count):
+    """Each pixel enlarged to a square, below a bar with its name, which is not drawn over."""
+    videos = {
+        f"n{n}": torch.randint(1, 255, (2, 40, 90, 3), generator=torch.Generator().manual_seed(n)).byte()
+        for n in range(count)
+    }
+    sheet = side_by_side(videos, width=170)
+    rows, columns = (count + 3) // 4, min(4, count)
+    assert sheet.shape == (2, rows * 100, columns * 180, 3)
+    for n, video in enumerate(videos.values()):
+        part = sheet[:, n // 4 * 100 :, n % 4 * 180 :][:, :100, :180]
+        assert torch.equal(part[:, 20::2, ::2], video) and torch.equal(part[:, 21::2, 1::2], video)
+        assert (part[0, :20] == part[1, :20]).all() and len(part[0, :20].reshape(-1, 3).unique(dim=0)) > 2
+    assert not sheet[:, (rows - 1) * 100 :, (count - 1) % 4 * 180 + 180 :].any()
+    floating = side_by_side({name: video / 255 for name, video in videos.items()}, width=170)
+    assert (floating * 255).round().byte().equal(sheet)
+
+
+def ratios_within_experts(curve):
+    """Within each expert: the first step of one has none."""
+    both = (curve.cond, curve.uncond)
+    return [part for one in both for part in (one[1 : curve.high_steps], one[curve.high_steps + 1 :]) if part]
+
+
+def test_pictures():
+    curve = find_curve(None, "t2v-A14B")
+    plans = preset_plans(make_plan(), curve)
+    assert draw_curve(curve, plans).size == (960, 540) and draw_curve(curve, {}).size == (960, 540)
+    single = find_curve(None, "ti2v-5B")
+    assert draw_curve(single, preset_plans(make_plan(task="ti2v-5B"), single)).size == (960, 540)
+    rows = [{"name": "a", "ratio": 1.0, "psnr": 99.0, "psnr_worst": 99.0}]
+    rows += [
+        {"name": f"magcache:{n}", "ratio": 1.2 + n / 9, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)
+    ]
+    assert draw_quality(rows, "title").size == (960, 600)
+    for psnr, worst in ((99.0, 99.0), (64.0, 62.0), (61.0, 60.0), (70.0, 30.0)):  # the axis ends at 60 dB
+        assert draw_quality([{"name": "a", "ratio": 0.3, "psnr": psnr, "psnr_worst": worst}], "t").size == (960, 600)
+    assert dot_of(4.0) + 100 < dot_of(2.0)  # the axis is time
+    assert dot_of(1.0) - dot_of(2.0) == pytest.approx(2 * (dot_of(2.0) - dot_of(4.0)), abs=3)
+    video = torch.full((3, 49, 51, 3), 0.5)
+    sheet = side_by_side({str(n): video for n in range(5)})
+    assert sheet.dtype == torch.float32 and not sheet.shape[1] % 2 and not sheet.shape[2] % 2
+    assert float(sheet[0, 30, 30, 0]) == 0.5 and side_by_side({"a": video.byte()}).dtype == torch.uint8
+
+
+def test_samples_are_new_to_the_embedded_model():
+    samples = choose_samples(None, 12, 5, tiny=True)
+    assert len({s.caption for s in samples}) == 12 and [s.seed for s in samples] == list(range(5, 17))
+    assert all(held_out(parse_caption(s.caption)) for s in samples)
+    assert [s.caption for s in choose_samples(["x", "y"], 3, 0, tiny=False)] == ["x", "y", "x"]
+    assert len(choose_samples(None, 3, 0, tiny=False)) == 3
+
+
+@torch.no_grad()
+def test_presets_keep_the_video(tiny_assets):
+    """A sample of the committed comparison: one caption in a small size, 40 steps. A forecast gives 51 dB here, reuse
+    38."""
+    from wan_core.config import LoadOptions, Request
+    from wan_core.pipeline.pipeline import Pipeline
+    from wan_lab.run import measure_quality
+
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    settings = {name: parse_setting(name) for name in ("magcache:balanced", "magcache:0.12/2/0.2", "taylorseer:2/1")}
+    samples = choose_samples(None, 1, 7, tiny=True)
+    request = Request(prompt="", steps=40, width=48, height=48, frames=9)
+    rows = measure_quality(pipe, request, samples, settings, 1).rows()
+    balanced, reuse, seer = rows
+    assert balanced["saved"] >= 0.4 and balanced["psnr"] > 40
+    assert balanced["psnr"] > reuse["psnr"] + 6, "a forecast is nearer than reuse"
+    assert seer["psnr"] > 40
+
+
+@pytest.mark.parametrize(("task", "balanced", "fast"), [("t2v", 31, 28), ("i2v", 44, 40)])
+def test_the_committed_comparison_reaches_its_targets(task: str, balanced: float, fast: float) -> None:
+    """docs/benchmarks.md shows measured files: presets, 240 captions, 40 steps. balanced, fast: least dB of --speed."""
+    results = sorted((Path(__file__).parents[2] / "benchmarks/results").glob(f"techniques-{task}-40-*.json"))
+    result = json.loads(results[-1].read_text())
+    rows = {row["name"]: row | {"saved": 1 - row["forwards"] / 80} for row in result["rows"]}
+    assert result["samples"] >= 192 and "--steps 40" in result["command"] and "--model tiny" in result["command"]
+    cached, cached_fast, truth = rows["magcache:balanced"], rows["magcache:fast"], result["full"]["truth"]
+    noise = (truth * (1 - truth) / result["samples"]) ** 0.5  # a standard error: what other captions would change
+    assert cached["saved"] >= 0.4 and cached["psnr"] >= 36 and cached["truth"] >= truth - noise
+    assert cached_fast["saved"] >= 0.55 and cached_fast["psnr"] >= 32
+    for name in ("magcache:quality", "magcache:balanced", "magcache:fast"):  # what nothing else here beats
+        rivals = [row["psnr"] for row in rows.values() if row["saved"] >= rows[name]["saved"]]
+        assert rows[name]["psnr"] >= max(rivals) - 0.2, name
+    image = "" if task == "t2v" else "-i2v"
+    assert rows[f"speed:balanced{image}"]["psnr"] >= balanced and rows[f"speed:fast{image}"]["psnr"] >= fast
+
+
+BALANCED_AT_ORDER_1 = "taylorseer:2/1/0.1"
+
+
+def test_balanced_leaves_out_the_steps_that_were_compared():
+    """The row of the comparison has the same steps at order 1; the preset's order 2 is nearer where every second step
+    is computed."""
+    plans = []
+    for name in ("magcache:balanced", BALANCED_AT_ORDER_1):
+        plans.append(skip_forwards(make_plan(task="t2v-tiny", steps=40), parse_setting(name), None))
+    balanced, compared = ([step.index for step in plan.steps if step.skipped] for plan in plans)
+    assert balanced == compared and len(balanced) == 18
+    assert parse_setting("magcache:balanced").magcache.order == 2
+
+
+def test_samples_of_a_file_are_taken_in_turn_with_their_own_images(tmp_path: Path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"prompt": "one", "image": "a.png"}\n\n{"prompt": "two"}\n')
+    image = str(tmp_path / "a.png")
+    assert read_samples(path, 3, 7) == [Sample("one", 7, image), Sample("two", 8), Sample("one", 9, image)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no samples"),
+        ("prompt\n", "line 1 .* no JSON object"),
+        ('{"prompt": "x"}\n{"prompt": "x", "seed": 3}\n', 'line 2 .* a sample is {"prompt"'),
+        ('{"image": "x.png"}\n', "a sample is"),
+        ('{"prompt": 3}\n', "are texts"),
+        (None, "cannot read the samples"),
+    ],
+)
+def test_a_file_of_samples_that_is_none_is_refused(tmp_path: Path, text: str | None, words: str):
+    path = tmp_path / "samples.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(OptionError, match=words):
+        read_samples(path, 1, 0)
+
+
+def test_small_videos_are_compared_on_the_device_of_the_models_and_large_ones_where_they_are(monkeypatch):
+    places: list[torch.device] = []
+
+    def note(a: torch.Tensor, b: torch.Tensor) -> float:
+        places.append(a.device)
+        raise StopIteration
+
+    a = torch.zeros(3, 16, 16, 3, dtype=torch.uint8)
+    for limit in (2**25, 8):
+        monkeypatch.setattr("wan_lab.compare.SMALL_VIDEO", limit)
+        monkeypatch.setattr("wan_lab.compare.psnr", note)
+        with pytest.raises(StopIteration):
+            compare(a, a, "", gmsd, device=torch.device("meta"))
+    assert [place.type for place in places] == ["meta", "cpu"]
+
+
+def test_sparse_attention_keeps_a_video_from_an_image(tiny_assets: Path):
+    """A first frame that every block reads takes a fifth of what `balanced` reads of this model: 28 dB with it."""
+    from wan_core.config import LoadOptions, Request
+    from wan_core.pipeline.pipeline import Pipeline
+    from wan_lab.run import measure_quality
+
+    pipe = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
+    base, samples = Request(prompt="", steps=6, frames=17), choose_samples(None, 1, 7, tiny=True)
+    settings = {"sparse:balanced": parse_setting("sparse:balanced")}
+    assert measure_quality(pipe, base, samples, settings, 1).rows()[0]["psnr"] > 38

@@ -1,0 +1,202 @@
+"""Run by ComfyUI's Python: every node that takes pictures, latents or conditioning, given them as float16 and as
+float32, as other nodes give them with and without --fp16-intermediates. The numbers are the same, and so must be the
+results. Prints one JSON object on its last line, by check: "" or what was wrong.
+
+    python half_inputs.py COMFYUI_PATH
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import native_models as world
+
+SIZE = {"width": 48, "height": 48, "frames": 5}
+CAPTION = "a red circle moving right on a blue background"
+
+
+def node(module: str, name: str, **inputs: Any) -> tuple[Any, ...]:
+    made = getattr(importlib.import_module(f"pack.nodes.{module}"), name).execute(**inputs)
+    return (asyncio.run(made) if inspect.iscoroutine(made) else made).result
+
+
+def pictures(count: int = 5, seed: int = 1) -> Any:
+    """Smooth ones in 0..1, [count, 48, 48, 3]."""
+    import torch
+
+    small = torch.rand(count, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.interpolate(small, (48, 48), mode="bilinear").movedim(1, -1)
+
+
+def latents(channels: int = 16) -> Any:
+    return world.rows(1, channels, 2, 6, 6, seed=3)
+
+
+def converted(value: Any, dtype: Any, made: dict[int, Any] | None = None) -> Any:
+    """Floating-point tensors in it rounded to float16, as `dtype`. What is there twice stays one object."""
+    import torch
+
+    made = {} if made is None else made
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, torch.Tensor):
+        changed = value.half().to(dtype) if value.is_floating_point() else value
+    elif isinstance(value, Mapping):
+        changed = {key: converted(one, dtype, made) for key, one in value.items()}
+    elif isinstance(value, list | tuple):
+        changed = type(value)(converted(one, dtype, made) for one in value)
+    elif isinstance(value, SimpleNamespace):
+        changed = SimpleNamespace(**converted(vars(value), dtype, made))
+    else:
+        return value
+    return made.setdefault(id(value), changed)
+
+
+def tensors(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors(one)
+
+
+class Nodes:
+    """Sockets of the embedded model, and calls with inputs in both forms."""
+
+    def __init__(self) -> None:
+        tiny = "tiny (embedded)"
+        [self.vae] = node("vae_loader", "WanCoreVAELoader", vae=tiny, precision="auto")
+        [clip] = node("text_encoder_loader", "WanCoreTextEncoderLoader", text_encoder=tiny, precision="checkpoint")
+        texts = {"clip": clip, "positive": CAPTION, "negative": ""}
+        self.positive, self.negative = node("conditioning", "WanCoreTextEncode", **texts)
+        [self.vision] = node("vision_loader", "WanCoreVisionLoader", clip_vision=tiny)
+
+    def model(self, name: str, low: str | None = None) -> Any:
+        files = {"high": name, "low": low or name, "precision": "checkpoint", "attention": "auto", "residency": "auto"}
+        return node("model_loader", "WanCoreModelLoader", **files)[0]
+
+    def same(self, call: Callable[..., Any], **inputs: Any) -> tuple[Any, ...]:
+        """Both calls, compared; what the one with float16 gave."""
+        import torch
+
+        results = [call(**converted(inputs, dtype)) for dtype in (torch.float32, torch.float16)]
+        expected, found = (list(tensors(result)) for result in results)
+        assert len(found) == len(expected) > 0
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype != torch.float64 and one.isfinite().all()
+            torch.testing.assert_close(one.float(), other.float(), rtol=1e-5, atol=1e-5)
+        return results[1]
+
+
+def check_image_to_video(it: Nodes) -> None:
+    """First and last frame, through our nodes and as ComfyUI's own give them, sampled and decoded."""
+    both = {"positive": it.positive, "negative": it.negative, "vae": it.vae}
+    images = {"first_image": pictures(1), "last_image": pictures(1, seed=2)}
+    made = it.same(lambda **given: node("conditioning", "WanCoreImageToVideo", **both, **SIZE, **given), **images)
+    sample(it, it.model("tiny i2v (embedded)"), *made)
+
+
+def check_text_to_video(it: Nodes) -> None:
+    empty = {"samples": latents() * 0}
+    sample(it, it.model("tiny (embedded)"), it.positive, it.negative, empty)
+    rest = {"denoise": 0.5, "steps": 4}
+    sample(it, it.model("tiny (embedded)"), it.positive, it.negative, {"samples": latents()}, **rest)
+
+
+def sample(it: Nodes, model: Any, positive: Any, negative: Any, latent: Any, **given: Any) -> None:
+    plan = {"steps": 2, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guidance_low": 0.0, "solver": "unipc"}
+    rest = {"model": model, "seed": 1, **plan, "guidance_mode": "auto", **given}
+    made = it.same(
+        lambda **inputs: node("sampling", "WanCoreSampler", **rest, **inputs)[:1],
+        positive=positive,
+        negative=negative,
+        latent=latent,
+    )
+    decode(it, made[0])
+
+
+def decode(it: Nodes, latent: Any) -> None:
+    for tiling in ("auto", "always"):
+        rest = {"vae": it.vae, "tiling": tiling}
+        it.same(lambda latent, rest=rest: node("video", "WanCoreVAEDecode", **rest, latent=latent)[:1], latent=latent)
+    rest = {"vae": it.vae, "fps": 8.0, "encoder": "fast", "tiling": "auto"}
+    it.same(
+        lambda latent: node("video", "WanCoreDecodeToVideo", **rest, latent=latent)[0].get_components().images,
+        latent=latent,
+    )
+    it.same(lambda samples: it.vae.decode(samples), samples=latent["samples"])
+
+
+def check_pictures(it: Nodes) -> None:
+    it.same(lambda image: node("video", "WanCoreVAEEncode", vae=it.vae, image=image), image=pictures())
+    it.same(lambda image: it.vision.encode_image(image, crop=False).penultimate_hidden_states, image=pictures(1))
+    compare = importlib.import_module("pack.nodes.quality")
+    it.same(lambda **both: [compare.WanCoreCompare.execute(**both).result[0]], full=pictures(), other=pictures(seed=2))
+
+
+def check_driven(it: Nodes) -> None:
+    """What drives Animate, Animate-2 and S2V, and controls VACE."""
+    shared = {"positive": it.positive, "negative": it.negative, "vae": it.vae, **SIZE}
+    seen = SimpleNamespace(penultimate_hidden_states=world.rows(1, 7, 80))
+    moving = {"reference_image": pictures(1), "pose_video": pictures(), "previous_frames": pictures(seed=4)}
+    animate = {**moving, "face_video": pictures(seed=3), "background_video": pictures(seed=5)}
+    animate |= {"character_mask": pictures(seed=6)[..., 0], "clip_vision_output": seen}
+    it.same(lambda **given: node("animate", "WanCoreAnimate", **shared, **given), **animate)
+    made = it.same(
+        lambda **given: node("animate", "WanCoreAnimate2", **shared, **given),
+        **moving,
+        clip_vision_output=seen,
+    )
+    sample(it, it.model("tiny animate 2 (embedded)", "none"), *made[:3])
+    heard = {"encoded_audio_all_layers": [world.rows(1, 40, 32, seed=n) for n in range(3)], "audio_samples": 16000}
+    big = {**shared, "width": 64, "height": 64}
+    sound = {**moving, "audio_encoder_output": heard}
+    it.same(lambda **given: node("sound", "WanCoreSoundToVideo", **big, **given), **sound)
+    control = {"control_video": pictures(), "control_masks": pictures(seed=6)[..., 0], "first_image": pictures(1)}
+    control |= {"reference_images": pictures(1, seed=2), "last_image": pictures(1, seed=8)}
+    it.same(lambda **given: node("control", "WanCoreVACE", **shared, strength=1.0, **given), **control)
+
+
+CHECKS = {
+    "image_to_video": check_image_to_video,
+    "text_to_video": check_text_to_video,
+    "pictures": check_pictures,
+    "driven": check_driven,
+}
+
+
+def main() -> None:
+    world.set_up(sys.argv[1])
+    import folder_paths
+    import server
+    import torch
+
+    folder_paths.set_temp_directory(tempfile.mkdtemp())
+    server.PromptServer.instance = SimpleNamespace(client_id=None, sockets_metadata={})
+    found: dict[str, str] = {}
+    with torch.inference_mode():
+        for name, check in CHECKS.items():
+            try:
+                check(Nodes())
+                found[name] = ""
+            except Exception:  # noqa: BLE001 - told to the test
+                found[name] = traceback.format_exc()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""Run by ComfyUI's Python: WanCore Accelerate beside other nodes on one MODEL, tiny and random. Prints one JSON object
+on its last line, by check: "" or what was wrong.
+
+    python native_beside.py COMFYUI_PATH [CHECK ...]
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import native_models as world
+from native_beside_stubs import MemoryPlan, SparseNode, boxed
+from native_cache_runs import EULER, every_second, policies, sample
+
+STEPS = len(EULER) - 1
+OVERRIDE = "optimized_attention_override"
+SAME = 1e-5
+
+
+class Beside:
+    """The node itself, and what its models report."""
+
+    def __init__(self, pack: types.ModuleType) -> None:
+        self.node = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
+        host = importlib.import_module("pack.nodes.host")
+        self.said: list[str] = []
+        self.text = ""
+        host.reporter = lambda: self.said.append
+
+    def __call__(self, model: Any, attention: str = "auto", **skipping: Any) -> Any:
+        """The model behind the node. skipping: options of a step cache or of sparse attention."""
+        from wan_core.config import SkipOptions
+
+        done = self.node.execute(model, attention, "off", SkipOptions(**skipping) if skipping else None)
+        self.text = done.ui.value
+        return done.result[0]
+
+    def counts(self) -> tuple[int, int]:
+        """Skipped and all forwards of the last run."""
+        words = self.said[-1].split("): ", 1)[1].split()
+        return int(words[0]), int(words[2])
+
+
+def half(**changed: Any) -> dict[str, Any]:
+    from wan_core.config import SparseOptions
+
+    return {"sparse": SparseOptions(**{"sparsity": 0.5, "dense_steps": 0, "ramp": 0, **changed})}
+
+
+def refusal(make: Callable[[], Any]) -> str:
+    from wan_core.config import OptionError
+
+    try:
+        make()
+    except OptionError as fault:
+        return str(fault)
+    return "not refused"
+
+
+def with_override(model: Any, override: Any) -> Any:
+    clone = model.clone()
+    clone.model_options["transformer_options"][OVERRIDE] = override
+    return clone
+
+
+def check_override_before(it: Beside) -> None:
+    """What another pack's override changes stays, in exact mode and with sparse attention; the report says who
+    computed."""
+    from comfy.ldm.modules.attention import attention_sub_quad
+
+    def warmer(func: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        return func(q * 1.5, k, v, *args, **kwargs)
+
+    def own(func: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        return attention_sub_quad(q * 1.5, k, v, *args, **kwargs)
+
+    model = world.tiny("WAN21_T2V")
+    plain = sample(model, EULER)
+    for override in (warmer, own):
+        other = with_override(model, override)
+        expected = sample(other, EULER)
+        assert world.error(expected, plain) > 1e-3
+        error = world.error(sample(it(other), EULER), expected)
+        assert error <= SAME, (override.__name__, error, it.said[-1])
+        assert f"{override.__qualname__}), set before: gets every call first" in it.text, it.text
+        by = "sdpa" if override is warmer else f"an attention override ({__name__}.{own.__qualname__}), which was set"
+        assert f"self-attention calls: {3 * STEPS} by {by}" in it.said[-1].replace("66", "33"), it.said[-1]
+    sparse = sample(it(with_override(model, warmer), **half(sparsity=1e-6)), EULER)
+    assert world.error(sparse, sample(with_override(model, warmer), EULER)) <= SAME
+    assert "by sparse attention (math)" in it.said[-1], it.said[-1]
+
+
+def check_backend_before(it: Beside) -> None:
+    """ComfyUI's node Model Attention Backend is replaced for self-attention: its text says so."""
+    from comfy.ldm.modules.attention import attention_sub_quad
+
+    model = world.tiny("WAN21_T2V")
+    model.set_model_optimized_attention(attention_sub_quad)
+    sample(it(model), EULER)
+    assert "Model Attention Backend, set before: computes only what WanCore leaves" in it.text, it.text
+    sample(it(it(model)), EULER)
+    assert "Model Attention Backend" in it.text and "by sdpa" in it.said[-1]
+
+
+def check_override_behind(it: Beside) -> None:
+    """A node behind that passes calls on gets them first, one that computes itself is named as the one to move."""
+
+    def passes_on(model: Any) -> Any:
+        earlier = model.model_options["transformer_options"][OVERRIDE]
+        return with_override(model, lambda func, *args, **kwargs: earlier(func, *args, **kwargs))
+
+    model = world.tiny("WAN21_T2V")
+    plain = sample(model, EULER)
+    assert world.error(sample(passes_on(it(model)), EULER), plain) <= SAME
+    assert "by sdpa" in it.said[-1] and it.said[-1].endswith("was set later and gets every call first"), it.said[-1]
+
+
+def check_sparse_node(it: Beside) -> None:
+    """Model Sparse Attention, in either order: it computes what it takes, WanCore the rest. Not with WanCore's own."""
+    model = world.tiny("WAN21_T2V")
+    plain = sample(model, EULER)
+    expected = sample(SparseNode(0.79).apply(model), EULER)
+    assert world.error(expected, plain) > 1e-2
+    words = "Model Sparse Attention computes the self-attention that it takes, WanCore the rest"
+    for order in ("before", "behind"):
+        node = SparseNode(0.79)
+        both = it(node.apply(model)) if order == "before" else node.apply(it(model))
+        assert world.error(sample(both, EULER), expected) <= SAME, order
+        assert (words in it.text) is (order == "before"), (order, it.text)
+        assert it.said[-1].endswith(words) and it.said[-1].count("Sparse") == 1, (order, it.said[-1])
+        taken = 3 * 6 * node.batches  # steps from 1.0 to 0.8
+        assert f"self-attention calls: {taken} by sdpa; left" in it.said[-1], (order, taken, it.said[-1])
+    twice = [
+        refusal(lambda: it(SparseNode(0.79).apply(model), **half())),
+        refusal(lambda: sample(SparseNode(0.79).apply(it(model, **half())), EULER)),
+    ]
+    assert all("Model Sparse Attention and WanCore's sparse attention" in words for words in twice), twice
+
+
+def check_easycache(it: Beside) -> None:
+    """EasyCache and LazyCache, in either order: they skip, WanCore computes the rest. Not with WanCore's own cache."""
+    from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
+
+    model = world.tiny("WAN21_T2V")
+    for node, name in ((EasyCacheNode, "EasyCache"), (LazyCacheNode, "LazyCache")):
+        lazy = lambda given, node=node: node.execute(given, 0.5, 0.1, 0.95, False).result[0]  # noqa: E731
+        expected, words = sample(lazy(model), EULER), f"{name} skips forwards, WanCore computes the others"
+        assert world.error(sample(it(lazy(model)), EULER), expected) <= SAME
+        assert words in it.text and it.said[-1].endswith(words), (it.text, it.said[-1])
+        assert world.error(sample(lazy(it(model)), EULER), expected) <= SAME
+        assert words not in it.text and it.said[-1].endswith(words), (it.text, it.said[-1])
+        twice = [
+            refusal(lambda lazy=lazy: it(lazy(model), **every_second())),
+            refusal(lambda lazy=lazy: sample(lazy(it(model, **every_second())), EULER)),
+        ]
+        assert all(f"{name} and WanCore's step cache are on one model" in words for words in twice), twice
+
+
+def check_memory_plan(it: Beside) -> None:
+    """What outlives a forward is allocated while ComfyUI's compiler pauses: residuals, velocities, selections of blocks
+    and their order."""
+    variants = world.variants()
+    finer = half(reuse=3, slope=True)
+    cases = [("t2v", finer), *(("t2v", {**finer, **policy}) for policy in policies().values())]
+    cases += [("vace", policies()["taylorseer"]), ("fun", finer), ("animate2", finer)]
+    for size, (name, options) in enumerate(cases, 4):  # of sizes that no other case has: orders of blocks are kept
+        make, extra, _ = variants[name]
+        model = make()
+        grid = variants[name][2] if extra else (1, 16, 3, 4, 2 * size)
+        with MemoryPlan() as plan:
+            sample(plan.around(model), EULER, extra, size=grid)
+            sample(it(plan.around(model), **options), EULER, extra, size=grid)
+        assert plan.forwards > STEPS and plan.paused > 0, (name, options, plan.forwards, plan.paused)
+
+
+def check_containers(it: Beside) -> None:
+    """q, k and v in containers, which are freed once they were read; what is left to ComfyUI stays in them."""
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    forward = importlib.import_module("wan_core.ops.attention.sparse.forward").SparseForward
+    real, freed, handed = forward.attend, [], []
+
+    def attend(self: Any, call: Any, q: Any, k: Any, v: Any) -> Any:
+        freed.append([handed[-1][i].expired() for i in range(3)])
+        return real(self, call, q, k, v)
+
+    def backend(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("called with plain tensors")
+
+    def in_boxes(q: Any, *args: Any, **kwargs: Any) -> Any:
+        boxes.append(q.peek().shape)
+        return torch.zeros_like(q.peek())
+
+    backend.container_function = in_boxes
+    model, boxes = world.tiny("WAN21_T2V"), []
+    expected = {name: sample(it(model, **options), EULER) for name, options in (("dense", {}), ("sparse", half()))}
+    forward.attend = attend
+    try:
+        with boxed(lambda given: handed.append([StorageWeakRef(x.untyped_storage()) for x in given])):
+            assert (sample(it(model), EULER) == expected["dense"]).all(), "dense"
+            assert (sample(it(model, **half()), EULER) == expected["sparse"]).all(), "sparse"
+            assert freed and all(all(three) for three in freed), freed[:3]
+            assert "left to ComfyUI" in it.said[-1] and "cross-attention" in it.said[-1]
+            left = with_override(it(model, "comfyui", **every_second()), None)
+            override = it(model, "comfyui", **every_second()).model_options["transformer_options"][OVERRIDE]
+            override.original = lambda *args, **kwargs: in_boxes(*args, **kwargs)
+            left.model_options["transformer_options"][OVERRIDE] = override
+            sample(left, EULER)
+            assert len(boxes) > 3 * STEPS, boxes[:4]
+            warm = with_override(model, lambda func, q, *args, **kwargs: func(q * 1.5, *args, **kwargs))
+            assert world.error(sample(it(warm), EULER), sample(warm, EULER)) <= SAME
+    finally:
+        forward.attend = real
+
+
+def check_new_replacements(it: Beside) -> None:
+    """A pack that replaces a block by something new in every forward: nothing is kept, and the report names it. A node
+    that does so once, or with the same object, is cached."""
+    from comfy.patcher_extension import WrappersMP
+
+    def replacing(model: Any, anew: Callable[[int], bool]) -> Any:
+        clone, made = model.clone(), []
+
+        def wrapper(executor: Any, x: Any, t: Any, c: Any, clip: Any, time: Any, options: Any, **kwargs: Any) -> Any:
+            if not made or anew(len(made)):
+                made.append(lambda args, extra: extra["original_block"](args))
+            else:
+                made.append(made[-1])
+            options = {**options, "patches_replace": {"dit": {("double_block", 1): made[-1]}}}
+            return executor(x, t, c, clip, time, options, **kwargs)
+
+        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other_pack", wrapper)
+        return clone
+
+    cache = importlib.import_module("pack.nodes.host.native_cache")
+    model, held = world.tiny("WAN21_T2V"), []
+    plain = sample(model, EULER)
+    real = cache.CachedRun.finish
+    cache.CachedRun.finish = lambda self, *args: held.append((self.most, len(self.states))) or real(self, *args)
+    for name, policy in policies().items():
+        found = sample(it(replacing(model, lambda _: True), **policy), EULER)
+        assert world.error(found, plain) <= SAME and it.counts()[0] == 0, (name, it.said[-1])
+        most, states = held[-1]
+        assert most == 0 and states <= 6, (name, held[-1])  # two prompts, three steps
+        assert "kept in 0.00 GiB" in it.said[-1]
+        assert "replaced blocks in" in it.said[-1] and "check_new_replacements" in it.said[-1], it.said[-1]
+        assert "remove that node, or the step cache" in it.said[-1]
+        sample(it(model, **policy), EULER)
+        alone = it.counts()
+        sample(it(replacing(model, lambda _: False), **policy), EULER)
+        first = 4  # forwards that are skipped with what the first step kept: there replacements are new
+        assert it.counts()[0] >= alone[0] - first and "replaced blocks" not in it.said[-1], (name, alone, it.said[-1])
+        sample(it(replacing(model, lambda count: count == 9), **policy), EULER)
+        assert (it.counts()[0] > 0 or name == "adaptive") and "replaced blocks" not in it.said[-1], (name, it.said[-1])
+    cache.CachedRun.finish = real
+
+
+def compiled(model: Any) -> Any:
+    """As TorchCompileModel, but by torch's quickest backend."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    clone = model.clone()
+    ignored = lambda guards: ["transformer_options" not in guard.name for guard in guards]  # noqa: E731
+    set_torch_compile_wrapper(clone, backend="eager", options={"guard_filter_fn": ignored})
+    return clone
+
+
+def check_compiled_fun_control(it: Beside) -> None:
+    """Sparse attention behind a torch compile node knows the model and where its reference tokens are. Where they are
+    not known, the report says that it does not run."""
+    import torch
+
+    make, extra, size = world.variants()["fun"]
+    model = make()
+    expected = sample(it(model, **half()), EULER, extra, size=size)
+    with torch.compiler.set_stance("force_eager"):
+        found = sample(it(compiled(model), **half()), EULER, extra, size=size)
+    assert "by sparse attention (math); left" in it.said[-1] and world.error(found, expected) <= SAME, it.said[-1]
+    native = importlib.import_module("pack.nodes.host.native")
+    known, native.EXTRA_TOKENS = native.EXTRA_TOKENS, ()
+    sample(it(model, **half()), EULER, extra, size=size)
+    native.EXTRA_TOKENS = known
+    assert "by sdpa; left" in it.said[-1]
+    assert it.said[-1].count("self-attention of 144 tokens read all keys: which of them are the 120 of") == 1
+
+
+def check_compiled(it: Beside) -> None:
+    """TorchCompileModel before and behind the node, after a run without the node: all is accelerated, and later runs
+    without the node are as before."""
+    import comfy.ldm.wan.model as wan
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    usual, wan.optimized_attention = wan.optimized_attention, attention_pytorch  # that of a GPU: compiled as a whole
+    try:
+        model, options = world.tiny("WAN21_T2V", num_layers=1), {**half(), **policies()["taylorseer"]}
+        plain = sample(model, EULER, cfg=1.0)
+        expected = sample(it(model, **options), EULER, cfg=1.0)
+        words = it.said[-1]
+        assert "sparse attention (math)" in words and it.counts()[0] == 5 and world.error(expected, plain) > 1e-3
+        assert world.error(sample(compiled(model), EULER, cfg=1.0), plain) <= SAME
+        for made in (it(compiled(model), **options), compiled(it(model, **options))):
+            assert world.error(sample(made, EULER, cfg=1.0), expected) <= SAME
+            assert it.said[-1] == words, it.said[-1]
+        assert world.error(sample(compiled(model), EULER, cfg=1.0), plain) <= SAME
+    finally:
+        wan.optimized_attention = usual
+
+
+def check_nothing_arrives(it: Beside) -> None:
+    """Where no call of attention comes to the node, the report says so."""
+    import comfy.ldm.wan.model as wan
+
+    usual = wan.optimized_attention
+    wan.optimized_attention = lambda *args, transformer_options=None, **kwargs: usual(*args, **kwargs)
+    sample(it(world.tiny("WAN21_T2V", num_layers=1)), EULER)
+    wan.optimized_attention = usual
+    assert "no call of attention came to WanCore" in it.said[-1], it.said[-1]
+
+
+CHECKS: dict[str, Callable[[Beside], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+if __name__ == "__main__":
+    found = {}
+    pack = world.set_up(sys.argv[1])
+    with ThreadPoolExecutor(1) as thread:
+        for name in sys.argv[2:] or CHECKS:
+            fault = thread.submit(CHECKS[name], Beside(pack)).exception()
+            found[name] = "" if fault is None else "".join(traceback.format_exception(fault))[-3000:]
+    print(json.dumps(found))

@@ -1,0 +1,213 @@
+"""Run by ComfyUI's Python: runs of its samplers that are no plain guided ones, on tiny Wan models of its own classes.
+Prints one JSON object on its last line, by check: "" or what was wrong.
+
+    python native_odd_runs.py COMFYUI_PATH [CHECK ...]
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import native_models as world
+from native_cache_runs import EULER, SIZE, World, close, every_second, policies, sample
+
+SMALL = (1, 16, 2, 4, 4)  # of latents
+UNSURE = ("heunpp2", "dpm_fast", "dpm_adaptive")  # do not evaluate at the beginning of each step in turn
+
+
+def dual(model: Any, scale: float, second: float, style: str = "regular", sigmas: Any = EULER) -> Any:
+    """DualCFGGuider's run with three prompts."""
+    import comfy.samplers
+    import torch
+    from comfy_extras.nodes_custom_sampler import DualCFGGuider
+
+    prompts = [[[world.rows(1, 6, 32, seed=seed), {}]] for seed in (4, 2, 3)]
+    guider = DualCFGGuider.execute(model, *prompts, scale, second, style).result[0]
+    noise = world.rows(*SIZE, seed=9)
+    with torch.inference_mode():
+        return guider.sample(
+            noise, torch.zeros(SIZE), comfy.samplers.sampler_object("euler"), torch.tensor(sigmas),
+            disable_pbar=True, seed=0,
+        )  # fmt: skip
+
+
+def refusal(run: Callable[[], Any]) -> str:
+    from wan_core.config import OptionError
+
+    try:
+        run()
+    except OptionError as refused:
+        return str(refused)
+    return "not refused"
+
+
+def check_dual_guidance(it: World) -> None:
+    """Every one of three conditionings is skipped, batched or not; of two that count, the result is CFG's."""
+    model = world.tiny("WAN21_T2V")
+    for name, policy in policies().items():
+        fast, made = it.cached(model, **policy), []
+        plain = sample(fast, EULER)
+        skipped, forwards = it.counts()
+        for batched in (True, False):
+            with it.guidance(batched):
+                if name != "adaptive":  # which measures the first prompt, another one here
+                    close(dual(fast, 0.0, 3.0), plain)  # the first prompt's scale is 0
+                    assert it.counts() == (skipped * 3 // 2, forwards * 3 // 2), (name, batched, it.said[-1])
+                for style in ("regular", "nested"):
+                    made.append(dual(fast, 3.0, 2.0, style))
+                    assert it.counts()[0] % 3 == 0 and it.counts()[0] >= 6, (name, batched, it.said[-1])
+        close(made[2], made[0])
+        close(made[3], made[1])
+        assert (made[0] != dual(model, 3.0, 2.0)).any() and (made[0] != made[1]).any(), name
+    alone = dual(fast, 1.0, 1.0)
+    assert it.counts()[1] == len(EULER) - 1 and alone.isfinite().all(), "scales of 1 leave one prompt"
+
+
+def check_rising(it: World) -> None:
+    """Inversion, a step that stands still and parts without a step run as they do without the node, whatever is given
+    of the whole run; with a cache nothing is skipped, and the report says so."""
+    import torch
+
+    from wan_core.config import SparseOptions, StageOptions
+    from wan_core.sampling.native.plan import WholeRun
+
+    native, stages = (importlib.import_module(f"pack.nodes.host.{name}") for name in ("native", "native_stages"))
+
+    def same(found: Any, expected: Any) -> None:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)  # ComfyUI's of [1.0] is NaN
+
+    model = world.tiny("WAN21_T2V")
+    flipped = [0.0001, *EULER[-2::-1]]
+    still = [*EULER[:4], EULER[3], *EULER[4:]]
+    for sigmas in (flipped, still, [1.0], [0.0]):
+        plain = sample(model, sigmas)
+        for whole in (WholeRun(), WholeRun(steps=12), WholeRun(sigmas=tuple(EULER))):
+            for sparse in (None, SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0)):
+                fast = native.accelerate(model, "comfyui", sparse, None, it.said.append, whole)
+                same(sample(fast, sigmas), plain)
+            same(sample(it.cached(fast, whole, **every_second()), sigmas), plain)
+            said = next(words for words in reversed(it.said) if "step cache" in words)
+            assert "every step is computed" in said, said
+            assert ("sigmas do not fall" if sigmas[1:] else "the sampler has no step") in said, said
+    staged = model.clone()
+    stages.attach_stages(staged, stages.Stages([StageOptions(scale=0.5, low=0.5, high=0.9)], it.said.append))
+    same(sample(staged, [0.0]), sample(model, [0.0]))
+
+
+def check_counts(it: World) -> None:
+    """The plan for KSampler counts the forwards that run, of every sampler, at cfg 3 and 1, with a cache and without;
+    where it cannot, a note says so. NAG runs the negative prompt at cfg 1 too."""
+    import comfy.samplers
+    from comfy_extras.nodes_nag import NAGuidance
+
+    node = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
+    model, ran = world.tiny("WAN21_T2V", num_layers=1), []
+    model.model.diffusion_model.blocks[0].self_attn.register_forward_pre_hook(lambda _, args: ran.append(len(args[0])))
+    cached, nag = it.cached(model, **every_second()), NAGuidance.execute(model, 5.0, 0.5, 1.5).result[0]
+    cases = [(name, model if name == "lcm" else cached, 1.0) for name in comfy.samplers.SAMPLER_NAMES]
+    cases += [(name, model, 3.0) for name in ("euler", "heun", "dpmpp_sde", "seeds_3", "euler_cfg_pp", *UNSURE)]
+    cases += [(name, nag, 1.0) for name in ("euler", "heun")]
+    for name, one, cfg in cases:
+        table = node.execute(one, 10, cfg, name, "simple", 1.0, 0.0).result[1]
+        ran.clear()
+        world.sample(one, {}, SMALL, 10, cfg=cfg, sampler_name=name)
+        planned = int(re.search(r"(\d+)( of \d+)? forwards", table)[1])
+        if name in UNSURE and (one is cached or name == "dpm_adaptive"):
+            assert f"{name} does not evaluate" in table or f"how often {name} runs" in table, table
+        else:
+            assert planned == sum(ran), (name, cfg, planned, sum(ran), table)
+    assert "46 forwards" in node.execute(model, 12, 3.0, "heun", "simple", 1.0, 0.0).result[1]
+    assert "24 forwards" in node.execute(nag, 12, 1.0, "euler", "simple", 1.0, 0.0).result[1]
+
+
+def check_slopes(it: World) -> None:
+    """The memory of sparse attention's slopes is that of a context window, whichever node comes first."""
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
+    from native_reserve import recorded
+
+    from wan_core.config import SparseOptions
+
+    accelerate = importlib.import_module("pack.nodes.host.native").accelerate
+    windows = {"context_length": 17, "context_overlap": 9, "context_schedule": "standard_uniform", "context_stride": 1,
+               "closed_loop": False, "fuse_method": "pyramid", "freenoise": False}  # fmt: skip
+    model = world.tiny("WAN21_T2V")
+
+    def windowed(one: Any) -> Any:
+        return WanContextWindowsManualNode.execute(one, **windows).result[0]
+
+    def sparse(one: Any, slope: bool) -> Any:
+        return accelerate(one, "auto", SparseOptions(sparsity=0.5, slope=slope), None, it.said.append)
+
+    with recorded(it.cache) as (shapes, _):
+        for one in (sparse(windowed(model), False), sparse(windowed(model), True), windowed(sparse(model, True))):
+            sample(one, EULER[:2], size=(1, 16, 9, 4, 6))
+    plain, before, after = (model.model.memory_required([2 * shape[0], *shape[1:]]) for shape in shapes)
+    assert before == after > plain, (plain, before, after)
+
+
+def check_plans(it: World) -> None:
+    """What the plan for KSampler shows of inversion, of sigmas without a step, and of skip-layer guidance."""
+    import torch
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
+
+    node = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
+    model = world.tiny("WAN21_T2V", num_layers=1)
+    cached = it.cached(model, **every_second())
+    rising, given = torch.tensor([0.0001, *EULER[-2::-1]]), (10, 1.0, "heun", "simple", 1.0, 0.0)
+    table = node.execute(cached, *given, sigmas=rising).result[1]
+    assert "the step cache is off: sigmas do not fall" in table and "11 steps" in table and "reuse" not in table, table
+    assert "step cache" not in node.execute(model, *given, sigmas=rising).result[1]
+    assert "sigmas without a step" in refusal(lambda: node.execute(model, *given, sigmas=rising[:1]))
+    guided = SkipLayerGuidanceDiT.execute(model, 2.0, 0.0, 0.5, "0", "").result[0]
+    assert "skip-layer guidance runs the prompt once more" in node.execute(guided, *given).result[1]
+
+
+def check_no_curve(it: World) -> None:
+    """A preset of MagCache on a model without a curve is TaylorSeer, which the node, the plan and the report say;
+    numbers of one's own are refused by the sampler, and the node says so before."""
+    from wan_core.config import MagCacheOptions, SkipOptions, TaylorSeerOptions
+
+    accelerate = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
+    node = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
+    model = world.variants()["vace"][0]()
+    extra = world.variants()["vace"][1]
+    extra = {
+        **extra,
+        "vace_frames": [world.rows(1, 32, *SMALL[2:])] * 2,
+        "vace_mask": [world.rows(1, 64, *SMALL[2:])] * 2,
+    }
+    for preset, seer in (("quality", (2, 2, 0.2)), ("balanced", (2, 2, 0.1)), ("fast", (3, 2, 0.1))):
+        made = accelerate.execute(model, "comfyui", "off", None, preset)
+        words = f"taylorseer {seer[0]}/{seer[1]}/{seer[2]}"
+        assert f"MagCache has no curve for VaceWanModel: {words}" in made.ui.as_dict()["text"][0], made.ui.as_dict()
+        table = node.execute(made.result[0], 12, 3.0, "euler", "simple", 1.0, 0.0).result[1]
+        assert f"MagCache has no curve for VaceWanModel: {words}" in table and "forecast" in table, table
+        options = TaylorSeerOptions(interval=seer[0], order=seer[1], retention=seer[2])
+        found = sample(made.result[0], EULER, extra, size=SMALL)
+        assert (found == sample(it.cached(model, taylorseer=options), EULER, extra, size=SMALL)).all(), preset
+    own = SkipOptions(magcache=MagCacheOptions(threshold=0.1, max_skips=2, retention=0.2))
+    made = accelerate.execute(model, "comfyui", "off", own)
+    assert "MagCache needs a curve, and there is none for VaceWanModel" in made.ui.as_dict()["text"][0]
+    words = refusal(lambda: sample(made.result[0], EULER, extra, size=SMALL))
+    assert "or a preset (quality, balanced, fast), which does without one" in words
+    assert sample(made.result[0], EULER[:5], extra, size=SMALL).isfinite().all()
+
+
+CHECKS: dict[str, Callable[[World], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+if __name__ == "__main__":
+    pack, found = world.set_up(sys.argv[1]), {}
+    with ThreadPoolExecutor(1) as thread:
+        for name in sys.argv[2:] or CHECKS:
+            fault = thread.submit(CHECKS[name], World(pack)).exception()
+            found[name] = "" if fault is None else "".join(traceback.format_exception(fault))[-3000:]
+    print(json.dumps(found))

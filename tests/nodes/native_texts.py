@@ -1,0 +1,127 @@
+"""Run by ComfyUI's Python: prompts that change during a run, sampled by WanCore from MODEL and WanCore Sampler and by
+ComfyUI's own sampler, on tiny models of its own classes. Prints one JSON object on its last line, by case: the relative
+error of the latents, what the text after the change makes of them, and the text of each step.
+
+    python native_texts.py COMFYUI_PATH [CASE ...]
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+world = importlib.import_module("native_models")
+
+SEED, STEPS = 5, 7
+SIZE = (1, 16, 2, 4, 6)  # of latents
+SMALL = {"dim": 256, "ffn_dim": 64, "num_heads": 2, "num_layers": 2, "text_dim": 4096, "freq_dim": 256}
+GIVEN = [1.0, 0.98, 0.9, 0.74, 0.6, 0.35, 0.1, 0.0]  # sigmas of no shift
+HALVES, THIRDS = (0.5,), (0.27, 0.63)
+CASES: dict[str, dict[str, Any]] = {
+    "the model's own shift": {"shift": 8.0},
+    "no shift said": {},  # the task's own is another
+    "shift 3": {"shift": 3.0},
+    "shift 12, thirds": {"shift": 12.0, "cuts": THIRDS},
+    "sigmas": {"sigmas": GIVEN},
+    "sigmas, thirds": {"sigmas": GIVEN, "cuts": THIRDS},
+    "ModelSamplingSD3": {"patched": 5.0},
+    "ModelSamplingSD3, shift 12": {"patched": 3.0, "shift": 12.0},
+    "ModelSamplingSD3, sigmas": {"patched": 3.0, "sigmas": GIVEN, "cuts": THIRDS},
+    "two experts": {"two": True, "shift": 5.0},
+    "two experts, ModelSamplingSD3": {"two": True, "patched": 5.0, "cuts": THIRDS},
+    "two experts, ModelSamplingSD3, sigmas": {"two": True, "patched": 3.0, "sigmas": GIVEN},
+    "a video, half of the noise": {"patched": 5.0, "shift": 3.0, "denoise": 0.5, "cuts": (0.8,)},
+    "a video, the last steps": {"patched": 3.0, "shift": 8.0, "start": 3},
+    "a video, sigmas": {"patched": 3.0, "sigmas": GIVEN[2:], "cuts": (0.8,)},
+    "negative prompts": {"patched": 3.0, "shift": 8.0, "negative": True},
+    "heun": {"patched": 3.0, "shift": 8.0, "solver": "heun"},
+}
+
+
+def prompts(cuts: tuple[float, ...], seed: int) -> list[Any]:
+    """A text for each part of the run, as ConditioningSetTimestepRange and ConditioningCombine give them."""
+    parts = list(pairwise((0.0, *cuts, 1.0)))
+    return [
+        [world.rows(1, 512, 4096, seed=seed + n), {"start_percent": start, "end_percent": end} if cuts else {}]
+        for n, (start, end) in enumerate(parts)
+    ]
+
+
+def compare(
+    patched: float = 0.0,
+    shift: float = 0.0,
+    sigmas: list[float] | None = None,
+    cuts: tuple[float, ...] = HALVES,
+    two: bool = False,
+    denoise: float = 1.0,
+    start: int = 0,
+    negative: bool = False,
+    solver: str = "euler",
+) -> dict[str, Any]:
+    import comfy.sample
+    import comfy.samplers
+    import torch
+    from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+
+    bridge = importlib.import_module("pack.nodes.from_model").WanCoreFromModel
+    sampling = importlib.import_module("pack.nodes.sampling")
+    models = [world.tiny("WAN21_T2V", seed, **SMALL) for seed in range(1 + two)]
+    models = [ModelSamplingSD3().patch(one, patched)[0] for one in models] if patched else models
+    socket = bridge.execute(models[0], "fp32", "sdpa", "auto", low=models[1] if two else None).result[0]
+    texts = prompts(cuts, 1), prompts(cuts if negative else (), 20)
+    video = world.rows(*SIZE, seed=7)
+    from_video = denoise < 1 or start > 0 or (sigmas is not None and sigmas[0] < 1)
+    latent = {"samples": video if from_video else torch.zeros(SIZE)}
+    boundary = 0.8 if two else 0.0
+    given = None if sigmas is None else torch.tensor(sigmas)
+    plans: list[Any] = []
+    real = sampling.join
+    sampling.join = lambda *args: plans.append(real(*args)) or plans[-1]
+
+    def ours(positive: Any, uncond: Any) -> Any:
+        return sampling.WanCoreSampler.execute(
+            socket, positive, uncond, latent, SEED, 0 if given is not None else STEPS, shift, boundary, 3.0, 3.0 * two,
+            solver, "batched", preset="none", denoise=denoise, start_step=start, sigmas=given,
+        ).result[0]["samples"]  # fmt: skip
+
+    try:
+        found = ours(*texts)
+    finally:
+        sampling.join = real
+    plan = plans[0].plan
+    whole = [step.sigma for step in plan.steps if not step.correction] + [0.0]
+    change = sum(sigma >= boundary for sigma in whole) if two else 0
+    parts = [(models[0], whole[: change + 1]), (models[1], whole[change:])] if two else [(models[0], whole)]
+    made, noise = latent["samples"], comfy.sample.prepare_noise(latent["samples"], SEED)
+    for model, own in parts:
+        made = comfy.sample.sample_custom(
+            model, noise, 3.0, comfy.samplers.sampler_object(solver), torch.tensor(own), *texts, made,
+            disable_pbar=True, seed=SEED,
+        )  # fmt: skip
+        noise = torch.zeros_like(noise)
+    other = ours([[texts[0][0][0], {}]], [[texts[1][0][0], {}]])
+    return {
+        "error": world.error(found, made),
+        "changes": world.error(other, made),
+        "texts": [step.texts[negative] for step in plan.steps],
+    }
+
+
+if __name__ == "__main__":
+    import torch
+
+    found = {}
+    world.set_up(sys.argv[1])
+    nobody = SimpleNamespace(sockets_metadata={}, client_id=None)  # no page watches
+    importlib.import_module("server").PromptServer.instance = nobody
+    with ThreadPoolExecutor(1) as thread, torch.inference_mode():
+        for name in sys.argv[2:] or CASES:
+            found[name] = thread.submit(compare, **CASES[name]).result()
+    print(json.dumps(found))

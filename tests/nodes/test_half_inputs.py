@@ -1,0 +1,24 @@
+"""Nodes with what others give as float16, in a real ComfyUI's process on a CPU: `half_inputs` has the checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.comfyui import find_comfyui, what_checks_found
+
+pytestmark = pytest.mark.comfy
+CHECKS = ("image_to_video", "text_to_video", "pictures", "driven")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    return what_checks_found("half_inputs.py", find_comfyui())
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_float16_is_as_float32(found: dict[str, str], name: str) -> None:
+    assert not found[name], found[name]
+
+
+def test_all_checks_are_listed(found: dict[str, str]) -> None:
+    assert sorted(found) == sorted(CHECKS)

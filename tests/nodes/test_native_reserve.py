@@ -1,0 +1,40 @@
+"""The memory for which a step cache on ComfyUI's own Wan models asks ComfyUI, beside the bytes that it keeps.
+
+`native_reserve.py` measures both in ComfyUI's Python, once for all of these tests; `native_reserve.json` has what it
+measured: `python tests/nodes/native_reserve.py COMFYUI_PATH | tail -1 > tests/nodes/native_reserve.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.comfyui import QUIET, find_newer_comfyui, python_of
+
+pytestmark = pytest.mark.comfy
+SCRIPT = Path(__file__).with_name("native_reserve.py")
+TABLE: dict[str, list[int]] = json.loads(SCRIPT.with_suffix(".json").read_text())
+OFF = {"windows, uniform", "windows, looped"}  # windows that move: nothing is kept
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[int]]:
+    checkout = find_newer_comfyui()
+    done = subprocess.run([python_of(checkout), str(SCRIPT), str(checkout)], capture_output=True, text=True,
+                          env={**os.environ, **QUIET}, timeout=600)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_kept_was_asked_for(measured: dict[str, list[int]], name: str) -> None:
+    asked, kept = measured[name]
+    assert 0.95 * kept <= asked <= 1.1 * kept and (kept == 0) == (name in OFF)
+
+
+def test_the_table_is_what_was_measured(measured: dict[str, list[int]]) -> None:
+    assert measured == TABLE

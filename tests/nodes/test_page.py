@@ -1,0 +1,133 @@
+"""What a user sees: ComfyUI's page in Chromium, in both of its renderers. COMFYUI_FRONTEND: the `static` folder of
+another comfyui-frontend-package than the one that ComfyUI's Python has."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import Browser, find_browser
+from tests.comfyui import ComfyUI, find_comfyui, make_base
+from tests.nodes.test_workflows import page_form
+from wan_core.pipeline.sources import TINY
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+
+SURFACE = json.loads((Path(__file__).parent / "page" / "surface.json").read_text())
+SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False}
+STEPS = 2
+LOW, HIGH = "_low_noise_*odd*.safetensors", "_high_noise_*odd*.safetensors"  # Markdown would take some of it away
+LOAD = """await app.loadGraphData(arguments[0], true, true, arguments[1]);
+await new Promise((done) => setTimeout(done, 1500));"""
+RUN = """const ended = new Promise((done) => {
+  for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
+    app.api.addEventListener(kind, () => done(kind), { once: true });
+});
+await app.queuePrompt(0, 1);
+const refused = Object.values(app.lastNodeErrors ?? {}).flatMap((node) => node.errors.map((one) => one.details));
+const end = refused.length ? refused.join("; ") : await ended;
+await new Promise((done) => setTimeout(done, 500));
+return end;"""
+SHOWN = """return [...document.querySelectorAll(".dom-widget, .comfy-markdown-content")].map((one) => one.innerText)"""
+WATCH = """window.toasts = []; new MutationObserver((changes) => {
+  for (const change of changes) for (const node of change.addedNodes) if (node.innerText) toasts.push(node.innerText);
+}).observe(document.body, { childList: true, subtree: true });"""  # they go after a while
+NEST = """const graph = app.canvas.graph, names = arguments[0];
+graph.convertToSubgraph(new Set(graph.nodes.filter((node) => names.includes(node.type))));
+await new Promise((done) => setTimeout(done, 1000));"""
+OPEN = """const node = app.canvas.graph.nodes.find((one) => one.subgraph);
+app.canvas.openSubgraph(node.subgraph, node);
+await new Promise((done) => setTimeout(done, 1500));"""
+COUNTS = """return app.graph.serialize().nodes.map((node) => [node.id, node.type, node.widgets_values?.length ?? 0])"""
+MISSING = """const surface = arguments[0], objects = { app, api: app.api, canvas: app.canvas, graph: app.canvas.graph };
+return Object.entries(objects).flatMap(([name, object]) => surface[name].filter((one) => !(one in object)));"""
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    checkout, _ = find_comfyui(), find_browser()
+    base = make_base(tmp_path_factory.mktemp("comfyui"))
+    (base / "models" / "diffusion_models").mkdir()
+    for expert, name in (("high", HIGH), ("low", LOW)):
+        (base / "models" / "diffusion_models" / name).symlink_to(TINY / f"t2v_{expert}.safetensors")
+    front = os.environ.get("COMFYUI_FRONTEND")
+    server = ComfyUI(checkout, base, arguments=["--front-end-root", front] if front else [])
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes 2.0"])
+def page(comfy: ComfyUI, request: pytest.FixtureRequest) -> Iterator[Browser]:
+    comfy.post("/api/settings", SETTINGS | {"Comfy.VueNodes.Enabled": request.param})
+    browser = Browser(*find_browser())
+    try:
+        browser.open(f"http://127.0.0.1:{comfy.port}")
+        time.sleep(2)
+        browser.script(WATCH)
+        yield browser
+    finally:
+        browser.stop()
+
+
+def workflow(**changed: dict[int, Any]) -> dict[str, Any]:
+    """*Text to video* with few steps. changed: by type of node, place of a widget's value -> another value."""
+    made = page_form("text_to_video")
+    changed = {"WanCoreSampler": {1: "fixed", 2: STEPS}} | changed
+    for node in made["nodes"]:
+        for place, value in changed.get(node["type"], {}).items():
+            node["widgets_values"][place] = value
+    return made
+
+
+def said(page: Browser, words: str) -> list[str]:
+    """The lines of the text on a node in which `words` are, as they are drawn."""
+    texts = [text.replace("\ufeff", "") for text in page.script(SHOWN)]
+    [found] = [text for text in texts if words in text]
+    return [" ".join(line.split()) for line in found.strip().splitlines()]
+
+
+def toasted(page: Browser, words: str) -> bool:
+    return any(words in text for text in page.script("return toasts"))
+
+
+def test_the_page_has_what_the_script_uses(page: Browser) -> None:
+    assert page.script(MISSING, SURFACE) == []
+    assert page.script("return typeof app.extensionManager.toast.add") == "function"
+
+
+def test_texts_stay_on_their_nodes_line_by_line_with_warnings_first(page: Browser) -> None:
+    made = workflow(WanCoreModelLoader={0: LOW, 1: HIGH}, WanCoreTextEncode={0: "a cat"})
+    counts = {node["id"]: len(node["widgets_values"]) for node in made["nodes"]}
+    page.script(LOAD, made, "swapped")
+    assert page.script(RUN) == "execution_success"
+    assert toasted(page, "the experts are swapped")
+    loader, sampler = said(page, "two experts, 8 blocks"), said(page, "done in")
+    assert loader[0].startswith("⚠ the experts are swapped: ") and loader[0] == sampler[0]
+    assert f"diffusion_models/{LOW} is for the low-noise expert" in loader[0]
+    assert [line.split(": ")[0] for line in loader[1:]] == ["t2v-A14B", "high", "low", "its own settings"]
+    assert sampler[1].startswith(f"t2v-A14B: {STEPS} steps") and sampler[2].startswith("done in")
+    saved = {node: count for node, kind, count in page.script(COUNTS) if kind.startswith("WanCore")}
+    assert saved == {node: counts[node] for node in saved}
+
+
+def test_the_embedded_model_says_what_it_does_not_know_inside_a_subgraph_too(page: Browser) -> None:
+    page.script(LOAD, workflow(WanCoreTextEncode={0: "A cat walks on grass"}), "a cat")
+    page.script(NEST, ["WanCoreModelLoader", "WanCoreTextEncode", "WanCoreSampler"])
+    for _ in range(2):  # the second time from the cache
+        assert page.script(RUN) == "execution_success"
+    assert toasted(page, "the embedded model knows only captions")
+    page.script(OPEN)
+    assert said(page, "done in")[0].startswith("⚠ the embedded model knows only captions such as")
+    assert said(page, "two experts, 8 blocks")[0].startswith("t2v-tiny")
+
+
+def test_an_error_is_a_toast(page: Browser) -> None:
+    page.script(LOAD, workflow(WanCoreEmptyLatent={3: "Wan 2.2 VAE (TI2V-5B)"}), "of another VAE")
+    assert page.script(RUN) == "execution_error"
+    assert toasted(page, "choose the latent type and the VAE that belong to the model")

@@ -1,0 +1,85 @@
+"""The memory that residuals were planned to take, beside what they take: over windows, sizes, policies and families."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.sampling import test_control_run, test_driven_run, test_sound_run
+from tests.sampling.test_denoise import EXPERTS, TEXT
+from tests.sampling.test_residual import SETTINGS
+from wan_core.config import AdaptiveOptions, SkipOptions, StageOptions, TaylorSeerOptions, WindowOptions
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import BlockInputs, Run
+from wan_core.sampling.cache import residual
+from wan_core.sampling.cache.residual import residual_bytes
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.conditioning import draw_noise
+from wan_core.sampling.context_windows import with_windows
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import Plan, make_plan
+
+WINDOWS = {
+    "none": None,
+    "static": WindowOptions(length=3, overlap=1, schedule="standard_static"),
+    "static, with a lead": WindowOptions(length=3, overlap=1, schedule="standard_static", lead=True),
+    "batched": WindowOptions(length=3, overlap=0, schedule="batched"),
+    "one": WindowOptions(length=9, overlap=3, schedule="standard_static"),
+}
+POLICIES = {**SETTINGS, "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=0.2))}
+SKIP = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the bytes of all residuals after each forward."""
+    found: list[int] = [0]
+
+    class Counted(residual.ResidualCache):
+        def __call__(self, inputs: BlockInputs, inner: Run) -> torch.Tensor:
+            tokens = super().__call__(inputs, inner)
+            found.append(sum(one.bytes for one in self.kept.values()))
+            return tokens
+
+    monkeypatch.setattr(residual, "ResidualCache", Counted)
+    return found
+
+
+def planned(plan: Plan, model: WanModel, shape: tuple[int, ...]) -> int:
+    B, _, T, Y, X = shape
+    tokens = B * model.config.most_tokens(sum(plan.window_sizes(T)), Y, X)
+    return residual_bytes(plan, tokens, model.config.dim, 4)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_planned_is_kept(kept: list[int], policy: str, windows: str) -> None:
+    options, cases = WINDOWS[windows], [(1, ())]
+    cases += [] if options is not None else [(2, ()), (1, (StageOptions(scale=0.5, low=0.9, high=0.98),))]
+    for videos, stages in cases:
+        shape = (videos, 16, 7, 4, 8)
+        plan = make_plan(steps=14, solver="euler")
+        plan = plan if options is None else with_windows(plan, options, shape[2])
+        plan = skip_forwards(plan, replace(POLICIES[policy], stages=stages), None)
+        kept.clear()
+        with torch.no_grad():
+            denoise(plan, EXPERTS.__getitem__, TEXT, draw_noise(1, shape))
+        assert planned(plan, EXPERTS["high"], shape) == max(kept, default=0), (videos, stages)
+
+
+@pytest.mark.parametrize("name", [*test_control_run.CONFIGS, *test_driven_run.CONFIGS, "s2v"])
+def test_families_keep_all_their_tokens(kept: list[int], name: str) -> None:
+    plan = replace(test_control_run.plan_for(steps=10), task="t2v-14B")
+    plan = skip_forwards(plan, SKIP, None, None)
+    if name == "s2v":
+        model, shape = test_sound_run.MODEL, (2, 16, 3, 8, 10)
+        test_sound_run.run(model, plan, videos=2)
+    elif name in test_driven_run.CONFIGS:
+        model, shape = test_driven_run.made(name), (2, 16, 3, 4, 20)
+        test_driven_run.run(model, name, plan, videos=2)
+    else:
+        model, shape = test_control_run.made(name), (2, 16, 3, 8, 10)
+        test_control_run.run(model, name, plan, videos=2)
+    assert planned(plan, model, shape) == max(kept)

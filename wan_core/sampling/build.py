@@ -1,0 +1,160 @@
+"""The one way from what a user asks for to the plan of a run: `build_plan`.
+
+The command line, worker processes and ComfyUI's nodes translate what they were given into a `PlanRequest`, and what
+the files say into `ModelFacts`. Both are numbers and names, so that a plan, or its refusal, needs no weights. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wan_core.config import ControlOptions, NagOptions, SkipOptions, WindowOptions
+from wan_core.config.checks import check_size
+from wan_core.config.windows import check_one_way
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.family import Task
+from wan_core.models.wan.families.long_video import LongVideo, cut_video
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.context_windows import with_windows
+from wan_core.sampling.control import with_control
+from wan_core.sampling.cutting import check_strength
+from wan_core.sampling.nag import with_nag
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.presets import preset_plan
+from wan_core.sampling.sparsity.schedule import with_costs
+from wan_core.sampling.window import Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a plan depends on of the models: names of files and numbers of their headers, no tensors.
+
+    dit: None where only the task is known. high: the high-noise expert, or the only transformer. alone: one transformer
+    runs every step of a task that has two.
+    """
+
+    task: Task
+    dit: DiTConfig | None
+    vae: VAEConfig
+    high: Path | None = None
+    low: Path | None = None
+    loras: tuple[Path, ...] = ()
+    alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a user asked for that decides steps, forwards and clips. None stands for the preset's number, else the
+    task's; sizes are pixels.
+
+    sigmas: a schedule in place of steps and shift. part: the steps of the schedule that run. image: the video starts
+    from one. frames: of the whole video. cut: it is made in clips where it is longer than one; False: it is one clip.
+    from_noise: neither a last picture nor a video is given. front: latent frames before those of the video, beside
+    those of its family. beside: frames of tokens that the transformer adds.
+    """
+
+    preset: str = "auto"
+    steps: int | None = None
+    shift: float | None = None
+    boundary: float | None = None
+    guidance_high: float | None = None
+    guidance_low: float | None = None
+    solver: str | None = None
+    sigmas: Sequence[float] | None = None
+    part: Window | None = None
+    skip: SkipOptions | None = None
+    windows: WindowOptions | None = None
+    nag: NagOptions | None = None
+    control: ControlOptions | None = None
+    image: bool = False
+    width: int | None = None
+    height: int | None = None
+    frames: int | None = None
+    clip_frames: int | None = None
+    overlap: int | None = None
+    cut: bool = True
+    from_noise: bool = True
+    front: int = 0
+    beside: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedVideo:
+    """The plan of every clip of a video. latents: frames, rows and columns of the longest clip. tokens: of a forward,
+    None where the architecture is not known."""
+
+    plan: Plan
+    long: LongVideo
+    latents: tuple[int, int, int]
+    tokens: int | None
+
+
+def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
+    """The plan of what is asked for, with every check that needs no weights. Raises OptionError.
+
+    The order is that of the refusals, and of the changes to the plan: windows before what keeps something of each
+    window; sizes, sparse attention, guidance and step caches (`skip_forwards`) before what only some steps may have.
+    """
+    task, vae = facts.task, facts.vae
+    plan = schedule(request, facts)
+    frames = task.frames if request.frames is None else request.frames
+    check_one_way(request.windows, request.clip_frames, request.overlap)
+    if request.windows is not None:
+        plan = with_windows(plan, request.windows, (frames - 1) // vae.temporal_stride + 1)
+    files = {"image": request.image, "loras": facts.loras, "stand_in": True}
+    plan = skip_forwards(plan, request.skip, facts.high, facts.low, **files)
+    plan = plan if request.nag is None else with_nag(plan, request.nag)
+    plan = plan if request.control is None else with_control(plan, request.control)
+    if request.part is not None and request.part.denoise < 1 and not request.from_noise:
+        check_strength(plan, request.part.denoise)
+    long = clips_of(request, task, frames)
+    T, Y, X = latents_of(request, facts, long)
+    if facts.dit is None:
+        return PlannedVideo(plan, long, (T, Y, X), None)
+    seen = max(plan.window_sizes(T)) + request.beside
+    return PlannedVideo(with_costs(plan, facts.dit, (seen, Y, X)), long, (T, Y, X), facts.dit.tokens(seen, Y, X))
+
+
+def schedule(request: PlanRequest, facts: ModelFacts) -> Plan:
+    """Every step of the schedule, each with all of its forwards."""
+    boundary = request.boundary
+    if boundary is None and facts.alone:
+        boundary = facts.task.boundary
+    return preset_plan(
+        request.preset,
+        [path for path in (*facts.loras, facts.high, facts.low) if path is not None],
+        task=facts.task.name,
+        steps=request.steps,
+        shift=request.shift,
+        boundary=boundary,
+        guidance_high=request.guidance_high,
+        guidance_low=request.guidance_low,
+        solver=request.solver,
+        sigmas=request.sigmas,
+        window=request.part,
+    )
+
+
+def clips_of(request: PlanRequest, task: Task, frames: int) -> LongVideo:
+    """The clips in which a video of `frames` frames is made."""
+    if not request.cut:
+        return LongVideo((Clip(0, 0, frames, 0),))
+    long = cut_video(task, frames, request.clip_frames, request.overlap, from_noise=request.from_noise)
+    return replace(long, leading=long.leading + request.front)
+
+
+def latents_of(request: PlanRequest, facts: ModelFacts, long: LongVideo) -> tuple[int, int, int]:
+    """Frames, rows and columns of the latents of the longest clip, checked."""
+    task, vae = facts.task, facts.vae
+    width = task.width if request.width is None else request.width
+    height = task.height if request.height is None else request.height
+    multiple = vae.spatial_stride * (1 if facts.dit is None else facts.dit.patch_size[1])
+    longest = long.clips[0].frames
+    check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
+    T = (longest - 1) // vae.temporal_stride + 1 + long.leading
+    return T, height // vae.spatial_stride, width // vae.spatial_stride

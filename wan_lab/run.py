@@ -1,0 +1,342 @@
+"""The commands `calibrate` and `quality`: run, print and write their measurements."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.config import OptionError, Request, SkipOptions
+from wan_core.config.outputs import Outputs, keep_old
+from wan_core.execution.report import Report
+from wan_core.media.mp4 import write_mp4
+from wan_core.media.pictures import save_picture
+from wan_core.models.wan.families import family_of
+from wan_core.pipeline.images import decode_images
+from wan_core.pipeline.pipeline import Pipeline, sample_latents
+from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.curves import curve_path, is_embedded, write_curve
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.sparsity.budgets import coverage_path, write_coverage
+from wan_core.sampling.start import Start
+from wan_lab.calibrate import measure, plain
+from wan_lab.compare import Comparison, compare, find_perceptual, pareto, summary, truth
+from wan_lab.pictures import draw_curve, draw_quality, preset_plans, side_by_side
+from wan_lab.results import envelope, result_path, write_result
+from wan_lab.samples import (
+    Batch,
+    Sample,
+    batches,
+    choose_samples,
+    driving_frames,
+    one_by_one,
+    read_samples,
+)
+from wan_lab.sparsity import coverage_places, draw_coverage, measure_coverage
+from wan_lab.sparsity import words as coverage_words
+
+FULL = "full"
+ALONE = "full, one video at a time"
+
+
+def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, outputs: Outputs) -> int:
+    """Measure the curve of `pipe`'s model, write it beside the checkpoint or to `options.out`.
+
+    Beside the checkpoint it takes the place of an older curve, because that is where it is found. The older one is
+    kept as NAME.bak: it may have been tuned by hand, or come with the model.
+    """
+    if options.sparsity:
+        return calibrate_sparsity(options, pipe, base, outputs)
+    models, out = pipe.models, options.out
+    samples = chosen(options, pipe)
+    if out is None:
+        image = base.image is not None or samples[0].image is not None
+        out = outputs.add("the curve", beside(models.checkpoint, models.task.name, image=image), overwrite=True)
+    plan = next(batches(pipe, base, samples[:1], 1)).job.plan  # of all: they differ in caption, seed and picture
+    videos = shown(pipe, base, samples, options.batch)
+    outputs.say_renamed()
+    with torch.no_grad():
+        curve = measure(plan, pipe.models.expert, videos, source=source(pipe))
+    replace_curve(out, options.overwrite, lambda: write_curve(curve, out))
+    plans = preset_plans(plan, curve)
+    for name, plan in plans.items():
+        print(f"{name:<10} {plan.forward_words()}")
+    if options.plot is not None:
+        save_picture(draw_curve(curve, plans), options.plot)
+    print(out)
+    return 0
+
+
+def replace_curve(path: Path, overwrite: bool, write: Callable[[], Path]) -> Path:
+    """Call `write`, and keep what `path` was before, unless it is to be overwritten."""
+    kept = None if overwrite else keep_old(path)
+    if kept is not None:
+        show(f"the older {path.name} is kept as {kept}")
+    return write()
+
+
+def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Request, outputs: Outputs) -> int:
+    """Measure the attention that selected blocks cover in each layer of `pipe`'s experts, and write it beside their
+    checkpoints or to `options.out`."""
+    models = pipe.models
+    experts: list[Expert] = ["high", "low"] if models.task.two_experts else ["high"]
+    if options.out is not None:
+        named = coverage_places(options.out, experts)
+        places = {expert: outputs.add(f"--out ({expert})", path) for expert, path in named.items()}
+    else:
+        files = {"high": models.checkpoint, "low": models.low_checkpoint}
+        beside(models.checkpoint, models.task.name, image=False)  # raises for random and embedded models
+        named = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
+        places = {e: outputs.add(f"the coverage ({e})", path, overwrite=True) for e, path in named.items()}
+    samples = chosen(options, pipe)
+    plan = plain(next(batches(pipe, base, samples[:1], 1)).job.plan)
+    outputs.say_renamed()
+    with torch.no_grad():
+        videos = shown(pipe, base, samples, options.batch)
+        found = measure_coverage(plan, pipe.models.expert, videos, source=source(pipe))
+    for expert, coverage in found.items():
+        if expert in places:
+            print(replace_curve(places[expert], options.overwrite, partial(write_coverage, coverage, places[expert])))
+    print(coverage_words(found))
+    if options.plot is not None:
+        save_picture(draw_coverage(found), options.plot)
+    return 0
+
+
+def source(pipe: Pipeline) -> str:
+    embedded = pipe.models.task.name.endswith("-tiny")
+    return f"measured on {'the embedded model' if embedded else pipe.report.settings['models']['high']}"
+
+
+def shown(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int) -> Iterator[tuple[Conditioning, Tensor]]:
+    """Conditioning and noise of `samples` in batches of `size`; says how far it is."""
+    for n, batch in enumerate(batches(pipe, base, samples, size)):
+        show(f"calibrate: {n * size + len(batch.samples)} of {len(samples)} videos")
+        yield batch.conditioning, batch.noise
+
+
+def beside(checkpoint: Path | None, task: str, *, image: bool) -> Path:
+    """The path of the curve beside a checkpoint. Raises OptionError for random weights and the embedded model."""
+    if checkpoint is None:
+        raise OptionError("random weights have no file to write the curve beside: give its path with --out")
+    if is_embedded(checkpoint):
+        raise OptionError("the curve of the embedded model cannot be replaced: give another path with --out")
+    return curve_path(checkpoint, task, image=image)
+
+
+# ------------------------------------------------------------------------------------------------------------- quality
+
+
+def run_quality(
+    options: argparse.Namespace, pipe: Pipeline, base: Request, names: Sequence[str], outputs: Outputs
+) -> int:
+    """Compare every setting with the full run; prints a table and writes the requested files."""
+    settings = {name: parse_setting(name) for name in names}  # all are checked before the first runs
+    out = options.out
+    if out is not None:
+        named = result_path(out, "quality", pipe.models.device)
+        out = outputs.add("--out", named, overwrite=None if named == out else True)  # that name is of this day alone
+    samples = chosen(options, pipe)
+    found = measure_quality(pipe, base, samples, settings, options.batch, outputs.say_renamed)
+    rows = found.rows()
+    print(table(rows, found.perceptual_name))
+    result = envelope("quality", pipe.models.device, rows) | {
+        "samples": len(samples),
+        "perceptual": found.perceptual_name,
+        "full": found.full,
+    }
+    if out is not None:
+        print(write_result(result, out))
+    if options.plot is not None:  # pictures come last, after the measurements are on disk
+        save_picture(draw_quality(rows, f"{found.plan_words}   {len(samples)} videos"), options.plot)
+    if options.video is not None:
+        write_mp4(options.video, side_by_side(found.first).numpy(), fps=pipe.models.task.fps)
+    return 0
+
+
+@dataclass
+class Measured:
+    """The result of a comparison, by setting: each video compared with the full run's, forwards and seconds of all."""
+
+    perceptual_name: str
+    comparisons: dict[str, list[Comparison]]
+    forwards: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    full: dict[str, Any] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)  # frames of the first sample, the full run's among them
+    alone: set[str] = field(default_factory=set)  # settings whose videos were made one at a time
+    plan_words: str = ""
+
+    def add(self, name: str, runs: Sequence[Run]) -> Tensor:
+        """Add seconds and forwards of a batch, made in one or more runs, to `name`. Returns its frames
+        [B, F, H, W, 3]."""
+        frames = torch.cat([run.frames for run in runs])
+        self.seconds[name] = self.seconds.get(name, 0.0) + sum(run.seconds for run in runs)
+        # All videos of a batch run the same forwards.
+        self.forwards[name] = self.forwards.get(name, 0) + sum(run.forwards * len(run.frames) for run in runs)
+        return frames
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the result file; `front`: the setting is on the Pareto front of savings and PSNR."""
+        count = len(next(iter(self.comparisons.values()), []))
+        rows: list[dict[str, Any]] = []
+        for name, found in self.comparisons.items():
+            over = ALONE if name in self.alone and ALONE in self.seconds else FULL
+            forwards = self.forwards[name] / count
+            rows.append(
+                {
+                    "name": name,
+                    "size": self.full["size"],
+                    "samples": count,
+                    "saved": round(1 - self.forwards[name] / self.forwards[FULL], 4),
+                    "forwards": int(forwards) if forwards.is_integer() else round(forwards, 2),
+                    **summary(found),
+                    "seconds": round(self.seconds[name] / count, 4),
+                    "ratio": round(self.seconds[over] / self.seconds[name], 3),
+                    "ratio_to": over,
+                }
+            )
+        front = pareto({row["name"]: (row["saved"], row["psnr"]) for row in rows})
+        return [{**row, "front": row["name"] in front} for row in rows]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished batch: frames uint8 [B, F, H, W, 3] on the CPU, seconds of denoising, forwards per video."""
+
+    frames: Tensor
+    seconds: float
+    forwards: int
+
+
+@torch.no_grad()
+def measure_quality(
+    pipe: Pipeline,
+    base: Request,
+    samples: Sequence[Sample],
+    settings: Mapping[str, SkipOptions | None],
+    size: int,
+    on_checked: Callable[[], None] = lambda: None,
+) -> Measured:
+    """Make every sample in full and in each setting, in batches of `size`, from the same noise.
+
+    The adaptive cache decides from norms over the whole batch, so its videos are made one at a time, and so is the full
+    run that their seconds are compared with. on_checked: called before the first run, after every check.
+    """
+    name, perceptual = find_perceptual()
+    found = Measured(name, {s: [] for s in settings})
+    found.alone = {s for s, options in settings.items() if size > 1 and options is not None and options.adaptive}
+    told: list[bool | None] = []
+    for batch in batches(pipe, base, samples, size):
+        plan = plain(batch.job.plan)
+        if not found.seconds:
+            for one in settings.values():
+                skipping(pipe, batch, plan, one)  # raises for what this model cannot skip
+            on_checked()
+            warm_up(pipe, batch, plan, bool(found.alone))
+            found.plan_words = f"{plan.task}   {len(plan.steps)} steps"
+        exact = found.add(FULL, [make(pipe, batch, plan)])
+        if found.alone:
+            found.add(ALONE, [make(pipe, one, plan) for one in one_by_one(batch)])
+        found.first.setdefault(FULL, exact[0])
+        told += [truth(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]
+        for setting, options in settings.items():
+            frames = exact
+            if setting != FULL:
+                parts = one_by_one(batch) if setting in found.alone else [batch]
+                frames = found.add(setting, [make(pipe, part, skipping(pipe, batch, plan, options)) for part in parts])
+            found.first.setdefault(setting, frames[0])
+            for video, full, sample in zip(frames, exact, batch.samples, strict=True):
+                driving = driving_frames(batch.job, sample)
+                compared = compare(video, full, sample.caption, perceptual, driving, pipe.models.device)
+                found.comparisons[setting].append(compared)
+            newest = summary(found.comparisons[setting])
+            show(f"{setting}: {len(found.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far")
+        found.full["size"] = f"{batch.job.width}x{batch.job.height}x{batch.job.frames}"
+    known = [t for t in told if t is not None]
+    found.full["seconds"] = round(found.seconds[FULL] / len(samples), 4)
+    found.full |= {"truth": round(sum(known) / len(known), 4)} if known else {}
+    return found
+
+
+def skipping(pipe: Pipeline, batch: Batch, plan: Plan, options: SkipOptions | None) -> Plan:
+    models = pipe.models
+    image = batch.job.request.image is not None
+    return skip_forwards(plan, options, models.checkpoint, models.low_checkpoint, image=image, loras=models.loras)
+
+
+def warm_up(pipe: Pipeline, batch: Batch, plan: Plan, alone: bool) -> None:
+    """A full run that is not timed, so that loading, compiling and tuning do not count for any setting."""
+    show("warming up")
+    make(pipe, batch, plan)
+    if alone:
+        make(pipe, next(one_by_one(batch)), plan)
+
+
+def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
+    models, report = pipe.models, Report(pipe.models.device)
+    forwards = 0
+
+    def count(progress: Any, _: float | None) -> None:
+        nonlocal forwards
+        forwards += progress.forwards
+
+    begin = time.perf_counter()
+    latents = sample_latents(
+        plan,
+        models.expert,
+        batch.conditioning,
+        batch.noise,
+        models.vae_config,
+        report,
+        start=Start(shape=tuple(batch.noise.shape), seed=batch.job.request.seed),
+        batched=batch.job.batched and len(batch.samples) == 1,
+        on_step=count,
+    )
+    seconds = time.perf_counter() - begin
+    rules = family_of(models.task).clips
+    own = latents[:, :, rules.leading if rules is not None and rules.always else 0 :]
+    images = decode_images(models.vae(), own, report, dtype=torch.uint8)
+    return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards)
+
+
+# ------------------------------------------------------------------------------------------------------------- shared
+
+
+def chosen(options: argparse.Namespace, pipe: Pipeline) -> list[Sample]:
+    if options.count < 1 or options.batch < 1:
+        raise OptionError(f"count {options.count} and batch {options.batch} given; both must be at least 1")
+    if options.samples is not None:
+        if options.prompts or options.image:
+            raise OptionError("--samples has prompts and images: leave --prompt and --image out")
+        return read_samples(options.samples, options.count, options.seed)
+    return choose_samples(options.prompts, options.count, options.seed, pipe.models.task.name.endswith("-tiny"))
+
+
+def show(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]], perceptual: str) -> str:
+    """The rows as text; `*` marks the Pareto front."""
+    names = {"perceptual": perceptual, "psnr_worst": "worst"}
+    columns = [
+        c
+        for c in ("saved", "psnr", "psnr_worst", "ssim", "perceptual", "flicker", "truth", "look", "motion")
+        if c in rows[0]
+    ]
+    lines = [f"  {'setting':<38}" + "".join(f"{names.get(c, c):>10}" for c in columns) + f"{'speed-up':>10}"]
+    for row in rows:
+        numbers = "".join(f"{row[c]:>10.4g}" for c in columns) + f"{row['ratio']:>10.2f}"
+        lines.append(f"{'*' if row['front'] else ' '} {row['name']:<38}{numbers}")
+    return "\n".join(lines)
