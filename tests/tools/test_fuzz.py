@@ -48,9 +48,7 @@ def read_once(reader: Reader, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_each_fault_is_found_and_the_next_case_runs(
-    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_each_fault_is_found_and_the_next_case_runs(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reader = READERS["LoRA"]
     faulty = replace(reader, read=lambda path: FAULTS[what](path) if path.read_bytes() == b"bad" else reader.read(path))
     faulty = replace(faulty, bombs=(lambda: b"bad",))
