@@ -25,7 +25,7 @@ from wan_core.execution.report import WARNING
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import RGBMap, map_of_channels
 from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.attention.pieces import InPieces
+from wan_core.ops.attention.parts import InPieces
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.pipeline.builder import finish

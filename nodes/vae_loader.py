@@ -9,7 +9,7 @@ from wan_core.checkpoint import load_vae
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.layers import AttentionBlock
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.ops.attention.pieces import heads_in_pieces
+from wan_core.ops.attention.parts import heads_in_pieces
 from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import PartToLoad, compute_dtype
 from wan_core.pipeline.sources import recognise

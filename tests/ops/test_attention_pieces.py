@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wan_core.ops.attention import pieces
-from wan_core.ops.attention.pieces import InPieces, heads_in_pieces
+from wan_core.ops.attention import parts
+from wan_core.ops.attention.parts import InPieces, heads_in_pieces
 from wan_core.ops.attention.sdpa import SDPA
 
 
@@ -20,9 +20,9 @@ def test_the_result_is_that_of_one_call(queries: int, keys: int, heads: int, mos
     made = torch.Generator().manual_seed(queries * keys)
     q, k, v = (torch.randn(2, length, heads, 8, generator=made) for length in (queries, keys, keys))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "MOST", most)
+        patch.setattr(parts, "MOST", most)
         attend = InPieces(SDPA, lambda: calls.append(1))
-        length = pieces.piece_length(2 * heads * 8, keys)
+        length = parts.piece_length(2 * heads * 8, keys)
         torch.testing.assert_close(attend(q, k, v), SDPA(q, k, v), atol=1e-5, rtol=1e-5)
         assert len(calls) == -(-queries // length)
         for found, expected in zip(attend.with_lse(q, k, v), SDPA.with_lse(q, k, v), strict=True):
@@ -46,7 +46,7 @@ def test_what_is_called_between_ends_it() -> None:
 
     q = torch.randn(1, 64, 1, 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "MOST", 2 * 8 * 64 * 4)
+        patch.setattr(parts, "MOST", 2 * 8 * 64 * 4)
         with pytest.raises(KeyboardInterrupt):
             InPieces(SDPA, between)(q, q, q)
     assert len(done) == 3

@@ -14,15 +14,15 @@ import torch
 
 from tests.ops.test_attention import qkv, relative
 from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.one_pass import int8_reference
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.attention.sparse import kernels
 from wan_core.ops.attention.sparse.forward import SparseForward
+from wan_core.ops.attention.sparse.implementations import sparse_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS, SparseKernel
-from wan_core.ops.attention.sparse.reference import sparse_reference
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.attention.triton import int8_reference
 from wan_core.ops.cards import CARDS
 from wan_core.ops.kernels.attention_tiles import CANDIDATES, SHARED, TILES, candidates, tile_for
 from wan_core.ops.kernels.blocked import final_lse, finish
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 DENSE = """
 import torch
 from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.one_pass import int8_reference, triton, triton_int8
+from wan_core.ops.attention.triton import int8_reference, triton, triton_int8
 from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.kernels.attention_tiles import Tile
 from wan_core.ops.kernels.triton_attention import attention
@@ -60,7 +60,7 @@ print("all close")
 SPARSE = """
 import torch
 from tests.ops.test_one_pass import draw_route, expected_sparse, relative
-from wan_core.ops.attention.sparse.one_pass import sparse_triton, sparse_triton_int8
+from wan_core.ops.attention.sparse.implementations import sparse_triton, sparse_triton_int8
 
 for tokens, block, mass in ((150, 32, None), (128, 32, 0.6), (97, 16, 0.5)):
     q, k, v, route, pooled = draw_route(tokens, block, mass)

@@ -16,11 +16,10 @@ from benchmarks.structured import mass_kept, structured
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import AttentionError
 from wan_core.ops.attention.sdpa import SDPA, math_lse, math_reference
-from wan_core.ops.attention.sparse import reference
-from wan_core.ops.attention.sparse.flex import block_mask, sparse_flex
+from wan_core.ops.attention.sparse import implementations
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
+from wan_core.ops.attention.sparse.implementations import block_mask, sparse_flex, sparse_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS, Run, block_length, resolve_kernel
-from wan_core.ops.attention.sparse.reference import sparse_reference
 from wan_core.ops.attention.sparse.ring import read_around
 from wan_core.ops.attention.sparse.routing import Route, Rule, choose, coverage, estimate, gain, route
 from wan_core.ops.attention.sparse.tiles import make_tiles
@@ -186,9 +185,9 @@ def test_the_reference_holds_some_rows_at_a_time(block: int, monkeypatch: pytest
     chosen = random_route(60, block, 3)
     whole = sparse_reference(q, k, v, chosen, block)
     sizes: list[int] = []
-    masks = reference.spread
-    monkeypatch.setattr(reference, "SCORES", 2 * 60 * 2 * block)  # two blocks of queries of both samples
-    monkeypatch.setattr(reference, "spread", lambda *given: sizes.append(given[2]) or masks(*given))
+    masks = implementations.spread
+    monkeypatch.setattr(implementations, "SCORES", 2 * 60 * 2 * block)  # two blocks of queries of both samples
+    monkeypatch.setattr(implementations, "spread", lambda *given: sizes.append(given[2]) or masks(*given))
     parts = sparse_reference(q, k, v, chosen, block)
     assert max(sizes) == 2 * block
     for a, b in zip(parts, whole, strict=True):
@@ -415,7 +414,7 @@ def test_the_log_sum_exp_is_of_all_that_is_attended_to(pooled: bool) -> None:
     out, lse = SparseAttention().with_lse(q, k, v, call)
     assert torch.equal(out, SparseAttention()(q, k, v, call))
     route = state.route(0, rule, blocked.pool(q, block)[0], state.known(rule, k, v))
-    kept = reference.spread(route.kept(tiles.blocks), block, 70, 70)
+    kept = implementations.spread(route.kept(tiles.blocks), block, 70, 70)
     scores = torch.einsum("blhd,bshd->bhls", q, k) * 8**-0.5
     wanted = scores.masked_fill(~kept, -torch.inf)
     if pooled:

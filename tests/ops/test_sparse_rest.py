@@ -19,10 +19,9 @@ from tests.ops.test_sparse import CPU, GRIDS, SEEDS, drawn, random_route
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
+from wan_core.ops.attention.sparse.implementations import sparse_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS
-from wan_core.ops.attention.sparse.means import KeyMeans
-from wan_core.ops.attention.sparse.reference import sparse_reference
-from wan_core.ops.attention.sparse.routing import Rule, expected_error
+from wan_core.ops.attention.sparse.routing import KeyMeans, Rule, expected_error
 from wan_core.ops.attention.sparse.slopes import Covariances, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked
@@ -197,7 +196,7 @@ ONE_PASS = """
 import torch
 from tests.ops.test_one_pass import draw_route, expected_sparse, relative
 from tests.ops.test_sparse_rest import known_of
-from wan_core.ops.attention.sparse.one_pass import sparse_triton, sparse_triton_int8
+from wan_core.ops.attention.sparse.implementations import sparse_triton, sparse_triton_int8
 from wan_core.ops.attention.sparse.slopes import slope_weights, slopes
 from wan_core.ops.kernels.blocked import pool
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.ops.attention.merge import merge, merge_lse
+from wan_core.ops.attention.parts import merge, merge_lse
 from wan_core.parallel.mesh import Group, as_words, gather_parts
 
 Partial = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

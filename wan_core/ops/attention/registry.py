@@ -7,7 +7,6 @@ Legend: B batch, L query tokens, S key tokens, H heads, D head dim.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from wan_core.config import UserError
 from wan_core.config.checks import unknown
 from wan_core.config.command import command
 from wan_core.config.compile_cache import set_flash_attention_cache
+from wan_core.ops.attention import flash, fp8, fp8_kernels, int8, sdpa, triton
 from wan_core.ops.attention.library import Library, load_torchs_cudnn
 from wan_core.ops.attention.protocol import Attention, Dense
 from wan_core.ops.cards import AMPERE, HOPPER, TURING, Capability, capability, card_of, name_of
@@ -95,21 +95,6 @@ class Backend(Implementation):
     exact: bool = True
 
 
-def imported(module: str, name: str) -> Any:
-    """`name` of `module` of this package."""
-    return getattr(importlib.import_module(f"wan_core.ops.attention.{module}"), name)
-
-
-def _dense(module: str, *names: str | None) -> Callable[[], Attention]:
-    """A loader of functions of `module`: attention, and with the log-sum-exp; without the first the second serves."""
-    return lambda: Dense(*(None if name is None else imported(module, name) for name in names))  # type: ignore[arg-type]
-
-
-def _made(module: str, make: str) -> Callable[[], Attention]:
-    """A loader that calls the function `make` of `module`."""
-    return lambda: imported(module, make)()
-
-
 def _torch_cudnn() -> str | None:
     return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN: install a CUDA build of torch"
 
@@ -144,31 +129,32 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("sdpa", "torch's scaled_dot_product_attention, torch chooses the kernel",
-                _dense("sdpa", "sdpa", "sdpa_lse")),
-        Backend("cudnn", "cuDNN's fused attention through torch", _dense("sdpa", "cudnn", "cudnn_lse"),
+                lambda: Dense(sdpa.sdpa, sdpa.sdpa_lse)),
+        Backend("cudnn", "cuDNN's fused attention through torch", lambda: Dense(sdpa.cudnn, sdpa.cudnn_lse),
                 Needs(AMPERE, dtypes=HALF, head_dims=range(8, 129, 8)), _torch_cudnn),
         Backend("flash4", "FlashAttention 4, CuTe DSL kernels for Hopper and Blackwell",
-                _dense("flash4", "flash4", "flash4_lse"), Needs(HOPPER, 12, HALF, range(8, 129, 8)), FLASH4.why_not),
-        Backend("flash3", "FlashAttention 3, compiled for Hopper", _dense("flash", None, "flash3"),
+                lambda: Dense(flash.flash4, flash.flash4_lse), Needs(HOPPER, 12, HALF, range(8, 129, 8)),
+                FLASH4.why_not),
+        Backend("flash3", "FlashAttention 3, compiled for Hopper", lambda: Dense(None, flash.flash3),
                 Needs(HOPPER, 9, HALF, range(8, 257, 8)), FLASH3.why_not),
-        Backend("flash2", "FlashAttention 2", _dense("flash", None, "flash2"),
+        Backend("flash2", "FlashAttention 2", lambda: Dense(None, flash.flash2),
                 Needs(AMPERE, dtypes=HALF, head_dims=range(8, 257, 8)), FLASH2.why_not),
-        Backend("sage", "SageAttention, queries and keys in int8", _dense("sage", "sage"),
+        Backend("sage", "SageAttention, queries and keys in int8", lambda: Dense(int8.sage),
                 Needs(AMPERE, dtypes=HALF, head_dims=(64, 96, 128)), SAGE.why_not, gives_lse=False, exact=False),
-        Backend("int8", "comfy-kitchen's attention, q, k, v and probabilities in int8", _dense("kitchen", "int8"),
-                Needs(TURING, dtypes=HALF, head_dims=range(8, 257, 8)), lambda: imported("kitchen", "why_not")(),
+        Backend("int8", "comfy-kitchen's attention, q, k, v and probabilities in int8", lambda: Dense(int8.int8),
+                Needs(TURING, dtypes=HALF, head_dims=range(8, 257, 8)), int8.why_not_kitchen,
                 gives_lse=False, exact=False),
-        Backend("triton", "our own kernel, for cards without tuned ones", _dense("one_pass", None, "triton"),
+        Backend("triton", "our own kernel, for cards without tuned ones", lambda: Dense(None, triton.triton),
                 Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
-        Backend("triton-int8", "our own kernel, queries and keys in int8", _dense("one_pass", None, "triton_int8"),
+        Backend("triton-int8", "our own kernel, queries and keys in int8", lambda: Dense(None, triton.triton_int8),
                 Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, exact=False),
-        Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", _made("cudnn_fp8", "attention"),
+        Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", fp8_kernels.cudnn_fp8,
                 Needs(HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)), CUDNN_FRONTEND.why_not, exact=False),
-        Backend("te-fp8", "Transformer Engine's FP8 attention, K's mean removed", _made("te_fp8", "attention"),
+        Backend("te-fp8", "Transformer Engine's FP8 attention, K's mean removed", fp8_kernels.te_fp8,
                 Needs(HOPPER, 10, HALF, range(16, 129, 16)), TRANSFORMER_ENGINE.why_not, gives_lse=False, exact=False),
         Backend("math", "the formula in float32, the whole matrix in memory: for tests",
-                _dense("sdpa", "math_reference", "math_lse")),
-        Backend("math-fp8", "the same on q, k, v and output rounded to FP8: for tests", _made("fp8", "math_fp8"),
+                lambda: Dense(sdpa.math_reference, sdpa.math_lse)),
+        Backend("math-fp8", "the same on q, k, v and output rounded to FP8: for tests", fp8.math_fp8,
                 exact=False),
     )
 }  # fmt: skip

@@ -21,9 +21,8 @@ from torch import Tensor
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, empty_like_heads
 from wan_core.ops.attention.sparse.kernels import SparseKernel
-from wan_core.ops.attention.sparse.means import KeyMeans
 from wan_core.ops.attention.sparse.ring import Numbers, block_means, read_around, ring_blocks, widened
-from wan_core.ops.attention.sparse.routing import Route, Rule, choose, over_rows, scores
+from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, over_rows, scores
 from wan_core.ops.attention.sparse.slopes import Keys, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import Tiles
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first

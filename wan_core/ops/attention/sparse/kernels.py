@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.library import Library
-from wan_core.ops.attention.registry import HALF, AttentionError, Implementation, Needs, imported
+from wan_core.ops.attention.registry import HALF, AttentionError, Implementation, Needs
+from wan_core.ops.attention.sparse import implementations
 from wan_core.ops.cards import AMPERE, HOPPER, capability, card_of
 from wan_core.ops.kernels import fused
 
@@ -43,30 +44,22 @@ class SparseKernel(Implementation):
     means: bool = False
 
 
-def _function(name: str) -> Callable[[], Run]:
-    module, _, function = name.partition(".")
-    return lambda: imported(f"sparse.{module}", function)
-
-
-def _why_not_fp8() -> str | None:
-    return CUDNN_SPARSE.why_not() or imported("sparse.cudnn", "why_not_fp8")()
-
-
 KERNELS: dict[str, SparseKernel] = {
     kernel.name: kernel
     for kernel in (
-        SparseKernel("cudnn-fp8", "cuDNN frontend, FP8, blocks of 128", _function("cudnn.sparse_fp8"),
-                     Needs(HOPPER, 9, HALF, (128,)), _why_not_fp8, fp8=True, counts=False),
-        SparseKernel("cudnn", "cuDNN frontend, bf16, blocks of 128", _function("cudnn.sparse_bf16"),
+        SparseKernel("cudnn-fp8", "cuDNN frontend, FP8, blocks of 128", lambda: implementations.sparse_fp8,
+                     Needs(HOPPER, 9, HALF, (128,)),
+                     lambda: CUDNN_SPARSE.why_not() or implementations.why_not_fp8(), fp8=True, counts=False),
+        SparseKernel("cudnn", "cuDNN frontend, bf16, blocks of 128", lambda: implementations.sparse_bf16,
                      Needs(HOPPER, 12, HALF, (64, 128)), CUDNN_SPARSE.why_not),
-        SparseKernel("flex", "torch's FlexAttention, blocks of 128", _function("flex.sparse_flex"),
+        SparseKernel("flex", "torch's FlexAttention, blocks of 128", lambda: implementations.sparse_flex,
                      Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
-        SparseKernel("triton", "our own kernel, bf16, blocks of 128", _function("one_pass.sparse_triton"),
+        SparseKernel("triton", "our own kernel, bf16, blocks of 128", lambda: implementations.sparse_triton,
                      Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton, means=True),
-        SparseKernel("triton-int8", "the same with q and k in int8", _function("one_pass.sparse_triton_int8"),
+        SparseKernel("triton-int8", "the same with q and k in int8", lambda: implementations.sparse_triton_int8,
                      Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, means=True),
         SparseKernel("math", "the formula, blocks of any length: for tests and small videos",
-                     _function("reference.sparse_reference"), any_block=True),
+                     lambda: implementations.sparse_reference, any_block=True),
     )
 }  # fmt: skip
 

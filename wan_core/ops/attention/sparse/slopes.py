@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.ops.attention.sparse.means import KeyMeans
+from wan_core.ops.attention.sparse.routing import KeyMeans
 from wan_core.ops.attention.sparse.tiles import Tiles
 from wan_core.ops.kernels.block_layout import Blocked, by_parts
 from wan_core.ops.kernels.formats import Quantized

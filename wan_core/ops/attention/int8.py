@@ -1,7 +1,10 @@
-"""comfy-kitchen's INT8 attention: q and k rotated by a Hadamard matrix, then q, k, v and the probabilities in int8. It
-changes numbers, by name only.
+"""Attention in INT8 by libraries. Both change numbers, and are taken only by name or by `fast`.
 
-Legend and layouts as in sdpa.py. Source: github.com/Comfy-Org/comfy-kitchen, comfy_kitchen/sage_attention.py.
+SageAttention: q and k in int8 with a scale for each block, K's mean removed. comfy-kitchen: q and k rotated by a
+Hadamard matrix, then q, k, v and the probabilities in int8.
+
+Legend and layouts as in sdpa.py. Source: github.com/thu-ml/SageAttention, sageattention/core.py, and
+github.com/Comfy-Org/comfy-kitchen, comfy_kitchen/sage_attention.py.
 """
 
 from __future__ import annotations
@@ -11,6 +14,15 @@ from torch import Tensor
 
 from wan_core.ops.attention.library import Library
 from wan_core.ops.custom_ops import refuse_gradients
+
+
+def sage(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    refuse_gradients("SageAttention", q, k, v)
+    from sageattention import sageattn  # pyright: ignore[reportMissingImports]
+
+    with torch.cuda.device(q.device):  # Triton launches on the current device
+        return sageattn(q, k, v, tensor_layout="NHD", is_causal=False).contiguous()
+
 
 KITCHEN = Library("comfy-kitchen", "comfy_kitchen", "int8_attention", "pip install 'comfy-kitchen>=0.2.31'")
 
@@ -25,7 +37,7 @@ def int8(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def why_not() -> str | None:
+def why_not_kitchen() -> str | None:
     """None where its compiled kernel is there for the current GPU."""
     reason = KITCHEN.why_not()
     if reason is not None:

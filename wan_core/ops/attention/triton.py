@@ -1,4 +1,5 @@
-"""Our own attention kernel (Triton, Ampere and newer) as backends, and its INT8 arithmetic in plain torch.
+"""Our own attention kernel (Triton, Ampere and newer) and its INT8 arithmetic in plain torch. Dense, and block-sparse
+with the means of unselected blocks in the same pass.
 
 Legend and layouts as in sdpa.py.
 """

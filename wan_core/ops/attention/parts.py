@@ -1,7 +1,10 @@
-"""Attention a part of the queries at a time, with a call between the parts: on a CPU, one call of a large video takes
-minutes, and a user who interrupts waits for its end.
+"""Attention of parts: of the queries, one after the other, and of parts of the keys, merged.
 
-Legend: B batch, L query tokens, S key tokens, H heads, D head dim.
+`InPieces` makes a call between the parts of the queries: on a CPU, one call of a large video takes minutes, and a user
+who interrupts waits for its end. `merge` joins attention to parts of the keys by the log-sum-exp: the result is that
+of one softmax over all of them.
+
+Legend: B batch, L query tokens (N of a rank), S key tokens, H heads (h of a rank), D head dim, R parts.
 """
 
 from __future__ import annotations
@@ -54,3 +57,25 @@ def heads_in_pieces(attend: Attend, between: Callable[[], None]) -> Attend:
 def piece_length(width: int, keys: int) -> int:
     """How many queries of `width` numbers each a piece has."""
     return max(1, MOST // (2 * width * keys))
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Partial outputs [B, N, h, D] with log-sum-exps float32 [B, h, N] -> the output, in their dtype. Where a part's
+    is -inf the part has no weight."""
+    if len(parts) == 1:
+        return parts[0][0]
+    # softmax over the parts: exp(lse - largest) / sum, which is numerators over one maximum, divided once
+    weights = torch.stack([lse for _, lse in parts]).softmax(0).transpose(2, 3)[..., None]  # [R, B, N, h, 1]
+    dtype = parts[0][0].dtype
+    outs = [out.to(torch.bfloat16) if dtype.itemsize == 1 else out for out, _ in parts]  # E4M3 is exact in bf16
+    total = outs[0] * weights[0]  # float32, as the weights are
+    for out, weight in zip(outs[1:], weights[1:], strict=True):
+        total.addcmul_(out, weight)
+    return total.to(dtype)
+
+
+def merge_lse(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """As `merge`, with the log-sum-exp of all parts together."""
+    if len(parts) == 1:
+        return parts[0]
+    return merge(parts), torch.stack([lse for _, lse in parts]).logsumexp(0)
