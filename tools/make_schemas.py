@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.page_form import OWN_SCHEMAS, Schema, native_schema
+from tools.workflows import OWN_SCHEMAS, Schema, native_schema
 
 KEYS = ("default", "multiline", "control_after_generate")
 

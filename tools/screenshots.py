@@ -1,6 +1,7 @@
-"""Open every workflow in ComfyUI's page, check that it arrived whole, and take its picture for docs/images/.
+"""Open every workflow in ComfyUI's page in both of its node renderers, check that it arrived whole and is laid out
+well, and take its picture for docs/images/.
 
-    python tools/screenshots.py http://127.0.0.1:8188 --run      check, and take every picture, with both renderers
+    python tools/screenshots.py http://127.0.0.1:8188 --run      check, and take every picture
     python tools/screenshots.py http://127.0.0.1:8188 --check    check only
     --run runs each before its picture is taken, and checks that what it then saves holds no more values than before.
 
@@ -11,8 +12,9 @@ test compares that file with the schemas, so that no picture is older than its n
 Needs `pip install playwright` and a Chromium (`--chromium PATH`, by default the `chromium` of the system). The ComfyUI
 must have this pack in custom_nodes, run with WANCORE_ALLOW_CPU_WORKERS=1 and, in its models and input folders, have a
 file of every name that a workflow names. Checked in the page: no node is missing, every link joins the sockets that
-the file says, every value of a widget is the file's, and the prompt that the page would send is in `workflows/api`.
-ComfyUI's own nodes may have more inputs than the file, where the ComfyUI is newer.
+the file says, every value of a widget is the file's, the prompt that the page would send is in `workflows/api`, no
+nodes overlap, no note is clipped and no group's title is covered. ComfyUI's own nodes may have more inputs than the
+file, where the ComfyUI is newer.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ import shutil
 import sys
 import tempfile
 import urllib.request
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.page_form import title_of
+from tools.workflows import ROOT, WORKFLOWS, pages
 
-ROOT = Path(__file__).resolve().parents[1]
-WORKFLOWS, IMAGES = ROOT / "workflows", ROOT / "docs" / "images"
-WIDTH, EDGE = 1920, 16  # of a picture, in pixels
+IMAGES, PAGES = ROOT / "docs" / "images", pages()
+WIDTH, HEIGHT, EDGE = 1920, 1080, 16  # pixels: of a picture, of the page, around a graph
 THUMBNAIL = 512  # pixels of the picture that ComfyUI's template browser shows
 PICTURED = {  # workflows in docs/images, and how they are drawn there
     "text_to_video": ("classic", "nodes2"),
@@ -45,6 +47,7 @@ PICTURED = {  # workflows in docs/images, and how they are drawn there
 }
 RENDERERS = {"classic": "", "nodes2": "_nodes2"}  # what a picture's name ends with
 EMBEDDED = '"tiny'  # in the graphs that run without weights
+GROUP_TITLE = 34  # below a group's upper edge
 COLOURS = 128  # of a picture's palette; a page has few
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync", "--no-proxy-server"]
@@ -100,11 +103,33 @@ RUN = """async () => {
   const refused = Object.values(app.lastNodeErrors ?? {}).flatMap((node) => node.errors.map((one) => one.details));
   return refused.length ? "a refusal: " + refused.join("; ") : await ended;
 }"""
+# Of every node its box; in Nodes 2.0 that of its element in the page. clipped: pixels of a note that do not show.
+MEASURE = """(vue) => app.graph.nodes.map((node) => {
+  const box = { id: node.id, type: node.type, x: node.pos[0], y: node.pos[1] - 30,
+                width: node.size[0], height: node.size[1] + 30, clipped: 0 };
+  const element = vue ? document.querySelector(`[data-node-id="${node.id}"]`) : null;
+  if (element) {
+    const seen = element.getBoundingClientRect(), scale = app.canvas.ds.scale;
+    box.height = seen.height / scale; box.width = seen.width / scale;
+    for (const inner of element.querySelectorAll("*"))
+      if (node.type === "MarkdownNote" && getComputedStyle(inner).overflowY !== "visible")
+        box.clipped = Math.max(box.clipped, inner.scrollHeight - inner.clientHeight);
+  } else {
+    box.height = Math.max(box.height, node.computeSize()[1] + 30);
+    for (const widget of node.widgets ?? [])
+      if (node.type === "MarkdownNote" && widget.element) {
+        const text = widget.element.querySelector(".tiptap, .comfy-markdown-content") ?? widget.element;
+        box.clipped = Math.max(box.clipped, text.scrollHeight - text.clientHeight);
+      }
+  }
+  return box;
+})"""
+GROUPS = "() => app.graph.groups.map((group) => [group.title, ...group._bounding])"
 
 
 def check(name: str, found: dict[str, Any]) -> list[str]:
     """What is wrong with a workflow that the page has loaded."""
-    page = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
+    page = json.loads(PAGES[name].read_text(encoding="utf-8"))
     api = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
     wrong = [f"the page does not know {kind}" for kind in found["missing"]]
     refused = [kind for kind in found["refused"] if kind not in found["missing"]]
@@ -130,6 +155,37 @@ def check(name: str, found: dict[str, Any]) -> list[str]:
     return wrong + [f"too small: {words}" for words in found["small"]]
 
 
+class Box(NamedTuple):
+    name: str
+    x: float
+    y: float
+    width: float
+    height: float
+
+    def meets(self, other: Box) -> bool:
+        return (
+            self.x < other.x + other.width
+            and other.x < self.x + self.width
+            and self.y < other.y + other.height
+            and other.y < self.y + self.height
+        )
+
+
+def layout_faults(nodes: list[dict[str, Any]], groups: list[list[Any]]) -> list[str]:
+    """What is laid out badly. nodes: of MEASURE. groups: [title, x, y, width, height]."""
+    boxes = [Box(f"{one['type']} {one['id']}", one["x"], one["y"], one["width"], one["height"]) for one in nodes]
+    titles = [Box(f"the title of {title}", x, y, width, GROUP_TITLE) for title, x, y, width, _ in groups]
+    wrong = [f"{a.name} overlaps {b.name}" for a, b in combinations(boxes, 2) if a.meets(b)]
+    wrong += [f"{box.name} covers {title.name}" for box in boxes for title in titles if box.meets(title)]
+    for title, x, y, width, height in groups:
+        around = Box(title, x, y, width, height)
+        for box in boxes:
+            inside = box.y + box.height <= y + height and box.x >= x and box.x + box.width <= x + width
+            if box.meets(around) and not inside:
+                wrong.append(f"{box.name} reaches out of group {title} by {box.y + box.height - y - height:.0f}")
+    return wrong + [f"{one['type']} {one['id']} hides {one['clipped']} pixels" for one in nodes if one["clipped"] > 2]
+
+
 def _same_call(sent: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Whether a node of the page's prompt is the API graph's; one of ComfyUI's own may be given more inputs."""
     kind, inputs = expected["class_type"], sent["inputs"]
@@ -152,7 +208,7 @@ def run(page: Page, workflow: dict[str, Any]) -> list[str]:
 
 def shown(name: str, found: dict[str, Any]) -> dict[str, list[str]]:
     """The inputs that each node of this pack has in the page, by its type."""
-    page = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
+    page = json.loads(PAGES[name].read_text(encoding="utf-8"))
     own = [node for node in page["nodes"] if node["type"].startswith("WanCore")]
     return {node["type"]: [entry[0] for entry in found["inputs"][str(node["id"])]] for node in own}
 
@@ -171,7 +227,7 @@ def picture(page: Page, name: str, renderer: str) -> None:
         raw.quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
     if renderer == "classic":
         raw.thumbnail((THUMBNAIL, THUMBNAIL))
-        raw.save(WORKFLOWS / f"{title_of(name)}.jpg", quality=80, optimize=True)
+        raw.save(PAGES[name].with_suffix(".jpg"), quality=80, optimize=True)
 
 
 def open_page(context: BrowserContext, address: str) -> Page:
@@ -194,13 +250,19 @@ def choose_renderer(address: str, renderer: str) -> None:
 
 def visit(page: Page, name: str, renderer: str, options: argparse.Namespace) -> tuple[list[str], dict[str, list[str]]]:
     """Load a workflow, run it where asked, take its picture. Returns what is wrong, and the inputs that are shown."""
-    workflow = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
+    workflow = json.loads(PAGES[name].read_text(encoding="utf-8"))
     found = page.evaluate(LOAD, [workflow, name])
     wrong = check(name, found)
     if options.run and EMBEDDED in (WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"):
         wrong += run(page, workflow)
-    if not options.check:
+    left, top, right, bottom = page.evaluate(BOUNDS)
+    page.evaluate(
+        FIT, [left, top, min(WIDTH / (right - left), HEIGHT / (bottom - top))]
+    )  # only what is in view is drawn
+    wrong += layout_faults(page.evaluate(MEASURE, renderer == "nodes2"), page.evaluate(GROUPS))
+    if not options.check and renderer in ("classic", *PICTURED.get(name, ())):
         picture(page, name, renderer)
+        page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     return wrong, shown(name, found)
 
 
@@ -215,7 +277,7 @@ def main() -> int:
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser")
     parser.add_argument("names", nargs="*", help="workflows; all if none is named")
     options = parser.parse_intermixed_args()
-    names = options.names or sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
+    names = options.names or list(PAGES)
     record = IMAGES / "shown.json"
     pictured = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     failed = False
@@ -224,12 +286,10 @@ def main() -> int:
             choose_renderer(options.address, renderer)
             context = playwright.chromium.launch_persistent_context(
                 profile, executable_path=options.chromium, headless=True, args=FLAGS,
-                viewport={"width": WIDTH, "height": 1080},
+                viewport={"width": WIDTH, "height": HEIGHT},
             )  # fmt: skip
             page = open_page(context, options.address)
             for name in names:
-                if renderer not in ("classic", *PICTURED.get(name, ())):
-                    continue
                 wrong, inputs = visit(page, name, renderer, options)
                 print(f"{renderer} {name}: {'; '.join(wrong) or 'whole'}", flush=True)
                 failed = failed or bool(wrong)

@@ -80,7 +80,8 @@ def expand(workflow: Mapping[str, Any], info: Mapping[str, Any]) -> Graph:
     made: Graph = {}
     for level, node in _walk(Level(workflow, "", None, None), subgraphs):
         inputs = _values(node, info) | _linked(level, node, subgraphs)
-        made[f"{level.prefix}{node['id']}"] = {"class_type": node["type"], "inputs": inputs}
+        title = {"_meta": {"title": node["title"]}} if node.get("title") else {}
+        made[f"{level.prefix}{node['id']}"] = {"inputs": inputs, "class_type": node["type"], **title}
     return made
 
 

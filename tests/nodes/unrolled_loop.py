@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.page_form import read_schemas
+from tools.workflows import read_schemas
 
 Graph = dict[str, Any]
 INDEX, FIRST, LAST, ITEM, CARRIED = range(5)  # outputs of Start Loop
