@@ -8,6 +8,7 @@ import torch
 
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import OptionError, check_size
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.families import choose_task
@@ -40,11 +41,12 @@ def plain_model(
     layers: int | None,
     held: Quantization | None = None,
     expert: Expert = "high",
+    how: Reading = USUAL,
 ) -> tuple[WanModel, int]:
     """The transformer to measure, nothing applied to it, and the pixels per latent cell of its VAE.
 
     name: "random:TASK", "tiny" or a file. Random weights are the same on every call. held: how its linears are
-    quantised. expert: which one, of two. Raises OptionError.
+    quantised. expert: which one, of two. how: it is read. Raises OptionError.
     """
     if name.startswith("random:"):
         task = find_task(name.removeprefix("random:"))
@@ -52,11 +54,12 @@ def plain_model(
             raise OptionError(f"random weights are made for {', '.join(RANDOM)}; for {task.name} use --model tiny")
         config, vae = RANDOM[task.name]
         config = replace(config, num_layers=layers or config.num_layers)
-        model = random_module(config, device=device, dtype=dtype, seed=EXPERTS.index(expert), quantization=held)
+        seed = EXPERTS.index(expert)
+        model = random_module(config, device=device, dtype=dtype, seed=seed, quantization=held, how=how)
         stride = vae.spatial_stride
     else:
         path = TINY / f"t2v_{expert}.safetensors" if name == "tiny" else name
-        model = load_dit(path, device=device, dtype=dtype, quantization=held)
+        model = load_dit(path, device=device, dtype=dtype, quantization=held, how=how)
         stride = choose_task(model.config).task.vae.spatial_stride
         if layers is not None:
             del model.blocks[layers:]

@@ -17,7 +17,7 @@ from benchmarks.measure import make_room, settle
 from benchmarks.process import host_peak, reset_host_peak
 from benchmarks.rows import Row, guarded
 from wan_core.checkpoint import load_dit
-from wan_core.checkpoint.staged import Reading, default_threads, reading
+from wan_core.checkpoint.staged import Reading, default_threads
 from wan_core.execution.report import GIB
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.swap import Quantization
@@ -32,8 +32,7 @@ def load_experts(
     """All files at once, a thread for each."""
 
     def load(file: Path) -> WanModel:
-        with reading(how):
-            return load_dit(file, device=device, dtype=dtype, quantization=quantization)
+        return load_dit(file, device=device, dtype=dtype, quantization=quantization, how=how)
 
     with ThreadPoolExecutor(len(files)) as pool:
         return list(pool.map(load, files))
@@ -128,8 +127,8 @@ class Loading:
 
         make_room(self.device)
         exact = load_file(str(self.files[0]), device=str(self.device))
-        with reading(Reading(mapped=False)):
-            ours = dict(load_dit(self.files[0], device=self.device, dtype=self.dtype).named_parameters())
+        how = Reading(mapped=False)
+        ours = dict(load_dit(self.files[0], device=self.device, dtype=self.dtype, how=how).named_parameters())
         return set(ours) == set(exact) and all(
             torch.equal(ours[name], value.to(self.dtype)) for name, value in exact.items()
         )
@@ -138,8 +137,8 @@ class Loading:
         make_room(self.device)
         found = []
         for how in (Reading(staged=False), Reading(mapped=False)):
-            with reading(how):
-                model = load_dit(self.files[0], device=self.device, dtype=self.dtype, quantization=quantization)
+            options = {"dtype": self.dtype, "quantization": quantization, "how": how}
+            model = load_dit(self.files[0], device=self.device, **options)
             found.append(model.state_dict())
         plain, staged = found
         return set(plain) == set(staged) and all(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.measure import make_room, relative_error, settle
 from benchmarks.ranks import Ranks
 from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
-from wan_core.checkpoint.staged import current_reading, reading
+from wan_core.checkpoint.staged import Reading
 from wan_core.config import OptionError, check_size
 from wan_core.execution.report import GIB, Report
 from wan_core.models.vae.config import VAEConfig
@@ -142,8 +142,8 @@ class Trajectories:
         layers = None
         if mesh is not None:
             layers = held_layers(self.blocks, self.ranks.on(mesh))
-        with reading(replace(current_reading(), layers=layers)):
-            experts: dict[Expert, WanModel] = {name: self.ranks.plain(self.setup, name)[0] for name in EXPERTS}
+        how = Reading(layers=layers)
+        experts: dict[Expert, WanModel] = {name: self.ranks.plain(self.setup, name, how)[0] for name in EXPERTS}
         self.blocks = len(experts["high"].blocks)
         return experts, choose_task(experts["high"].config).task.vae
 

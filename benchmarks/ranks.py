@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.cases import plain_model
 from benchmarks.setups import Setup
+from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.sampling.plan import Expert
@@ -40,7 +41,7 @@ class Ranks:
     def wait(self) -> None:
         dist.barrier(group=self.world.control)
 
-    def plain(self, setup: Setup | None = None, expert: Expert = "high") -> tuple[WanModel, int]:
+    def plain(self, setup: Setup | None = None, expert: Expert = "high", how: Reading = USUAL) -> tuple[WanModel, int]:
         """As `plain_model`, held as `setup` says."""
         held = None if setup is None else setup.quantization(self.device)
-        return plain_model(self.given["name"], self.device, self.dtype, self.given["layers"], held, expert)
+        return plain_model(self.given["name"], self.device, self.dtype, self.given["layers"], held, expert, how)

@@ -83,9 +83,8 @@ def staged_model(mesh: str, device: str = "cpu", packed: str | None = None) -> l
     """Names of parameters that are not those of a model that one rank loads. packed: a file, as it is stored."""
     ranks, path = ranks_of(mesh, device), packed or TINY / "t2v_high.safetensors"
     held = None if packed is None else Quantization(PackedLinear, ranks.device)
-    with staged.reading(staged.Reading(mapped=False)):
-        shared = shared_checkpoint(open_checkpoint(path), ranks)
-        found = load_dit(shared, device=ranks.device, quantization=held).state_dict()
+    shared, how = shared_checkpoint(open_checkpoint(path), ranks), staged.Reading(mapped=False)
+    found = load_dit(shared, device=ranks.device, quantization=held, how=how).state_dict()
     alone = load_dit(path, quantization=held).state_dict()
     return [name for name, value in alone.items() if not torch.equal(bytes_of(value), bytes_of(found[name]))]
 
@@ -95,12 +94,12 @@ def staged_together(mesh: str) -> list[str]:
     ranks, changed = ranks_of(mesh), []
     paths = {name: TINY / f"t2v_{name}.safetensors" for name in ("high", "low")}
 
-    def load(name: str) -> torch.nn.Module:
+    def load(name: str, how: staged.Reading) -> torch.nn.Module:
         time.sleep(0.05 * ((name == "high") == (ranks.rank % 2 == 0)))
-        return load_dit(shared_checkpoint(open_checkpoint(paths[name]), ranks), device=ranks.device)
+        shared = shared_checkpoint(open_checkpoint(paths[name]), ranks, turn=how.turn)
+        return load_dit(shared, device=ranks.device, how=how)
 
-    with staged.reading(staged.Reading(mapped=False)):
-        found = load_parts(list(paths), load, ranks.device, in_order=True)
+    found = load_parts(list(paths), load, ranks.device, in_order=True, how=staged.Reading(mapped=False))
     for name, path in paths.items():
         read = found[name].state_dict()
         changed += [key for key, value in load_dit(path).state_dict().items() if not torch.equal(value, read[key])]

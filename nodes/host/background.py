@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from server import PromptServer
 
-from wan_core.checkpoint.turns import short_turns
+from wan_core.checkpoint.switch_interval import SWITCH_INTERVAL
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels import fused
 from wan_core.pipeline.first_use import FAULTS, load_kernels, prepares
@@ -63,7 +63,7 @@ class Background:
                 return False
             begin = time.perf_counter()
             try:
-                with short_turns():
+                with SWITCH_INTERVAL.short():
                     work()
                 log.info("WanCore prepared %s in %.2f s", name, time.perf_counter() - begin)
             except FAULTS as fault:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import cast
 from weakref import WeakSet
@@ -15,7 +16,7 @@ from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
-from wan_core.checkpoint.staged import Reading, reading
+from wan_core.checkpoint.staged import Reading
 from wan_core.execution.memory.planning import CONTEXT
 from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
@@ -32,6 +33,8 @@ from .ahead import Ahead, fits
 from .devices import device
 
 log = logging.getLogger("WanCore")
+# Raises ComfyUI's interruption, between two tensors of a file.
+INTERRUPTIBLE = Reading(on_bytes=lambda _: model_management.throw_exception_if_processing_interrupted())
 _read_ahead_by_anyone: WeakSet[Held] = WeakSet()
 
 
@@ -123,8 +126,8 @@ class Held(ModelPatcher):
         model = cast(WanModel, self.model.content)
         streams = self.residency if self.in_host_memory else None
         discard = (lambda: None) if streams is None else partial(streams.forget_copies, self.name)
-        with _weights(Reading(on_bytes=_interrupted)):
-            apply_loras(model, loras, self.part, self.load_device, discard)
+        with _plain_tensors():
+            apply_loras(model, loras, self.part, self.load_device, discard, INTERRUPTIBLE)
         return model if streams is None else cast(WanModel, streams.use(self.name))
 
     def has_loras(self, loras: Sequence[Wanted]) -> bool:
@@ -164,18 +167,19 @@ class Held(ModelPatcher):
 
     def _load(self) -> nn.Module:
         if self.resident_blocks is None:
-            with _weights(Reading(on_bytes=_interrupted)):
-                return self._read(self.load_device)
+            with _plain_tensors():
+                return self._read(self.load_device, INTERRUPTIBLE)
         assert self.residency is not None
         if not self.in_host_memory:
             stays = self.copies is False
-            with _weights(Reading(on_bytes=_interrupted, mapped=stays, stays=stays)):
-                self.residency.add(self.name, self._read(self.offload_device), copy=self.copies)
+            how = replace(INTERRUPTIBLE, mapped=stays, stays=stays)
+            with _plain_tensors():
+                self.residency.add(self.name, self._read(self.offload_device, how), copy=self.copies)
         log.info("WanCore streams the %s: %d blocks stay on the device", self.name, self.resident_blocks)
         return self.residency.models[self.name]
 
-    def _read(self, device: torch.device) -> nn.Module:
-        return self.finish(load_with_loras(self.part, self.loras, device, self.load_device))
+    def _read(self, device: torch.device, how: Reading) -> nn.Module:
+        return self.finish(load_with_loras(self.part, self.loras, device, self.load_device, how))
 
     # What the memory manager calls.
 
@@ -234,8 +238,8 @@ def _read_ahead(
     on_bytes: Callable[[int], None],
 ) -> nn.Module:
     """As `Held._load`, without it: a thread must not keep alive what it reads for."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), _weights(Reading(on_bytes=on_bytes)):
-        return finish(load_with_loras(part, loras, device, device))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), _plain_tensors():
+        return finish(load_with_loras(part, loras, device, device, Reading(on_bytes=on_bytes)))
 
 
 def read_ahead(models: Sequence[Held], loras: Sequence[Sequence[Wanted]]) -> None:
@@ -261,16 +265,11 @@ def read_ahead(models: Sequence[Held], loras: Sequence[Sequence[Wanted]]) -> Non
 
 
 @contextmanager
-def _weights(how: Reading) -> Iterator[None]:
+def _plain_tensors() -> Iterator[None]:
     """Load inside: weights are plain tensors, not those of the inference mode that nodes run in, whose memory could not
     be exchanged later."""
-    with torch.inference_mode(False), torch.no_grad(), reading(how):
+    with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _interrupted(_: int) -> None:
-    """Raises ComfyUI's interruption, between two tensors of a file."""
-    model_management.throw_exception_if_processing_interrupted()
 
 
 def room() -> int:

@@ -20,7 +20,7 @@ from tests.gguf_files import llama_name, matrices, random_rows, tokenizer_notes,
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint, save, staged
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.checkpoint.staged import Reading, reading
+from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.execution.optimize import compile_blocks
 from wan_core.models.wan.config import DiTConfig
@@ -140,8 +140,8 @@ def test_it_is_the_same_mapped_and_read_by_threads(tmp_path: Path, quantization:
         inner(file, at, place)
 
     how = Reading(mapped=False, on_bytes=told.append)
-    with reading(how), patch.multiple(staged, PIECE=1000, _read_into=counted):
-        fed = load_dit(path, dtype=dtype, quantization=quantization).state_dict()
+    with patch.multiple(staged, PIECE=1000, _read_into=counted):
+        fed = load_dit(path, dtype=dtype, quantization=quantization, how=how).state_dict()
     assert all(torch.equal(value.float(), fed[name].float()) for name, value in mapped.items())
     assert sum(told) == sum(read) == sum(info.nbytes for info in open_checkpoint(path).tensors.values())
 

@@ -13,7 +13,7 @@ from tests.checkpoint.test_int8_reading import OnTheCPU, files, lora  # noqa: F4
 from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
 from tests.int8_files import inputs
 from wan_core.checkpoint import load_dit, load_text_encoder, staged
-from wan_core.checkpoint.staged import Reading, reading
+from wan_core.checkpoint.staged import Reading
 from wan_core.execution.memory.residency import Residency
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.fp8 import Fp8RowLinear
@@ -35,9 +35,9 @@ CUDA = torch.device("cuda", 0)
 def test_it_is_the_same_through_pinned_buffers(scaled: Path) -> None:  # noqa: F811
     found = []
     for how in (Reading(staged=False), Reading()):
-        with reading(how), patch.object(staged, "PIECE", 1000):
-            quantization = Quantization(PackedLinear, CUDA)
-            found.append(load_text_encoder(scaled, device=CUDA, dtype=torch.bfloat16, quantization=quantization))
+        with patch.object(staged, "PIECE", 1000):
+            held = Quantization(PackedLinear, CUDA)
+            found.append(load_text_encoder(scaled, device=CUDA, dtype=torch.bfloat16, quantization=held, how=how))
     mapped, fed = (one.encoder.state_dict() for one in found)
     assert all(torch.equal(value.view(torch.uint8), fed[name].view(torch.uint8)) for name, value in mapped.items())
     rows = [one.encode(["a red circle moving right on a blue background", ""]) for one in found]
@@ -52,9 +52,10 @@ def test_int8_is_the_same_through_pinned_buffers(files, lora: Wanted, kind: type
         pytest.skip(reason)
     found, held = [], Quantization(kind, CUDA, as_stored=kind is Fp8RowLinear)
     for how in (Reading(staged=False), Reading()):
-        with reading(how), patch.object(staged, "PIECE", 1000), OnTheCPU() as there:
+        with patch.object(staged, "PIECE", 1000), OnTheCPU() as there:
             loras = merging([lora], CUDA) if merged else None
-            model = load_dit(files["rotated 256"], device=CUDA, dtype=torch.bfloat16, quantization=held, loras=loras)
+            options = {"dtype": torch.bfloat16, "quantization": held, "loras": loras, "how": how}
+            model = load_dit(files["rotated 256"], device=CUDA, **options)
         found.append(model.state_dict())
         assert {value.device.type for value in found[-1].values()} == {"cuda"} and not there.found
     mapped, fed = found
@@ -71,8 +72,7 @@ def test_int8_streams_out_of_its_file(files, lora: Wanted, kind: type, attached:
     x, t, text = (value.to(CUDA) for value in inputs())
     for how in (Reading(), Reading(stays=True)):
         device = torch.device("cpu") if how.stays else CUDA
-        with reading(how):
-            model = load_with_loras(part, [lora], device, CUDA)
+        model = load_with_loras(part, [lora], device, CUDA, how)
         assert isinstance(model, WanModel)
         if attached:
             apply_loras(model, [lora], part, CUDA)

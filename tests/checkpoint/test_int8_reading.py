@@ -20,7 +20,7 @@ from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.opened import from_state_dict
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.checkpoint.staged import Reading, reading
+from wan_core.checkpoint.staged import Reading
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.int8 import Int8Linear
@@ -58,8 +58,8 @@ def lora() -> Wanted:
 
 
 def read(path: Path, held: Quantization | None, how: Reading, loras: Merge | None = None) -> WanModel:
-    with reading(how), patch.object(staged, "PIECE", 1000):
-        return load_dit(path, dtype=torch.float32, quantization=held, loras=loras)
+    with patch.object(staged, "PIECE", 1000):
+        return load_dit(path, dtype=torch.float32, quantization=held, loras=loras, how=how)
 
 
 def bits(model: WanModel) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, staged
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.checkpoint.staged import Feed, Mapped, Reading, open_feed, reading
+from wan_core.checkpoint.staged import Feed, Mapped, Reading, open_feed
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.swap import Quantization
@@ -82,8 +82,8 @@ def file(tmp_path_factory):
 def test_a_model_is_the_same_whichever_way_it_was_read(file, dtype, quantization):
     found = []
     for how in (Reading(), Reading(mapped=False), Reading(mapped=False, threads=1)):
-        with reading(how), patch.object(staged, "PIECE", 1000):
-            found.append(load_dit(file, dtype=dtype, quantization=quantization).state_dict())
+        with patch.object(staged, "PIECE", 1000):
+            found.append(load_dit(file, dtype=dtype, quantization=quantization, how=how).state_dict())
     for other in found[1:]:
         assert set(other) == set(found[0])
         assert all(torch.equal(bytes_of(value), bytes_of(other[name])) for name, value in found[0].items())
@@ -94,8 +94,7 @@ def test_shards_are_read_too(tmp_path):
     names = list(model)
     for i, part in enumerate((names[::2], names[1::2]), 1):
         write_safetensors({n: model[n] for n in part}, tmp_path / f"m-{i:05}-of-00002.safetensors", METADATA)
-    with reading(Reading(mapped=False)):
-        ours = load_dit(tmp_path).state_dict()
+    ours = load_dit(tmp_path, how=Reading(mapped=False)).state_dict()
     assert all(torch.equal(ours[name], model[name]) for name in model)
     assert len({path for path, _ in open_checkpoint(tmp_path).places.values()}) == 2
 
@@ -104,8 +103,7 @@ def test_progress_counts_every_byte_and_can_stop(file):
     seen = []
     for how in (Reading(seen.append), Reading(seen.append, mapped=False)):
         seen.clear()
-        with reading(how):
-            load_dit(file)
+        load_dit(file, how=how)
         assert sum(seen) == sum(info.nbytes for info in open_checkpoint(file).tensors.values())
 
     class Stop(Exception):
@@ -117,8 +115,8 @@ def test_progress_counts_every_byte_and_can_stop(file):
             raise Stop
 
     seen.clear()
-    with reading(Reading(stop, mapped=False)), pytest.raises(Stop):
-        load_dit(file)
+    with pytest.raises(Stop):
+        load_dit(file, how=Reading(stop, mapped=False))
     assert len(seen) == 4
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
 
@@ -184,7 +182,7 @@ def test_who_maps_and_who_reads(file):
     checkpoint = open_checkpoint(file)
     names = list(checkpoint.tensors)
     assert isinstance(open_feed(checkpoint, names, CPU), Mapped)
-    with reading(Reading(mapped=False)), open_feed(checkpoint, names, CPU) as feed:
+    with open_feed(checkpoint, names, CPU, Reading(mapped=False)) as feed:
         assert isinstance(feed, Feed)
         mapped = {name: checkpoint.read(name).data_ptr() for name in names}
         assert all(feed.read(name).data_ptr() != mapped[name] for name in names)  # also what is too small for a thread

@@ -13,7 +13,7 @@ import torch
 
 from wan_core.checkpoint import load_dit, save
 from wan_core.checkpoint.random import random_module
-from wan_core.checkpoint.staged import Reading, reading
+from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, MagCacheOptions, Request, SkipOptions, TaylorSeerOptions
 from wan_core.execution.memory.pinned_memory import PinnedMemory
 from wan_core.execution.memory.residency import Residency
@@ -194,8 +194,8 @@ def test_staged_loading_is_the_plain_path_bit_for_bit(precision, tmp_path, monke
     for dtype in (torch.bfloat16,) if quantization else (torch.bfloat16, torch.float32):
         found = []
         for how in (Reading(staged=False), Reading(mapped=False), Reading(threads=3)):
-            with reading(how):
-                model = load_dit(tmp_path / "a.safetensors", device=CUDA, dtype=dtype, quantization=quantization)
+            options = {"dtype": dtype, "quantization": quantization, "how": how}
+            model = load_dit(tmp_path / "a.safetensors", device=CUDA, **options)
             found.append(model.state_dict())
         for other in found[1:]:
             assert set(other) == set(found[0])

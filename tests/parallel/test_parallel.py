@@ -424,7 +424,7 @@ def test_threads_that_load_work_on_the_device_of_the_rank(monkeypatch, in_order)
     monkeypatch.setattr(torch.cuda, "device", current)
     device, main = torch.device("cuda", 1), threading.get_ident()
 
-    def load(name):  # the rank's main thread has its device already
+    def load(name, how):  # the rank's main thread has its device already
         return threading.get_ident() == main or getattr(here, "device", None) == device
 
     found = load_parts(["high", "text_encoder", "vae"], load, device, in_order=in_order)

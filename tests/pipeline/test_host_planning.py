@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import save
-from wan_core.checkpoint.staged import Reading, reading
+from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, OptionError
 from wan_core.config.host_memory import _left_in_container, available_bytes
 from wan_core.execution.memory.residency import KEPT_FREE, Residency
@@ -143,8 +143,7 @@ def test_weights_in_their_file_are_no_copy_and_compute_the_same(tmp_path: Path, 
     held = None if held is None else replace(held, as_stored=True, device=torch.device("meta"))
     part = PartToLoad(recognise(tmp_path / "model.safetensors", "dit", load_dit), torch.float32, held)
     assert part.stays_in_file and staying_in_file(part).lora_mode == "attach"
-    with reading(Reading(stays=True)):
-        model = part.load(CPU)
+    model = part.load(CPU, how=Reading(stays=True))
     weights = [m.weight for name, m in model.named_modules() if name.startswith("blocks.") and hasattr(m, "weight")]
     matrices = [weight for weight in weights if weight is not None and weight.ndim == 2]
     ranges = mappings(tmp_path / "model.safetensors")

@@ -23,7 +23,7 @@ from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.microscaled import with_packed
 from wan_core.checkpoint.opened import TensorInfo, from_state_dict
 from wan_core.checkpoint.save import save, write_safetensors
-from wan_core.checkpoint.staged import Reading, reading
+from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.execution.memory.planning import GIB, limited
 from wan_core.execution.memory.residency import KEPT_FREE, Residency
@@ -216,8 +216,7 @@ def load(part: PartToLoad, wanted: list[Wanted], how: Reading) -> WanModel:
     assert part.quantization is not None and part.stays_in_file
     if how.stays and part.quantization.kind is Int8Linear and not (wanted and part.lora_mode == "merge"):
         part = replace(part, quantization=replace(part.quantization, device=torch.device("meta")))
-    with reading(how):
-        model = load_with_loras(part, wanted, CPU, CPU)
+    model = load_with_loras(part, wanted, CPU, CPU, how)
     if part.lora_mode == "attach" and wanted:
         apply_loras(model, wanted, part, CPU)
     assert isinstance(model, WanModel)

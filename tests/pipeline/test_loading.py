@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wan_core.checkpoint import staged
-from wan_core.checkpoint.staged import Reading, current_reading, default_threads, reading
+from wan_core.checkpoint.staged import Reading, default_threads
 from wan_core.config import LoadOptions
 from wan_core.ops.attention.registry import AttentionError
 from wan_core.pipeline.loading import LoadingEnded, load_parts
@@ -27,7 +27,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_are_read_at_once() -> None:
     both = threading.Barrier(2)
 
-    def load(name: str) -> torch.nn.Module:
+    def load(name: str, how: Reading) -> torch.nn.Module:
         both.wait(10)
         return torch.nn.Identity()
 
@@ -39,12 +39,12 @@ def test_ranks_read_at_once_and_exchange_one_model_after_another() -> None:
     names, exchanged = ["high", "low", "text_encoder", "vae"], []
     all_open = threading.Barrier(len(names))
 
-    def load(name: str) -> torch.nn.Module:
+    def load(name: str, how: Reading) -> torch.nn.Module:
         all_open.wait(10)
         for _ in range(3):
             if name == "high":
                 time.sleep(0.02)
-            current_reading().turn()
+            how.turn()
             exchanged.append(name)
         return torch.nn.Identity()
 
@@ -58,11 +58,11 @@ def test_ranks_read_at_once_and_exchange_one_model_after_another() -> None:
 def test_a_failure_ends_those_that_wait_for_their_turn() -> None:
     ended: list[type] = []
 
-    def load(name: str) -> torch.nn.Module:
+    def load(name: str, how: Reading) -> torch.nn.Module:
         if name == "high":
             raise ValueError("damaged")
         try:
-            current_reading().turn()
+            how.turn()
         except Exception as stop:
             ended.append(type(stop))
             raise
@@ -77,11 +77,11 @@ def test_a_failure_ends_those_that_wait_for_their_turn() -> None:
 def test_a_failure_ends_the_other_reading(fault: BaseException) -> None:
     ended: list[type] = []
 
-    def load(name: str) -> torch.nn.Module:
+    def load(name: str, how: Reading) -> torch.nn.Module:
         if name == "high":
             time.sleep(0.05)
             raise fault
-        on_bytes = current_reading().on_bytes
+        on_bytes = how.on_bytes
         assert on_bytes is not None
         try:
             for _ in range(1000):
@@ -114,20 +114,19 @@ def test_several_files_share_the_threads(
     monkeypatch.setattr(staged.os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     seen: list[tuple[int | None, bool]] = []
 
-    def load(name: str) -> torch.nn.Module:
-        seen.append((current_reading().threads, current_reading().mapped))
+    def load(name: str, how: Reading) -> torch.nn.Module:
+        seen.append((how.threads, how.mapped))
         return torch.nn.Identity()
 
-    with reading(given):
-        load_parts(names, load, GPU, in_order=False)
+    load_parts(names, load, GPU, in_order=False, how=given)
     assert seen == [(expected, False)] * len(names)
 
 
 @pytest.mark.parametrize(("name", "words"), [("flash9", "is not known"), ("flash4", "needs an NVIDIA GPU")])
 def test_a_backend_that_cannot_run_is_refused_before_anything_is_read(name: str, words: str) -> None:
     read: list[int] = []
-    with reading(Reading(on_bytes=read.append)), pytest.raises(AttentionError, match=words):
-        Pipeline.load(LoadOptions(model="tiny", device="cpu", attention=name))
+    with pytest.raises(AttentionError, match=words):
+        Pipeline.load(LoadOptions(model="tiny", device="cpu", attention=name), how=Reading(on_bytes=read.append))
     assert read == []
 
 

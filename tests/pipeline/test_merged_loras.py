@@ -17,7 +17,7 @@ from tests.checkpoint.test_lora import CONFIG, LINEARS, lora_of, shapes
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import save
-from wan_core.checkpoint.staged import Reading, reading
+from wan_core.checkpoint.staged import Reading
 from wan_core.execution.memory.residency import Residency
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8_MAX, Quantized
@@ -111,8 +111,7 @@ def test_only_what_changes_is_read_again(files):
     for loras, reads in (([wanted], True), ([wanted], False), ([replace(wanted, strength=0.0)], True), ([], False)):
         read.clear()
         assert changes_weights(model, loras, part, CPU) == reads
-        with reading(Reading(on_bytes=read.append)):
-            apply_loras(model, loras, part, CPU)
+        apply_loras(model, loras, part, CPU, how=Reading(on_bytes=read.append))
         assert equal(model, first) == (not any(one.strength for one in loras))
         changed = sum(model.get_parameter(name).nbytes for name in wanted.lora.changes)
         assert bool(read) == reads and sum(read) < 2 * changed
@@ -131,8 +130,8 @@ def test_an_interrupted_change_is_made_good(files, taken_off):
         if not left:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), reading(Reading(on_bytes=stop)):
-        apply_loras(model, wanted, part, CPU)
+    with pytest.raises(KeyboardInterrupt):
+        apply_loras(model, wanted, part, CPU, how=Reading(on_bytes=stop))
     assert MergedLoras.of(model).applied is None
     assert changes_weights(model, [one(1)], part, CPU) and changes_weights(model, wanted, part, CPU)
     apply_loras(model, wanted, part, CPU)

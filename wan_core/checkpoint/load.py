@@ -22,11 +22,10 @@ from wan_core.checkpoint.detect import Detected, detect, empty_module
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.find_tokenizer import find_tokenizer
 from wan_core.checkpoint.kept_packed import int8_names, is_read_ahead, kept_packed
-from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
-from wan_core.checkpoint.staged import current_reading, open_feed
+from wan_core.checkpoint.staged import USUAL, Reading, open_feed
 from wan_core.config import OptionError
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
@@ -54,6 +53,7 @@ def load_dit(
     dtype: torch.dtype | None = None,
     quantization: Quantization | None = None,
     loras: Merge | None = None,
+    how: Reading = USUAL,
 ) -> WanModel:
     """A transformer from a file, folder, index or state dict, in eval mode, its parameters without gradients. Its
     attribute `family` says of which kind it is.
@@ -69,18 +69,21 @@ def load_dit(
     """
     checkpoint = open_checkpoint(source).with_metadata(metadata or {})
     found = detect(checkpoint, "dit", family)
-    module = _filled(checkpoint, found, device, dtype, quantization, loras)
+    module = _filled(checkpoint, found, device, dtype, quantization, loras, how)
     assert isinstance(module, WanModel)
     module.attention_preferences = {**found.attention, **({} if loras is None else loras.attention)}
     return module
 
 
-def load_vae(source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> VideoVAE:
+def load_vae(
+    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, how: Reading = USUAL
+) -> VideoVAE:
     """A video VAE, 2.1 or 2.2, from a file, folder or state dict, in eval mode. dtype None keeps what is stored.
 
     Raises `CheckpointError`: not a whole Wan VAE.
     """
-    module = _load(source, "vae", device, dtype)
+    checkpoint = open_checkpoint(source)
+    module = _filled(checkpoint, detect(checkpoint, "vae"), device, dtype, how=how)
     assert isinstance(module, VideoVAE)
     return module
 
@@ -92,6 +95,7 @@ def load_text_encoder(
     dtype: torch.dtype | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     quantization: Quantization | None = None,
+    how: Reading = USUAL,
 ) -> TextEncoder:
     """A UMT5 encoder with its tokenizer, from a file, folder or state dict, in eval mode. dtype None keeps what is
     stored. quantization: that of `PackedLinear` keeps packed what the file packs; there is no other.
@@ -104,17 +108,12 @@ def load_text_encoder(
     checkpoint = open_checkpoint(source)
     found = detect(checkpoint, "text_encoder")
     words = find_tokenizer(checkpoint, found, None if tokenizer is None else Path(tokenizer))
-    encoder = _filled(checkpoint, found, device, dtype, quantization)
+    encoder = _filled(checkpoint, found, device, dtype, quantization, how=how)
     assert isinstance(encoder, UMT5Encoder)
     try:
         return TextEncoder(encoder, words)
     except ValueError as fault:
         raise CheckpointError(str(fault), where=checkpoint.describe()) from fault
-
-
-def _load(source: Source, kind: Kind, device: str | torch.device, dtype: torch.dtype | None) -> nn.Module:
-    checkpoint = open_checkpoint(source)
-    return _filled(checkpoint, detect(checkpoint, kind), device, dtype)
 
 
 def _filled(
@@ -124,6 +123,7 @@ def _filled(
     dtype: torch.dtype | None,
     quantization: Quantization | None = None,
     loras: Merge | None = None,
+    how: Reading = USUAL,
 ) -> nn.Module:
     if dtype is not None and dtype not in LOADABLE:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in LOADABLE)
@@ -133,7 +133,7 @@ def _filled(
     module = empty_module(found.config)
     out = dtype or _main_dtype(checkpoint, found)
     work = torch.device(device) if quantization is None else quantization.device
-    if current_reading().stays:
+    if how.stays:
         work = torch.device(device)
     to = _Target(torch.device(device), work, dtype, out)
     if quantization is not None and issubclass(quantization.kind, PackedLinear):
@@ -144,7 +144,7 @@ def _filled(
         names = frozenset(int8_names(checkpoint, found, module, quantization)) - packed.keys()
         swap_linears(module, Int8Linear, names, out)
         encoding = Quantization(Int8Linear, quantization.device) if names else None
-        conversion = _Conversion(checkpoint, found, to, encoding, names, packed)
+        conversion = _Conversion(checkpoint, found, to, encoding, names, packed, how)
     else:
         names = _encoded_names(checkpoint, found, quantization)
         if quantization is not None:
@@ -153,8 +153,7 @@ def _filled(
                     f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16"
                 )
             swap_linears(module, quantization.kind, names, out)
-        conversion = _Conversion(checkpoint, found, to, quantization, names)
-    how = current_reading()
+        conversion = _Conversion(checkpoint, found, to, quantization, names, how=how)
     only = None if how.layers is None else [name for name in found.names if how.reads(name)]
     with closing(conversion.read(loras, only)) as values:
         module.load_state_dict(dict(values), assign=True, strict=only is None)  # detect has compared all names
@@ -172,6 +171,7 @@ def read_again(
     dtype: torch.dtype | None = None,
     quantization: Quantization | None = None,
     loras: Merge | None = None,
+    how: Reading = USUAL,
 ) -> None:
     """Write the parameters `names` of a transformer again, in place and wherever they are: the bits that `load_dit`
     with the same source, dtype, quantization and `loras` makes. names: official ones, those that `loras` change among
@@ -186,7 +186,7 @@ def read_again(
         raise CheckpointError("another model than the one that was loaded from it", where=checkpoint.describe())
     to = _Target(device, device, dtype, dtype or _main_dtype(checkpoint, found))
     encoded = _encoded_names(checkpoint, found, quantization)
-    conversion = _Conversion(checkpoint, found, to, quantization, encoded)
+    conversion = _Conversion(checkpoint, found, to, quantization, encoded, how=how)
     with torch.inference_mode(False), torch.no_grad(), closing(conversion.read(loras, names)) as values:
         for name, value in values:
             module.get_parameter(name).copy_(value)
@@ -242,6 +242,7 @@ class _Conversion:
     quantization: Quantization | None = None
     quantized: frozenset[str] = frozenset()
     packed: Mapping[str, Packed] = field(default_factory=dict)
+    how: Reading = USUAL
 
     def read(self, loras: Merge | None, only: Collection[str] | None = None) -> Generator[tuple[str, Tensor]]:
         """(parameter name, value where it goes), one at a time, `loras` summed in. only: official names."""
@@ -249,7 +250,7 @@ class _Conversion:
             names = {ours: theirs for ours, theirs in self.found.names.items() if ours in only}
             yield from replace(self, found=replace(self.found, names=names)).read(loras)
             return
-        with open_feed(self.checkpoint, _order(self), self.to.work) as feed:
+        with open_feed(self.checkpoint, _order(self), self.to.work, self.how) as feed:
             stored = _values(self, feed.read)
             if loras is not None:
                 stored = loras.apply(stored, self.quantized, self.found.names)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Config, empty_module
 from wan_core.checkpoint.merge import Merge
-from wan_core.checkpoint.staged import current_reading
+from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.text.umt5 import UMT5Encoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
@@ -26,12 +26,13 @@ def random_module(
     quantization: Quantization | None = None,
     draw_on: torch.device | None = None,
     loras: Merge | None = None,
+    how: Reading = USUAL,
 ) -> nn.Module:
     """The module that `config` describes, in eval mode, with random values on `device` that depend only on the seed.
 
     Matrices preserve the variance of their input, so that activations stay finite through all layers; norms are one.
     draw_on: the device where values are drawn, one at a time; None: `device`. quantization (transformers only) encodes
-    every matrix as soon as it is drawn; `loras` are merged before that.
+    every matrix as soon as it is drawn; `loras` are merged before that. how: which blocks are made.
     """
     module = empty_module(config)
     values = _draw(module, draw_on or torch.device(device), dtype, seed)
@@ -43,13 +44,11 @@ def random_module(
         assert isinstance(config, DiTConfig)
         names = quantized_names(config, quantization.keep_blocks)
         values = encode_values(values, quantization, names)
-    reads = current_reading().reads
-    state = {
-        name: value.to(device) for name, value in values if reads(name)
-    }  # drawn before `swap_linears` changes the module
+    # drawn before `swap_linears` changes the module
+    state = {name: value.to(device) for name, value in values if how.reads(name)}
     if quantization is not None:
         swap_linears(module, quantization.kind, names, dtype)
-    module.load_state_dict(state, assign=True, strict=current_reading().layers is None)
+    module.load_state_dict(state, assign=True, strict=how.layers is None)
     return module.requires_grad_(False).eval()
 
 

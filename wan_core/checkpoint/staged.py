@@ -21,9 +21,8 @@ import io
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.opened import Checkpoint, Readers
-from wan_core.checkpoint.turns import short_turns
+from wan_core.checkpoint.switch_interval import SWITCH_INTERVAL
 
 # Of one process: each needs the GIL between two pieces, and so does the thread that converts what they read. On a host
 # of H200s with 32 cores, 8 and 16 load an expert of 14.3 GB in 0.55 and 0.52 s, and with a LoRA in 0.70 and 1.02.
@@ -48,12 +47,13 @@ AHEAD = 1 << 30  # bytes that may be on the device, or on their way, before they
 
 @dataclass(frozen=True)
 class Reading:
-    """How checkpoints are read in a context. on_bytes: called with every number of bytes that were read, from the
-    thread that loads; may raise to stop. mapped: on a CPU, map files instead of reading them. stays: what is used as it
-    is stored stays in the mapped file, also where a GPU encodes the rest. staged: False maps them
-    for a GPU as well, and copies from there. threads: that read one checkpoint; None: `default_threads`. layers: the
-    blocks of a transformer that are read, the others stay on the meta device; None: all. turn: called before every
-    exchange with other ranks, and waits until it is this model's turn; may raise to stop."""
+    """How a checkpoint is read. on_bytes: called with every number of bytes that were read, from the thread that loads;
+    may raise to stop. mapped: on a CPU, map files instead of reading them. stays: what is used as it is stored stays in
+    the mapped file, also where a GPU encodes the rest. staged: False maps them for a GPU as well, and copies from
+    there. threads: that read one checkpoint; None: `default_threads`. layers: the blocks of a transformer that are
+    read, the others stay on the meta device; None: all. turn: called before every exchange with other ranks, and waits
+    until it is this model's turn; may raise to stop. share: puts something between a file and what is loaded from it:
+    ranks that read it together."""
 
     on_bytes: Callable[[int], None] | None = None
     mapped: bool = True
@@ -62,12 +62,16 @@ class Reading:
     threads: int | None = None
     layers: range | None = None
     turn: Callable[[], None] = lambda: None
+    share: Callable[[Checkpoint], Checkpoint] | None = None
 
     def reads(self, name: str) -> bool:
         """Whether the parameter `name` of a transformer is read."""
         if self.layers is None or not name.startswith("blocks."):
             return True
         return int(name.split(".")[1]) in self.layers
+
+
+USUAL = Reading()
 
 
 def default_threads(processes: int = 1) -> int:
@@ -78,26 +82,10 @@ def default_threads(processes: int = 1) -> int:
     return min(MOST_THREADS, max(4, cores // 2 // processes))
 
 
-_reading: ContextVar[Reading | None] = ContextVar("reading", default=None)
-
-
-@contextmanager
-def reading(how: Reading) -> Iterator[None]:
-    """Load inside as `how` says: progress and interruption belong to the caller, not to a file."""
-    token = _reading.set(how)
-    try:
-        yield
-    finally:
-        _reading.reset(token)
-
-
-def current_reading() -> Reading:
-    return _reading.get() or Reading()
-
-
-def open_feed(checkpoint: Checkpoint, names: Sequence[str], device: torch.device) -> Feed | Mapped:
+def open_feed(
+    checkpoint: Checkpoint, names: Sequence[str], device: torch.device, how: Reading = USUAL
+) -> Feed | Mapped:
     """Tensors of `checkpoint`, which are then asked for in the order of `names`."""
-    how = current_reading()
     if not how.staged or (device.type != "cuda" and how.mapped):
         return Mapped(checkpoint, how.on_bytes)
     return Feed(checkpoint, names, device, how)
@@ -195,9 +183,9 @@ class Feed:
             threading.Thread(target=self._work, name=f"read-{i}", daemon=True)
             for i in range(min(threads, -(-total // PIECE)))
         ]
-        self.turns = ExitStack()
+        self.switching = ExitStack()
         try:
-            self.turns.enter_context(short_turns())
+            self.switching.enter_context(SWITCH_INTERVAL.short())
             for thread in self.threads:
                 thread.start()
             self._go_on()
@@ -270,7 +258,7 @@ class Feed:
         for thread in self.threads:
             if thread.ident is not None:  # it has begun
                 thread.join()
-        self.turns.close()
+        self.switching.close()
         for wanted in self.under_way.values():
             for event in wanted.ready:
                 event.synchronize()

@@ -152,11 +152,11 @@ def generate(
 
 def load_with_progress(load_options: LoadOptions, request: Request, progress: ProgressLine) -> Pipeline:
     """The models, ready for `request`. Raises as `Pipeline.load` does."""
-    from wan_core.checkpoint.staged import Reading, reading
+    from wan_core.checkpoint.staged import Reading
     from wan_core.pipeline.pipeline import Pipeline
 
-    with reading(Reading(on_bytes=progress.read)):
-        pipe = Pipeline.load(load_options, request=request, on_found=progress.found)
+    how = Reading(on_bytes=progress.read)
+    pipe = Pipeline.load(load_options, request=request, on_found=progress.found, how=how)
     progress.end()
     return pipe
 

@@ -9,6 +9,7 @@ blocks are small, and every rank has them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,6 @@ from wan_core.checkpoint import detect, open_checkpoint
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.load import read_values
 from wan_core.checkpoint.opened import Checkpoint
-from wan_core.checkpoint.staged import current_reading
 from wan_core.config import OptionError
 from wan_core.models.wan.layers import Block
 from wan_core.models.wan.model import WanModel
@@ -38,14 +38,16 @@ def why_not_shard(ranks: RankMesh | None, quantized: bool, compiled: bool, scale
 
 
 @torch.no_grad()
-def load_sharded_dit(path: Path, ranks: RankMesh, dtype: torch.dtype, family: str | None = None) -> WanModel:
+def load_sharded_dit(
+    path: Path, ranks: RankMesh, dtype: torch.dtype, family: str | None = None, turn: Callable[[], None] = lambda: None
+) -> WanModel:
     """The transformer of `path` on this rank's device, with sharded blocks. Every rank of a sequence must call this.
-    family: where the file does not say.
+    family: where the file does not say. turn: as of `Reading`.
 
     Raises CheckpointError, or OptionError for quantised weights."""
     from torch.distributed.tensor import DTensor  # imported here because it takes a second
 
-    current_reading().turn()
+    turn()
     checkpoint = open_checkpoint(path)
     detected = detect(checkpoint, "dit", family)
     if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):

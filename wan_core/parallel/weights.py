@@ -8,6 +8,7 @@ mapped. Small tensors, or all if parts cannot be gathered, are read by one rank 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -15,21 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wan_core.checkpoint.opened import Checkpoint, Readers
-from wan_core.checkpoint.staged import current_reading
 from wan_core.parallel.mesh import Group, RankMesh, all_gather
 
 SMALL = 1 << 16  # bytes: smaller tensors are not divided
 Sharing = Literal["gather", "broadcast"]
 
 
-def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "gather") -> Checkpoint:
+def shared_checkpoint(
+    checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "gather", turn: Callable[[], None] = lambda: None
+) -> Checkpoint:
     """`checkpoint` with a `read` that returns a tensor on this rank's device and reads it once per host. All ranks of
     the host must read the same tensors in the same order; several checkpoints take turns (`Reading.turn`)."""
     if ranks.host.size == 1:
         return checkpoint
     parts = [part for several in checkpoint.parts.values() for part in several]
     order = {name: i for i, name in enumerate([*checkpoint.tensors, *parts])}
-    host, turn = ranks.host, current_reading().turn
+    host = ranks.host
 
     def gather(whole: Tensor, own: Tensor) -> None:
         turn()

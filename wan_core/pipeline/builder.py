@@ -19,7 +19,7 @@ from torch import nn
 
 from wan_core.checkpoint import load_vae
 from wan_core.checkpoint.load import StoredValues
-from wan_core.checkpoint.staged import current_reading, reading
+from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.memory.planning import MemoryPlan
 from wan_core.execution.memory.residency import Residency
@@ -154,10 +154,11 @@ def load_models(
     report: Report,
     workload: Workload | None = None,
     ranks: RankMesh | None = None,
+    how: Reading = USUAL,
 ) -> Models:
     """Load what was found, or the transformers alone. workload: what memory is planned for (None: the task's own size).
-    ranks: those that load and run it together. Raises OptionError or AttentionError for what cannot run here, before
-    any weights are read."""
+    ranks: those that load and run it together. how: files are read. Raises OptionError or AttentionError for what
+    cannot run here, before any weights are read."""
     device = report.device
     settings = resolve_settings(found, options, device)
     if device.type == "cpu":
@@ -175,16 +176,16 @@ def load_models(
         waits, settings = wait_on_host(settings, options, residency, None if workload is None else residency.form)
         planner = replace(planner, settings=settings)
 
-    def load(name: str) -> nn.Module:
+    def load(name: str, how: Reading) -> nn.Module:
         part, config = settings.parts[name], settings.parts[name].part.config
         if sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
-            return load_sharded_dit(part.part.path, ranks, part.dtype, config.family)
+            return load_sharded_dit(part.part.path, ranks, part.dtype, config.family, how.turn)
         here = layers if isinstance(config, DiTConfig) else None  # ranks read different blocks: none is shared
         alone = name == "text_encoder" or here is not None
-        share = partial(shared_checkpoint, ranks=ranks) if ranks and shares and not alone else None
-        how, stays = current_reading(), name in waits.mapped
-        with reading(replace(how, mapped=how.mapped or stays, stays=stays, layers=here)):
-            return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, share)
+        share = partial(shared_checkpoint, ranks=ranks, turn=how.turn) if ranks and shares and not alone else None
+        stays = name in waits.mapped
+        how = replace(how, mapped=how.mapped or stays, stays=stays, layers=here, share=share)
+        return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, how)
 
     names = [name for name in found.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
     first_use = None
@@ -192,7 +193,7 @@ def load_models(
         roomy = plan is None or workload is None or fits_beside(settings, workload, plan)
         first_use = begin_first_use(settings, workload if shares and not sharded and roomy else None, ranks)
     try:
-        loaded = load_parts(names, load, device, in_order=shares)
+        loaded = load_parts(names, load, device, in_order=shares, how=how)
     except BaseException:
         if first_use is not None:
             first_use.end()
@@ -283,14 +284,16 @@ def apply_loras(
     part: PartToLoad,
     device: torch.device,
     before_writing: Callable[[], None] = lambda: None,
+    how: Reading = USUAL,
 ) -> None:
     """Have just these LoRAs on a transformer that computes on `device`: summed in or attached, as `part` says.
-    before_writing: called before weights change; if they stream, it discards their copies on the device."""
+    before_writing: called before weights change; if they stream, it discards their copies on the device. how: weights
+    that change are read again."""
     assert isinstance(model, WanModel)
     if changes_weights(model, wanted, part, device):
         before_writing()
     merged, attached = (wanted, ()) if part.lora_mode == "merge" else ((), wanted)
-    MergedLoras.of(model).apply(model, merged, part, device)
+    MergedLoras.of(model).apply(model, merged, part, device, how)
     original = None if part.part.path is None else StoredValues(part.part.path)
     AppliedLoras.of(model, device).apply(attached, original)
 

@@ -21,7 +21,7 @@ import torch
 
 from wan_core import __version__
 from wan_core.checkpoint.staged import AHEAD
-from wan_core.checkpoint.turns import short_turns
+from wan_core.checkpoint.switch_interval import SWITCH_INTERVAL
 from wan_core.config.compile_cache import one_goes_first
 from wan_core.config.versions import installed
 from wan_core.execution.memory.planning import MemoryPlan, unit_bytes
@@ -99,7 +99,7 @@ class FirstUse:
         # A new thread's current device is the first GPU, whatever its creator's is.
         here = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         try:
-            with short_turns(), here:
+            with SWITCH_INTERVAL.short(), here:
                 self.work(self.check)
             self.fault = ""
         except FAULTS as fault:

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint.load import read_again
+from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.loras import Wanted, merging
-from wan_core.pipeline.model_parts import Share, is_packed
+from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
 
 
@@ -46,7 +47,14 @@ class MergedLoras:
         self.parameters = frozenset() if merge is None else frozenset(merge.changes)
         self.applied = _applied(wanted)
 
-    def apply(self, model: WanModel, wanted: Sequence[Wanted], part: PartToLoad, device: torch.device) -> None:
+    def apply(
+        self,
+        model: WanModel,
+        wanted: Sequence[Wanted],
+        part: PartToLoad,
+        device: torch.device,
+        how: Reading = USUAL,
+    ) -> None:
         """Have just these summed in. part: what `model` was loaded as; one that stays packed is loaded again instead.
         device: where the sums are computed. Weights that stream must all be in host memory. After an interruption, the
         next call writes all that may be changed."""
@@ -65,17 +73,18 @@ class MergedLoras:
             dtype=part.dtype,
             quantization=part.quantization,
             loras=merge,
+            how=how,
         )
         self.loaded_with(wanted)
 
 
 def load_with_loras(
-    part: PartToLoad, wanted: Sequence[Wanted], device: torch.device, compute: torch.device, share: Share | None = None
+    part: PartToLoad, wanted: Sequence[Wanted], device: torch.device, compute: torch.device, how: Reading = USUAL
 ) -> nn.Module:
     """Read a model to `device`, with LoRAs summed in where that is how they are applied to it. compute: where it will
     run."""
     merged = wanted if part.lora_mode == "merge" else ()
-    model = part.load(device, merging(merged, compute), share)
+    model = part.load(device, merging(merged, compute), how)
     if isinstance(model, WanModel):
         MergedLoras.of(model).loaded_with(merged)
     return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import nn
 from wan_core.checkpoint import Checkpoint
 from wan_core.checkpoint.detect import Config, expected_shapes
 from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.text.config import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -24,12 +25,9 @@ from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import ExpertFile, transformer_notes
 from wan_core.pipeline.hearing import Speech
 
-Share = Callable[[Checkpoint], Checkpoint]
-"""Puts something between a file and what is loaded from it: ranks that read it together."""
-
 
 class Loader(Protocol):
-    """Reads a part; a quantization and LoRAs to sum in are for transformers, `share` for ranks that read together."""
+    """Reads a part; a quantization and LoRAs to sum in are for transformers."""
 
     def __call__(
         self,
@@ -37,7 +35,7 @@ class Loader(Protocol):
         dtype: torch.dtype,
         quantization: Quantization | None,
         loras: Merge | None = None,
-        share: Share | None = None,
+        how: Reading = USUAL,
         /,
     ) -> nn.Module: ...
 

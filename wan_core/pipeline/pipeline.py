@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.latents import try_to_save_latents
+from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.report import Report
@@ -89,11 +90,13 @@ class Pipeline:
         request: Request | None = None,
         ranks: RankMesh | None = None,
         on_found: Callable[[Parts, Job | None], None] = lambda *_: None,
+        how: Reading = USUAL,
     ) -> Pipeline:
         """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
         read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
         each calling this and everything after it alike, on its own device; all have the same results. on_found: told
-        what will be loaded, and the checked request. Raises CheckpointError, OptionError or AttentionError."""
+        what will be loaded, and the checked request. how: files are read. Raises CheckpointError,
+        OptionError or AttentionError."""
         report = Report(choose_device(options.device) if ranks is None else ranks.device)
         image = request is not None and bool(request.image or request.last_image)
         if request is not None:
@@ -102,7 +105,7 @@ class Pipeline:
             found = find_models(options, image=image)
             job = None if request is None else first_job(found, options, request, report.device)
             on_found(found, job)
-            models = load_models(found, options, report, None if job is None else Workload.of(job), ranks)
+            models = load_models(found, options, report, None if job is None else Workload.of(job), ranks, how)
         return cls(models, report)
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from torch import nn
 
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, OptionError
 from wan_core.config.compile_cache import set_compile_caches
 from wan_core.execution.memory.planning import factor, unit_bytes
@@ -33,7 +34,7 @@ from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.ops.quant.swap import Quantization, swap_linears
 from wan_core.pipeline.loras import Wanted, check_packed, choose_mode, read_loras
-from wan_core.pipeline.model_parts import Experts, Part, Parts, Share, is_packed
+from wan_core.pipeline.model_parts import Experts, Part, Parts, is_packed
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class PartToLoad:
         share = max(0, packed) / sum(blocks[i] for i in inner)
         return (rest, *[int(size * share) if i in inner else size for i, size in enumerate(blocks)])
 
-    def load(self, device: torch.device, loras: Merge | None = None, share: Share | None = None) -> nn.Module:
-        return self.part.load(device, self.dtype, self.quantization, loras, share)
+    def load(self, device: torch.device, loras: Merge | None = None, how: Reading = USUAL) -> nn.Module:
+        return self.part.load(device, self.dtype, self.quantization, loras, how)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from wan_core.checkpoint.attention_preferences import preference_note
 from wan_core.checkpoint.detect import Config, Detected, Kind, parameter_count
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.checkpoint.vision import find_vision_file, load_vision
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.models.text.config import UMT5_XXL
@@ -40,7 +41,7 @@ from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import difference
 from wan_core.pipeline.hearing import random_speech, recognise_speech
 from wan_core.pipeline.model_folders import parts_in
-from wan_core.pipeline.model_parts import Experts, PackedSize, Part, Parts, Share
+from wan_core.pipeline.model_parts import Experts, PackedSize, Part, Parts
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
@@ -149,9 +150,10 @@ def recognise_vision(path: Path) -> Part:
         dtype: torch.dtype,
         quantization: Quantization | None,
         loras: Merge | None = None,
-        share: Share | None = None,
+        how: Reading = USUAL,
     ) -> nn.Module:
-        return load_vision(checkpoint if share is None else share(checkpoint), device=device, dtype=vision_dtype(dtype))
+        source = checkpoint if how.share is None else how.share(checkpoint)
+        return load_vision(source, device=device, dtype=vision_dtype(dtype))
 
     parameters = parameter_count(found.config)
     stored = max(infos, key=lambda info: info.nbytes).dtype
@@ -253,11 +255,12 @@ def recognise(
         found.config,
         stored,
         parameters,
-        lambda device, dtype, quantization, loras=None, share=None: load(
+        lambda device, dtype, quantization, loras=None, how=USUAL: load(
             # Opened again: on a CPU, weights are views of the mapping, and LoRAs that are summed in change its pages.
-            open_checkpoint(source) if share is None else share(checkpoint),
+            open_checkpoint(source) if how.share is None else how.share(checkpoint),
             device=device,
             dtype=dtype,
+            how=how,
             **({} if kind == "vae" else {"quantization": quantization}),
             **({"loras": loras, "family": family} if kind == "dit" else {}),
         ),
@@ -333,12 +336,11 @@ def random_part(config: Config, seed: int) -> Part:
         dtype: torch.dtype,
         quantization: Quantization | None,
         loras: Merge | None = None,
-        share: Share | None = None,
+        how: Reading = USUAL,
     ) -> nn.Module:
         fast = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
-        module = random_module(
-            config, device=device, dtype=dtype, seed=seed, quantization=quantization, loras=loras, draw_on=fast
-        )
+        options = {"seed": seed, "quantization": quantization, "loras": loras, "draw_on": fast, "how": how}
+        module = random_module(config, device=device, dtype=dtype, **options)
         if not isinstance(module, UMT5Encoder):
             return module
         embedded = open_checkpoint(TINY / "text_encoder.safetensors").read("spiece_model")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.latents import try_to_save_latents
+from wan_core.checkpoint.staged import Reading
 from wan_core.config import QUANTIZED, OptionError
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize_vae
@@ -225,8 +226,8 @@ class Jobs:
 
         def load() -> VideoVAE:
             part, device = recognise(Path(spec["path"]), "vae", load_vae), self.rank.device
-            share = partial(shared_checkpoint, ranks=self.everyone)
-            loaded = PartToLoad(part, compute_dtype(spec["precision"], device)).load(device, share=share)
+            how = Reading(share=partial(shared_checkpoint, ranks=self.everyone))
+            loaded = PartToLoad(part, compute_dtype(spec["precision"], device)).load(device, how=how)
             return optimize_vae(cast(VideoVAE, loaded), device, self.everyone)
 
         return self.hold("vae", [spec, header["files"]], load)

@@ -12,7 +12,7 @@ import torch
 from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.checkpoint.staged import Feed, Reading
-from wan_core.checkpoint.turns import SHORT, short_turns
+from wan_core.checkpoint.switch_interval import SHORT, SWITCH_INTERVAL
 
 
 def test_turns_are_short_until_the_last_context_has_ended() -> None:
@@ -20,12 +20,12 @@ def test_turns_are_short_until_the_last_context_has_ended() -> None:
     begun, end = threading.Event(), threading.Event()
 
     def other() -> None:
-        with short_turns():
+        with SWITCH_INTERVAL.short():
             begun.set()
             end.wait()
 
     thread = threading.Thread(target=other)
-    with short_turns():
+    with SWITCH_INTERVAL.short():
         thread.start()
         begun.wait()
     assert sys.getswitchinterval() == pytest.approx(SHORT)
