@@ -44,6 +44,7 @@ from wan_core.pipeline.merged_loras import MergedLoras
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, recognise
+from wan_core.workers.wire import unpack
 
 CPU = torch.device("cpu")
 SOURCE = TINY / "t2v_high.safetensors"
@@ -779,4 +780,4 @@ def test_what_packed_weights_do_not_take_is_refused_before_they_are_read():
 
 def test_options_of_a_worker_are_plain():
     options = LoadOptions(model="tiny", loras=(LoraOptions(path="a.safetensors", strength=0.5),))
-    assert LoadOptions(**json.loads(json.dumps(asdict(options)))) == options
+    assert unpack(LoadOptions, json.loads(json.dumps(asdict(options)))) == options

@@ -24,7 +24,7 @@ from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.texts import WHOLE, TextRange, assign_texts, sigma_at
-from wan_core.workers.wire import plan_from
+from wan_core.workers.wire import unpack
 
 LATENT = {"samples": torch.zeros(1, 16, 2, 4, 6)}
 SHAPE = (1, 16, 2, 4, 6)
@@ -129,7 +129,7 @@ def test_what_was_kept_of_one_text_is_not_used_for_another() -> None:
 
 def test_texts_travel_to_workers_and_are_shown() -> None:
     plan = assign_texts(plan_of(), [TextRange(0, 0.5), TextRange(0.5, 1)], [WHOLE])
-    assert plan_from(json.loads(json.dumps(asdict(plan)))) == plan
+    assert unpack(Plan, json.loads(json.dumps(asdict(plan)))) == plan
     assert "text 2, negative 1" in plan.table() and '"texts": [1, 0]' in json.dumps(plan.as_dict())
     assert "texts" not in json.dumps(plan_of().as_dict()) and "text" not in plan_of().table()
 

@@ -23,8 +23,8 @@ from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.cache.skipping import skip_forwards
-from wan_core.sampling.plan import make_plan
-from wan_core.workers.wire import plan_from
+from wan_core.sampling.plan import Plan, make_plan
+from wan_core.workers.wire import unpack
 
 T, Y, X = 3, 4, 6
 LATENT = {"samples": torch.zeros(1, 16, T, Y, X)}
@@ -147,7 +147,7 @@ def test_strengths_that_change_during_the_run_are_in_the_plan(tmp_path):
     found = join(*both, LATENT, experts, plan)
     assert [step.control for step in found.plan.steps] == [(0.7,)] * 5 + [(0.0,)] * 5
     assert found.conditioning.inputs["control_scale"].tolist() == [[1.0]] and not found.conditioning.uncond_inputs
-    assert plan_from(json.loads(json.dumps(asdict(found.plan)))) == found.plan
+    assert unpack(Plan, json.loads(json.dumps(asdict(found.plan)))) == found.plan
     assert "control 0.7" in found.plan.table() and "control 0" in found.plan.table()
     with pytest.raises(OptionError, match="those of `positive` and `negative` differ"):
         join(both[0], prompt(0.7, 0.5), LATENT, experts, plan)

@@ -23,7 +23,7 @@ from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify, with_costs
-from wan_core.workers.wire import plan_from
+from wan_core.workers.wire import unpack
 
 T, Y, X = 3, 4, 6
 LATENT = {"samples": torch.zeros(1, 16, T, Y, X)}
@@ -145,7 +145,7 @@ def test_a_driving_video_for_a_part_of_the_run(experts, start, end, undriven, pa
     costs = [step.cost for step in with_costs(joined.plan, ANIMATE2_14B, (22, 90, 160)).steps]
     for cost, step in zip(costs, steps, strict=True):
         assert (cost < 1) == (step.undriven or step.passes > 0)
-    assert plan_from(json.loads(json.dumps(asdict(joined.plan)))) == joined.plan
+    assert unpack(Plan, json.loads(json.dumps(asdict(joined.plan)))) == joined.plan
 
 
 def test_what_is_kept_does_not_cross_the_border_of_a_driving_video(experts):

@@ -37,12 +37,12 @@ from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.context_windows import fuse_weights, window_weights, windows_of, with_windows
 from wan_core.sampling.denoise import last_runs, model_inputs
-from wan_core.sampling.plan import SCHEDULES, make_plan
+from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
 from wan_core.sampling.solvers import SOLVERS
 from wan_core.sampling.start import Start
 from wan_core.sampling.window import Window
 from wan_core.sampling.windowed import in_windows, reordered_noise
-from wan_core.workers.wire import plan_from, request_from
+from wan_core.workers.wire import unpack
 
 SHAPE = (1, 16, 7, 4, 6)
 NOISE = draw_noise(7, SHAPE)
@@ -145,7 +145,7 @@ def test_weights_of_a_window_follow_its_fuse_method(options, data):
 def test_words_say_everything(options):
     assert WindowOptions.parse(options.words()) == options
     request = Request(prompt="", windows=options)
-    assert request_from(json.loads(json.dumps(asdict(request)))) == request
+    assert unpack(Request, json.loads(json.dumps(asdict(request)))) == request
 
 
 def test_short_words():
@@ -186,7 +186,7 @@ def test_a_plan_counts_the_forwards_of_every_window(options, frames, steps, solv
     options = replace(options, retain_first=False)
     plain = make_plan(steps=steps, solver=solver)
     plan = with_windows(plain, options, frames)
-    assert plan_from(json.loads(json.dumps(asdict(plan)))) == plan
+    assert unpack(Plan, json.loads(json.dumps(asdict(plan)))) == plan
     if frames <= options.length:
         assert replace(plan, notes=()) == plain and "fit into one" in plan.notes[0]
         assert plan.window_sizes(frames) == (frames,)

@@ -23,7 +23,7 @@ from wan_core.sampling.cache.residual import BOTH, residual_program
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.chords import check_chords
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.plan import SCHEDULES, make_plan
+from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.resolution import Resolution, mean_over_areas
 from wan_core.sampling.schedules import shifted
@@ -32,7 +32,7 @@ from wan_core.sampling.sparsity.schedule import attention_share, step_tokens, wi
 from wan_core.sampling.stages import parse_stages, runs, smaller, stage_words
 from wan_core.sampling.start import Leftover, Start
 from wan_core.sampling.window import Window
-from wan_core.workers.wire import plan_from, request_from
+from wan_core.workers.wire import pack, unpack
 
 NOISE = draw_noise(7, (1, 16, 3, 8, 12))
 STAGES = (StageOptions(scale=0.5, low=0.7, high=0.95),)
@@ -66,7 +66,7 @@ def test_a_plan_says_every_size(stages, steps, solver, data):
     assume(plain.steps[-1].sigma < 0.4)
     plan = staged(stages, guidance_high=None, guidance_low=None, **numbers)
     assert plan == staged(stages, guidance_high=None, guidance_low=None, **numbers)
-    assert (plan_from(json.loads(json.dumps(asdict(plan)))) == plan and "of the size" in plan.table()) or all(
+    assert (unpack(Plan, json.loads(json.dumps(asdict(plan)))) == plan and "of the size" in plan.table()) or all(
         step.scale == 1 for step in plan.steps
     )
     latents = (data.draw(st.integers(1, 21)), 2 * data.draw(st.integers(2, 45)), 2 * data.draw(st.integers(2, 80)))
@@ -161,7 +161,7 @@ def test_options_travel_and_are_said():
     assert [stage.every for stage in options.stages] == [0, 3]
     assert parse_stages(stage_words(options.stages)) == options.stages and "stages 0.5/" in skip_words(options)
     request = Request(prompt="a", skip=options)
-    assert request_from(json.loads(json.dumps(asdict(request)))) == request
+    assert unpack(Request, json.loads(json.dumps(asdict(request)))) == request
     assert draw_plan(staged(), 3.0).size == (960, 540)
 
 
@@ -263,7 +263,8 @@ def test_two_runs_in_a_row_are_one_run_bit_for_bit(solver, steps, data):
 
     whole, _ = sample(part(), Start(shape=shape, seed=3))
     first, left = sample(part(end=cut, leftover=True), Start(shape=shape, seed=3))
-    left = Leftover.from_tensors(left.as_dict(), left.tensors())
+    tensors: dict[str, torch.Tensor] = {}
+    left = unpack(Leftover, pack(left, tensors, "left"), tensors)
     second, _ = sample(part(start=cut), Start(shape=shape, seed=3, add_noise=False, latents=first, leftover=left))
     assert torch.equal(second, whole)
 

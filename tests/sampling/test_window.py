@@ -25,6 +25,7 @@ from wan_core.sampling.plan import SCHEDULES, make_plan
 from wan_core.sampling.solvers import SOLVERS
 from wan_core.sampling.start import Leftover, Start
 from wan_core.sampling.window import Window
+from wan_core.workers.wire import pack, unpack
 
 CPU = torch.device("cpu")
 SHAPE = (1, 16, 3, 4, 6)
@@ -56,7 +57,8 @@ def test_two_runs_in_a_row_are_one_run_bit_for_bit(solver, steps, data):
     first, left = sample(part(solver, steps, end=cut, leftover=True), Start(shape=SHAPE, seed=3))
     assert none is None and left is not None
     # as it travels to workers and back
-    left = Leftover.from_tensors(left.as_dict(), left.tensors())
+    tensors: dict[str, torch.Tensor] = {}
+    left = unpack(Leftover, pack(left, tensors, "left"), tensors)
     going_on = Start(shape=SHAPE, seed=3, add_noise=False, latents=first, leftover=left)
     second, none = sample(part(solver, steps, start=cut), going_on)
     assert none is None and torch.equal(second, whole)

@@ -31,8 +31,10 @@ from wan_core.config import (
     TaylorSeerOptions,
 )
 from wan_core.execution.report import Phase, Report
-from wan_core.sampling.plan import make_plan
+from wan_core.sampling.plan import Plan, make_plan
+from wan_core.sampling.solvers import History
 from wan_core.sampling.sparsity.schedule import sparsify
+from wan_core.sampling.start import Leftover, Start
 from wan_core.workers import control
 from wan_core.workers.control import (
     MAX_BODY,
@@ -46,7 +48,7 @@ from wan_core.workers.control import (
     unpack_tensors,
 )
 from wan_core.workers.options import WorkerOptions, parse_devices
-from wan_core.workers.wire import plan_from, report_data, report_from, request_from
+from wan_core.workers.wire import pack, report_data, report_from, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float16)
 
@@ -268,9 +270,9 @@ def test_a_header_that_is_no_json_object_is_refused(text: bytes) -> None:
 )
 def test_a_plan_comes_back_exactly(task: str, steps: int, shift: float, solver: str) -> None:
     plan = make_plan(task=task, steps=steps, shift=shift, solver=solver)
-    assert plan_from(again(asdict(plan))) == plan
+    assert unpack(Plan, again(asdict(plan))) == plan
     plan = replace(sparsify(plan, SparseOptions(sparsity=0.5)), keeps=(("high", (0.5, 0.25)),))
-    assert plan_from(again(asdict(plan))) == plan
+    assert unpack(Plan, again(asdict(plan))) == plan
 
 
 @given(
@@ -295,7 +297,17 @@ def test_a_plan_comes_back_exactly(task: str, steps: int, shift: float, solver: 
 )
 def test_a_request_comes_back_exactly(skip: SkipOptions | None, seed: int) -> None:
     request = Request(prompt="a ✓ b", seed=seed, skip=skip, width=64, height=48, guidance_low=1.1)
-    assert request_from(again(asdict(request))) == request
+    assert unpack(Request, again(asdict(request))) == request
+
+
+def test_what_a_run_left_comes_back_exactly_with_its_tensors() -> None:
+    one, two = torch.rand(1, 2, 3), torch.rand(2, 2)
+    for history in (History(), History((one, two), two, 2, video=one)):
+        start = Start(shape=(1, 2), seed=3, batch_index=(1,), leftover=Leftover(one, 0.3, "unipc", history))
+        tensors: dict[str, torch.Tensor] = {}
+        back = unpack(Start, again(pack(start, tensors, "start")), tensors)
+        assert not tensors and str(back) == str(start) and back.leftover is not None
+        assert isinstance(back.leftover.history, History) and torch.equal(back.leftover.x, one)
 
 
 def test_a_report_of_the_ranks_continues_here() -> None:

@@ -128,9 +128,6 @@ class LoadOptions:
     host_memory_limit: float | None = None  # GiB of host memory for weights that wait there, and what is prepared
 
     def __post_init__(self) -> None:
-        # Options sent to workers or read from a file hold LoRAs as plain dicts.
-        loras = (LoraOptions(**lora) if isinstance(lora, dict) else lora for lora in self.loras)
-        object.__setattr__(self, "loras", tuple(loras))
         check_choice("lora mode", self.lora_mode, LORA_MODES)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))
@@ -217,5 +214,4 @@ class Request:
         if self.fps is not None and not 1 <= self.fps <= 240:
             raise OptionError(f"fps {self.fps} given; allowed are 1 to 240")
         if self.outpaint is not None:
-            object.__setattr__(self, "outpaint", tuple(self.outpaint))  # a list, where it was sent to workers
             check_outpaint(self.outpaint)

@@ -199,9 +199,7 @@ class SkipOptions:
     measured_steps: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        # Options sent to workers hold stages as plain dicts.
-        stages = [StageOptions(**stage) if isinstance(stage, dict) else stage for stage in self.stages]
-        object.__setattr__(self, "stages", tuple(sorted(stages, key=lambda stage: -stage.low)))
+        object.__setattr__(self, "stages", tuple(sorted(self.stages, key=lambda stage: -stage.low)))
         for above, below in pairwise(self.stages):
             if below.high > above.low:
                 raise OptionError(

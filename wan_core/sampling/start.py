@@ -9,9 +9,8 @@ row differ in the last bits from one run, and they lack what a multistep solver 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,23 +36,16 @@ class Leftover:
     solver: str
     history: History = NEW
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What `from_tensors` needs, with `as_dict`."""
-        past = {f"x0.{n}": one for n, one in enumerate(self.history.x0)}
-        named = {"start": self.history.x, "video": self.history.video}
-        return {"x": self.x, **past, **{name: one for name, one in named.items() if one is not None}}
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"sigma": self.sigma, "solver": self.solver, "order": self.history.order}
-
-    @classmethod
-    def from_tensors(cls, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Leftover:
-        x0 = tuple(tensors[f"x0.{n}"] for n in range(2) if f"x0.{n}" in tensors)
-        history = History(x0, tensors.get("start"), fields["order"], video=tensors.get("video"))
-        return cls(tensors["x"], fields["sigma"], fields["solver"], history)
-
     def to(self, device: torch.device) -> Leftover:
-        return self.from_tensors(self.as_dict(), {name: one.to(device) for name, one in self.tensors().items()})
+        """On `device`, without the noise of the last step, which no other run needs."""
+        past, start, video = self.history.x0, self.history.x, self.history.video
+        history = History(
+            tuple(one.to(device) for one in past),
+            None if start is None else start.to(device),
+            self.history.order,
+            video=None if video is None else video.to(device),
+        )
+        return replace(self, x=self.x.to(device), history=history)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from wan_core.pipeline.pipeline import WriteVideo
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.launcher import Workers
-from wan_core.workers.wire import LEFT, plan_from, report_from, start_data
+from wan_core.workers.wire import pack, report_from, unpack
 
 log = logging.getLogger(__name__)
 # Options that name files.
@@ -93,8 +93,8 @@ def generate(
     def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         nonlocal plan
         if header["name"] == "plan":
-            plan = plan_from(header["plan"])
-            on_plan(plan)
+            plan = decided = unpack(Plan, header["plan"])
+            on_plan(decided)
         elif header["name"] == "phase":
             on_phase(header["phase"])
         elif header["name"] == "kept":
@@ -124,7 +124,7 @@ def generate(
         with report.phase("write"):
             frames = video.finish()
     kept = tuple(map(Path, found["kept_clips"]))
-    return RemoteResult(frames, tensors["latents"], found["fps"], plan_from(found["plan"]), report, kept)
+    return RemoteResult(frames, tensors["latents"], found["fps"], unpack(Plan, found["plan"]), report, kept)
 
 
 class _ArrivingVideo:
@@ -208,13 +208,13 @@ def sample(
             step = plan.steps[header["step"]]
             on_step(RemoteProgress(step, plan, header["forwards"], tensors.get("preview")), header["seconds"])
 
-    begin, tensors = start_data(start)
+    tensors: dict[str, Tensor] = {}
     fields = {
         "model": dict(model),
         "files": stamps(model),
         "mesh": workers.options.mesh,
         "plan": asdict(plan),
-        "start": begin,
+        "start": pack(start, tensors, "start"),
         "batched": batched,
         "keep": None if keep is None else str(keep.absolute()),
         "fps": fps,
@@ -226,7 +226,7 @@ def sample(
             keep.unlink()
     add_report(report, found["report"])
     if found["leftover"] is not None:
-        on_leftover(Leftover.from_tensors(found["leftover"], {name.removeprefix(LEFT): made[name] for name in made}))
+        on_leftover(unpack(Leftover, found["leftover"], made))
     return made["latents"]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.latents import try_to_save_latents
 from wan_core.checkpoint.staged import Reading
-from wan_core.config import QUANTIZED, OptionError
+from wan_core.config import QUANTIZED, OptionError, Request
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize_vae
 from wan_core.execution.report import Report
@@ -50,10 +50,10 @@ from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel, ring_note
 from wan_core.sampling.sparsity.schedule import step_tokens
-from wan_core.sampling.start import Leftover
+from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.experts import LoadedExperts
 from wan_core.workers.rank import BetweenBlocks, Rank, agreements
-from wan_core.workers.wire import LEFT, load_options_from, plan_from, prefixed, report_data, request_from, start_from
+from wan_core.workers.wire import load_options_from, pack, report_data, unpack
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 Made = TypeVar("Made")
@@ -107,7 +107,7 @@ class Jobs:
 
     def generate(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """A video from a `Request`: latents, plan and report. Its frames are sent as events."""
-        request = request_from(header["request"])
+        request = unpack(Request, header["request"])
         options = load_options_from(header["options"], self.rank.device)
         image = bool(request.image or request.last_image)
         options = for_request(options, request)
@@ -149,8 +149,8 @@ class Jobs:
     def sample(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Noise and conditioning to un-normalised latents, by a plan that is given."""
         options = load_options_from(header["model"], self.rank.device)
-        plan, batched = plan_from(header["plan"]), header["batched"]
-        start = start_from(header["start"], tensors)
+        plan, batched = unpack(Plan, header["plan"]), header["batched"]
+        start = unpack(Start, header["start"], tensors)
         shape = start.shape
         report = Report(self.rank.device)
         assert options.high is not None
@@ -196,16 +196,16 @@ class Jobs:
         )
         self.keep(header["keep"], latents, header["fps"], report, header["settings"])
         answer = {"report": report_data(report), "attention": models.attention}
-        answer["leftover"] = left[0].as_dict() if left else None
-        rest = prefixed(left[0].to(torch.device("cpu")).tensors(), LEFT) if left else {}
-        return answer, {"latents": latents.cpu(), **rest}
+        sent = {"latents": latents.cpu()}
+        answer["leftover"] = pack(left[0].to(torch.device("cpu")), sent, "leftover") if left else None
+        return answer, sent
 
     def decode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Latents [B, C, T, Y, X] to pictures [F, H, W, 3], which are sent as events while others are decoded."""
         report = Report(self.rank.device)
         vae = self.vae(header)
         self.phase("decode")
-        tile = None if header["tile"] is None else TileSpec(**header["tile"])
+        tile = unpack(TileSpec, header["tile"])
         latents = tensors["latents"].to(self.rank.device)
         dtype = torch.uint8 if header["uint8"] else torch.float32
         decode_to(vae, latents, report, self.send_pieces, dtype=dtype, tile=tile, on_frames=self.on_frames)

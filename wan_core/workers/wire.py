@@ -1,118 +1,73 @@
-"""Plans, requests and reports as JSON for the control channel, and back.
+"""Plans, requests and reports as JSON and tensors for the control channel, and back.
 
-Nothing is rounded: JSON keeps all digits of a float.
+`pack` and `unpack` know no class: the fields of dataclasses and their types say everything. Nothing is rounded, because
+JSON keeps all digits of a float.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import types
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from wan_core.config import (
-    AdaptiveOptions,
-    ControlOptions,
-    GuidanceOptions,
-    LoadOptions,
-    MagCacheOptions,
-    NagOptions,
-    PatternOptions,
-    Request,
-    SkipOptions,
-    SparseOptions,
-    StageOptions,
-    TaylorSeerOptions,
-    WindowOptions,
-)
+from wan_core.config import LoadOptions
 from wan_core.execution.report import Phase, Report
-from wan_core.sampling.plan import Plan, Step
-from wan_core.sampling.start import Leftover, Start
 
-LEFT = "leftover."  # names of the tensors of a `Leftover`
-SKIPS = {
-    "magcache": MagCacheOptions,
-    "taylorseer": TaylorSeerOptions,
-    "adaptive": AdaptiveOptions,
-    "pattern": PatternOptions,
-    "guidance": GuidanceOptions,
-    "sparse": SparseOptions,
-}
+TENSOR = "tensor:"  # before a tensor's name, where JSON has the place of a tensor
 
 
-def plan_from(data: Mapping[str, Any]) -> Plan:
-    """The inverse of `dataclasses.asdict`, after JSON turned tuples into lists."""
-    steps = tuple(
-        Step(
-            **{
-                **step,
-                "branches": tuple(step["branches"]),
-                "skipped": tuple(step["skipped"]),
-                "texts": tuple(step["texts"]),
-                "control": None if step["control"] is None else tuple(step["control"]),
-                "windows": tuple(tuple(window) for window in step["windows"]),
-            }
-        )
-        for step in data["steps"]
-    )
-    adaptive = None if data["adaptive"] is None else AdaptiveOptions(**data["adaptive"])
-    sparse = None if data["sparse"] is None else SparseOptions(**data["sparse"])
-    keeps = tuple((expert, tuple(shares)) for expert, shares in data["keeps"])
-    nag = None if data["nag"] is None else NagOptions(**data["nag"])
-    stages = tuple(StageOptions(**stage) for stage in data["stages"])
-    made = {"steps": steps, "notes": tuple(data["notes"]), "adaptive": adaptive, "sparse": sparse, "keeps": keeps}
-    made |= {"nag": nag, "before": tuple(data["before"]), "stages": stages}
-    made["context_windows"] = windows_from(data["context_windows"])
-    return Plan(**{**data, **made})
+def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    """`value` as JSON has it: dataclasses as objects, named and other tuples as lists. Tensors are added to `tensors`,
+    each under `name` and its path in `value`."""
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return TENSOR + name
+    if is_dataclass(value):
+        return {one.name: pack(getattr(value, one.name), tensors, f"{name}.{one.name}") for one in fields(value)}
+    if isinstance(value, tuple):
+        return [pack(one, tensors, f"{name}.{place}") for place, one in enumerate(value)]
+    return value
 
 
-def request_from(data: Mapping[str, Any]) -> Request:
-    """Likewise."""
-    skip = data["skip"]
-    if skip is not None:
-        given = {name: one for name, one in skip.items() if one is not None}
-        skip = SkipOptions(**{name: SKIPS[name](**one) if name in SKIPS else one for name, one in given.items()})
-    nag = None if data["nag"] is None else NagOptions(**data["nag"])
-    control = None if data["control"] is None else ControlOptions(**data["control"])
-    given = {"skip": skip, "nag": nag, "control": control, "windows": windows_from(data["windows"])}
-    return Request(**{**data, **given})
+def unpack(kind: Any, data: Any, tensors: dict[str, Tensor] | None = None) -> Any:
+    """A value of type `kind` from what JSON made of `pack`, or of `dataclasses.asdict`. Takes its tensors out of
+    `tensors`. Options raise OptionError for what they do not allow."""
+    if kind is Tensor and data is not None:
+        assert tensors is not None
+        return tensors.pop(data.removeprefix(TENSOR))
+    if data is None or kind is Any:
+        return data
+    arguments = get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):  # X | None
+        return unpack(next(one for one in arguments if one is not types.NoneType), data, tensors)
+    if is_dataclass(kind):
+        assert isinstance(kind, type)
+        return kind(**{name: unpack(_types(kind)[name], value, tensors) for name, value in data.items()})
+    if isinstance(kind, type) and issubclass(kind, tuple) and not arguments:  # a named tuple
+        return kind(*(unpack(one, value, tensors) for one, value in zip(_types(kind).values(), data, strict=True)))
+    if get_origin(kind) is tuple:
+        kinds = itertools.repeat(arguments[0]) if arguments[-1] is ... else arguments
+        return tuple(unpack(one, value, tensors) for one, value in zip(kinds, data))  # noqa: B905
+    if get_origin(kind) is dict:
+        return {name: unpack(arguments[1], value, tensors) for name, value in data.items()}
+    return data
 
 
-def windows_from(data: Mapping[str, Any] | None) -> WindowOptions | None:
-    return None if data is None else WindowOptions(**data)
-
-
-def start_data(start: Start) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a run begins with, as the fields of a header and tensors."""
-    fields: dict[str, Any] = {"shape": list(start.shape), "seed": start.seed, "add_noise": start.add_noise}
-    fields["batch_index"] = None if start.batch_index is None else list(start.batch_index)
-    left, tensors = start.leftover, {} if start.latents is None else {"latents": start.latents}
-    fields["leftover"] = None if left is None else left.as_dict()
-    return fields, tensors | ({} if left is None else prefixed(left.tensors(), LEFT))
-
-
-def start_from(fields: Mapping[str, Any], tensors: dict[str, Tensor]) -> Start:
-    """The inverse of `start_data`. Takes its tensors out of `tensors`."""
-    left = {name.removeprefix(LEFT): tensors.pop(name) for name in list(tensors) if name.startswith(LEFT)}
-    return Start(
-        shape=tuple(fields["shape"]),
-        seed=fields["seed"],
-        add_noise=fields["add_noise"],
-        batch_index=None if fields["batch_index"] is None else tuple(fields["batch_index"]),
-        latents=tensors.pop("latents", None),
-        leftover=Leftover.from_tensors(fields["leftover"], left) if fields["leftover"] else None,
-    )
-
-
-def prefixed(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {f"{prefix}{name}": value for name, value in tensors.items()}
+@functools.cache
+def _types(kind: type) -> Mapping[str, Any]:
+    """The type of each field of a dataclass or a named tuple."""
+    return get_type_hints(kind)
 
 
 def load_options_from(data: Mapping[str, Any], device: torch.device) -> LoadOptions:
     """With the rank's own device instead of the requested one."""
-    return LoadOptions(**{**data, "device": str(device)})
+    return unpack(LoadOptions, {**data, "device": str(device)})
 
 
 def report_data(report: Report) -> dict[str, Any]:
@@ -128,6 +83,6 @@ def report_data(report: Report) -> dict[str, Any]:
 
 def report_from(data: Mapping[str, Any]) -> Report:
     """A report that the ranks sent. It continues with the clock of this process and uses no GPU."""
-    phases = {name: Phase(**phase) for name, phase in data["phases"].items()}
+    phases = unpack(dict[str, Phase], data["phases"])
     notes, warnings = list(data["notes"]), list(data["warnings"])
     return Report(torch.device("cpu"), dict(data["settings"]), phases, notes, data["device"], warnings)
