@@ -9,6 +9,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions
+from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.native.plan import WholeRun, joined, with_evaluations
 from wan_core.sampling.plan import MAX_STEPS, Expert, Plan
 from wan_core.sampling.plan_drawing import draw_plan
@@ -146,17 +147,17 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
                 task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride)  # fmt: skip
     evaluated, both = host.evaluations(model, sampler, sigmas)
     both = both or cfg != 1 or model.model_options.get("disable_cfg1_optimization", False)
-    plan = host.plan_of_part(
-        found,
-        sigmas,
-        WholeRun() if cache is None else cache.whole,
-        options,
+    request = SamplerRequest(
+        sigmas=tuple(sigmas),
+        whole=WholeRun() if cache is None else cache.whole,
+        solver=sampler,
         guidance=cfg,
         branches=("cond", "uncond") if both else ("cond",),
-        solver=sampler,
+        skip=options,
+        windows=host.window_schedule(model.model_options),
         image=latent is not None and "noise_mask" in latent,
     )
-    plan = host.moving_windows(plan, model.model_options)
+    plan, _ = build_sampler_plan(request, found)
     plan = with_evaluations(plan, sampler, evaluated)
     for high, low in host.skip_layer_ranges(model.model_options):
         note = f"skip-layer guidance runs the prompt once more where sigma is {low:.4g} to {high:.4g}: not counted"

@@ -18,8 +18,8 @@ from .folders import (
 from .memory import Held, Weights, evict_all, load, log, read_ahead, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_beside import words_before
-from .native_cache import StepCache, attach, attached, cache_words, moving_windows, plan_of_part
-from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
+from .native_cache import StepCache, attach, attached, cache_words
+from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of, window_schedule
 from .native_reserve import skip_layer_ranges
 from .native_samplers import evaluations
 from .native_stages import Stages, attach_stages, stages_of
@@ -53,9 +53,7 @@ __all__ = [
     "log",
     "model_names",
     "model_path",
-    "moving_windows",
     "named_files",
-    "plan_of_part",
     "prepare_kernels",
     "prepare_when_up",
     "read_ahead",
@@ -74,5 +72,6 @@ __all__ = [
     "to_intermediate",
     "unfinished_path",
     "video_of",
+    "window_schedule",
     "words_before",
 ]

@@ -24,20 +24,20 @@ from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions
+from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.cache.adaptive_run import Adaptive
-from wan_core.sampling.cache.curves import Curve, find_curve
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
-from wan_core.sampling.cache.skipping import check_cacheable, leave_out, looks_distilled, skip_words, with_curve
-from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, falls, plan_part, rising_words
+from wan_core.sampling.cache.skipping import skip_words, with_curve
+from wan_core.sampling.native.plan import Part, WholeRun, check_native, falls, rising_words
 from wan_core.sampling.native.run import RUN
 from wan_core.sampling.plan import Branch, Plan, Step
-from wan_core.sampling.sparsity.schedule import sparsify
-from wan_core.sampling.stages import runs, with_stages
+from wan_core.sampling.stages import runs
 
 from .native import compute_dtype, conditions_of, uncompiled_model, with_room
 from .native_beside import check_step_cache
 from .native_kept import Replacements, keep_blocks, keep_output, lasting, reuse, reuse_blocks, uncompiled
-from .native_model import STATEFUL, NativeModel, describe
+from .native_model import STATEFUL, describe, window_schedule
 from .native_reserve import Prompt, kept_bytes, prompts_of, running
 from .native_stages import stages_of
 
@@ -45,67 +45,18 @@ KEY = "wancore_cache"
 BLOCKS, OUTPUT = "blocks", "output"
 # Variants that compute nothing between their blocks. All others, and those to come, are cached at their output.
 PLAIN = ("WanModel", "CameraWanModel", "HumoWanModel", "SCAILWanModel", "SCAIL2WanModel")
-STATIC_WINDOWS = ("standard_static", "batched")  # schedules of context windows that are the same in every step
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
-
-
-def native_plan(
-    model: NativeModel,
-    part: Part,
-    options: SkipOptions,
-    *,
-    guidance: float,
-    branches: tuple[Branch, ...],
-    solver: str,
-    image: bool = False,
-) -> Plan:
-    """The plan of the whole run of which a sampler walks `part`. image: it starts from one (5B). Raises OptionError."""
-    own = part.whole[part.first : part.stop + 1]
-    plan = plan_part(
-        part,
-        task=model.name,
-        solver=f"ComfyUI {solver}",
-        shift=model.shift,
-        boundary=model.boundary if falls(own) else 0.0,
-        guidance=guidance,
-        branches=branches,
-    )
-    plan = with_stages(replace(plan, notes=(model.note,) if model.note else ()), options.stages, own)
-    if solver == "lcm" and replace(options, sparse=None, stages=()) != SkipOptions():
-        check_cacheable(solver, "the step cache")
-    curve = curve_of(model, image) if options.magcache is not None else None
-    distilled = model.path.name if model.path is not None and looks_distilled(model.path) else ""
-    return leave_out(sparsify(plan, options.sparse), options, curve, distilled=distilled, stand_in=True)
-
-
-def curve_of(model: NativeModel, image: bool = False) -> Curve | None:
-    """MagCache's, of a model. image: it starts from one (5B)."""
-    return None if model.task is None else find_curve(model.path, model.task.name, image=image)
 
 
 def cache_words(patcher: ModelPatcher, options: SkipOptions) -> str:
     """What a step cache with `options` does on a model, or why a run of 10 steps or more will be refused."""
     model = describe(patcher)
+    curve = None if model.task is None or not options.magcache else find_curve(model.path, model.task.name)
     try:
-        own, note = with_curve(options, curve_of(model) if options.magcache else None, model.name)
+        own, note = with_curve(options, curve, model.name)
     except OptionError as refused:  # by the sampler: the cache is off for few steps and distilled files, whatever it is
         own, note = options, str(refused)
     return skip_words(own) + f" ({note})" * bool(note)
-
-
-def plan_of_part(
-    model: NativeModel, sigmas: Sequence[float], whole: WholeRun, options: SkipOptions, **run: Any
-) -> Plan:
-    """The plan of the steps between `sigmas` alone; without a cache where they do not fall. run: as for `native_plan`.
-    Raises OptionError where there is no step."""
-    if falls(sigmas):
-        part = whole.place(sigmas, model.shift)
-        return cut(native_plan(model, part, options, **run), part)
-    if len(sigmas) < 2:
-        raise OptionError("sigmas without a step given: no sampler runs any, connect those of one that does")
-    uncached = SkipOptions(sparse=options.sparse, stages=options.stages)
-    plan = native_plan(model, Part(0, len(sigmas) - 1, len(sigmas) - 1, tuple(sigmas)), uncached, **run)
-    return plan if options == uncached else replace(plan, notes=(*plan.notes, rising_words(sigmas)))
 
 
 class StepCache:
@@ -134,20 +85,20 @@ class StepCache:
             report(f"step cache: every step is computed; {rising_words(own)}")
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         model = describe(guider.model_patcher)
-        part = self.whole.place(own, model.shift)
         solver = getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_")
         names = running(guider, solver.endswith("_cfg_pp"))
         mask = rest[0] if rest else named.get("denoise_mask")
-        planned = native_plan(
-            model,
-            part,
-            replace(self.options, stages=stages_of(guider.model_patcher)),
+        request = SamplerRequest(
+            sigmas=tuple(own),
+            whole=self.whole,
+            solver=solver,
             guidance=guider.cfg if names[1:] else 1.0,
             branches=BOTH if names[1:] else BOTH[:1],
-            solver=solver,
+            skip=replace(self.options, stages=stages_of(guider.model_patcher)),
+            windows=window_schedule(guider.model_options),
             image=mask is not None,
         )
-        plan = moving_windows(cut(planned, part), guider.model_options)
+        plan, part = build_sampler_plan(request, model)
         if not any(step.skipped for step in plan.steps):
             report("; ".join(["step cache: every step is computed", *plan.notes]))
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
@@ -179,19 +130,6 @@ def attach(patcher: ModelPatcher, cache: StepCache | None) -> None:
 def attached(patcher: ModelPatcher) -> StepCache | None:
     """The step cache of a model."""
     return next(iter(patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).get(KEY, [])), None)
-
-
-def moving_windows(plan: Plan, model_options: dict[str, Any]) -> Plan:
-    """`plan` without skipped steps where context windows move from step to step: a residual belongs to its window."""
-    handler = model_options.get("context_handler")
-    schedule = getattr(getattr(handler, "context_schedule", None), "name", None)
-    if handler is None or schedule in STATIC_WINDOWS or not any(step.skipped for step in plan.steps):
-        return plan
-    note = (
-        f"off: context windows of the schedule {schedule} move from step to step; {' and '.join(STATIC_WINDOWS)} stay"
-    )
-    steps = tuple(replace(step, action="compute", skipped=(), order=0) for step in plan.steps)
-    return replace(plan, steps=steps, notes=(*plan.notes, note))
 
 
 class CachedRun:

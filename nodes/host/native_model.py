@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -13,41 +12,16 @@ from torch import Tensor
 
 from wan_core.config import OptionError, SparseOptions
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import choose_task, family_of
-from wan_core.models.wan.families.family import Clues, Task
+from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families.family import Clues
 from wan_core.sampling.native.attention import NativeAttention
+from wan_core.sampling.native.plan import NativeModel
 
 from .native import check_wan, checkpoint_of
 from .native_beside import OVERRIDE
 
 IMAGE_DIM = 1280  # of the CLIP features that an image-to-video model of Wan 2.1 takes
 STATEFUL = ("CausalWanModel",)  # keep keys and values between forwards: no forward can be left out
-
-
-@dataclass(frozen=True)
-class NativeModel:
-    """A native model as it would be sampled, with the patches that change its noise schedule."""
-
-    variant: str  # its class: WanModel, VaceWanModel, ...
-    config: DiTConfig
-    task: Task | None  # None: a variant of which the engine has no task
-    path: Path | None  # its file, where ComfyUI says it
-    shift: float
-    note: str = ""  # what decided the task, where the tensors do not
-
-    @property
-    def name(self) -> str:
-        return self.variant if self.task is None else self.task.name
-
-    @property
-    def stages(self) -> bool:
-        """Whether steps may run at a smaller size."""
-        return self.task is not None and family_of(self.task).stages
-
-    @property
-    def boundary(self) -> float:
-        """Of two experts; 0 where one transformer runs every step."""
-        return 0.0 if self.task is None else self.task.boundary
 
 
 def describe(patcher: ModelPatcher) -> NativeModel:
@@ -92,3 +66,9 @@ def scheduler_names() -> list[str]:
 def sampler_sigmas(patcher: ModelPatcher, sampler: str, scheduler: str, steps: int, denoise: float) -> Tensor:
     """The sigmas with which ComfyUI's KSampler would run this model."""
     return KSampler(patcher, steps, torch.device("cpu"), sampler, scheduler, denoise).sigmas
+
+
+def window_schedule(model_options: dict[str, Any]) -> str | None:
+    """The name of the schedule of ComfyUI's context windows; None where there are none."""
+    handler = model_options.get("context_handler")
+    return None if handler is None else getattr(getattr(handler, "context_schedule", None), "name", "unknown")

@@ -194,3 +194,10 @@ def test_steps_that_do_not_read_the_driving_video(batched):
         found = denoise(plan, lambda _: model, given, noise, **options)
     assert difference(found, x) < 1e-5 and difference(always, x) > 1e-3
     assert sum(passed) == 1 and told == [2, 3, 2, 2, 2] and sum(told) == plan.forwards
+
+
+def test_passes_of_each_branch_are_no_skipped_forwards():
+    """A driving video without a text of its own takes a pass for each branch: of both numbers, forwards and all."""
+    one = skip_forwards(plan_for("animate2", steps=12), SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), None)
+    two = with_passes(one, own=False)
+    assert (two.forwards - one.forwards, two.unskipped - one.unskipped) == (1, 1) and two.saved > 0

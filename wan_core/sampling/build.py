@@ -1,8 +1,9 @@
-"""The one way from what a user asks for to the plan of a run: `build_plan`.
+"""The one way from what a user asks for to the plan of a run.
 
-The command line, worker processes and ComfyUI's nodes translate what they were given into a `PlanRequest`, and what
-the files say into `ModelFacts`. Both are numbers and names, so that a plan, or its refusal, needs no weights. Imports
-no torch.
+`build_plan` plans this engine's own loop: the command line, worker processes and nodes translate what they were given
+into a `PlanRequest`, and what the files say into `ModelFacts`. `build_sampler_plan` plans a run of ComfyUI's samplers
+on its own models, whose sigmas are known. Both apply one list of policies, `apply_policies`. All is numbers and names,
+so that a plan, or its refusal, needs no weights. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wan_core.config import ControlOptions, NagOptions, SkipOptions, WindowOptions
+from wan_core.config import ControlOptions, NagOptions, OptionError, SkipOptions, WindowOptions
 from wan_core.config.checks import check_size
 from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
@@ -19,12 +20,23 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Task
 from wan_core.models.wan.families.long_video import LongVideo, cut_video
-from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.cache.skipping import apply_policies, skip_forwards
 from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.control import with_control
 from wan_core.sampling.cutting import check_strength
 from wan_core.sampling.nag import with_nag
-from wan_core.sampling.plan import Plan
+from wan_core.sampling.native.plan import (
+    NativeModel,
+    Part,
+    WholeRun,
+    check_native,
+    cut,
+    falls,
+    plan_part,
+    rising_words,
+    without_moving_windows,
+)
+from wan_core.sampling.plan import Branch, Plan
 from wan_core.sampling.presets import preset_plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.window import Window
@@ -81,6 +93,24 @@ class PlanRequest:
     from_noise: bool = True
     front: int = 0
     beside: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerRequest:
+    """A run of one of ComfyUI's samplers, with what a WanCore node asks of it.
+
+    sigmas: one more than steps. whole: the run of which it walks a part. skip: `sparse` and `stages` among it, as the
+    model carries them. windows: the name of the schedule of ComfyUI's context windows. image: it starts from one (5B).
+    """
+
+    sigmas: tuple[float, ...]
+    whole: WholeRun = WholeRun()  # noqa: RUF009
+    solver: str
+    guidance: float
+    branches: tuple[Branch, ...]
+    skip: SkipOptions
+    windows: str | None = None
+    image: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,3 +188,32 @@ def latents_of(request: PlanRequest, facts: ModelFacts, long: LongVideo) -> tupl
     check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
     T = (longest - 1) // vae.temporal_stride + 1 + long.leading
     return T, height // vae.spatial_stride, width // vae.spatial_stride
+
+
+def build_sampler_plan(request: SamplerRequest, model: NativeModel) -> tuple[Plan, Part]:
+    """The plan of what a sampler runs, and where its steps are in the whole run. Raises OptionError, also where there
+    is no step. Nothing is skipped where sigmas do not fall, as in inversion."""
+    check_native(request.skip)
+    sigmas, skip, count = request.sigmas, request.skip, len(request.sigmas) - 1
+    if count < 1:
+        raise OptionError("sigmas without a step given: no sampler runs any, connect those of one that does")
+    if falls(sigmas):
+        part = request.whole.place(sigmas, model.shift)
+    else:
+        part, skip = Part(0, count, count, sigmas), SkipOptions(sparse=skip.sparse, stages=skip.stages)
+    plan = plan_part(
+        part,
+        task=model.name,
+        solver=f"ComfyUI {request.solver}",
+        shift=model.shift,
+        boundary=model.boundary if falls(sigmas) else 0.0,
+        guidance=request.guidance,
+        branches=request.branches,
+    )
+    plan = replace(plan, notes=(model.note,) if model.note else ())
+    plan = apply_policies(plan, skip, model.path, image=request.image, stand_in=True, part=sigmas)
+    if falls(sigmas):
+        plan = cut(plan, part)
+    elif skip != request.skip:
+        plan = replace(plan, notes=(*plan.notes, rising_words(sigmas)))
+    return without_moving_windows(plan, request.windows), part

@@ -30,7 +30,9 @@ def with_passes(plan: Plan, own: bool = True) -> Plan:
             passes = 0 if step.undriven or not begins else 1 if own or not both else 2
             steps.append(replace(step, passes=passes))
             before = step
-    return replace(plan, steps=tuple(steps))
+    more = sum(after.passes - before.passes for after, before in zip(steps, plan.steps, strict=True))
+    unskipped = None if plan.unskipped is None else plan.unskipped + more
+    return replace(plan, steps=tuple(steps), unskipped=unskipped)
 
 
 def drive_by_text(plan: Plan, positive: Sequence[bool], negative: Sequence[bool], key: str) -> Plan:

@@ -11,7 +11,7 @@ from pathlib import Path
 from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.config.command import command
 from wan_core.models.wan.families import check_sparse, check_stages
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.tasks import TASKS, find_task
 from wan_core.sampling.cache.adaptive import mark_adaptive
 from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.guidance import schedule_guidance
@@ -54,38 +54,59 @@ def skip_forwards(
     loras: Sequence[Path] = (),
     stand_in: bool = False,
 ) -> Plan:
-    """The part of `plan` that is to run, with `options` applied to the whole: the sizes of the steps, sparse attention
-    and `leave_out`, with the model's own files; and with forwards over a driving video.
-
-    Those are the sparse budgets beside the checkpoints, and the MagCache curve beside the checkpoint or published for
-    the task. File names tell whether the weights are step-distilled.
-
-    checkpoint: of the high-noise expert or only transformer; low: of the low-noise expert. image: the video starts
-    from an image (TI2V). loras: LoRA files of both experts. stand_in: as for `leave_out`. Raises OptionError, also for
-    what the models of the task cannot do.
-    """
+    """The part of `plan` that is to run, with `apply_policies` for the whole, and with forwards over a driving video.
+    Raises OptionError, also for what the models of the task cannot do."""
     if options is None:
         return with_passes(cut_plan(plan))
-    task = find_task(plan.task)
-    if options.stages:
-        check_stages(task)
-    plan = with_stages(plan, options.stages)
-    everything = with_passes(cut_plan(plan)).forwards
-    if options.sparse is not None:
-        if options.sparse.sparsity:
-            check_sparse(task)
-        keeps = find_keeps(plan, options.sparse, checkpoint, low) if options.sparse.budgets else {}
-        plan = sparsify(plan, options.sparse, keeps)
-    curve = find_curve(checkpoint, plan.task, image=image) if options.magcache else None
-    distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
-    plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]), stand_in=stand_in)
-    if options.stages:  # what is kept of one size is of no use at another
-        plan = replace(plan, steps=without_lost_sources(plan.steps))
+    everything = with_passes(cut_plan(with_stages(plan, options.stages))).forwards
+    files = {"image": image, "loras": loras, "stand_in": stand_in}
+    plan = apply_policies(plan, options, checkpoint, low, **files)
     part = with_passes(cut_plan(plan))
     if part.before and (plan.stages or plan.sparse is not None):
         said = f"steps in these notes are those of the whole schedule: this run begins at its step {len(part.before)}"
         part = replace(part, notes=(*part.notes, said))
     return replace(part, unskipped=everything)
+
+
+def apply_policies(
+    plan: Plan,
+    options: SkipOptions,
+    checkpoint: Path | None,
+    low: Path | None = None,
+    *,
+    image: bool = False,
+    loras: Sequence[Path] = (),
+    stand_in: bool = False,
+    part: Sequence[float] | None = None,
+) -> Plan:
+    """`plan` with the sizes of the steps, sparse attention and `leave_out`, with the model's own files.
+
+    Those are the sparse budgets beside the checkpoints, and the MagCache curve beside the checkpoint or published for
+    the task. File names tell whether the weights are step-distilled.
+
+    checkpoint: of the high-noise expert or only transformer; low: of the low-noise expert. image: the video starts
+    from an image (TI2V). loras: LoRA files of both experts. stand_in: as for `leave_out`. part: sigmas of a ComfyUI
+    sampler, which walks a part of `plan` with a model of any variant. Raises OptionError.
+    """
+    task = TASKS.get(plan.task)
+    if part is None and options.stages:
+        check_stages(find_task(plan.task))
+    plan = with_stages(plan, options.stages, part)
+    if part is None and options.sparse is not None:
+        if options.sparse.sparsity:
+            check_sparse(find_task(plan.task))
+        keeps = find_keeps(plan, options.sparse, checkpoint, low) if options.sparse.budgets else {}
+        plan = sparsify(plan, options.sparse, keeps)
+    else:
+        plan = sparsify(plan, options.sparse)
+    if plan.solver == "ComfyUI lcm" and replace(options, sparse=None, stages=()) != SkipOptions():
+        check_cacheable("lcm", "the step cache")
+    curve = find_curve(checkpoint, plan.task, image=image) if options.magcache and task is not None else None
+    distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
+    plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]), stand_in=stand_in)
+    if part is None and options.stages:  # what is kept of one size is of no use at another
+        plan = replace(plan, steps=without_lost_sources(plan.steps))
+    return plan
 
 
 def check_cacheable(solver: str, name: str) -> None:

@@ -12,14 +12,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isclose
+from pathlib import Path
 
 from wan_core.config import OptionError, SkipOptions
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.family import Task
 from wan_core.sampling.cutting import without_lost_sources
 from wan_core.sampling.native.schedule import SchedulePart, find_part, unshifted
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
 from wan_core.sampling.schedules import shifted
 
+STATIC_WINDOWS = ("standard_static", "batched")  # schedules of context windows that are the same in every step
 CLOSE = 1e-4  # relative; sigmas travel as float32 and pass through samplers' own arithmetic
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """A model of ComfyUI as it would be sampled, with the patches that change its noise schedule.
+
+    variant: the name of its class. task: None for a variant of which the engine has none. path: its file, where ComfyUI
+    says it. note: what decided the task, where the tensors do not.
+    """
+
+    variant: str
+    config: DiTConfig
+    task: Task | None
+    path: Path | None
+    shift: float
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.variant if self.task is None else self.task.name
+
+    @property
+    def stages(self) -> bool:
+        """Whether steps may run at a smaller size."""
+        return self.task is not None and family_of(self.task).stages
+
+    @property
+    def boundary(self) -> float:
+        """The boundary of two experts; 0 where one transformer runs every step."""
+        return 0.0 if self.task is None else self.task.boundary
 
 
 @dataclass(frozen=True)
@@ -160,6 +195,18 @@ def cut(plan: Plan, part: Part) -> Plan:
     forecast uses as many as there are."""
     steps = without_lost_sources(tuple(step for step in plan.steps if part.first <= step.index < part.stop))
     return replace(plan, steps=steps, unskipped=sum(step.unskipped for step in steps))
+
+
+def without_moving_windows(plan: Plan, schedule: str | None) -> Plan:
+    """`plan` without skipped steps where context windows move from step to step: a residual belongs to its window.
+    schedule: the name of that of ComfyUI's context windows; None: there are none."""
+    if schedule is None or schedule in STATIC_WINDOWS or not any(step.skipped for step in plan.steps):
+        return plan
+    note = (
+        f"off: context windows of the schedule {schedule} move from step to step; {' and '.join(STATIC_WINDOWS)} stay"
+    )
+    steps = tuple(replace(step, action="compute", skipped=(), order=0) for step in plan.steps)
+    return replace(plan, steps=steps, notes=(*plan.notes, note))
 
 
 def with_evaluations(plan: Plan, solver: str, sigmas: Sequence[float] | None) -> Plan:
