@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.comfy_files import EXPERTS, IMAGE, TEXT, VAE, expert_file, lora_file
-from benchmarks.comfyui import Graph
+from benchmarks.comfyui import Graph, node
 
 NEGATIVE = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留"
@@ -52,10 +52,6 @@ class Job:
     @property
     def size(self) -> str:
         return f"{self.width}x{self.height}x{self.frames}"
-
-
-def node(kind: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": kind, "inputs": inputs}
 
 
 def native_graph(

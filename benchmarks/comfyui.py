@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wan_core.config import OptionError
+
 PACK = Path(__file__).resolve().parents[1]
 PATIENCE = 120.0  # seconds for anything: a busy machine is slow, not broken
 # On a CPU one thread: two that wait for each other on a busy machine take ten times as long. Large blocks of memory
@@ -29,6 +31,18 @@ PATIENCE = 120.0  # seconds for anything: a busy machine is slow, not broken
 QUIET = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "WANCORE_ALLOW_CPU_WORKERS": "1"}
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Graph = dict[str, dict[str, Any]]
+
+
+def node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def find_checkout(given: Path | None = None) -> Path:
+    """The folder of ComfyUI: `given`, or COMFYUI_PATH, or ~/comfy/ComfyUI. Raises OptionError where there is none."""
+    path = given or Path(os.environ.get("COMFYUI_PATH", "~/comfy/ComfyUI")).expanduser()
+    if not (path / "main.py").is_file():
+        raise OptionError(f"no ComfyUI at {path}: name its folder with COMFYUI_PATH or, where there is one, --checkout")
+    return path
 
 
 def python_of(checkout: Path) -> str:

@@ -47,7 +47,7 @@ from benchmarks import server_times
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import EXPERTS, write_expert, write_image, write_loras, write_text_encoder, write_vae
 from benchmarks.comfy_graphs import Job, native_graph, our_graph, with_defaults
-from benchmarks.comfyui import ComfyUI, Graph, Run, make_base, without_page
+from benchmarks.comfyui import ComfyUI, Graph, Run, find_checkout, make_base, without_page
 from benchmarks.everyday_sides import (
     ACCELERATED,
     ATTACHED,
@@ -119,9 +119,7 @@ def everyday_rows(
 @contextmanager
 def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[Path, Path]]:
     """The checkout of ComfyUI and a base folder for its servers. Files in `scratch` are kept and used again."""
-    found = checkout or Path(os.environ.get("COMFYUI_PATH", "~/comfy/ComfyUI")).expanduser()
-    if not (found / "main.py").is_file():
-        raise OptionError(f"no ComfyUI at {found}: name its folder with --checkout or COMFYUI_PATH")
+    found = find_checkout(checkout)
     if scratch is not None and not scratch.is_dir():
         raise OptionError(f"--scratch {scratch} is no folder: make it, or leave it out")
     with tempfile.TemporaryDirectory(prefix="wancore-everyday-", dir=scratch) as temporary:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.comfyui import QUIET, Client, ComfyUI, Graph, Refused, Run, make_base, python_of
+from benchmarks.comfyui import QUIET, Client, ComfyUI, Graph, Refused, Run, find_checkout, make_base, python_of
+from wan_core.config import OptionError
 
 __all__ = [
     "QUIET",
@@ -28,10 +29,10 @@ __all__ = [
 
 def find_comfyui(default: str = "~/comfy/ComfyUI", variable: str = "COMFYUI_PATH") -> Path:
     """The checkout, or skip the test."""
-    path = Path(os.environ.get(variable, default)).expanduser()
-    if not (path / "main.py").is_file():
-        pytest.skip(f"no ComfyUI at {path}: set {variable}")
-    return path
+    try:
+        return find_checkout(Path(os.environ.get(variable, default)).expanduser())
+    except OptionError as absent:
+        pytest.skip(f"{absent} ({variable})")
 
 
 def what_checks_found(script: str, checkout: Path) -> dict[str, str]:

@@ -23,13 +23,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.processes import parents, ranks_below
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 HEADER = "| fault | when | exit | message | files left | next run writes |\n|---|---|---|---|---|---|\n"
 GENERATE = ["generate", "--model", "tiny", "--prompt", "a red circle moving right on a blue background"]
 GENERATE += ["--size", "128x96", "--frames", "17", "--steps", "6", "--out", "x.mp4"]
-RANKS = ["--gpus", "cpu,cpu", "--mesh", "1x1x2", "--step-timeout", "8"]
+RANKS = ("--gpus", "cpu,cpu", "--mesh", "1x1x2", "--step-timeout", "8")
 SECONDS = 240.0  # a run that takes longer hangs
 
 
@@ -66,15 +68,13 @@ def send(number: int) -> Callable[[int], None]:
     return lambda pid: os.kill(pid, number)
 
 
-def below(pid: int) -> list[int]:
-    """The children of `pid` and theirs, parents first."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for one in children for child in (one, *map(str, below(int(one))))]
-
-
 def to_rank(index: int, number: int) -> Callable[[int], None]:
-    """Send a signal to the supervisor (index 0) or a rank."""
-    return lambda pid: os.kill(below(pid)[index], number)
+    return lambda pid: os.kill(ranks_below(pid)[index], number)
+
+
+def to_supervisor(number: int) -> Callable[[int], None]:
+    """Send a signal to the process that started the ranks."""
+    return lambda pid: os.kill(parents()[ranks_below(pid)[0]], number)
 
 
 def faults() -> Iterator[Fault]:
@@ -82,14 +82,15 @@ def faults() -> Iterator[Fault]:
         for name, number in (("Ctrl+C", signal.SIGINT), ("SIGTERM", signal.SIGTERM), ("SIGKILL", signal.SIGKILL)):
             yield Fault(name, moment, when, send(number))
     denoising = MOMENTS["denoising"]
-    for name, index in (("the supervisor", 0), ("rank 0", 1), ("rank 1", 2)):
-        yield Fault(f"SIGKILL to {name}", "denoising", denoising, to_rank(index, signal.SIGKILL), (*RANKS,))
-    yield Fault("SIGSTOP to rank 1", "denoising", denoising, to_rank(2, signal.SIGSTOP), (*RANKS,))
-    yield Fault("SIGKILL to the program", "denoising, two ranks", denoising, send(signal.SIGKILL), (*RANKS,))
+    yield Fault("SIGKILL to the supervisor", "denoising", denoising, to_supervisor(signal.SIGKILL), RANKS)
+    for rank in (0, 1):
+        yield Fault(f"SIGKILL to rank {rank}", "denoising", denoising, to_rank(rank, signal.SIGKILL), RANKS)
+    yield Fault("SIGSTOP to rank 1", "denoising", denoising, to_rank(1, signal.SIGSTOP), RANKS)
+    yield Fault("SIGKILL to the program", "denoising, two ranks", denoising, send(signal.SIGKILL), RANKS)
     yield Fault("full disk", "before the work", limit=0)
     yield Fault("full disk", "keeping latents: the video fits", limit=45_000)
     yield Fault("full disk", "keeping latents and writing the video", limit=1000)
-    yield Fault("full disk", "keeping latents, two ranks", arguments=(*RANKS,), limit=45_000)
+    yield Fault("full disk", "keeping latents, two ranks", arguments=RANKS, limit=45_000)
     yield Fault("folder that cannot be written", "before the work", arguments=("--out", "/proc/x.mp4"))
     yield Fault("folder that does not exist", "before the work", arguments=("--report", "missing/x.json"))
     yield Fault("second run with the same name", "denoising", denoising)

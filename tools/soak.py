@@ -3,7 +3,7 @@
     python -m tools.soak                                     # 1,000 prompts, then 200 with two workers on the CPU
     python -m tools.soak --prompts 30 --worker-prompts 0     # a short one
 
-The server is started from COMFYUI_PATH (see tests/comfyui.py) with --cache-classic: by default ComfyUI keeps the
+The server is started from COMFYUI_PATH (see benchmarks/comfyui.py) with --cache-classic: by default ComfyUI keeps the
 results of earlier prompts while memory is free. Its list of finished prompts is cleared, as it grows with every prompt.
 The exit code is 1 if memory changes, if a file, thread or process is left over, if an output cannot be read or if a
 prompt ends in another way than it must.
@@ -24,15 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.comfyui import Client, ComfyUI, Refused, Run, find_comfyui, make_base
-from tests.launched import below, parents, ranks_below, wait_until
-from tools.process_state import State, hidden, look, mapped_memory, resident
+from benchmarks.comfyui import Client, ComfyUI, Refused, Run, find_checkout, make_base
+from tools.processes import State, below, hidden, look, mapped_memory, parents, ranks_below, resident, wait_until
 from tools.soak_prompts import Prompt, make_files, prompts
+from wan_core.config import OptionError
 from wan_core.media.video import read_video
 from wan_lab.results import envelope, result_path, write_result
 
@@ -215,7 +214,7 @@ def soak(name: str, count: int, options: argparse.Namespace, workers: bool) -> t
         make_files(base)
         (base / "tmp").mkdir()
         begun = time.monotonic()
-        server = ComfyUI(find_comfyui(), base, {"TMPDIR": str(base / "tmp")}, ["--cache-classic"])
+        server = ComfyUI(find_checkout(), base, {"TMPDIR": str(base / "tmp")}, ["--cache-classic"])
         observed, before = Observed(server), None
         try:
             for number, prompt in enumerate(prompts(count, options.seed, workers), 1):
@@ -289,8 +288,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        find_comfyui()
-    except pytest.skip.Exception as absent:
+        find_checkout()
+    except OptionError as absent:
         sys.exit(f"tools.soak: {absent}")
     rows, violations = [], []
     for name, count, workers in (

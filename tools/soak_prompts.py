@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from tests.comfyui import Graph
-from tests.nodes.test_nodes_comfy import TINY_I2V, loaders, node, sampler
-from tests.nodes.test_nodes_lora import write_lora
+from benchmarks.comfyui import Graph
+from tools.embedded_graphs import TINY_I2V, loaders, node, sampler, write_lora
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.pipeline.embedded import COLOURS, MOTIONS, SHAPES, parse_caption
 from wan_lab.shapes import draw

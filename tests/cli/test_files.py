@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from tests import forked
-from tests.launched import below
+from tools.processes import below
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.latents import load_latents
 from wan_core.cli import main

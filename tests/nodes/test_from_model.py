@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.comfy_graphs import with_defaults
 from tests.comfyui import ComfyUI, Graph, Run, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import node
+from tools.embedded_graphs import node
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.models.wan.config import DiTConfig

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.comfyui import ComfyUI, Graph, Run, find_newer_comfyui, make_base
-from tests.nodes.test_nodes_comfy import CAPTION, TINY, node
+from tools.embedded_graphs import CAPTION, TINY, node
 from wan_core.checkpoint.random import random_module
 from wan_core.models.wan.config import DiTConfig
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import SMALL, node, text_to_video
+from tools.embedded_graphs import SMALL, node, text_to_video
 
 pytestmark = pytest.mark.comfy
 

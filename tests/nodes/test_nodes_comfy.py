@@ -15,7 +15,18 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.comfyui import Client, ComfyUI, Graph, Refused, Run, find_comfyui, make_base
+from tests.comfyui import Client, ComfyUI, Refused, Run, find_comfyui, make_base
+from tools.embedded_graphs import (
+    CAPTION,
+    SMALL,
+    TINY,
+    TINY_I2V,
+    image_to_video,
+    loaders,
+    node,
+    small,
+    text_to_video,
+)
 from wan_core.checkpoint import save
 from wan_core.checkpoint.random import random_module
 from wan_core.media.video import read_video
@@ -27,9 +38,6 @@ from wan_lab.shapes import draw
 
 pytestmark = pytest.mark.comfy
 
-CAPTION = "a red circle moving right on a blue background"
-TINY, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
-SMALL = {"width": 48, "height": 48, "frames": 5}  # where only the machinery matters
 SCHEMAS = Path(__file__).parent / "node_schemas.json"
 
 # A second pack, for what cannot be had otherwise: a VAE that runs out of memory.
@@ -106,72 +114,6 @@ def make_ti2v(base: Path) -> None:
         path = base / "models" / name
         path.parent.mkdir(exist_ok=True)
         save(random_module(config, device=torch.device("cpu"), dtype=torch.float32, seed=0), path)
-
-
-# -------------------------------------------------------------------------------------------------------------- graphs
-
-
-def node(kind: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": kind, "inputs": inputs}
-
-
-def sampler(**changed: Any) -> dict[str, Any]:
-    own = {"steps": 0, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guidance_low": 0.0, "solver": "unipc"}
-    links = {"model": ["model", 0], "positive": ["text", 0], "negative": ["text", 1], "latent": ["size", 0]}
-    return node("WanCoreSampler", **{**links, "seed": 1, **own, "guidance_mode": "auto", **changed})
-
-
-def loaders(high: str = TINY, low: str = TINY) -> Graph:
-    """As prompts were saved before the model loader had more inputs: those must go on working."""
-    return {
-        "model": node(
-            "WanCoreModelLoader", high=high, low=low, precision="checkpoint", attention="auto", residency="auto"
-        ),
-        "encoder": node("WanCoreTextEncoderLoader", text_encoder=TINY, precision="checkpoint"),
-        "vae": node("WanCoreVAELoader", vae=TINY, precision="auto"),
-        "text": node("WanCoreTextEncode", clip=["encoder", 0], positive=CAPTION, negative=""),
-    }
-
-
-def save_nodes(images: list[Any]) -> Graph:
-    return {
-        "video": node("CreateVideo", images=images, fps=8),
-        "save": node("SaveVideo", video=["video", 0], filename_prefix="test", format="auto", codec="auto"),
-    }
-
-
-def text_to_video(size: dict[str, int] | None = None, **sampling: Any) -> Graph:
-    size = size or {"width": 96, "height": 96, "frames": 17}
-    return {
-        **loaders(),
-        "size": node("WanCoreEmptyLatent", **size, latent_type="Wan 2.1 VAE (A14B, tiny)"),
-        "sampler": sampler(**sampling),
-        "decode": node("WanCoreVAEDecode", vae=["vae", 0], latent=["sampler", 0], tiling="auto", report=["sampler", 1]),
-        **save_nodes(["decode", 0]),
-    }
-
-
-def small(**sampling: Any) -> Graph:
-    return text_to_video(SMALL, **{"steps": 2, **sampling})
-
-
-def image_to_video() -> Graph:
-    return {
-        **text_to_video(),
-        **loaders(TINY_I2V, TINY_I2V),
-        "picture": node("LoadImage", image="first.png"),
-        "size": node(
-            "WanCoreImageToVideo",
-            positive=["text", 0],
-            negative=["text", 1],
-            vae=["vae", 0],
-            width=96,
-            height=96,
-            frames=17,
-            first_image=["picture", 0],
-        ),
-        "sampler": sampler(positive=["size", 0], negative=["size", 1], latent=["size", 2]),
-    }
 
 
 def assert_comes_true(path: Path) -> None:

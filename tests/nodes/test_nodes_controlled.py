@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tests.animate_references import draw_weights
 from tests.comfy_control_clip import VACE
 from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import node
 from tests.nodes.test_nodes_driven import smooth
 from tests.nodes.test_workflows import api_form
 from tests.pipeline.test_clips import HEIGHT, WIDTH, drawn
+from tools.embedded_graphs import node
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import ControlOptions, LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.animate_references import draw_weights
 from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import node
 from tests.nodes.test_nodes_wan21 import write_vision
 from tests.nodes.test_workflows import api_form
 from tests.nodes.unrolled_loop import of_kind, unrolled
 from tests.pipeline.test_clips import CONFIGS, HEIGHT, WIDTH, drawn
+from tools.embedded_graphs import node
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, Request
 from wan_core.media.mp4 import write_mp4

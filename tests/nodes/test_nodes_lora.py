@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.comfyui import ComfyUI, Graph, Refused, Run, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import SMALL, loaders, node, sampler
-from wan_core.checkpoint import open_checkpoint
+from tools.embedded_graphs import LINEARS, SMALL, loaders, node, sampler, write_lora
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.pipeline.sources import TINY
 
 pytestmark = pytest.mark.comfy
 
@@ -93,25 +90,6 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     server.stop()
 
 
-SHAPES = {
-    name.removesuffix(".weight"): info.shape
-    for name, info in open_checkpoint(TINY / "t2v_high.safetensors").tensors.items()
-    if name.startswith("blocks.") and name.endswith(".weight") and len(info.shape) == 2
-}
-LINEARS = len(SHAPES)
-
-
-def write_lora(path: Path, seed: int) -> None:
-    """In kohya's spelling, on every linear of the embedded model's blocks."""
-    draw = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, (n, k) in SHAPES.items():
-        flat = "lora_unet_" + name.replace(".", "_")
-        state[f"{flat}.lora_down.weight"] = torch.randn(4, k, generator=draw) * k**-0.5
-        state[f"{flat}.lora_up.weight"] = torch.randn(n, 4, generator=draw) * 0.3
-    write_safetensors(state, path, {})
-
-
 def lora(model: str = "model", **inputs: Any) -> dict[str, Any]:
     numbers = {"high": "style.safetensors", "strength_high": 1.0, "low": "the file above", "strength_low": 1.0}
     return node("WanCoreLoRA", model=[model, 0], **{**numbers, **inputs})
@@ -148,7 +126,7 @@ def test_another_strength_and_no_lora_load_nothing_again(comfy: ComfyUI) -> None
     half = facts(comfy.run(graph(lora(strength_high=0.5, strength_low=0.5))))
     none = facts(comfy.run(graph(lora(strength_high=0.0, strength_low=0.0))))
     assert plain["modules"] == full["modules"] == half["modules"] == none["modules"]
-    assert full["merged"] == [LINEARS, LINEARS] and plain["merged"] == none["merged"] == [0, 0]
+    assert full["merged"] == [len(LINEARS), len(LINEARS)] and plain["merged"] == none["merged"] == [0, 0]
     assert full["attached"] == [0, 0]
     assert len({full["sum"], half["sum"], plain["sum"]}) == 3
     assert none["sum"] == plain["sum"]
@@ -163,7 +141,7 @@ def test_a_loader_that_attaches(comfy: ComfyUI) -> None:
     run = comfy.run(made)
     attached = facts(run)
     assert "attached: asked for" in run.outputs["lora0"]["text"][0]
-    assert attached["attached"] == [LINEARS, LINEARS] and attached["merged"] == [0, 0]
+    assert attached["attached"] == [len(LINEARS), len(LINEARS)] and attached["merged"] == [0, 0]
     assert attached["sum"] == pytest.approx(merged["sum"], rel=1e-3)
 
 
@@ -172,7 +150,7 @@ def test_nodes_are_chained_and_experts_are_told_apart(comfy: ComfyUI) -> None:
     first = facts(comfy.run(graph(lora())))
     high = facts(comfy.run(graph(lora(low="none"))))
     assert len({both["sum"], first["sum"], high["sum"]}) == 3
-    assert both["merged"] == [LINEARS, LINEARS] and high["merged"] == [LINEARS, 0]
+    assert both["merged"] == [len(LINEARS), len(LINEARS)] and high["merged"] == [len(LINEARS), 0]
 
 
 def test_a_distilled_lora_brings_its_settings(comfy: ComfyUI) -> None:
@@ -247,7 +225,7 @@ def test_weights_that_stream_take_loras(comfy: ComfyUI) -> None:
     with_one = facts(comfy.run(with_room(graph(lora(), seed=21), 0)))
     plain = facts(comfy.run(with_room(graph(seed=21), 0)))
     streamed = facts(comfy.run(with_room(graph(lora(), seed=21), NARROW)))
-    assert streamed["resident_blocks"] is not None and streamed["merged"] == [None, LINEARS]
+    assert streamed["resident_blocks"] is not None and streamed["merged"] == [None, len(LINEARS)]
     assert streamed["sum"] == pytest.approx(with_one["sum"], rel=1e-9)
     without = facts(comfy.run(with_room(graph(seed=21), NARROW)))
     assert without["merged"] == [None, 0] and without["sum"] == pytest.approx(plain["sum"], rel=1e-9)

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from tests.comfyui import Client, ComfyUI, Graph, Refused, find_comfyui, make_base
-from tests.launched import below, ranks_below, wait_until_gone
-from tests.nodes.test_nodes_comfy import node, small, text_to_video
 from tests.nodes.test_workflows import api_form, caption_behind, on_cpu_workers
+from tools.embedded_graphs import node, small, text_to_video
+from tools.processes import below, ranks_below, wait_until_gone
 from wan_core.media.video import read_video
 from wan_lab.metrics import judge
 

@@ -18,8 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.comfyui import Client, ComfyUI, Graph, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import TINY_I2V, loaders, node, sampler
 from tests.nodes.test_workflows import api_form
+from tools.embedded_graphs import TINY_I2V, loaders, node, sampler
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.pipeline.sources import TINY
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.comfyui import ComfyUI, Graph, Refused, Run, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import CAPTION, TINY_I2V, image_to_video, node, small
+from tools.embedded_graphs import CAPTION, TINY_I2V, image_to_video, node, small
 
 pytestmark = pytest.mark.comfy
 

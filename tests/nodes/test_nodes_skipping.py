@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import SMALL, TINY, loaders, node, sampler
+from tools.embedded_graphs import SMALL, TINY, loaders, node, sampler
 from wan_core.pipeline.sources import TINY as FILES
 from wan_core.sampling.cache.curves import read_curve
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from tests import s2v_loop as loop
 from tests.animate_references import draw_weights
 from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import node
 from tests.nodes.test_workflows import api_form
 from tests.pipeline.test_sound_clips import write_wav
+from tools.embedded_graphs import node
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, Request
 from wan_core.media.sound import read_sound

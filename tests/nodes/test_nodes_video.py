@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import FAULTS, SMALL, assert_comes_true, node, text_to_video
+from tests.nodes.test_nodes_comfy import FAULTS, assert_comes_true
+from tools.embedded_graphs import SMALL, node, text_to_video
 from wan_core.media.video import read_video
 
 pytestmark = pytest.mark.comfy

@@ -17,9 +17,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import node
 from tests.nodes.test_workflows import api_form
 from tests.pipeline.test_wan21 import IMAGE_TO_VIDEO, written
+from tools.embedded_graphs import node
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.comfyui import find_comfyui
-from tools.process_state import State, look, mapped_memory
+from tools.processes import State, look, mapped_memory
 from tools.soak import Observed, check_memory, check_outputs, check_state, main
 from tools.soak_prompts import TURNS, WORKFLOWS, Prompt, prompts
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.launched import below, open_no_more_files, ranks_below, wait_until, wait_until_gone
+from tools.processes import below, open_no_more_files, ranks_below, wait_until, wait_until_gone
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.workers.client import RemoteProgress, generate

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from tests.forked import Forked, forking
-from tests.launched import below, memory_of, open_no_more_files, wait_until, wait_until_gone
+from tools.processes import below, memory_of, open_no_more_files, wait_until, wait_until_gone
 from wan_core import load_text_encoder, load_vae, make_plan
 from wan_core.checkpoint import save
 from wan_core.checkpoint.latents import load_latents

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.forked import Forked, forking
-from tests.launched import below, wait_until_gone
+from tools.processes import below, wait_until_gone
 from wan_core.cli import main
 from wan_core.config import LoadOptions, Request
 from wan_core.media.video import read_metadata, read_video

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import forking
-from tests.launched import below
+from tools.processes import below
 from wan_core.config import LoadOptions, Request
 from wan_core.workers.client import generate
 from wan_core.workers.launcher import Workers

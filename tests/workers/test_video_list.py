@@ -1,5 +1,5 @@
 """Lists of videos: shared out over makers, claimed against other programs, made again where a rank is lost, and never
-twice. `tools/video_list.py` does the same with 64 videos on four ranks."""
+twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.forked import forking
-from tests.launched import parents, wait_until
+from tools.processes import parents, wait_until
 from wan_core.cli import main
 from wan_core.cli.prompt_file import SAME_RESULT, key_of
 from wan_core.config import LoadOptions, OptionError, Request, claims
