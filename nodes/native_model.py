@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wan_core.checkpoint import Checkpoint
-from wan_core.checkpoint.attention_preferences import SUFFIX as PREFERENCE
+from wan_core.checkpoint.comfyui_tensors import SUFFIX as PREFERENCE
 from wan_core.checkpoint.opened import TensorInfo
 from wan_core.config import OptionError, WindowOptions
 from wan_core.pipeline.native_patches import PREFIX, Patches

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from wan_core.checkpoint.errors import CheckpointError
+from wan_core.checkpoint.opened import CheckpointError
 from wan_core.execution.memory.residency import tensors_of
 
 log = logging.getLogger("WanCore")

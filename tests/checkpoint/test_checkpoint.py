@@ -28,7 +28,7 @@ from wan_core.checkpoint import (
     open_checkpoint,
     save,
 )
-from wan_core.checkpoint.layouts_text import hf_text_names
+from wan_core.checkpoint.layouts import hf_text_names
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import OptionError

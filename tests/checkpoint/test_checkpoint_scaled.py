@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import CheckpointError, load_dit, load_text_encoder, save
-from wan_core.checkpoint.layouts_text import _BLOCK_MODULES
+from wan_core.checkpoint.layouts import _BLOCK_MODULES
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.test_lora import LINEARS, lora_of, relative, shapes, wanted
-from wan_core.checkpoint import load_dit, merge
-from wan_core.checkpoint.lora.change import Change
+from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.lora import merge
+from wan_core.checkpoint.lora.merge import Change
 from wan_core.checkpoint.save import save
 from wan_core.config import LoadOptions, LoraOptions, Request
 from wan_core.execution.graphs import GraphedBlocks

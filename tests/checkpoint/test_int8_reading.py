@@ -16,8 +16,8 @@ from tests.int8_files import FORMATS, HOLD, NAMES, SMALL, stored
 from tests.pipeline.test_host_planning import mappings
 from wan_core.checkpoint import load_dit, open_checkpoint, staged
 from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.lora.read import read_lora
-from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.opened import from_state_dict
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.checkpoint.staged import Reading

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.load import StoredValues
-from wan_core.checkpoint.lora.change import Change
+from wan_core.checkpoint.lora.merge import Change
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import UMT5EncoderModel
 
 from tests.reference_models import transformers_encoder
-from wan_core.checkpoint.layouts_text import expected_shapes, hf_text_names, text_config
+from wan_core.checkpoint.layouts import expected_shapes, hf_text_names, text_config
 from wan_core.cli import doctor
 from wan_core.config.limits import MAX_TOKENIZER
 from wan_core.models.text.config import UMT5_XXL, TextConfig

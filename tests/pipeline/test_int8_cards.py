@@ -17,7 +17,7 @@ from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
 from tests.int8_files import HOLD, NAMES, SMALL, inputs, stored
 from tests.pipeline.test_host_planning import mappings
 from wan_core.checkpoint import Checkpoint, load_dit, load_text_encoder, load_vae
-from wan_core.checkpoint.descriptions import METADATA_KEY
+from wan_core.checkpoint.comfyui_tensors import METADATA_KEY
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.microscaled import with_packed

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wan_core.checkpoint import merge
-from wan_core.checkpoint.lora.change import Change
-from wan_core.checkpoint.merge import Ahead
+from wan_core.checkpoint.lora import merge
+from wan_core.checkpoint.lora.merge import Ahead, Change
 from wan_core.ops.kernels.formats import FP8, Quantized
 
 

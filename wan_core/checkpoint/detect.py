@@ -17,13 +17,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from wan_core.checkpoint import unsupported as foreign
-from wan_core.checkpoint.attention_preferences import SUFFIX as ATTENTION
-from wan_core.checkpoint.errors import CheckpointError, counted, listing
-from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout
-from wan_core.checkpoint.layouts_text import expected_shapes as text_shapes
-from wan_core.checkpoint.layouts_text import text_config
+from wan_core.checkpoint.comfyui_tensors import SUFFIX as ATTENTION
+from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, text_config
+from wan_core.checkpoint.layouts import expected_shapes as text_shapes
 from wan_core.checkpoint.layouts_vae import vae_config
-from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import find_scales
 from wan_core.models.text.config import TextConfig

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.detect import TOKENIZER, Detected
-from wan_core.checkpoint.errors import CheckpointError
-from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.wan.families.shapes import number
 

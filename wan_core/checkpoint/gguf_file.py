@@ -23,8 +23,16 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import gguf_tokenizer
-from wan_core.checkpoint.errors import CheckpointError, listing
-from wan_core.checkpoint.opened import Checkpoint, Read, TensorInfo, check_names, part_name, short_path
+from wan_core.checkpoint.opened import (
+    Checkpoint,
+    CheckpointError,
+    Read,
+    TensorInfo,
+    check_names,
+    listing,
+    part_name,
+    short_path,
+)
 from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS, map_file
 from wan_core.config.limits import MAX_HEADER, MAX_TENSORS
 from wan_core.ops.kernels.gguf_blocks import FORMATS

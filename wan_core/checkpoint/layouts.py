@@ -1,9 +1,11 @@
 """Key tables: which file name means which official name.
 
 A layout is a function `names -> {file name: official name} | None`: None when the names are not in this layout,
-otherwise every name that it knows. Names it leaves out are reported by `detect` as unexpected, official names it
+otherwise every name that it knows. `detect` reports names it leaves out as unexpected, and official names it
 leaves unreached as missing. Official names are those of the Wan 2.2 repository, which are also the parameter names of
-our modules. The tables of transformers are their families' (`wan_core.models.wan.families`).
+our modules. The tables of transformers are their families' (`wan_core.models.wan.families`), that of VAEs is
+`layouts_vae`. Diffusers folders and ComfyUI's files name a UMT5 encoder's tensors as Hugging Face's `UMT5EncoderModel`
+does; they are translated by the tables below.
 
 `LAYOUTS` is tried in order. A prefix common to all names (`model.diffusion_model.`, `vae.`) is taken off before, for
 any kind. Source: Wan2.2/wan/modules/*.py.
@@ -12,12 +14,185 @@ any kind. Source: Wan2.2/wan/modules/*.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-from wan_core.checkpoint.layouts_text import gguf_text_names, hf_text_names
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names
+from wan_core.checkpoint.opened import CheckpointError
+from wan_core.models.text.config import TextConfig
 from wan_core.models.wan.families import FAMILIES
+
+# Hugging Face's name of a module -> the official one; blocks by the part after their number.
+_MODULES = {
+    "shared": "token_embedding",
+    "encoder.embed_tokens": "token_embedding",
+    "encoder.final_layer_norm": "norm",
+}
+_BLOCK_MODULES = {
+    "layer.0.layer_norm": "norm1",
+    "layer.0.SelfAttention.q": "attn.q",
+    "layer.0.SelfAttention.k": "attn.k",
+    "layer.0.SelfAttention.v": "attn.v",
+    "layer.0.SelfAttention.o": "attn.o",
+    "layer.0.SelfAttention.relative_attention_bias": "pos_embedding.embedding",
+    "layer.1.layer_norm": "norm2",
+    "layer.1.DenseReluDense.wi_0": "ffn.gate.0",
+    "layer.1.DenseReluDense.wi_1": "ffn.fc1",
+    "layer.1.DenseReluDense.wo": "ffn.fc2",
+}
+_INDEX = "0|[1-9][0-9]{0,3}"
+_BLOCK = re.compile(rf"encoder\.block\.({_INDEX})\.(.+)")
+_OFFICIAL_BLOCK = re.compile(rf"blocks\.({_INDEX})\..+")
+
+MAX_SIZE = 2**20  # of one axis: a sanity limit, four times the real vocabulary
+MAX_BUCKETS = 256
+
+
+def hf_text_names(names: Collection[str]) -> dict[str, str] | None:
+    """The official name of every tensor of a Hugging Face `UMT5EncoderModel`.
+
+    Whatever a quantised file stores beside a weight (`...SelfAttention.q.scale_weight`) is renamed with it. Names that
+    belong to no module of the encoder (`spiece_model`, `scaled_fp8`, a decoder) have no key in the result.
+
+    `shared.weight` and `encoder.embed_tokens.weight` are the same tensor, stored once or twice: both become
+    `token_embedding.weight`, and it does not matter which one is read. Otherwise the table is one to one.
+
+    Returns:
+        {name in the file: official name}; None if this is another layout.
+    """
+    if "encoder.block.0.layer.0.SelfAttention.q.weight" not in names:
+        return None
+    translated = {name: _translate(name) for name in names}
+    return {name: new for name, new in translated.items() if new is not None}
+
+
+# llama.cpp's names, in GGUF files of the architecture t5encoder.
+_GGUF_MODULES = {"token_embd": "token_embedding", "enc.output_norm": "norm"}
+_GGUF_BLOCK_MODULES = {
+    "attn_norm": "norm1",
+    "attn_q": "attn.q",
+    "attn_k": "attn.k",
+    "attn_v": "attn.v",
+    "attn_o": "attn.o",
+    "attn_rel_b": "pos_embedding.embedding",
+    "ffn_norm": "norm2",
+    "ffn_gate": "ffn.gate.0",
+    "ffn_up": "ffn.fc1",
+    "ffn_down": "ffn.fc2",
+}
+_GGUF_BLOCK = re.compile(rf"enc\.blk\.({_INDEX})\.(.+)\.weight")
+
+
+def gguf_text_names(names: Collection[str]) -> dict[str, str] | None:
+    """The official name of every tensor of a T5 encoder as llama.cpp's converter calls them; None if this is another
+    layout."""
+    if "enc.blk.0.attn_q.weight" not in names:
+        return None
+    found = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _GGUF_MODULES.items()}
+    found = {theirs: ours for theirs, ours in found.items() if theirs in names}
+    for name in names:
+        block = _GGUF_BLOCK.fullmatch(name)
+        if block and block[2] in _GGUF_BLOCK_MODULES:
+            found[name] = f"blocks.{block[1]}.{_GGUF_BLOCK_MODULES[block[2]]}.weight"
+    return found
+
+
+def _translate(name: str) -> str | None:
+    block = _BLOCK.fullmatch(name)
+    prefix, rest, table = (f"blocks.{block[1]}.", block[2], _BLOCK_MODULES) if block else ("", name, _MODULES)
+    module, _, parameter = rest.rpartition(".")
+    return f"{prefix}{table[module]}.{parameter}" if module in table else None
+
+
+def text_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> TextConfig:
+    """The architecture that a text encoder's file describes.
+
+    Args:
+        shapes: official tensor name -> shape; other names (scales, a tokenizer) may be among them.
+        metadata: the file's own notes; `relative_attention_max_distance`, an integer, is used if present, else 128.
+
+    Raises:
+        CheckpointError (a ValueError): the shapes are not those of a UMT5 encoder, with the tensor that shows it.
+    """
+    vocab_size, dim = _sizes(shapes, "token_embedding.weight")
+    dim_attn, _ = _sizes(shapes, "blocks.0.attn.q.weight")
+    dim_ffn, _ = _sizes(shapes, "blocks.0.ffn.fc1.weight")
+    num_buckets, num_heads = _sizes(shapes, "blocks.0.pos_embedding.embedding.weight")
+    if dim_attn % num_heads:
+        raise CheckpointError(f"not a UMT5 encoder: {dim_attn} attention channels do not split into {num_heads} heads")
+    max_distance = _max_distance(metadata)
+    if num_buckets % 4 or num_buckets > MAX_BUCKETS or num_buckets // 4 >= max_distance:
+        raise CheckpointError(
+            f"not a UMT5 encoder: {num_buckets} position buckets for distances up to {max_distance}; "
+            f"a multiple of 4 up to {MAX_BUCKETS} is expected"
+        )
+    config = TextConfig(
+        vocab_size=vocab_size,
+        dim=dim,
+        dim_attn=dim_attn,
+        dim_ffn=dim_ffn,
+        num_heads=num_heads,
+        num_layers=len({match[1] for match in map(_OFFICIAL_BLOCK.fullmatch, shapes) if match}),
+        num_buckets=num_buckets,
+        max_distance=max_distance,
+    )
+    for name, shape in expected_shapes(config).items():
+        _check(shapes, name, shape)
+    return config
+
+
+def expected_shapes(config: TextConfig) -> dict[str, tuple[int, ...]]:
+    """Official name -> shape of every parameter of the encoder that `config` describes."""
+    inner, attention, feed_forward = config.dim, config.dim_attn, config.dim_ffn
+    block = {
+        "norm1.weight": (inner,),
+        "attn.q.weight": (attention, inner),
+        "attn.k.weight": (attention, inner),
+        "attn.v.weight": (attention, inner),
+        "attn.o.weight": (inner, attention),
+        "norm2.weight": (inner,),
+        "ffn.gate.0.weight": (feed_forward, inner),
+        "ffn.fc1.weight": (feed_forward, inner),
+        "ffn.fc2.weight": (inner, feed_forward),
+        "pos_embedding.embedding.weight": (config.num_buckets, config.num_heads),
+    }
+    blocks = {f"blocks.{i}.{name}": shape for i in range(config.num_layers) for name, shape in block.items()}
+    return {"token_embedding.weight": (config.vocab_size, inner), **blocks, "norm.weight": (inner,)}
+
+
+def _sizes(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
+    shape = shapes.get(name)
+    if shape is None:
+        raise CheckpointError(f"not a UMT5 encoder: it has no tensor {name}")
+    if len(shape) != 2 or not all(1 <= size <= MAX_SIZE for size in shape):
+        raise CheckpointError(
+            f"not a UMT5 encoder: {name} has the shape {shape}; two sizes of 1 to {MAX_SIZE} are expected"
+        )
+    return shape[0], shape[1]
+
+
+def _check(shapes: Mapping[str, tuple[int, ...]], name: str, expected: tuple[int, ...]) -> None:
+    shape = shapes.get(name)
+    if shape is None and name.endswith("pos_embedding.embedding.weight"):
+        raise CheckpointError(f"a T5 encoder, not UMT5: it has no {name}. Wan needs umt5-xxl; t5-xxl is another model.")
+    if shape is None:
+        raise CheckpointError(
+            f"incomplete UMT5 encoder: it has no tensor {name}. Download the file again, with all its parts."
+        )
+    if tuple(shape) != expected:
+        raise CheckpointError(
+            f"not a UMT5 encoder: {name} has the shape {shape}, but the other tensors ask for {expected}"
+        )
+
+
+def _max_distance(metadata: Mapping[str, str]) -> int:
+    text = metadata.get("relative_attention_max_distance", "128")
+    if not re.fullmatch(r"[1-9][0-9]{0,4}", text):
+        raise CheckpointError(
+            f"the file's relative_attention_max_distance must be an integer of 1 to 99999, not {text[:40]!r}"
+        )
+    return int(text)
+
 
 # ---------------------------------------------------------------------------------------- official text encoder and VAE
 

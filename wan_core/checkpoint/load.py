@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Detected, detect, empty_module
-from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.find_tokenizer import find_tokenizer
 from wan_core.checkpoint.kept_packed import int8_names, is_read_ahead, kept_packed
-from wan_core.checkpoint.merge import Merge
-from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint.lora.merge import Merge
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.staged import USUAL, Reading, open_feed
 from wan_core.config import OptionError

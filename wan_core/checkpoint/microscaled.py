@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import integer_layers
-from wan_core.checkpoint.descriptions import DESCRIPTION, PARTS, descriptions
-from wan_core.checkpoint.errors import CheckpointError
-from wan_core.checkpoint.opened import Checkpoint, Read, TensorInfo, part_name
+from wan_core.checkpoint.comfyui_tensors import DESCRIPTION, PARTS, descriptions
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, Read, TensorInfo, part_name
 from wan_core.ops.kernels.microscaling import GROUP, tiled_shape
 from wan_core.ops.quant.packed import INTEGERS, MICROSCALED, Packed
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.errors import CheckpointError, listing
-from wan_core.checkpoint.opened import Checkpoint, from_state_dict, short_path
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, from_state_dict, listing, short_path
 from wan_core.config.limits import MAX_DIRECTORY, MAX_PICKLE, MAX_TENSORS
 
 MAX_OPERATIONS = 25 * MAX_TENSORS  # torch.save writes about 25 for each tensor

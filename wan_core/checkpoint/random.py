@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Config, empty_module
-from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.text.umt5 import UMT5Encoder
 from wan_core.models.wan.config import DiTConfig

@@ -9,23 +9,102 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from wan_core.checkpoint.assembled import with_assembled
-from wan_core.checkpoint.attention_preferences import with_preferences
-from wan_core.checkpoint.errors import CheckpointError, counted, listing
-from wan_core.checkpoint.folder import find_parts
+from wan_core.checkpoint.comfyui_tensors import with_preferences
 from wan_core.checkpoint.gguf_file import MAGIC, open_gguf
 from wan_core.checkpoint.microscaled import with_packed
-from wan_core.checkpoint.opened import Checkpoint, TensorInfo, from_state_dict, merge, short_path
+from wan_core.checkpoint.opened import (
+    Checkpoint,
+    CheckpointError,
+    TensorInfo,
+    counted,
+    from_state_dict,
+    listing,
+    merge,
+    short_path,
+)
 from wan_core.checkpoint.pickle_file import open_pickle
 from wan_core.checkpoint.safetensors_file import open_safetensors
 from wan_core.config.checks import near_file
 from wan_core.config.limits import MAX_JSON
+from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.family import Assembled
+
+# Which file or folder of a release is which part of the model: of the official one, of Diffusers', and packed by `save`.
+_PATTERNS: dict[str, tuple[str, ...]] = {
+    "high": (
+        "high_noise_model",
+        "transformer",
+        "high_noise_model.safetensors",
+        "diffusion_pytorch_model.safetensors.index.json",
+        "diffusion_pytorch_model.safetensors",
+    ),
+    "low": ("low_noise_model", "transformer_2", "low_noise_model.safetensors"),
+    "text_encoder": ("models_t5_*.pth", "text_encoder", "text_encoder.safetensors"),
+    "vae": ("Wan2.[0-9]_VAE.pth", "vae", "vae.safetensors"),
+    "clip_vision": ("models_clip_*.pth", "image_encoder", "clip_vision_h.safetensors"),
+    "audio_encoder": ("wav2vec2-large-xlsr-53-english", "wav2vec2_*.safetensors"),
+    "tokenizer": ("google/umt5-xxl/spiece.model", "tokenizer/spiece.model", "spiece.model"),
+}
+
+
+def find_parts(folder: str | os.PathLike[str]) -> dict[str, Path]:
+    """The parts of the release in `folder`: some of the keys high, low, text_encoder, vae, clip_vision,
+    audio_encoder, tokenizer, in that order.
+
+    A model with one transformer has it under `high`. Parts that are absent have no key. Only names are looked at,
+    nothing is opened. Raises `CheckpointError` if `folder` is not a folder.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise CheckpointError(f"not a folder ({root})", where=short_path(root))
+    parts: dict[str, Path] = {}
+    for part, patterns in _PATTERNS.items():
+        found = next((path for pattern in patterns for path in sorted(root.glob(pattern))), None)
+        if found is not None:
+            parts[part] = found
+    return parts
+
+
+def with_assembled(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with what a family's layout stores in parts under one name, and without the parts. Parts that are
+    packed, scaled or of different dtypes stay as they are, and `detect` says that they are unexpected."""
+    tensors = checkpoint.tensors
+    shapes = {name: info.shape for name, info in tensors.items()}
+    wanted: dict[str, Assembled] = {}
+    for family in FAMILIES.values():
+        wanted |= {name: one for name, one in family.assembled(shapes).items() if _plain(checkpoint, one)}
+    if not wanted:
+        return checkpoint
+    gone = {part for one in wanted.values() for part in one.parts}
+    infos = {name: info for name, info in tensors.items() if name not in gone}
+    for name, one in wanted.items():
+        parts = [tensors[part] for part in one.parts]
+        infos[name] = TensorInfo(one.shape, parts[0].dtype, sum(part.nbytes for part in parts))
+    places = {name: at for name, at in checkpoint.places.items() if name in infos and name not in wanted}
+    return checkpoint.replaced(tensors=infos, read=_reader(checkpoint.read, wanted), places=places)
+
+
+def _plain(checkpoint: Checkpoint, one: Assembled) -> bool:
+    parts = [checkpoint.tensors[part] for part in one.parts]
+    return len({part.dtype for part in parts}) == 1 and all(part.packing is None for part in parts)
+
+
+def _reader(read: Callable[[str], Tensor], wanted: dict[str, Assembled]) -> Callable[[str], Tensor]:
+    def assemble(name: str) -> Tensor:
+        if name not in wanted:
+            return read(name)
+        parts = [read(part) for part in wanted[name].parts]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(wanted[name].shape)
+
+    return assemble
+
 
 __all__ = ["Checkpoint", "Source", "TensorInfo", "open_checkpoint"]
 

@@ -23,8 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from wan_core.checkpoint.errors import CheckpointError
-from wan_core.checkpoint.opened import Checkpoint, TensorInfo, check_names, short_path
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, TensorInfo, check_names, short_path
 from wan_core.config.limits import MAX_HEADER, MAX_TENSORS
 
 MAX_DIMENSIONS = 8

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.attention_preferences import SUFFIX
-from wan_core.checkpoint.descriptions import DESCRIPTION
+from wan_core.checkpoint.comfyui_tensors import DESCRIPTION, SUFFIX
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError

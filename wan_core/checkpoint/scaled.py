@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from wan_core.checkpoint.descriptions import DESCRIPTION
-from wan_core.checkpoint.errors import CheckpointError, counted, listing
-from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint.comfyui_tensors import DESCRIPTION
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing
 from wan_core.ops.kernels.formats import BLOCK
 
 SCALES = ("scale_weight", "weight_scale")

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.errors import CheckpointError, counted
-from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import refuse_scaled
 from wan_core.models.audio.config import GROUPS, HEAD_DIM, STRIDES, SpeechConfig

@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.errors import CheckpointError
-from wan_core.checkpoint.opened import Checkpoint, Readers
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, Readers
 from wan_core.checkpoint.switch_interval import SWITCH_INTERVAL
 
 # Of one process: each needs the GIL between two pieces, and so does the thread that converts what they read. On a host

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.detect import empty_module
-from wan_core.checkpoint.errors import CheckpointError, counted
-from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import refuse_scaled
 from wan_core.models.vision.clip import VisionEncoder

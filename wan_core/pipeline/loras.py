@@ -31,10 +31,9 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.load import StoredValues
-from wan_core.checkpoint.lora.change import Change
+from wan_core.checkpoint.lora.merge import Change, Merge, dense
 from wan_core.checkpoint.lora.names import told_experts
 from wan_core.checkpoint.lora.read import Lora, read_lora
-from wan_core.checkpoint.merge import Merge, dense
 from wan_core.checkpoint.reader import open_checkpoint
 from wan_core.config import LoraOptions, OptionError
 from wan_core.execution.graphs import GraphedBlocks

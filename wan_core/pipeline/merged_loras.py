@@ -1,6 +1,6 @@
 """LoRAs that are summed into the weights of a transformer in memory, and how they are changed and taken off.
 
-The sums are computed while parameters are read (`wan_core.checkpoint.merge`). Other LoRAs or strengths write the
+The sums are computed while parameters are read (`wan_core.checkpoint.lora.merge`). Other LoRAs or strengths write the
 parameters that change again, in place: read from the file, summed and encoded as when the model was loaded. So nothing
 is kept of what was there before, addresses stay as they are (captured graphs and compiled blocks go on), and without
 LoRAs every bit is that of a model that never had one.

@@ -13,7 +13,7 @@ from torch import nn
 
 from wan_core.checkpoint import Checkpoint
 from wan_core.checkpoint.detect import Config, expected_shapes
-from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.text.config import TextConfig
 from wan_core.models.vae.config import VAEConfig

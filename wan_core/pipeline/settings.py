@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint.detect import empty_module
-from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, OptionError
 from wan_core.config.compile_cache import set_compile_caches

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint import Checkpoint, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
-from wan_core.checkpoint.attention_preferences import preference_note
+from wan_core.checkpoint.comfyui_tensors import preference_note
 from wan_core.checkpoint.detect import Config, Detected, Kind, parameter_count
-from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.checkpoint.vision import find_vision_file, load_vision

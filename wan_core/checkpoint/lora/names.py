@@ -9,7 +9,7 @@ A name has the form `PREFIX MODULE . ROLE`. All forms in use are read:
 | `transformer.` (`base_model.model.`) | Diffusers | Diffusers, PEFT, ai-toolkit |
 | none | official | the official repository, LightX2V, DiffSynth |
 
-Roles, and what each of them changes: `wan_core.checkpoint.lora.change`.
+Roles, and what each of them changes: `wan_core.checkpoint.lora.merge`.
 """
 
 from __future__ import annotations
