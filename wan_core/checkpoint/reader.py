@@ -36,7 +36,7 @@ from wan_core.config.limits import MAX_JSON
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.family import Assembled
 
-# Which file or folder of a release is which part of the model: of the official one, of Diffusers', and packed by `save`.
+# Which file or folder is which part of a model: in the official release, in Diffusers', and as `save` packs it.
 _PATTERNS: dict[str, tuple[str, ...]] = {
     "high": (
         "high_noise_model",
