@@ -29,6 +29,7 @@ from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .resolution import WanCoreResolutionSchedule
 from .sampling import WanCoreSampler
+from .schema import with_finite_numbers
 from .sound import WanCoreSoundToVideo
 from .sparse import WanCoreSparseAttention
 from .speed import WanCoreSpeedPreset
@@ -39,41 +40,44 @@ from .vision_loader import WanCoreVisionLoader
 from .windows import WanCoreContextWindows
 
 NODES: list[type[io.ComfyNode]] = [
-    WanCoreModelLoader,
-    WanCoreTextEncoderLoader,
-    WanCoreVAELoader,
-    WanCoreTextEncode,
-    WanCoreEmptyLatent,
-    WanCoreImageToVideo,
-    WanCoreSampler,
-    WanCorePlanPreview,
-    WanCoreVAEDecode,
-    WanCoreVAEEncode,
-    WanCoreReport,
-    WanCoreMagCache,
-    WanCoreTaylorSeer,
-    WanCoreAdaptiveCache,
-    WanCoreGuidanceSchedule,
-    WanCoreCalibrate,
-    WanCoreCompare,
-    WanCoreLoRA,
-    WanCoreSparseAttention,
-    WanCoreLauncher,
-    WanCoreAccelerate,
-    WanCoreNativePlan,
-    WanCoreFromModel,
-    WanCoreNAG,
-    WanCoreDecodeToVideo,
-    WanCoreAnimate,
-    WanCoreAnimate2,
-    WanCoreMotionPositions,
-    WanCoreResolutionSchedule,
-    WanCoreSoundToVideo,
-    WanCoreVACE,
-    WanCoreCamera,
-    WanCoreSpeedPreset,
-    WanCoreContextWindows,
-    WanCoreVisionLoader,
+    with_finite_numbers(node)
+    for node in (
+        WanCoreModelLoader,
+        WanCoreTextEncoderLoader,
+        WanCoreVAELoader,
+        WanCoreTextEncode,
+        WanCoreEmptyLatent,
+        WanCoreImageToVideo,
+        WanCoreSampler,
+        WanCorePlanPreview,
+        WanCoreVAEDecode,
+        WanCoreVAEEncode,
+        WanCoreReport,
+        WanCoreMagCache,
+        WanCoreTaylorSeer,
+        WanCoreAdaptiveCache,
+        WanCoreGuidanceSchedule,
+        WanCoreCalibrate,
+        WanCoreCompare,
+        WanCoreLoRA,
+        WanCoreSparseAttention,
+        WanCoreLauncher,
+        WanCoreAccelerate,
+        WanCoreNativePlan,
+        WanCoreFromModel,
+        WanCoreNAG,
+        WanCoreDecodeToVideo,
+        WanCoreAnimate,
+        WanCoreAnimate2,
+        WanCoreMotionPositions,
+        WanCoreResolutionSchedule,
+        WanCoreSoundToVideo,
+        WanCoreVACE,
+        WanCoreCamera,
+        WanCoreSpeedPreset,
+        WanCoreContextWindows,
+        WanCoreVisionLoader,
+    )
 ]
 
 

@@ -1,12 +1,17 @@
 """What newer versions of ComfyUI can be told of a node, and older ones cannot: inputs that are folded away, words by
-which the page's search finds a node, text that is shown again when a result comes from the cache."""
+which the page's search finds a node, text that is shown again when a result comes from the cache. And the
+numbers that no node takes."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+from math import isfinite
 from typing import Any
 
 from comfy_api.latest import io
+
+from wan_core.config import OptionError
 
 # For inputs that few change: the page shows them when asked to.
 ADVANCED: dict[str, Any] = {"advanced": True} if "advanced" in inspect.signature(io.Int.Input).parameters else {}
@@ -66,3 +71,19 @@ def newer(node_id: str) -> dict[str, Any]:
     fields = getattr(io.Schema, "__dataclass_fields__", {})
     told = {"search_aliases": list(ALIASES[node_id]), "has_intermediate_output": node_id in SHOWS_TEXT}
     return {name: value for name, value in told.items() if name in fields}
+
+
+def with_finite_numbers(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
+    """`node`, which refuses numbers that are not finite before it runs: NaN passes ComfyUI's limits, and what comes
+    through a link is not compared with them."""
+    execute: Any = node.execute
+
+    @functools.wraps(execute.__func__)
+    def run(cls: type[io.ComfyNode], *args: Any, **inputs: Any) -> Any:
+        for name, value in inputs.items():
+            if isinstance(value, float) and not isfinite(value):
+                raise OptionError(f"{name} {value:g} given; it takes a finite number")
+        return execute.__func__(cls, *args, **inputs)
+
+    node.execute = classmethod(run)  # type: ignore[method-assign, assignment]
+    return node

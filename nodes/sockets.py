@@ -96,6 +96,11 @@ class ModelSocket:
         )
 
     @property
+    def patcher(self) -> host.Held:
+        """By this ComfyUI's cache of results sees that an output holds a model (--cache-ram lets old ones go first)."""
+        return self.held["high"]
+
+    @property
     def lora_files(self) -> list[Path]:
         """Those that count for something."""
         return [Path(one.key[0]) for wanted in self.loras.values() for one in wanted if one.strength]
@@ -213,7 +218,7 @@ class TextSocket:
     """A UMT5 encoder on a CLIP socket; encoded prompts are kept with it."""
 
     def __init__(self, held: host.Held) -> None:
-        self.held = held
+        self.patcher = self.held = held  # patcher: as of `ModelSocket`
         self.cache = PromptCache()
 
     def encode(self, prompts: Sequence[str], names: Sequence[str] = ()) -> list[CONDITIONING]:
@@ -269,7 +274,7 @@ class VisionSocket:
     """A CLIP vision encoder on a CLIP_VISION socket. It sees pictures as the command line's does."""
 
     def __init__(self, held: host.Held) -> None:
-        self.held = held
+        self.patcher = self.held = held  # patcher: as of `ModelSocket`
 
     # What ComfyUI's CLIPVisionEncode calls.
 
@@ -290,13 +295,9 @@ class VAESocket:
     output_channels = 3
 
     def __init__(self, held: host.Held) -> None:
-        self.held = held
+        self.patcher = self.held = held  # patcher: as of `ModelSocket`
         self.config = cast(VAEConfig, held.part.part.config)
         self.latent_channels = self.config.z_dim
-
-    @property
-    def patcher(self) -> host.Held:
-        return self.held
 
     def decode_to(
         self,

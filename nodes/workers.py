@@ -44,7 +44,7 @@ class WorkersSocket:
 
     def __init__(self, options: WorkerOptions) -> None:
         self.workers = workers = Workers(options)
-        self.held = host.Remote(workers.stop, lambda: workers.is_running, options.devices)
+        self.patcher = self.held = host.Remote(workers.stop, lambda: workers.is_running, options.devices)
 
     @property
     def device(self) -> torch.device:

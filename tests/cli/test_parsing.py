@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -240,3 +242,28 @@ def test_libraries_are_installed_from_where_they_are():
 )
 def test_what_is_no_number_is_said_in_words(given, says, capsys):
     assert says in fault(["generate", "--prompt", "x", *given], capsys)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e999"])
+def test_no_option_takes_a_number_that_is_none(number, capsys):
+    """Of all commands; and the numbers inside of other options, each in its place."""
+    asked = 0
+    for name, command in build_parser().commands.items():
+        for option in (one.option_strings[-1] for one in command._actions if one.type is float):
+            assert f"{option}: '{number}' is no number" in fault([name, f"{option}={number}"], capsys)
+            asked += 1
+    assert asked > 30
+    for option, whole in COMPOUND.items():
+        parts = re.split("([/:-])", whole)
+        for place in range(0, len(parts), 2):
+            text = "".join([*parts[:place], number, *parts[place + 1 :]])
+            with suppress(SystemExit):
+                assert main(["plan", "--task", "t2v-A14B", f"{option}={text}"]) == 2, (option, text)
+            assert 1 <= len(capsys.readouterr().err.splitlines()) <= 2, (option, text)
+
+
+COMPOUND = {
+    "--nag": "11/2.5/0.25", "--magcache": "0.1/2/0.2", "--taylorseer": "2/1/0.2", "--adaptive": "0.1/2/0.2",
+    "--pattern": "5/5/1", "--guidance-interval": "0-1", "--sparse": "0.5/0/0", "--stages": "0.5/0.5-1",
+    "--windows": "9/4",
+}  # fmt: skip

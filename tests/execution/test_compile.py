@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ from torch._dynamo import config as dynamo
 from torch._dynamo.backends.debugging import aot_eager
 
 from wan_core.checkpoint.random import random_module
+from wan_core.config import OptionError
+from wan_core.config.compile_cache import LIBRARY_CACHES
 from wan_core.execution.optimize import _constant_floats, compilations, compile_blocks, optimize
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.layers import PLAIN_PARTS
@@ -153,3 +159,33 @@ def test_runners_are_told_the_step_and_attention_what_they_say():
             attend.calls.clear()
     model(x, torch.tensor([900.0]), text)
     assert len(cutting.seen) == 4 and attend.calls[0].lengths == ()
+
+
+@pytest.mark.parametrize("where", ["WANCORE_CACHE", "TMPDIR"])
+def test_a_full_disk_is_said_with_what_to_do(where, tmp_path, monkeypatch):
+    """Torch's compiler raises an error of its own, with the system's words in it."""
+    cache, other = tmp_path / "cache", tmp_path / "other"
+    (cache / "triton").mkdir(parents=True)
+    other.mkdir()
+    monkeypatch.setenv("WANCORE_CACHE", str(cache))
+    for name in LIBRARY_CACHES:
+        monkeypatch.setenv(name, str(cache / "triton"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(other))
+    full = cache / "triton" if where == "WANCORE_CACHE" else other
+    free = lambda folder: SimpleNamespace(free=3 << 20 if folder == full else 9 << 30)  # noqa: E731
+    monkeypatch.setattr("shutil.disk_usage", free)
+
+    def without_room(graph, inputs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    torch.compiler.reset()
+    compiled = _constant_floats(torch.compile(lambda x: x + 1, backend=without_room))
+    said = f"no space for compiled kernels in {full}, 3 MiB are free. Delete files there, set {where} to a folder"
+    with pytest.raises(OptionError, match=re.escape(said)):
+        compiled(torch.ones(2))
+
+    def broken(graph, inputs):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        _constant_floats(torch.compile(lambda x: x - 1, backend=broken))(torch.ones(2))

@@ -1,6 +1,7 @@
-"""Run by ComfyUI's Python: every node that takes pictures, latents or conditioning, given them as float16 and as
-float32, as other nodes give them with and without --fp16-intermediates. The numbers are the same, and so must be the
-results. Prints one JSON object on its last line, by check: "" or what was wrong.
+"""Run by ComfyUI's Python: what nodes make of inputs in unusual forms. Every node that takes pictures, latents or
+conditioning gets them as float16 and as float32, as other nodes give them with and without --fp16-intermediates. The
+numbers are the same, and so must be the results. Prints one JSON object on its last line, by check: "" or what was
+wrong.
 
     python half_inputs.py COMFYUI_PATH
 """
@@ -11,6 +12,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import math
 import sys
 import tempfile
 import traceback
@@ -171,7 +173,38 @@ def check_driven(it: Nodes) -> None:
     it.same(lambda **given: node("control", "WanCoreVACE", **shared, strength=1.0, **given), **control)
 
 
+def check_numbers_that_are_none(it: Nodes) -> None:
+    """No node takes NaN or infinity: ComfyUI's limits let NaN pass, and numbers from other nodes are not compared."""
+    from wan_core.config import OptionError
+
+    asked = 0
+    for made in importlib.import_module("pack.nodes").NODES:
+        for one in made.define_schema().inputs:
+            if one.io_type != "FLOAT":
+                continue
+            for number in (math.nan, math.inf, -math.inf):
+                asked += 1
+                try:
+                    said = f"{made.__name__}: {made.execute(**{one.id: number})}"
+                except OptionError as fault:
+                    said = str(fault)
+                assert said == f"{one.id} {number:g} given; it takes a finite number"
+    assert asked > 80, asked
+
+
+def check_models_in_results(it: Nodes) -> None:
+    """What each loader gives is a model to ComfyUI's cache of results, which lets old models go first."""
+    from comfy.model_patcher import is_model_patcher_output
+
+    tiny = "tiny (embedded)"
+    [clip] = node("text_encoder_loader", "WanCoreTextEncoderLoader", text_encoder=tiny, precision="checkpoint")
+    for socket in (it.model(tiny), clip, it.vae, it.vision):
+        assert is_model_patcher_output(socket), type(socket).__name__
+
+
 CHECKS = {
+    "numbers_that_are_none": check_numbers_that_are_none,
+    "models_in_results": check_models_in_results,
     "image_to_video": check_image_to_video,
     "text_to_video": check_text_to_video,
     "pictures": check_pictures,

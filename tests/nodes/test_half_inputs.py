@@ -1,4 +1,5 @@
-"""Nodes with what others give as float16, in a real ComfyUI's process on a CPU: `half_inputs` has the checks."""
+"""Nodes with what others give in unusual forms, most of it as float16, in a real ComfyUI's process on a CPU:
+`half_inputs` has the checks."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 from tests.comfyui import find_comfyui, what_checks_found
 
 pytestmark = pytest.mark.comfy
-CHECKS = ("image_to_video", "text_to_video", "pictures", "driven")
+CHECKS = ("image_to_video", "text_to_video", "pictures", "driven", "numbers_that_are_none", "models_in_results")
 
 
 @pytest.fixture(scope="module")

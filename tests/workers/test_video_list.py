@@ -168,6 +168,9 @@ def test_claims_hold_against_a_single_run(tmp_path: Path) -> None:
         ({"prompt": "x", "out": "o-0001.mp4"}, "line 2 of .*written by line 1 too"),
         ({"prompt": "x", "out": "nowhere/x.mp4"}, "nowhere.*Create the folder"),
         ({"prompt": "x", "image": "none.png"}, "line 2 of .*none.png"),
+        ({"prompt": "x", "out": "a\0.mp4"}, r"line 2 of .*'out' is \"a\\u0000.mp4\": no name of a file"),
+        ({"prompt": "x", "image": "a\ud800.png"}, "line 2 of .*'image' is .*no name of a file"),
+        ('{"prompt": "x", "shift": NaN}', "line 2 of .*--shift: 'nan' is no number"),
     ],
 )
 def test_refused_before_work(

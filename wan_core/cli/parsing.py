@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,14 @@ def plain_words(message: str) -> str:
         r"argument (\S+): expected one argument", r"\1 needs a value; \1=VALUE for one that begins with -", message
     )
     return re.sub(r"the following arguments are required: (.*)", r"missing: \1", message)
+
+
+def finite(text: str) -> float:
+    """The number that an option names. Raises ValueError for one that is not finite."""
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):
@@ -53,6 +62,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **{"formatter_class": DefaultsFormatter, **more})
         self.given: Sequence[str] = ()
+        self.register("type", float, finite)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.given = sys.argv[1:] if args is None else list(args)

@@ -6,6 +6,7 @@ import argparse
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 from wan_core.cli.generate import request_of
 from wan_core.cli.options import INPUTS, RANDOM_SEED, add_request_options
-from wan_core.cli.parsing import plain_words
+from wan_core.cli.parsing import finite, plain_words
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.checks import meant_hint, near_file
 from wan_core.config.outputs import check_place, folded
@@ -22,12 +23,17 @@ from wan_core.media.video import read_metadata
 from wan_core.workers.video_list import ListedVideo
 
 MOST_VIDEOS = 100_000
+TEXTS = ("prompt", "negative_prompt", "pose_prompt")  # fields that may hold any characters
 KEY = "list_entry"  # in the metadata of a finished video
 SAME_RESULT = ("device", "residency", "resident_blocks", "memory_limit", "host_memory_limit")  # options of loading
 
 
 class LineParser(argparse.ArgumentParser):
     """Raises OptionError where argparse would end the program."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.register("type", float, finite)
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(plain_words(message))
@@ -98,6 +104,8 @@ def _video(
             raise OptionError(f"field {name!r} is not known{hint}")
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}; write a text or a number")
+        if name not in TEXTS and not can_be_a_path(str(value)):
+            raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}: no name of a file has such characters")
         words.append(f"{known[name]}={value}")  # with =, so that a text may begin with a dash
     given = parser.parse_args(words)
     if not (given.prompt or "").strip():
@@ -108,6 +116,13 @@ def _video(
     name = out.with_name(f"{out.stem}-{line:04}{out.suffix}") if given.out is None else given.out
     check_video_name(name)
     return ListedVideo(line, request, name, key_of(request, loaded))
+
+
+def can_be_a_path(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a character
+        return False
 
 
 def key_of(request: Request, loaded: LoadOptions) -> str:

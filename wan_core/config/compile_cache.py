@@ -9,6 +9,7 @@ otherwise results go to a private temporary folder, which this process removes a
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import hashlib
 import logging
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from wan_core.config.checks import OptionError
 from wan_core.config.folders import cache_folder, make_private, why_not_private
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,26 @@ def one_goes_first(name: str, check: Callable[[], None] = lambda: None) -> Itera
         yield
         if first:
             file.write(b"done")
+
+
+@contextmanager
+def full_disk_explained() -> Iterator[None]:
+    """Around work that compiles: raises OptionError where a disk is full, of which compilers say the system's words."""
+    try:
+        yield
+    except (RuntimeError, OSError) as fault:
+        if not any(os.strerror(number) in str(fault) for number in (errno.ENOSPC, errno.EDQUOT)):
+            raise
+        folders = {name: Path(os.environ[name]) for name in LIBRARY_CACHES if name in os.environ}
+        folders["TMPDIR"] = Path(tempfile.gettempdir())
+        free = {name: shutil.disk_usage(folder).free for name, folder in folders.items() if folder.is_dir()}
+        fullest = min(free, key=free.__getitem__)
+        folder = folders[fullest]
+        variable = "WANCORE_CACHE" if cache_folder().resolve() in folder.resolve().parents else fullest
+        raise OptionError(
+            f"the disk is full: no space for compiled kernels in {folder}, {free[fullest] / 2**20:.0f} MiB are free. "
+            f"Delete files there, set {variable} to a folder on another disk, or leave compile off"
+        ) from fault
 
 
 def _opened(name: str) -> BinaryIO | None:

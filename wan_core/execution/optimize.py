@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config import OptionError
+from wan_core.config.compile_cache import full_disk_explained
 from wan_core.execution.graphs import GraphedBlocks
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts
@@ -141,13 +142,14 @@ def _constant_floats(compiled: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo import config
 
     def call(*given: Any, **named: Any) -> Any:
-        if getattr(config, "specialize_float", True):
-            return compiled(*given, **named)
-        config.specialize_float = True
-        try:
-            return compiled(*given, **named)
-        finally:
-            config.specialize_float = False
+        with full_disk_explained():
+            if getattr(config, "specialize_float", True):
+                return compiled(*given, **named)
+            config.specialize_float = True
+            try:
+                return compiled(*given, **named)
+            finally:
+                config.specialize_float = False
 
     return call
 

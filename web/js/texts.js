@@ -36,10 +36,12 @@ export function findNode(graph, id) {
   return node;
 }
 
-// An error of this pack as a toast; null for one that is not: those the page shows alone.
+// An error of this pack as a toast; null for one that is not: those the page shows alone. node: the one that the error
+// names. For a copy of a node in a loop that is the node which made the copies: its title would mislead.
 export function errorToast({ exception_type, exception_message, node_type }, node) {
   if (!exception_type?.startsWith("wan_core.")) return null;
-  return { severity: "error", summary: node?.title ?? node_type, detail: shortened(exception_message), life: 30_000 };
+  const summary = node && node.type === node_type ? node.title : node_type;
+  return { severity: "error", summary, detail: shortened(exception_message), life: 30_000 };
 }
 
 export function warningToast(words, node) {

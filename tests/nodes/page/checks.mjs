@@ -120,6 +120,8 @@ test("this pack's errors are toasts of few words", () => {
   assert.equal(toasts.length, 1);
   const long = errorToast({ exception_type: "wan_core.x", exception_message: "word ".repeat(500), node_type: "N" }, null);
   assert.ok(long.detail.length < 340 && long.detail.endsWith(" ...") && long.summary === "N");
+  const inLoop = errorToast({ exception_type: "wan_core.x", exception_message: "a", node_type: "N" }, node(5, "StartLoop"));
+  assert.equal(inLoop.summary, "N");
   assert.equal(errorToast({ exception_type: "wan_core.x", exception_message: "a\nb\nc\nd" }, null).detail, "a b c");
 });
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.config.compile_cache import full_disk_explained
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.sparse.routing import Route
 from wan_core.ops.cards import BLACKWELL, capability
@@ -174,7 +175,7 @@ def _flex(device: str) -> Any:
     if device == "cuda":
         allow_variants(VARIANTS)  # uncompiled it reads more than the route says
     # Sizes are fixed when it is compiled: a few lengths of video are seen, and kernels for any length are slower.
-    return torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
+    return full_disk_explained()(torch.compile(flex_attention, dynamic=False)) if device == "cuda" else flex_attention
 
 
 @functools.cache
