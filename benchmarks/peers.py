@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.wan.keys import diffusers_names
+from wan_core.models.wan.families.plain import diffusers_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.library import load_torchs_cudnn
 

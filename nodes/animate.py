@@ -12,7 +12,7 @@ from wan_core.config import OptionError
 from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import FAMILIES
-from wan_core.models.wan.families.animate.config import ANIMATE_14B
+from wan_core.models.wan.families.animate.data import ANIMATE_14B
 from wan_core.models.wan.families.animate.inputs import comfy_extras
 from wan_core.models.wan.families.clips import Clip, check_clips
 from wan_core.pipeline.driving import images_of

@@ -12,7 +12,7 @@ from wan_core.config import ControlOptions
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.fun.camera import MOTIONS, camera_rays, pose_count, read_camera
-from wan_core.models.wan.families.vace.config import STRENGTH
+from wan_core.models.wan.families.vace.data import STRENGTH
 from wan_core.models.wan.families.vace.inputs import comfy_extras
 from wan_core.pipeline.control_media import images_covering, references_of
 from wan_core.pipeline.images import video_to_pixels

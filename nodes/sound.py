@@ -14,9 +14,8 @@ from wan_core.models.audio.config import SAMPLE_RATE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.clips import Clip
-from wan_core.models.wan.families.s2v.config import LEAST_SIDE, LONGER, MOTION_PIXELS
-from wan_core.models.wan.families.s2v.features import VIDEO_RATE, features_until, frames_of
-from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
+from wan_core.models.wan.families.s2v.data import LEAST_SIDE, LONGER, MOTION_PIXELS
+from wan_core.models.wan.families.s2v.inputs import VIDEO_RATE, comfy_extras, features_until, frames_of, motion_frames
 from wan_core.pipeline.driving import images_of
 from wan_core.pipeline.images import video_to_pixels
 from wan_core.sampling.conditioning import empty_latents

@@ -40,7 +40,7 @@ def unknown_of(model: ModelSocket, joined: Joined, shape: tuple[int, ...]) -> li
     """What the model is asked for and never saw. shape: of the latents, [B, C, T, Y, X]."""
     task, vae = model.experts.task, model.experts.vae
     rules = family_of(task).clips
-    leading = 0 if rules is None else rules.leading  # of a reference
+    leading = rules.leading  # of a reference
     latents = max(joined.plan.window_sizes(shape[2])) - leading
     width, height = shape[4] * vae.spatial_stride, shape[3] * vae.spatial_stride
     unknown = unknown_to(task, joined.prompts, width, height, vae.temporal_stride * (latents - 1) + 1)

@@ -97,7 +97,7 @@ def test_a_transformer_loads_and_keeps_them(
 
 
 def test_a_state_dict_and_diffusers_names() -> None:
-    from wan_core.models.wan.families.wan.keys import _ALL_BLOCK, _ALL_TOP
+    from wan_core.models.wan.families.plain import _ALL_BLOCK, _ALL_TOP
 
     weights = plain()
     theirs: dict[str, Tensor] = {}

@@ -38,7 +38,7 @@ from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.wan.keys import diffusers_names, parameter_names
+from wan_core.models.wan.families.plain import diffusers_names, parameter_names
 from wan_core.models.wan.model import WanModel
 
 DIT = DiTConfig(in_channels=16, out_channels=16, dim=256, ffn_dim=320, num_heads=2, num_layers=2, text_dim=48)

@@ -23,7 +23,7 @@ from wan_core.checkpoint.lora.merge import Change
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
-from wan_core.models.wan.families.wan.keys import diffusers_modules
+from wan_core.models.wan.families.plain import diffusers_modules
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import Quantized

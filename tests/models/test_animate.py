@@ -13,8 +13,8 @@ from tests.animate_references import ANIMATE, DATA, OFFICIAL_GRIDS, draw_inputs,
 from tests.animate_references import TINY_ANIMATE as TINY
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import detect
-from wan_core.models.wan.families.animate.config import ANIMATE_14B, AnimateConfig
-from wan_core.models.wan.families.animate.keys import CONVS, assembled, diffusers_names
+from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.animate.data import ANIMATE_14B, CONVS, AnimateConfig, diffusers_names
 from wan_core.models.wan.model import WanModel
 
 GRIDS = [(1, 2, 1, 2), (2, 3, 2, 1), (1, 5, 2, 2)]
@@ -156,7 +156,7 @@ def test_official_and_comfyui_files_load(weights, tmp_path):
 
 def test_diffusers_names_are_all_known():
     theirs = {name: tuple(value.shape) for name, value in diffusers_model(TINY).state_dict().items()}
-    joined = assembled(theirs)
+    joined = FAMILIES["animate"].assembled(theirs)
     parts = {part for one in joined.values() for part in one.parts}
     names = [*(name for name in theirs if name not in parts), *joined]
     found = diffusers_names(names)

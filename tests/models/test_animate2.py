@@ -21,7 +21,7 @@ from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.animate2 import attention
 from wan_core.models.wan.families.animate2 import model as animate2_model
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, spans
-from wan_core.models.wan.families.animate2.config import Animate2Config, Form
+from wan_core.models.wan.families.animate2.data import Animate2Config, Form
 from wan_core.models.wan.families.animate2.kept import HostLayers
 from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.families.family import Clues

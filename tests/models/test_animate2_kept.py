@@ -8,7 +8,7 @@ import torch
 from tests.animate_references import ANIMATE2, draw_inputs, draw_weights
 from wan_core.models.wan.families.animate2 import kept
 from wan_core.models.wan.families.animate2 import model as animate2_model
-from wan_core.models.wan.families.animate2.config import ANIMATE2_14B, FORMS, Form, prepared_forms
+from wan_core.models.wan.families.animate2.data import ANIMATE2_14B, FORMS, Form, prepared_forms
 from wan_core.models.wan.families.animate2.kept import Packed, choose_form, pack
 from wan_core.models.wan.families.animate2.model import Animate2Model
 

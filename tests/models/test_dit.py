@@ -18,7 +18,7 @@ from tests.reference_models import diffusers_transformer
 from wan_core.models.wan import layers
 from wan_core.models.wan.config import I2V_14B, T2V_1_3B, T2V_A14B, DiTConfig
 from wan_core.models.wan.families import family_of
-from wan_core.models.wan.families.wan.keys import diffusers_names
+from wan_core.models.wan.families.plain import diffusers_names
 from wan_core.models.wan.layers import timestep_embedding
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.rope import rope_table

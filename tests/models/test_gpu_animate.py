@@ -17,10 +17,10 @@ from wan_core.checkpoint.random import random_module
 from wan_core.config import SparseOptions
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.animate.config import ANIMATE_14B
+from wan_core.models.wan.families.animate.data import ANIMATE_14B
 from wan_core.models.wan.families.animate.model import AnimateModel
 from wan_core.models.wan.families.animate2 import model as animate2_model
-from wan_core.models.wan.families.animate2.config import ANIMATE2_14B, Form
+from wan_core.models.wan.families.animate2.data import ANIMATE2_14B, Form
 from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.registry import resolve_attention

@@ -17,7 +17,7 @@ from tests.s2v_references import S2V, draw_inputs
 from wan_core.checkpoint.random import random_module
 from wan_core.config import SparseOptions
 from wan_core.execution.optimize import optimize
-from wan_core.models.wan.families.s2v.config import S2V_14B
+from wan_core.models.wan.families.s2v.data import S2V_14B
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import resolve_attention

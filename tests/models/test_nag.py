@@ -12,7 +12,7 @@ from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
 from tests.sampling.test_denoise import run as denoised
 from wan_core.config import GuidanceOptions, NagOptions, OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.wan import layers
-from wan_core.models.wan.families.wan.image_model import ImageWanModel
+from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.layers import nag
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning, draw_noise

@@ -17,7 +17,7 @@ from tests.animate_references import DATA, draw_weights
 from tests.s2v_references import GRIDS, MOTION, S2V, draw_inputs, steady
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import detect, expected_shapes
-from wan_core.models.wan.families.s2v.config import S2V_14B, extra_tokens
+from wan_core.models.wan.families.s2v.data import S2V_14B, extra_tokens
 from wan_core.models.wan.families.s2v.model import S2VModel, groups
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place

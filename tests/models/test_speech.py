@@ -16,7 +16,7 @@ from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.speech import load_speech
 from wan_core.models.audio.config import XLSR_LARGE
 from wan_core.models.audio.wav2vec2 import SpeechEncoder
-from wan_core.models.wan.families.s2v.features import audio_features, clip_count, resampled
+from wan_core.models.wan.families.s2v.inputs import audio_features, clip_count, resampled
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from wan_core.config import (
     TaylorSeerOptions,
     WindowOptions,
 )
-from wan_core.models.wan.families.animate2.config import ANIMATE2_14B, driving_costs
+from wan_core.models.wan.families.animate2.data import ANIMATE2_14B, driving_costs
 from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.plan import Plan

@@ -18,7 +18,7 @@ from wan_core.models.vision.config import VisionConfig
 from wan_core.models.wan.config import I2V_14B, T2V_1_3B, T2V_A14B, DiTConfig
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.family import Clues
-from wan_core.models.wan.families.wan.keys import diffusers_modules
+from wan_core.models.wan.families.plain import diffusers_modules
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.tasks import find_task
 from wan_core.ops.quant.schemes import SCHEMES

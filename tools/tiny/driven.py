@@ -40,10 +40,10 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder, prepared
 from wan_core.models.vision.config import VisionConfig
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention
-from wan_core.models.wan.families.animate2.config import Animate2Config
+from wan_core.models.wan.families.animate2.data import Animate2Config
 from wan_core.models.wan.families.animate2.kept import DeviceLayers
 from wan_core.models.wan.families.animate2.model import DRIVING_TIMESTEP, Animate2Model, Driving, Recorded
-from wan_core.models.wan.families.wan.image_model import ImageWanModel
+from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.rope import rope_table
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs
 from wan_core.ops.attention.sdpa import SDPA

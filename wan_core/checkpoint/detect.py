@@ -33,7 +33,7 @@ from wan_core.models.vision.config import VisionConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import FAMILIES, family_of, find_family
 from wan_core.models.wan.families.family import Family, Shapes
-from wan_core.models.wan.families.shapes import MAX_SIZE, block_count
+from wan_core.models.wan.families.plain import MAX_SIZE, block_count
 
 Config: TypeAlias = DiTConfig | TextConfig | VAEConfig | VisionConfig
 
@@ -189,7 +189,7 @@ def _config(layout: Layout, shapes: Shapes, unexpected: list[str], metadata: Map
         family = FAMILIES[layout.family]
         wanted = family.parameter_names(shapes, _layers(block_count(shapes)))
         _compare_names(shapes, wanted, unexpected, label)
-        read = family.config
+        read = family.read_config
     else:
         read = _READERS[layout.kind]
     if layout.kind == "text_encoder":

@@ -10,7 +10,7 @@ from torch import Tensor
 from wan_core.checkpoint.detect import TOKENIZER, Detected
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError
 from wan_core.models.text.tokenizer import Tokenizer
-from wan_core.models.wan.families.shapes import number
+from wan_core.models.wan.families.plain import number
 
 _BESIDE = (
     "google/umt5-xxl/spiece.model",

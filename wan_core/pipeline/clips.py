@@ -151,7 +151,6 @@ class ClipRun:
         """Decode a clip after the latents `lead` and put its new frames into the video. Returns the frames that the
         next clip begins with, or that came before it [1, 3, N, H, W] in -1..1. carried: those of this clip."""
         rules = family_of(self.job.task).clips
-        assert rules is not None
         own, (left, top, width, height) = latents[:, :, self.job.leading :], self.crop
         skipped = 0  # frames before those of the clip
         if lead is not None:
@@ -206,7 +205,6 @@ def history(rules: ClipRules, carried: Tensor | None, job: Job) -> list[Tensor]:
 
 def load_clip_media(pipe: ClipMaker, job: Job) -> Media | None:
     rules, models, request = family_of(job.task).clips, pipe.models, job.request
-    assert rules is not None
     size, last = (job.width, job.height), rules.driving(job.clips[-1])
     if job.media is not None and job.media.size_of == "given":
         return load_control(request, job.task, size, job.fps, last.last)
@@ -220,33 +218,32 @@ def load_clip_media(pipe: ClipMaker, job: Job) -> Media | None:
 def given_to(pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried: Tensor | None) -> dict[str, Tensor]:
     """What a clip is made of, on the device, as `Family.clip_inputs` takes it."""
     device, family = pipe.models.device, family_of(job.task)
-    rules, lead = family.clips, family.clip_lead
-    assert rules is not None
+    rules = family.clips
     given = {} if media is None else {name: part.to(device) for name, part in media.of(rules.driving(clip)).items()}
     if carried is not None:
         given["carried"] = carried.to(device)
     else:
         given |= pipe.first_frames(job)
-    if lead is not None:
+    if family.leads:
         vae = pipe.fetch("vae", pipe.models.vae)
         with pipe.report.phase("encode video"):
-            given["lead"] = lead(vae, given, clip)
+            given["lead"] = family.clip_lead(vae, given, clip)
     return given
 
 
 def condition(pipe: ClipMaker, job: Job, clip: Clip, given: Mapping[str, Tensor], text: Conditioning) -> Conditioning:
     """What the denoising loop needs for one clip."""
-    make = family_of(job.task).clip_inputs
-    assert make is not None
     media = job.media
-    seen: dict[str, Tensor | None] = {}
+    seen: dict[str, Tensor] = {}
     if media is not None and media.size_of != "given":
         seen = {field: pipe.features(given[field][:, :, :1]) for field in media.seen}
     elif job.task.image_dim is not None and (clip.carried or job.request.image is not None or media is None):
-        seen["image"] = pipe.features(given["carried"][:, :, -1:]) if clip.carried else pipe.image_features(job)
+        features = pipe.features(given["carried"][:, :, -1:]) if clip.carried else pipe.image_features(job)
+        assert features is not None
+        seen["image"] = features
     vae = pipe.fetch("vae", pipe.models.vae)
     with pipe.report.phase("encode video"):
-        inputs: Mapping[str, Any] = make(job.task, vae, seen, given, clip)
+        inputs: Mapping[str, Any] = family_of(job.task).clip_inputs(job.task, vae, seen, given, clip)
     return replace(text, **with_settings(job.request, inputs, text.inputs.get("pose_context")))
 
 

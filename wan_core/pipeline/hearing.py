@@ -43,8 +43,8 @@ class Speech(NamedTuple):
 def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Speech | None:
     """The encoder of sound in `path`, by its header; None for a task that hears none. Raises OptionError where one is
     missing, not needed or of another size, CheckpointError for a file of another kind."""
-    hears = family_of(task).hears
-    if hears is None:
+    states = family_of(task).speech_states(dit)
+    if states is None:
         if path is not None:
             raise OptionError(f"{task.name} hears no sound: leave --audio-encoder out")
         return None
@@ -53,7 +53,7 @@ def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Speech | 
             f"{task.name} needs an encoder of its sound: add --audio-encoder FILE, "
             "wav2vec2_large_english_fp16.safetensors or the folder wav2vec2-large-xlsr-53-english"
         )
-    checkpoint, (count, width) = open_checkpoint(path), hears.states(dit)
+    checkpoint, (count, width) = open_checkpoint(path), states
     config = find_speech(checkpoint)
     if (config.num_layers + 1, config.dim) != (count, width):
         raise OptionError(
@@ -63,12 +63,12 @@ def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Speech | 
     return Speech(path, lambda device: load_speech(path, device=device), config)
 
 
-def random_speech(task: Task) -> Speech | None:
-    """As `recognise_speech`, of random weights."""
-    hears = family_of(task).hears
-    if hears is None:
+def random_speech(task: Task, dit: DiTConfig) -> Speech | None:
+    """An encoder of sound with random weights; None for a task that takes no sound."""
+    states = family_of(task).speech_states(dit)
+    if states is None:
         return None
-    count, width = hears.states(task.full_size)
+    count, width = states
     config = SpeechConfig(dim=width, num_layers=count - 1)
 
     def load(device: torch.device) -> SpeechEncoder:
@@ -95,13 +95,11 @@ def hearing_bytes(config: SpeechConfig, seconds: float) -> int:
 def heard(speech: Speech, task: Task, path: str, clip: Clip, residency: Residency, report: Report) -> Tensor:
     """Features of the sound in `path` [1, W, C, A] for all frames up to the end of the last `clip`, float32 on the CPU.
     Models of `residency` make room for it; where its device still has too little, the sound is encoded on the CPU."""
-    hears = family_of(task).hears
-    assert hears is not None
     samples = torch.from_numpy(mono(read_sound(path), SAMPLE_RATE))[None]
     with report.phase("encode audio"):
         residency.make_room(hearing_bytes(speech.config, samples.shape[1] / SAMPLE_RATE))
         states = encoded(speech, samples, residency.device, report)
-        return hears.features(states, clip)
+        return family_of(task).sound_features(states, clip)
 
 
 def encoded(speech: Speech, samples: Tensor, device: torch.device, report: Report) -> Tensor:

@@ -131,8 +131,7 @@ def in_models_folder(root: Path, options: LoadOptions, transformers_only: bool =
         searched["vae"] = vaes(root, config.out_channels)
     if options.clip_vision is None and config.image_dim is not None:
         searched["clip_vision"] = [path for path in files(root, ("clip_vision",)) if is_vision(path)]
-    if options.audio_encoder is None and (hears := family_of(config).hears) is not None:
-        states = hears.states(config)
+    if options.audio_encoder is None and (states := family_of(config).speech_states(config)) is not None:
         searched["audio_encoder"] = [path for path in files(root, ("audio_encoders",)) if speech_states(path) == states]
     return found | {part: largest(part, paths) for part, paths in searched.items() if paths}
 

@@ -213,12 +213,11 @@ class Pipeline:
         if job.request.image is None and job.request.last_image is None:
             return text
         features = self.image_features(job)
+        seen = {} if features is None else {"image": features}
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
-            frames = self.first_frames(job)
-            first, last = frames.get("image"), frames.get("last_image")
-            inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
-        return replace(text, image_features=features, **inputs)
+            inputs = family_of(job.task).clip_inputs(job.task, vae, seen, self.first_frames(job), job.clips[0])
+        return replace(text, **inputs)
 
     def first_frames(self, job: Job) -> dict[str, Tensor]:
         """The known first and last frame [1, 3, 1, H, W] in -1..1 on the device, by field of the request."""

@@ -114,9 +114,10 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
         found["clip_vision"] = recognise_vision(clip_vision)
     elif options.clip_vision is not None:
         raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
-    if options.audio_encoder is None and family_of(task).hears is None:
+    dit = cast(DiTConfig, found["high"].config)
+    if options.audio_encoder is None and family_of(dit).speech_states(dit) is None:
         audio_encoder = None  # of another model in the same folder
-    speech = recognise_speech(audio_encoder, task, cast(DiTConfig, found["high"].config))
+    speech = recognise_speech(audio_encoder, task, dit)
     return Parts(task, found, why, speech)
 
 
@@ -327,7 +328,7 @@ def random_parts(options: LoadOptions) -> Parts:
     if task.image_dim is not None:
         configs["clip_vision"] = VIT_H
     parts = {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())}
-    return Parts(task, parts, speech=random_speech(task))
+    return Parts(task, parts, speech=random_speech(task, dit))
 
 
 def random_part(config: Config, seed: int) -> Part:

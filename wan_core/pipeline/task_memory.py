@@ -9,6 +9,7 @@ import torch
 from wan_core.config import QUANTIZED, LoadOptions, Request
 from wan_core.execution.memory.planning import Beside, Sizes, factor, unit_bytes
 from wan_core.execution.memory.streaming import stage_bytes
+from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.wan import WAN
 from wan_core.models.wan.tasks import Task
@@ -28,7 +29,7 @@ def task_memory(
     task = replace(models.task, image="none", driven_by="", family=WAN.name)
     job = make_job(request, task, models.dit, models.vae)
     seen = image or models.task.image == "channels"
-    workload = with_media(replace(Workload.of(job), image=seen), models.task, job.frames / job.fps)
+    workload = with_media(replace(Workload.of(job), image=seen), models.task, models.dit, job.frames / job.fps)
     cuda = torch.device("cuda")
     dtype, vae_dtype = compute_dtype(options.precision, cuda), compute_dtype("auto", cuda)
     sizes = Sizes(
@@ -46,12 +47,12 @@ def task_memory(
     return sizes, beside_workload(models, workload, per_token, dtype.itemsize)
 
 
-def with_media(workload: Workload, task: Task, seconds: float) -> Workload:
+def with_media(workload: Workload, task: Task, dit: DiTConfig, seconds: float) -> Workload:
     """`workload` with all that the family of a task may have: pictures in front of its video, so many `seconds` of
     sound."""
     family, (B, C, T, Y, X) = family_of(task), workload.latent_shape
     if family.media is None:
         return workload
-    seconds = 0.0 if family.hears is None else seconds
-    leading = len(family.media.front) + (0 if family.clips is None else family.clips.leading)
+    seconds = 0.0 if family.speech_states(dit) is None else seconds
+    leading = len(family.media.front) + family.clips.leading
     return replace(workload, latent_shape=(B, C, T + leading, Y, X), image=True, seconds=seconds)

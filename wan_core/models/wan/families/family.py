@@ -1,39 +1,33 @@
 """What the engine needs to know of a kind of Wan model. Imports no torch.
 
-A family is data and a few functions. All other code asks the family, or the task that was recognised, and never for a
-number of channels. The functions that need torch import it when they are called.
+All other code asks the family, or the task that was recognised, and never for a number of channels or a name. Methods
+that need torch import it when they are called.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.clips import ClipRules, MediaRules
+from wan_core.models.wan.families import plain
+from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules
+from wan_core.models.wan.families.plain import KeyTable, Shapes, diffusers_names, official_names
 from wan_core.models.wan.prepared_form import PreparedForm
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wan_core.models.vae.vae import VideoVAE
     from wan_core.models.wan.model import WanModel
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-KeyTable: TypeAlias = Callable[[Collection[str]], "dict[str, str] | None"]
 Inputs: TypeAlias = "dict[str, Any]"
-
-
-def function_of(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that needs torch, imported when it is called. module: within `families`."""
-    return lambda *given: getattr(import_module(f"wan_core.models.wan.families.{module}"), name)(*given)
-
-
-def class_of(module: str, name: str) -> Callable[[DiTConfig], type[WanModel]]:
-    """For `Family.model_class`: one class for all files of a family, imported when it is asked for."""
-    return lambda config: getattr(import_module(f"wan_core.models.wan.families.{module}"), name)
 
 
 # How a known image reaches the transformer.
@@ -106,17 +100,6 @@ class Assembled(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Hearing(NamedTuple):
-    """How a family hears a sound.
-
-    states(dit): the states of a speech encoder that a transformer takes: how many, and how wide. features(states,
-    clip): from those of a sound [W, n, C] to what video frames hear, [1, W, C, A], up to the end of a clip.
-    """
-
-    states: Callable[[Any], tuple[int, int]]
-    features: Callable[..., Any]
-
-
 class Driving(NamedTuple):
     """A driving video that takes a forward of its own, once for all steps that read it.
 
@@ -133,75 +116,118 @@ class Driving(NamedTuple):
     costs: Callable[[Any, tuple[int, int, int]], tuple[float, float]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One kind of Wan model.
+class Family(ABC):
+    """One kind of Wan model: a subclass in its folder, one object of it in the table of families. The defaults are
+    those of a model whose files have the plain transformer alone, and that nothing drives.
 
-    layouts: (name, key table) of every layout on disk: names of a file -> official names, None for names of others. A
-    family whose files hold all of another's keys stands before it in the table of families, and its key tables answer
-    only where its own keys are.
-    parameter_names: the official names that a whole file has, of those that were found in it and its number of blocks.
-    constants: names of a file's tensors that are the same in every file, and are not read.
-    assembled: from the shapes of a file, what a layout stores in parts or other shapes, by the name that its key table
-    knows it by.
-    metadata: what files say in their metadata, where their tensors may be another's. claims: whether a file's does.
-    named: of a file name that says so, too. Where nothing else says it, the loader asks.
-    lora_modules: Diffusers' module -> official module, of a transformer of so many blocks.
-    config: the architecture that official shapes and the file's metadata describe. Raises ValueError.
-    choose: the task of a transformer. Raises OptionError.
-    model_class: the class of an architecture's module, which is built from it.
-    image_inputs(task, vae, vision, first, last, frames): the fields of `Conditioning` that a known first and last frame
-    give. Frames are [1, 3, 1, H, W] in -1..1; `vision` is called for the CLIP encoder, where the task needs one.
-    conditioning_keys: of ComfyUI's CONDITIONING, what it understands; other keys are refused.
-    read_conditioning(task, vae, extras, latent): the fields of `Conditioning` that these keys and a LATENT give.
-    why_not_sparse: why a task cannot have sparse attention; "": it can.
-    stages: whether steps may run at a smaller size: nothing that has a size reaches its models but latents, and the
-    fields `concat` and `known` of `Conditioning`.
-    context_windows: whether a forward may see some of the frames alone: nothing that has frames reaches its models but
-    latents, and the fields `concat` and `known` of `Conditioning`.
-    prepared_bytes(dit, latents, itemsize): of what is prepared beside text, for latents [B, C, T, Y, X].
-    prepared_forms: of the same, the ways in which it may be kept, the plainest first; none: there is one way.
-    more_per_token: bytes of activations over 2 L C (L tokens, C channels) beyond those of text-to-video.
-    clips: how a long video is cut into clips; None: it is made in one.
-    media: which videos and pictures drive it; None: none do.
-    hears: how it hears a sound; None: it does not. driving: of a driving video that takes forwards of its own.
-    clip_lead(vae, media, clip): un-normalised latents that are decoded before those of a clip, whose frames are left
-    out; None: none are.
-    clip_inputs(task, vae, seen, media, clip): the fields of `Conditioning` of one clip. media: pixels of the clip by
-    field of the request, [1, 3, F, H, W] in -1..1 (F is 1 for pictures); `carried`, the last frames of the clip before,
-    or as many frames before it as `clips.history` says; `audio`, features of its sound; `lead`, of `clip_lead`. seen:
-    CLIP features by field, where the task needs them: of `media.seen`, or of what the clip begins with, `image`.
-    branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of. strength_key: the one
-    whose values, a number for each control video, may change during a run with the texts of a prompt; "": none.
+    A family whose files hold all parameters of another's stands before it in the table, and its key tables answer only
+    where its own parameters are.
     """
 
     name: str
     tasks: tuple[Task, ...]
-    layouts: tuple[tuple[str, KeyTable], ...]
-    parameter_names: Callable[[Collection[str], int], list[str]]
-    lora_modules: Callable[[int], dict[str, str]]
-    config: Callable[[Shapes, Mapping[str, str]], DiTConfig]
-    choose: Callable[[DiTConfig, Clues], Choice]
-    model_class: Callable[[DiTConfig], type[WanModel]]
-    image_inputs: Callable[..., Inputs]
-    conditioning_keys: frozenset[str]
-    read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
-    branch_keys: frozenset[str] = frozenset()
-    strength_key: str = ""
-    why_not_sparse: Callable[[Task], str] = lambda _: ""
+
+    # Files: layouts on disk, each with its key table (names of a file -> official names, None for names of others);
+    # names of tensors that are the same in every file and are not read; metadata that files are written with; a pattern
+    # of file names, where only these or `claims` tell a file from another family's.
+    layouts: tuple[tuple[str, KeyTable], ...] = (("official", official_names), ("diffusers", diffusers_names))
+    constants: re.Pattern[str] | None = None
+    metadata: Mapping[str, str] = MappingProxyType({})
+    named: re.Pattern[str] | None = None
+
+    # Bytes of activations over 2 L C (L tokens, C channels) beyond those of text-to-video.
+    more_per_token: float = 0.0
+
+    # Whether steps may run at a smaller size, and whether a forward may see some of the frames alone: nothing that has
+    # a size, or frames, reaches the models but latents, and the fields `concat` and `known` of `Conditioning`.
     stages: bool = False
     context_windows: bool = False
-    prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
-    prepared_forms: Callable[[DiTConfig, tuple[int, ...], int], tuple[PreparedForm, ...]] = lambda *_: ()
-    more_per_token: float = 0.0
-    constants: re.Pattern[str] | None = None
-    assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}
-    clips: ClipRules | None = None
-    media: MediaRules | None = None
-    hears: Hearing | None = None
-    driving: Driving | None = None
-    clip_lead: Callable[..., Any] | None = None
-    clip_inputs: Callable[..., Inputs] | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    claims: Callable[[Mapping[str, str]], bool] = lambda _: False
-    named: re.Pattern[str] | None = None
+
+    # Keys of ComfyUI's CONDITIONING that it understands (others are refused); those that the negative prompt may have
+    # other values of; the one whose values, a number for each control video, may change with the texts of a prompt.
+    conditioning_keys: frozenset[str]
+    branch_keys: frozenset[str] = frozenset()
+    strength_key: str = ""
+
+    clips: ClipRules
+    leads: bool = False  # whether latents are decoded before those of a clip, see `clip_lead`
+    media: MediaRules | None = None  # which videos and pictures drive it; None: none do
+    driving: Driving | None = None  # of a driving video that takes forwards of its own
+
+    # ------------------------------------------------------------------------------------------------------------ files
+
+    def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
+        """Every official parameter name of a whole file of `num_layers` blocks, which holds `names`."""
+        return plain.parameter_names(names, num_layers)
+
+    def assembled(self, shapes: Shapes) -> Mapping[str, Assembled]:
+        """What a file of these shapes stores in parts or other shapes, by the name that its key table has."""
+        return {}
+
+    def claims(self, metadata: Mapping[str, str]) -> bool:
+        """Whether the metadata of a file says that it is the family's."""
+        return False
+
+    def lora_modules(self, num_layers: int) -> dict[str, str]:
+        """Diffusers' module -> official module, in a transformer of `num_layers` blocks."""
+        return plain.diffusers_modules(num_layers)
+
+    def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> DiTConfig:
+        """The architecture that official shapes and the file's metadata describe. Raises UserError."""
+        return plain.read_config(shapes, metadata)
+
+    @abstractmethod
+    def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
+        """The task that a transformer was trained for. Raises OptionError."""
+
+    # ------------------------------------------------------------------------------------------------------------ model
+
+    @abstractmethod
+    def model_class(self, config: DiTConfig) -> type[WanModel]:
+        """The class of an architecture's module, which is built from it."""
+
+    def why_not_sparse(self, task: Task) -> str:
+        """Why a task cannot have sparse attention; "": it can."""
+        return ""
+
+    def prepared_bytes(self, dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
+        """Bytes of what is prepared beside text, for latents [B, C, T, Y, X]."""
+        return 0
+
+    def prepared_forms(self, dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> tuple[PreparedForm, ...]:
+        """The ways in which `prepared_bytes` may be kept, the plainest first; none: there is one way."""
+        return ()
+
+    # ----------------------------------------------------------------------------------------------------------- inputs
+
+    @abstractmethod
+    def read_conditioning(
+        self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]
+    ) -> Inputs:
+        """The fields of `Conditioning` that ComfyUI's CONDITIONING (`extras`) and LATENT give. Raises OptionError."""
+
+    @abstractmethod
+    def clip_inputs(
+        self, task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+    ) -> Inputs:
+        """The fields of `Conditioning` of one clip, or of a video that is made in one.
+
+        media: pixels of the clip by field of the request, [1, 3, F, H, W] in -1..1 (F is 1 for pictures); `carried`,
+        the last frames of the clip before, or as many frames before it as `clips.history` says; `audio`, features of
+        its sound; `lead`, of `clip_lead`. seen: CLIP features by field, where the task needs them: of `media.seen`, or
+        of what the clip begins with, `image`.
+        """
+
+    def speech_states(self, dit: DiTConfig) -> tuple[int, int] | None:
+        """The states of a speech encoder that a transformer takes: how many, and how wide; None: it takes no sound."""
+        return None
+
+    def sound_features(self, states: Tensor, clip: Clip) -> Tensor:
+        """Features of a sound up to the end of a clip, [1, W, C, A], from the states [W, n, C] of a speech encoder. For
+        families that have `speech_states`."""
+        raise NotImplementedError
+
+    def clip_lead(self, vae: VideoVAE, media: Mapping[str, Tensor], clip: Clip) -> Tensor:
+        """Un-normalised latents that are decoded before those of a clip, whose frames are left out. For families with
+        `leads`."""
+        raise NotImplementedError

@@ -43,11 +43,10 @@ def cut_video(
     """How a video of so many frames is made. clip_frames, overlap: None stands for the family's. from_noise: no last
     picture and no video is given. Raises OptionError."""
     rules, media = family_of(task).clips, family_of(task).media
-    leading = 0 if rules is None else rules.leading
-    if rules is None or not (rules.always or clip_frames is not None):
-        if clip_frames is not None or overlap is not None:
-            why = "give --clip-frames as well" if rules is not None else f"{task.name} makes a video in one piece"
-            raise OptionError(f"clips of {clip_frames or 'no'} frames asked for: {why}")
+    leading = rules.leading
+    if not (rules.always or clip_frames is not None):
+        if overlap is not None:
+            raise OptionError("clips of no frames asked for: give --clip-frames as well")
         return LongVideo((Clip(0, 0, frames, 0),), leading)
     clip = task.frames if clip_frames is None else clip_frames
     carried = rules.overlaps[0] if overlap is None else overlap

@@ -22,10 +22,6 @@ from wan_core.models.wan.families.wan.inputs import join_image, mask_channels
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 
 
-def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    raise OptionError(f"{task.name} is driven by videos, not by a first frame alone")
-
-
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
     """The fields of `Conditioning` that ComfyUI's WanAnimateToVideo gives. Raises OptionError.
 

@@ -16,10 +16,9 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from wan_core.models.wan.families.animate.config import FACE_EVERY, AnimateConfig
-from wan_core.models.wan.families.animate.face import FaceEncoder, FaceFuser
-from wan_core.models.wan.families.animate.motion_encoder import MotionEncoder
-from wan_core.models.wan.families.wan.image_model import ImageWanModel
+from wan_core.models.wan.families.animate.data import FACE_EVERY, AnimateConfig
+from wan_core.models.wan.families.animate.face import FaceEncoder, FaceFuser, MotionEncoder
+from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.model import patch_product
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs

@@ -16,16 +16,11 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.animate.inputs import reference_and_clip
-from wan_core.models.wan.families.animate2.config import DISTILLED_LOG_SCALE
-from wan_core.models.wan.families.animate2.tasks import DISTILLED
+from wan_core.models.wan.families.animate2.data import DISTILLED, DISTILLED_LOG_SCALE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
 from wan_core.models.wan.families.wan.inputs import join_image, read_features
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
-
-
-def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    raise OptionError(f"{task.name} is driven by videos, not by a first frame alone")
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, finite_scale
-from wan_core.models.wan.families.animate2.config import FORMS, Animate2Config, prepared_forms
+from wan_core.models.wan.families.animate2.data import FORMS, Animate2Config, prepared_forms
 from wan_core.models.wan.families.animate2.kept import DeviceLayers, HostLayers, choose_form
-from wan_core.models.wan.families.wan.image_model import ImageWanModel
+from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, Place

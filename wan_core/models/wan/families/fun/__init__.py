@@ -3,10 +3,7 @@ image-to-video and is of the family `wan`.
 
 | file | what it holds |
 |---|---|
-| `tasks` | the tasks and their defaults |
-| `config` | the numbers of an architecture |
-| `keys` | the names of parameters on disk |
-| `recognise` | from shapes to an architecture and its task |
+| `data` | the numbers of an architecture, the tasks, the names of parameters |
 | `model` | the transformers (torch) |
 | `inputs` | what ComfyUI's CONDITIONING, or the media of a clip, are to the transformers (torch) |
 | `camera` | the path of a camera, from motions or poses to rays (torch) |
@@ -14,54 +11,152 @@ image-to-video and is of the family `wan`.
 
 from __future__ import annotations
 
-from wan_core.models.wan.families.clips import ClipRules, MediaRules, whole_latents
-from wan_core.models.wan.families.family import Family, function_of
-from wan_core.models.wan.families.fun.config import prepared_camera_bytes, prepared_control_bytes
-from wan_core.models.wan.families.fun.keys import (
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from wan_core.config.checks import OptionError, UserError
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import T2V_1_3B, DiTConfig
+from wan_core.models.wan.families import plain
+from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules, whole_latents
+from wan_core.models.wan.families.family import Choice, Clues, Family, Inputs, Task
+from wan_core.models.wan.families.fun.data import (
+    CAMERA_TASKS,
+    CONTROL_TASKS,
+    UNSHUFFLED,
+    FunCameraConfig,
+    FunControlConfig,
     camera_names,
     camera_parameter_names,
     control_names,
     control_parameter_names,
+    residual_blocks,
 )
-from wan_core.models.wan.families.fun.recognise import choose_camera, choose_control, read_camera, read_control
-from wan_core.models.wan.families.fun.tasks import CAMERA_TASKS, CONTROL_TASKS
-from wan_core.models.wan.families.wan.keys import diffusers_modules
+from wan_core.models.wan.families.plain import Shapes
 
-_IMAGE = {"concat_latent_image", "concat_mask", "clip_vision_output"}
+IMAGE_KEYS = {"concat_latent_image", "concat_mask", "clip_vision_output"}
 
-FUN_CONTROL = Family(
-    name="fun-control",
-    tasks=CONTROL_TASKS,
-    layouts=(("official", control_names),),
-    parameter_names=control_parameter_names,
-    lora_modules=diffusers_modules,
-    config=read_control,
-    choose=choose_control,
-    model_class=function_of("fun.model", "control_class"),
-    image_inputs=function_of("fun.inputs", "image_inputs"),
-    conditioning_keys=frozenset({*_IMAGE, "concat_mask_index", "reference_latents"}),
-    read_conditioning=function_of("fun.inputs", "read_control"),
-    prepared_bytes=prepared_control_bytes,
-    clips=ClipRules(overlaps=(1,), padded=whole_latents),
-    media=MediaRules(
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wan_core.models.vae.vae import VideoVAE
+    from wan_core.models.wan.model import WanModel
+
+
+class FunFamily(Family):
+    """What both families of Fun share."""
+
+    clips = ClipRules(overlaps=(1,), padded=whole_latents)
+
+    def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
+        for task in self.tasks:
+            small = task.full_size is not None and task.full_size.dim == T2V_1_3B.dim
+            if (task.in_channels, task.image_dim, small) == (dit.in_channels, dit.image_dim, dit.dim == T2V_1_3B.dim):
+                if not clues.alone and not task.two_experts:
+                    raise OptionError(f"{task.name} is one transformer for all steps: leave the second file out")
+                return Choice(task)
+        features = "no CLIP features" if dit.image_dim is None else f"CLIP features {dit.image_dim} wide"
+        raise OptionError(
+            f"a transformer of Fun of {dit.in_channels} input channels and {features} belongs to no known task; name "
+            f"one with --task: {', '.join(task.name for task in self.tasks)}"
+        )
+
+
+class FunControlFamily(FunFamily):
+    name = "fun-control"
+    tasks = CONTROL_TASKS
+    layouts = (("official", control_names),)
+    conditioning_keys = frozenset({*IMAGE_KEYS, "concat_mask_index", "reference_latents"})
+    media = MediaRules(
         needs=("control_video",), takes=("reference", "image"), size_of="given", beside=("reference",), seen=("image",)
-    ),
-    clip_inputs=function_of("fun.inputs", "control_inputs"),
-)
-FUN_CAMERA = Family(
-    name="camera",
-    tasks=CAMERA_TASKS,
-    layouts=(("official", camera_names),),
-    parameter_names=camera_parameter_names,
-    lora_modules=diffusers_modules,
-    config=read_camera,
-    choose=choose_camera,
-    model_class=function_of("fun.model", "camera_class"),
-    image_inputs=function_of("fun.inputs", "image_inputs"),
-    conditioning_keys=frozenset({*_IMAGE, "camera_conditions"}),
-    read_conditioning=function_of("fun.inputs", "read_camera"),
-    prepared_bytes=prepared_camera_bytes,
-    clips=ClipRules(overlaps=(1,), padded=whole_latents),
-    media=MediaRules(needs=("camera",), takes=("image",), size_of="given", seen=("image",)),
-    clip_inputs=function_of("fun.inputs", "camera_inputs"),
-)
+    )
+
+    def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
+        return control_parameter_names(names, num_layers)
+
+    def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> FunControlConfig:
+        wan = plain.read_config(shapes, metadata)
+        check_channels(wan, (3 * wan.out_channels, 3 * wan.out_channels + 4), "Fun control")
+        return FunControlConfig(
+            **plain.fields_of(wan), reference_channels=plain.shape_of(shapes, "ref_conv.weight", 4)[1]
+        )
+
+    def model_class(self, config: DiTConfig) -> type[WanModel]:
+        from wan_core.models.wan.families.fun.model import FunControlModel, ImageFunControlModel
+
+        return FunControlModel if config.image_dim is None else ImageFunControlModel
+
+    def prepared_bytes(self, config: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
+        """Activations of the reference picture's tokens, for latents [B, C, T, Y, X]: as many as of another frame."""
+        B, _, _, Y, X = latents
+        return 16 * B * config.tokens(1, Y, X) * config.dim * itemsize
+
+    def read_conditioning(
+        self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]
+    ) -> Inputs:
+        from wan_core.models.wan.families.fun.inputs import read_control
+
+        return read_control(task, vae, extras, latent)
+
+    def clip_inputs(
+        self, task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+    ) -> Inputs:
+        from wan_core.models.wan.families.fun.inputs import control_inputs
+
+        return control_inputs(task, vae, seen, media, clip)
+
+
+class FunCameraFamily(FunFamily):
+    name = "camera"
+    tasks = CAMERA_TASKS
+    layouts = (("official", camera_names),)
+    conditioning_keys = frozenset({*IMAGE_KEYS, "camera_conditions"})
+    media = MediaRules(needs=("camera",), takes=("image",), size_of="given", seen=("image",))
+
+    def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
+        return camera_parameter_names(names, num_layers)
+
+    def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> FunCameraConfig:
+        wan = plain.read_config(shapes, metadata)
+        check_channels(wan, (2 * wan.out_channels, 2 * wan.out_channels + 4), "Fun camera")
+        channels = plain.shape_of(shapes, "control_adapter.conv.weight", 4)[1]
+        if channels % UNSHUFFLED**2:
+            raise UserError(f"its adapter of the camera takes {channels} channels, no multiple of {UNSHUFFLED**2}.")
+        blocks = max(1, residual_blocks(shapes))
+        return FunCameraConfig(
+            **plain.fields_of(wan), camera_channels=channels // UNSHUFFLED**2, residual_blocks=blocks
+        )
+
+    def model_class(self, config: DiTConfig) -> type[WanModel]:
+        from wan_core.models.wan.families.fun.model import FunCameraModel, ImageFunCameraModel
+
+        return FunCameraModel if config.image_dim is None else ImageFunCameraModel
+
+    def prepared_bytes(self, config: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
+        """Tokens of the camera's path."""
+        return config.tokens(*latents[2:]) * config.dim * itemsize
+
+    def read_conditioning(
+        self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]
+    ) -> Inputs:
+        from wan_core.models.wan.families.fun.inputs import read_camera
+
+        return read_camera(task, vae, extras, latent)
+
+    def clip_inputs(
+        self, task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+    ) -> Inputs:
+        from wan_core.models.wan.families.fun.inputs import camera_inputs
+
+        return camera_inputs(task, vae, seen, media, clip)
+
+
+def check_channels(wan: DiTConfig, channels: tuple[int, int], kind: str) -> None:
+    if wan.in_channels not in channels or wan.patch_size[0] != 1:
+        raise UserError(
+            f"a transformer of {wan.in_channels} input channels and patches of {wan.patch_size[0]} frames is none of "
+            f"{kind}, which takes {channels[0]} or {channels[1]} channels and patches of one frame"
+        )
+
+
+FUN_CONTROL, FUN_CAMERA = FunControlFamily(), FunCameraFamily()

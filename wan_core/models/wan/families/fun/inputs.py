@@ -29,10 +29,6 @@ from wan_core.models.wan.families.wan.inputs import (
 Extras = Mapping[str, Any]
 
 
-def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    raise OptionError(f"{task.name} is driven by videos, not by a first frame alone")
-
-
 def read_control(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> Inputs:
     """The fields of `Conditioning` that ComfyUI's Wan22FunControlToVideo gives, and for Wan 2.1 WanFunControlToVideo.
     Raises OptionError."""

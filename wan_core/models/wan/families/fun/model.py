@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.fun.config import UNSHUFFLED, FunCameraConfig, FunControlConfig
-from wan_core.models.wan.families.wan.image_model import ImageWanModel
+from wan_core.models.wan.families.fun.data import UNSHUFFLED, FunCameraConfig, FunControlConfig
+from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import SINGLE_FORWARD, ForwardInfo
@@ -198,11 +197,3 @@ class ImageFunCameraModel(FunCameraModel, ImageWanModel):
     """As of Wan 2.1, which attends to CLIP features of an `image` too."""
 
     input_names: ClassVar[tuple[str, ...]] = ("image", "camera")
-
-
-def control_class(config: DiTConfig) -> type[WanModel]:
-    return FunControlModel if config.image_dim is None else ImageFunControlModel
-
-
-def camera_class(config: DiTConfig) -> type[WanModel]:
-    return FunCameraModel if config.image_dim is None else ImageFunCameraModel

@@ -2,52 +2,58 @@
 
 | file | what it holds |
 |---|---|
-| `tasks` | the task and its defaults |
-| `config` | the numbers of an architecture |
-| `keys` | the names of parameters on disk |
-| `recognise` | from shapes to an architecture and its task |
+| `data` | the numbers of an architecture, the task, the names of parameters |
 | `model` | the transformer (torch) |
-| `audio` | features of speech -> tokens, and attention to them (torch) |
-| `motion` | frames that came before -> tokens, and all positions (torch) |
-| `inputs` | what ComfyUI's CONDITIONING, or the media of a clip, are to the transformer (torch) |
-| `features` | from the layers of a wav2vec 2.0 encoder to video frames (torch) |
+| `tokens` | tokens of the sound and of frames that came before, attention to the sound, all positions (torch) |
+| `inputs` | what a sound, ComfyUI's CONDITIONING, or the media of a clip, are to the transformer (torch) |
 """
 
 from __future__ import annotations
 
-from wan_core.models.wan.families.clips import ClipRules, MediaRules
-from wan_core.models.wan.families.family import Family, Hearing, class_of, function_of
-from wan_core.models.wan.families.s2v.config import (
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from wan_core.config.checks import OptionError, UserError
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import plain
+from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules
+from wan_core.models.wan.families.family import Choice, Clues, Family, Inputs, Task
+from wan_core.models.wan.families.plain import Shapes
+from wan_core.models.wan.families.s2v.data import (
     COMFYUI_POSITIONS,
+    ENCODER,
+    INJECT_AFTER,
     LEAST_SIDE,
     LONGER,
     MOTION_PIXELS,
+    TASKS,
+    S2VConfig,
+    injectors,
+    official_names,
     padded_frames,
-    prepared_bytes,
+    parameter_names,
 )
-from wan_core.models.wan.families.s2v.keys import official_names, parameter_names
-from wan_core.models.wan.families.s2v.recognise import choose, read_config
-from wan_core.models.wan.families.s2v.tasks import TASKS
-from wan_core.models.wan.families.wan.keys import diffusers_modules
 
-S2V = Family(
-    name="s2v",
-    tasks=TASKS,
-    layouts=(("official", official_names),),
-    parameter_names=parameter_names,
-    lora_modules=diffusers_modules,
-    config=read_config,
-    choose=choose,
-    model_class=class_of("s2v.model", "S2VModel"),
-    image_inputs=function_of("s2v.inputs", "image_inputs"),
-    conditioning_keys=frozenset(
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wan_core.models.vae.vae import VideoVAE
+    from wan_core.models.wan.model import WanModel
+
+
+class S2VFamily(Family):
+    name = "s2v"
+    tasks = TASKS
+    layouts = (("official", official_names),)
+    conditioning_keys = frozenset(
         {"audio_embed", "reference_latents", "reference_motion", "control_video", COMFYUI_POSITIONS}
-    ),
-    read_conditioning=function_of("s2v.inputs", "read_conditioning"),
-    branch_keys=frozenset({"audio_embed", "reference_latents"}),
-    prepared_bytes=prepared_bytes,
-    clips=ClipRules(overlaps=(0,), always=True, longer=LONGER, history=MOTION_PIXELS, padded=padded_frames),
-    media=MediaRules(
+    )
+    branch_keys = frozenset({"audio_embed", "reference_latents"})
+    clips = ClipRules(overlaps=(0,), always=True, longer=LONGER, history=MOTION_PIXELS, padded=padded_frames)
+    leads = True
+    media = MediaRules(
         needs=("reference", "audio"),
         takes=("pose_video",),
         size_of="reference",
@@ -58,8 +64,78 @@ S2V = Family(
         covering=True,
         past_end="black",
         seen=(),
-    ),
-    hears=Hearing(lambda dit: (dit.audio_layers, dit.audio_dim), function_of("s2v.features", "features_until")),
-    clip_lead=function_of("s2v.inputs", "clip_lead"),
-    clip_inputs=function_of("s2v.inputs", "clip_inputs"),
-)
+    )
+
+    def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
+        return parameter_names(names, num_layers)
+
+    def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> S2VConfig:
+        wan = plain.read_config(shapes, metadata)
+        count = injectors(shapes)
+        if not 0 < count <= len(INJECT_AFTER) or INJECT_AFTER[count - 1] >= wan.num_layers:
+            places = ", ".join(map(str, INJECT_AFTER))
+            raise UserError(
+                f"its {count} audio injectors do not fit {wan.num_layers} blocks: they belong behind blocks {places}"
+            )
+        local, width, _ = plain.shape_of(shapes, f"{ENCODER}.conv1_local.conv.weight", 3)
+        one = plain.shape_of(shapes, f"{ENCODER}.conv1_global.conv.weight", 3)[0]
+        if local % one:
+            raise UserError(f"its audio encoder has {local} channels, which {one} do not divide.")
+        return S2VConfig(
+            **plain.fields_of(wan),
+            audio_layers=plain.shape_of(shapes, "casual_audio_encoder.weights", 4)[1],
+            audio_dim=width,
+            audio_tokens=local // one,
+            pose_channels=plain.shape_of(shapes, "cond_encoder.weight", 5)[1],
+            injectors=count,
+        )
+
+    def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
+        if not clues.alone:
+            raise OptionError("S2V is one transformer for all steps: leave the second file out")
+        return Choice(TASKS[0])
+
+    def model_class(self, config: DiTConfig) -> type[WanModel]:
+        from wan_core.models.wan.families.s2v.model import S2VModel
+
+        return S2VModel
+
+    def prepared_bytes(self, dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
+        """Keys, values, shift and scale of every injector, the rows of modulation in float32, twice in a block, and the
+        hidden layer of a feed-forward that does not run in halves."""
+        assert isinstance(dit, S2VConfig)
+        B, _, T, Y, X = latents
+        tokens, video = dit.tokens(T, Y, X), DiTConfig.tokens(dit, T, Y, X)
+        injected = dit.injectors * 2 * T * dit.dim * ((dit.audio_tokens + 1) * itemsize + 4)
+        rows = tokens // math.gcd(video, tokens)
+        return B * (2 * injected + 2 * rows * 6 * dit.dim * 4 + tokens * dit.ffn_dim * itemsize // 2)
+
+    def read_conditioning(
+        self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]
+    ) -> Inputs:
+        from wan_core.models.wan.families.s2v.inputs import read_conditioning
+
+        return read_conditioning(task, vae, extras, latent)
+
+    def clip_inputs(
+        self, task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+    ) -> Inputs:
+        from wan_core.models.wan.families.s2v.inputs import clip_inputs
+
+        return clip_inputs(task, vae, seen, media, clip)
+
+    def speech_states(self, dit: DiTConfig) -> tuple[int, int]:
+        assert isinstance(dit, S2VConfig)
+        return dit.audio_layers, dit.audio_dim
+
+    def sound_features(self, states: Tensor, clip: Clip) -> Tensor:
+        from wan_core.models.wan.families.s2v.inputs import features_until
+
+        return features_until(states, clip)
+
+    def clip_lead(self, vae: VideoVAE, media: Mapping[str, Tensor], clip: Clip) -> Tensor:
+        """The reference before the first clip, the motion frames before others."""
+        return vae.encode(media["carried"] if clip.number else media["reference"])
+
+
+S2V = S2VFamily()

@@ -1,28 +1,25 @@
-"""What ComfyUI's CONDITIONING, or the media of a clip, are to the transformer of S2V.
-
-Legend: B batch, T/Y/X latent frames, rows, columns.
-"""
+"""INPUTS"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.config.checks import OptionError
+from wan_core.models.audio.config import FRAMES_PER_SECOND, SAMPLE_RATE, XLSR_LARGE
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.s2v.config import AUDIO_FRAMES, COMFYUI_POSITIONS, MOTION_PIXELS
+from wan_core.models.wan.families.s2v.data import AUDIO_FRAMES, COMFYUI_POSITIONS, MOTION_PIXELS
 from wan_core.models.wan.families.s2v.model import LEAST_MOTION
-
-
-def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    raise OptionError(f"{task.name} is driven by a sound and a reference picture, not by a first frame alone")
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
@@ -64,11 +61,6 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     return {"inputs": inputs}
 
 
-def clip_lead(vae: VideoVAE, media: Mapping[str, Tensor], clip: Clip) -> Tensor:
-    """Un-normalised latents of the reference before the first clip, of the motion frames before others."""
-    return vae.encode(media["carried"] if clip.number else media["reference"])
-
-
 def clip_inputs(
     task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
 ) -> Inputs:
@@ -108,3 +100,51 @@ def motion_frames(pictures: Tensor) -> Tensor:
     last = pictures[-MOTION_PIXELS:]
     grey = last.new_full((MOTION_PIXELS - len(last), *last.shape[1:]), 0.5)
     return torch.cat([grey, last])
+
+
+FEATURE_RATE = 30  # frames of features a second
+VIDEO_RATE = 16
+FIELD = XLSR_LARGE.least_samples  # samples of one state
+CLIP_FRAMES = 80  # of features that a clip of 20 latent frames hears
+
+
+def audio_features(states: Tensor, clip_frames: int = CLIP_FRAMES) -> Tensor:
+    """What `SpeechEncoder` gives for one sound, [W, n, C] -> [1, W, C, clip_frames * clips], a frame for every frame of
+    video at 16 a second; zeros after the sound."""
+    features = resampled(states)
+    A = features.shape[1]
+    indices = frame_indices(A, clip_frames)
+    padded = F.pad(features, (0, 0, 0, 1))  # one frame of zeros, for what comes after the sound
+    return padded[:, torch.from_numpy(np.minimum(indices, A)).to(states.device)].transpose(1, 2)[None]
+
+
+def features_until(states: Tensor, clip: Clip) -> Tensor:
+    """As `audio_features`, of all frames up to the end of a `clip`."""
+    found = audio_features(states, clip.frames)
+    return F.pad(found, (0, max(0, clip.last - found.shape[3])))[..., : clip.last]
+
+
+def frames_of(states: int) -> int:
+    """Frames of the video that has all of a sound that became so many states."""
+    samples = (states - 1) * (SAMPLE_RATE // FRAMES_PER_SECOND) + FIELD
+    return -(-samples * VIDEO_RATE // SAMPLE_RATE)
+
+
+def resampled(states: Tensor) -> Tensor:
+    """[W, n, C] -> [W, A, C]: interpolated linearly, first on first and last on last."""
+    count = int(states.shape[1] / float(FRAMES_PER_SECOND) * FEATURE_RATE)
+    found = F.interpolate(states.transpose(1, 2), size=count, mode="linear", align_corners=True)
+    return found.transpose(1, 2)
+
+
+def clip_count(features: int, clip_frames: int = CLIP_FRAMES) -> int:
+    """Clips that a sound of so many frames of features needs."""
+    return int(features / (clip_frames * (FEATURE_RATE / VIDEO_RATE))) + 1
+
+
+def frame_indices(features: int, clip_frames: int = CLIP_FRAMES) -> np.ndarray:
+    """For every video frame of all clips, the frame of features that it hears; `features` and more: none is left."""
+    count = clip_count(features, clip_frames) * clip_frames
+    last = math.ceil(count / VIDEO_RATE * FEATURE_RATE) - 1
+    times = np.linspace(0, count / VIDEO_RATE, count, endpoint=False)
+    return np.clip(np.round(times * FEATURE_RATE).astype(int), 0, last)

@@ -16,9 +16,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wan_core.models.wan.families.s2v.audio import AudioEncoder, AudioInjector, Injected, check_audio
-from wan_core.models.wan.families.s2v.config import AUDIO_FRAMES, INJECT_AFTER, S2VConfig
-from wan_core.models.wan.families.s2v.motion import FramePacker, position_table
+from wan_core.models.wan.families.s2v.data import AUDIO_FRAMES, INJECT_AFTER, S2VConfig
+from wan_core.models.wan.families.s2v.tokens import (
+    AudioEncoder,
+    AudioInjector,
+    FramePacker,
+    Injected,
+    check_audio,
+    position_table,
+)
 from wan_core.models.wan.model import WanModel, patch_product
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo

@@ -2,49 +2,116 @@
 
 | file | what it holds |
 |---|---|
-| `tasks` | the tasks and their defaults |
-| `config` | the numbers of an architecture |
-| `keys` | the names of parameters in each layout on disk |
-| `recognise` | from shapes to an architecture and its task |
+| `data` | the numbers of an architecture, the tasks, the names of parameters |
 | `model` | the transformer (torch) |
 | `inputs` | what ComfyUI's CONDITIONING, or the media of a clip, are to the transformer (torch) |
 """
 
 from __future__ import annotations
 
-from wan_core.models.wan.families.clips import ClipRules, MediaRules, whole_latents
-from wan_core.models.wan.families.family import Family, class_of, function_of
-from wan_core.models.wan.families.vace.config import STRENGTH, prepared_bytes
-from wan_core.models.wan.families.vace.keys import (
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from wan_core.config.checks import UserError
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import plain
+from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules, whole_latents
+from wan_core.models.wan.families.family import Choice, Clues, Family, Inputs, Task
+from wan_core.models.wan.families.plain import Shapes
+from wan_core.models.wan.families.vace.data import (
+    EXPERTS,
+    NAMED_EXPERT,
+    PATCHES,
+    SINGLE,
+    SMALL,
+    STRENGTH,
+    TASKS,
+    VACE_1_3B,
+    VaceConfig,
     diffusers_modules,
     diffusers_names,
     official_names,
     parameter_names,
+    vace_block_count,
+    with_vace,
 )
-from wan_core.models.wan.families.vace.recognise import choose, read_config
-from wan_core.models.wan.families.vace.tasks import TASKS
 
-VACE = Family(
-    name="vace",
-    tasks=TASKS,
-    layouts=(("official", official_names), ("diffusers", diffusers_names)),
-    parameter_names=parameter_names,
-    lora_modules=diffusers_modules,
-    config=read_config,
-    choose=choose,
-    model_class=class_of("vace.model", "VaceModel"),
-    image_inputs=function_of("vace.inputs", "image_inputs"),
-    conditioning_keys=frozenset({"vace_frames", "vace_mask", STRENGTH}),
-    branch_keys=frozenset({"vace_frames", "vace_mask", STRENGTH}),
-    strength_key=STRENGTH,
-    read_conditioning=function_of("vace.inputs", "read_conditioning"),
-    prepared_bytes=prepared_bytes,
-    clips=ClipRules(overlaps=(5, 1, 9, 13), padded=whole_latents),
-    media=MediaRules(
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wan_core.models.vae.vae import VideoVAE
+    from wan_core.models.wan.model import WanModel
+
+
+class VaceFamily(Family):
+    name = "vace"
+    tasks = TASKS
+    layouts = (("official", official_names), ("diffusers", diffusers_names))
+    conditioning_keys = frozenset({"vace_frames", "vace_mask", STRENGTH})
+    branch_keys = conditioning_keys
+    strength_key = STRENGTH
+    clips = ClipRules(overlaps=(5, 1, 9, 13), padded=whole_latents)
+    media = MediaRules(
         takes=("control_video", "mask", "outpaint", "reference", "image", "last_image"),
         size_of="given",
         front=("reference",),
         always=("mask",),
-    ),
-    clip_inputs=function_of("vace.inputs", "clip_inputs"),
-)
+    )
+
+    def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
+        return parameter_names(names, num_layers)
+
+    def lora_modules(self, num_layers: int) -> dict[str, str]:
+        return diffusers_modules(num_layers)
+
+    def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> VaceConfig:
+        """The transformer that official `shapes` describe. Its VACE blocks are spread evenly over its blocks. Raises
+        UserError."""
+        wan, blocks = plain.read_config(shapes, metadata), vace_block_count(shapes)
+        found = with_vace(wan, max(1, -(-wan.num_layers // max(1, blocks))), plain.shape_of(shapes, PATCHES[0], 5)[1])
+        if found.vace_blocks != blocks:
+            raise UserError(f"its {blocks} VACE blocks cannot be spread evenly over {wan.num_layers} blocks.")
+        return found
+
+    def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
+        """The task of an architecture. An expert of Wan 2.2 has the tensors of Wan 2.1 14B: a second file, or the name,
+        tells."""
+        if not clues.alone:
+            return Choice(EXPERTS)
+        if dit.dim == VACE_1_3B.dim:
+            return Choice(SMALL)
+        name = "" if clues.path is None else clues.path.name
+        if NAMED_EXPERT.search(name):
+            return Choice(EXPERTS, f"an expert of Wan 2.2 by its name {name}")
+        return Choice(SINGLE, f"its name does not say Wan 2.2; if it is an expert of that, its task is {EXPERTS.name}")
+
+    def model_class(self, config: DiTConfig) -> type[WanModel]:
+        from wan_core.models.wan.families.vace.model import VaceModel
+
+        return VaceModel
+
+    def prepared_bytes(self, config: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
+        """Of the text of both prompts in VACE blocks, the control video, its chain and what that adds, for latents
+        [B, C, T, Y, X]."""
+        assert isinstance(config, VaceConfig)
+        B, _, T, Y, X = latents
+        text = 2 * 2 * config.vace_blocks * config.context_len * config.dim
+        return (text + config.vace_channels * T * Y * X + 2 * B * config.tokens(T, Y, X) * config.dim) * itemsize
+
+    def read_conditioning(
+        self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]
+    ) -> Inputs:
+        from wan_core.models.wan.families.vace.inputs import read_conditioning
+
+        return read_conditioning(task, vae, extras, latent)
+
+    def clip_inputs(
+        self, task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+    ) -> Inputs:
+        from wan_core.models.wan.families.vace.inputs import clip_inputs
+
+        return clip_inputs(task, vae, seen, media, clip)
+
+
+VACE = VaceFamily()

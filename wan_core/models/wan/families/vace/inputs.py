@@ -23,10 +23,6 @@ from wan_core.models.wan.families.wan.inputs import read_conditioning as read_im
 MASK_CHANNELS = 64  # the mask of a latent frame: 8 x 8 pixels of each latent
 
 
-def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    raise OptionError(f"{task.name} is driven by videos, not by a first frame alone")
-
-
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
     """The fields of `Conditioning` that ComfyUI's WanVaceToVideo gives, once or chained. Raises OptionError.
 

@@ -1,18 +1,58 @@
-"""The names of parameters of Animate on disk, beside those of Wan 2.1 image-to-video.
+"""What an Animate transformer is beside a Wan 2.1 image-to-video transformer: its numbers, its task, the names of its
+parameters. Imports no torch.
 
-Source: Wan2.2/wan/modules/animate/model_animate.py; diffusers transformer_wan_animate.py.
+Source: Wan2.2/wan/configs/wan_animate_14B.py, wan/modules/animate; diffusers transformer_wan_animate.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from wan_core.models.wan.families.animate.config import FACE_EVERY
-from wan_core.models.wan.families.family import Assembled, Shapes
-from wan_core.models.wan.families.wan.keys import diffusers_names as wan_diffusers_names
-from wan_core.models.wan.families.wan.keys import official_names as wan_official_names
-from wan_core.models.wan.families.wan.keys import parameter_names as wan_parameter_names
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.config import I2V_14B, DiTConfig
+from wan_core.models.wan.families import plain
+from wan_core.models.wan.families.family import Task
+
+FACE_EVERY = 5  # the face is attended to after blocks 0, 5, 10, ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnimateConfig(DiTConfig):
+    """A transformer that also takes pose latents and the pixels of a face.
+
+    motion_channels: of the motion encoder, at each of its sizes, the full one first.
+    """
+
+    family: str = "animate"
+    pose_channels: int = 16
+    motion_channels: tuple[int, ...] = (32, 64, 128, 256, 512, 512, 512, 512)
+    motion_features: int = 512
+    motion_directions: int = 20
+    face_hidden: int = 1024
+    face_tokens: int = 4  # of a latent frame; a token for padding is the fifth
+
+    @property
+    def face_size(self) -> int:
+        """Pixels of a side of the face pictures: each stage of the motion encoder halves them, down to 4."""
+        return 4 << (len(self.motion_channels) - 1)
+
+    @property
+    def face_adapters(self) -> int:
+        return -(-self.num_layers // FACE_EVERY)
+
+
+ANIMATE_14B = AnimateConfig(**plain.fields_of(I2V_14B))
+
+
+TASKS = (
+    Task(name="animate-14B", family="animate", release="Wan 2.2", in_channels=36, image="channels", image_dim=1280,
+         driven_by="WanAnimateToVideo",
+         vae=VAE_21, full_size=ANIMATE_14B, two_experts=False, boundary=0.0, shift=5.0, steps=20,
+         guidance_high=1.0, guidance_low=1.0, width=1280, height=720, frames=77, fps=30),
+)  # fmt: skip
+
 
 CONVS = "motion_encoder.enc.net_app.convs"
 _OWN = re.compile(r"(motion_encoder|face_encoder|face_adapter|pose_patch_embedding)\..+")
@@ -40,11 +80,11 @@ def last_conv(names: Collection[str]) -> int:
     return max((int(match[1]) for name in names if (match := _CONV.fullmatch(name))), default=8)
 
 
-def parameter_names(found: Collection[str], num_layers: int) -> list[str]:
+def parameter_names(names: Collection[str], num_layers: int) -> list[str]:
     """Every official parameter name of a transformer of `num_layers` blocks."""
-    stages = last_conv(found)
+    stages = last_conv(names)
     return [
-        *wan_parameter_names(["img_emb.proj.0.weight"], num_layers),
+        *plain.parameter_names([plain.IMAGE_PARAMETER], num_layers),
         *_TOP,
         f"{CONVS}.0.0.weight",
         f"{CONVS}.0.1.bias",
@@ -57,21 +97,14 @@ def parameter_names(found: Collection[str], num_layers: int) -> list[str]:
 def official_names(names: Collection[str]) -> dict[str, str] | None:
     """The official layout, which is ComfyUI's too."""
     own = {name: name for name in names if _OWN.fullmatch(name) and not CONSTANT.fullmatch(name)}
-    return _beside(wan_official_names, [name for name in names if not CONSTANT.fullmatch(name)], own)
+    return plain.with_own(own, [name for name in names if not CONSTANT.fullmatch(name)])
 
 
 def diffusers_names(names: Collection[str]) -> dict[str, str] | None:
     """Diffusers' `WanAnimateTransformer3DModel`, once `assembled` has put together what it splits."""
     last = max((int(match[1]) for name in names if (match := _RES_BLOCK.fullmatch(name))), default=-1) + 2
-    return _beside(wan_diffusers_names, names, {name: ours for name in names if (ours := _official(name, last))})
-
-
-def _beside(table, names: Collection[str], own: dict[str, str]) -> dict[str, str] | None:  # type: ignore[no-untyped-def]
-    """`own` with what the key table of `wan` knows of the other names; None where nothing is the family's own."""
-    if not own:
-        return None
-    others = table([name for name in names if name not in own])
-    return None if others is None else {**others, **own}
+    own = {name: ours for name in names if (ours := _official(name, last))}
+    return plain.with_own(own, names, plain.diffusers_names)
 
 
 # ------------------------------------------------------------------------------------------------------------ Diffusers
@@ -112,17 +145,3 @@ def _official(name: str, last: int) -> str | None:
     if name == "motion_encoder.conv_out.weight":
         return f"{CONVS}.{last}.weight"
     return next((match.expand(ours) for theirs, ours in _LINES if (match := theirs.fullmatch(name))), None)
-
-
-def assembled(shapes: Shapes) -> Mapping[str, Assembled]:
-    """What Diffusers splits or flattens: keys and values of the face are two linears, and biases of the motion encoder
-    have one axis. The new tensor's name -> the stored tensors, which are joined row by row, and the shape."""
-    found: dict[str, Assembled] = {}
-    for name, shape in shapes.items():
-        if match := re.fullmatch(r"((?:.*\.)?face_adapter\.\d{1,3}\.)to_k\.(weight|bias)", name):
-            value = f"{match[1]}to_v.{match[2]}"
-            if shapes.get(value) == shape:
-                found[f"{match[1]}to_kv.{match[2]}"] = Assembled((name, value), (2 * shape[0], *shape[1:]))
-        elif re.fullmatch(r"(?:.*\.)?motion_encoder\.(conv_in|res_blocks\..+)\.act_fn\.bias", name) and len(shape) == 1:
-            found[name] = Assembled((name,), (1, shape[0], 1, 1))
-    return found
