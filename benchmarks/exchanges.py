@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.parallel import guidance, mesh, ring, ulysses
+from wan_core.parallel import conditioning, mesh, ring, ulysses
 
 
 def own(x: Tensor, group: Any) -> int:
@@ -32,7 +32,7 @@ EXCHANGES: tuple[tuple[Any, str, Callable[..., int], Any], ...] = (
     (ulysses, "all_to_all", leaving, None),
     (ring, "pass_on", lambda sends, receives, group: sum(nbytes(x) for x, _ in sends), []),
     (mesh, "all_gather", lambda into, part, group: own(part, group), None),
-    (guidance, "all_gather", lambda into, part, group: own(part, group), None),
+    (conditioning, "all_gather", lambda into, part, group: own(part, group), None),
     (dist, "all_reduce", lambda x, how, group: nbytes(x) * (group.size() - 1), None),  # scales that all ranks agree on
 )
 

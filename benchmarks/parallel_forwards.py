@@ -20,8 +20,8 @@ from benchmarks.setups import Setup, find_setup
 from wan_core.execution.report import GIB
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS
+from wan_core.parallel.conditioning import ORDER, SplitBranches
 from wan_core.parallel.costs import all_meshes
-from wan_core.parallel.guidance import ORDER, SplitBranches
 from wan_core.parallel.mesh import Mesh
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from wan_core.config import SkipOptions
 from wan_core.execution.report import Report
 from wan_core.execution.report_drawing import draw_report
-from wan_core.media.drawing import clock
+from wan_core.media.pictures import clock
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from wan_core.config import GUIDANCE_MODES, SkipOptions
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.execution.report import Phase, Report
-from wan_core.media.drawing import clock
+from wan_core.media.pictures import clock
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.large_video import check_tensor
 from wan_core.pipeline.loras import notes_of
@@ -21,8 +21,8 @@ from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.sample import sample_latents
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.control import nag_words
 from wan_core.sampling.denoise import choose_batched
-from wan_core.sampling.nag import nag_words
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel

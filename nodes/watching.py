@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from wan_core.execution.report import Report
-from wan_core.media.drawing import clock
+from wan_core.media.pictures import clock
 from wan_core.models.wan.families import family_of
 from wan_core.pipeline.comfy_conditioning import Joined
 from wan_core.pipeline.embedded import unknown_to

@@ -48,13 +48,12 @@ from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.attention.sparse.routing import Rule, Score
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels.formats import FP8, Quantized
-from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
 from wan_core.parallel.sequence import ShardedAttention, ShardedTokens, check_lse, shard_lengths
-from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.time import TimeStretch
 from wan_core.parallel.vae import split_pictures
-from wan_core.parallel.weights import shared_checkpoint
+from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from wan_core.config import SkipOptions
-from wan_core.media.drawing import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, PHASE_COLOUR, Canvas
+from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, PHASE_COLOUR, Canvas
 from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.cache.magcache import BRANCHES, PRESETS
 from wan_core.sampling.cache.skipping import leave_out

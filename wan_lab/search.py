@@ -20,7 +20,7 @@ from statistics import fmean
 
 from wan_core.config import OptionError, PatternOptions, SkipOptions
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.pattern import parse_pattern, pattern_steps, pattern_words
+from wan_core.sampling.cache.policies import parse_pattern, pattern_steps, pattern_words
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.plan import Plan
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan_core.config import SparseOptions
-from wan_core.media.drawing import EXPERT_COLOUR, FAINT, INK, LINE, PHASE_COLOUR, Canvas
+from wan_core.media.pictures import EXPERT_COLOUR, FAINT, INK, LINE, PHASE_COLOUR, Canvas
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.sparse.routing import coverage
 from wan_core.ops.attention.sparse.tiles import Tiles

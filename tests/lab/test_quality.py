@@ -18,7 +18,7 @@ from PIL import Image, ImageColor
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.cli import main
 from wan_core.config import OptionError
-from wan_core.media.drawing import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, PAPER, PHASE_COLOUR, Canvas
+from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, PAPER, PHASE_COLOUR, Canvas
 from wan_core.media.video import read_video
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.embedded import parse_caption

@@ -16,7 +16,7 @@ from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.layers import nag
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.nag import with_nag
+from wan_core.sampling.control import with_nag
 from wan_core.sampling.plan import make_plan
 
 USUAL = NagOptions()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.config import OptionError, SparseOptions, UserError
-from wan_core.models.wan.config import T2V_A14B, TI2V_5B
+from wan_core.models.wan.config import T2V_A14B, TI2V_5B, DiTConfig
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_lse, math_reference
 from wan_core.ops.attention.sparse.kernels import SparseKernel
@@ -25,7 +27,6 @@ from wan_core.parallel.costs import (
     forward_seconds,
     layers_seconds,
     shares_read,
-    slowest_link,
     step_seconds,
 )
 from wan_core.parallel.mesh import Mesh, even_parts
@@ -63,6 +64,26 @@ def test_the_documented_times_are_the_estimates(row):
 
 def test_every_kind_of_cluster_is_documented():
     assert len(DOCUMENTED) == 9
+
+
+def slowest_link(exact: Mesh, other: Mesh, config: DiTConfig, tokens: int, **settings: Any) -> float:
+    """The speed of links, bytes/s, from which on `exact` is faster than `other`; below it `other` wins. 0: `exact` is
+    faster with any link, infinite: with none. settings: as for `step_seconds`."""
+
+    def exact_is_faster(link: float) -> bool:
+        speeds = replace(H200, link=link, network=link)
+        first, second = (step_seconds(mesh, config, tokens, speeds, **settings) for mesh in (exact, other))
+        return first < second
+
+    low, high = 1e6, 1e13
+    if exact_is_faster(low):
+        return 0.0
+    if not exact_is_faster(high):
+        return math.inf
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if exact_is_faster(middle) else (middle, high)
+    return high
 
 
 LINKS = re.findall(r"^\| `(\S+)` \| `(\S+)` \| ([\d.]+) GB/s \| ([\d.]+) GB/s \|$", PARALLEL_MD, re.MULTILINE)

@@ -21,8 +21,8 @@ from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.sdpa import SDPA
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.control import with_passes
 from wan_core.sampling.denoise import denoise
-from wan_core.sampling.driving import with_passes
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 

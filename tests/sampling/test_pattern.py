@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wan_core.config import GuidanceOptions, OptionError, PatternOptions, SkipOptions
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.pattern import parse_pattern, pattern_words
+from wan_core.sampling.cache.policies import parse_pattern, pattern_words
 from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards
 from wan_core.sampling.native.plan import WholeRun, cut, plan_part

@@ -23,8 +23,8 @@ from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs
-from wan_core.parallel import guidance
-from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel import conditioning
+from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.layers import check_layers
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.chords import check_chords, stretch_plan
@@ -115,8 +115,8 @@ def questions(model: WanModel, plan: Plan, mesh: Mesh, split: int | None, batche
         rank.steps.append(0)
 
     with (
-        mock.patch.object(guidance, "all_gather", gathered),
-        mock.patch.object(guidance.dist, "broadcast", lambda found, *_, **__: found.zero_()),
+        mock.patch.object(conditioning, "all_gather", gathered),
+        mock.patch.object(conditioning.dist, "broadcast", lambda found, *_, **__: found.zero_()),
     ):
         denoise(
             plan,

@@ -47,8 +47,8 @@ from wan_core.pipeline.pipeline import Pipeline, sample_latents
 from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.control import with_nag
 from wan_core.sampling.cutting import cut_plan
-from wan_core.sampling.nag import with_nag
 from wan_core.sampling.start import Start
 from wan_core.sampling.window import Window
 from wan_core.workers import client as remote

@@ -79,7 +79,7 @@ def run_plan(options: argparse.Namespace) -> int:
         alone = len(long.clips) == 1 and not long.leading
         print(f"{options.frames or TASKS[plan.task].frames} frames: {'one piece' if alone else long.words(plan.count)}")
     if seconds is not None:
-        from wan_core.media.drawing import clock  # imports PIL
+        from wan_core.media.pictures import clock  # imports PIL
 
         print(f"about {clock(seconds)} in all, with {options.seconds_per_forward:g} s a forward")
     return 0

@@ -53,7 +53,7 @@ class PatternOptions:
     """Compute the steps that a pattern marks with 1, forecast those it marks with 0. Raises OptionError.
 
     A pattern covers an expert's steps, however many there are: its n-th mark stands for the same share of the phase.
-    Models with one transformer use both patterns, one after the other. `wan_core.sampling.cache.pattern` has the rule.
+    Models with one transformer use both patterns, one after the other. `wan_core.sampling.cache.policies` has the rule.
     """
 
     high: str

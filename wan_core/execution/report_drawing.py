@@ -7,7 +7,7 @@ from typing import Any
 from PIL import Image
 
 from wan_core.execution.report import Report
-from wan_core.media.drawing import EXPERT_COLOUR, FAINT, INK, LINE, PHASE_COLOUR, Canvas, clock
+from wan_core.media.pictures import EXPERT_COLOUR, FAINT, INK, LINE, PHASE_COLOUR, Canvas, clock
 from wan_core.sampling.plan import Expert
 
 

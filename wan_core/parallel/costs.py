@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
@@ -166,26 +165,6 @@ def layers_seconds(part: float, hop: float, ranks: int, paired: float) -> float:
     branch of a pair follows the first, so it adds the slower of the two; alone, each forward takes them all."""
     one = ranks * part + (ranks - 1) * hop
     return paired * (one + max(part, hop)) + (1 - paired) * 2 * one
-
-
-def slowest_link(exact: Mesh, other: Mesh, config: DiTConfig, tokens: int, **given: Any) -> float:
-    """The speed of links, bytes/s, from which on `exact` is faster than `other`; below it `other` wins. 0: `exact` is
-    faster with any link, infinite: with none. given: as for `step_seconds`."""
-
-    def exact_is_faster(link: float) -> bool:
-        speeds = replace(H200, link=link, network=link)
-        first, second = (step_seconds(mesh, config, tokens, speeds, **given) for mesh in (exact, other))
-        return first < second
-
-    low, high = 1e6, 1e13
-    if exact_is_faster(low):
-        return 0.0
-    if not exact_is_faster(high):
-        return math.inf
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if exact_is_faster(middle) else (middle, high)
-    return high
 
 
 def all_meshes(gpus: int, config: DiTConfig, tokens: int, rings: bool = True) -> list[Mesh]:

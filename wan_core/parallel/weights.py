@@ -1,21 +1,36 @@
-"""Loads weights on many ranks and reads every byte of a file once per host.
+"""Weights on many ranks: each has all of them and reads a part of the file, or each has a part of them.
 
-Each rank of a host reads a part of every tensor, copies it to its device and gathers the other parts over NVLink. All
-ranks must read the same tensors in the same order, which is that of the file; each converts a value itself. A loader
-with reader threads (`checkpoint.staged`) reads the parts of many tensors ahead; otherwise, and on a CPU, files are
-mapped. Small tensors, or all if parts cannot be gathered, are read by one rank and broadcast.
+**Shared reading** reads every byte of a file once per host. Each rank of a host reads a part of every tensor, copies it
+to its device and gathers the other parts over NVLink. All ranks must read the same tensors in the same order, which is
+that of the file; each converts a value itself. A loader with reader threads (`checkpoint.staged`) reads the parts of
+many tensors ahead; otherwise, and on a CPU, files are mapped. Small tensors, or all if parts cannot be gathered, are
+read by one rank and broadcast.
+
+**Sharded experts** are for models too large for one GPU: every rank holds a part of each block's weights. This is
+torch's FSDP2 (`fully_shard`) over the ranks of one sequence, which run the same blocks at the same time. A block's
+weights are gathered while the previous block computes, and freed after the block. Each rank reads only its rows of each
+matrix from the file, so the whole model is never on one GPU, nor twice on the host. Parameters outside of the blocks
+are small, and every rank has them.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from wan_core.checkpoint import detect, open_checkpoint
+from wan_core.checkpoint.detect import empty_module
+from wan_core.checkpoint.load import read_values
 from wan_core.checkpoint.opened import Checkpoint, Readers
+from wan_core.config import OptionError
+from wan_core.models.wan.layers import Block
+from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import Group, RankMesh, all_gather
 
 SMALL = 1 << 16  # bytes: smaller tensors are not divided
@@ -88,3 +103,87 @@ def broadcast_read(stored: Tensor, group: Group, device: torch.device, reader: i
 
 def _value(values: Tensor, stored: Tensor) -> Tensor:
     return values.view(stored.dtype).view(stored.shape)
+
+
+def why_not_shard(ranks: RankMesh | None, quantized: bool, compiled: bool, scaled: bool, on_disk: bool) -> str | None:
+    """Why experts cannot be sharded, as text; None if they can."""
+    if ranks is None or ranks.sequence.size == 1:
+        return "weights are sharded over the ranks of one sequence: use several GPUs, and a mesh other than 2x1x1"
+    if quantized or scaled:
+        return "sharding supports bf16 and fp32 only; FP8 weights are half as large, and mostly fit (resident)"
+    if compiled:
+        return "torch cannot compile blocks whose weights are gathered during the forward: leave compile off"
+    return None if on_disk else "sharding reads parts of files: random weights have no file"
+
+
+@torch.no_grad()
+def load_sharded_dit(
+    path: Path, ranks: RankMesh, dtype: torch.dtype, family: str | None = None, turn: Callable[[], None] = lambda: None
+) -> WanModel:
+    """The transformer of `path` on this rank's device, with sharded blocks. Every rank of a sequence must call this.
+    family: where the file does not say. turn: as of `Reading`.
+
+    Raises CheckpointError, or OptionError for quantised weights."""
+    from torch.distributed.tensor import DTensor  # imported here because it takes a second
+
+    turn()
+    checkpoint = open_checkpoint(path)
+    detected = detect(checkpoint, "dit", family)
+    if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
+        raise OptionError(f"{checkpoint.describe()}: {why_not_shard(ranks, True, False, True, True)}")
+    model = cast(WanModel, empty_module(detected.config)).to(dtype).requires_grad_(False).eval()
+    model.attention_preferences = detected.attention
+    shard_blocks(model, ranks)
+    model.to_empty(device=ranks.device)
+    official_names = {stored: official for official, stored in detected.names.items()}
+    parameters = dict(model.named_parameters())
+
+    def read(name: str) -> Tensor:
+        stored = checkpoint.read(name)
+        return part_of(stored, ranks) if isinstance(parameters[official_names[name]], DTensor) else stored
+
+    parts = Checkpoint(checkpoint.describe(), checkpoint.path, checkpoint.tensors, checkpoint.metadata, read)
+    for name, value in read_values(parts, detected, ranks.device, dtype):
+        parameter = parameters[name]
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(value)
+    return model
+
+
+def part_of(stored: Tensor, ranks: RankMesh) -> Tensor:
+    """This rank's rows, divided as `fully_shard` does; the last ranks may have none."""
+    parts = stored.chunk(ranks.sequence.size)
+    index = ranks.sequence.index
+    return parts[index] if index < len(parts) else stored[:0]
+
+
+def shard_blocks(model: WanModel, ranks: RankMesh) -> None:
+    """Shard the parameters of the blocks, in place."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    assert ranks.sequence.process is not None
+    mesh: Any = DeviceMesh.from_group(ranks.sequence.process, ranks.device.type)
+    names = [name for layer in range(len(model.blocks)) for name in model.config.modules_of(layer)]
+    blocks = [cast(Block, model.get_submodule(name)) for name in names]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+        attention = block.cross_attn
+        attention.kv = GatheredText(block, attention)  # pyright: ignore[reportAttributeAccessIssue]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
+    fully_shard(model, mesh=mesh, ignored_params=outside)  # the root module prefetches the next block
+
+
+class GatheredText:
+    """In the place of `CrossAttention.kv`, which runs before the blocks do: gathers the block's weights for it."""
+
+    def __init__(self, block: nn.Module, attention: nn.Module) -> None:
+        self.block, self.attention = weakref.ref(block), weakref.ref(attention)
+
+    def __call__(self, text: Tensor) -> tuple[Tensor, ...]:
+        block: Any = self.block()
+        attention: Any = self.attention()
+        block.unshard()
+        found = type(attention).kv(attention, text)
+        block.reshard()
+        return found

@@ -38,8 +38,7 @@ from wan_core.parallel.conditioning import text_rank
 from wan_core.parallel.layers import held_layers
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
-from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
-from wan_core.parallel.weights import shared_checkpoint
+from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint, why_not_shard
 from wan_core.pipeline.first_use import FirstUse, begin_first_use, fits_beside
 from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.host_planning import HostPlan, check_host, check_prepared, host_room, plan_host, staying_in_file

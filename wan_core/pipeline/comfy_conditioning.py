@@ -18,9 +18,7 @@ from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, check_
 from wan_core.models.wan.families.family import Family
 from wan_core.pipeline.model_parts import Experts
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.control import Scales, scale_by_text
-from wan_core.sampling.driving import drive_by_text, with_passes
-from wan_core.sampling.nag import with_nag
+from wan_core.sampling.control import Scales, drive_by_text, scale_by_text, with_nag, with_passes
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts, number_texts
 

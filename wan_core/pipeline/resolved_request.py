@@ -24,9 +24,8 @@ from wan_core.pipeline.driving import BEGINS, MEDIA, OTHERS, SETTINGS, check_med
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
-from wan_core.sampling.control import control_words
+from wan_core.sampling.control import control_words, nag_words
 from wan_core.sampling.denoise import choose_batched
-from wan_core.sampling.nag import nag_words
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.start import Start
 from wan_core.sampling.window import Window

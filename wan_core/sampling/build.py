@@ -22,9 +22,8 @@ from wan_core.models.wan.families.family import Task
 from wan_core.models.wan.families.long_video import LongVideo, cut_video
 from wan_core.sampling.cache.skipping import apply_policies, skip_forwards
 from wan_core.sampling.context_windows import with_windows
-from wan_core.sampling.control import with_control
+from wan_core.sampling.control import with_control, with_nag
 from wan_core.sampling.cutting import check_strength
-from wan_core.sampling.nag import with_nag
 from wan_core.sampling.native.plan import (
     NativeModel,
     Part,

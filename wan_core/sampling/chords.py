@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from wan_core.config import OptionError
+from wan_core.sampling.control import with_passes
 from wan_core.sampling.cutting import cut_plan
-from wan_core.sampling.driving import with_passes
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.window import Window
 

@@ -1,13 +1,21 @@
-"""How much a control video counts in each step (VACE), as numbers in the plan."""
+"""How a control video, a driving video and the negative prompt count in each step, as numbers in the plan.
+
+A control video (VACE, Fun) counts by a strength. The driving video of Animate-2 is read in some steps or in all: its
+keys and values do not depend on the step, so a forward over it makes them before the first step that reads them, and
+again where the text changes, or where steps in between do not read it. Normalized attention guidance (NAG) lets steps
+without classifier-free guidance see the negative prompt too (`wan_core.models.wan.layers.nag` is what cross-attention
+does in them). Steps with guidance use the negative prompt already, in a forward of its own, and stay as they are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wan_core.config import ControlOptions, OptionError
+from wan_core.config import ControlOptions, NagOptions, OptionError
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import find_task
+from wan_core.sampling.cutting import without_lost_sources
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.texts import TextRange, range_of
 
@@ -74,3 +82,59 @@ def check_reuse(plan: Plan) -> None:
 def control_words(options: ControlOptions) -> str:
     """`0.8 from 0 to 0.5 of the run`."""
     return f"{options.scale:g} from {options.start:g} to {options.end:g} of the run"
+
+
+def with_passes(plan: Plan, own: bool = True) -> Plan:
+    """`plan` with the forwards over the driving video, for a family whose driving video takes some. own: it has a text
+    and a picture of its own, so that one forward is for both branches."""
+    if family_of(find_task(plan.task)).driving is None:
+        return plan
+    steps: list[Step] = []
+    for phase in plan.phases:
+        both = any("uncond" in step.branches or step.nag for step in phase)
+        before: Step | None = None
+        for step in phase:
+            begins = before is None or (before.texts, before.undriven) != (step.texts, step.undriven)
+            passes = 0 if step.undriven or not begins else 1 if own or not both else 2
+            steps.append(replace(step, passes=passes))
+            before = step
+    more = sum(after.passes - before.passes for after, before in zip(steps, plan.steps, strict=True))
+    unskipped = None if plan.unskipped is None else plan.unskipped + more
+    return replace(plan, steps=tuple(steps), unskipped=unskipped)
+
+
+def drive_by_text(plan: Plan, positive: Sequence[bool], negative: Sequence[bool], key: str) -> Plan:
+    """`plan` in which steps read the driving video or not, as the text of each says. positive, negative: of each text,
+    whether it comes with one, as the value of `key`. Raises OptionError where those of a step differ."""
+    steps = []
+    for step in plan.steps:
+        driven = positive[step.texts[0]]
+        if "uncond" in step.branches and any(negative) and negative[step.texts[1]] != driven:
+            raise OptionError(
+                f"`positive` and `negative` carry different values of {key} for step {step.index}: connect both "
+                "outputs of the node that makes them"
+            )
+        steps.append(replace(step, undriven=not driven))
+    count = sum(not step.undriven for step in steps)
+    if all(positive) or not any(positive):
+        return replace(plan, steps=tuple(steps))
+    note = f"driving video: read in {count} of {len(steps)} steps"
+    return replace(plan, steps=without_lost_sources(tuple(steps)), notes=(*plan.notes, note))
+
+
+def with_nag(plan: Plan, options: NagOptions) -> Plan:
+    """`plan` with normalized attention guidance in every step of one branch. Raises OptionError where there is none."""
+    steps = tuple(replace(step, nag=step.branches == ("cond",) and not step.delta) for step in plan.steps)
+    if not any(step.nag for step in steps):
+        raise OptionError(
+            "every step has guidance, which uses the negative prompt already: set guidance to 1 (as with distilled "
+            "weights), or leave out normalized attention guidance (NAG)"
+        )
+    count = f"{sum(step.nag for step in steps)} of {len(steps)} steps"
+    note = f"normalized attention guidance: {nag_words(options)}, in {count}"
+    return replace(plan, steps=steps, nag=options, notes=(*plan.notes, note))
+
+
+def nag_words(options: NagOptions) -> str:
+    """`11/2.5/0.25`: scale, tau, alpha, as the command line reads them."""
+    return f"{options.scale:g}/{options.tau:g}/{options.alpha:g}"

@@ -3,7 +3,7 @@
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text rows.
 
 No value is read back from the device inside the loop (but by an adaptive policy, which has its own way of not waiting:
-`wan_core.sampling.cache.adaptive`). Latents are float32 throughout: they are the state of an ODE
+`wan_core.sampling.cache.policies`). Latents are float32 throughout: they are the state of an ODE
 that is integrated over many small steps.
 """
 

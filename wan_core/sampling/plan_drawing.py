@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PIL import Image
 
-from wan_core.media.drawing import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, Canvas, clock
+from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, Canvas, clock
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.stages import runs
 

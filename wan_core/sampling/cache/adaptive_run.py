@@ -1,4 +1,4 @@
-"""The decisions of the adaptive policy, while a video is made (`wan_core.sampling.cache.adaptive` says what they
+"""The decisions of the adaptive policy, while a video is made (`wan_core.sampling.cache.policies` says what they
 follow).
 
 The host never waits for the step that runs. A rate travels to pinned memory on its own time and is first used `LAG`

@@ -18,7 +18,7 @@ from wan_core.config import (
     TaylorSeerOptions,
 )
 from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
-from wan_core.sampling.cache.pattern import number, parse_pattern
+from wan_core.sampling.cache.policies import number, parse_pattern
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
 from wan_core.sampling.speed_presets import SUFFIX, find_speed, speed_names

@@ -12,15 +12,18 @@ from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.config.command import command
 from wan_core.models.wan.families import check_sparse, check_stages
 from wan_core.models.wan.tasks import TASKS, find_task
-from wan_core.sampling.cache.adaptive import mark_adaptive
 from wan_core.sampling.cache.curves import Curve, find_curve
-from wan_core.sampling.cache.guidance import schedule_guidance
 from wan_core.sampling.cache.magcache import PRESETS, skip_magcache
-from wan_core.sampling.cache.pattern import pattern_words, skip_pattern
-from wan_core.sampling.cache.taylorseer import skip_taylorseer
+from wan_core.sampling.cache.policies import (
+    mark_adaptive,
+    pattern_words,
+    schedule_guidance,
+    skip_pattern,
+    skip_taylorseer,
+)
 from wan_core.sampling.context_windows import check_still
+from wan_core.sampling.control import with_passes
 from wan_core.sampling.cutting import cut_plan, without_lost_sources
-from wan_core.sampling.driving import with_passes
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import find_keeps
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify

@@ -1,0 +1,136 @@
+"""Policies that mark the steps of a plan: the guidance schedule and the step caches that need no measured curve.
+
+**Guidance schedule**: some steps run without the unconditional branch, which halves their time. Outside an interval of
+sigmas there is no guidance: Kynkäänniemi et al., "Applying Guidance in a Limited Interval", 2024, arXiv:2404.07724.
+Inside, the slowly changing difference of the two branches is computed at every n-th guided step of an expert and reused
+in between: velocity = cond + (guidance - 1) * (cond - uncond of that step).
+
+**TaylorSeer**: compute every n-th step and forecast the residual of the blocks in between. A forecast of order m
+extrapolates the polynomial through the last m + 1 computed residuals of the same branch and expert. For equally spaced
+steps this is the finite-difference form of the Taylor series. The plan knows the distances between computed steps, so
+the forecast is a weighted sum with constant weights (`wan_core.sampling.cache.residual`). Source: Liu et al., "From
+Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers", 2025, arXiv:2503.06923, which forecasts inside
+each block. Forecasting the sum of all blocks needs a hundredth of the memory.
+
+**Step pattern**: the computed steps are written out, a pattern of marks for each expert, 1 computed, 0 skipped. A
+pattern belongs to the trajectory, not to a number of steps. Mark j of M stands for the share j / M of an expert's
+phase, so 20 steps compute at the same noise as 40, as far as they have a step there. `python -m wan_core search` finds
+patterns; the other policies are rules that make one.
+
+**Adaptive cache**: the plan marks the steps that may be skipped, and `wan_core.sampling.cache.adaptive_run` decides
+during the run, because the rule reads tensors. The relative change of the velocity between two computed steps a and b,
+per unit of sigma, is measured on the device: rate = ||v_a - v_b|| / (||v_b|| * |sigma_a - sigma_b|). A step at sigma
+may reuse the last residual while the estimated change since the last computed step a, rate * |sigma_a - sigma|, stays
+below `threshold`. After Zhou et al., "Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive
+Caching" (EasyCache), 2025, arXiv:2507.02860, whose rule reads a norm back to the host at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from wan_core.config import AdaptiveOptions, GuidanceOptions, OptionError, PatternOptions, TaylorSeerOptions
+from wan_core.sampling.cache.magcache import mark, retained
+from wan_core.sampling.plan import Branch, Plan, Step
+
+
+def schedule_guidance(plan: Plan, options: GuidanceOptions) -> Plan:
+    """`plan` with the unconditional branch removed from some steps. The first guided step of each expert keeps both."""
+    steps: list[Step] = []
+    for phase in plan.phases:
+        guided = 0  # number of guided steps of this phase so far
+        for step in phase:
+            if "uncond" not in step.branches:
+                steps.append(step)
+            elif not options.low <= step.sigma <= options.high:
+                steps.append(replace(step, guidance=1.0, branches=("cond",)))
+            else:
+                reuse = guided % options.every != 0
+                steps.append(replace(step, branches=("cond",), delta=True) if reuse else step)
+                guided += 1
+    return replace(plan, steps=tuple(steps))
+
+
+def skip_taylorseer(plan: Plan, options: TaylorSeerOptions) -> Plan:
+    """`plan` with its forecast steps marked. The retained steps of an expert and the video's last step are computed."""
+    skipped: list[tuple[Branch, ...]] = []
+    for phase in plan.phases:
+        keep = retained(len(phase), options.retention)
+        computed: dict[Branch, int] = {}  # index of the last step of this expert that computed the branch
+        for at, step in enumerate(phase):
+            # Each branch has its own age: one that runs only in some steps might otherwise never be computed.
+            recent = all(b in computed and step.index - computed[b] < options.interval for b in step.branches)
+            skip = at >= keep and recent and not step.finishes
+            computed |= {} if skip else dict.fromkeys(step.branches, step.index)
+            skipped.append(step.branches if skip else ())
+    return mark(plan, skipped, options.order)
+
+
+def skip_pattern(plan: Plan, options: PatternOptions) -> Plan:
+    """`plan` with the steps marked that the pattern skips. The video's last step is computed."""
+    computed = pattern_steps(plan, options)
+    skipped: list[tuple[Branch, ...]] = [
+        () if step.index in computed or step.finishes else step.branches for step in plan.steps
+    ]
+    run: set[Branch] = set()
+    for phase in plan.phases:  # a branch that its first computed steps do not have is computed where it first appears
+        run.clear()
+        for step in phase:
+            if not set(skipped[step.index]) <= run:
+                skipped[step.index] = ()
+            run |= set(step.branches) - set(skipped[step.index])
+    return mark(plan, skipped, options.order)
+
+
+def pattern_steps(plan: Plan, options: PatternOptions) -> set[int]:
+    """The indices of the steps that the pattern computes."""
+    if not plan.boundary:  # one transformer runs every step
+        return _marked(options.high + options.low, [step.index for step in plan.steps])
+    marks = {"high": options.high, "low": options.low}
+    found: set[int] = set()
+    for phase in plan.phases:
+        found |= _marked(marks[phase[0].expert], [step.index for step in phase])
+    return found
+
+
+def _marked(marks: str, steps: Sequence[int]) -> set[int]:
+    return {steps[j * len(steps) // len(marks)] for j, mark in enumerate(marks) if mark == "1"}
+
+
+def parse_pattern(text: str) -> PatternOptions:
+    """`HIGH/LOW` or `HIGH/LOW/ORDER`: 110101/1101/1.5. Raises OptionError."""
+    parts = text.split("/")
+    try:
+        if not 2 <= len(parts) <= 3:
+            raise ValueError(text)
+        return PatternOptions(high=parts[0], low=parts[1], **({"order": number(parts[2])} if len(parts) == 3 else {}))
+    except ValueError as fault:
+        if isinstance(fault, OptionError):
+            raise
+        raise OptionError(
+            f"step pattern {text!r} given; write marks of both experts and an order: 1101/101/1.5"
+        ) from None
+
+
+def number(text: str) -> float:
+    """2 as an int, 1.5 as a float: what is printed is what was written. Raises ValueError."""
+    return int(text) if text.isdecimal() else float(text)
+
+
+def pattern_words(options: PatternOptions) -> str:
+    """In the form that `parse_pattern` reads."""
+    return f"{options.high}/{options.low}/{options.order:g}"
+
+
+def mark_adaptive(plan: Plan, options: AdaptiveOptions) -> Plan:
+    """`plan` with the steps marked that may be skipped: never the retained steps of an expert or the video's last."""
+    steps: list[Step] = []
+    for phase in plan.phases:
+        keep = retained(len(phase), options.retention)
+        cached: set[Branch] = set()  # branches with a residual of this expert
+        for at, step in enumerate(phase):
+            may_skip = at >= keep and not step.finishes and cached.issuperset(step.branches)
+            cached |= set(step.branches)
+            steps.append(replace(step, action="adaptive", skipped=step.branches) if may_skip else step)
+    return replace(plan, steps=tuple(steps), adaptive=options)
