@@ -28,32 +28,29 @@ def build_parser() -> argparse.ArgumentParser:
     width = max(map(len, SUITES))
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage="%(prog)s [SUITE] [options]",
+        usage="%(prog)s SUITE [options]",
         description="Measure the engine and its peers on this machine.",
         epilog="\n".join(
             [
                 "suites:",
                 *(f"  {name:<{width}}  {suite.summary}" for name, suite in SUITES.items()),
-                f"  {'(none)':<{width}}  single forwards in the settings that --setting names",
                 f"at the git tag experiments-2026-11, with committed results: {', '.join(ARCHIVED)}",
             ]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suite", nargs="?", choices=tuple(SUITES), metavar="SUITE", help="what to measure: see below")
+    parser.add_argument("suite", choices=tuple(SUITES), metavar="SUITE", help="what to measure: see below")
     add_bench_options(parser)
     return parser
 
 
 def suite_first(arguments: Sequence[str]) -> list[str]:
     """`arguments` with the older spelling `--suite NAME` as the first, positional argument."""
-    found = list(arguments)
-    for place, argument in enumerate(found):
-        if argument == "--suite" and place + 1 < len(found):
-            return [found[place + 1], *found[:place], *found[place + 2 :]]
-        if argument.startswith("--suite="):
-            return [argument.partition("=")[2], *found[:place], *found[place + 1 :]]
-    return found
+    words = list(arguments)
+    if "--suite" in words[:-1]:
+        place = words.index("--suite")
+        return [words[place + 1], *words[:place], *words[place + 2 :]]
+    return words
 
 
 if __name__ == "__main__":

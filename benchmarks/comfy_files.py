@@ -1,9 +1,8 @@
 """Files with random weights under the names that ComfyUI's own Wan 2.2 templates ask for, as a server finds them.
 
-Shapes, dtypes and spellings are those of the real files: FP8 experts with a scale for each matrix (or INT8 with rotated
-rows), a LoRA of rank 64 for each expert, UMT5 in FP8, the 2.1 VAE in bf16. The numbers are random, of the variance that
-keeps activations finite. With `layers` the experts have fewer blocks. A file that is there with the same number of
-blocks is used again.
+Shapes, dtypes and spellings are those of the real files: FP8 experts with a scale for each matrix, a LoRA of rank 64
+for each expert, UMT5 in FP8, the 2.1 VAE in bf16. The numbers are random, of the variance that keeps activations
+finite. With `layers` the experts have fewer blocks. A file that is there with the same number of blocks is used again.
 """
 
 from __future__ import annotations
@@ -31,21 +30,18 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.quant.int8 import Int8Linear
-from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.sources import RANDOM, TINY
 
 EXPERTS = ("high", "low")
 TEXT = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
 VAE = "wan_2.1_vae.safetensors"
 IMAGE = "start.png"
-INT8 = "int8_convrot"
 FP8_MAX = 448.0
 WRITERS = 6  # threads, for each file
 
 
 def expert_file(task: str, expert: str, precision: str, layers: int | None) -> str:
-    """The name of an expert's file. task: i2v or t2v. precision: fp8_scaled, int8_convrot or fp16 (which holds
+    """The name of an expert's file. task: i2v or t2v. precision: fp8_scaled or fp16 (which holds
     bf16 here)."""
     fewer = "" if layers is None else f"_{layers}_blocks"
     return f"wan2.2_{task}_{expert}_noise_14B_{precision}{fewer}.safetensors"
@@ -72,13 +68,6 @@ def write_expert(
     config = plain_config(task)
     config = replace(config, num_layers=layers or config.num_layers)
     missing = {p: path for p in precisions if not (path := folder / expert_file(task, expert, p, layers)).exists()}
-    if INT8 in missing:
-        held = Quantization(Int8Linear, device)
-        module = random_module(
-            config, device=device, dtype=torch.bfloat16, seed=EXPERTS.index(expert), quantization=held
-        )
-        assert isinstance(module, WanModel)
-        save(module, missing.pop(INT8))
     if not missing:
         return
     module = random_module(config, device=device, dtype=torch.bfloat16, seed=EXPERTS.index(expert))

@@ -19,8 +19,7 @@ branch to each GPU. `--gpus 1` leaves them out.
 
 Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's.
 
-Rows of `cold` also have the time in seconds after POST of every line that the server logged (log) and of every progress
-of the samplers (progress). --profile FILE: one more cold run of each, with samples of what the server's threads did.
+Rows of `cold` also have the seconds after POST of every progress of the samplers (progress).
 
 seconds   from POST to the end of the prompt, the median; spread: the slowest less the fastest
 nodes     of the median run: seconds by loaders, text, image, samplers, decode, save
@@ -34,7 +33,7 @@ import argparse
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,7 +42,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import server_times
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import EXPERTS, write_expert, write_image, write_loras, write_text_encoder, write_vae
 from benchmarks.comfy_graphs import Job, native_graph, our_graph, with_defaults
@@ -64,7 +62,6 @@ from benchmarks.everyday_sides import (
 from benchmarks.measure import make_room, relative_error
 from benchmarks.options import EVERYDAY_PARTS
 from benchmarks.rows import Row, guarded
-from benchmarks.server_times import PROFILE, TIMES, profile_text, said
 from wan_core.config import OptionError
 
 ERROR_LAYERS = 8
@@ -123,7 +120,7 @@ def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[
     if scratch is not None and not scratch.is_dir():
         raise OptionError(f"--scratch {scratch} is no folder: make it, or leave it out")
     with tempfile.TemporaryDirectory(prefix="wancore-everyday-", dir=scratch) as temporary:
-        base = make_base(Path(temporary), {"server_times": Path(server_times.__file__).read_text()})
+        base = make_base(Path(temporary))
         if scratch is not None:
             (base / "models").rmdir()
             (scratch / "models").mkdir(exist_ok=True)
@@ -160,19 +157,17 @@ class Files:
 
 
 class Server:
-    """A ComfyUI server that measures prompts. Use as a context: it ends with it. more: of its environment. gpus: of the
-    sides for several."""
+    """A ComfyUI server that measures prompts. Use as a context: it ends with it. gpus: of the sides for several."""
 
     def __init__(
         self,
         checkout: Path,
         base: Path,
         device: torch.device,
-        more: Mapping[str, str] | None = None,
         gpus: int = 1,
     ) -> None:
         self.device, self.gpus = device, gpus
-        environment = {"PYTHONUNBUFFERED": "1", **(more or {})}
+        environment = {"PYTHONUNBUFFERED": "1"}
         cpu = device.type == "cpu"
         self.comfyui = ComfyUI(checkout, base, environment, without_page(base), cpu=cpu, patience=PATIENCE)
         self.base, self.kinds = base, self.comfyui.get("/object_info")
@@ -306,35 +301,13 @@ def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, option
         if peers and "seconds" in row:
             row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": PEER}
         yield row | {"name": f"cold: {name}"}
-    if options.profile is not None:
-        options.profile.write_text("")
-        for side in sides:
-            name = f"cold, profiled: {side.name}"
-            yield guarded(
-                name, job.size, None, lambda s=side: profiled(checkout, base, device, s, job, options.profile)
-            )
 
 
-def cold(
-    checkout: Path,
-    base: Path,
-    device: torch.device,
-    side: Side,
-    run: int,
-    job: Job,
-    more: Mapping[str, str] | None = None,
-) -> Row:
-    with Server(checkout, base, device, {TIMES: str(base), **(more or {})}) as server:
+def cold(checkout: Path, base: Path, device: torch.device, side: Side, run: int, job: Job) -> Row:
+    with Server(checkout, base, device) as server:
         row, made = server.run(side.graph(replace(job, seed=run)))
     steps = [event["at"] - made.begin for event in made.events if event["type"] == "progress"]
-    return row | {"progress": [round(at, 3) for at in steps], "log": said(base, made.begin)}
-
-
-def profiled(checkout: Path, base: Path, device: torch.device, side: Side, job: Job, file: Path) -> Row:
-    row = cold(checkout, base, device, side, 0, job, {PROFILE: "1"})
-    with file.open("a") as text:
-        text.write(f"{side.name}\n{profile_text(base)}\n")
-    return row
+    return row | {"progress": [round(at, 3) for at in steps]}
 
 
 def error_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:

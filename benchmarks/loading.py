@@ -1,4 +1,4 @@
-"""Suite `startup`: ways to read two experts from files onto the device, ours and those of other libraries."""
+"""Suite `startup`: ways to read two experts from files onto the device, ours and that of safetensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +52,14 @@ class Loading:
 
     def rows(self) -> Iterator[Row]:
         fp8 = find_quantization("fp8", self.device)
-        ways: dict[str, tuple[str | None, Callable[[], Any]]] = {
-            RATIO_TO: (None, self._load_file),
-            "fastsafetensors": (_missing("fastsafetensors"), self._fastsafetensors),
-            "runai": (_missing("runai_model_streamer"), self._runai),
-            "ours, mapped": (None, lambda: self._ours(Reading(staged=False), None)),
-            "ours, bf16": (None, lambda: self._ours(staged(), None)),
-            "ours, fp8": (None, lambda: self._ours(staged(), fp8)),
+        ways: dict[str, Callable[[], Any]] = {
+            RATIO_TO: self._load_file,
+            "ours, mapped": lambda: self._ours(Reading(staged=False), None),
+            "ours, bf16": lambda: self._ours(staged(), None),
+            "ours, fp8": lambda: self._ours(staged(), fp8),
         }
-        for name, (reason, make) in ways.items():
-            row = guarded(name, "both experts", reason, lambda m=make: self._timed(m))
+        for name, make in ways.items():
+            row = guarded(name, "both experts", None, lambda m=make: self._timed(m))
             if name == RATIO_TO:
                 self.reference = row.get("seconds")
             if self.reference and "seconds" in row:
@@ -102,25 +99,6 @@ class Loading:
     def _ours(self, how: Reading, quantization: Quantization | None) -> list[WanModel]:
         return load_experts(self.files, self.device, self.dtype, quantization, how)
 
-    def _fastsafetensors(self) -> list[Any]:
-        from fastsafetensors import fastsafe_open  # type: ignore
-
-        held = []
-        for file in self.files:
-            with fastsafe_open(filenames=[str(file)], nogds=True, device=str(self.device)) as opened:
-                held.append({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
-        return held
-
-    def _runai(self) -> list[Any]:
-        from runai_model_streamer import SafetensorsStreamer  # type: ignore
-
-        held = []
-        for file in self.files:
-            with SafetensorsStreamer() as streamer:
-                streamer.stream_file(str(file))
-                held.append({name: tensor.to(self.device) for name, tensor in streamer.get_tensors()})
-        return held
-
     def _same_as_load_file(self) -> bool:
         """Of the first file: two copies of both need not fit."""
         from safetensors.torch import load_file
@@ -144,7 +122,3 @@ class Loading:
         return set(plain) == set(staged) and all(
             torch.equal(plain[name].view(torch.uint8), staged[name].view(torch.uint8)) for name in plain
         )
-
-
-def _missing(module: str) -> str | None:
-    return None if find_spec(module) else f"{module} is not installed"

@@ -13,7 +13,7 @@ class Suite:
 
     summary: str
     sizes: tuple[str, ...]
-    settings: tuple[str, ...] = ()  # of single forwards; what ratios refer to stands first
+    settings: tuple[str, ...] = ()  # where none is named
     takes: tuple[str, ...] = ()  # options that mean something here, beyond those that every suite takes
 
 
@@ -46,14 +46,14 @@ SUITES: dict[str, Suite] = {
         takes=("setting", "layers", "runs", "scratch", "profile"),
     ),
     "streaming": Suite(
-        "blocks that stream on emulated smaller cards, the change of experts, and pipelines that take turns",
+        "blocks that stream on emulated smaller cards, and the change of experts",
         ("832x480x81", "1280x720x81"),
         takes=("setting", "layers", "runs"),
     ),
     "parallel": Suite(
-        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading, denoising steps",
+        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading",
         ("1280x720x81", "832x480x81"),
-        takes=("setup", "setting", "layers", "precision", "runs", "gpus", "steps"),
+        takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
     ),
     "compare": Suite(
         "steps of this checkout and of another one, measured in turns",
@@ -63,33 +63,17 @@ SUITES: dict[str, Suite] = {
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
-        takes=("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "checkout", "profile"),
+        takes=("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "checkout"),
     ),
     "native": Suite(
         "ComfyUI's own models in a real server, as they are and with our node for native models",
         ("1280x720x81",),
         takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout"),
     ),
-    "forward": Suite(
-        "one forward, ours and diffusers'",
-        ("832x480x81", "1280x720x81"),
-        ("diffusers", "forward"),
-        takes=("setting", "layers", "precision", "runs"),
-    ),
-    "guidance": Suite(
-        "both guidance branches, one after the other and together",
-        ("208x112x17", "416x240x17", "416x240x81", "832x480x33", "832x480x81"),
-        ("sequential", "batched"),
-        takes=("setting", "layers", "precision", "runs"),
-    ),
-    "small-cards": Suite(
-        "four steps of image-to-video from scaled FP8 or INT8 files on 24, 16 and 12 GiB, and changing a merged LoRA",
-        ("640x640x81",),
-        takes=("setting", "layers", "scratch"),
-    ),
 }
 # Suites that answered their question: their code is at the tag experiments-2026-11, their results are committed.
-ARCHIVED = ("caches", "contributions", "four-step", "generate", "gguf", "int8", "rotation", "switch", "trajectory")
+ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf", "guidance", "int8", "rotation")
+ARCHIVED += ("small-cards", "switch", "trajectory")
 ATTENTION_PARTS = ("kernels", "tune")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "other", "off", "t2v", "cold", "errors")
@@ -100,21 +84,9 @@ TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of 
     "vace": "video_wan_vace_14B_v2v",
 }
 STARTUP_PARTS = ("load", "cold", "ready")
-STREAMING_PARTS = ("cards", "switch", "turns")
+STREAMING_PARTS = ("cards", "switch")
 STREAMING_PRECISIONS = ("bf16", "fp8")
-SMALL_CARD_PARTS = ("loras", "cards")
-INT8 = "int8"  # a setting of small-cards: experts in INT8 in place of FP8
-PARALLEL_PARTS = ("diffusers", "forward", "vae", "load", "steps")  # the last by its name alone: it takes minutes
-SETTINGS = {
-    "forward": "one forward of one branch",
-    "sequential": "both guidance branches, one forward each",
-    "batched": "both guidance branches in one forward",
-    "attention:NAME": "one forward with that attention backend",
-    "diffusers": "diffusers' transformer with cuDNN attention, on the same weights",
-    "diffusers-compiled": "the same, its blocks compiled",
-    "comfyui": "ComfyUI's own transformer, on the same weights",
-    "comfyui-compiled": "the same, its blocks compiled",
-}
+PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -122,9 +94,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "--model", help="random:TASK, tiny, or a transformer file (default: random:t2v-A14B on a GPU, tiny on a CPU)"
     )
     parser.add_argument("--size", action="append", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES, repeatable")
-    parser.add_argument(
-        "--setting", action="append", help="repeatable: " + "; ".join(f"{k}: {v}" for k, v in SETTINGS.items())
-    )
+    parser.add_argument("--setting", action="append", help="a part of a suite, or what its rows are; repeatable")
     parser.add_argument(
         "--setup",
         action="append",
@@ -140,9 +110,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
     )
-    parser.add_argument(
-        "--profile", type=Path, help="text file for what took long in a cold process (suites startup, everyday)"
-    )
+    parser.add_argument("--profile", type=Path, help="text file for what took long in a cold process (suite startup)")
     parser.add_argument(
         "--checkout",
         type=Path,

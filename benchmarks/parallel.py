@@ -9,8 +9,6 @@ SETUP, 1 GPU                    what `ratio` refers to, on the first GPU while t
 SETUP, ulysses N, ring N, ...   one forward on that mesh
 SETUP, guidance 2 x ...         both branches at once, divided by two
 decode, encode                  the 2.1 VAE in bf16, on one GPU and in strips
-SETUP, N steps, 1 GPU, 2x1x1 ... the denoising loop on whole meshes; with --setting steps alone
-link: ...                       gb_s that leave one GPU, before those rows
 load both experts               bf16 from files in the page cache, read by threads: whole by one GPU, a part by each
 
 seconds, spread   as everywhere; of the first rank, which waits for the others in every exchange
@@ -18,10 +16,7 @@ moved_gib         what the first rank sends in one forward
 exchange_share    1 - seconds without exchanges / seconds: the same forward with every exchange left out, its results
                   garbage
 times_diffusers   seconds of the fastest diffusers row of that size over ours
-error             relative difference from the same setup's forward on one GPU; of steps: of the final latents
-link              of steps: peer access, or through host memory (NCCL_P2P_DISABLE=1 in the environment asks for that)
-exact             of steps: whether the mesh computes what one GPU does; steps_in_a_row: of meshes that do not
-peak_gib          of steps: of the first rank; peak_gib_most: of all
+error             relative difference from the same setup's forward on one GPU
 """
 
 from __future__ import annotations
@@ -41,7 +36,6 @@ from benchmarks.measure import make_room
 from benchmarks.options import PARALLEL_PARTS
 from benchmarks.parallel_forwards import Forwards
 from benchmarks.parallel_loading import loading_rows
-from benchmarks.parallel_trajectories import trajectory_rows
 from benchmarks.parallel_vae import vae_rows
 from benchmarks.ranks import TIMEOUT, Ranks
 from benchmarks.rows import Row
@@ -50,7 +44,6 @@ from wan_core.parallel.mesh import Mesh, RankMesh
 
 DEFAULT_SETUPS = ("fp8 + cudnn-fp8", "+ flash4")
 CPU_SETUPS = ("plain/sdpa/torch",)
-STEPS = 8
 SILENCE = 560.0  # seconds without a row
 
 
@@ -68,8 +61,7 @@ def parallel_rows(
     setups = options.setup or (DEFAULT_SETUPS if cuda else CPU_SETUPS)
     given = {
         "name": name, "sizes": sizes, "setups": list(setups), "layers": options.layers, "runs": options.runs or 2,
-        "cuda": cuda, "dtype": options.precision, "only": options.setting or list(PARALLEL_PARTS[:-1]),
-        "steps": options.steps or STEPS, "step_runs": options.runs or 1,
+        "cuda": cuda, "dtype": options.precision, "only": options.setting or list(PARALLEL_PARTS),
     }  # fmt: skip
     context = mp.get_context("spawn")
     rows: Any = context.Queue()
@@ -129,7 +121,6 @@ def all_rows(ranks: Ranks) -> Iterator[Row]:
         "forward": forwards.rows,
         "vae": lambda: vae_rows(ranks),
         "load": lambda: loading_rows(ranks),
-        "steps": lambda: trajectory_rows(ranks),
     }
     for name, part in parts.items():
         if name in ranks.given["only"]:

@@ -14,16 +14,13 @@ from benchmarks.attention import attention_rows
 from benchmarks.cases import parse_size
 from benchmarks.compare import compare_rows
 from benchmarks.everyday import everyday_rows
-from benchmarks.forwards import forward_rows
 from benchmarks.native import native_rows
 from benchmarks.options import (
     ATTENTION_PARTS,
     CPU_SIZE,
     EVERYDAY_PARTS,
-    INT8,
     NATIVE_PARTS,
     PARALLEL_PARTS,
-    SMALL_CARD_PARTS,
     STARTUP_PARTS,
     STREAMING_PARTS,
     STREAMING_PRECISIONS,
@@ -35,10 +32,8 @@ from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
 from benchmarks.profiling import profile_rows, profile_table
 from benchmarks.rows import Row, table
-from benchmarks.settings import check_setting
 from benchmarks.setups import find_setup
 from benchmarks.single import single_rows
-from benchmarks.small_cards import small_card_rows
 from benchmarks.sparse import sparse_rows
 from benchmarks.startup import startup_rows
 from benchmarks.streaming import streaming_rows
@@ -58,12 +53,9 @@ MEASURES: dict[str, Rows] = {
     "startup": startup_rows,
     "streaming": streaming_rows,
     "parallel": parallel_rows,
-    "small-cards": small_card_rows,
     "compare": compare_rows,
     "everyday": everyday_rows,
     "native": native_rows,
-    "forward": forward_rows,
-    "guidance": forward_rows,
 }
 
 PARTS = {
@@ -73,7 +65,6 @@ PARTS = {
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
-    "small-cards": (*SMALL_CARD_PARTS, INT8),
 }  # what `--setting` names there
 
 
@@ -82,9 +73,8 @@ def run_bench(options: argparse.Namespace) -> int:
     check_options(options)
     device = choose_device(options.device)
     name = options.model or ("random:t2v-A14B" if device.type == "cuda" else "tiny")
-    suite, cuda = options.suite or "bench", device.type == "cuda"
-    default = SUITES[suite].sizes if suite in SUITES else ("832x480x81",)
-    sizes = options.size or (list(default) if cuda else [CPU_SIZE])
+    suite = options.suite
+    sizes = options.size or (list(SUITES[suite].sizes) if device.type == "cuda" else [CPU_SIZE])
     with Outputs({"--model": options.model}, overwrite=options.overwrite, tell=tell) as outputs:
         path = None
         if options.out is not None:
@@ -104,7 +94,7 @@ def measure(
     """Measure the rows, write them to `path`, print them. 1 if a row failed."""
     rows: list[Row] = []
     details: dict[str, Any] = {"model": name}
-    for row in MEASURES.get(suite, forward_rows)(name, sizes, device, options, details):
+    for row in MEASURES[suite](name, sizes, device, options, details):
         tell(str(row))
         rows.append(row)
         rows.sort(key=lambda row: sizes.index(row["size"]) if row["size"] in sizes else len(sizes))
@@ -126,8 +116,6 @@ def check_options(options: argparse.Namespace) -> None:
         parts = PARTS.get(options.suite, ())
         if parts and setting not in parts:
             raise OptionError(f"setting {setting!r} given; the suite {options.suite} has {', '.join(parts)}")
-        if not parts and options.suite != "sparse":
-            check_setting(setting)
     for setup in options.setup or ():
         if options.suite not in ("compare", "everyday", "native") and (options.suite != "single" or setup not in PEERS):
             find_setup(setup)
@@ -135,10 +123,10 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, number)
         if value is not None and value < 1:
             raise OptionError(f"{number} {value} given; it must be at least 1")
-    takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
+    takes = SUITES[options.suite].takes
     for option in ("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "profile", "checkout"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
-                f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "
+                f"--{option} means nothing to the suite {options.suite}; "
                 f"it takes {', '.join('--' + name for name in takes)}"
             )

@@ -5,8 +5,6 @@ Both experts are written to `--scratch` first, random values in bf16, 28.6 GB ea
 and are in the page cache then. `--setting load`, `cold` and `ready` measure a part of it alone. Rows, by name:
 
 load_file              safetensors' own, `load_file(device=...)`, both files one after the other: what ratios refer to
-fastsafetensors,       other loaders, where they are installed
-runai
 ours, bf16             our loader into both modules at once; ours, mapped: without pinned buffers
 ours, fp8              the same, every matrix quantised on the way
 

@@ -30,7 +30,6 @@ from benchmarks.cases import Case, make_case, plain_model
 from benchmarks.measure import make_room, measure, settle
 from benchmarks.options import STREAMING_PARTS, STREAMING_PRECISIONS
 from benchmarks.rows import Row, guarded
-from benchmarks.turns import turns_rows
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.random import random_module
 from wan_core.execution.memory.host_weights import HostWeights
@@ -66,7 +65,7 @@ def streaming_rows(
     runs, given = options.runs or 1, options.setting or ()
     wanted = [part for part in STREAMING_PARTS if part in given] or STREAMING_PARTS
     precisions = [name for name in STREAMING_PRECISIONS if name in given] or STREAMING_PRECISIONS
-    for precision in precisions if set(wanted) & {"cards", "switch"} else ():
+    for precision in precisions:
         bench = Streaming(name, sizes, device, precision, options.layers, runs)
         details["layers"] = len(bench.model.blocks)
         if "cards" in wanted:
@@ -76,8 +75,6 @@ def streaming_rows(
         bench.close()
         del bench
         make_room(device)
-    if "turns" in wanted:
-        yield from turns_rows(name, sizes, device, options.layers)
 
 
 class Streaming:
