@@ -3,7 +3,7 @@
 #   PYTHON=python3.12          the interpreter .venv is made from (3.10 or newer; the tests need 3.11)
 #   TORCH='torch==2.11.0'      another torch than the pinned one
 #   PYTEST_ARGS='-k plan -x'   instead of two processes, a file to each (-n 2 ...), which take half the time of one
-#   BENCH_ARGS='guidance --runs 2'  another suite of the benchmark than the ladder (python -m benchmarks --help)
+#   BENCH_ARGS='attention --runs 2' another suite of the benchmark than the ladder (python -m benchmarks --help)
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0

@@ -9,7 +9,6 @@ tune      our own kernels with every tile that fits the card, in bf16 and INT8: 
           `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`. `--setting int8`: only that
           kind
 
-Sparse kernels are in the suite `sparse`.
 """
 
 from __future__ import annotations

@@ -8,13 +8,10 @@ import torch
 
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
-from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import OptionError, check_size
-from wan_core.execution.optimize import optimize
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import find_task
-from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.sources import RANDOM, TINY
 from wan_core.sampling.plan import Expert
@@ -41,12 +38,11 @@ def plain_model(
     layers: int | None,
     held: Quantization | None = None,
     expert: Expert = "high",
-    how: Reading = USUAL,
 ) -> tuple[WanModel, int]:
     """The transformer to measure, nothing applied to it, and the pixels per latent cell of its VAE.
 
     name: "random:TASK", "tiny" or a file. Random weights are the same on every call. held: how its linears are
-    quantised. expert: which one, of two. how: it is read. Raises OptionError.
+    quantised. expert: which one, of two. Raises OptionError.
     """
     if name.startswith("random:"):
         task = find_task(name.removeprefix("random:"))
@@ -55,22 +51,16 @@ def plain_model(
         config, vae = RANDOM[task.name]
         config = replace(config, num_layers=layers or config.num_layers)
         seed = EXPERTS.index(expert)
-        model = random_module(config, device=device, dtype=dtype, seed=seed, quantization=held, how=how)
+        model = random_module(config, device=device, dtype=dtype, seed=seed, quantization=held)
         stride = vae.spatial_stride
     else:
         path = TINY / f"t2v_{expert}.safetensors" if name == "tiny" else name
-        model = load_dit(path, device=device, dtype=dtype, quantization=held, how=how)
+        model = load_dit(path, device=device, dtype=dtype, quantization=held)
         stride = choose_task(model.config).task.vae.spatial_stride
         if layers is not None:
             del model.blocks[layers:]
     assert isinstance(model, WanModel)
     return model, stride
-
-
-def bench_model(name: str, device: torch.device, dtype: torch.dtype, layers: int | None) -> tuple[WanModel, int]:
-    """As `plain_model`, with the attention that `auto` takes."""
-    model, stride = plain_model(name, device, dtype, layers)
-    return optimize(model, attend=resolve_attention("auto", device, dtype, model.config.head_dim)[1]), stride
 
 
 def parse_size(size: str) -> tuple[int, int, int]:

@@ -6,7 +6,6 @@ ComfyUI server over its API. `--setting` takes parts of it:
 
 on       the template's switch on: a LoRA for each expert, four steps, no guidance. All sides in one server, each
          `--runs` (3) times in a row with new seeds, after one that is not counted
-other    the same with a new prompt and a new image in each run
 off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
          their samplers is scaled; ours run all
 t2v      the same with the template for text-to-video
@@ -95,7 +94,7 @@ def everyday_rows(
         for size in sizes:
             width, height, frames = parse_size(size)
             job = Job(width=width, height=height, frames=frames, layers=options.layers)
-            if {"on", "other", "off", "cold"} & set(wanted):
+            if {"on", "off", "cold"} & set(wanted):
                 files.write(job)
             if "t2v" in wanted:
                 files.write(replace(job, task="t2v"))
@@ -228,14 +227,6 @@ def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[R
     yield from side_by_side(server, chosen(sides, options), jobs, "on, new seed")
 
 
-def other_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    jobs = [
-        replace(job, seed=seed, prompt=f"{job.prompt} Take {seed}.", image=f"start{seed}.png")
-        for seed in range(1, 2 + (options.runs or 3))
-    ]
-    yield from side_by_side(server, chosen(SIDES, options), jobs, "on, new prompt and image")
-
-
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     yield from whole_rows(server, job, options, "off")
 
@@ -284,7 +275,7 @@ def scaled(server: Server, side: Side, fewer: Job, whole: Job) -> Row:
     return row | {"steps_measured": fewer.total_steps}
 
 
-PARTS = {"on": on_rows, "other": other_rows, "off": off_rows, "t2v": text_rows}
+PARTS = {"on": on_rows, "off": off_rows, "t2v": text_rows}
 
 
 def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:

@@ -25,9 +25,9 @@ SUITES: dict[str, Suite] = {
         takes=("setup", "layers", "precision", "runs"),
     ),
     "sparse": Suite(
-        "sparse attention by its parts, and whole videos with it against ComfyUI's own forwards",
+        "whole videos with sparse attention, against ComfyUI's own forwards",
         ("1280x720x81",),
-        ("kernels", "native", "magcache:balanced+sparse:balanced", "magcache:fast+sparse:fast", "sparse:0.875/0@4"),
+        ("native", "magcache:balanced+sparse:balanced", "magcache:fast+sparse:fast", "sparse:0.875/0@4"),
         takes=("setting", "setup", "layers", "precision", "runs", "steps"),
     ),
     "attention": Suite(
@@ -76,7 +76,7 @@ ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf
 ARCHIVED += ("small-cards", "switch", "trajectory")
 ATTENTION_PARTS = ("kernels", "tune")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
-EVERYDAY_PARTS = ("on", "other", "off", "t2v", "cold", "errors")
+EVERYDAY_PARTS = ("on", "off", "t2v", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided", "templates")
 TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them
     "animate2": "video_wan_animate2",

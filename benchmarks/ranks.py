@@ -10,10 +10,8 @@ import torch.distributed as dist
 
 from benchmarks.cases import plain_model
 from benchmarks.setups import Setup
-from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import Mesh, RankMesh
-from wan_core.sampling.plan import Expert
 
 TIMEOUT = timedelta(minutes=9)  # the other ranks wait while one writes two experts
 
@@ -41,7 +39,7 @@ class Ranks:
     def wait(self) -> None:
         dist.barrier(group=self.world.control)
 
-    def plain(self, setup: Setup | None = None, expert: Expert = "high", how: Reading = USUAL) -> tuple[WanModel, int]:
+    def plain(self, setup: Setup | None = None) -> tuple[WanModel, int]:
         """As `plain_model`, held as `setup` says."""
         held = None if setup is None else setup.quantization(self.device)
-        return plain_model(self.given["name"], self.device, self.dtype, self.given["layers"], held, expert, how)
+        return plain_model(self.given["name"], self.device, self.dtype, self.given["layers"], held)

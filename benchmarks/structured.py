@@ -26,8 +26,6 @@ import math
 import torch
 from torch import Tensor
 
-from wan_core.ops.attention.sparse.routing import block_mass
-
 
 def structured(
     grid: tuple[int, int, int], heads: int = 16, dim: int = 64, *, seed: int = 0, sinks: int = 4, peaks: float = 0.002
@@ -83,15 +81,3 @@ def _objects(grid: tuple[int, int, int], generator: torch.Generator, count: int 
     rows, columns = torch.meshgrid(torch.arange(Y), torch.arange(X), indexing="ij")
     cells = torch.stack([rows, columns], -1).flatten(0, 1).float()  # [Y * X, 2]
     return torch.cdist(cells.expand(T, -1, -1), centres).argmin(-1).flatten()
-
-
-def mass_kept(q: Tensor, k: Tensor, kept: Tensor, block: int) -> Tensor:
-    """The share of attention, as computed in full, that falls on the blocks that are read: float32 [B, H, L].
-
-    kept: bool [B, H, n, n]. Needs the whole matrix of a head at once."""
-    found = []
-    for head in range(q.shape[2]):
-        share = block_mass(q[:, :, head], k[:, :, head], block)
-        rows = kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
-        found.append((share * rows).sum(-1))
-    return torch.stack(found, 1)

@@ -1,8 +1,6 @@
 """Run ComfyUI's official Wan templates on tiny random weights on a CPU, as they are and with WanCore Accelerate in
 front of every sampler, and compare the latents of every sampler; then with WanCore Sampler in the place of each.
 
-    COMFYUI_PYTHON=... python -m benchmarks.templates.run --comfyui PATH [--out FILE] [TEMPLATE ...]
-
 Templates come from the package comfyui-workflow-templates-json of that Python. They run as the page would send them,
 except: two steps, 64x64 pixels and few frames; VAE with 8 channels and transformers of two layers, written under the
 names that the template asks for; text, vision, audio and segmentation encoders, which have one size only, and pictures
@@ -11,16 +9,13 @@ are replaced by nodes that give random tensors of the right shape (`stand_ins.py
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -236,14 +231,6 @@ class Templates:
             path.unlink()
         return made
 
-    def versions(self) -> dict[str, str]:
-        code = "from importlib.metadata import version as v; print(v('comfyui-workflow-templates-json'), v('torch'))"
-        found = subprocess.run([self.python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        text = (self.checkout / "comfyui_version.py").read_text(encoding="utf-8")
-        comfyui = re.search(r'__version__ = "(.*)"', text)
-        assert comfyui is not None
-        return {"comfyui": comfyui[1], "comfyui-workflow-templates-json": found[0], "torch": found[1]}
-
     def _write(self, files: dict[str, str]) -> None:
         if files == self.written:
             return
@@ -263,32 +250,3 @@ def _error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
         assert one.isfinite().all() and one.abs().max() > 0, "the latents are not those of a model"
     pairs = zip(found, expected, strict=True)
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("templates", nargs="*", default=list(TEMPLATES), help="names; all if none is given")
-    parser.add_argument("--comfyui", type=Path, required=True, help="the checkout of ComfyUI")
-    parser.add_argument("--out", type=Path, help="write the results here, as JSON")
-    options = parser.parse_args()
-    results = []
-    with tempfile.TemporaryDirectory() as base:
-        templates = Templates(options.comfyui, Path(base))
-        try:
-            for name in options.templates:
-                results.append(templates.run(name))
-                ours = "" if results[-1].ours is None else f", with our sampler {results[-1].ours:.1e}"
-                print(f"{name}: {results[-1].samplers} samplers, error {results[-1].error:.1e}{ours}", flush=True)
-                for words in results[-1].words:
-                    print(f"    {words}", flush=True)
-        finally:
-            templates.stop()
-    if options.out is not None:
-        versions = templates.versions()
-        rows = [asdict(one) for one in results]
-        options.out.write_text(json.dumps({"versions": versions, "templates": rows}, indent=1) + "\n")
-    return int(any(one.error > 1e-5 for one in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

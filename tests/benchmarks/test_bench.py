@@ -131,13 +131,13 @@ def test_comfyui_computes_what_ours_does(tmp_path: Path) -> None:
     """In ComfyUI's own Python, which has what it needs; as a user would measure it."""
     checkout, out = find_comfyui(), tmp_path / "bench.json"
     arguments = ["--model", "tiny", "--device", "cpu", "--precision", "fp32", "--size", "64x48x5", "--runs", "1"]
-    chosen = ["--setting", "forward", "--setting", "comfyui", "--out", str(out)]
+    chosen = ["--setup", "comfyui", "--setup", TORCH_ONLY, "--out", str(out)]
     environment = {**os.environ, "COMFYUI_PATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    command = [python_of(checkout), "-m", "benchmarks", *arguments, *chosen]
+    command = [python_of(checkout), "-m", "benchmarks", "single", *arguments, *chosen]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    assert result["rows"][1]["name"] == "comfyui" and result["rows"][1]["error"] <= 1e-4
+    assert result["rows"][0]["name"] == "comfyui" and result["rows"][0]["error"] <= 1e-4
     assert result["versions"]["comfyui"] not in ("", "unknown")
 
 
@@ -145,9 +145,9 @@ def test_a_peer_that_is_not_there_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "nowhere"))
     reason = PEERS["comfyui"].why_not()
     assert reason is not None and "COMFYUI_PATH" in reason
-    arguments = ["--model", "tiny", "--device", "cpu", "--setting", "comfyui", "--size", "64x48x5"]
-    assert bench_main(arguments) == 2
-    assert "COMFYUI_PATH" in capsys.readouterr().err
+    arguments = ["single", "--device", "cpu", "--setup", "comfyui", "--size", "64x48x5", "--runs", "1"]
+    assert bench_main(arguments) == 0
+    assert "COMFYUI_PATH" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------- the ladder
@@ -231,9 +231,8 @@ def test_one_technique_a_row_and_all_of_them_known() -> None:
         (["--suite", "single", "--setup", "fp9/sdpa"], "fp8-tensor"),
         (["--suite", "single", "--setup", "fp8/flash9"], "flash4"),
         (["--suite", "single", "--setup", "fp8/sdpa/fast"], "/compile"),
-        (["--suite", "forward", "--setup", "fp8"], "--setup means nothing"),
+        (["--suite", "startup", "--setup", "fp8/sdpa"], "--setup means nothing"),
         (["--suite", "single", "--runs", "0"], "at least 1"),
-        (["--setting", "diffuser"], "comfyui-compiled"),
         (["--suite", "single", "--size", "64"], "WIDTHxHEIGHT"),
     ],
 )

@@ -170,14 +170,10 @@ def test_our_sides_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     options = argparse.Namespace(
         setting=["on", "cold"], scratch=None, checkout=find_comfyui(), layers=2, runs=1, gpus=1
     )
-    options.setup, options.steps, options.profile = ["ours, auto"], None, tmp_path / "profile.txt"
+    options.setup, options.steps = ["ours, auto"], None
     rows = list(everyday_rows("", ["64x64x5"], torch.device("cpu"), options, {}))
-    names = ["on, new seed: ours, auto", "cold: ours, auto", "cold, profiled: ours, auto"]
-    assert [row["name"] for row in rows] == names
-    for row in rows[1:]:
-        when = {message.split(" in ")[0]: at for at, message in row["log"]}
-        assert 0 < when["got prompt"] < when["WanCore encoded the text"] < row["progress"][0] < row["seconds"]
-    assert "execution.py:execute" in options.profile.read_text()
+    assert [row["name"] for row in rows] == ["on, new seed: ours, auto", "cold: ours, auto"]
+    assert 0 < rows[1]["progress"][0] < rows[1]["seconds"]
     assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["decode"] > 0 for row in rows)
     assert "loaders" not in rows[0]["nodes"]  # the second prompt of a server finds its models loaded
 
@@ -189,7 +185,7 @@ def test_several_gpus_in_a_real_server(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(comfy_files, "UMT5_XXL", TINY_TEXT)
     monkeypatch.setattr(everyday, "SIDES", ())
     options = argparse.Namespace(setting=["on", "off"], scratch=tmp_path, checkout=find_comfyui(), layers=2, runs=1)
-    options.setup, options.steps, options.profile, options.gpus = ["ours, auto, 2 GPUs"], None, None, 2
+    options.setup, options.steps, options.gpus = ["ours, auto, 2 GPUs"], None, 2
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
     assert [(row["name"], row["gpus"]) for row in rows] == [
         ("on, new seed: ours, auto, 2 GPUs", 2),

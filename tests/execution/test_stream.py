@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import forked
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.random import random_module
@@ -422,3 +425,19 @@ def test_out_of_memory_between_skipped_steps(at):
         )  # fmt: skip
     assert torch.equal(ours, exact) and forwards.count(0) > 2 and residency.policy == "swap"
     assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
+
+
+def test_pipelines_that_take_turns_hold_memory_flat(tmp_path: Path) -> None:
+    """No tensor stays behind. In a process of its own: what is counted are all tensors of a process, and those of other
+    tests may go at any time."""
+    code = f"""
+import torch
+from pathlib import Path
+from tests.execution.turns import growth
+torch.set_num_threads(1)
+print(*growth(torch.device("cpu"), "auto", 8, Path({str(tmp_path)!r})))
+"""
+    done = forked.run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr[-2000:]
+    tensors, _, graphs = map(int, done.stdout.split())
+    assert tensors < 50_000 and graphs == 0

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.structured import mass_kept, structured
+from benchmarks.structured import structured
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import AttentionError
 from wan_core.ops.attention.sdpa import SDPA, math_lse, math_reference
@@ -21,7 +21,7 @@ from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
 from wan_core.ops.attention.sparse.implementations import block_mask, sparse_flex, sparse_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS, Run, block_length, resolve_kernel
 from wan_core.ops.attention.sparse.ring import read_around
-from wan_core.ops.attention.sparse.routing import Route, Rule, choose, coverage, estimate, gain, route
+from wan_core.ops.attention.sparse.routing import Route, Rule, block_mass, choose, coverage, estimate, gain, route
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first
@@ -142,6 +142,18 @@ def test_the_gain_of_scatter_is_that_of_drawn_scores() -> None:
         drawn_scores = spread * torch.randn(4000, 128, generator=generator)
         measured = (drawn_scores.logsumexp(1) - torch.tensor(128.0).log()).mean()
         assert gain(torch.tensor([spread**2]), size).item() == pytest.approx(measured.item(), rel=0.25, abs=0.05)
+
+
+def mass_kept(q: torch.Tensor, k: torch.Tensor, kept: torch.Tensor, block: int) -> torch.Tensor:
+    """The share of attention, as computed in full, that falls on the blocks that are read: float32 [B, H, L].
+
+    kept: bool [B, H, n, n]. Needs the whole matrix of a head at once."""
+    shares = []
+    for head in range(q.shape[2]):
+        share = block_mass(q[:, :, head], k[:, :, head], block)
+        rows = kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
+        shares.append((share * rows).sum(-1))
+    return torch.stack(shares, 1)
 
 
 def test_routing_finds_attention_that_has_structure() -> None:

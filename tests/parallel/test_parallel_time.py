@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks import their che
 import parallel_checks
 from parallel_ranks import Ranks
 
-from benchmarks.__main__ import main
-from benchmarks.parallel_trajectories import euler, warm_steps, whole_meshes
 from tests.workers.test_agreements import REPORTED
 from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.models.wan.config import T2V_A14B
@@ -26,7 +23,6 @@ from wan_core.parallel.layers import check_layers
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.chords import BEGINNINGS, Stretches, check_chords
-from wan_core.sampling.denoise import BOTH
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import sparsify
 
@@ -152,30 +148,6 @@ def test_refused(changed, words):
     plan = plan if sparse is None else sparsify(plan, sparse)
     with pytest.raises(OptionError, match=words):
         check_chords(plan, 4)
-
-
-def test_the_benchmark_measures_steps_on_whole_meshes(ranks, tmp_path, monkeypatch):
-    get = torch.multiprocessing.get_context
-    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: get("forkserver"))  # that of `ranks`
-    command = ["parallel", "--gpus", "2", "--device", "cpu", "--precision", "fp32", "--setting", "steps", "--steps"]
-    assert main([*command, "5", "--size", "48x48x5", "--out", str(tmp_path / "rows.json")]) == 0
-    found = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    rows = {row["name"].removeprefix("plain/sdpa/torch, 5 steps, "): row for row in found}
-    assert {"1 GPU", "2x1x1", "1x1x2", "layers2", "time2"} < rows.keys()
-    for name in ("2x1x1", "1x1x2", "layers2"):
-        assert rows[name]["error"] < 1e-5 and rows[name]["exact"]
-    assert 1e-4 < rows["time2"]["error"] < 1 and rows["time2"]["steps_in_a_row"] == 4
-    assert all(row["seconds"] > 0 and row.get("link", "gloo") == "gloo" for row in found)
-    assert [row["gb_s"] > 0 for row in found if "gb_s" in row] == [True, True]
-
-
-def test_meshes_and_steps_of_the_benchmark():
-    assert [str(mesh) for mesh in whole_meshes(4, 40)] == ["2x1x2", "1x1x4", "time4", "time2+2x1x1", "layers4"]
-    assert [str(mesh) for mesh in whole_meshes(3, 2)] == ["time3", "layers3"]
-    assert [warm_steps(time, 20) for time in (1, 2, 4)] == [2, 2, 5] and warm_steps(1, 1) == 1
-    for steps in range(2, 9):
-        experts = [step.expert for step in euler(steps).steps]
-        assert experts.count("high") == steps // 2 and all(step.branches == BOTH for step in euler(steps).steps)
 
 
 @pytest.mark.parametrize(
