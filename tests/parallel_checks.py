@@ -32,6 +32,7 @@ from wan_core.config import (
     Request,
     SkipOptions,
     SparseOptions,
+    StageOptions,
     WindowOptions,
 )
 from wan_core.execution.optimize import compile_blocks, optimize
@@ -139,7 +140,7 @@ def trajectory(
         magcache=None if skip is None else MagCacheOptions(**skip),
         guidance=None if guided is None else GuidanceOptions(**guided),
         sparse=None if sparse is None else SparseOptions(**sparse),
-        stages=tuple(stages),
+        stages=tuple(StageOptions(**stage) for stage in stages),
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
     given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})

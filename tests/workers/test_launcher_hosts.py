@@ -64,7 +64,7 @@ def test_two_hosts_give_the_result_of_one_process(monkeypatch: pytest.MonkeyPatc
             result = generate(workers, tiny, Request(**SMALL))
             processes = below(os.getpid()) - others
             assert len(processes) == 3 + 3
-        assert (result.latents - alone.latents).abs().max() < 1e-4
+        assert (result.latents - alone.latents).abs().max() < 5e-4
         assert np.abs(result.frames.astype(int) - alone.frames).max() <= 1
         assert result.report.settings["mesh"] == "2x1x2"
         assert other.wait(30) == 0, other.communicate()[1]
