@@ -11,23 +11,17 @@ that is cut short leaves the best LoRAs so far, and goes on from its own `resume
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 
-from tools.tiny.clips import Size, held_out_scenes
-from tools.tiny.distill import EXPERTS, Distillation, distill, lora_path, merge_lora, student_plan, teacher_plan
-from tools.tiny.evaluate import CLAIMS, SHEET_CLIPS, contact_sheet, generate, shares
-from tools.tiny.files import part_path
-from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
-from wan_core.models.wan.model import WanModel
-from wan_core.sampling.plan import Plan, make_plan
-from wan_lab.metrics import judge
+from tools.tiny.clips import Size
+from tools.tiny.distill import EXPERTS, TASK, Distillation, distill, lora_path, teacher_plan
+from tools.tiny.evaluate import CLAIMS, SHEET_CLIPS, contact_sheet, load, make_all, request_of
+from wan_core.config import LoraOptions
 from wan_lab.results import envelope, result_path, write_result
-from wan_lab.shapes import draw
 
 TINY = Path(__file__).parents[1] / "wan_core/assets/tiny"
 
@@ -66,65 +60,42 @@ def main(arguments: list[str] | None = None) -> None:
             )
         )
     torch.set_float32_matmul_precision("highest")
-    evaluate(options, device, teacher, done)
+    evaluate(options, device, done)
 
 
-@torch.no_grad()
-def evaluate(options: argparse.Namespace, device: torch.device, teacher: Plan, done: dict[str, Any]) -> None:
+def evaluate(options: argparse.Namespace, device: torch.device, done: dict[str, Any]) -> None:
     """Print and write how often held-out captions come out right: teacher, student, and the model in as few steps
     without its LoRAs. Contact sheets beside it."""
-    init, out, samples = options.init, options.out, options.samples
+    out, samples, guidance = options.out, options.samples, options.guidance
     size = Size(options.frames, options.size, options.size)
-    vae = load_vae(part_path(init, "vae"), device=device, dtype=torch.float32)
-    text = load_text_encoder(part_path(init, "text_encoder"), device=device, dtype=torch.float32)
-
-    def experts(lora: bool) -> dict[str, WanModel]:
-        found: dict[str, WanModel] = {}
-        for name in EXPERTS:
-            found[name] = load_dit(part_path(init, f"t2v_{name}"), device=device, dtype=torch.float32)
-            if lora:
-                merge_lora(found[name], lora_path(out, name))
-        return found
-
-    student = student_plan()
-    few = make_plan(task=teacher.task, steps=4, solver="unipc", guidance_high=1.0, guidance_low=1.0)
-    guided = make_plan(
-        task=teacher.task, steps=4, solver="unipc", guidance_high=options.guidance, guidance_low=options.guidance
-    )
-    plain, distilled = experts(False), experts(True)
+    loras = tuple(LoraOptions(path=str(lora_path(out, name)), expert=name) for name in EXPERTS)
+    plain, distilled = load(options.init, TASK, device), load(options.init, TASK, device, loras)
+    student = {"steps": 4, "solver": "euler", "shift": 5.0}
+    few = {"steps": 4, "solver": "unipc"}
     trials = [
-        (f"{len(teacher.steps)} steps, guidance {options.guidance:g}", teacher, plain),
-        ("4 steps, LoRA", student, distilled),
-        (f"4 steps, guidance {options.guidance:g}", guided, plain),
-        ("4 steps, no guidance", few, plain),
+        (
+            f"{options.teacher_steps} steps, guidance {guidance:g}",
+            few | {"steps": options.teacher_steps},
+            guidance,
+            plain,
+        ),
+        ("4 steps, LoRA", student, 1.0, distilled),
+        (f"4 steps, guidance {guidance:g}", few, guidance, plain),
+        ("4 steps, no guidance", few, 1.0, plain),
     ]
-    scenes = held_out_scenes(samples)
-    truth = draw(scenes, seed=options.seed, frames=size.frames, height=size.height, width=size.width).to(device)
     rows: list[dict[str, Any]] = []
     print(f"{samples} held-out captions" + " " * 10 + "forwards" + "".join(f"{claim:>12}" for claim in CLAIMS))
-    for name, plan, models in trials:
-        begin = time.monotonic()
+    for n, (name, settings, guidance, pipe) in enumerate(trials):
+        request = request_of(size, guidance_high=guidance, guidance_low=guidance, **settings)
         # far from the seed that training drew its noise from
-        videos = generate(plan, models, vae, text, scenes, truth, batch=options.eval_batch, seed=options.seed + 10_000)
-        seconds = time.monotonic() - begin
-        verdicts = [judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
-        row = {
-            "name": name,
-            "size": f"{size.width}x{size.height}x{size.frames}",
-            "seconds": round(seconds / samples, 4),
-            "samples": samples,
-            "forwards": plan.forwards,
-            **shares(verdicts),
-        }
-        rows.append(row)
-        print(f"{name:<28}{plan.forwards:>10}" + "".join(f"{row[c]:>12.1%}" for c in CLAIMS), flush=True)
-        if plan in (teacher, student):
-            sheet = "teacher" if plan is teacher else "student"
-            Image.fromarray(contact_sheet(videos[:SHEET_CLIPS]).numpy()).save(out / f"{sheet}.png")
-    result = envelope("distilled", device, rows, program="tools.distill_tiny") | {
-        "seed": options.seed,
-        "training": done,
-    }
+        made = make_all(pipe, request, samples, options.eval_batch, options.seed + 10_000)
+        rows.append({"name": name, "size": str(size), "forwards": made.forwards, **made.row()})
+        print(f"{name:<28}{made.forwards:>10}" + "".join(f"{rows[-1][c]:>12.1%}" for c in CLAIMS), flush=True)
+        if n < 2:
+            sheet = contact_sheet(made.videos[:SHEET_CLIPS]).numpy()
+            Image.fromarray(sheet).save(out / f"{('teacher', 'student')[n]}.png")
+    more = {"seed": options.seed, "training": done}
+    result = envelope("distilled", device, rows, program="tools.distill_tiny") | more
     print(write_result(result, result_path(out, result["suite"], device)))
     for name in EXPERTS:
         path = lora_path(out, name)

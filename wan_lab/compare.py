@@ -49,9 +49,10 @@ def compare(
     perceptual: Distance,
     driving: Tensor | None = None,
     device: torch.device | None = None,
+    judged: Callable[[Tensor, str], bool | None] | None = None,
 ) -> Comparison:
     """driving: the video [F, H, W, 3] that drove `frames`. device: where small videos are compared, if not where they
-    are."""
+    are. judged: whether a video shows its caption, in place of `truth`."""
     place = frames.device if device is None or frames.numel() > SMALL_VIDEO else device
     shown, exact = frames.to(place), full.to(place)
     return Comparison(
@@ -59,7 +60,7 @@ def compare(
         ssim=ssim(shown, exact),
         perceptual=perceptual(shown, exact),
         flicker=flicker(shown) - flicker(exact),
-        truth=truth(frames, caption),
+        truth=(judged or truth)(frames, caption),
         look=None if driving is None else shows_look(frames, caption),
         motion=None if driving is None else follows(frames, driving),
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -227,11 +228,17 @@ def measure_quality(
     settings: Mapping[str, SkipOptions | None],
     size: int,
     on_checked: Callable[[], None] = lambda: None,
+    *,
+    pipes: Mapping[str, Pipeline] = MappingProxyType({}),
+    judged: Callable[[Tensor, str], bool | None] = truth,
+    on_batch: Callable[[Batch, Mapping[str, Tensor]], None] = lambda batch, videos: None,
 ) -> Measured:
     """Make every sample in full and in each setting, in batches of `size`, from the same noise.
 
     The adaptive cache decides from norms over the whole batch, so its videos are made one at a time, and so is the full
-    run that their seconds are compared with. on_checked: called before the first run, after every check.
+    run that their seconds are compared with. on_checked: called before the first run, after every check. pipes: of
+    settings that have a model of their own. judged: whether a video shows its caption. on_batch: called with a batch
+    and its videos [B, F, H, W, 3] by setting.
     """
     name, perceptual = find_perceptual()
     found = Measured(name, {s: [] for s in settings})
@@ -243,25 +250,29 @@ def measure_quality(
             for one in settings.values():
                 skipping(pipe, batch, plan, one)  # raises for what this model cannot skip
             on_checked()
-            warm_up(pipe, batch, plan, bool(found.alone))
+            for each in dict.fromkeys([pipe, *pipes.values()]):
+                warm_up(each, batch, plan, bool(found.alone))
             found.plan_words = f"{plan.task}   {len(plan.steps)} steps"
         exact = found.add(FULL, [make(pipe, batch, plan)])
         if found.alone:
             found.add(ALONE, [make(pipe, one, plan) for one in one_by_one(batch)])
         found.first.setdefault(FULL, exact[0])
-        told += [truth(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]
+        told += [judged(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]
+        videos = {FULL: exact}
         for setting, options in settings.items():
             frames = exact
             if setting != FULL:
-                parts = one_by_one(batch) if setting in found.alone else [batch]
-                frames = found.add(setting, [make(pipe, part, skipping(pipe, batch, plan, options)) for part in parts])
+                own, parts = pipes.get(setting, pipe), one_by_one(batch) if setting in found.alone else [batch]
+                frames = found.add(setting, [make(own, part, skipping(own, batch, plan, options)) for part in parts])
+            videos[setting] = frames
             found.first.setdefault(setting, frames[0])
             for video, full, sample in zip(frames, exact, batch.samples, strict=True):
                 driving = driving_frames(batch.job, sample)
-                compared = compare(video, full, sample.caption, perceptual, driving, pipe.models.device)
+                compared = compare(video, full, sample.caption, perceptual, driving, pipe.models.device, judged)
                 found.comparisons[setting].append(compared)
             newest = summary(found.comparisons[setting])
             show(f"{setting}: {len(found.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far")
+        on_batch(batch, videos)
         found.full["size"] = f"{batch.job.width}x{batch.job.height}x{batch.job.frames}"
     known = [t for t in told if t is not None]
     found.full["seconds"] = round(found.seconds[FULL] / len(samples), 4)

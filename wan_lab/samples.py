@@ -47,11 +47,13 @@ ROWS = ("cond", "concat", "known", "image_features")  # fields of `Conditioning`
 
 @dataclass(frozen=True)
 class Sample:
-    """Caption and seed of one video. image: path of its first frame, where it is not that of the request."""
+    """Caption and seed of one video. image: path of its first frame, where it is not that of the request. curved: a
+    drawn driving video moves along a curve, not as the caption says."""
 
     caption: str
     seed: int
     image: str | None = None
+    curved: bool = False
 
 
 def choose_samples(prompts: Sequence[str] | None, count: int, seed: int, tiny: bool) -> list[Sample]:
@@ -159,7 +161,8 @@ def drawn_media(task: str, request: Request, sample: Sample) -> Iterator[Request
 def drawn_trio(sample: Sample, **sides: int) -> Trio:
     """What the driven model gets for a caption and a seed, and what is to come of it."""
     generator = torch.Generator().manual_seed(sample.seed)
-    return draw_trios(scene_table([parse_caption(sample.caption)]), generator=generator, **sides)
+    table = scene_table([parse_caption(sample.caption)])
+    return draw_trios(table, generator=generator, curved_share=float(sample.curved), **sides)
 
 
 def driving_frames(job: Job, sample: Sample) -> Tensor | None:
