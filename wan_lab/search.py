@@ -19,8 +19,9 @@ from random import Random
 from statistics import fmean
 
 from wan_core.config import OptionError, PatternOptions, SkipOptions
+from wan_core.config.table import slashes
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.policies import parse_pattern, pattern_steps, pattern_words
+from wan_core.sampling.cache.policies import parse_pattern, pattern_steps
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.plan import Plan
 
@@ -67,7 +68,7 @@ class Candidate:
     def setting(self) -> str:
         words = [word for word in self.words if word]
         if self.steps is not None:
-            words.insert(0, f"pattern:{pattern_words(self.pattern())}")
+            words.insert(0, f"pattern:{slashes(self.pattern())}")
         return "+".join(words) or "full"
 
     @classmethod

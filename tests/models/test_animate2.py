@@ -15,7 +15,7 @@ from tests.animate_references import ANIMATE2, COMFYUI_GRIDS, DATA, draw_inputs,
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import detect
 from wan_core.checkpoint.save import save
-from wan_core.config import OptionError
+from wan_core.config import OptionError, PlanNumbers
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.animate2 import attention
@@ -346,6 +346,6 @@ def test_other_models_are_not_taken_for_it(weights):
 def test_the_name_tells_distilled_weights(name, task):
     choice = choose_task(ANIMATE2, Clues(Path(name)))
     assert choice.task.name == task and "distilled" in choice.why
-    assert len(preset_plan(files=[Path(name)], task=task).steps) == choice.task.steps  # and not a preset's
+    assert len(preset_plan(PlanNumbers(), [Path(name)], task=task).steps) == choice.task.steps  # and not a preset's
     with pytest.raises(OptionError, match="one transformer"):
         choose_task(ANIMATE2, Clues(Path(name), alone=False))

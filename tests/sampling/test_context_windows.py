@@ -131,7 +131,7 @@ def test_weights_of_a_window_follow_its_fuse_method(options, data):
         wanted = torch.tensor([*range(1, length + 1)]).minimum(torch.tensor([*range(length, 0, -1)]))
     elif options.fuse == "relative":  # 1 in the middle of its span, falling to its ends
         middle, half = (window[0] + window[-1]) / 2, (window[-1] - window[0]) / 2 + 0.005
-        wanted = (1 - (torch.tensor(window) - middle).abs() / half).clamp(min=0.01)
+        wanted = (1 - (torch.tensor(window, dtype=torch.float64) - middle).abs() / half).clamp(min=0.01)
     elif options.fuse == "overlap-linear" and apart:  # where another window overlaps it
         ramp = torch.linspace(1e-37, 1, apart, dtype=torch.float64)
         if window[0] > 0:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
-from wan_core.config import LoadOptions, LoraOptions, OptionError, Request, SkipOptions, TaylorSeerOptions
+from wan_core.config import LoadOptions, LoraOptions, OptionError, PlanNumbers, Request, SkipOptions, TaylorSeerOptions
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_LORAS, own_loras
 from wan_core.sampling.plan import SCHEDULES, make_plan
@@ -22,7 +22,7 @@ TASKS = ("t2v-A14B", "i2v-A14B", "t2v-tiny", "i2v-tiny")
 
 @pytest.mark.parametrize("task", TASKS)
 def test_four_steps_are_those_that_were_distilled(task):
-    plan = preset_plan("4-step", task=task)
+    plan = preset_plan(PlanNumbers(preset="4-step"), task=task)
     assert [s.timestep for s in plan.steps] == pytest.approx([1000, 937.5, 2500 / 3, 625], abs=1e-3)
     assert [s.sigma for s in plan.steps] == pytest.approx([1, 0.9375, 5 / 6, 0.625], abs=1e-6)
     assert [s.expert for s in plan.steps] == ["high", "high", "low", "low"]
@@ -40,7 +40,7 @@ def test_four_steps_are_those_that_were_distilled(task):
 )
 def test_the_boundary_goes_by_steps(preset, task, steps, shift, solver):
     """Half of the steps for each expert, whatever the schedule; a user's numbers stand."""
-    plan = preset_plan(preset, task=task, steps=steps, shift=shift, solver=solver)
+    plan = preset_plan(PlanNumbers(preset=preset, steps=steps, shift=shift, solver=solver), task=task)
     count = steps or PRESETS[preset].steps
     assert plan.count == count and plan.shift == (shift or 5) and plan.solver == (solver or "euler")
     assert [s.expert for s in plan.steps if not s.correction] == ["high"] * (count // 2) + ["low"] * (
@@ -52,19 +52,23 @@ def test_the_boundary_goes_by_steps(preset, task, steps, shift, solver):
 
 
 def test_one_transformer_runs_every_step():
-    assert {s.expert for s in preset_plan("8-step", task="ti2v-5B").steps} == {"high"}
-    assert {s.expert for s in preset_plan("4-step", task="t2v-A14B", boundary=0.0, two_experts=False).steps} == {"high"}
+    assert {s.expert for s in preset_plan(PlanNumbers(preset="8-step"), task="ti2v-5B").steps} == {"high"}
+    assert {s.expert for s in preset_plan(PlanNumbers(preset="4-step", boundary=0.0), task="t2v-A14B").steps} == {
+        "high"
+    }
 
 
 def test_given_numbers_stand():
-    plan = preset_plan("4-step", task="t2v-A14B", guidance_high=3.5, boundary=0.9)
+    plan = preset_plan(PlanNumbers(preset="4-step", guidance_high=3.5, boundary=0.9), task="t2v-A14B")
     assert plan.boundary == 0.9 and plan.guidance_of("high") == 3.5 and plan.guidance_of("low") == 1
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_none_is_the_plan_as_it_was(task):
-    assert preset_plan("none", [Path("lightx2v_4steps.safetensors")], task=task) == make_plan(task=task)
-    assert preset_plan("auto", [Path("wan2.2_t2v_high_noise.safetensors")], task=task) == make_plan(task=task)
+    assert preset_plan(PlanNumbers(preset="none"), [Path("lightx2v_4steps.safetensors")], task=task) == make_plan(
+        task=task
+    )
+    assert preset_plan(PlanNumbers(), [Path("wan2.2_t2v_high_noise.safetensors")], task=task) == make_plan(task=task)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_an_unknown_preset_names_the_known():
 @pytest.mark.parametrize("given", [{"steps": 0}, {"shift": 0.0}])
 def test_what_is_out_of_range_is_not_the_preset_s(given):
     with pytest.raises(OptionError, match="given; "):
-        preset_plan("4-step", task="t2v-A14B", **given)
+        preset_plan(PlanNumbers(preset="4-step", **given), task="t2v-A14B")
 
 
 def lora(path: Path) -> Path:

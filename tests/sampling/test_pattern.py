@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan_core.config import GuidanceOptions, OptionError, PatternOptions, SkipOptions
+from wan_core.config.table import slashes
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.policies import parse_pattern, pattern_words
+from wan_core.sampling.cache.policies import parse_pattern
 from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards
 from wan_core.sampling.native.plan import WholeRun, cut, plan_part
@@ -59,7 +60,7 @@ def test_every_plan_holds_what_it_uses(high, low, order, steps, every, least):
             for terms in program.use.values():
                 assert sum(weight for _, weight in terms) == pytest.approx(1)
     assert not plan.steps[-1].skipped
-    assert parse_pattern(pattern_words(options.pattern)) == options.pattern
+    assert parse_pattern(slashes(options.pattern)) == options.pattern
 
 
 def test_a_part_of_a_run_uses_the_pattern_of_the_whole():

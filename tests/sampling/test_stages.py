@@ -128,7 +128,7 @@ def test_nothing_is_reused_at_another_size(stages, steps, cut):
         (lambda: parse_stages("0.5/0.9-0.98:every"), "write scale/low"),
         (lambda: parse_stages("0.5/0.9-0.98:every2:every3"), "write scale/low"),
         (lambda: parse_stages("0.5/0.9-0.98:every1"), "every 1 given for a stage"),
-        (lambda: parse_stages("0.5/0.9-0.98:other"), "positions of a stage 'other'"),
+        (lambda: parse_stages("0.5/0.9-0.98:other"), "write scale/low"),
         (lambda: parse_stages("0.1/0.9-0.98"), "scale of a stage 0.1 given"),
         (lambda: parse_stages("0.5/0.98-0.9"), "stage from sigma 0.98 to 0.9 given"),
         (lambda: parse_stages("0.5/0-0.9"), "stage from sigma 0 to 0.9 given"),

@@ -14,22 +14,17 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from wan_core import __version__
-from wan_core.cli.control import add_strength_options
 from wan_core.cli.generate import run_decode, run_generate, run_warmup
 from wan_core.cli.inform import PLANNED_TASK, run_check, run_doctor, run_plan, run_quantize
 from wan_core.cli.inspect import add_inspect_options, run_inspect
 from wan_core.cli.libraries import missing_library
 from wan_core.cli.options import (
-    DEVICE_HELP,
-    MODEL_HELP,
-    VAE_PRECISION_HELP,
-    add_clip_options,
     add_lora_options,
     add_memory_plan_options,
     add_model_options,
-    add_nag_option,
     add_overwrite_option,
     add_plan_options,
     add_request_options,
@@ -37,11 +32,12 @@ from wan_core.cli.options import (
     check_inputs,
     task_table,
 )
-from wan_core.cli.parsing import Parser, program
+from wan_core.cli.parsing import Parser, add_options, program
 from wan_core.cli.prompt_list import run_list
 from wan_core.cli.quality import run_calibrate, run_quality, run_search
 from wan_core.cli.workers import add_worker_options
-from wan_core.config import PRECISIONS, UserError
+from wan_core.config import PRECISIONS, ControlOptions, LoadOptions, Request, UserError
+from wan_core.config.table import table
 from wan_core.models.wan.tasks import TASKS
 from wan_lab.options import add_calibrate_options, add_quality_options, add_search_options
 
@@ -145,9 +141,9 @@ def build_parser() -> MainParser:
     parser.add_argument("--verbose", action="store_true", help="log every automatic choice and its reason")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
     parser.commands = {}
-    for name, (help, add_options, run) in COMMANDS.items():
+    for name, (help, add, run) in COMMANDS.items():
         command = parser.commands[name] = commands.add_parser(name, help=help, description=f"{name}: {help}.")
-        add_options(command)
+        add(command)
         command.usage = command.short_usage().removeprefix("usage: ").partition(";")[0].replace("%", "%%")
         command.set_defaults(run=run)
     return parser
@@ -177,10 +173,9 @@ def add_warmup_options(parser: argparse.ArgumentParser) -> None:
 
 def add_decode_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("latents", type=Path, help="a file written by --save-latents, or kept after a failed run")
-    parser.add_argument("--model", help="tiny, the folder of a release, or ComfyUI's models folder")
-    parser.add_argument("--vae", help="VAE file or folder")
-    parser.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"), help=VAE_PRECISION_HELP)
-    parser.add_argument("--device", default="auto", help=DEVICE_HELP)
+    helps = {"model": "tiny, the folder of a release, or ComfyUI's models folder", "vae": "VAE file or folder"}
+    changed: dict[str, Any] = {name: {"help": help} for name, help in helps.items()}
+    add_options(parser, LoadOptions, ["model", "vae", "vae_precision", "device"], **changed)
     parser.add_argument("--out", type=Path, default=Path("wancore.mp4"), help=OUT_HELP)
     add_overwrite_option(parser)
 
@@ -194,16 +189,13 @@ def add_quantize_options(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="fp8 and int8 files load in ComfyUI too (default %(default)s)",
     )
-    parser.add_argument(
-        "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
-    )
-    parser.add_argument("--device", default="auto", help=DEVICE_HELP)
+    add_options(parser, LoadOptions, ["keep_blocks", "device"])
     add_overwrite_option(parser)
 
 
 def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = task_table()
-    parser.add_argument("--model", help=f"{MODEL_HELP}: the plan is for its task and files")
+    parser.add_argument("--model", help=f"{table(LoadOptions)['model'].help}: the plan is for its task and files")
     parser.add_argument("--task", help=f"one of {', '.join(TASKS)} (default: that of --model, else {PLANNED_TASK})")
     parser.add_argument("--high", type=Path, help="the expert's file or folder: uses the MagCache curve beside it")
     parser.add_argument("--low", type=Path, help="the low-noise expert's; its name may say that it is step-distilled")
@@ -211,10 +203,11 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_lora_options(parser)
     add_plan_options(parser)
     add_window_options(parser)
-    add_nag_option(parser)
-    add_strength_options(parser.add_argument_group("control (VACE)"))
+    add_options(parser, Request, ["nag"])
+    add_options(parser.add_argument_group("control (VACE)"), ControlOptions, prefix="control_")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    add_clip_options(parser, "print the clips of a video of --frames, this many frames each")
+    clips = "print the clips of a video of --frames, this many frames each"
+    add_options(parser, Request, ["clip_frames", "overlap", "windows"], clip_frames={"help": clips})
     parser.add_argument(
         "--seconds-per-forward",
         type=float,
@@ -251,7 +244,7 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_doctor_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help=DEVICE_HELP)
+    add_options(parser, LoadOptions, ["device"])
     parser.add_argument("--json", action="store_true")
 
 

@@ -6,19 +6,18 @@ import argparse
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan_core.cli.control import control_of
-from wan_core.cli.options import RANDOM_SEED, outputs_of, plan_numbers
+from wan_core.cli.options import outputs_of, values_of
 from wan_core.cli.parsing import program
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.video_writing import VideoWriting, video_output
 from wan_core.cli.workers import generate_on, worker_options
-from wan_core.config import LoadOptions, Request
+from wan_core.config import RANDOM_SEED, LoadOptions, Request
 from wan_core.config.command import command
-from wan_core.sampling.cache.arguments import skip_options
+from wan_core.config.table import from_values
 
 if TYPE_CHECKING:
     from wan_core.pipeline.pipeline import Pipeline
@@ -26,19 +25,13 @@ if TYPE_CHECKING:
 
 def request_of(options: argparse.Namespace) -> Request:
     """The request that the parsed arguments describe. Raises OptionError."""
-    arguments = vars(options)
-    width, height = options.size or (None, None)
-    settings = {f.name: arguments[f.name] for f in fields(Request) if f.name in arguments} | plan_numbers(options)
-    settings |= {"prompt": options.prompt or "", "control": control_of(options)}
-    if options.seed == RANDOM_SEED:
-        settings["seed"] = secrets.randbelow(2**32)
-    return Request(**{**settings, "width": width, "height": height, "skip": skip_options(options)})
+    seed = secrets.randbelow(2**32) if options.seed == RANDOM_SEED else options.seed
+    return from_values(Request, values_of(options), prompt=options.prompt or "", seed=seed)
 
 
 def load_options_of(options: argparse.Namespace) -> LoadOptions:
     """The load options that the parsed arguments describe. Raises OptionError."""
-    arguments = vars(options)
-    return LoadOptions(**{f.name: arguments[f.name] for f in fields(LoadOptions)})
+    return from_values(LoadOptions, vars(options))
 
 
 def run_warmup(options: argparse.Namespace) -> int:

@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wan_core.cli.control import control_of
-from wan_core.cli.options import outputs_of, plan_numbers, window_of
+from wan_core.cli.options import MEMORY, outputs_of, values_of, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
+from wan_core.config.table import from_values
 from wan_core.models.wan.families import check_begins
 from wan_core.models.wan.tasks import TASKS, find_task
 from wan_core.sampling.build import ModelFacts, PlannedVideo, PlanRequest, build_plan
-from wan_core.sampling.cache.arguments import skip_options
 
 SMALLER = "try --precision fp8, a smaller --size or fewer --frames, or a task with a smaller model"
 PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
@@ -89,19 +88,8 @@ def asked_plan(options: argparse.Namespace, loras: list[Path]) -> PlannedVideo:
     """The plan of what the arguments describe, at the task's own size. Raises OptionError."""
     task = find_task(options.task)
     check_begins(task, ["image"] * options.image)
-    request = PlanRequest(
-        **plan_numbers(options),
-        part=window_of(options),
-        skip=skip_options(options),
-        windows=options.windows,
-        nag=options.nag,
-        control=control_of(options),
-        image=options.image,
-        frames=options.frames,
-        clip_frames=options.clip_frames,
-        overlap=options.overlap,
-        from_noise=options.denoise == 1,
-    )
+    changed = {"part": window_of(options), "from_noise": options.denoise == 1, "width": None, "height": None}
+    request = from_values(PlanRequest, values_of(options), **changed)
     files = {"high": options.high, "low": options.low, "loras": tuple(loras)}
     return build_plan(request, ModelFacts(task=task, dit=task.full_size, vae=task.vae, **files))
 
@@ -161,27 +149,11 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     if options.memory_limit is None and not torch.cuda.is_available():
         raise OptionError("this machine has no GPU: give the memory of one in GiB, for example --memory-limit 24")
     model = options.model or ("tiny" if options.task.endswith("-tiny") else f"random:{options.task}")
-    load_options = LoadOptions(
-        model=model,
-        task=None if model.startswith("random:") else options.task,
-        precision=options.precision,
-        compile=options.compile,
-        residency=options.residency,
-        resident_blocks=options.resident_blocks,
-        memory_limit=options.memory_limit,
-    )
-    width, height = options.size or (None, None)
-    request = Request(
-        prompt="",
-        width=width,
-        height=height,
-        frames=options.frames,
-        windows=options.windows,
-        nag=options.nag,
-        control=control_of(options),
-        skip=skip_options(options),
-        **plan_numbers(options),
-    )
+    task = None if model.startswith("random:") else options.task
+    memory = {name: getattr(options, name) for name in ("precision", "compile", *MEMORY)}
+    load_options = LoadOptions(model=model, task=task, **memory)
+    others = dict.fromkeys(("image", "denoise", "clip_frames", "overlap"))
+    request = from_values(Request, values_of(options), prompt="", **others)
     image = bool(options.image) or options.task.startswith("i2v")
     kernels = not torch.cuda.is_available() or fused.why_not(cuda) is None  # another machine is taken to have them
     sizes, beside = task_memory(load_options, request, image=image, fused=kernels)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from wan_core.config.checks import meant_hint, nearly
+from wan_core.config.checks import OptionError, meant_hint, nearly
+from wan_core.config.table import Option, table
+
+T = TypeVar("T")
 
 NUMBERS = {"int": "whole number", "float": "number"}
 
@@ -106,6 +109,48 @@ class Parser(argparse.ArgumentParser):
         allowed = [str(choice) for choice in action.choices]
         hint = meant_hint(str(value), allowed)
         raise argparse.ArgumentError(action, f"{value!r} is not known; use one of: {', '.join(allowed)}{hint}")
+
+
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse`, whose OptionError argparse shows as it is."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except OptionError as fault:
+            raise argparse.ArgumentTypeError(str(fault)) from fault
+
+    return parsed
+
+
+def add_options(
+    group: argparse._ActionsContainer,
+    kind: type,
+    names: Iterable[str] = (),
+    prefix: str = "",
+    **changed: Any,
+) -> None:
+    """The options of a dataclass that have a help text, or those of `names`. A field that is such a dataclass itself
+    gives `--FIELD-OPTION` for each of its options. changed: other arguments of argparse for an option."""
+    for name in names or table(kind):
+        one = table(kind)[name]
+        if one.help is not None:
+            arguments = {**_arguments(one, None if prefix else one.default), **changed.get(name, {})}
+            group.add_argument(f"--{prefix}{one.flag}".replace("_", "-"), **arguments)
+        elif one.nested:
+            add_options(group, one.type, prefix=f"{name}_")
+
+
+def _arguments(one: Option, default: Any) -> dict[str, Any]:
+    """What argparse needs for one option. Without a default it is None where it is not given."""
+    made = {"help": one.help, "metavar": one.metavar, "choices": one.choices}
+    parse = getattr(one.type, "parse", None) if one.nested else one.parse
+    if one.type is bool:
+        made["action"] = argparse.BooleanOptionalAction if default is None else "store_true"
+    else:
+        made["type"] = argument(parse) if parse is not None else one.type if one.type in (int, float) else None
+        made |= {"action": Once if one.once else None, "default": default}
+    return {name: value for name, value in made.items() if value not in (None, "", ())}
 
 
 def program() -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wan_core.cli.generate import request_of
-from wan_core.cli.options import INPUTS, RANDOM_SEED, add_request_options
+from wan_core.cli.options import INPUTS, add_request_options
 from wan_core.cli.parsing import finite, plain_words
-from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config import RANDOM_SEED, LoadOptions, OptionError, Request
 from wan_core.config.checks import meant_hint, near_file
 from wan_core.config.outputs import check_place, folded
 from wan_core.media.mp4 import check_video_name
@@ -25,6 +25,7 @@ from wan_core.workers.video_list import ListedVideo
 MOST_VIDEOS = 100_000
 TEXTS = ("prompt", "negative_prompt", "pose_prompt")  # fields that may hold any characters
 KEY = "list_entry"  # in the metadata of a finished video
+HASHED_LAST = ("control_video", "audio")  # in keys, which stay as they are: their videos are not made again
 SAME_RESULT = ("device", "residency", "resident_blocks", "memory_limit", "host_memory_limit")  # options of loading
 
 
@@ -128,8 +129,9 @@ def can_be_a_path(text: str) -> bool:
 def key_of(request: Request, loaded: LoadOptions) -> str:
     """Equal where the same video is asked for, of pictures and videos with the same contents."""
     models = {name: value for name, value in asdict(loaded).items() if name not in SAME_RESULT}
-    media = [contents(Path(path)) for name, path in asdict(request).items() if name in INPUTS and path is not None]
     asked = asdict(request)
+    files = [name for name in INPUTS if asked.get(name) is not None]
+    media = [contents(Path(asked[name])) for name in sorted(files, key=HASHED_LAST.__contains__)]
     if asked["skip"] is not None:
         del asked["skip"]["measured_steps"]  # what a preset's file says of itself is no option
     text = json.dumps([asked, models, *media], sort_keys=True)

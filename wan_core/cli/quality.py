@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from typing import Any
 
 from wan_core.cli.generate import load_options_of
-from wan_core.cli.options import outputs_of, plan_numbers
+from wan_core.cli.options import outputs_of, values_of
 from wan_core.config import OptionError, Request
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs
+from wan_core.config.table import from_values
 from wan_core.sampling.cache.arguments import skip_options
 from wan_lab.options import SETTINGS
 
@@ -57,13 +57,11 @@ def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
     """The loaded models, and the request that all samples share except for caption and seed. Raises OptionError."""
     from wan_core.pipeline.pipeline import Pipeline
 
-    if skip_options(options) is not None:
+    if skip_options(vars(options)) is not None:
         raise OptionError(
             f"{options.command} measures the full run: omit options for step caching, guidance schedule and sparsity"
         )
-    arguments = vars(options)
     width, height = parse_size(options.size) if options.size else (None, None)
-    settings = {f.name: arguments[f.name] for f in fields(Request) if f.name in arguments} | plan_numbers(options)
-    request = Request(**{**settings, "prompt": "", "width": width, "height": height})
+    request = from_values(Request, values_of(options), prompt="", width=width, height=height)
     # Loading needs the request only to select the embedded model's image-to-video variant.
     return Pipeline.load(load_options_of(options), request=request if request.image else None), request

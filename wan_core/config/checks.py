@@ -54,10 +54,11 @@ def unknown(name: str, value: str, allowed: Iterable[str]) -> OptionError:
     return OptionError(f"{name} {value!r} is not known; use one of: {', '.join(names)}{meant_hint(value, names)}")
 
 
-def check_range(name: str, value: float, low: float, high: float, advice: str) -> None:
+def check_range(name: str, value: float, low: float, high: float, advice: str = "") -> None:
     """Raise OptionError unless low <= value <= high; `advice` names usual values."""
     if not low <= value <= high:
-        raise OptionError(f"{name} {value:g} given; allowed are {low:g} to {high:g} ({advice})")
+        usual = f" ({advice})" if advice else ""
+        raise OptionError(f"{name} {value:g} given; allowed are {low:g} to {high:g}{usual}")
 
 
 def check_file_size(path: str | os.PathLike[str], limit: int) -> None:

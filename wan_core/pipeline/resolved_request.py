@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from wan_core.config import OptionError, Request
+from wan_core.config.table import from_values
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
@@ -187,25 +188,14 @@ def plan_request(request: Request, task: Task, width: int, height: int, frames: 
     media = family_of(task).media
     front = 0 if media is None else sum(getattr(request, field) is not None for field in media.front)
     beside = 0 if media is None else sum(getattr(request, field) is not None for field in media.beside)
-    return PlanRequest(
-        preset=request.preset,
-        steps=request.steps,
-        shift=request.shift,
-        boundary=request.boundary,
-        guidance_high=request.guidance_high,
-        guidance_low=request.guidance_low,
-        solver=request.solver,
+    return from_values(
+        PlanRequest,
+        vars(request),
         part=None if request.from_video is None else Window(denoise=strength(request)),
-        skip=request.skip,
-        windows=request.windows,
-        nag=request.nag,
-        control=request.control,
         image=request.image is not None,
         width=width,
         height=height,
         frames=frames,
-        clip_frames=request.clip_frames,
-        overlap=request.overlap,
         from_noise=request.last_image is None and request.from_video is None,
         front=front,
         beside=beside,

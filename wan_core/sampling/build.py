@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wan_core.config import ControlOptions, NagOptions, OptionError, SkipOptions, WindowOptions
+from wan_core.config import ControlOptions, NagOptions, OptionError, PlanNumbers, SkipOptions, WindowOptions
 from wan_core.config.checks import check_size
 from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
@@ -59,9 +59,8 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What a user asked for that decides steps, forwards and clips. None stands for the preset's number, else the
-    task's; sizes are pixels.
+class PlanRequest(PlanNumbers):
+    """What a user asked for that decides steps, forwards and clips. Sizes are pixels, None the task's.
 
     sigmas: a schedule in place of steps and shift. part: the steps of the schedule that run. image: the video starts
     from one. frames: of the whole video. cut: it is made in clips where it is longer than one; False: it is one clip.
@@ -69,13 +68,6 @@ class PlanRequest:
     those of its family. beside: frames of tokens that the transformer adds.
     """
 
-    preset: str = "auto"
-    steps: int | None = None
-    shift: float | None = None
-    boundary: float | None = None
-    guidance_high: float | None = None
-    guidance_low: float | None = None
-    solver: str | None = None
     sigmas: Sequence[float] | None = None
     part: Window | None = None
     skip: SkipOptions | None = None
@@ -151,19 +143,11 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
 
 def schedule(request: PlanRequest, facts: ModelFacts) -> Plan:
     """Every step of the schedule, each with all of its forwards."""
-    boundary = request.boundary
-    if boundary is None and facts.alone:
-        boundary = facts.task.boundary
+    alone = request.boundary is None and facts.alone
     return preset_plan(
-        request.preset,
+        replace(request, boundary=facts.task.boundary) if alone else request,
         [path for path in (*facts.loras, facts.high, facts.low) if path is not None],
         task=facts.task.name,
-        steps=request.steps,
-        shift=request.shift,
-        boundary=boundary,
-        guidance_high=request.guidance_high,
-        guidance_low=request.guidance_low,
-        solver=request.solver,
         sigmas=request.sigmas,
         window=request.part,
     )

@@ -17,9 +17,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from wan_core.config import OptionError, check_choice
+from wan_core.config import OptionError, PlanNumbers, check_choice
 from wan_core.config.limits import MAX_HEADER
+from wan_core.config.table import table
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.cache.skipping import looks_distilled
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
@@ -104,52 +106,32 @@ def safetensors_metadata(file: Path) -> Mapping[str, str]:
 
 
 def preset_plan(
-    preset: str = "auto",
+    numbers: PlanNumbers,
     files: Sequence[Path] = (),
     *,
     task: str,
-    steps: int | None = None,
-    shift: float | None = None,
-    boundary: float | None = None,
-    guidance_high: float | None = None,
-    guidance_low: float | None = None,
-    solver: str | None = None,
-    two_experts: bool | None = None,
     sigmas: Sequence[float] | None = None,
     window: Window | None = None,
 ) -> Plan:
-    """As `make_plan`. Arguments that are None come from a preset (see `find_preset`), else from the task.
-
-    two_experts: whether two transformers are loaded; None: as the task says. Raises OptionError.
-    """
-    if sigmas is not None and shift is not None:
-        raise OptionError(f"shift {shift:g} given, and sigmas, which have a shift already: leave the shift out")
-    own = preset == "auto" and find_task(task).distilled
-    settings, reason = find_preset(preset, () if own else files)
-    if settings is None:
-        return make_plan(
-            task=task, steps=steps, shift=shift, boundary=boundary, guidance_high=guidance_high,
-            guidance_low=guidance_low, solver=solver or "unipc", sigmas=sigmas, window=window,
-        )  # fmt: skip
-    if steps is None:
-        steps = settings.steps if sigmas is None else len(sigmas) - 1
-    shift, solver = settings.shift if shift is None else shift, solver or settings.solver
-    two = find_task(task).two_experts if two_experts is None else two_experts
-    numbers = {
-        "task": task,
-        "steps": steps,
-        "shift": shift,
-        "guidance_high": settings.guidance_high if guidance_high is None else guidance_high,
-        "guidance_low": settings.guidance_low if guidance_low is None else guidance_low,
-        "solver": solver,
-        "sigmas": sigmas,
-        "window": window,
-    }
-    plan = make_plan(**numbers, boundary=boundary)
-    if boundary is None and two and steps > 1:
-        timesteps = SCHEDULES[solver](steps, shift)[1] if sigmas is None else given_schedule(sigmas)[1]
-        plan = make_plan(**numbers, boundary=halfway(timesteps))
-    return replace(plan, notes=(*plan.notes, f"preset {settings.name}: {reason}"))
+    """As `make_plan`. Numbers that are None come from a preset (see `find_preset`), else from the task. Raises
+    OptionError."""
+    if sigmas is not None and numbers.shift is not None:
+        raise OptionError(f"shift {numbers.shift:g} given, and sigmas, which have a shift already: leave the shift out")
+    own = numbers.preset == "auto" and find_task(task).distilled
+    preset, reason = find_preset(numbers.preset, () if own else files)
+    values: dict[str, Any] = {name: getattr(numbers, name) for name in table(PlanNumbers) if name != "preset"}
+    if preset is None:
+        return make_plan(task=task, sigmas=sigmas, window=window, **{**values, "solver": numbers.solver or "unipc"})
+    values = {name: getattr(preset, name, None) if value is None else value for name, value in values.items()}
+    if numbers.steps is None and sigmas is not None:
+        values["steps"] = len(sigmas) - 1
+    plan = make_plan(task=task, sigmas=sigmas, window=window, **values)
+    if numbers.boundary is None and find_task(task).two_experts and values["steps"] > 1:
+        make = SCHEDULES[values["solver"]]
+        _, timesteps = make(values["steps"], values["shift"]) if sigmas is None else given_schedule(sigmas)
+        values["boundary"] = halfway(timesteps)
+        plan = make_plan(task=task, sigmas=sigmas, window=window, **values)
+    return replace(plan, notes=(*plan.notes, f"preset {preset.name}: {reason}"))
 
 
 def halfway(timesteps: Sequence[float]) -> float:

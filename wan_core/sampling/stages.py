@@ -21,6 +21,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from wan_core.config import OptionError, StageOptions
+from wan_core.config.table import parse_words, spelled
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.schedules import shifted
 
@@ -100,30 +101,22 @@ def size_words(run: Sequence[Step]) -> str:
 
 def parse_stages(text: str) -> tuple[StageOptions, ...]:
     """`0.5/0.9-0.98`, `0.5/0.9-0.98:every3:own`, or several joined by commas. Raises OptionError."""
-    found: list[StageOptions] = []
+    stages: list[StageOptions] = []
     for part in text.split(","):
         numbers, *words = part.split(":")
         scale, _, sigmas = numbers.partition("/")
         low, _, high = sigmas.partition("-")
         try:
-            given = {"scale": float(scale), "low": float(low), "high": float(high)}
-            every = next((int(word.removeprefix("every")) for word in words if word.startswith("every")), 0)
-            others = [word for word in words if not word.startswith("every")]
-            found.append(StageOptions(**given, every=every, positions=others[0] if others else "video"))
-            if len(others) > 1 or len(words) > len(others) + 1:
-                raise ValueError(part)
-        except ValueError as fault:
-            if isinstance(fault, OptionError):
-                raise
+            values = {"scale": float(scale), "low": float(low), "high": float(high), **parse_words(StageOptions, words)}
+        except ValueError:
             raise OptionError(f"stages {text!r} given; write {FORM}") from None
-    return tuple(found)
+        stages.append(StageOptions(**values))
+    return tuple(stages)
 
 
 def stage_words(stages: Sequence[StageOptions]) -> str:
     """The stages in the form that `parse_stages` reads."""
     return ",".join(
-        f"{stage.scale:g}/{stage.low:g}-{stage.high:g}"
-        + f":every{stage.every}" * bool(stage.every)
-        + ":own" * (stage.positions == "own")
+        ":".join([f"{stage.scale:g}/{stage.low:g}-{stage.high:g}", *spelled(stage, "every", "positions")])
         for stage in stages
     )

@@ -30,7 +30,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wan_core.config import AdaptiveOptions, GuidanceOptions, OptionError, PatternOptions, TaylorSeerOptions
+from wan_core.config import AdaptiveOptions, GuidanceOptions, PatternOptions, TaylorSeerOptions
+from wan_core.config.table import parse_slashes
 from wan_core.sampling.cache.magcache import mark, retained
 from wan_core.sampling.plan import Branch, Plan, Step
 
@@ -100,27 +101,7 @@ def _marked(marks: str, steps: Sequence[int]) -> set[int]:
 
 def parse_pattern(text: str) -> PatternOptions:
     """`HIGH/LOW` or `HIGH/LOW/ORDER`: 110101/1101/1.5. Raises OptionError."""
-    parts = text.split("/")
-    try:
-        if not 2 <= len(parts) <= 3:
-            raise ValueError(text)
-        return PatternOptions(high=parts[0], low=parts[1], **({"order": number(parts[2])} if len(parts) == 3 else {}))
-    except ValueError as fault:
-        if isinstance(fault, OptionError):
-            raise
-        raise OptionError(
-            f"step pattern {text!r} given; write marks of both experts and an order: 1101/101/1.5"
-        ) from None
-
-
-def number(text: str) -> float:
-    """2 as an int, 1.5 as a float: what is printed is what was written. Raises ValueError."""
-    return int(text) if text.isdecimal() else float(text)
-
-
-def pattern_words(options: PatternOptions) -> str:
-    """In the form that `parse_pattern` reads."""
-    return f"{options.high}/{options.low}/{options.order:g}"
+    return parse_slashes(PatternOptions, text, "step pattern: marks of both experts and an order: 1101/101/1.5")
 
 
 def mark_adaptive(plan: Plan, options: AdaptiveOptions) -> Plan:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.config.command import command
+from wan_core.config.table import slashes
 from wan_core.models.wan.families import check_sparse, check_stages
 from wan_core.models.wan.tasks import TASKS, find_task
 from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.magcache import PRESETS, skip_magcache
 from wan_core.sampling.cache.policies import (
     mark_adaptive,
-    pattern_words,
     schedule_guidance,
     skip_pattern,
     skip_taylorseer,
@@ -193,13 +193,13 @@ def skip_words(options: SkipOptions) -> str:
     """The options in the form of the command line: `magcache 0.12/2/0.2, guidance every 2`."""
     words: list[str] = []
     if cache := options.magcache:
-        words.append(f"magcache {cache.threshold:g}/{cache.max_skips}/{cache.retention:g}")
+        words.append(f"magcache {slashes(cache, 'threshold', 'max_skips', 'retention')}")
         words += [f"rule {cache.rule}"] * (cache.rule != "joint") + [f"order {cache.order:g}"] * (cache.order > 0)
     if seer := options.taylorseer:
-        words.append(f"taylorseer {seer.interval}/{seer.order:g}/{seer.retention:g}")
+        words.append(f"taylorseer {slashes(seer)}")
     if adaptive := options.adaptive:
-        words.append(f"adaptive {adaptive.threshold:g}/{adaptive.max_skips}/{adaptive.retention:g}")
-    words += [] if options.pattern is None else [f"pattern {pattern_words(options.pattern)}"]
+        words.append(f"adaptive {slashes(adaptive)}")
+    words += [] if options.pattern is None else [f"pattern {slashes(options.pattern)}"]
     if guidance := options.guidance:
         words += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
         words += [f"guidance every {guidance.every}"] * (guidance.every > 1)

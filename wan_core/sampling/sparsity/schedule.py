@@ -14,8 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from wan_core.config import SPARSE_KERNELS, SPARSE_SCORES, OptionError, SparseOptions
+from wan_core.config import SPARSE_KERNELS, OptionError, SparseOptions
 from wan_core.config.checks import meant_hint
+from wan_core.config.table import parse_words, read_slashes, slashes, spelled
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.sampling.context_windows import check_still
@@ -149,43 +150,13 @@ def step_cost(sparsity: float, share: float, rest: float = 0.0) -> float:
 def parse_sparse(text: str) -> SparseOptions:
     """A preset or numbers, then options after colons: `balanced`, `0.8125/0/0:reuse2:cudnn`. Raises OptionError."""
     first, *words = text.split(":")
-    if first in PRESETS:
-        options = PRESETS[first]
-    else:
-        numbers = first.split("/")
-        try:
-            if not 1 <= len(numbers) <= 3:
-                raise ValueError(first)
-            sparsity, dense, layers = [*numbers, *("", "0.05", "0")[len(numbers) :]]
-            options = SparseOptions(sparsity=float(sparsity), dense_steps=float(dense), dense_layers=int(layers))
-        except ValueError as fault:
-            raise fault if isinstance(fault, OptionError) else _unknown(text) from fault
-    for word in words:
-        options = _with(options, word, text)
-    return options
-
-
-def _with(options: SparseOptions, word: str, text: str) -> SparseOptions:
     try:
-        for name in ("mass", "floor", "ramp"):
-            if word.startswith(name):
-                return replace(options, **{name: float(word.removeprefix(name))})
-        for name in ("reuse", "parts"):
-            if word.startswith(name):
-                return replace(options, **{name: int(word.removeprefix(name))})
+        names = ("sparsity", "dense_steps", "dense_layers")
+        values = {} if first in PRESETS else read_slashes(SparseOptions, first, *names, read=float)
+        values |= parse_words(SparseOptions, words, again=True)
     except ValueError as fault:
-        raise fault if isinstance(fault, OptionError) else _unknown(text) from fault
-    if word in SPARSE_SCORES:
-        return replace(options, score=word)
-    if word in SPARSE_KERNELS:
-        return replace(options, kernel=word)
-    if word == "even":
-        return replace(options, budgets=False)
-    if word == "slope":
-        return replace(options, slope=True)
-    if word == "alone":
-        return replace(options, pooled=False)
-    raise _unknown(text)
+        raise _unknown(text) from fault
+    return replace(PRESETS[first], **values) if first in PRESETS else SparseOptions(**values)
 
 
 def _unknown(text: str) -> OptionError:
@@ -195,12 +166,6 @@ def _unknown(text: str) -> OptionError:
 
 def sparse_words(options: SparseOptions) -> str:
     """The options in the form that `parse_sparse` reads: `0.75/0.1/0:reuse2`."""
-    words = [f"{options.sparsity:g}/{options.dense_steps:g}/{options.dense_layers}"]
-    words += [f"ramp{options.ramp:g}"] * (options.ramp != SparseOptions(sparsity=0).ramp)
-    if options.mass is not None:
-        words += [f"mass{options.mass:g}", f"floor{options.floor:g}"]
-    words += [f"reuse{options.reuse}"] * (options.reuse > 1) + [options.score] * (options.score != "spread")
-    words += [f"parts{options.parts}"] * (options.parts > 1) + ["slope"] * options.slope
-    words += ["even"] * (not options.budgets) + ["alone"] * (not options.pooled)
-    words += [options.kernel] * (options.kernel != "auto")
-    return ":".join(words)
+    words = [slashes(options, "sparsity", "dense_steps", "dense_layers"), *spelled(options, "ramp", "mass")]
+    words += [] if options.mass is None else [f"floor{options.floor:g}"]
+    return ":".join([*words, *spelled(options, "reuse", "score", "parts", "slope", "budgets", "pooled", "kernel")])

@@ -1,0 +1,186 @@
+"""The table of options: what every door needs to know of an option is declared once, with its field.
+
+    steps: int = option(40, low=1, high=1000, help="of the command line", tip="of a widget")
+
+`check` refuses values outside of it. The command line's options are made from it by `cli.parsing.add_options`, the
+widgets of nodes by `nodes.schema.widgets`, the tables of web/docs by `tools.node_texts`, and here the short forms
+`0.12/2/0.2` and `0.75:reuse2:slope`. Types and defaults are those of the dataclass.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from wan_core.config.checks import OptionError, check_choice, check_range
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option.
+
+    name: what messages call it. low, high, advice: its range, and which values are usual. choices: what is allowed.
+
+    help, metavar: of the command line, which has no option for a field without help. flag: its name there, where it is
+    not the field's. parse: text -> value, where the type alone does not say it. once: it names one file, and a second
+    one is refused. path: it names a file or folder that is read.
+
+    tip: the widget's tooltip. shown, least, most: the widget's default and range where they are not those of the field.
+    step, digits: the widget's step and rounding. advanced: the page folds it away. added: it came after others, so that
+    saved prompts may lack it.
+
+    prefix: before the number in the short form. words: words of the short form -> the value that each stands for.
+    """
+
+    name: str = ""
+    low: float | None = None
+    high: float | None = None
+    advice: str = ""
+    choices: Sequence[Any] = ()
+    help: str | None = None
+    flag: str = ""
+    metavar: str | None = None
+    parse: Callable[[str], Any] | None = None
+    once: bool = False
+    path: bool = False
+    tip: str = ""
+    shown: Any = None
+    least: float | None = None
+    most: float | None = None
+    step: float | None = None
+    digits: float | None = None
+    advanced: bool = False
+    added: bool = False
+    prefix: str | None = None
+    words: Mapping[str, Any] = field(default_factory=dict)
+    type: Any = str  # this and the next two are filled in by `table`
+    default: Any = None
+    required: bool = False
+
+    @property
+    def nested(self) -> bool:
+        """Whether its field is a dataclass of options."""
+        return is_dataclass(self.type)
+
+
+def option(default: Any = MISSING, **facts: Any) -> Any:
+    """A field of a dataclass with its `Option`; required where it has no default."""
+    return field(default=default, metadata={"option": Option(**facts)})
+
+
+@functools.cache
+def table(kind: Any) -> Mapping[str, Option]:
+    """The options of a dataclass by the names of its fields, in their order."""
+    kinds, options = get_type_hints(kind), {}
+    for one in fields(kind):
+        declared: Option = one.metadata.get("option", Option())
+        required = one.default is MISSING
+        name, flag = declared.name or one.name.replace("_", " "), declared.flag or one.name
+        facts = {"name": name, "flag": flag, "type": plain_type(kinds[one.name]), "required": required}
+        options[one.name] = replace(declared, default=None if required else one.default, **facts)
+    return options
+
+
+def plain_type(kind: Any) -> Any:
+    """`int` for `int | None`, and the values' type for a Literal."""
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(one for one in get_args(kind) if one is not types.NoneType)
+    return type(get_args(kind)[0]) if get_origin(kind) is Literal else kind
+
+
+def check(options: Any) -> None:
+    """Raise OptionError for the first field outside of its choices or its range. None is always allowed."""
+    for name, one in table(type(options)).items():
+        value = getattr(options, name)
+        if value is not None and one.choices:
+            check_choice(one.name, value, tuple(one.choices))
+        if value is not None and one.low is not None and one.high is not None:
+            check_range(one.name, value, one.low, one.high, one.advice)
+
+
+def from_values(kind: type[T], values: Mapping[str, Any], **more: Any) -> T:
+    """A dataclass from those of `values` that are its fields, and `more`; a field that is a dataclass of options from
+    `FIELD_OPTION` of each. Raises OptionError."""
+    chosen: dict[str, Any] = {}
+    for name, one in table(kind).items():
+        if name in values:
+            chosen[name] = values[name]
+        elif one.nested:
+            inner = {key: values.get(f"{name}_{key}") for key in table(one.type)}
+            inner = {key: value for key, value in inner.items() if value is not None}
+            chosen |= {name: one.type(**inner)} if inner else {}
+    return kind(**chosen | more)
+
+
+# ---------------------------------------------------------------------------------------------------------- short forms
+
+
+def number(text: str) -> float:
+    """2 as an int, 1.5 as a float: what is printed is what was written. Raises ValueError."""
+    return int(text) if text.isdecimal() else float(text)
+
+
+def read_slashes(kind: type, text: str, *names: str, read: Callable[[str], float] = number) -> dict[str, Any]:
+    """The values of the fields `names`, or of all in their order, between slashes; the last ones may be missing. read:
+    a number that need not be whole. Raises ValueError."""
+    parts, options = text.split("/"), table(kind)
+    names = names or tuple(options)
+    if not sum(options[name].required for name in names) <= len(parts) <= len(names):
+        raise ValueError(text)
+    readers = {int: int, float: read}
+    pairs = zip(names, parts)  # noqa: B905
+    return {name: readers.get(options[name].type, str)(part) for name, part in pairs}
+
+
+def parse_slashes(kind: type[T], text: str, form: str, read: Callable[[str], float] = number) -> T:
+    """`kind` from what `read_slashes` reads. form: what a message calls it, and how to write it. Raises OptionError."""
+    try:
+        values = read_slashes(kind, text, read=read)
+    except ValueError:
+        what, _, form = form.partition(": ")
+        raise OptionError(f"{what} {text!r} given; write {form}") from None
+    return kind(**values)
+
+
+def slashes(options: Any, *names: str) -> str:
+    """`names` of the fields, or all, in the form that `parse_slashes` reads."""
+    values = [getattr(options, name) for name in names or table(type(options))]
+    return "/".join(value if isinstance(value, str) else f"{value:g}" for value in values)
+
+
+def parse_words(kind: type, words: Iterable[str], *, again: bool = False) -> dict[str, Any]:
+    """What the words behind a short form's colons say, by field. again: a later word may say otherwise. Raises
+    ValueError with a word that is not known, or that says again what another said."""
+    values: dict[str, Any] = {}
+    for word in words:
+        name, value = _meaning(kind, word)
+        if name in values and not again:
+            raise ValueError(word)
+        values[name] = value
+    return values
+
+
+def _meaning(kind: type, word: str) -> tuple[str, Any]:
+    for name, one in table(kind).items():
+        if word in one.words:
+            return name, one.words[word]
+        if one.prefix and word.startswith(one.prefix):
+            return name, one.type(word.removeprefix(one.prefix))
+    raise ValueError(word)
+
+
+def spelled(options: Any, *names: str) -> list[str]:
+    """The words of these fields in the form that `parse_words` reads, of those that do not have their default."""
+    words: list[str] = []
+    for name in names:
+        one, value = table(type(options))[name], getattr(options, name)
+        if value != one.default:
+            words += (
+                [f"{one.prefix}{value:g}"] if one.prefix else [w for w, meant in one.words.items() if meant == value]
+            )
+    return words
