@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import tomllib
@@ -43,6 +43,17 @@ PARSER = build_parser()
 LANGUAGES = {"bash", "sh", "json", "python", "text"}
 
 
+def check_each(commands: list[Command], check: Callable[[Command], None]) -> None:
+    """Call `check` with every command; all that are wrong are named."""
+    faults = {}
+    for command in commands:
+        try:
+            check(command)
+        except (AssertionError, LookupError, SystemExit) as fault:
+            faults[command.place] = f"{command.text}: {fault}"
+    assert not faults
+
+
 def test_commands_are_found() -> None:
     found = {command.page for command in COMMANDS}
     assert len(COMMANDS) > 150 and {"README.md", "README.zh.md", "parallel.md", "sparse.md", "families.md"} <= found
@@ -64,37 +75,37 @@ def test_lines_are_joined_as_a_shell_joins_them() -> None:
     assert shlex.split(next(logical_lines(text))[1], comments=True) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_says_what_it_holds(page: Path) -> None:
+def test_every_block_says_what_it_holds() -> None:
     """So that no command is overlooked: those in blocks of another kind are not found, nor are indented ones."""
-    text = page.read_text(encoding="utf-8")
-    assert {language for language, _, _ in fences(text)} <= LANGUAGES
-    assert text.count("\n```") == 2 * len(list(fences(text)))
-    assert not [line for line in text.splitlines() if line.startswith("    ") and PROGRAM.match(line.strip())]
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert {language for language, _, _ in fences(text)} <= LANGUAGES, page
+        assert text.count("\n```") == 2 * len(list(fences(text))), page
+        lines = [line for line in text.splitlines() if line.startswith("    ") and PROGRAM.match(line.strip())]
+        assert not lines, page
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.place)
-def test_a_rule_says_whether_it_is_run(command: Command) -> None:
-    reason_not_run(command)
+def test_a_rule_says_whether_it_is_run() -> None:
+    check_each(COMMANDS, lambda command: reason_not_run(command) and None)
 
 
 def of_ours() -> list[Command]:
     return [command for command in COMMANDS if command.own is not None and command.own[0] != "bench"]
 
 
-@pytest.mark.parametrize("command", of_ours(), ids=lambda command: command.place)
-def test_every_option_is_known(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    words = command.own
-    assert words is not None
-    if not command.block and is_name(words):
-        options = [word for word in words[1:] if word.startswith("--")]
-        known = PARSER.format_help() if words[0] == "COMMAND" else PARSER.commands[words[0]].format_help()
-        assert all(f"{option} " in known or f"{option}\n" in known for option in options)
-        return
-    options = build_parser().parse_args(words)
-    assert callable(options.run)
-    if words[0] == "plan" and "--memory" not in words:
-        assert main(words) == 0 and "step" in capsys.readouterr().out
+def test_every_option_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    def check(command: Command) -> None:
+        words = command.own or []
+        if not command.block and is_name(words):
+            options = [word for word in words[1:] if word.startswith("--")]
+            known = PARSER.format_help() if words[0] == "COMMAND" else PARSER.commands[words[0]].format_help()
+            assert all(f"{option} " in known or f"{option}\n" in known for option in options)
+            return
+        assert callable(build_parser().parse_args(words).run)
+        if words[0] == "plan" and "--memory" not in words:
+            assert main(words) == 0 and "step" in capsys.readouterr().out
+
+    check_each(of_ours(), check)
 
 
 def test_the_page_on_commands_has_all() -> None:
@@ -109,41 +120,44 @@ OTHERS = {  # options of others -> whose
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_option_in_the_text_is_known(page: Path) -> None:
+def test_every_option_in_the_text_is_known() -> None:
     pages = [parser.format_help() for parser in (PARSER, *PARSER.commands.values(), benchmark_parser())]
     known = {*re.findall(r"--[a-z][\w-]*", " ".join(pages)), *OTHERS}
-    named = {option for span in option_spans(page) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
-    assert named <= known
+    for page in PAGES:
+        named = {option for span in option_spans(page) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
+        assert named <= known, page
     assert all(f'"{option}"' in (ROOT / file).read_text() for option, file in OTHERS.items() if file.endswith(".py"))
 
 
-def measured() -> list[tuple[str, str]]:
-    found = ((command.place, BENCHMARKS.match(command.text)) for command in COMMANDS)
-    return [(place, match[1] or "") for place, match in found if match is not None]
-
-
-@pytest.mark.parametrize(("place", "text"), measured(), ids=[place for place, _ in measured()])
-def test_every_measurement_is_known(place: str, text: str) -> None:
+def test_every_measurement_is_known() -> None:
     """Results say in words what else was run, behind a comma, a semicolon or in brackets."""
-    words = [re.sub("^N$", "4", word) for word in shlex.split(re.split(r"[;,] | \(", text)[0], comments=True)]
-    suite = suite_first(words)[:1]
-    if suite and suite[0] not in ("SUITE", "NAME", *ARCHIVED):
-        options = benchmark_parser().parse_args(suite_first(words))
-        assert options.suite in SUITES
+
+    def check(command: Command) -> None:
+        measured = BENCHMARKS.match(command.text)
+        text = (measured[1] or "") if measured else ""
+        words = [re.sub("^N$", "4", word) for word in shlex.split(re.split(r"[;,] | \(", text)[0], comments=True)]
+        suite = suite_first(words)[:1]
+        if suite and suite[0] not in ("SUITE", "NAME", *ARCHIVED):
+            assert benchmark_parser().parse_args(suite_first(words)).suite in SUITES
+
+    check_each(COMMANDS, check)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.place)
-def test_files_and_targets_are_there(command: Command) -> None:
+def test_files_and_targets_are_there() -> None:
     """Targets of make, extras and requirements of pip, modules, tests and workflows."""
-    words, text = shlex.split(command.text, comments=True), command.text
-    if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert set(re.findall(r"wancore\[(\w+)\]", text)) <= set(extras)
-    names = re.findall(r"(?:^|\s)((?:tests|tools|workflows|wan_core/assets)/[\w./-]+|[\w-]+\.txt)", text)
-    names += [name.replace(".", "/") for name in re.findall(r"-m ((?:tools|benchmarks|wan_core)(?:\.\w+)?)", text)]
-    assert all((ROOT / name).exists() or (ROOT / f"{name}.py").is_file() for name in names)
+
+    def check(command: Command) -> None:
+        words, text = shlex.split(command.text, comments=True), command.text
+        assert words[0] != "make" or re.search(rf"^{words[1]}:", makefile, re.MULTILINE)
+        assert set(re.findall(r"wancore\[(\w+)\]", text)) <= set(extras)
+        names = re.findall(r"(?:^|\s)((?:tests|tools|workflows|wan_core/assets)/[\w./-]+|[\w-]+\.txt)", text)
+        modules = re.findall(r"-m ((?:tools|benchmarks|wan_core)(?:\.\w+)?)", text)
+        names += [name.replace(".", "/") for name in modules]
+        assert all((ROOT / name).exists() or (ROOT / f"{name}.py").is_file() for name in names)
+
+    check_each(COMMANDS, check)
 
 
 def test_both_languages_have_the_same_commands() -> None:
@@ -173,10 +187,13 @@ def test_both_languages_name_the_same_files_and_releases() -> None:
     assert set(releases_of(first)) <= set(RELEASES)
 
 
-@pytest.mark.parametrize("command", of_ours(), ids=lambda command: command.place)
-def test_every_weight_of_a_command_is_in_the_tables(command: Command) -> None:
+def test_every_weight_of_a_command_is_in_the_tables() -> None:
     """By its name, and in its folder; those of the embedded model are in the repository."""
     listed = {f"{folder_of(name)}/{name}" for row in ROWS for name in row}
-    words = [word.removeprefix("ComfyUI/models/") for word in command.own or []]
-    weights = {word for word in words if WEIGHT_FILE.search(word) and not word.startswith("wan_core/assets/")}
-    assert weights <= listed | ({words[2]} if words[0] == "quantize" and len(words) > 2 else set())
+
+    def check(command: Command) -> None:
+        words = [word.removeprefix("ComfyUI/models/") for word in command.own or []]
+        weights = {word for word in words if WEIGHT_FILE.search(word) and not word.startswith("wan_core/assets/")}
+        assert weights <= listed | ({words[2]} if words[0] == "quantize" and len(words) > 2 else set())
+
+    check_each(of_ours(), check)
