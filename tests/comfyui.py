@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ __all__ = [
     "find_comfyui",
     "find_newer_comfyui",
     "make_base",
+    "printed_by",
     "python_of",
-    "what_checks_found",
 ]
 
 
@@ -35,9 +36,9 @@ def find_comfyui(default: str = "~/comfy/ComfyUI", variable: str = "COMFYUI_PATH
         pytest.skip(f"{absent} ({variable})")
 
 
-def what_checks_found(script: str, checkout: Path) -> dict[str, str]:
-    """Check by check, what `tests/nodes/SCRIPT` found wrong in a process of that ComfyUI: "" where all is right."""
-    command = [python_of(checkout), str(Path(__file__).with_name("nodes") / script), str(checkout)]
+def printed_by(script: str, checkout: Path, *arguments: str) -> Any:
+    """The JSON on the last line that `tests/nodes/SCRIPT` prints in a process of that ComfyUI."""
+    command = [python_of(checkout), str(Path(__file__).with_name("nodes") / script), str(checkout), *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **QUIET}, timeout=600)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return json.loads(ran.stdout.splitlines()[-1])

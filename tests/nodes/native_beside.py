@@ -1,18 +1,10 @@
-"""Run by ComfyUI's Python: WanCore Accelerate beside other nodes on one MODEL, tiny and random. Prints one JSON object
-on its last line, by check: "" or what was wrong.
-
-    python native_beside.py COMFYUI_PATH [CHECK ...]
-"""
+"""Run by ComfyUI's Python: WanCore Accelerate beside other nodes on one MODEL, tiny and random (`native_checks`)."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import sys
-import traceback
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import native_models as world
@@ -24,7 +16,7 @@ OVERRIDE = "optimized_attention_override"
 SAME = 1e-5
 
 
-class Beside:
+class World:
     """The node itself, and what its models report."""
 
     def __init__(self, pack: types.ModuleType) -> None:
@@ -70,7 +62,7 @@ def with_override(model: Any, override: Any) -> Any:
     return clone
 
 
-def check_override_before(it: Beside) -> None:
+def check_override_before(it: World) -> None:
     """What another pack's override changes stays, in exact mode and with sparse attention; the report says who
     computed."""
     from comfy.ldm.modules.attention import attention_sub_quad
@@ -97,7 +89,7 @@ def check_override_before(it: Beside) -> None:
     assert "by sparse attention (math)" in it.said[-1], it.said[-1]
 
 
-def check_backend_before(it: Beside) -> None:
+def check_backend_before(it: World) -> None:
     """ComfyUI's node Model Attention Backend is replaced for self-attention: its text says so."""
     from comfy.ldm.modules.attention import attention_sub_quad
 
@@ -109,7 +101,7 @@ def check_backend_before(it: Beside) -> None:
     assert "Model Attention Backend" in it.text and "by sdpa" in it.said[-1]
 
 
-def check_override_behind(it: Beside) -> None:
+def check_override_behind(it: World) -> None:
     """A node behind that passes calls on gets them first, one that computes itself is named as the one to move."""
 
     def passes_on(model: Any) -> Any:
@@ -122,7 +114,7 @@ def check_override_behind(it: Beside) -> None:
     assert "by sdpa" in it.said[-1] and it.said[-1].endswith("was set later and gets every call first"), it.said[-1]
 
 
-def check_sparse_node(it: Beside) -> None:
+def check_sparse_node(it: World) -> None:
     """Model Sparse Attention, in either order: it computes what it takes, WanCore the rest. Not with WanCore's own."""
     model = world.tiny("WAN21_T2V")
     plain = sample(model, EULER)
@@ -144,7 +136,7 @@ def check_sparse_node(it: Beside) -> None:
     assert all("Model Sparse Attention and WanCore's sparse attention" in words for words in twice), twice
 
 
-def check_easycache(it: Beside) -> None:
+def check_easycache(it: World) -> None:
     """EasyCache and LazyCache, in either order: they skip, WanCore computes the rest. Not with WanCore's own cache."""
     from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 
@@ -163,7 +155,7 @@ def check_easycache(it: Beside) -> None:
         assert all(f"{name} and WanCore's step cache are on one model" in words for words in twice), twice
 
 
-def check_memory_plan(it: Beside) -> None:
+def check_memory_plan(it: World) -> None:
     """What outlives a forward is allocated while ComfyUI's compiler pauses: residuals, velocities, selections of blocks
     and their order."""
     variants = world.variants()
@@ -180,7 +172,7 @@ def check_memory_plan(it: Beside) -> None:
         assert plan.forwards > STEPS and plan.paused > 0, (name, options, plan.forwards, plan.paused)
 
 
-def check_containers(it: Beside) -> None:
+def check_containers(it: World) -> None:
     """q, k and v in containers, which are freed once they were read; what is left to ComfyUI stays in them."""
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
@@ -221,7 +213,7 @@ def check_containers(it: Beside) -> None:
         forward.attend = real
 
 
-def check_new_replacements(it: Beside) -> None:
+def check_new_replacements(it: World) -> None:
     """A pack that replaces a block by something new in every forward: nothing is kept, and the report names it. A node
     that does so once, or with the same object, is cached."""
     from comfy.patcher_extension import WrappersMP
@@ -273,7 +265,7 @@ def compiled(model: Any) -> Any:
     return clone
 
 
-def check_compiled_fun_control(it: Beside) -> None:
+def check_compiled_fun_control(it: World) -> None:
     """Sparse attention behind a torch compile node knows the model and where its reference tokens are. Where they are
     not known, the report says that it does not run."""
     import torch
@@ -292,7 +284,7 @@ def check_compiled_fun_control(it: Beside) -> None:
     assert it.said[-1].count("self-attention of 144 tokens read all keys: which of them are the 120 of") == 1
 
 
-def check_compiled(it: Beside) -> None:
+def check_compiled(it: World) -> None:
     """TorchCompileModel before and behind the node, after a run without the node: all is accelerated, and later runs
     without the node are as before."""
     import comfy.ldm.wan.model as wan
@@ -314,7 +306,7 @@ def check_compiled(it: Beside) -> None:
         wan.optimized_attention = usual
 
 
-def check_nothing_arrives(it: Beside) -> None:
+def check_nothing_arrives(it: World) -> None:
     """Where no call of attention comes to the node, the report says so."""
     import comfy.ldm.wan.model as wan
 
@@ -323,17 +315,3 @@ def check_nothing_arrives(it: Beside) -> None:
     sample(it(world.tiny("WAN21_T2V", num_layers=1)), EULER)
     wan.optimized_attention = usual
     assert "no call of attention came to WanCore" in it.said[-1], it.said[-1]
-
-
-CHECKS: dict[str, Callable[[Beside], None]] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
-
-if __name__ == "__main__":
-    found = {}
-    pack = world.set_up(sys.argv[1])
-    with ThreadPoolExecutor(1) as thread:
-        for name in sys.argv[2:] or CHECKS:
-            fault = thread.submit(CHECKS[name], Beside(pack)).exception()
-            found[name] = "" if fault is None else "".join(traceback.format_exception(fault))[-3000:]
-    print(json.dumps(found))

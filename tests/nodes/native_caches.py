@@ -1,18 +1,11 @@
 """Run by ComfyUI's Python: step caching on tiny Wan models of ComfyUI's own classes, sampled by its own samplers.
-Prints one JSON object on its last line, by check: "" or what was wrong.
-
-    python native_caches.py COMFYUI_PATH [CHECK ...]
+`native_checks` runs its checks.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
-import sys
-import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -353,18 +346,3 @@ def check_pose_cache(it: World) -> None:
             assert sum(runs) == 1, "what the cache holds is read in every run"
             runs.clear()
     world.conditions = whole
-
-
-CHECKS: dict[str, Callable[[World], None]] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
-
-if __name__ == "__main__":
-    found, usual = {}, world.conditions
-    pack = world.set_up(sys.argv[1])
-    with ThreadPoolExecutor(1) as thread:
-        for name in sys.argv[2:] or CHECKS:
-            world.conditions = usual
-            fault = thread.submit(CHECKS[name], World(pack)).exception()
-            found[name] = "" if fault is None else "".join(traceback.format_exception(fault))[-3000:]
-    print(json.dumps(found))

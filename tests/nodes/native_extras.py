@@ -1,17 +1,11 @@
 """Run by ComfyUI's Python: what other nodes put on a MODEL or into its conditions, with WanCore Accelerate on tiny Wan
-models of ComfyUI's own classes. Prints one JSON object on its last line, by check: "" or what was wrong.
-
-    python native_extras.py COMFYUI_PATH [CHECK ...]
+models of ComfyUI's own classes. `native_checks` runs its checks.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import sys
-import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,7 +139,7 @@ def check_inputs(it: World) -> None:
             for first in (lambda: staged(it, infinite_talk(model, masks)), lambda: infinite_talk(fast, masks)):  # noqa: B023
                 said = refused(lambda: sample(first(), EULER))  # noqa: B023
                 assert "InfiniteTalk" in said and "Resolution Schedule" in said and not ran, (masks, said)
-        for name, add in {"unknown.<locals>.<lambda> of __main__": unknown, "EasyCache": easy_cache}.items():
+        for name, add in {"unknown.<locals>.<lambda> of native_extras": unknown, "EasyCache": easy_cache}.items():
             for made in (staged(it, add(model)), add(fast)):
                 said = refused(lambda: sample(made, EULER))  # noqa: B023
                 assert name in said and "Resolution Schedule" in said and not ran, said
@@ -259,18 +253,3 @@ def check_dtype(it: World) -> None:
             assert runs[0].most == 3 * 2 * 18 * 48 * dtype.itemsize, (name, runs[0].most)
     finally:
         accelerate.resolve_attention = real
-
-
-CHECKS: dict[str, Callable[[World], None]] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
-
-if __name__ == "__main__":
-    found, usual = {}, world.conditions
-    pack = world.set_up(sys.argv[1])
-    with ThreadPoolExecutor(1) as thread:
-        for name in sys.argv[2:] or CHECKS:
-            world.conditions = usual
-            fault = thread.submit(CHECKS[name], World(pack)).exception()
-            found[name] = "" if fault is None else "".join(traceback.format_exception(fault))[-3000:]
-    print(json.dumps(found))

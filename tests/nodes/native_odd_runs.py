@@ -1,18 +1,12 @@
 """Run by ComfyUI's Python: runs of its samplers that are no plain guided ones, on tiny Wan models of its own classes.
-Prints one JSON object on its last line, by check: "" or what was wrong.
-
-    python native_odd_runs.py COMFYUI_PATH [CHECK ...]
+`native_checks` runs its checks.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
-import sys
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import native_models as world
@@ -198,16 +192,3 @@ def check_no_curve(it: World) -> None:
     words = refusal(lambda: sample(made.result[0], EULER, extra, size=SMALL))
     assert "or a preset (quality, balanced, fast), which does without one" in words
     assert sample(made.result[0], EULER[:5], extra, size=SMALL).isfinite().all()
-
-
-CHECKS: dict[str, Callable[[World], None]] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
-
-if __name__ == "__main__":
-    pack, found = world.set_up(sys.argv[1]), {}
-    with ThreadPoolExecutor(1) as thread:
-        for name in sys.argv[2:] or CHECKS:
-            fault = thread.submit(CHECKS[name], World(pack)).exception()
-            found[name] = "" if fault is None else "".join(traceback.format_exception(fault))[-3000:]
-    print(json.dumps(found))

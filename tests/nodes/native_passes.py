@@ -1,17 +1,9 @@
 """Run by ComfyUI's Python: guidance that calls a model several times in a step, and prompts that change, with WanCore
-Accelerate on tiny Wan models of ComfyUI's own classes. Prints one JSON object on its last line, by check: "" or what
-was wrong.
-
-    python native_passes.py COMFYUI_PATH [CHECK ...]
+Accelerate on tiny Wan models of ComfyUI's own classes. `native_checks` runs its checks.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import native_models as world
@@ -163,18 +155,3 @@ def check_texts(it: World) -> None:
             torch.tensor(EULER), positive, [[negative, {}]], torch.zeros(SIZE), disable_pbar=True, seed=0,
         )  # fmt: skip
     close(model.model.process_latent_in(found), wanted, 1e-4)
-
-
-CHECKS: dict[str, Callable[[World], None]] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
-}
-
-if __name__ == "__main__":
-    found, usual = {}, world.conditions
-    pack = world.set_up(sys.argv[1])
-    with ThreadPoolExecutor(1) as thread:
-        for name in sys.argv[2:] or CHECKS:
-            world.conditions = usual
-            fault = thread.submit(CHECKS[name], World(pack)).exception()
-            found[name] = "" if fault is None else "".join(traceback.format_exception(fault))[-3000:]
-    print(json.dumps(found))

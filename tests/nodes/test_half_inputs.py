@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.comfyui import find_comfyui, what_checks_found
+from tests.comfyui import find_comfyui, printed_by
 
 pytestmark = pytest.mark.comfy
 CHECKS = ("image_to_video", "text_to_video", "pictures", "driven", "numbers_that_are_none", "models_in_results")
@@ -13,7 +13,7 @@ CHECKS = ("image_to_video", "text_to_video", "pictures", "driven", "numbers_that
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    return what_checks_found("half_inputs.py", find_comfyui())
+    return printed_by("half_inputs.py", find_comfyui())
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -5,18 +5,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.comfyui import QUIET, find_newer_comfyui, python_of
+from tests.comfyui import find_newer_comfyui, printed_by
 
 pytestmark = pytest.mark.comfy
-SCRIPT = Path(__file__).with_name("native_models.py")
 CHECKS = "variants,sparse,order,parts,faults,context,devices,refusals"
 VARIANTS = ("t2v", "i2v", "i2v 2.2", "5B", "fun", "context", "odd", "vace", "camera", "animate", "animate2", "s2v",
             "humo", "scail", "wandancer")  # fmt: skip
@@ -39,11 +34,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    checkout = find_newer_comfyui()
-    command = [python_of(checkout), str(SCRIPT), str(checkout), CHECKS]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **QUIET}, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed_by("native_models.py", find_newer_comfyui(), CHECKS)
 
 
 def said(taken: str, left: int) -> str:

@@ -7,27 +7,20 @@ measured: `python tests/nodes/native_reserve.py COMFYUI_PATH | tail -1 > tests/n
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.comfyui import QUIET, find_newer_comfyui, python_of
+from tests.comfyui import find_newer_comfyui, printed_by
 
 pytestmark = pytest.mark.comfy
-SCRIPT = Path(__file__).with_name("native_reserve.py")
-TABLE: dict[str, list[int]] = json.loads(SCRIPT.with_suffix(".json").read_text())
+TABLE: dict[str, list[int]] = json.loads(Path(__file__).with_name("native_reserve.json").read_text())
 OFF = {"windows, uniform", "windows, looped"}  # windows that move: nothing is kept
 
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, list[int]]:
-    checkout = find_newer_comfyui()
-    done = subprocess.run([python_of(checkout), str(SCRIPT), str(checkout)], capture_output=True, text=True,
-                          env={**os.environ, **QUIET}, timeout=600)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed_by("native_reserve.py", find_newer_comfyui())
 
 
 @pytest.mark.parametrize("name", TABLE)

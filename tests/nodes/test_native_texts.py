@@ -3,28 +3,19 @@ models of its classes. `native_texts.py` runs in ComfyUI's Python, once for all 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.comfyui import QUIET, find_comfyui, python_of
+from tests.comfyui import find_comfyui, printed_by
 from tests.nodes.native_texts import CASES
 
 pytestmark = pytest.mark.comfy
-SCRIPT = Path(__file__).with_name("native_texts.py")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    checkout = find_comfyui()
-    done = subprocess.run([python_of(checkout), str(SCRIPT), str(checkout)], capture_output=True, text=True,
-                          env={**os.environ, **QUIET}, timeout=300)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed_by("native_texts.py", find_comfyui())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,30 +5,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.comfyui import QUIET, find_newer_comfyui, python_of
+from tests.comfyui import find_newer_comfyui, printed_by
 from tests.nodes.native_windows import CASES, PLANS
 
 pytestmark = pytest.mark.comfy
-SCRIPT = Path(__file__).with_name("native_windows.py")
 ALONE = "t2v one window"
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    checkout = find_newer_comfyui()
-    done = subprocess.run([python_of(checkout), str(SCRIPT), str(checkout)], capture_output=True, text=True,
-                          env={**os.environ, **QUIET}, timeout=300)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed_by("native_windows.py", find_newer_comfyui())
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != ALONE])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.comfyui import find_comfyui, what_checks_found
+from tests.comfyui import find_comfyui, printed_by
 
 pytestmark = pytest.mark.comfy
 CHECKS = (
@@ -15,7 +15,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    return what_checks_found("remote_memory.py", find_comfyui())
+    return printed_by("remote_memory.py", find_comfyui())
 
 
 @pytest.mark.parametrize("name", CHECKS)
