@@ -22,7 +22,7 @@ from wan_core.sampling.sparsity.schedule import PRESETS, sparse_words
 from wan_core.sampling.stages import stage_words
 
 from . import host
-from .schema import newer
+from .schema import schema
 from .skipping import measured_files
 from .sockets import SKIPPING
 
@@ -34,11 +34,11 @@ class WanCoreAccelerate(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreAccelerate",
-            display_name="WanCore Accelerate",
-            category="WanCore",
-            **newer("WanCoreAccelerate"),
+        return schema(
+            "WanCoreAccelerate",
+            "WanCore Accelerate",
+            aliases=("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage"),
+            shows_text=True,
             description="Makes any Wan model of ComfyUI faster where it is: attention by WanCore's kernels, "
             "sparse attention, and step caching. Place it just before the sampler; graphs with two models need one for "
             "each. "

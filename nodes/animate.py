@@ -21,7 +21,7 @@ from wan_core.sampling.conditioning import empty_latents
 
 from . import host
 from .conditioning import check_widgets, size_words, with_values
-from .schema import ADVANCED, newer
+from .schema import ADVANCED, schema
 from .sockets import CONDITIONING
 
 MAX_FRAMES = 401
@@ -123,11 +123,11 @@ class WanCoreAnimate(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreAnimate",
-            display_name="WanCore Animate",
-            category="WanCore",
-            **newer("WanCoreAnimate"),
+        return schema(
+            "WanCoreAnimate",
+            "WanCore Animate",
+            aliases=("wan animate", "pose video", "character replacement", "wan animate to video"),
+            shows_text=True,
             description="What drives Wan2.2-Animate-14B: a picture moves as drawn poses and a face do, alone or in the "
             "place of a person in a video. Made as the reference implementation makes it.",
             inputs=[
@@ -215,11 +215,11 @@ class WanCoreAnimate2(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreAnimate2",
-            display_name="WanCore Animate 2",
-            category="WanCore",
-            **newer("WanCoreAnimate2"),
+        return schema(
+            "WanCoreAnimate2",
+            "WanCore Animate 2",
+            aliases=("wan animate 2", "motion transfer", "driving video", "wan animate2 to video"),
+            shows_text=True,
             description="What drives Wan-Animate-2: a picture moves as somebody in a video does. Made as the reference "
             "implementation makes it.",
             inputs=[

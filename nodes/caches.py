@@ -7,24 +7,11 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from wan_core.config import MAGCACHE_RULES, AdaptiveOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
+from wan_core.config import AdaptiveOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
 from wan_core.sampling.cache.magcache import PRESETS
 
-from .schema import ADVANCED, newer
+from .schema import schema, widgets
 from .skipping import CUSTOM, joined, measured_files, skipping_input, skipping_output
-
-
-def retention_input() -> Any:
-    return io.Float.Input(
-        "retention",
-        **ADVANCED,
-        default=0.2,
-        min=0.0,
-        max=1.0,
-        step=0.05,
-        round=0.001,
-        tooltip="Share of each expert's steps, from its first one, that are always computed.",
-    )
 
 
 class WanCoreMagCache(io.ComfyNode):
@@ -32,11 +19,11 @@ class WanCoreMagCache(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreMagCache",
-            display_name="WanCore MagCache",
-            category="WanCore",
-            **newer("WanCoreMagCache"),
+        return schema(
+            "WanCoreMagCache",
+            "WanCore MagCache",
+            aliases=("magcache", "mag cache", "teacache", "easycache", "wan fast", "step caching", "cache"),
+            shows_text=True,
             description="Step caching by a curve measured for the model. Skipped steps are decided before the run; the "
             "plan preview shows them.",
             inputs=[
@@ -47,74 +34,19 @@ class WanCoreMagCache(io.ComfyNode):
                     tooltip="quality, balanced or fast; custom uses the numbers below instead. The rule applies to all "
                     "of them.",
                 ),
-                io.Float.Input(
-                    "threshold",
-                    **ADVANCED,
-                    default=0.12,
-                    min=0.0,
-                    max=10.0,
-                    step=0.01,
-                    round=0.0001,
-                    tooltip="For custom: accumulated error of the residual's magnitude at which a step is computed "
-                    "again. quality has 0.06, balanced and fast 0.24.",
-                ),
-                io.Int.Input(
-                    "max_skips",
-                    **ADVANCED,
-                    default=2,
-                    min=0,
-                    max=50,
-                    tooltip="For custom: maximum number of steps skipped in a row. quality and balanced have 1, fast "
-                    "2.",
-                ),
-                retention_input(),
-                io.Combo.Input(
-                    "rule",
-                    **ADVANCED,
-                    options=list(MAGCACHE_RULES),
-                    default="joint",
-                    tooltip="joint: one decision for both guidance branches. published: one decision for each branch, "
-                    "as in the paper, for comparison.",
-                ),
-                io.Int.Input(
-                    "order",
-                    **ADVANCED,
-                    default=1,
-                    min=0,
-                    max=2,
-                    tooltip="For custom: what a skipped step uses. 0: the last residual, as published. 1 or 2: a "
-                    "forecast from the last residuals, closer to the full run, with more memory. The presets have 2.",
-                ),
+                *widgets(MagCacheOptions),
                 skipping_input(),
             ],
             outputs=[skipping_output()],
         )
 
     @classmethod
-    def fingerprint_inputs(
-        cls,
-        preset: str = "",
-        threshold: float = 0,
-        max_skips: int = 0,
-        retention: float = 0,
-        rule: str = "",
-        order: int = 0,
-        skipping: None = None,
-    ) -> list[tuple[str, int]]:
+    def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
         return measured_files()
 
     @classmethod
-    def execute(
-        cls,
-        preset: str,
-        threshold: float,
-        max_skips: int,
-        retention: float,
-        rule: str,
-        order: int,
-        skipping: SkipOptions | None = None,
-    ) -> io.NodeOutput:
-        custom = MagCacheOptions(threshold=threshold, max_skips=max_skips, retention=retention, order=order)
+    def execute(cls, preset: str, rule: str, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
+        custom = MagCacheOptions(**numbers)
         options = custom if preset == CUSTOM else PRESETS[preset]
         return joined(skipping, magcache=replace(options, rule=rule))
 
@@ -124,33 +56,23 @@ class WanCoreTaylorSeer(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreTaylorSeer",
-            display_name="WanCore TaylorSeer",
-            category="WanCore",
-            **newer("WanCoreTaylorSeer"),
+        return schema(
+            "WanCoreTaylorSeer",
+            "WanCore TaylorSeer",
+            aliases=("taylorseer", "teacache", "easycache", "step caching", "cache"),
+            shows_text=True,
             description="Step caching: computes every n-th step and forecasts the blocks' residual in between. Needs "
             "no curve.",
             inputs=[
-                io.Int.Input(
-                    "interval", default=2, min=1, max=50, tooltip="Compute every n-th step; 1 computes all steps."
-                ),
-                io.Int.Input(
-                    "order",
-                    default=1,
-                    min=0,
-                    max=2,
-                    tooltip="0 reuses the last residual, 1 and 2 extrapolate.",
-                ),
-                retention_input(),
+                *widgets(TaylorSeerOptions),
                 skipping_input(),
             ],
             outputs=[skipping_output()],
         )
 
     @classmethod
-    def execute(cls, interval: int, order: int, retention: float, skipping: SkipOptions | None = None) -> io.NodeOutput:
-        return joined(skipping, taylorseer=TaylorSeerOptions(interval=interval, order=order, retention=retention))
+    def execute(cls, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
+        return joined(skipping, taylorseer=TaylorSeerOptions(**numbers))
 
 
 class WanCoreAdaptiveCache(io.ComfyNode):
@@ -158,40 +80,20 @@ class WanCoreAdaptiveCache(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreAdaptiveCache",
-            display_name="WanCore Adaptive Cache",
-            category="WanCore",
-            **newer("WanCoreAdaptiveCache"),
+        return schema(
+            "WanCoreAdaptiveCache",
+            "WanCore Adaptive Cache",
+            aliases=("teacache", "easycache", "first block cache", "step caching", "wan fast", "cache"),
+            shows_text=True,
             description="Step caching by the rate of change of the velocity, measured during the run. The plan can "
             "only show which steps may be skipped.",
             inputs=[
-                io.Float.Input(
-                    "threshold",
-                    **ADVANCED,
-                    default=0.1,
-                    min=0.0,
-                    max=10.0,
-                    step=0.01,
-                    round=0.0001,
-                    tooltip="Accumulated relative change of the velocity, as estimated, up to which steps are skipped.",
-                ),
-                io.Int.Input(
-                    "max_skips",
-                    default=3,
-                    min=0,
-                    max=50,
-                    tooltip="Maximum number of steps skipped in a row.",
-                ),
-                retention_input(),
+                *widgets(AdaptiveOptions),
                 skipping_input(),
             ],
             outputs=[skipping_output()],
         )
 
     @classmethod
-    def execute(
-        cls, threshold: float, max_skips: int, retention: float, skipping: SkipOptions | None = None
-    ) -> io.NodeOutput:
-        options = AdaptiveOptions(threshold=threshold, max_skips=max_skips, retention=retention)
-        return joined(skipping, adaptive=options)
+    def execute(cls, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
+        return joined(skipping, adaptive=AdaptiveOptions(**numbers))

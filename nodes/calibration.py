@@ -22,7 +22,7 @@ from . import host
 from .conditioning import on_device
 from .pictures import as_image, shown
 from .plan_inputs import plan_inputs, plan_of
-from .schema import newer
+from .schema import schema
 from .sockets import CONDITIONING, MODEL, ModelSocket
 
 BESIDE, SHOW = "save beside the model", "only show"
@@ -33,11 +33,10 @@ class WanCoreCalibrate(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreCalibrate",
-            display_name="WanCore Calibrate MagCache",
-            category="WanCore",
-            **newer("WanCoreCalibrate"),
+        return schema(
+            "WanCoreCalibrate",
+            "WanCore Calibrate MagCache",
+            aliases=("magcache calibration", "magcache ratios"),
             description="Runs a few videos in full and measures how the magnitude of the model's residual changes from "
             "step to step: the curve that MagCache needs. Saved beside the model, it is found automatically.",
             inputs=[
@@ -76,18 +75,13 @@ class WanCoreCalibrate(io.ComfyNode):
         latent: dict[str, Any],
         seed: int,
         videos: int,
-        steps: int,
-        shift: float,
-        boundary: float,
-        guidance_high: float,
-        guidance_low: float,
-        solver: str,
         keep: str,
+        **values: Any,
     ) -> io.NodeOutput:
         if model.windows is not None:
             raise OptionError("a curve is measured on a video in one piece: connect the model without context windows")
         path = cls._curve_path(model, image="noise_mask" in latent) if keep == BESIDE else None
-        video, kept = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver), None
+        video, kept = plan_of(model, values), None
         plan = video.plan
         with Outputs({}) as outputs:
             if path is not None:  # before the videos are made, not after

@@ -21,7 +21,7 @@ from wan_core.pipeline.large_video import check_tensor, size_notes
 from wan_core.sampling.conditioning import Conditioning, empty_latents, latent_shape
 
 from . import host
-from .schema import newer
+from .schema import schema
 from .sockets import CONDITIONING, TextSocket, VAESocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
@@ -97,11 +97,11 @@ class WanCoreTextEncode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreTextEncode",
-            display_name="WanCore Text Encode",
-            category="WanCore",
-            **newer("WanCoreTextEncode"),
+        return schema(
+            "WanCoreTextEncode",
+            "WanCore Text Encode",
+            aliases=("wan prompt", "clip text encode", "negative prompt"),
+            shows_text=True,
             description="Encodes both prompts in one pass. The same text never runs the encoder twice.",
             inputs=[
                 io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan."),
@@ -142,11 +142,11 @@ class WanCoreEmptyLatent(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreEmptyLatent",
-            display_name="WanCore Empty Latent",
-            category="WanCore",
-            **newer("WanCoreEmptyLatent"),
+        return schema(
+            "WanCoreEmptyLatent",
+            "WanCore Empty Latent",
+            aliases=("wan empty latent", "empty video latent", "wan text to video"),
+            shows_text=True,
             description="The size and length of a video, checked against what Wan can make.",
             inputs=[
                 *size_inputs(),
@@ -186,11 +186,11 @@ class WanCoreImageToVideo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreImageToVideo",
-            display_name="WanCore Image to Video",
-            category="WanCore",
-            **newer("WanCoreImageToVideo"),
+        return schema(
+            "WanCoreImageToVideo",
+            "WanCore Image to Video",
+            aliases=("wan i2v", "wan image to video", "first last frame", "flf2v"),
+            shows_text=True,
             description="Adds a first frame, a last frame or both to the conditioning of an image-to-video model.",
             inputs=[
                 io.Conditioning.Input("positive", tooltip="The encoded prompt."),

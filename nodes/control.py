@@ -21,7 +21,7 @@ from wan_core.sampling.texts import TextRange, shared_range
 
 from . import host
 from .conditioning import check_widgets, size_inputs, size_words
-from .schema import newer
+from .schema import schema
 from .sockets import CONDITIONING
 
 
@@ -30,11 +30,11 @@ class WanCoreVACE(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreVACE",
-            display_name="WanCore VACE",
-            category="WanCore",
-            **newer("WanCoreVACE"),
+        return schema(
+            "WanCoreVACE",
+            "WanCore VACE",
+            aliases=("wan vace", "control video", "inpainting", "outpainting", "reference to video"),
+            shows_text=True,
             description="What controls VACE: a video that is followed, masks of what is made anew, reference pictures "
             "and known frames, for all of the run or a part of it. Several of these nodes, one after the other, "
             "control together.",
@@ -145,11 +145,10 @@ class WanCoreCamera(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreCamera",
-            display_name="WanCore Camera",
-            category="WanCore",
-            **newer("WanCoreCamera"),
+        return schema(
+            "WanCoreCamera",
+            "WanCore Camera",
+            aliases=("wan camera", "fun camera", "camera poses", "cameractrl", "camera trajectory"),
             description="The path of a camera for Fun camera, from motions or from the lines of a file of poses. For "
             "WanCameraImageToVideo.",
             inputs=[

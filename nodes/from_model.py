@@ -24,7 +24,7 @@ from . import host
 from .files import fingerprint
 from .model_loader import check_choices, check_residency, hold, info_of, run_inputs, socket_of
 from .native_model import NativeModel, read_native
-from .schema import newer
+from .schema import schema
 from .sockets import MODEL
 from .workers import UNCONNECTED, WorkersSocket, workers_input
 
@@ -41,11 +41,11 @@ class WanCoreFromModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreFromModel",
-            display_name="WanCore from MODEL",
-            category="WanCore",
-            **newer("WanCoreFromModel"),
+        return schema(
+            "WanCoreFromModel",
+            "WanCore from MODEL",
+            aliases=("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
+            shows_text=True,
             description="Takes ComfyUI's own MODELs (Load Diffusion Model, LoRA loaders, ModelSamplingSD3) for the "
             "WanCore Sampler. Files, LoRAs with their strengths and the shift are taken over; what cannot be is named.",
             inputs=[
@@ -81,30 +81,14 @@ class WanCoreFromModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls,
-        model: Any,
-        precision: str,
-        attention: str,
-        residency: str,
-        compile: str = "off",
-        keep_blocks: int = 0,
-        low: Any = None,
-        workers: WorkersSocket | None = None,
+        cls, model: Any, residency: str, low: Any = None, workers: WorkersSocket | None = None, **values: Any
     ) -> io.NodeOutput:
         natives: dict[str, NativeModel] = {"high": read_native(model, "the MODEL" if low is None else "the high MODEL")}
         if low is not None:
             natives["low"] = read_native(low, "the low MODEL")
         _check_workers(natives, residency, workers)
         files = [str(native.source) if isinstance(native.source, Path) else IN_MEMORY for native in natives.values()]
-        options = LoadOptions(
-            high=files[0],
-            low=(*files, None)[1],
-            precision=precision,
-            keep_blocks=keep_blocks,
-            attention=attention,
-            compile=compile,
-            residency=residency,
-        )
+        options = LoadOptions(high=files[0], low=(*files, None)[1], residency=residency, **values)
         settings, held = _made(natives, options, workers)
         loras = {expert: _loras(native, settings, expert, workers) for expert, native in natives.items()}
         if settings.precision == PACKED:

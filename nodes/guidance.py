@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
 from wan_core.config import GuidanceOptions, SkipOptions
 
-from .schema import newer
+from .schema import schema, widgets
 from .skipping import joined, skipping_input, skipping_output
 
 
@@ -15,39 +17,14 @@ class WanCoreGuidanceSchedule(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreGuidanceSchedule",
-            display_name="WanCore Guidance Schedule",
-            category="WanCore",
-            **newer("WanCoreGuidanceSchedule"),
+        return schema(
+            "WanCoreGuidanceSchedule",
+            "WanCore Guidance Schedule",
+            aliases=("cfg schedule", "cfg zero", "skip cfg", "guidance"),
+            shows_text=True,
             description="Runs some steps without the unconditional branch, which halves their time.",
             inputs=[
-                io.Float.Input(
-                    "low",
-                    default=0.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    round=0.0001,
-                    tooltip="No guidance in steps below this sigma (share of noise).",
-                ),
-                io.Float.Input(
-                    "high",
-                    default=1.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    round=0.0001,
-                    tooltip="No guidance in steps above this sigma (share of noise).",
-                ),
-                io.Int.Input(
-                    "every",
-                    default=2,
-                    min=1,
-                    max=50,
-                    tooltip="Compute the unconditional branch at every n-th guided step; the other guided steps reuse "
-                    "the difference between the branches. 1 computes it at every step.",
-                ),
+                *widgets(GuidanceOptions),
                 skipping_input(),
             ],
             outputs=[skipping_output()],
@@ -60,5 +37,5 @@ class WanCoreGuidanceSchedule(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, low: float, high: float, every: int, skipping: SkipOptions | None = None) -> io.NodeOutput:
-        return joined(skipping, guidance=GuidanceOptions(low=low, high=high, every=every))
+    def execute(cls, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
+        return joined(skipping, guidance=GuidanceOptions(**numbers))

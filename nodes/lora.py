@@ -17,7 +17,7 @@ from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
 from .files import fingerprint, locate
-from .schema import newer
+from .schema import schema
 from .sockets import MODEL, ModelSocket
 
 LORA_STACK = io.Custom("LORA_STACK")  # of other packs: [(name in models/loras, strength, strength for CLIP), ...]
@@ -45,11 +45,11 @@ class WanCoreLoRA(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         files = [NONE, *EMBEDDED, *host.model_names("loras")]
-        return io.Schema(
-            node_id="WanCoreLoRA",
-            display_name="WanCore LoRA",
-            category="WanCore",
-            **newer("WanCoreLoRA"),
+        return schema(
+            "WanCoreLoRA",
+            "WanCore LoRA",
+            aliases=("wan lora", "lora loader", "lora stack", "lightx2v"),
+            shows_text=True,
             description="Puts a LoRA on a model: merged into the weights, or beside those that stay packed. Can be "
             "chained.",
             inputs=[

@@ -11,8 +11,6 @@ from typing import Any
 from comfy_api.latest import io, ui
 
 from wan_core.config import (
-    COMPILES,
-    LORA_MODES,
     PRECISIONS,
     QUANTIZED,
     RESIDENCIES,
@@ -41,12 +39,11 @@ from wan_core.sampling.plan import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
-from .schema import ADVANCED, newer
+from .schema import schema, widgets
 from .sockets import MODEL, ModelSocket
 from .workers import UNCONNECTED, WorkersSocket, workers_input
 
 ALONE = "none"  # no second file
-MAX_KEPT = 20  # half the blocks of the largest model
 
 
 class WanCoreModelLoader(io.ComfyNode):
@@ -54,17 +51,17 @@ class WanCoreModelLoader(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreModelLoader",
-            display_name="WanCore Model Loader",
-            category="WanCore",
-            **newer("WanCoreModelLoader"),
+        return schema(
+            "WanCoreModelLoader",
+            "WanCore Model Loader",
+            aliases=("wan", "wan 2.2", "wan fast", "unet loader", "gguf", "fp8", "block swap"),
+            shows_text=True,
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[
                 *_file_inputs(),
                 *run_inputs(),
                 workers_input(),
-                _lora_input(),
+                *widgets(LoadOptions, "lora_mode"),
             ],
             outputs=[
                 MODEL.Output("model", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
@@ -90,47 +87,18 @@ class WanCoreModelLoader(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(
-        cls,
-        high: str | None = None,
-        low: str | None = None,
-        precision: str = "",
-        attention: str = "",
-        residency: str = "",
-        compile: str = "",
-        keep_blocks: int = 0,
-        workers: None = None,
-        lora_mode: str = "auto",
-    ) -> list[tuple[str, int]]:
+    def fingerprint_inputs(cls, high: str | None = None, low: str | None = None, **_: Any) -> list[tuple[str, int]]:
         return fingerprint(*_paths(high, low)) if high is not None else []
 
     @classmethod
     async def execute(
-        cls,
-        high: str,
-        low: str,
-        precision: str,
-        attention: str,
-        residency: str,
-        compile: str = COMPILES[0],
-        keep_blocks: int = 0,
-        workers: WorkersSocket | None = None,
-        lora_mode: str = "auto",
+        cls, high: str, low: str, residency: str, workers: WorkersSocket | None = None, **values: Any
     ) -> io.NodeOutput:
         """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
         device = host.device() if workers is None else workers.device
         check_residency(residency, workers is not None)
         paths = [str(path) for path in _paths(high, low)]
-        options = LoadOptions(
-            high=paths[0],
-            low=(*paths, None)[1],
-            precision=precision,
-            keep_blocks=keep_blocks,
-            attention=attention,
-            compile=compile,
-            residency=residency,
-            lora_mode=lora_mode,
-        )
+        options = LoadOptions(high=paths[0], low=(*paths, None)[1], residency=residency, **values)
         settings = resolve_settings(find_experts(*paths), options, device)
         rgb = TINY_MAP if high in embedded_expert("high") else None
         model = socket_of(options, settings, hold(settings), workers, rgb)
@@ -188,70 +156,8 @@ def _file_inputs() -> list[Any]:
 
 def run_inputs() -> list[Any]:
     """How the transformers are held and run."""
-    return [
-        io.Combo.Input(
-            "precision",
-            options=list(PRECISIONS),
-            default="checkpoint",
-            tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights "
-            "that the file packs (GGUF, NVFP4, MXFP8, INT8) stay packed in memory; fp16 is "
-            "never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
-            "FP8, faster and in half the memory, with a scale for every row ('-tensor', '-block': for those); "
-            "it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so with the "
-            "kernels of Transformer Engine, which must be installed. 'fp8-weights' only stores FP8: half the "
-            "memory on any GPU, no faster. 'int8' multiplies in INT8, rotated, from Turing on.",
-        ),
-        io.Combo.Input(
-            "attention",
-            options=[*CHOSEN, *BACKENDS],
-            default="auto",
-            tooltip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 "
-            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by name, or by 'fast', which takes the "
-            "card's first. One that cannot run is refused, never replaced silently.",
-        ),
-        io.Combo.Input(
-            "residency",
-            **ADVANCED,
-            options=list(RESIDENCIES),
-            default="auto",
-            tooltip="'auto': ComfyUI's memory manager decides what leaves the device; an expert that does not "
-            "fit has its blocks streamed from host memory. 'resident': both experts stay on the device "
-            "together. 'swap': everything else leaves before an expert is loaded. 'stream': blocks always "
-            "stream. 'shard', with workers: every GPU holds a part of each expert.",
-        ),
-        io.Combo.Input(
-            "compile",
-            **ADVANCED,
-            options=list(COMPILES),
-            default=COMPILES[0],
-            optional=True,
-            tooltip="'blocks' compiles one transformer block, once for both experts: faster steps for some "
-            "seconds at the first use. Another size, length, prompt or seed compiles nothing again. Needs "
-            "Triton on a GPU, a C++ compiler on a CPU.",
-        ),
-        io.Int.Input(
-            "keep_blocks",
-            **ADVANCED,
-            default=0,
-            min=0,
-            max=MAX_KEPT,
-            optional=True,
-            tooltip="How many of the first and of the last blocks an FP8 'precision' leaves as they are, for "
-            "more exact results. 0: every block is quantised.",
-        ),
-    ]
-
-
-def _lora_input() -> Any:
-    return io.Combo.Input(
-        "lora_mode",
-        options=list(LORA_MODES),
-        default="auto",
-        optional=True,
-        tooltip="How LoRAs are put on this model. 'merge': summed into the weights, which costs nothing while it runs; "
-        "another strength reads the weights that change again. 'attach': two more products in every linear, some "
-        "percent slower; another strength takes no time. 'auto': merge, and attach where weights stay packed (GGUF).",
-    )
+    names = ("precision", "attention", "residency", "compile", "keep_blocks")
+    return widgets(LoadOptions, *names, attention={"options": [*CHOSEN, *BACKENDS]})
 
 
 def _paths(high: str, low: str | None) -> list[Path]:

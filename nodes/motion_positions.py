@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from wan_core.models.wan.families.s2v.data import COMFYUI_POSITIONS
 
-from .schema import newer
+from .schema import schema
 from .sockets import CONDITIONING
 
 
@@ -15,11 +15,10 @@ class WanCoreMotionPositions(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreMotionPositions",
-            display_name="WanCore Motion Positions",
-            category="WanCore",
-            **newer("WanCoreMotionPositions"),
+        return schema(
+            "WanCoreMotionPositions",
+            "WanCore Motion Positions",
+            aliases=("wan s2v", "sound to video", "speech to video"),
             description="For S2V with motion frames (the frames before a clip): where they stand in time and in the "
             "picture. Only needed to get what ComfyUI's own sampling makes.",
             inputs=[

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from wan_core.config import NagOptions
 from wan_core.models.wan.families import NAG
 
-from .schema import newer
+from .schema import schema, widgets
 from .sockets import CONDITIONING
 
 
@@ -16,45 +16,16 @@ class WanCoreNAG(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        usual = NagOptions()
-        return io.Schema(
-            node_id="WanCoreNAG",
-            display_name="WanCore NAG",
-            category="WanCore",
-            **newer("WanCoreNAG"),
+        return schema(
+            "WanCoreNAG",
+            "WanCore NAG",
+            aliases=("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
+            shows_text=True,
             description="Lets a negative prompt count in steps whose guidance is 1, as with four-step LoRAs: inside "
             "cross-attention (normalized attention guidance), which then runs once more.",
             inputs=[
                 io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
-                io.Float.Input(
-                    "scale",
-                    default=usual.scale,
-                    min=1.0,
-                    max=100.0,
-                    step=0.1,
-                    round=0.001,
-                    tooltip="How far attention moves away from the negative prompt. 11 is usual for Wan; 1 has no "
-                    "effect.",
-                ),
-                io.Float.Input(
-                    "tau",
-                    default=usual.tau,
-                    min=1.0,
-                    max=10.0,
-                    step=0.1,
-                    round=0.001,
-                    tooltip="The result may be at most this many times as large as without. 2.5 is usual for Wan.",
-                ),
-                io.Float.Input(
-                    "alpha",
-                    default=usual.alpha,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    round=0.001,
-                    tooltip="Share of the guided result; the rest is what it was. 0.25 is usual for Wan; 0 has no "
-                    "effect.",
-                ),
+                *widgets(NagOptions),
             ],
             outputs=[
                 io.Conditioning.Output(
@@ -64,6 +35,6 @@ class WanCoreNAG(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, negative: CONDITIONING, scale: float, tau: float, alpha: float) -> io.NodeOutput:
-        nag = NagOptions(scale=scale, tau=tau, alpha=alpha)
+    def execute(cls, negative: CONDITIONING, **numbers: float) -> io.NodeOutput:
+        nag = NagOptions(**numbers)
         return io.NodeOutput([[rows, {**extras, NAG: nag}] for rows, extras in negative])

@@ -18,7 +18,7 @@ from wan_core.sampling.sparsity.schedule import with_costs
 from . import host
 from .native_windows import frames_seen, with_native_windows
 from .pictures import as_image, shown
-from .schema import newer
+from .schema import schema
 
 
 class WanCoreNativePlan(io.ComfyNode):
@@ -26,11 +26,10 @@ class WanCoreNativePlan(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreNativePlan",
-            display_name="WanCore Plan for KSampler",
-            category="WanCore",
-            **newer("WanCoreNativePlan"),
+        return schema(
+            "WanCoreNativePlan",
+            "WanCore Plan for KSampler",
+            aliases=("wan schedule", "steps preview", "ksampler plan", "teacache", "magcache"),
             description="Shows the steps of ComfyUI's own samplers with WanCore Accelerate: which are skipped, which "
             "read sparsely, and the estimated time. Connect the models as they go to the samplers. Nothing is loaded.",
             inputs=[

@@ -9,7 +9,7 @@ from comfy_api.latest import io, ui
 from wan_core.workers.options import ALLOW_CPU, WorkerOptions, parse_devices
 
 from . import host
-from .schema import ADVANCED, newer
+from .schema import ADVANCED, schema
 from .workers import WORKERS, WorkersSocket
 
 
@@ -18,11 +18,11 @@ class WanCoreLauncher(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreLauncher",
-            display_name="WanCore Launcher",
-            category="WanCore",
-            **newer("WanCoreLauncher"),
+        return schema(
+            "WanCoreLauncher",
+            "WanCore Launcher",
+            aliases=("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
+            shows_text=True,
             description="Starts one worker process for each GPU. Connect it to the loaders: sampling, decoding and "
             "text then run there, on all GPUs together.",
             inputs=[

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import SkipOptions
+from wan_core.config import PlanNumbers, SkipOptions
+from wan_core.config.table import table
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.build import PlannedVideo, PlanRequest, build_plan
 from wan_core.sampling.plan import MAX_STEPS, SCHEDULES
 from wan_core.sampling.presets import CHOICES
 from wan_core.sampling.window import Window
 
-from .schema import ADVANCED
+from .schema import ADVANCED, widgets
 from .sockets import ModelSocket
 
 LAST = 10000  # an end step beyond every schedule
@@ -30,75 +32,16 @@ def own(field: str) -> str:
 
 def plan_inputs() -> list[Any]:
     """The numbers that make a plan, the same in the sampler and the plan preview."""
-    return [
-        io.Int.Input(
-            "steps",
-            default=0,
-            min=0,
-            max=MAX_STEPS,
-            tooltip=f"How many steps from noise to video. {own('steps')}.",
-        ),
-        io.Float.Input(
-            "shift",
-            default=0.0,
-            min=0.0,
-            max=100.0,
-            step=0.1,
-            round=0.001,
-            tooltip=f"Larger spends more of the steps on high noise. {own('shift')}.",
-        ),
-        io.Float.Input(
-            "boundary",
-            **ADVANCED,
-            default=0.0,
-            min=0.0,
-            max=1.0,
-            step=0.005,
-            round=0.0001,
-            tooltip="The high-noise expert runs the steps with at least this share of noise, the low-noise expert the "
-            f"rest. {own('boundary')}.",
-        ),
-        io.Float.Input(
-            "guidance_high",
-            default=0.0,
-            min=0.0,
-            max=100.0,
-            step=0.1,
-            round=0.01,
-            tooltip="How strongly the high-noise steps follow the prompt (CFG). 1 turns guidance off, which halves the "
-            f"time. {own('guidance_high')}.",
-        ),
-        io.Float.Input(
-            "guidance_low",
-            default=0.0,
-            min=0.0,
-            max=100.0,
-            step=0.1,
-            round=0.01,
-            tooltip=f"The same for the low-noise steps. {own('guidance_low')}.",
-        ),
-        io.Combo.Input(
-            "solver",
-            options=list(SCHEDULES),
-            default="unipc",
-            tooltip="unipc is what Wan is released with; euler is what step-distilled models are trained for. heun "
-            "runs two forwards a step; lcm adds new noise at each.",
-        ),
-    ]
+    options = table(PlanNumbers)
+    names = [name for name, one in options.items() if not one.added]
+    changed: dict[str, Any] = {name: {"tooltip": options[name].tip.format(own=own(name))} for name in names[:-1]}
+    changed["steps"]["max"] = MAX_STEPS
+    return widgets(PlanNumbers, *names, **changed, solver={"options": list(SCHEDULES)})
 
 
-def preset_input() -> Any:
+def preset_input() -> list[Any]:
     """Appended where `plan_inputs` are."""
-    return io.Combo.Input(
-        "preset",
-        options=list(CHOICES),
-        default="auto",
-        optional=True,
-        tooltip="Settings of step-distilled weights, for numbers left at 0: few Euler steps, no guidance, half of the "
-        "steps for each expert ('-guided': guidance for the high-noise one). 'auto': where the name or metadata of a "
-        "LoRA or model says that it is distilled. 'template': as ComfyUI's Wan 2.2 templates, 20 steps, or 4 with a "
-        "distilled LoRA.",
-    )
+    return widgets(PlanNumbers, "preset", preset={"options": list(CHOICES)})
 
 
 def window_inputs() -> list[Any]:
@@ -153,32 +96,25 @@ def window_inputs() -> list[Any]:
 
 def plan_of(
     model: ModelSocket,
-    steps: int,
-    shift: float,
-    boundary: float,
-    guidance_high: float,
-    guidance_low: float,
-    solver: str,
+    values: Mapping[str, Any],
     skipping: SkipOptions | None = None,
     image: bool = False,
-    preset: str = "auto",
-    window: Window | None = None,
-    sigmas: Tensor | None = None,
     **length: Any,
 ) -> PlannedVideo:
-    """The plan for widgets in which 0 stands for the model's own number, and `unipc` too where a preset says otherwise,
-    at the task's own width and height. image: TI2V starts from one. length: `frames`, `clip_frames`, `overlap` and
-    `cut` of a `PlanRequest`; nothing: one clip of the task's own."""
+    """The plan for the values of `plan_inputs` and of what is appended to them: 0 is the model's own number, and
+    `unipc` also a preset's solver. At the task's own width and height. image: TI2V starts from one. length:
+    `frames`, `clip_frames`, `overlap` and `cut` of a `PlanRequest`; nothing: one clip of the task's own."""
+    sigmas: Tensor | None = values.get("sigmas")
+    numbers = {name: values.get(name) or None for name in table(PlanNumbers)}
+    numbers["preset"] = values.get("preset", "auto")
+    if numbers["solver"] == "unipc":
+        numbers["solver"] = None
+    if numbers["shift"] is None and sigmas is None:  # as in ComfyUI, a MODEL's does not change sigmas
+        numbers["shift"] = model.shift
     request = PlanRequest(
-        preset=preset,
-        steps=steps or None,
-        shift=shift or (model.shift if sigmas is None else None),  # as in ComfyUI, a MODEL's does not change sigmas
-        boundary=boundary or None,
-        guidance_high=guidance_high or None,
-        guidance_low=guidance_low or None,
-        solver=None if solver == "unipc" else solver,
+        **numbers,
         sigmas=None if sigmas is None else [float(sigma) for sigma in sigmas],
-        part=window,
+        part=window_of(**values),
         skip=skipping,
         windows=model.windows,
         image=image,
@@ -194,7 +130,10 @@ def check_window(denoise: float | None, start_step: int | None, end_step: int | 
     return True
 
 
-def window_of(denoise: float, start_step: int, end_step: int, leftover: str) -> Window | None:
+def window_of(
+    denoise: float = 1.0, start_step: int = 0, end_step: int = LAST, return_with_leftover_noise: str = "", **_: Any
+) -> Window | None:
     """The part of the steps that these inputs ask for; None for all of them."""
-    window = Window(denoise=denoise, start=start_step, end=end_step, leftover=leftover == "enable")
-    return None if window == Window(end=LAST, leftover=window.leftover) else window
+    leftover = return_with_leftover_noise == "enable"
+    window = Window(denoise=denoise, start=start_step, end=end_step, leftover=leftover)
+    return None if window == Window(end=LAST, leftover=leftover) else window

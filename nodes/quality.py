@@ -10,7 +10,7 @@ from wan_core.config import OptionError
 from wan_lab.compare import MOST_PSNR, compare, find_perceptual
 from wan_lab.pictures import side_by_side
 
-from .schema import newer
+from .schema import schema
 
 
 class WanCoreCompare(io.ComfyNode):
@@ -18,11 +18,10 @@ class WanCoreCompare(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreCompare",
-            display_name="WanCore Quality Comparison",
-            category="WanCore",
-            **newer("WanCoreCompare"),
+        return schema(
+            "WanCoreCompare",
+            "WanCore Quality Comparison",
+            aliases=("compare videos", "psnr", "quality"),
             description="Compares a video with the full run's video of the same seed: PSNR, SSIM, a perceptual "
             "distance and flicker.",
             inputs=[

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from comfy_api.latest import io
-from torch import Tensor
 
 from wan_core.config import SkipOptions
 from wan_core.execution.report import Report
@@ -15,8 +14,8 @@ from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
 from .pictures import as_image, shown
-from .plan_inputs import LAST, check_window, plan_inputs, plan_of, preset_input, window_inputs, window_of
-from .schema import ADVANCED, newer
+from .plan_inputs import LAST, check_window, plan_inputs, plan_of, preset_input, window_inputs
+from .schema import ADVANCED, schema
 from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
 
@@ -25,11 +24,10 @@ class WanCorePlanPreview(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCorePlanPreview",
-            display_name="WanCore Plan Preview",
-            category="WanCore",
-            **newer("WanCorePlanPreview"),
+        return schema(
+            "WanCorePlanPreview",
+            "WanCore Plan Preview",
+            aliases=("wan sigmas", "wan schedule", "steps preview"),
             description="Shows sigma, expert and guidance of every step as text and as a picture, without loading the "
             "model.",
             inputs=[
@@ -59,7 +57,7 @@ class WanCorePlanPreview(io.ComfyNode):
                     tooltip="For TI2V-5B only: the video starts from an image, for which MagCache has a separate "
                     "curve.",
                 ),
-                preset_input(),
+                *preset_input(),
                 *window_inputs(),
                 *_clip_inputs(),
             ],
@@ -77,58 +75,24 @@ class WanCorePlanPreview(io.ComfyNode):
         return check_window(denoise, start_step, end_step)
 
     @classmethod
-    def fingerprint_inputs(
-        cls,
-        model: None = None,
-        steps: int = 0,
-        shift: float = 0,
-        boundary: float = 0,
-        guidance_high: float = 0,
-        guidance_low: float = 0,
-        solver: str = "",
-        seconds_per_forward: float = 0,
-        skipping: None = None,
-        from_image: bool = False,
-        preset: str = "auto",
-        denoise: float = 1.0,
-        start_step: int = 0,
-        end_step: int = 0,
-        return_with_leftover_noise: str = "",
-        sigmas: None = None,
-        frames: int = 0,
-        clip_frames: int = 0,
-        overlap: int = 0,
-    ) -> float:
+    def fingerprint_inputs(cls, seconds_per_forward: float = 0, **_: Any) -> float:
         return seconds_per_forward or float("nan")  # NaN is never cached: measured times change with every run
 
     @classmethod
     def execute(
         cls,
         model: ModelSocket,
-        steps: int,
-        shift: float,
-        boundary: float,
-        guidance_high: float,
-        guidance_low: float,
-        solver: str,
         seconds_per_forward: float,
         skipping: SkipOptions | None = None,
         from_image: bool = False,
-        preset: str = "auto",
-        denoise: float = 1.0,
-        start_step: int = 0,
-        end_step: int = LAST,
-        return_with_leftover_noise: str = "disable",
-        sigmas: Tensor | None = None,
         frames: int = 0,
         clip_frames: int = 0,
         overlap: int = 0,
+        **values: Any,
     ) -> io.NodeOutput:
-        numbers = steps, shift, boundary, guidance_high, guidance_low, solver
-        window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
         cut = model.windows is None and bool(frames or clip_frames or overlap)
         length = {"frames": frames or None, "clip_frames": clip_frames or None, "overlap": overlap or None, "cut": cut}
-        video = plan_of(model, *numbers, skipping, from_image, preset, window, sigmas, **length)
+        video = plan_of(model, values, skipping, from_image, **length)
         plan, clips = video.plan, video.long.words(video.plan.count) if cut else ""
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         estimate = plan.estimate(entered if seconds_per_forward else model.pace)
@@ -176,11 +140,10 @@ class WanCoreReport(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreReport",
-            display_name="WanCore Report",
-            category="WanCore",
-            **newer("WanCoreReport"),
+        return schema(
+            "WanCoreReport",
+            "WanCore Report",
+            aliases=("wan timing", "benchmark", "vram"),
             description="Phases, memory and settings of a run, as text and as a picture.",
             inputs=[
                 REPORT.Input("report", tooltip="From the sampler, or from WanCore VAE Decode, which adds the decoding.")

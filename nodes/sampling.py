@@ -10,7 +10,7 @@ from typing import Any
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from wan_core.config import GUIDANCE_MODES, SkipOptions
+from wan_core.config import Request, SkipOptions
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
@@ -32,8 +32,8 @@ from wan_core.sampling.start import Leftover, Start
 from . import host
 from .conditioning import on_device
 from .files import name_of
-from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, preset_input, window_inputs, window_of
-from .schema import ADVANCED, newer
+from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, preset_input, window_inputs
+from .schema import schema, widgets
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 from .watching import Watcher, relieve_once, unknown_of
 
@@ -45,11 +45,11 @@ class WanCoreSampler(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreSampler",
-            display_name="WanCore Sampler",
-            category="WanCore",
-            **newer("WanCoreSampler"),
+        return schema(
+            "WanCoreSampler",
+            "WanCore Sampler",
+            aliases=("wan fast", "wan sampler", "ksampler", "wan 2.2", "lightning", "4 steps", "speed"),
+            shows_text=True,
             description="Runs both experts over the steps of a plan. Numbers left at 0 come from the model.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader."),
@@ -69,21 +69,14 @@ class WanCoreSampler(io.ComfyNode):
                     tooltip="Which noise to start from; drawn on the CPU, so that it means the same on every device.",
                 ),
                 *plan_inputs(),
-                io.Combo.Input(
-                    "guidance_mode",
-                    **ADVANCED,
-                    options=list(GUIDANCE_MODES),
-                    default="auto",
-                    tooltip="Run the two branches of guidance as one forward ('batched') or apart. 'auto' decides by "
-                    "size. The result is the same but for rounding.",
-                ),
+                *widgets(Request, "guidance_mode"),
                 SKIPPING.Input(
                     "skipping",
                     optional=True,
                     tooltip="Which forwards need not run, from WanCore MagCache and its like. Nothing connected: every "
                     "one runs.",
                 ),
-                preset_input(),
+                *preset_input(),
                 *window_inputs(),
                 io.Combo.Input(
                     "add_noise",
@@ -113,27 +106,13 @@ class WanCoreSampler(io.ComfyNode):
         negative: CONDITIONING,
         latent: dict[str, Any],
         seed: int,
-        steps: int,
-        shift: float,
-        boundary: float,
-        guidance_high: float,
-        guidance_low: float,
-        solver: str,
         guidance_mode: str,
         skipping: SkipOptions | None = None,
-        preset: str = "auto",
-        denoise: float = 1.0,
-        start_step: int = 0,
-        end_step: int = LAST,
-        return_with_leftover_noise: str = "disable",
-        sigmas: Tensor | None = None,
         add_noise: str = "enable",
+        **values: Any,
     ) -> io.NodeOutput:
-        image = "noise_mask" in latent
-        window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
-        numbers = steps, shift, boundary, guidance_high, guidance_low, solver
         frames = model.experts.vae.temporal_stride * (latent["samples"].shape[2] - 1) + 1
-        video = plan_of(model, *numbers, skipping, image, preset, window, sigmas, frames=frames)
+        video = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames)
         shape, dit = tuple(latent["samples"].shape), model.experts.dit
         if model.workers is None and len(shape) == 5:  # before anything of this size is made
             seen = max(video.plan.window_sizes(shape[2]))

@@ -1,76 +1,57 @@
-"""What newer versions of ComfyUI can be told of a node, and older ones cannot: inputs that are folded away, words by
-which the page's search finds a node, text that is shown again when a result comes from the cache. And the
+"""The schema of a node, with what only newer versions of ComfyUI take; widgets from the table of options; and the
 numbers that no node takes."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
 from comfy_api.latest import io
 
 from wan_core.config import OptionError
+from wan_core.config.table import Option, table
 
 # For inputs that few change: the page shows them when asked to.
 ADVANCED: dict[str, Any] = {"advanced": True} if "advanced" in inspect.signature(io.Int.Input).parameters else {}
 
-ALIASES = {
-    "WanCoreModelLoader": ("wan", "wan 2.2", "wan fast", "unet loader", "gguf", "fp8", "block swap"),
-    "WanCoreTextEncoderLoader": ("wan text encoder", "umt5", "clip loader", "t5"),
-    "WanCoreVAELoader": ("wan vae", "load vae"),
-    "WanCoreTextEncode": ("wan prompt", "clip text encode", "negative prompt"),
-    "WanCoreEmptyLatent": ("wan empty latent", "empty video latent", "wan text to video"),
-    "WanCoreImageToVideo": ("wan i2v", "wan image to video", "first last frame", "flf2v"),
-    "WanCoreSampler": ("wan fast", "wan sampler", "ksampler", "wan 2.2", "lightning", "4 steps", "speed"),
-    "WanCorePlanPreview": ("wan sigmas", "wan schedule", "steps preview"),
-    "WanCoreVAEDecode": ("wan decode", "vae decode tiled"),
-    "WanCoreDecodeToVideo": ("wan decode", "vae decode", "create video", "h264", "save video"),
-    "WanCoreVAEEncode": ("wan encode", "vae encode"),
-    "WanCoreReport": ("wan timing", "benchmark", "vram"),
-    "WanCoreMagCache": ("magcache", "mag cache", "teacache", "easycache", "wan fast", "step caching", "cache"),
-    "WanCoreTaylorSeer": ("taylorseer", "teacache", "easycache", "step caching", "cache"),
-    "WanCoreAdaptiveCache": ("teacache", "easycache", "first block cache", "step caching", "wan fast", "cache"),
-    "WanCoreGuidanceSchedule": ("cfg schedule", "cfg zero", "skip cfg", "guidance"),
-    "WanCoreResolutionSchedule": ("progressive resolution", "jenga", "dynamic resolution", "wan fast"),
-    "WanCoreCalibrate": ("magcache calibration", "magcache ratios"),
-    "WanCoreCompare": ("compare videos", "psnr", "quality"),
-    "WanCoreLoRA": ("wan lora", "lora loader", "lora stack", "lightx2v"),
-    "WanCoreSparseAttention": ("sparse attention", "radial attention", "sage", "wan fast", "sla"),
-    "WanCoreSpeedPreset": ("speed", "preset", "wan fast", "teacache", "step caching", "sparse attention"),
-    "WanCoreNAG": ("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
-    "WanCoreMotionPositions": ("wan s2v", "sound to video", "speech to video"),
-    "WanCoreSoundToVideo": ("wan s2v", "sound to video", "speech to video", "audio", "lip sync", "talking"),
-    "WanCoreLauncher": ("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
-    "WanCoreAccelerate": ("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage"),
-    "WanCoreNativePlan": ("wan schedule", "steps preview", "ksampler plan", "teacache", "magcache"),
-    "WanCoreAnimate": ("wan animate", "pose video", "character replacement", "wan animate to video"),
-    "WanCoreAnimate2": ("wan animate 2", "motion transfer", "driving video", "wan animate2 to video"),
-    "WanCoreVACE": ("wan vace", "control video", "inpainting", "outpainting", "reference to video"),
-    "WanCoreCamera": ("wan camera", "fun camera", "camera poses", "cameractrl", "camera trajectory"),
-    "WanCoreContextWindows": ("context windows", "long video", "wan context windows", "freenoise"),
-    "WanCoreVisionLoader": ("clip vision loader", "clip_vision_h", "wan animate", "wan i2v"),
-    "WanCoreFromModel": ("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
-}  # fmt: skip
+INPUTS: dict[type, Any] = {int: io.Int, float: io.Float, bool: io.Boolean, str: io.Combo}  # by a widget's default
 
 
-# Nodes that are no outputs and show text: it is shown again when their result comes from the cache.
-SHOWS_TEXT = (
-    "WanCoreModelLoader", "WanCoreTextEncoderLoader", "WanCoreVAELoader", "WanCoreLoRA", "WanCoreLauncher",
-    "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
-    "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
-    "WanCoreSpeedPreset", "WanCoreResolutionSchedule", "WanCoreContextWindows", "WanCoreVisionLoader",
-    "WanCoreEmptyLatent", "WanCoreImageToVideo", "WanCoreAnimate", "WanCoreAnimate2", "WanCoreSoundToVideo",
-    "WanCoreVACE",
-)  # fmt: skip
-
-
-def newer(node_id: str) -> dict[str, Any]:
-    """For `io.Schema`, as far as the running version has it."""
+def schema(
+    node_id: str, display_name: str, *, aliases: Sequence[str], shows_text: bool = False, **more: Any
+) -> io.Schema:
+    """A node's schema. aliases: words by which the page's search finds it. shows_text: a node that is no output and
+    shows text, which is shown again when its result comes from the cache."""
     fields = getattr(io.Schema, "__dataclass_fields__", {})
-    told = {"search_aliases": list(ALIASES[node_id]), "has_intermediate_output": node_id in SHOWS_TEXT}
-    return {name: value for name, value in told.items() if name in fields}
+    newer = {"search_aliases": list(aliases), "has_intermediate_output": shows_text}
+    more |= {name: value for name, value in newer.items() if name in fields}
+    return io.Schema(node_id=node_id, display_name=display_name, category="WanCore", **more)
+
+
+def widgets(kind: Any, *names: str, **changed: Any) -> list[Any]:
+    """The widgets of a dataclass of options: those of `names`, or all that have a tooltip. changed: other arguments of
+    ComfyUI's inputs, by name of the option; `id` is another name."""
+    options = table(kind)
+    return [_widget(name, options[name], changed.get(name, {})) for name in names or options if options[name].tip]
+
+
+def _widget(name: str, one: Option, changed: Mapping[str, Any]) -> Any:
+    default = one.default if one.shown is None else one.shown
+    made: dict[str, Any] = {"default": default, "tooltip": one.tip}
+    made |= ADVANCED if one.advanced else {}
+    made |= {"optional": True} if one.added else {}
+    if isinstance(default, str):
+        made["options"] = list(one.choices)
+    elif not isinstance(default, bool):
+        limits = {"min": one.low if one.least is None else one.least, "max": one.high if one.most is None else one.most}
+        made |= {key: type(default)(limit) for key, limit in limits.items() if limit is not None}
+        made |= {} if one.step is None else {"step": one.step}
+        made |= {} if one.digits is None else {"round": one.digits}
+    made |= changed
+    return INPUTS[type(default)].Input(made.pop("id", name), **made)
 
 
 def with_finite_numbers(node: type[io.ComfyNode]) -> type[io.ComfyNode]:

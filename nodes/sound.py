@@ -22,7 +22,7 @@ from wan_core.sampling.conditioning import empty_latents
 
 from . import host
 from .conditioning import check_widgets, size_words, with_values
-from .schema import newer
+from .schema import schema
 from .sockets import CONDITIONING
 
 MAX_FRAMES = 401
@@ -61,11 +61,11 @@ class WanCoreSoundToVideo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreSoundToVideo",
-            display_name="WanCore Sound to Video",
-            category="WanCore",
-            **newer("WanCoreSoundToVideo"),
+        return schema(
+            "WanCoreSoundToVideo",
+            "WanCore Sound to Video",
+            aliases=("wan s2v", "sound to video", "speech to video", "audio", "lip sync", "talking"),
+            shows_text=True,
             description="What drives Wan2.2-S2V-14B: a picture of somebody who speaks or sings. One node for each clip "
             "of a long video. Made as the reference implementation makes it.",
             inputs=[

@@ -10,7 +10,7 @@ from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.speed_presets import SUFFIX, speed_names
 
 from . import host
-from .schema import newer
+from .schema import schema
 from .skipping import measured_files, skipping_output
 
 
@@ -19,11 +19,11 @@ class WanCoreSpeedPreset(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreSpeedPreset",
-            display_name="WanCore Speed Preset",
-            category="WanCore",
-            **newer("WanCoreSpeedPreset"),
+        return schema(
+            "WanCoreSpeedPreset",
+            "WanCore Speed Preset",
+            aliases=("speed", "preset", "wan fast", "teacache", "step caching", "sparse attention"),
+            shows_text=True,
             description="Step caching, sparse attention and guidance together, as a search found them: the most "
             "quality in a given time. For the sampler, the plan preview and, without a guidance schedule, WanCore "
             "Accelerate.",

@@ -13,7 +13,7 @@ from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
-from .schema import ADVANCED, newer
+from .schema import ADVANCED, schema
 from .sockets import TextSocket
 from .workers import RemoteText, WorkersSocket, workers_input
 
@@ -25,11 +25,11 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreTextEncoderLoader",
-            display_name="WanCore Text Encoder Loader",
-            category="WanCore",
-            **newer("WanCoreTextEncoderLoader"),
+        return schema(
+            "WanCoreTextEncoderLoader",
+            "WanCore Text Encoder Loader",
+            aliases=("wan text encoder", "umt5", "clip loader", "t5"),
+            shows_text=True,
             description="A UMT5 text encoder. Its output also feeds ComfyUI's own CLIP Text Encode.",
             inputs=[
                 io.Combo.Input(

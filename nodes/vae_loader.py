@@ -16,7 +16,7 @@ from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
-from .schema import ADVANCED, newer
+from .schema import ADVANCED, schema
 from .sockets import VAESocket
 from .workers import RemoteVAE, WorkersSocket, workers_input
 
@@ -28,11 +28,11 @@ class WanCoreVAELoader(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreVAELoader",
-            display_name="WanCore VAE Loader",
-            category="WanCore",
-            **newer("WanCoreVAELoader"),
+        return schema(
+            "WanCoreVAELoader",
+            "WanCore VAE Loader",
+            aliases=("wan vae", "load vae"),
+            shows_text=True,
             description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
             inputs=[
                 io.Combo.Input(

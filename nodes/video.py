@@ -17,7 +17,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.pipeline.images import each_once, images_shape
 
 from . import host
-from .schema import ADVANCED, newer
+from .schema import ADVANCED, schema
 from .sockets import REPORT, VAESocket
 
 
@@ -26,11 +26,10 @@ class WanCoreVAEDecode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreVAEDecode",
-            display_name="WanCore VAE Decode",
-            category="WanCore",
-            **newer("WanCoreVAEDecode"),
+        return schema(
+            "WanCoreVAEDecode",
+            "WanCore VAE Decode",
+            aliases=("wan decode", "vae decode tiled"),
             description="Decodes a few frames at a time, in tiles if the whole picture does not fit into memory.",
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
@@ -77,11 +76,10 @@ class WanCoreDecodeToVideo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreDecodeToVideo",
-            display_name="WanCore Decode to Video",
-            category="WanCore",
-            **newer("WanCoreDecodeToVideo"),
+        return schema(
+            "WanCoreDecodeToVideo",
+            "WanCore Decode to Video",
+            aliases=("wan decode", "vae decode", "create video", "h264", "save video"),
             description="Decodes a few frames at a time and encodes them as H.264 while the next ones are decoded. "
             "Save Video stores the result without encoding it again.",
             inputs=[
@@ -168,11 +166,10 @@ class WanCoreVAEEncode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreVAEEncode",
-            display_name="WanCore VAE Encode",
-            category="WanCore",
-            **newer("WanCoreVAEEncode"),
+        return schema(
+            "WanCoreVAEEncode",
+            "WanCore VAE Encode",
+            aliases=("wan encode", "vae encode"),
             description="Encodes a video's frames a few at a time.",
             inputs=[
                 io.Vae.Input("vae", tooltip="A Wan VAE: WanCore's or ComfyUI's own."),

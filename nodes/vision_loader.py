@@ -10,7 +10,7 @@ from wan_core.pipeline.sources import recognise_vision, vision_dtype
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
-from .schema import newer
+from .schema import schema
 from .sockets import VisionSocket
 
 
@@ -19,11 +19,11 @@ class WanCoreVisionLoader(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreVisionLoader",
-            display_name="WanCore CLIP Vision Loader",
-            category="WanCore",
-            **newer("WanCoreVisionLoader"),
+        return schema(
+            "WanCoreVisionLoader",
+            "WanCore CLIP Vision Loader",
+            aliases=("clip vision loader", "clip_vision_h", "wan animate", "wan i2v"),
+            shows_text=True,
             description="The CLIP vision encoder of models that look at a picture: Wan-Animate-2, Wan2.2-Animate-14B, "
             "Wan 2.1 image-to-video. Its output feeds ComfyUI's CLIPVisionEncode, with crop none.",
             inputs=[

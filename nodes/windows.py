@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.config import FUSE_METHODS, WINDOW_SCHEDULES, OptionError, WindowOptions
+from wan_core.config import OptionError, WindowOptions
 
-from .schema import ADVANCED, newer
+from .schema import schema, widgets
 from .sockets import MODEL, ModelSocket
 
 
@@ -17,66 +18,16 @@ class WanCoreContextWindows(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreContextWindows",
-            display_name="WanCore Context Windows",
-            category="WanCore",
-            **newer("WanCoreContextWindows"),
+        return schema(
+            "WanCoreContextWindows",
+            "WanCore Context Windows",
+            aliases=("context windows", "long video", "wan context windows", "freenoise"),
+            shows_text=True,
             description="Makes a video longer than the model was trained for: each forward sees a window of it, and "
             "the windows are fused in every step. For text to video and image to video.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader or WanCore LoRA."),
-                io.Int.Input(
-                    "length",
-                    default=81,
-                    min=1,
-                    max=100001,
-                    step=4,
-                    tooltip="Frames that a forward sees, a multiple of 4 plus 1. A video that is not longer runs as "
-                    "without this node.",
-                ),
-                io.Int.Input(
-                    "overlap",
-                    default=28,
-                    min=0,
-                    max=100000,
-                    tooltip="Frames that neighbouring windows share, counted in whole latent frames of 4. More makes "
-                    "smoother changes and takes more windows.",
-                ),
-                io.Combo.Input(
-                    "schedule",
-                    options=list(WINDOW_SCHEDULES),
-                    default="standard_uniform",
-                    tooltip="Where the windows are. standard_static: the same in every step, as step caches need. "
-                    "standard_uniform: moved from step to step. looped_uniform: also past the end, on to the first "
-                    "frames. batched: one after the other, without overlap.",
-                ),
-                io.Combo.Input(
-                    "fuse",
-                    options=list(FUSE_METHODS),
-                    default="pyramid",
-                    tooltip="How much each window counts where several overlap. pyramid and relative: most in its "
-                    "middle. flat: all the same. overlap-linear: falling within the overlap alone.",
-                ),
-                io.Boolean.Input(
-                    "freenoise",
-                    **ADVANCED,
-                    default=True,
-                    tooltip="Later frames begin with the noise of earlier ones in another order, so that windows fit "
-                    "together better.",
-                ),
-                io.Boolean.Input(
-                    "retain_first_frame",
-                    **ADVANCED,
-                    default=False,
-                    tooltip="For image to video: every window sees the first frame's image in its first place.",
-                ),
-                io.Boolean.Input(
-                    "closed_loop",
-                    **ADVANCED,
-                    default=False,
-                    tooltip="For looped_uniform: a window also joins the last frame to the first.",
-                ),
+                *widgets(WindowOptions, retain_first={"id": "retain_first_frame"}),
             ],
             outputs=[
                 MODEL.Output("model_out", display_name="model", tooltip="For the WanCore Sampler and the Plan Preview.")
@@ -93,29 +44,17 @@ class WanCoreContextWindows(io.ComfyNode):
         closed_loop: bool | None = None,
     ) -> bool:
         if not (length is None or overlap is None or schedule is None or fuse is None or closed_loop is None):
-            _options(length, overlap, schedule, fuse, closed_loop)
+            _options(length, overlap, schedule=schedule, fuse=fuse, closed_loop=closed_loop)
         return True
 
     @classmethod
-    def execute(
-        cls,
-        model: ModelSocket,
-        length: int,
-        overlap: int,
-        schedule: str,
-        fuse: str,
-        freenoise: bool = True,
-        retain_first_frame: bool = False,
-        closed_loop: bool = False,
-    ) -> io.NodeOutput:
-        windows = _options(length, overlap, schedule, fuse, closed_loop)
-        windows = replace(windows, freenoise=freenoise, retain_first=retain_first_frame)
+    def execute(cls, model: ModelSocket, retain_first_frame: bool = False, **values: Any) -> io.NodeOutput:
+        windows = _options(retain_first=retain_first_frame, **values)
         return io.NodeOutput(replace(model, windows=windows), ui=ui.PreviewText(windows.words()))
 
 
-def _options(length: int, overlap: int, schedule: str, fuse: str, closed_loop: bool) -> WindowOptions:
+def _options(length: int, overlap: int, **others: Any) -> WindowOptions:
     """Raises OptionError."""
     if length % 4 != 1:
         raise OptionError(f"length {length} given; a window has a multiple of 4 plus 1 frames (81)")
-    length, overlap = (length - 1) // 4 + 1, overlap // 4
-    return WindowOptions(length=length, overlap=overlap, schedule=schedule, fuse=fuse, closed_loop=closed_loop)
+    return WindowOptions(length=(length - 1) // 4 + 1, overlap=overlap // 4, **others)

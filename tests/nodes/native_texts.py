@@ -74,7 +74,9 @@ def compare(
     sampling = importlib.import_module("pack.nodes.sampling")
     models = [world.tiny("WAN21_T2V", seed, **SMALL) for seed in range(1 + two)]
     models = [ModelSamplingSD3().patch(one, patched)[0] for one in models] if patched else models
-    socket = bridge.execute(models[0], "fp32", "sdpa", "auto", low=models[1] if two else None).result[0]
+    socket = bridge.execute(
+        models[0], precision="fp32", attention="sdpa", residency="auto", low=models[1] if two else None
+    ).result[0]
     texts = prompts(cuts, 1), prompts(cuts if negative else (), 20)
     video = world.rows(*SIZE, seed=7)
     from_video = denoise < 1 or start > 0 or (sigmas is not None and sigmas[0] < 1)
@@ -87,8 +89,9 @@ def compare(
 
     def ours(positive: Any, uncond: Any) -> Any:
         return sampling.WanCoreSampler.execute(
-            socket, positive, uncond, latent, SEED, 0 if given is not None else STEPS, shift, boundary, 3.0, 3.0 * two,
-            solver, "batched", preset="none", denoise=denoise, start_step=start, sigmas=given,
+            socket, positive, uncond, latent, SEED, "batched", steps=0 if given is not None else STEPS, shift=shift,
+            boundary=boundary, guidance_high=3.0, guidance_low=3.0 * two, solver=solver, preset="none", denoise=denoise,
+            start_step=start, sigmas=given,
         ).result[0]["samples"]  # fmt: skip
 
     try:

@@ -102,8 +102,8 @@ def loaders(nodes: SimpleNamespace) -> dict[str, Callable[[Any], object]]:
     return {
         "high": lambda name: model.validate_inputs(name, tiny),
         "low": lambda name: model.validate_inputs(tiny, name),
-        "run high": lambda name: asyncio.run(model.execute(name, tiny, "checkpoint", "auto", "auto")),
-        "run low": lambda name: asyncio.run(model.execute(tiny, name, "checkpoint", "auto", "auto")),
+        "run high": lambda name: asyncio.run(model.execute(name, tiny, "auto")),
+        "run low": lambda name: asyncio.run(model.execute(tiny, name, "auto")),
         "stamp": lambda name: model.fingerprint_inputs(name, tiny),
         "text": lambda name: text._part(name),
         "text stamp": lambda name: text.fingerprint_inputs(name),
