@@ -57,14 +57,25 @@ def _widget(name: str, one: Option, changed: Mapping[str, Any]) -> Any:
 def with_finite_numbers(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
     """`node`, which refuses numbers that are not finite before it runs: NaN passes ComfyUI's limits, and what comes
     through a link is not compared with them."""
-    execute: Any = node.execute
+    execute: Any = node.execute.__func__  # type: ignore[attr-defined]
 
-    @functools.wraps(execute.__func__)
+    @functools.wraps(execute)
     def run(cls: type[io.ComfyNode], *args: Any, **inputs: Any) -> Any:
-        for name, value in inputs.items():
-            if isinstance(value, float) and not isfinite(value):
-                raise OptionError(f"{name} {value:g} given; it takes a finite number")
-        return execute.__func__(cls, *args, **inputs)
+        check_finite(inputs)
+        return execute(cls, *args, **inputs)
 
-    node.execute = classmethod(run)  # type: ignore[method-assign, assignment]
+    @functools.wraps(execute)
+    async def run_async(cls: type[io.ComfyNode], *args: Any, **inputs: Any) -> Any:  # ComfyUI asks which kind it is
+        check_finite(inputs)
+        return await execute(cls, *args, **inputs)
+
+    checked = run_async if inspect.iscoroutinefunction(execute) else run
+    node.execute = classmethod(checked)  # type: ignore[method-assign, assignment]
     return node
+
+
+def check_finite(inputs: Mapping[str, Any]) -> None:
+    """Raise OptionError for a number that is not finite."""
+    for name, value in inputs.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise OptionError(f"{name} {value:g} given; it takes a finite number")

@@ -185,7 +185,8 @@ def check_numbers_that_are_none(it: Nodes) -> None:
             for number in (math.nan, math.inf, -math.inf):
                 asked += 1
                 try:
-                    said = f"{made.__name__}: {made.execute(**{one.id: number})}"
+                    result = made.execute(**{one.id: number})
+                    said = f"{made.__name__}: {asyncio.run(result) if inspect.isawaitable(result) else result}"
                 except OptionError as fault:
                     said = str(fault)
                 assert said == f"{one.id} {number:g} given; it takes a finite number"
