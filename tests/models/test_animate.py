@@ -6,38 +6,22 @@ import pytest
 import torch
 from diffusers import WanAnimateTransformer3DModel
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 import wan_core
 from tests.animate_references import ANIMATE, DATA, OFFICIAL_GRIDS, draw_inputs, draw_weights
 from tests.animate_references import TINY_ANIMATE as TINY
+from tests.family_models import distance, load_tiny, run
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import detect
 from wan_core.models.wan.families import FAMILIES
-from wan_core.models.wan.families.animate.data import ANIMATE_14B, CONVS, AnimateConfig, diffusers_names
-from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.families.animate.data import AnimateConfig, diffusers_names
 
 GRIDS = [(1, 2, 1, 2), (2, 3, 2, 1), (1, 5, 2, 2)]
-
-
-def run(model: WanModel, given: dict[str, torch.Tensor], **changed) -> torch.Tensor:
-    inputs = given | changed
-    with torch.no_grad():
-        return model(inputs.pop("x"), inputs.pop("timestep"), inputs.pop("context"), **inputs)
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
     return draw_weights(TINY)
-
-
-@pytest.fixture(scope="module")
-def model(weights) -> WanModel:
-    return wan_core.load_dit(weights)
 
 
 def test_matches_the_official_module():
@@ -81,77 +65,16 @@ def test_matches_diffusers(config):
         assert distance(run(ours, given), expected) <= 1e-5
 
 
-def test_every_input_counts(model):
-    given = draw_inputs(TINY, (1, 3, 2, 2))
-    whole = run(model, given)
-    for name in ("image", "pose", "face", "context"):
-        assert distance(run(model, given, **{name: -given[name]}), whole) > 1e-3
-    assert distance(run(model, given, pose=None), whole) > 1e-3
-    assert distance(run(model, given, face=None), whole) > 1e-3
-
-
-def test_a_shorter_face_drives_the_first_frames_only(model):
+def test_a_shorter_face_drives_the_first_frames_only():
     """The frames without a face are as the reference frame: attention to a face of zeros, not none."""
-    given = draw_inputs(TINY, (1, 4, 2, 2))
+    model, given = load_tiny("animate"), draw_inputs(TINY, (1, 4, 2, 2))
     short = run(model, given, face=given["face"][:, :, :5])
     assert distance(short, run(model, given)) > 1e-4
     assert distance(short, run(model, given, face=given["face"][:, :, :1])) > 1e-4
     assert torch.isfinite(short).all()
 
 
-def test_prepared_once_is_the_same(model):
-    """Prompt and driving videos are prepared once; branches along the batch see their rows."""
-    given = draw_inputs(TINY, (2, 3, 2, 2))
-    inputs = {name: given[name] for name in ("image", "pose", "face")}
-    with torch.no_grad():
-        both = model.prepare_text(given["context"], **inputs)
-        for row in range(2):
-            here = slice(row, row + 1)
-            found = model(given["x"][here], given["timestep"][here], both.rows(row, row + 1))
-            expected = run(model, {name: value[here] for name, value in given.items()})
-            assert distance(found, expected) <= 1e-5
-    with pytest.raises(ValueError, match="beside prepared text"):
-        model(given["x"], given["timestep"], both, pose=given["pose"])
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"image": None}, "needs CLIP features"),
-        ({"pose": torch.zeros(1, 16, 3, 4, 4)}, "one frame less"),
-        ({"pose": torch.zeros(1, 16, 2, 4, 2)}, "pose latents"),
-        ({"face": torch.zeros(1, 3, 5, 16, 8)}, r"\[batch, 3, frames, 16, 16\]"),
-        ({"face": torch.zeros(1, 3, 9, 16, 16)}, "for a video of 3"),
-        ({"audio": torch.zeros(1)}, "audio given; a model of the family animate takes image, pose, face"),
-    ],
-)
-def test_wrong_inputs_are_refused(model, changed, message):
-    with pytest.raises(ValueError, match=message):
-        run(model, draw_inputs(TINY, (1, 3, 2, 2)), **changed)
-
-
 # -------------------------------------------------------------------------------------------------------------- layouts
-
-
-def with_kernels(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the constant filters that official files hold."""
-    line = torch.tensor([1.0, 3.0, 3.0, 1.0]) / 8
-    names = [f"{CONVS}.{n}.{part}.0.kernel" for n in range(1, len(TINY.motion_channels)) for part in ("conv2", "skip")]
-    return weights | {name: torch.outer(line, line) for name in names}
-
-
-def same(found: WanModel, weights: dict[str, torch.Tensor]) -> bool:
-    state = found.state_dict()
-    return state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in weights)
-
-
-def test_official_and_comfyui_files_load(weights, tmp_path):
-    prefixed = {f"model.diffusion_model.{name}": value for name, value in with_kernels(weights).items()}
-    for number, state in enumerate((with_kernels(weights), prefixed)):
-        path = tmp_path / f"{number}.safetensors"
-        save_file(state, path)
-        assert detect(path).names.keys() == weights.keys()
-        assert same(wan_core.load_dit(path), weights) and same(wan_core.load_dit(state), weights)
 
 
 def test_diffusers_names_are_all_known():
@@ -163,29 +86,6 @@ def test_diffusers_names_are_all_known():
     assert found is not None and set(found) == set(names) and len(set(found.values())) == len(names)
 
 
-def test_scaled_fp8_files_load(weights, tmp_path):
-    """Matrices of the face branch are scaled too, and multiplied out."""
-    state = {}
-    for name, value in weights.items():
-        if value.ndim == 2 and name.endswith("weight") and name.startswith(("blocks.", "face_adapter.")):
-            scale = value.abs().max() / 448
-            state[name] = (value / scale).to(torch.float8_e4m3fn)
-            state[name.removesuffix("weight") + "scale_weight"] = scale.reshape(1)
-        else:
-            state[name] = value
-    state["scaled_fp8"] = torch.zeros(1, dtype=torch.float8_e4m3fn)
-    save_file(state, tmp_path / "m.safetensors")
-    found = wan_core.load_dit(tmp_path / "m.safetensors", dtype=torch.float32).state_dict()
-    for name, value in weights.items():
-        assert (found[name] - value).abs().max() <= 0.07 * value.abs().max()
-
-
-@pytest.mark.parametrize("gone", ["face_adapter.fuser_blocks.0.linear2.bias", f"{CONVS}.1.skip.1.weight"])
-def test_a_missing_tensor_is_named(weights, gone):
-    with pytest.raises(CheckpointError, match=rf"missing \({gone}"):
-        wan_core.load_dit({name: value for name, value in weights.items() if name != gone})
-
-
 def test_wrong_shapes_and_strange_tensors_are_named(weights):
     name = "face_encoder.out_proj.weight"
     with pytest.raises(CheckpointError, match=f"wrong shape.*{name}"):
@@ -194,15 +94,6 @@ def test_wrong_shapes_and_strange_tensors_are_named(weights):
         wan_core.load_dit(weights | {"face_adapter.fuser_blocks.1.q_norm.weight": torch.ones(24)})
     with pytest.raises(CheckpointError, match="not those of a transformer of the family wan"):
         wan_core.load_dit({name: value for name, value in weights.items() if "face" in name}, family="wan")
-
-
-def test_full_size_parameter_count():
-    """17.27 G in 1,427 tensors: 14 of the 1,441 in the official file are constant filters."""
-    from wan_core.checkpoint.detect import expected_shapes
-
-    shapes = expected_shapes(ANIMATE_14B)
-    assert len(shapes) == 1427
-    assert round(sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9, 2) == 17.27
 
 
 def test_any_damage_to_what_is_its_own_is_refused(weights):

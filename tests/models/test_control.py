@@ -9,13 +9,12 @@ import pytest
 import torch
 from diffusers import WanVACETransformer3DModel
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 import wan_core
 from tests.animate_references import DATA, draw_weights
 from tests.control_references import CONFIGS, GRIDS, OWN, contexts, draw_inputs
+from tests.family_models import distance, load_tiny, run
 from wan_core.checkpoint import CheckpointError
-from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.names import Finder
 from wan_core.config import OptionError
 from wan_core.models.wan.families import choose_task
@@ -28,22 +27,6 @@ from wan_core.models.wan.families.fun.data import (
     CONTROL_A14B,
 )
 from wan_core.models.wan.families.vace.data import VACE_1_3B, VACE_14B, VaceConfig
-from wan_core.models.wan.model import WanModel
-
-
-def made(name: str) -> WanModel:
-    return wan_core.load_dit(draw_weights(CONFIGS[name]), {"num_heads": 2})
-
-
-def run(model: WanModel, given: dict[str, torch.Tensor], **changed) -> torch.Tensor:
-    inputs = given | changed
-    with torch.no_grad():
-        return model(inputs.pop("x"), inputs.pop("timestep"), inputs.pop("context"), **inputs)
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
 
 # --------------------------------------------------------------------------------------------------------------- parity
 
@@ -51,7 +34,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_matches_comfyui(name):
     """Its outputs are kept, with the version that made them: `tests/control_references.py`."""
-    model, config = made(name), CONFIGS[name]
+    model, config = load_tiny(name), CONFIGS[name]
     assert model.config == config and model.family == config.family == name.partition(" ")[0]
     own = OWN[config.family]
     with safe_open(DATA / "control_comfyui.safetensors", "pt") as kept:
@@ -68,7 +51,7 @@ def test_matches_comfyui(name):
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "vace"])
 def test_matches_videox_fun(name):
     """The makers' module, of which outputs are kept with the commit that made them."""
-    model = made(name)
+    model = load_tiny(name)
     with safe_open(DATA / "control_videox-fun.safetensors", "pt") as kept:
         for grid in GRIDS:
             assert distance(run(model, draw_inputs(CONFIGS[name], grid)), kept.get_tensor(f"{name} {grid}")) <= 1e-5
@@ -104,80 +87,7 @@ def test_matches_diffusers(layers, vace_layers):
                 assert distance(run(ours, given), expected) <= 1e-5
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_input_counts(name):
-    model, given = made(name), draw_inputs(CONFIGS[name], (1, 3, 2, 2))
-    whole = run(model, given)
-    for key in set(given) - {"x", "timestep"}:
-        assert distance(run(model, given, **{key: -given[key]}), whole) > 1e-3, key
-    assert distance(run(model, given, **{OWN[CONFIGS[name].family]: None}), whole) > 1e-3
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_prepared_once_is_the_same(name):
-    """Branches along the batch see their rows; one input serves all videos."""
-    model, given = made(name), draw_inputs(CONFIGS[name], (2, 3, 2, 2))
-    inputs = {key: given[key] for key in set(given) - {"x", "timestep", "context"}}
-    with torch.no_grad():
-        both = model.prepare_text(given["context"], **inputs)
-        for row in range(2):
-            here = slice(row, row + 1)
-            found = model(given["x"][here], given["timestep"][here], both.rows(row, row + 1))
-            assert distance(found, run(model, {key: value[here] for key, value in given.items()})) <= 1e-5
-    own = OWN[CONFIGS[name].family]
-    one = {own: given[own][:1]}
-    twice = {own: given[own][:1].expand(2, *given[own].shape[1:])}
-    assert distance(run(model, given, **one), run(model, given, **twice)) <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "changed", "message"),
-    [
-        ("vace", {"control": torch.zeros(1, 96, 2, 4, 4)}, "2 x 4 x 4 latents given, for a video of 3 x 4 x 4"),
-        ("vace", {"control": torch.zeros(1, 32, 3, 4, 4)}, r"\[1 or batch, 96, frames"),
-        ("vace", {"control_scale": [1.0, 2.0]}, "2 control scales given, and 1 control videos"),
-        ("vace", {"reference": torch.zeros(1)}, "the family vace takes control, control_scale"),
-        ("fun-control", {"reference": torch.zeros(1, 16, 2, 4)}, "must have one size"),
-        ("fun-control", {"reference": torch.zeros(1, 16, 1, 4, 4)}, r"\[1 or batch, 16, rows, columns\]"),
-        ("fun-control", {"timestep": torch.zeros(1, 3)}, "one for each video"),
-        ("fun-control 2.1", {"image": None}, "needs CLIP features"),
-        ("camera", {"camera": torch.zeros(1, 24, 2, 32, 32)}, "must have one size"),
-        ("camera", {"camera": torch.zeros(1, 24, 3, 32, 36)}, "multiples of 16 pixels"),
-        ("camera", {"camera": torch.zeros(1, 6, 3, 32, 32)}, r"\[1 or batch, 24, frames"),
-    ],
-)
-def test_wrong_inputs_are_refused(name, changed, message):
-    with pytest.raises(ValueError, match=message):
-        run(made(name), draw_inputs(CONFIGS[name], (1, 3, 2, 2)), **changed)
-
-
 # -------------------------------------------------------------------------------------------------------------- layouts
-
-
-def same(found: WanModel, weights: dict[str, torch.Tensor]) -> bool:
-    state = found.state_dict()
-    return state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in weights)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_official_comfyui_and_scaled_files_load(name, tmp_path):
-    weights = draw_weights(CONFIGS[name])
-    path, told = tmp_path / "m.safetensors", {"num_heads": "2"}
-    for prefix in ("", "model.diffusion_model."):
-        save_file({prefix + key: value for key, value in weights.items()}, path, told)
-        assert same(wan_core.load_dit(path), weights)
-    state = {}
-    for key, value in weights.items():
-        if value.ndim == 2 and key.endswith("weight") and "blocks." in key:
-            scale = value.abs().max() / 448
-            state[key] = (value / scale).to(torch.float8_e4m3fn)
-            state[key.removesuffix("weight") + "scale_weight"] = scale.reshape(1)
-        else:
-            state[key] = value
-    state["scaled_fp8"] = torch.zeros(1, dtype=torch.float8_e4m3fn)
-    save_file(state, path, told)
-    found = wan_core.load_dit(path, dtype=torch.float32).state_dict()
-    assert all((found[key] - value).abs().max() <= 0.07 * value.abs().max() for key, value in weights.items())
 
 
 def test_loras_of_either_layout_find_vace_blocks():
@@ -194,23 +104,6 @@ def test_loras_of_either_layout_find_vace_blocks():
         assert finder.module(given) == ours
 
 
-@pytest.mark.parametrize(
-    ("name", "gone"),
-    [
-        ("vace", "vace_blocks.0.before_proj.weight"),
-        ("vace", "vace_blocks.1.after_proj.bias"),
-        ("vace", "vace_blocks.0.ffn.2.bias"),
-        ("vace", "vace_patch_embedding.weight"),
-        ("fun-control", "ref_conv.bias"),
-        ("camera", "control_adapter.residual_blocks.0.conv2.weight"),
-        ("camera 2.1", "img_emb.proj.1.weight"),
-    ],
-)
-def test_a_missing_tensor_is_named(name, gone):
-    with pytest.raises(CheckpointError, match=rf"missing \({gone}"):
-        wan_core.load_dit({key: value for key, value in draw_weights(CONFIGS[name]).items() if key != gone})
-
-
 def test_strange_tensors_and_numbers_of_blocks_are_refused():
     weights = draw_weights(CONFIGS["vace"])
     with pytest.raises(CheckpointError, match=r"unexpected.*vace_blocks\.1\.before_proj"):
@@ -222,16 +115,6 @@ def test_strange_tensors_and_numbers_of_blocks_are_refused():
     wide["patch_embedding.weight"] = wide["patch_embedding.weight"][:, :36]
     with pytest.raises(CheckpointError, match="takes 48 or 52 channels"):
         wan_core.load_dit(wide, {"num_heads": 2})
-
-
-@pytest.mark.parametrize(
-    ("config", "tensors", "parameters"),
-    [(VACE_14B, 1331, 17.34), (CAMERA_A14B, 1101, 14.79), (CONTROL_A14B, 1097, 14.29)],
-)
-def test_full_size_parameter_counts(config, tensors, parameters):
-    shapes = expected_shapes(config)
-    assert len(shapes) == tensors
-    assert round(sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9, 2) == parameters
 
 
 @pytest.mark.parametrize(

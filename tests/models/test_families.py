@@ -1,0 +1,212 @@
+"""What holds for every family that takes inputs beside the text: prepared inputs, refused ones, files, sizes.
+
+That each input counts is what parity with other programs shows, in the file of each family.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import wan_core
+from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
+from tests.control_references import OWN
+from tests.family_models import (
+    ANIMATE2_METADATA,
+    CONFIGS,
+    distance,
+    draw_inputs,
+    load_tiny,
+    run,
+    same_weights,
+)
+from tests.int8_files import FORMATS, HOLD, described, encoded
+from wan_core.checkpoint import CheckpointError
+from wan_core.checkpoint.detect import detect, expected_shapes
+from wan_core.models.wan.families.animate.data import ANIMATE_14B, CONVS
+from wan_core.models.wan.families.fun.data import CAMERA_A14B, CONTROL_A14B
+from wan_core.models.wan.families.s2v.data import S2V_14B
+from wan_core.models.wan.families.vace.data import VACE_14B
+from wan_core.models.wan.linears import quantized_names
+from wan_core.ops.kernels.integer_weights import decode
+from wan_core.ops.quant.packed import PackedLinear
+
+EVERY = pytest.mark.parametrize("name", CONFIGS)
+SOUND_LAYERS = ("audio_injector.", "casual_audio_encoder.encoder.final_linear")
+
+
+def grid_of(name: str, batch: int = 1) -> tuple[int, int, int, int]:
+    return (batch, 2, 4, 4) if name == "s2v" else (batch, 3, 2, 2)
+
+
+@EVERY
+@torch.no_grad()
+def test_prepared_once_is_the_same(name: str) -> None:
+    """Prompt and inputs are prepared once; branches along the batch see their rows, one control serves all videos."""
+    model, given = load_tiny(name), draw_inputs(CONFIGS[name], grid_of(name, 2))
+    inputs = {key: given[key] for key in given.keys() - {"x", "timestep", "context"}}
+    both = model.prepare_text(given["context"], **inputs)
+    for row in range(2):
+        here = slice(row, row + 1)
+        found = model(given["x"][here], given["timestep"][here], both.rows(row, row + 1))
+        assert distance(found, run(model, {key: value[here] for key, value in given.items()})) <= 1e-5
+    with pytest.raises(ValueError, match="beside prepared text"):
+        model(given["x"], given["timestep"], both, **inputs)
+    if (own := OWN.get(CONFIGS[name].family)) is not None:
+        one, twice = given[own][:1], given[own][:1].expand_as(given[own])
+        assert distance(run(model, given, **{own: one}), run(model, given, **{own: twice})) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("animate", {"image": None}, "needs CLIP features"),
+        ("animate", {"pose": torch.zeros(1, 16, 3, 4, 4)}, "one frame less"),
+        ("animate", {"pose": torch.zeros(1, 16, 2, 4, 2)}, "pose latents"),
+        ("animate", {"face": torch.zeros(1, 3, 5, 16, 8)}, r"\[batch, 3, frames, 16, 16\]"),
+        ("animate", {"face": torch.zeros(1, 3, 9, 16, 16)}, "for a video of 3"),
+        ("animate", {"audio": torch.zeros(1)}, "audio given; .* the family animate takes image, pose, face"),
+        ("animate2", {"pose": torch.zeros(1, 36, 3, 4, 4)}, "one frame less"),
+        ("animate2", {"pose": torch.zeros(1, 16, 2, 4, 4)}, "36 channels"),
+        ("animate2", {"log_scale": float("nan")}, "log_scale nan"),
+        (
+            "animate2",
+            {"pose": torch.zeros(2, 36, 2, 4, 4), "pose_image": torch.zeros(3, 257, 1280)},
+            "features for 2, 1, 3 videos",
+        ),
+        ("animate2", {"unconditional": [True, False]}, "unconditional for 2 videos"),
+        ("animate2", {"face": torch.zeros(1)}, "face given; .* the family animate2 takes image, pose"),
+        ("s2v", {"audio": torch.zeros(1, 25, 1024, 12)}, "12 frames of audio features given; a video of 2 latent"),
+        ("s2v", {"audio": torch.zeros(1, 25, 1024, 7)}, "4 frames for every latent frame"),
+        ("s2v", {"audio": torch.zeros(1, 25, 768, 8)}, r"\[batch, 25, 1024, frames\]"),
+        ("s2v", {"reference": torch.zeros(1, 16, 2, 8, 8)}, "reference latents"),
+        ("s2v", {"motion": torch.zeros(1, 16, 2, 8, 6)}, "motion latents"),
+        ("s2v", {"pose": torch.zeros(1, 16, 1, 8, 8)}, "pose latents"),
+        ("s2v", {"timestep": torch.zeros(1, 2)}, "one timestep for a video"),
+        ("s2v", {"face": torch.zeros(1)}, "face given; .* the family s2v takes audio, reference, motion, pose"),
+        ("vace", {"control": torch.zeros(1, 96, 2, 4, 4)}, "2 x 4 x 4 latents given, for a video of 3 x 4 x 4"),
+        ("vace", {"control": torch.zeros(1, 32, 3, 4, 4)}, r"\[1 or batch, 96, frames"),
+        ("vace", {"control_scale": [1.0, 2.0]}, "2 control scales given, and 1 control videos"),
+        ("vace", {"reference": torch.zeros(1)}, "the family vace takes control, control_scale"),
+        ("fun-control", {"reference": torch.zeros(1, 16, 2, 4)}, "must have one size"),
+        ("fun-control", {"reference": torch.zeros(1, 16, 1, 4, 4)}, r"\[1 or batch, 16, rows, columns\]"),
+        ("fun-control", {"timestep": torch.zeros(1, 3)}, "one for each video"),
+        ("fun-control 2.1", {"image": None}, "needs CLIP features"),
+        ("camera", {"camera": torch.zeros(1, 24, 2, 32, 32)}, "must have one size"),
+        ("camera", {"camera": torch.zeros(1, 24, 3, 32, 36)}, "multiples of 16 pixels"),
+        ("camera", {"camera": torch.zeros(1, 6, 3, 32, 32)}, r"\[1 or batch, 24, frames"),
+    ],
+)
+def test_wrong_inputs_are_refused(name: str, changed: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(load_tiny(name), draw_inputs(CONFIGS[name], grid_of(name)), **changed)
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def official(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As official files have them: Animate's with constant filters, Animate-2's blocks one level deeper."""
+    if name == "animate2":
+        return {re.sub(r"^(blocks\.\d+\.)", r"\1block.", key): value for key, value in weights.items()}
+    if name == "animate":
+        line = torch.tensor([1.0, 3.0, 3.0, 1.0]) / 8
+        stages = range(1, len(TINY_ANIMATE.motion_channels))
+        names = [f"{CONVS}.{n}.{part}.0.kernel" for n in stages for part in ("conv2", "skip")]
+        return weights | {key: torch.outer(line, line) for key in names}
+    return weights
+
+
+def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As ComfyUI's FP8 files have them: matrices with a scale each, those beside the blocks too."""
+    found = {"scaled_fp8": torch.zeros(1, dtype=torch.float8_e4m3fn)}
+    for key, value in state.items():
+        matrix = value.ndim == 2 and key.endswith("weight")
+        if matrix and ("blocks." in key or key.startswith(("face_adapter.", *SOUND_LAYERS))):
+            scale = value.abs().max() / 448
+            found[key] = (value / scale).to(torch.float8_e4m3fn)
+            found[key.removesuffix("weight") + "scale_weight"] = scale.reshape(1)
+        else:
+            found[key] = value
+    return found
+
+
+@EVERY
+def test_official_comfyui_and_scaled_files_load(name, tmp_path):
+    weights, path = draw_weights(CONFIGS[name]), tmp_path / "m.safetensors"
+    state = official(name, weights)
+    for prefix in ("", "model.diffusion_model."):
+        save_file({prefix + key: value for key, value in state.items()}, path, {"num_heads": "2"})
+        assert detect(path).names.keys() == weights.keys() and same_weights(wan_core.load_dit(path), weights)
+    save_file(scaled(state), path, {"num_heads": "2"})
+    found = wan_core.load_dit(path, dtype=torch.float32).state_dict()
+    assert all((found[key] - value).abs().max() <= 0.07 * value.abs().max() for key, value in weights.items())
+
+
+@pytest.mark.parametrize("config", [TINY_ANIMATE, ANIMATE2], ids=lambda config: config.family)
+@torch.no_grad()
+def test_int8_files_multiply_as_they_are(config):
+    """With rotated rows, as ComfyUI's templates name them."""
+    config = replace(config, dim=256, ffn_dim=512, num_heads=2)
+    names, kind, state, meant = quantized_names(config), "rotated 256", {}, {}
+    for name, value in draw_weights(config).items():
+        linear = name.removesuffix(".weight")
+        if linear not in names:
+            state[name] = meant[name] = value
+            continue
+        parts = encoded(kind, value)
+        state |= {f"{linear}.{part}": tensor for part, tensor in parts.items()}
+        state[f"{linear}.comfy_quant"] = torch.tensor(list(json.dumps(described(kind)).encode()), dtype=torch.uint8)
+        meant[name] = decode(FORMATS[kind], parts)
+    metadata = ANIMATE2_METADATA if config.family == "animate2" else {"num_heads": 2}
+    wide = wan_core.load_dit(state, metadata, dtype=torch.float32)
+    assert wide.config == config and same_weights(wide, meant)
+    held = wan_core.load_dit(state, metadata, dtype=torch.float32, quantization=HOLD)
+    assert {name for name, module in held.named_modules() if isinstance(module, PackedLinear)} == names
+    given = draw_inputs(config, (1, 3, 4, 6))
+    assert 0 < distance(run(held, given), run(wide, given)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"),
+    [
+        ("animate", "face_adapter.fuser_blocks.0.linear2.bias"),
+        ("animate", f"{CONVS}.1.skip.1.weight"),
+        ("animate2", "blocks.1.self_attn.q.bias"),
+        ("s2v", "audio_injector.injector.1.norm_q.weight"),
+        ("s2v", "frame_packer.proj_2x.bias"),
+        ("vace", "vace_blocks.0.before_proj.weight"),
+        ("vace", "vace_blocks.1.after_proj.bias"),
+        ("vace", "vace_blocks.0.ffn.2.bias"),
+        ("vace", "vace_patch_embedding.weight"),
+        ("fun-control", "ref_conv.bias"),
+        ("camera", "control_adapter.residual_blocks.0.conv2.weight"),
+        ("camera 2.1", "img_emb.proj.1.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(name, gone):
+    weights = {key: value for key, value in draw_weights(CONFIGS[name]).items() if key != gone}
+    with pytest.raises(CheckpointError, match=rf"missing \({gone}"):
+        wan_core.load_dit(official(name, weights), {"num_heads": 2})
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "parameters"),
+    [
+        (ANIMATE_14B, 1427, 17.27),  # without 14 constant filters of the official file
+        (S2V_14B, 1260, 16.30),
+        (VACE_14B, 1331, 17.34),
+        (CAMERA_A14B, 1101, 14.79),
+        (CONTROL_A14B, 1097, 14.29),
+    ],
+)
+def test_full_size_parameter_counts(config, tensors, parameters):
+    shapes = expected_shapes(config)
+    assert len(shapes) == tensors
+    assert round(sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9, 2) == parameters

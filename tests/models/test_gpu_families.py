@@ -1,0 +1,125 @@
+"""Families with inputs beside the text on a GPU: bf16 against float32 on the CPU, FP8 and sparse attention, graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wan_core
+from tests.animate_references import draw_weights
+from tests.control_references import contexts
+from tests.family_models import CONFIGS, draw_inputs
+from wan_core.config import SparseOptions
+from wan_core.execution.optimize import optimize
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.animate2 import model as animate2_model
+from wan_core.models.wan.families.animate2.data import Animate2Config, Form
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import ForwardInfo
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+WIDE = {name: replace(config, dim=256, num_heads=2) for name, config in CONFIGS.items()}  # head dim 128, for kernels
+EVERY = pytest.mark.parametrize("name", WIDE)
+GRID = (1, 3, 8, 12)
+
+
+def on_gpu(config: DiTConfig, attention: str, **options: Any) -> WanModel:
+    try:
+        _, attend = resolve_attention(attention, CUDA, torch.bfloat16, config.head_dim)
+    except ValueError as fault:
+        pytest.skip(str(fault))
+    model = wan_core.load_dit(draw_weights(config), family=config.family, device=CUDA, dtype=torch.bfloat16)
+    return optimize(model, attend=attend, **options)
+
+
+def drawn(config: DiTConfig, device: torch.device, grid=GRID) -> tuple[list[Tensor], dict[str, Any]]:
+    """x, timestep and context, and the inputs by name; two control videos."""
+    given = draw_inputs(config, grid)
+    if "control" in given:
+        given |= {"control": contexts(given["control"]), "control_scale": torch.tensor([0.7, 1.6])}
+    given = {name: value.to(device) for name, value in given.items()}
+    return [given.pop(name) for name in ("x", "timestep", "context")], given
+
+
+def difference(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["auto", "te-fp8", "cudnn-fp8"])
+@EVERY
+def test_a_gpu_computes_what_a_cpu_computes(name, attention):
+    config = WIDE[name]
+    model = on_gpu(config, attention)
+    extra = {"log_scale": -1.3} if name == "animate2" else {}
+    for grid in (GRID, (1, 3, 7, 9))[: 2 if name == "s2v" else 1]:  # the tokens of S2V depend on odd sizes
+        first, given = drawn(config, torch.device("cpu"), grid)
+        exact = wan_core.load_dit(draw_weights(config), family=config.family)(*first, **given, **extra)
+        first, given = drawn(config, CUDA, grid)
+        found = model(*first, **given, **extra).cpu()
+        assert difference(found, exact) < (0.05 if attention == "auto" else 0.12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["auto", "te-fp8"])
+@EVERY
+def test_sparse_attention_that_reads_everything_is_dense(name, attention):
+    """Through the kernels of a GPU, their log-sum-exp included."""
+    model = on_gpu(WIDE[name], attention, graphs=False)
+    (x, timestep, context), given = drawn(WIDE[name], CUDA)
+    prepared = model.prepare_text(context, **given)
+    dense = model(x, timestep, prepared)
+    for sparsity, limit in ((0.001, 0.05), (0.5, 0.4)):
+        with in_tiles(model, SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), None, GRID[1:])):
+            assert difference(model(x, timestep, prepared, ForwardInfo(sparsity=sparsity)), dense) < limit
+
+
+@torch.no_grad()
+@EVERY
+def test_replayed_it_is_the_same(name):
+    """As CUDA graphs; other inputs after them are not the first ones. Animate-2: both branches together, of which one
+    leaves a block out."""
+    config, model = WIDE[name], None
+    (x, timestep, context), given = drawn(config, CUDA)
+    if isinstance(config, Animate2Config):
+        config = replace(config, unconditional_skips=1)
+        x, timestep, context, given["image"] = (torch.cat([one, one]) for one in (x, timestep, context, given["image"]))
+        model = family_of(config).model_class(config)(config)
+        model.load_state_dict(draw_weights(config))
+        attend = resolve_attention("auto", CUDA, torch.bfloat16)[1]
+        model = optimize(model.to(CUDA, torch.bfloat16).requires_grad_(False), attend=attend)
+    branches = {} if model is None else {"unconditional": [False, True]}
+    model = model or on_gpu(config, "auto")
+    found = []
+    for inputs in (given, {key: -value for key, value in given.items()}):
+        prepared = model.prepare_text(context, **inputs, **branches)
+        found.append(model(x, timestep, prepared))
+        for _ in range(4):
+            assert torch.equal(model(x, timestep, prepared), found[-1])
+    assert difference(found[1], found[0]) > 1e-3
+
+
+@torch.no_grad()
+def test_a_driving_video_in_host_memory_or_in_fp8_is_the_same(monkeypatch):
+    """Animate-2's keys and values, which are copied while the layer before computes."""
+    model = on_gpu(WIDE["animate2"], "auto")
+    (x, timestep, context), given = drawn(WIDE["animate2"], CUDA, (1, 5, 24, 24))
+
+    def repeated(form: Form, times: int) -> list[Tensor]:
+        monkeypatch.setattr(animate2_model, "choose_form", lambda *_: form)
+        prepared = model.prepare_text(context, **given)
+        return [model(x, timestep, prepared) for _ in range(times)]
+
+    exact = repeated(Form(), 1)[0]
+    assert all(torch.equal(one, exact) for _ in range(2) for one in repeated(Form(on_host=True), 10))
+    rounded = repeated(Form(fp8=True), 5) + repeated(Form(on_host=True, fp8=True), 5)
+    assert all(torch.equal(one, rounded[0]) for one in rounded)
+    assert 0 < difference(rounded[0], exact) < 0.02
