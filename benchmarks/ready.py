@@ -28,6 +28,7 @@ from benchmarks.measure import compile_counts, settle
 from benchmarks.rows import Row, guarded
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.watch import Watch
 
 PROMPTS = (
     "a red circle moving right on a blue background",
@@ -88,7 +89,7 @@ def until_first_forward(pipe: Pipeline, request: Request) -> Row:
     settle(pipe.models.device)
     begin = time.perf_counter()
     try:
-        pipe.generate(request, on_step=stop)
+        pipe.generate(request, Watch(step=stop))
     except FirstStepDone:
         settle(pipe.models.device)
     finally:

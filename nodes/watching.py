@@ -14,7 +14,6 @@ from wan_core.pipeline.large_video import size_notes
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Expert, Plan
-from wan_core.workers.client import RemoteProgress
 
 from . import host
 from .sockets import ModelSocket
@@ -59,7 +58,7 @@ class Watcher:
         self.frames_per_second = model.experts.task.fps / model.experts.vae.temporal_stride
         self.progress = host.Progress(plan.count)
 
-    def __call__(self, progress: Progress | RemoteProgress, seconds: float | None) -> None:
+    def __call__(self, progress: Progress, seconds: float | None) -> None:
         step, plan = progress.step, progress.plan
         done, total = plan.number(step), plan.count
         self.forwards[step.expert] += progress.forwards * step.cost

@@ -18,9 +18,10 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.pipeline.images import Made, Pieces, video_to_pixels
 from wan_core.pipeline.memory_planning import Workload, decode_bytes
+from wan_core.pipeline.watch import OnStep
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.start import Leftover, Start
-from wan_core.workers import client as remote
+from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import Workers
 from wan_core.workers.options import WorkerOptions
 
@@ -44,6 +45,7 @@ class WorkersSocket:
 
     def __init__(self, options: WorkerOptions) -> None:
         self.workers = workers = Workers(options)
+        self.engine = WorkerEngine(workers, host.check_interruption)
         self.patcher = self.held = host.Remote(workers.stop, lambda: workers.is_running, options.devices)
 
     @property
@@ -51,11 +53,11 @@ class WorkersSocket:
         """Of the first rank."""
         return torch.device(self.workers.options.devices[0])
 
-    def ready(self, what: str, weights: int, working: int) -> Workers:
-        """The workers, for something whose weights take so many bytes on the first device, and `working` bytes beside
+    def ready(self, what: str, weights: int, working: int) -> WorkerEngine:
+        """Their engine, for something whose weights take so many bytes on the first device, and `working` bytes beside
         them."""
         self.held.use(what, weights, working)
-        return self.workers
+        return self.engine
 
     def sample(
         self,
@@ -64,7 +66,7 @@ class WorkersSocket:
         conditioning: Conditioning,
         start: Start,
         report: Report,
-        on_step: remote.OnStep,
+        on_step: OnStep,
         on_leftover: Callable[[Leftover], None],
     ) -> Tensor:
         """As `sample.sample_latents`."""
@@ -76,8 +78,8 @@ class WorkersSocket:
             if one.strength
         )
         weights, beside = sum(held.size for held in set(model.held.values())), model.plan(workload).beside
-        return remote.sample(
-            self.ready("experts", weights, max(beside[expert] for expert in workload.plan.experts)),
+        working = max(beside[expert] for expert in workload.plan.experts)
+        return self.ready("experts", weights, working).sample(
             asdict(replace(model.options, loras=loras)),
             workload.plan,
             conditioning.flat(),
@@ -89,7 +91,6 @@ class WorkersSocket:
             on_step=on_step,
             on_leftover=on_leftover,
             on_phase=lambda phase: host.show(f"{phase}, on {count} workers ..."),
-            poll=host.check_interruption,
         )
 
 
@@ -111,23 +112,21 @@ class RemoteVAE(VAESocket):
         on_frames: Callable[[int, int], None],
         rest: str = "decode",
     ) -> Made:
-        workers = self._ready(*samples.shape[-2:])
-        tiles = None if tile is None else asdict(tile)
-        given = {"tile": tiles, "on_frames": on_frames, "rest": rest, "poll": host.check_interruption}
-        return remote.decode_to(workers, self.spec, samples, report, consume, dtype=dtype, **given)
+        engine, tiles = self._ready(*samples.shape[-2:]), None if tile is None else asdict(tile)
+        how = {"dtype": dtype, "tile": tiles, "on_frames": on_frames, "rest": rest}
+        return engine.decode_to(self.spec, samples, report, consume, **how)
 
     def encode(self, pixels: Tensor) -> Tensor:
         video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
         stride = self.config.spatial_stride
-        workers = self._ready(video.shape[1] // stride, video.shape[2] // stride)
-        latents = remote.encode(workers, self.spec, video.contiguous(), poll=host.check_interruption)
-        return host.to_intermediate(latents)
+        engine = self._ready(video.shape[1] // stride, video.shape[2] // stride)
+        return host.to_intermediate(engine.encode(self.spec, video.contiguous()))
 
     def encode_known(self, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
         clip, unknown = known_frames(first, last, frames)
         return self.encode(video_to_pixels(clip)), unknown
 
-    def _ready(self, rows: int, columns: int) -> Workers:
+    def _ready(self, rows: int, columns: int) -> WorkerEngine:
         return self.workers.ready("vae", self.held.size, decode_bytes(self.config, rows, columns))
 
 
@@ -144,8 +143,8 @@ class RemoteText(TextSocket):
 
         def encode(prompts: Sequence[str]) -> Tensor:
             alone = len(self.workers.workers.options.devices) == 1  # the last rank holds it, and only while it encodes
-            workers = self.workers.ready("text", 0, self.held.size if alone else 0)
-            rows, counts = remote.encode_text(workers, self.spec, prompts, poll=host.check_interruption)
+            engine = self.workers.ready("text", 0, self.held.size if alone else 0)
+            rows, counts = engine.text(self.spec, prompts)
             known.update(zip(prompts, counts, strict=True))
             return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from wan_core import LoadOptions, Pipeline, Request
 from wan_core.config import SkipOptions, TaylorSeerOptions
 from wan_core.pipeline.images import decode_latents
+from wan_core.pipeline.watch import Watch
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan_drawing import draw_plan
 
@@ -37,7 +38,7 @@ def main() -> None:
     def keep(progress: Progress, _: object) -> None:  # the video as this step predicts it
         predicted.append(progress.latents - progress.step.sigma_next * progress.velocity)
 
-    frames = pipe.generate(REQUEST, on_step=keep).frames
+    frames = pipe.generate(REQUEST, Watch(step=keep)).frames
     vae = pipe.models.vae()
     with torch.inference_mode():
         shown = [decode_latents(vae, vae.denormalise(latents), pipe.report) for latents in predicted]

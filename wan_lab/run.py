@@ -22,7 +22,8 @@ from wan_core.media.mp4 import write_mp4
 from wan_core.media.pictures import save_picture
 from wan_core.models.wan.families import family_of
 from wan_core.pipeline.images import decode_images
-from wan_core.pipeline.pipeline import Pipeline, sample_latents
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sample import sample_latents
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.curves import curve_path, is_embedded, write_curve
 from wan_core.sampling.cache.skipping import skip_forwards

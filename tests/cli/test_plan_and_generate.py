@@ -98,7 +98,7 @@ def refusal_of_generate(arguments: list[str], task: Task) -> tuple[str, dict]:
     """(what `generate` refuses before it reads weights, the plan that it would run)."""
     options = PARSER.parse_args(["generate", "--prompt", "x", "--model", f"random:{task.name}", *arguments])
     try:
-        job = check_request(load_options_of(options), request_of(options), torch.device("cpu"))
+        job = check_request(load_options_of(options), request_of(options), torch.device("cpu")).job
     except UserError as fault:
         return str(fault), {}
     return "", json.loads(json.dumps(job.plan.as_dict()))

@@ -37,7 +37,7 @@ from wan_core.pipeline.builder import finish, load_models
 from wan_core.pipeline.loras import Wanted, read_loras
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
 from wan_core.pipeline.model_parts import Experts
-from wan_core.pipeline.pipeline import sample_latents
+from wan_core.pipeline.sample import sample_latents
 from wan_core.pipeline.settings import PartToLoad, resolve_settings
 from wan_core.pipeline.sources import TINY, find_experts, find_models, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise

@@ -31,6 +31,7 @@ from wan_core.models.wan.families.clips import bounced, cut_clips
 from wan_core.pipeline.kept_clips import remove_kept
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
+from wan_core.pipeline.watch import Watch
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import denoise
 
@@ -288,7 +289,7 @@ def stop_after(pipe: Pipeline, given: Request, clips: int, kept: Path) -> None:
             raise Stopped
 
     with pytest.raises(Stopped):
-        pipe.generate(given, keep_clips=kept, on_step=on_step)
+        pipe.generate(given, Watch(step=on_step), keep_clips=kept)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -299,7 +300,7 @@ def test_an_interrupted_run_goes_on_after_its_last_clip(folder: Path, tmp_path: 
     assert len(list(kept.iterdir())) == 2
     ran = []
     pipe = loaded(folder, family)
-    again = pipe.generate(given, keep_clips=kept, on_step=lambda progress, _: ran.append(progress.clip))
+    again = pipe.generate(given, Watch(step=lambda progress, _: ran.append(progress.clip)), keep_clips=kept)
     assert set(ran) == {(3, 3)}
     assert np.array_equal(again.frames, whole.frames) and torch.equal(again.latents, whole.latents)
     assert sum("was finished by an earlier run" in note for note in again.report.notes) == 2
@@ -361,7 +362,7 @@ def test_progress_counts_all_clips(folder: Path) -> None:
     told = []
     pipe = loaded(folder, "animate")
     given = request(folder, "animate")
-    pipe.generate(given, on_step=lambda progress, _: told.append((progress.clip, progress.left(1.0))))
+    pipe.generate(given, Watch(step=lambda progress, _: told.append((progress.clip, progress.left(1.0)))))
     assert [clip for clip, _ in told] == [(n, 3) for n in (1, 2, 3) for _ in range(2)]
     assert [left for _, left in told] == [10.0, 8.0, 6.0, 4.0, 2.0, 0.0]  # two branches a step
     assert pipe.report.settings["clips"] == "3 of 9 frames, 1 carried over: 3 x 2 steps"

@@ -24,6 +24,7 @@ from wan_core.config import (
 from wan_core.models.wan.families.animate2.data import ANIMATE2_14B, driving_costs
 from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.watch import Watch
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 
@@ -53,7 +54,7 @@ def counted(pipe: Pipeline, asked: Request) -> tuple[int, list[int], Plan, int]:
         pipe.models.expert(expert).blocks[0].register_forward_pre_hook(
             lambda _, given: rows.__setitem__(0, rows[0] + len(given[0]))
         )
-    made = pipe.generate(asked, on_step=lambda progress, _: told.append(progress.forwards))
+    made = pipe.generate(asked, Watch(step=lambda progress, _: told.append(progress.forwards)))
     return rows[0], told, made.plan, len(pipe.prepare(asked).clips)
 
 

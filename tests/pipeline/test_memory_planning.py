@@ -24,9 +24,9 @@ from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
 from wan_core.pipeline.sources import TINY, TINY_LORAS, find_experts, find_models
 from wan_core.pipeline.task_memory import task_memory
+from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import with_costs
-from wan_core.workers.client import RemoteProgress
 
 CPU = torch.device("cpu")
 LARGE = LoadOptions(model="random:t2v-A14B", precision="bf16")
@@ -147,5 +147,5 @@ def test_time_left_of_workers_counts_what_sparse_steps_read() -> None:
     found = find_experts(TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors")
     plan = with_costs(make_plan(task="t2v-tiny", steps=4), found.dit, (1, 20, 20))
     plan = replace(plan, steps=tuple(replace(step, cost=0.5) if step.index == 3 else step for step in plan.steps))
-    progress = RemoteProgress(plan.steps[1], plan, 2)
+    progress = Progress(plan.steps[1], plan, 2)
     assert progress.left(2.0) == 2.0 * (2 + 2 * 0.5)

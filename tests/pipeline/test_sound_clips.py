@@ -42,6 +42,7 @@ from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.pipeline import Pipeline, WriteVideo
 from wan_core.pipeline.sources import TINY, find_models
 from wan_core.pipeline.task_memory import task_memory
+from wan_core.pipeline.watch import Watch
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import make_plan
 from wan_core.workers.video_list import ListedVideo
@@ -293,12 +294,12 @@ def test_an_interrupted_run_goes_on_after_its_last_clip(folder: Path, tmp_path: 
     stop_after(loaded(folder), given, 1, kept)
     assert len(list(kept.iterdir())) == 1
     ran = []
-    again = loaded(folder).generate(given, keep_clips=kept, on_step=lambda progress, _: ran.append(progress.clip))
+    again = loaded(folder).generate(given, Watch(step=lambda progress, _: ran.append(progress.clip)), keep_clips=kept)
     assert set(ran) == {(2, 2)} and np.array_equal(again.frames, whole.frames)
     write_wav(folder / "other.wav", loop.FRAMES / 16, rate=8000)
     other, pipe = request(folder, audio=str(folder / "other.wav"), frames=20, steps=1), loaded(folder)
     with pytest.raises(Stopped):  # the sound is another: nothing of it is kept
-        pipe.generate(other, keep_clips=kept, on_step=lambda progress, _: stop(progress))
+        pipe.generate(other, Watch(step=lambda progress, _: stop(progress)), keep_clips=kept)
 
 
 def stop(progress: object) -> None:

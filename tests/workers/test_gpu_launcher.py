@@ -13,7 +13,9 @@ import torch
 from tools.processes import below, open_no_more_files, ranks_below, wait_until, wait_until_gone
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.workers.client import RemoteProgress, generate
+from wan_core.pipeline.watch import Watch
+from wan_core.sampling.denoise import Progress
+from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions, parse_devices
 
@@ -42,8 +44,8 @@ def test_every_mesh_gives_the_result_of_one_gpu_and_frees_its_memory() -> None:
     before = free_bytes()
     for mesh in MESHES:
         with workers(mesh) as running:
-            result = generate(running, TINY, request)
-            again = generate(running, TINY, request)
+            result = WorkerEngine(running).generate(TINY, request)
+            again = WorkerEngine(running).generate(TINY, request)
             assert max(a - b for a, b in zip(before, free_bytes(), strict=True)) > 2**28  # a context at least
         assert torch.equal(result.latents, again.latents)
         relative = (result.latents - alone.latents).norm() / alone.latents.norm()
@@ -54,31 +56,31 @@ def test_every_mesh_gives_the_result_of_one_gpu_and_frees_its_memory() -> None:
 
 def test_a_killed_rank_is_named_and_the_next_prompt_works() -> None:
     with workers(MESHES[1]) as running:
-        generate(running, TINY, Request(prompt=PROMPT, steps=2))
+        WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=2))
         pids = ranks_below(os.getpid())
 
-        def kill(progress: RemoteProgress, seconds: float | None) -> None:
+        def kill(progress: Progress, seconds: float | None) -> None:
             if progress.step.index == 3:
                 os.kill(pids[1], signal.SIGKILL)
 
         with pytest.raises(WorkerError, match=rf"rank 1 .*process {pids[1]}, cuda:1.* was ended by signal 9"):
-            generate(running, TINY, Request(prompt=PROMPT, steps=1000, solver="euler"), on_step=kill)
+            WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=1000, solver="euler"), Watch(step=kill))
         wait_until_gone(pids)
-        assert generate(running, TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
+        assert WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
     wait_until_gone(below(os.getpid()))
 
 
 def test_a_rank_that_cannot_open_a_file_ends_all_in_seconds() -> None:
     """The others wait for it in an exchange of NCCL, which does not notice that a peer has ended."""
     with workers(MESHES[1]) as running:
-        generate(running, TINY, Request(prompt=PROMPT, steps=2))
+        WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=2))
         pids, begin = ranks_below(os.getpid()), time.monotonic()
         open_no_more_files(pids[-1])
         with pytest.raises(WorkerError, match=rf"process {pids[-1]}, cuda.* refused the request .*cannot be read"):
-            generate(running, replace(TINY, precision="bf16"), Request(prompt=PROMPT, steps=2))
+            WorkerEngine(running).generate(replace(TINY, precision="bf16"), Request(prompt=PROMPT, steps=2))
         assert time.monotonic() - begin < 30
         wait_until_gone(pids)
-        assert generate(running, TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
+        assert WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
 
 
 def test_a_video_too_large_for_every_gpu_is_reported() -> None:
@@ -86,21 +88,23 @@ def test_a_video_too_large_for_every_gpu_is_reported() -> None:
     large = Request(prompt=PROMPT, steps=1, width=8192, height=8192, frames=201)  # 137 GB of tokens before any block
     with workers(MESHES[1]) as running:
         with pytest.raises(WorkerError, match="ran out of memory"):
-            generate(running, LoadOptions(model="random:t2v-A14B", precision="bf16", residency="resident"), large)
-        assert generate(running, TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
+            WorkerEngine(running).generate(
+                LoadOptions(model="random:t2v-A14B", precision="bf16", residency="resident"), large
+            )
+        assert WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
 
 
 def test_interruption_and_prompts_of_several_sizes() -> None:
     class Enough(Exception):
         pass
 
-    def enough(progress: RemoteProgress, seconds: float | None) -> None:
+    def enough(progress: Progress, seconds: float | None) -> None:
         if progress.step.index == 5:
             raise Enough
 
     with workers(MESHES[1]) as running:
         with pytest.raises(Enough):
-            generate(running, TINY, Request(prompt=PROMPT, steps=1000, solver="euler"), on_step=enough)
+            WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=1000, solver="euler"), Watch(step=enough))
         for side in (64, 96, 128):
             request = Request(prompt=PROMPT, steps=2, width=side, height=side, frames=9)
-            assert generate(running, TINY, request).frames.shape == (9, side, side, 3)
+            assert WorkerEngine(running).generate(TINY, request).frames.shape == (9, side, side, 3)

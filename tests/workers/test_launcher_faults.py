@@ -43,17 +43,19 @@ from wan_core.models.text.cache import PromptCache
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.wan.inputs import join_image
 from wan_core.pipeline.images import decode_images, encode_images
-from wan_core.pipeline.pipeline import Pipeline, sample_latents
+from wan_core.pipeline.pipeline import Pipeline, Result
+from wan_core.pipeline.sample import sample_latents
 from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.pipeline.sources import find_experts
+from wan_core.pipeline.watch import Watch
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.control import with_nag
 from wan_core.sampling.cutting import cut_plan
+from wan_core.sampling.denoise import Progress
 from wan_core.sampling.start import Start
 from wan_core.sampling.window import Window
-from wan_core.workers import client as remote
 from wan_core.workers import processes as worker_processes
-from wan_core.workers.client import RemoteProgress, RemoteResult, generate
+from wan_core.workers.client import WorkerEngine
 from wan_core.workers.control import Listener, new_key
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
@@ -92,10 +94,10 @@ def alone() -> torch.Tensor:
     return Pipeline.load(TINY).generate(Request(**SMALL)).latents
 
 
-def run(workers: Workers, **changed: Any) -> RemoteResult:
+def run(workers: Workers, **changed: Any) -> Result:
     keep = changed.pop("keep_latents", None)
     on_step: Callable[..., None] | None = changed.pop("on_step", None)
-    return generate(workers, TINY, Request(**{**SMALL, **changed}), on_step=on_step, keep_latents=keep)
+    return WorkerEngine(workers).generate(TINY, Request(**{**SMALL, **changed}), Watch(step=on_step), keep_latents=keep)
 
 
 def ranks(workers: Workers) -> list[int]:
@@ -121,7 +123,7 @@ def in_a_step(workers: Workers, act: Callable[[], object]) -> Callable[..., None
     """Call `act` once, when every rank has reported that it is in a step."""
     done: list[bool] = []
 
-    def on_step(progress: RemoteProgress, _: float | None) -> None:
+    def on_step(progress: Progress, _: float | None) -> None:
         assert workers._processes is not None
         statuses = workers._processes.statuses
         if not done and len(statuses) == 2 and all(status["of"] == progress.total for status in statuses):
@@ -171,12 +173,11 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     vae, report = load_vae(TINY_FILES / "vae.safetensors", dtype=torch.float32), Report(CPU)
     images = torch.rand(5, 48, 64, 3, generator=torch.Generator().manual_seed(1))
     latents = encode_images(vae, images)
-    assert (remote.encode(workers, spec, images) - latents).abs().max() < 1e-4
+    assert (WorkerEngine(workers).encode(spec, images) - latents).abs().max() < 1e-4
     for tile in (None, TileSpec(height=4, width=4, overlap=2)):
         seen: list[int] = []
         tiles = None if tile is None else {"height": 4, "width": 4, "overlap": 2}
-        pictures = remote.decode_to(
-            workers,
+        pictures = WorkerEngine(workers).decode_to(
             spec,
             latents,
             report,
@@ -193,7 +194,7 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     text = {"path": str(TINY_FILES / "text_encoder.safetensors"), "precision": "fp32"}
     cache = PromptCache()
     for row, known in zip(
-        remote.encode_text(workers, text, prompts)[0], cache.encode(prompts, lambda: encoder), strict=True
+        WorkerEngine(workers).text(text, prompts)[0], cache.encode(prompts, lambda: encoder), strict=True
     ):
         torch.testing.assert_close(row[None], known, atol=1e-5, rtol=0)
 
@@ -208,8 +209,7 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     alone = sample_latents(plan, experts.__getitem__, Conditioning(**given), noise, found.vae, Report(CPU))
     model = {"high": high, "low": low, "precision": "fp32", "keep_blocks": 0, "attention": "auto", "compile": "off"}
     steps: list[tuple[int, tuple[int, ...]]] = []
-    together = remote.sample(
-        workers,
+    together = WorkerEngine(workers).sample(
         {**model, "residency": "auto"},
         plan,
         given,
@@ -224,10 +224,8 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     halves = [cut_plan(replace(plan, window=Window(start=s, end=e, leftover=True))) for s, e in ((0, 2), (2, 4))]
     start, left = Start(shape=tuple(latents.shape), seed=7), []
     for half in halves:
-        sampled = remote.sample(
-            workers, {**model, "residency": "auto"}, half, given, start=start, batched=False, report=Report(CPU), fps=8,
-            on_leftover=left.append,
-        )  # fmt: skip
+        how = {"start": start, "batched": False, "report": Report(CPU), "fps": 8, "on_leftover": left.append}
+        sampled = WorkerEngine(workers).sample({**model, "residency": "auto"}, half, given, **how)
         start = replace(start, add_noise=False, latents=sampled, leftover=left[-1])
     assert len(left) == 1 and (sampled - together).abs().max() < 1e-5, "two runs in a row, their state sent back and on"
     assert report.phases["denoise high"].steps + report.phases["denoise low"].steps == 4
@@ -243,7 +241,7 @@ def test_a_file_that_was_replaced_is_read_again(workers: Workers, tmp_path: Path
         with torch.no_grad():
             next(vae.parameters()).mul_(factor)
         save(vae, path)
-        latents = remote.encode(workers, {"path": str(path), "precision": "auto"}, images)
+        latents = WorkerEngine(workers).encode({"path": str(path), "precision": "auto"}, images)
         assert (latents - encode_images(vae, images)).abs().max() < 1e-4
 
 
@@ -317,7 +315,7 @@ def test_a_rank_that_cannot_open_a_file(workers: Workers, rank: int) -> None:
     pids, begin = ranks(workers), time.monotonic()
     open_no_more_files(pids[rank])
     with pytest.raises(WorkerError) as raised:
-        generate(workers, replace(TINY, precision="bf16"), Request(**SMALL))
+        WorkerEngine(workers).generate(replace(TINY, precision="bf16"), Request(**SMALL))
     assert time.monotonic() - begin < 20
     words = str(raised.value)
     assert f"rank {rank} on {socket.gethostname()} (process {pids[rank]}, cpu) refused the request" in words
@@ -356,7 +354,7 @@ def test_a_refused_request_does_not_end_the_ranks(workers: Workers) -> None:
     with pytest.raises(OptionError, match="18 frames given"):
         run(workers, frames=18)
     with pytest.raises(OptionError, match=r"gone\.safetensors"):
-        generate(workers, LoadOptions(model="tiny", high="gone.safetensors"), Request(**SMALL))
+        WorkerEngine(workers).generate(LoadOptions(model="tiny", high="gone.safetensors"), Request(**SMALL))
     assert run(workers).frames.std() > 0 and ranks(workers) == pids
 
 
@@ -369,7 +367,7 @@ def test_an_interruption_stops_all_ranks_at_one_step(workers: Workers, kind: typ
     """1000 steps would take longer than the test allows."""
     pids, seen = ranks(workers), []
 
-    def enough(progress: RemoteProgress, seconds: float | None) -> None:
+    def enough(progress: Progress, seconds: float | None) -> None:
         seen.append((progress.step.index, time.monotonic()))
         if progress.step.index == 5:
             raise kind
@@ -425,12 +423,12 @@ def test_an_interruption_does_not_wait_for_the_step(workers: Workers) -> None:
         if name == "denoise":
             times.append(time.monotonic())
 
-    def step(progress: RemoteProgress, _: float | None) -> None:
+    def step(progress: Progress, _: float | None) -> None:
         times.append(time.monotonic())
         raise Enough
 
     with pytest.raises(Enough):
-        generate(workers, TINY, Request(**asked), on_phase=phase, on_step=step)
+        WorkerEngine(workers).generate(TINY, Request(**asked), Watch(phase=phase, step=step))
     took = times[1] - times[0]
 
     def at_once(name: str) -> None:
@@ -439,7 +437,7 @@ def test_an_interruption_does_not_wait_for_the_step(workers: Workers) -> None:
             raise Enough
 
     with pytest.raises(Enough):
-        generate(workers, TINY, Request(**asked), on_phase=at_once)
+        WorkerEngine(workers).generate(TINY, Request(**asked), Watch(phase=at_once))
     assert time.monotonic() - times[-1] < 0.5 * took, took
 
 
@@ -493,11 +491,13 @@ PROGRAM = """
     from wan_core.config import LoadOptions, Request
     from wan_core.workers.launcher import Workers
     from wan_core.workers.options import WorkerOptions
-    from wan_core.workers.client import generate
+    from wan_core.workers.client import WorkerEngine
+    from wan_core.pipeline.watch import Watch
 
     workers = Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2"))
     request = Request(prompt="", steps=1000, solver="euler")
-    generate(workers, LoadOptions(model="tiny"), request, on_step=lambda p, s: print(p.step.index, flush=True))
+    watch = Watch(step=lambda p, s: print(p.step.index, flush=True))
+    WorkerEngine(workers).generate(LoadOptions(model="tiny"), request, watch)
 """
 
 

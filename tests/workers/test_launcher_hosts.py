@@ -22,7 +22,7 @@ from wan_core.config import LoadOptions, Request
 from wan_core.media.video import read_metadata, read_video
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY as TINY_FILES
-from wan_core.workers.client import generate
+from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
 
@@ -61,7 +61,7 @@ def test_two_hosts_give_the_result_of_one_process(monkeypatch: pytest.MonkeyPatc
     processes: set[int] = set()
     try:
         with forking(), Workers(WorkerOptions(devices=("cpu", "cpu"), start_timeout=90, **options)) as workers:
-            result = generate(workers, tiny, Request(**SMALL))
+            result = WorkerEngine(workers).generate(tiny, Request(**SMALL))
             processes = below(os.getpid()) - others
             assert len(processes) == 3 + 3
         assert (result.latents - alone.latents).abs().max() < 5e-4
@@ -86,11 +86,11 @@ def test_a_file_that_one_host_does_not_have(tmp_path: Path, monkeypatch: pytest.
     processes: set[int] = set()
     try:
         with forking(ranks=1), Workers(WorkerOptions(devices=("cpu",), start_timeout=90, **options)) as workers:
-            generate(workers, LoadOptions(model="tiny", device="cpu"), Request(**SMALL))
+            WorkerEngine(workers).generate(LoadOptions(model="tiny", device="cpu"), Request(**SMALL))
             processes, begin = below(os.getpid()) - others, time.monotonic()
             files = {name: f"models/t2v_{name}.safetensors" for name in ("high", "low")}
             with pytest.raises(WorkerError, match=r"rank 1 on .* refused the request in .*t2v_low\.safetensors: "):
-                generate(workers, LoadOptions(model="tiny", device="cpu", **files), Request(**SMALL))
+                WorkerEngine(workers).generate(LoadOptions(model="tiny", device="cpu", **files), Request(**SMALL))
             assert time.monotonic() - begin < 20
     finally:
         other.kill()
@@ -101,7 +101,7 @@ def test_a_host_that_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     options, others = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "run_id": "alone"}, below(os.getpid())
     workers = Workers(WorkerOptions(devices=("cpu",), start_timeout=4, **options))
     with forking(), pytest.raises(WorkerError, match=r"not ready within 4 s|could not connect to each other"):
-        generate(workers, LoadOptions(model="tiny"), Request(**SMALL))
+        WorkerEngine(workers).generate(LoadOptions(model="tiny"), Request(**SMALL))
     wait_until_gone(below(os.getpid()) - others)
 
 

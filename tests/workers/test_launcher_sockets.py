@@ -12,7 +12,7 @@ import pytest
 from tests.forked import forking
 from tools.processes import below
 from wan_core.config import LoadOptions, Request
-from wan_core.workers.client import generate
+from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import Workers
 from wan_core.workers.options import WorkerOptions
 
@@ -45,6 +45,6 @@ def test_workers_of_one_host_listen_on_loopback_alone(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     others = below(os.getpid())
     with forking(), Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2")) as workers:
-        generate(workers, LoadOptions(model="tiny", device="cpu"), Request(**SMALL))
+        WorkerEngine(workers).generate(LoadOptions(model="tiny", device="cpu"), Request(**SMALL))
         found = listening(below(os.getpid()) - others)
     assert found and {place.partition(":")[0] for place in found} <= HERE

@@ -6,6 +6,7 @@ import argparse
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,14 @@ from wan_core.cli.options import outputs_of, values_of
 from wan_core.cli.parsing import program
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.video_writing import VideoWriting, video_output
-from wan_core.cli.workers import generate_on, worker_options
+from wan_core.cli.workers import engine_of
 from wan_core.config import RANDOM_SEED, LoadOptions, Request
 from wan_core.config.command import command
 from wan_core.config.table import from_values
 
 if TYPE_CHECKING:
-    from wan_core.pipeline.pipeline import Pipeline
+    from wan_core.pipeline.pipeline import Result, WriteVideo
+    from wan_core.pipeline.watch import Watch
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -35,11 +37,12 @@ def load_options_of(options: argparse.Namespace) -> LoadOptions:
 
 
 def run_warmup(options: argparse.Namespace) -> int:
+    from wan_core.pipeline.engine import LocalEngine
     from wan_core.pipeline.warmup import warm_up
 
     request = request_of(options)
     progress = ProgressLine()
-    pipe = load_with_progress(load_options_of(options), request, progress)
+    pipe = LocalEngine().load(load_options_of(options), request, watching(progress))
     warm_up(pipe, request, progress.phase)
     print(pipe.report.text())
     return 0
@@ -131,27 +134,29 @@ def generate(
     progress: ProgressLine,
     files: GeneratedFiles,
     on_kept: Callable[[Path], None],
-    write: Callable[..., None],
-) -> Any:
-    """A `Result` or `RemoteResult`: made here, or by several GPUs."""
-    workers = worker_options(options)
-    if workers is not None:
-        return generate_on(workers, load_options, request, progress, files.latents, files.clips, on_kept, write)
-    pipe = load_with_progress(load_options, request, progress)
-    told = {"on_step": progress.step, "on_phase": progress.phase, "on_kept": on_kept}
-    told["on_job"] = lambda job: progress.planned(job.plan)
-    return pipe.generate(request, keep_latents=files.latents, keep_clips=files.clips, write=write, **told)
+    write: WriteVideo,
+) -> Result:
+    """Made here, or by several GPUs."""
+    with closing(engine_of(options)) as engine:
+        watch = watching(progress, on_kept)
+        return engine.generate(
+            load_options, request, watch, keep_latents=files.latents, keep_clips=files.clips, write=write
+        )
 
 
-def load_with_progress(load_options: LoadOptions, request: Request, progress: ProgressLine) -> Pipeline:
-    """The models, ready for `request`. Raises as `Pipeline.load` does."""
-    from wan_core.checkpoint.staged import Reading
-    from wan_core.pipeline.pipeline import Pipeline
+def watching(progress: ProgressLine, on_kept: Callable[[Path], None] = lambda _: None) -> Watch:
+    """What `progress` shows of a run."""
+    from wan_core.pipeline.watch import Watch
 
-    how = Reading(on_bytes=progress.read)
-    pipe = Pipeline.load(load_options, request=request, on_found=progress.found, how=how)
-    progress.end()
-    return pipe
+    return Watch(
+        found=progress.found,
+        read=progress.read,
+        loaded=progress.end,
+        planned=progress.planned,
+        phase=progress.phase,
+        step=progress.step,
+        kept=on_kept,
+    )
 
 
 def write_beside_video(result: Any, files: GeneratedFiles) -> list[str]:

@@ -59,10 +59,10 @@ class ProgressLine:
         if self.seed is not None:
             self.say(f"seed {self.seed}")
 
-    def found(self, parts: Any, job: Any = None) -> None:
-        """The models that will be loaded (`Parts`), and what will be made (`Job`)."""
-        if job is not None:
-            self.decided(job.plan.notes)
+    def found(self, parts: Any, plan: Plan | None = None) -> None:
+        """The models that will be loaded (`Parts`), and what will be made."""
+        if plan is not None:
+            self.decided(plan.notes)
         self.to_load = sum(part.stored_bytes for part in parts.of.values())
 
     def decided(self, notes: Iterable[str]) -> None:

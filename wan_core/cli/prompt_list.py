@@ -17,10 +17,10 @@ from wan_core.config import LoadOptions, OptionError
 
 if TYPE_CHECKING:
     from wan_core.execution.report import Report
-    from wan_core.pipeline.pipeline import Pipeline, WriteVideo
-    from wan_core.workers.launcher import Workers
+    from wan_core.pipeline.engine import Engine
+    from wan_core.pipeline.pipeline import WriteVideo
     from wan_core.workers.options import WorkerOptions
-    from wan_core.workers.video_list import ListedVideo, Maker, Outcome
+    from wan_core.workers.video_list import ListedVideo, Outcome
 
 NOT_WITH_A_LIST = {
     "save_latents": "a list keeps no latents",
@@ -52,7 +52,7 @@ def run_list(options: argparse.Namespace) -> int:
     notes: dict[str, None] = {}  # of all videos, each once, in their order
     for video in left:
         try:
-            notes |= dict.fromkeys(check_request(loaded, video.request, device).plan.notes)
+            notes |= dict.fromkeys(check_request(loaded, video.request, device).job.plan.notes)
         except OptionError as fault:
             raise OptionError(f"line {video.line} of {options.prompts}: {fault}") from fault
     for note in notes:
@@ -67,16 +67,18 @@ def make_left(left: Sequence[ListedVideo], groups: Sequence[WorkerOptions] | Non
     """Make the videos that are not there. The ranks of all groups end with it."""
     from wan_core.cli.prompt_file import is_finished
     from wan_core.config.claims import SharedClaims
+    from wan_core.pipeline.engine import LocalEngine
+    from wan_core.workers.client import WorkerEngine
     from wan_core.workers.launcher import Workers
     from wan_core.workers.video_list import VideoList, make_all
 
     with ExitStack() as stack:
         running = [stack.enter_context(Workers(group)) for group in groups or ()]
-        makers: list[Maker] = [
-            MakerOnRanks(f"group {number} ({', '.join(workers.options.devices)})", loaded, workers)
+        makers = [
+            EngineMaker(f"group {number} ({', '.join(workers.options.devices)})", loaded, WorkerEngine(workers))
             for number, workers in enumerate(running, 1)
         ]
-        makers = makers or [MakerHere(loaded)]
+        makers = makers or [EngineMaker("this process", loaded, LocalEngine())]
         claims = stack.enter_context(SharedClaims())
         listed = VideoList(left, [maker.name for maker in makers], claims, is_finished, tell)
         return make_all(listed, makers, lambda: [workers.kill() for workers in running])
@@ -117,40 +119,14 @@ def list_groups(options: argparse.Namespace) -> list[WorkerOptions] | None:
     return [replace(one, devices=group) for group in given]
 
 
-class MakerHere:
-    """Makes videos in this process; models stay loaded while they fit the next video."""
+class EngineMaker:
+    """Makes videos with an engine of its own: this process, or worker processes."""
 
-    def __init__(self, loaded: LoadOptions) -> None:
-        self.name, self.loaded = "this process", loaded
-        self.pipe: tuple[Any, Pipeline] | None = None
-
-    def make(self, video: ListedVideo) -> None:
-        from wan_core.pipeline.pipeline import Pipeline
-        from wan_core.pipeline.sources import for_request
-
-        request = video.request
-        image = bool(request.image or request.last_image)
-        spec = for_request(self.loaded, request), image
-        if self.pipe is None or self.pipe[0] != spec:
-            self.pipe = None  # gone before the next is loaded
-            self.pipe = spec, Pipeline.load(self.loaded, request=request)
-        pipe = self.pipe[1]
-        write_with_report(video, lambda write: pipe.generate(request, write=write).report)
-
-
-class MakerOnRanks:
-    """Makes videos with worker processes of its own."""
-
-    def __init__(self, name: str, loaded: LoadOptions, workers: Workers) -> None:
-        self.name, self.loaded, self.workers = name, loaded, workers
+    def __init__(self, name: str, loaded: LoadOptions, engine: Engine) -> None:
+        self.name, self.loaded, self.engine = name, loaded, engine
 
     def make(self, video: ListedVideo) -> None:
-        from wan_core.workers.client import generate
-
-        def run(write: WriteVideo) -> Report:
-            return generate(self.workers, self.loaded, video.request, write=write).report
-
-        write_with_report(video, run)
+        write_with_report(video, lambda write: self.engine.generate(self.loaded, video.request, write=write).report)
 
 
 def write_with_report(video: ListedVideo, run: Callable[[WriteVideo], Report]) -> None:

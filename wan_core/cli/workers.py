@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wan_core.cli.progress import ProgressLine
-from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config import OptionError
 
 if TYPE_CHECKING:
-    from wan_core.pipeline.pipeline import WriteVideo
-    from wan_core.workers.client import RemoteResult
+    from wan_core.pipeline.engine import Engine
     from wan_core.workers.options import WorkerOptions
 
 
@@ -61,31 +57,14 @@ def devices_of(options: argparse.Namespace) -> tuple[str, ...]:
     return parse_devices(options.gpus, torch.cuda.device_count())
 
 
-def generate_on(
-    workers: WorkerOptions,
-    loaded: LoadOptions,
-    request: Request,
-    progress: ProgressLine,
-    latents: Path,
-    clips: Path,
-    on_kept: Callable[[Path], None],
-    write: WriteVideo,
-) -> RemoteResult:
-    """As `Pipeline.load` and `Pipeline.generate`. What the ranks would refuse is refused before they start."""
-    import torch
+def engine_of(options: argparse.Namespace) -> Engine:
+    """This process, or the workers that --gpus names. Raises OptionError."""
+    workers = worker_options(options)
+    if workers is None:
+        from wan_core.pipeline.engine import LocalEngine
 
-    from wan_core.pipeline.pipeline import check_request
-    from wan_core.workers.client import generate
+        return LocalEngine()
+    from wan_core.workers.client import WorkerEngine
     from wan_core.workers.launcher import Workers
 
-    progress.decided(check_request(loaded, request, torch.device(workers.devices[0])).plan.notes)
-    given = {
-        "on_step": progress.step,
-        "on_plan": progress.planned,
-        "on_phase": progress.phase,
-        "keep_latents": latents,
-        "on_kept": on_kept,
-    }
-    given |= {"keep_clips": clips, "write": write}
-    with Workers(workers) as running:
-        return generate(running, loaded, request, **given)
+    return WorkerEngine(Workers(workers))

@@ -29,7 +29,7 @@ from wan_core.pipeline.hearing import heard
 from wan_core.pipeline.images import Pieces, decode_to
 from wan_core.pipeline.kept_clips import KeptClips, key_of
 from wan_core.pipeline.resolved_request import Job
-from wan_core.pipeline.sample import OnStep
+from wan_core.pipeline.watch import OnStep, Watch
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.pace import BlockChecks
@@ -79,39 +79,25 @@ class ClipRun:
     def crop(self) -> Box:
         return Box(0, 0, self.job.width, self.job.height) if self.media is None else self.media.crop
 
-    def run(
-        self,
-        on_step: OnStep | None,
-        on_phase: Callable[[str], None],
-        checks: BlockChecks | None,
-        write: Write | None,
-    ) -> Tensor:
+    def run(self, watch: Watch, write: Write | None) -> Tensor:
         """The latents of all clips, one after the other [1, C, sum of T, Y, X] on the CPU; `frames` then has the video.
         write: called in a thread of its own with the frames [H, W, 3], each as soon as it is finished."""
-        on_phase("text")
+        watch.phase("text")
         text = self.pipe.encode_text(self.job)
         with Feed[np.ndarray, None](lambda frames: use_all(frames, write)) as feed:
             made, carried = [], None
             for clip in self.job.clips:
                 given = given_to(self.pipe, self.job, clip, self.media, carried)
-                latents = self.latents(clip, given, text, on_step, on_phase, checks)
+                latents = self.latents(clip, given, text, watch)
                 made.append(latents.cpu())
-                on_phase("decode")
+                watch.phase("decode")
                 carried = self.decode(clip, latents, given.get("lead"), carried, feed.put)
             with self.pipe.report.phase("decode" if write is None else "write"):
                 feed.finish()
         self.note_kept()
         return torch.cat(made, 2)
 
-    def latents(
-        self,
-        clip: Clip,
-        given: Mapping[str, Tensor],
-        text: Conditioning,
-        on_step: OnStep | None,
-        on_phase: Callable[[str], None],
-        checks: BlockChecks | None,
-    ) -> Tensor:
+    def latents(self, clip: Clip, given: Mapping[str, Tensor], text: Conditioning, watch: Watch) -> Tensor:
         """Un-normalised latents of one clip: kept by an earlier run, or made now."""
         shape = self.job.clip_shape(clip)
         found = None if self.kept is None else self.kept.find(clip, shape)
@@ -120,9 +106,9 @@ class ClipRun:
             self.pipe.report.notes.append(f"clip {clip.number + 1} was finished by an earlier run")
             return found.to(self.pipe.models.device)
         conditioning = condition(self.pipe, self.job, clip, given, text)
-        on_phase("denoise")
-        told = None if on_step is None else self.told(clip, on_step)
-        latents = self.pipe.sample(self.job, conditioning, told, checks, clip=clip.number)
+        watch.phase("denoise")
+        told = None if watch.step is None else self.told(clip, watch.step)
+        latents = self.pipe.sample(self.job, conditioning, told, watch.checks, clip=clip.number)
         if self.kept is not None:
             with self.pipe.report.phase("save latents"):
                 self.kept.keep(clip, latents, self.job.fps)

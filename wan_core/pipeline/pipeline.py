@@ -41,9 +41,10 @@ from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.resolved_request import Job, make_job
-from wan_core.pipeline.sample import OnStep, guidance_over, sample_latents
+from wan_core.pipeline.sample import guidance_over, sample_latents
 from wan_core.pipeline.settings import choose_device, compute_dtype
 from wan_core.pipeline.sources import find_models, for_request
+from wan_core.pipeline.watch import SILENT, OnStep, Watch
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import retried
 from wan_core.sampling.pace import BlockChecks
@@ -81,6 +82,7 @@ class Pipeline:
         self.loaded = report  # of loading alone
         self.report = report.branch()  # of the newest generation
         self.relieved = False  # it ran out of memory and went on
+        self.checked: Job | None = None  # of the request that is prepared next, where it was checked already
 
     @classmethod
     def load(
@@ -89,80 +91,77 @@ class Pipeline:
         *,
         request: Request | None = None,
         ranks: RankMesh | None = None,
-        on_found: Callable[[Parts, Job | None], None] = lambda *_: None,
+        watch: Watch = SILENT,
         how: Reading = USUAL,
     ) -> Pipeline:
         """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
         read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
-        each calling this and everything after it alike, on its own device; all have the same results. on_found: told
-        what will be loaded, and the checked request. how: files are read. Raises CheckpointError,
-        OptionError or AttentionError."""
+        each calling this and everything after it alike, on its own device; all have the same results. how: files
+        are read. Raises CheckpointError, OptionError or AttentionError."""
         report = Report(choose_device(options.device) if ranks is None else ranks.device)
-        image = request is not None and bool(request.image or request.last_image)
-        if request is not None:
-            options = for_request(options, request)
         with report.phase("load"):
-            found = find_models(options, image=image)
-            job = None if request is None else first_job(found, options, request, report.device)
-            on_found(found, job)
-            models = load_models(found, options, report, None if job is None else Workload.of(job), ranks, how)
-        return cls(models, report)
+            if request is not None:
+                return cls.load_checked(check_request(options, request, report.device), report, watch, ranks, how)
+            found = find_models(options)
+            watch.found(found, None)
+            return cls(load_models(found, options, report, None, ranks, how), report)
+
+    @classmethod
+    def load_checked(
+        cls,
+        checked: CheckedRequest,
+        report: Report,
+        watch: Watch = SILENT,
+        ranks: RankMesh | None = None,
+        how: Reading = USUAL,
+    ) -> Pipeline:
+        """The models of a request that was checked."""
+        watch.found(checked.models, checked.job.plan)
+        workload = Workload.of(checked.job)
+        pipe = cls(load_models(checked.models, checked.options, report, workload, ranks, how), report)
+        pipe.checked = checked.job
+        return pipe
 
     @torch.no_grad()
     def generate(
         self,
         request: Request,
+        watch: Watch = SILENT,
         *,
-        on_step: OnStep | None = None,
-        on_job: Callable[[Job], None] = lambda _: None,
-        on_phase: Callable[[str], None] = lambda _: None,
-        on_latents: Callable[[Tensor], None] = lambda _: None,
         keep_latents: Path | None = None,
         keep_clips: Path | None = None,
-        on_kept: Callable[[Path], None] = lambda _: None,
-        checks: BlockChecks | None = None,
         write: WriteVideo | None = None,
     ) -> Result:
         """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there; if
         that fails, a warning and a note of the report say so, and they are decoded all the same.
 
-        on_job: told what will be made, after every check. on_phase: the names of phases as they begin. on_latents: told
-        the finished latents, before they are decoded. on_kept: told where they were written. checks: as in
-        `sample_latents`. write: is given the frames while later ones are decoded, in a thread of its own.
-        keep_clips: a folder for the latents of the finished clips of a long video; a later run of the same video goes
-        on from them. `keep_latents` and `on_latents` are not for those.
+        write: is given the frames while later ones are decoded, in a thread of its own. keep_clips: a folder for the
+        latents of the finished clips of a long video; a later run of the same video goes on from them. `keep_latents`
+        and `watch.latents` are not for those.
         """
         job = self.prepare(request)
-        on_job(job)
+        watch.planned(job.plan)
         if not job.alone:
-            return self.generate_clips(job, on_step, on_phase, checks, write, keep_clips)
-        on_phase("text")
+            return self.generate_clips(job, watch, write, keep_clips)
+        watch.phase("text")
         conditioning, start = self.encode(job), self.encode_video(job)
         if self.models.compiles:
-            on_phase("compile in the first step")
-        on_phase("denoise")
-        latents = self.sample(job, conditioning, on_step, checks, start)
+            watch.phase("compile in the first step")
+        watch.phase("denoise")
+        latents = self.sample(job, conditioning, watch.step, watch.checks, start)
         if keep_latents is not None and self.keep(keep_latents, latents, job.fps):
-            on_kept(keep_latents)
-        on_latents(latents)
-        on_phase("decode")
+            watch.kept(keep_latents)
+        watch.latents(latents)
+        watch.phase("decode")
         told = None if write is None else partial(write, fps=job.fps, settings=self.report.settings)
         frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report, told)
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
 
-    def generate_clips(
-        self,
-        job: Job,
-        on_step: OnStep | None,
-        on_phase: Callable[[str], None],
-        checks: BlockChecks | None,
-        write: WriteVideo | None,
-        keep: Path | None,
-    ) -> Result:
+    def generate_clips(self, job: Job, watch: Watch, write: WriteVideo | None, keep: Path | None) -> Result:
         """As `generate`, clip by clip. The latents of the result are those of all clips, one after the other."""
         run = ClipRun(self, job, keep)
         told = None if write is None else partial(write, fps=job.fps, settings=self.report.settings)
-        latents = run.run(on_step, on_phase, checks, told)
+        latents = run.run(watch, told)
         kept = () if run.kept is None else tuple(run.kept.used)
         return Result(run.frames, latents, job.fps, job.plan, self.report, kept)
 
@@ -179,9 +178,11 @@ class Pipeline:
         """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
         models = self.models
         self.report, self.relieved = self.loaded.branch(), False
-        files = models.checkpoint, models.low_checkpoint, models.loras
-        streamed = models.residency.policy == "stream"
-        job = make_job(request, models.task, models.dit_config, models.vae_config, *files, streamed)
+        job, self.checked = self.checked, None
+        if job is None or job.request is not request:
+            files = models.checkpoint, models.low_checkpoint, models.loras
+            job = make_job(request, models.task, models.dit_config, models.vae_config, *files)
+        job = job.streamed() if models.residency.policy == "stream" else job
         memory = models.place(Workload.of(job))
         if memory is not None:
             self.report.settings["memory"] = memory.as_dict()
@@ -357,22 +358,27 @@ class Pipeline:
         return True
 
 
-def check_request(options: LoadOptions, request: Request, device: torch.device) -> Job:
-    """Raise what loading and `generate` on `device` would refuse, from the headers of the files alone."""
-    image = bool(request.image or request.last_image)
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A request checked against the headers of its files. options: with what it asks of the embedded model."""
+
+    options: LoadOptions
+    models: Parts
+    job: Job
+
+
+def check_request(options: LoadOptions, request: Request, device: torch.device) -> CheckedRequest:
+    """Find the models of `request` and check it, before any weights are read. Raises what loading and `generate` on
+    `device` would refuse: CheckpointError, OptionError or AttentionError."""
     options = for_request(options, request)
-    return first_job(find_models(options, image=image), options, request, device)
-
-
-def first_job(found: Parts, options: LoadOptions, request: Request, device: torch.device) -> Job:
-    """`request` checked against files before any weights are read. Raises OptionError or AttentionError."""
+    found = find_models(options, image=bool(request.image or request.last_image))
     files = found.of["high"].path, found.low_path, lora_files(options.loras)
     job = make_job(request, found.task, found.dit, found.vae, *files)
     if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
         head_dim, dtype = found.dit.head_dim, compute_dtype(options.precision, device)
         attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
         check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
-    return job
+    return CheckedRequest(options, found, job)
 
 
 def metadata(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -121,13 +121,11 @@ def make_job(
     checkpoint: Path | None = None,
     low: Path | None = None,
     loras: Sequence[Path] = (),
-    streamed: bool = False,
 ) -> Job:
     """Fill in what `request` leaves open and check all of it. Raises OptionError.
 
     checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it. low: of the
-    other expert, if there is one. loras: files on either of them. streamed: blocks come from host memory for every
-    forward.
+    other expert, if there is one. loras: files on either of them.
     """
     if request.from_video is not None:
         strength(request)
@@ -136,8 +134,7 @@ def make_job(
     facts = ModelFacts(task=task, dit=dit, vae=vae, high=checkpoint, low=low, loras=tuple(loras))
     video = build_plan(plan_request(request, task, width, height, frames), facts)
     assert video.tokens is not None
-    few = streamed and video.tokens <= TRANSFER_TOKENS
-    batched, why = choose_batched(request.guidance_mode, video.plan, video.tokens, streamed=few)
+    batched, why = choose_batched(request.guidance_mode, video.plan, video.tokens, streamed=False)
     return Job(
         request=request,
         task=task,

@@ -18,16 +18,13 @@ from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.time import TimeStretch
+from wan_core.pipeline.watch import OnStep
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, RunBranches, denoise
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.solvers import History
 from wan_core.sampling.start import Leftover, Start, finished
-
-OnStep = Callable[[Progress, float | None], None]
-"""Called after every step: what was done, and the seconds of a forward in the newest finished step that ran any (None
-before the first)."""
 
 
 @torch.no_grad()

@@ -53,16 +53,19 @@ class NonFiniteError(UserError):
 
 @dataclass(frozen=True)
 class Progress:
-    """Handed to `on_step` after a step was launched (on a GPU it may still be running)."""
+    """Handed to `on_step` after a step was launched (on a GPU it may still be running, or it ran in workers)."""
 
     step: Step
-    total: int
-    latents: Tensor  # normalised, at step.sigma_next
-    velocity: Tensor  # predicted at step.sigma
     plan: Plan
     forwards: int  # runs of all blocks in this step, and over a driving video before it
+    latents: Tensor | None = None  # normalised, at step.sigma_next; of workers what `preview` returns, if they send it
+    velocity: Tensor | None = None  # predicted at step.sigma; None: it ran in workers
     clip: tuple[int, int] = (1, 1)  # of a long video: which one, from 1, of how many
     later: float = 0.0  # later clips take so many forwards of this one
+
+    @property
+    def total(self) -> int:
+        return len(self.plan.steps)
 
     def left(self, seconds: float) -> float:
         """As `Plan.left`, with the clips that follow."""
@@ -70,7 +73,8 @@ class Progress:
 
     def preview(self) -> Tensor:
         """The video the model sees behind the remaining noise: normalised latents [B, C, T, Y, X]."""
-        return self.latents - self.velocity * self.step.sigma_next
+        assert self.latents is not None
+        return self.latents if self.velocity is None else self.latents - self.velocity * self.step.sigma_next
 
 
 def denoise(
@@ -138,7 +142,7 @@ def denoise(
                     x = hold_known(x, conditioning)
                     watch.note(step.index, x)
                     if on_step is not None:
-                        on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
+                        on_step(Progress(step, plan, forwards, x, velocity))
         del guided, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     on_end(history._replace(video=resolution.video))

@@ -1,4 +1,4 @@
-"""Requests to the worker processes as functions: a whole video, or its parts as ComfyUI's nodes need them."""
+"""The worker processes as an engine: requests as methods."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
 from wan_core.models.text.notes import TokenCount
 from wan_core.pipeline.images import Made, Pieces, WriteFrames, in_this_mode
-from wan_core.pipeline.pipeline import WriteVideo
-from wan_core.sampling.plan import Plan, Step
+from wan_core.pipeline.pipeline import Result, WriteVideo, check_request
+from wan_core.pipeline.watch import SILENT, OnStep, Watch
+from wan_core.sampling.denoise import Progress
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.launcher import Workers
 from wan_core.workers.wire import pack, report_from, unpack
@@ -32,99 +34,166 @@ log = logging.getLogger(__name__)
 FILES = ("path", "model", "high", "low", "text_encoder", "tokenizer", "vae", "clip_vision", "audio_encoder")
 
 
-@dataclass(frozen=True)
-class RemoteProgress:
-    """`denoise.Progress` of a step that ran in the workers. picture: what `preview` returns, of the first video."""
+class WorkerEngine:
+    """Worker processes as an engine: a whole video, or its parts as a graph of nodes needs them. What they have loaded
+    stays with them while it fits the next request. poll: called while they work; may raise to interrupt."""
 
-    step: Step
-    plan: Plan
-    forwards: int
-    picture: Tensor | None = None
-    clip: tuple[int, int] = (1, 1)
-    later: float = 0.0
+    def __init__(self, workers: Workers, poll: Callable[[], None] = lambda: None) -> None:
+        self.workers, self.poll = workers, poll
 
-    @property
-    def total(self) -> int:
-        return len(self.plan.steps)
+    def generate(
+        self,
+        options: LoadOptions,
+        request: Request,
+        watch: Watch = SILENT,
+        *,
+        keep_latents: Path | None = None,
+        keep_clips: Path | None = None,
+        write: WriteVideo | None = None,
+    ) -> Result:
+        """Rank 0, on this host, writes the finished latents to `keep_latents`, those of clips into `keep_clips`. What
+        the ranks would refuse is refused before they start."""
+        if not self.workers.is_running:
+            checked = check_request(options, request, torch.device(self.workers.options.devices[0]))
+            watch.found(checked.models, checked.job.plan)
+        plan: Plan | None = None
+        video = _ArrivingVideo(write)
 
-    def left(self, seconds: float) -> float:
-        """As of `denoise.Progress`."""
-        return self.plan.left(self.step, seconds) + seconds * self.later
+        def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+            nonlocal plan
+            if header["name"] == "plan":
+                plan = decided = unpack(Plan, header["plan"])
+                watch.planned(decided)
+            elif header["name"] == "phase":
+                watch.phase(header["phase"])
+            elif header["name"] == "kept":
+                watch.kept(Path(header["path"]))
+            elif header["name"] == "not kept":
+                log.warning("%s", header["text"])
+            elif header["name"] == "video":
+                video.begin(header["fps"], header["settings"])
+            elif header["name"] == "frame":
+                video.put(tensors["frame"].numpy())
+            elif header["name"] == "step" and watch.step is not None:
+                assert plan is not None
+                place = {"clip": tuple(header["clip"]), "later": header["later"]}
+                watch.step(Progress(plan.steps[header["step"]], plan, header["forwards"], **place), header["seconds"])
 
-    def preview(self) -> Tensor:
-        """Normalised latents [1, C, T, Y, X]."""
-        assert self.picture is not None
-        return self.picture
+        fields = {
+            "options": asdict(options),
+            "request": asdict(request),
+            "files": stamps(asdict(options)),
+            "mesh": self.workers.options.mesh,
+            "keep": None if keep_latents is None else str(keep_latents.absolute()),
+            "keep_clips": None if keep_clips is None else str(keep_clips.absolute()),
+        }
+        with video:
+            found, tensors = self.workers.call("generate", fields, on_event=event)
+            report = report_from(found["report"])
+            with report.phase("write"):
+                frames = video.finish()
+        kept = tuple(map(Path, found["kept_clips"]))
+        return Result(frames, tensors["latents"], found["fps"], unpack(Plan, found["plan"]), report, kept)
 
+    def sample(
+        self,
+        model: Mapping[str, Any],
+        plan: Plan,
+        conditioning: Mapping[str, Tensor],
+        *,
+        start: Start,
+        batched: bool,
+        report: Report,
+        fps: int,
+        keep: Path | None = None,
+        on_step: OnStep | None = None,
+        on_phase: Callable[[str], None] = lambda _: None,
+        on_leftover: Callable[[Leftover], None] = lambda _: None,
+    ) -> Tensor:
+        """As `sample.sample_latents`, on all workers: un-normalised latents float32 on the CPU.
 
-OnStep = Callable[[RemoteProgress, "float | None"], None]
+        model: `LoadOptions` with the paths of the experts, as a dict. conditioning: the fields of `Conditioning` that
+        are set. keep: where rank 0 writes the latents before it sends them; the file is deleted when they have arrived.
+        Times and notes are added to `report`.
+        """
 
+        def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+            if header["name"] == "phase":
+                on_phase(header["phase"])
+            elif header["name"] == "not kept":
+                log.warning("%s", header["text"])
+            elif header["name"] == "step" and on_step is not None:
+                step = plan.steps[header["step"]]
+                on_step(Progress(step, plan, header["forwards"], tensors.get("preview")), header["seconds"])
 
-@dataclass(frozen=True)
-class RemoteResult:
-    """`pipeline.Result` of workers."""
+        tensors: dict[str, Tensor] = {}
+        fields = {
+            "model": dict(model),
+            "files": stamps(model),
+            "mesh": self.workers.options.mesh,
+            "plan": asdict(plan),
+            "start": pack(start, tensors, "start"),
+            "batched": batched,
+            "keep": None if keep is None else str(keep.absolute()),
+            "fps": fps,
+            "settings": report.settings,
+        }
+        found, made = self.workers.call("sample", fields, {**conditioning, **tensors}, on_event=event, poll=self.poll)
+        if keep is not None:
+            with suppress(OSError):  # the folder was read-only, and nothing was kept
+                keep.unlink()
+        add_report(report, found["report"])
+        if found["leftover"] is not None:
+            on_leftover(unpack(Leftover, found["leftover"], made))
+        return made["latents"]
 
-    frames: np.ndarray
-    latents: Tensor
-    fps: int
-    plan: Plan
-    report: Report
-    kept_clips: tuple[Path, ...] = ()
+    def decode_to(
+        self,
+        vae: Mapping[str, Any],
+        latents: Tensor,
+        report: Report,
+        consume: Callable[[Pieces], Made],
+        *,
+        dtype: torch.dtype,
+        tile: Mapping[str, int] | None = None,
+        on_frames: Callable[[int, int], None] = lambda done, total: None,
+        rest: str = "decode",
+    ) -> Made:
+        """As `images.decode_to`. vae: path and precision."""
+        fields = {"vae": dict(vae), "files": stamps(vae), "uint8": dtype == torch.uint8}
+        fields["tile"] = None if tile is None else dict(tile)
+        with Feed(in_this_mode(consume)) as feed:
 
+            def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+                if header["name"] == "frames":
+                    on_frames(header["done"], header["total"])
+                elif header["name"] == "piece":
+                    feed.put((header["first"], tensors["images"]))
 
-def generate(
-    workers: Workers,
-    options: LoadOptions,
-    request: Request,
-    *,
-    on_step: OnStep | None = None,
-    on_plan: Callable[[Plan], None] = lambda _: None,
-    on_phase: Callable[[str], None] = lambda _: None,
-    keep_latents: Path | None = None,
-    keep_clips: Path | None = None,
-    on_kept: Callable[[Path], None] = lambda _: None,
-    write: WriteVideo | None = None,
-) -> RemoteResult:
-    """As `Pipeline.load` and `Pipeline.generate`, on all workers. Rank 0, on this host, writes the finished latents to
-    `keep_latents`, those of clips into `keep_clips`."""
-    plan: Plan | None = None
-    video = _ArrivingVideo(write)
+            found, _ = self.workers.call("decode", fields, {"latents": latents}, on_event=event, poll=self.poll)
+            add_report(report, found["report"])
+            with report.phase(rest):
+                return feed.finish()
 
-    def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        nonlocal plan
-        if header["name"] == "plan":
-            plan = decided = unpack(Plan, header["plan"])
-            on_plan(decided)
-        elif header["name"] == "phase":
-            on_phase(header["phase"])
-        elif header["name"] == "kept":
-            on_kept(Path(header["path"]))
-        elif header["name"] == "not kept":
-            log.warning("%s", header["text"])
-        elif header["name"] == "video":
-            video.begin(header["fps"], header["settings"])
-        elif header["name"] == "frame":
-            video.put(tensors["frame"].numpy())
-        elif header["name"] == "step" and on_step is not None:
-            assert plan is not None
-            place = {"clip": tuple(header["clip"]), "later": header["later"]}
-            on_step(RemoteProgress(plan.steps[header["step"]], plan, header["forwards"], **place), header["seconds"])
+    def encode(self, vae: Mapping[str, Any], images: Tensor) -> Tensor:
+        """As `images.encode_images`: images [F, H, W, 3] in 0..1 to latents float32 [1, C, T, Y, X]."""
+        fields = {"vae": dict(vae), "files": stamps(vae)}
+        return self.workers.call("encode", fields, {"images": images}, poll=self.poll)[1]["latents"]
 
-    fields = {
-        "options": asdict(options),
-        "request": asdict(request),
-        "files": stamps(asdict(options)),
-        "mesh": workers.options.mesh,
-        "keep": None if keep_latents is None else str(keep_latents.absolute()),
-        "keep_clips": None if keep_clips is None else str(keep_clips.absolute()),
-    }
-    with video:
-        found, tensors = workers.call("generate", fields, on_event=event)
-        report = report_from(found["report"])
-        with report.phase("write"):
-            frames = video.finish()
-    kept = tuple(map(Path, found["kept_clips"]))
-    return RemoteResult(frames, tensors["latents"], found["fps"], unpack(Plan, found["plan"]), report, kept)
+    def text(
+        self,
+        text_encoder: Mapping[str, Any],
+        prompts: Sequence[str],
+    ) -> tuple[list[Tensor], list[TokenCount]]:
+        """Text rows [L, dim] of each prompt, without padding, and its tokens. text_encoder: path and precision."""
+        fields = {"text_encoder": dict(text_encoder), "files": stamps(text_encoder), "prompts": list(prompts)}
+        found, tensors = self.workers.call("text", fields, poll=self.poll)
+        counts = [TokenCount(*count) for count in found["counts"]]
+        return [row[: count.read] for row, count in zip(tensors["rows"], counts, strict=True)], counts
+
+    def close(self) -> None:
+        """End the processes."""
+        self.workers.stop()
 
 
 class _ArrivingVideo:
@@ -142,11 +211,8 @@ class _ArrivingVideo:
             self.feed.__exit__()
 
     def begin(self, fps: int, settings: Mapping[str, Any]) -> None:
-        told, count = (
-            None if self.write is None else partial(self.write, fps=fps, settings=settings),
-            settings["frames"],
-        )
-        self.feed = Feed[np.ndarray, np.ndarray](lambda frames: _stacked(frames, count, told)).__enter__()
+        write = None if self.write is None else partial(self.write, fps=fps, settings=settings)
+        self.feed = Feed[np.ndarray, np.ndarray](lambda frames: _stacked(frames, settings["frames"], write)).__enter__()
 
     def put(self, frame: np.ndarray) -> None:
         assert self.feed is not None
@@ -174,112 +240,6 @@ def _stacked(frames: Iterator[np.ndarray], count: int, write: WriteFrames | None
     for _ in kept:  # all of them are needed, however `write` ended
         pass
     return whole[0]
-
-
-def sample(
-    workers: Workers,
-    model: Mapping[str, Any],
-    plan: Plan,
-    conditioning: Mapping[str, Tensor],
-    *,
-    start: Start,
-    batched: bool,
-    report: Report,
-    fps: int,
-    keep: Path | None = None,
-    on_step: OnStep | None = None,
-    on_phase: Callable[[str], None] = lambda _: None,
-    on_leftover: Callable[[Leftover], None] = lambda _: None,
-    poll: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """As `sample.sample_latents`, on all workers: un-normalised latents float32 on the CPU.
-
-    model: `LoadOptions` with the paths of the experts, as a dict. conditioning: the fields of `Conditioning` that are
-    set. keep: where rank 0 writes the latents before it sends them; the file is deleted when they have arrived. Times
-    and notes are added to `report`.
-    """
-
-    def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        if header["name"] == "phase":
-            on_phase(header["phase"])
-        elif header["name"] == "not kept":
-            log.warning("%s", header["text"])
-        elif header["name"] == "step" and on_step is not None:
-            step = plan.steps[header["step"]]
-            on_step(RemoteProgress(step, plan, header["forwards"], tensors.get("preview")), header["seconds"])
-
-    tensors: dict[str, Tensor] = {}
-    fields = {
-        "model": dict(model),
-        "files": stamps(model),
-        "mesh": workers.options.mesh,
-        "plan": asdict(plan),
-        "start": pack(start, tensors, "start"),
-        "batched": batched,
-        "keep": None if keep is None else str(keep.absolute()),
-        "fps": fps,
-        "settings": report.settings,
-    }
-    found, made = workers.call("sample", fields, {**conditioning, **tensors}, on_event=event, poll=poll)
-    if keep is not None:
-        with suppress(OSError):  # the folder was read-only, and nothing was kept
-            keep.unlink()
-    add_report(report, found["report"])
-    if found["leftover"] is not None:
-        on_leftover(unpack(Leftover, found["leftover"], made))
-    return made["latents"]
-
-
-def decode_to(
-    workers: Workers,
-    vae: Mapping[str, Any],
-    latents: Tensor,
-    report: Report,
-    consume: Callable[[Pieces], Made],
-    *,
-    dtype: torch.dtype,
-    tile: Mapping[str, int] | None = None,
-    on_frames: Callable[[int, int], None] = lambda done, total: None,
-    rest: str = "decode",
-    poll: Callable[[], None] = lambda: None,
-) -> Made:
-    """As `images.decode_to`. vae: path and precision."""
-    fields = {"vae": dict(vae), "files": stamps(vae), "uint8": dtype == torch.uint8}
-    fields["tile"] = None if tile is None else dict(tile)
-    with Feed(in_this_mode(consume)) as feed:
-
-        def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-            if header["name"] == "frames":
-                on_frames(header["done"], header["total"])
-            elif header["name"] == "piece":
-                feed.put((header["first"], tensors["images"]))
-
-        found, _ = workers.call("decode", fields, {"latents": latents}, on_event=event, poll=poll)
-        add_report(report, found["report"])
-        with report.phase(rest):
-            return feed.finish()
-
-
-def encode(
-    workers: Workers, vae: Mapping[str, Any], images: Tensor, *, poll: Callable[[], None] = lambda: None
-) -> Tensor:
-    """As `images.encode_images`: images [F, H, W, 3] in 0..1 to latents float32 [1, C, T, Y, X]."""
-    fields = {"vae": dict(vae), "files": stamps(vae)}
-    return workers.call("encode", fields, {"images": images}, poll=poll)[1]["latents"]
-
-
-def encode_text(
-    workers: Workers,
-    text_encoder: Mapping[str, Any],
-    prompts: Sequence[str],
-    *,
-    poll: Callable[[], None] = lambda: None,
-) -> tuple[list[Tensor], list[TokenCount]]:
-    """Text rows [L, dim] of each prompt, without padding, and its tokens. text_encoder: path and precision."""
-    fields = {"text_encoder": dict(text_encoder), "files": stamps(text_encoder), "prompts": list(prompts)}
-    found, tensors = workers.call("text", fields, poll=poll)
-    counts = [TokenCount(*count) for count in found["counts"]]
-    return [row[: count.read] for row, count in zip(tensors["rows"], counts, strict=True)], counts
 
 
 def stamps(named: Mapping[str, Any]) -> list[list[Any]]:

@@ -37,13 +37,12 @@ from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import check_mesh, reads_parts
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.images import Pieces, decode_to, encode_images
-from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
-from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
-from wan_core.pipeline.resolved_request import Job, make_job
-from wan_core.pipeline.sample import guidance_over
+from wan_core.pipeline.pipeline import Pipeline, check_request
+from wan_core.pipeline.sample import guidance_over, sample_latents
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
-from wan_core.pipeline.sources import find_experts, find_models, for_request, recognise
+from wan_core.pipeline.sources import find_experts, recognise
+from wan_core.pipeline.watch import OnStep, Watch
 from wan_core.sampling.chords import check_chords
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
@@ -108,35 +107,31 @@ class Jobs:
     def generate(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """A video from a `Request`: latents, plan and report. Its frames are sent as events."""
         request = unpack(Request, header["request"])
-        options = load_options_from(header["options"], self.rank.device)
-        image = bool(request.image or request.last_image)
-        options = for_request(options, request)
-        found = find_models(options, image=image)
-        files = found.of["high"].path, found.low_path, lora_files(options.loras)
-        job = make_job(request, found.task, found.dit, found.vae, *files)
+        checked = check_request(load_options_from(header["options"], self.rank.device), request, self.rank.device)
+        options, found, job = checked.options, checked.models, checked.job
         precision = precision_of(options.precision, found.of["high"], self.rank.device, found.of.get("low"))
         choice = self.choose(header["mesh"], found.dit, job.latent_shape[2:], job.plan, precision, options.attention)
         spec = [asdict(options), header["files"], found.task.name, str(choice.mesh)]
-        pipe = self.hold(
-            "pipeline", spec, lambda: Pipeline.load(options, request=request, ranks=self.mesh(choice.mesh))
-        )
 
-        def on_job(job: Job) -> None:
+        def load() -> Pipeline:
+            return Pipeline.load_checked(checked, Report(self.rank.device), ranks=self.mesh(choice.mesh))
+
+        pipe = self.hold("pipeline", spec, load)
+        pipe.checked = job
+
+        def planned(plan: Plan) -> None:
             pipe.report.notes += [f"mesh: {choice.words()}"] * (choice.seconds is not None)
             pipe.report.notes += [choice.note] * bool(choice.note)
-            self.rank.send({"kind": "event", "name": "plan", "plan": asdict(job.plan)})
+            self.rank.send({"kind": "event", "name": "plan", "plan": asdict(plan)})
 
         def keep(latents: Tensor) -> None:
             self.keep(header["keep"], latents, job.fps, pipe.report)
 
         between = BetweenBlocks(self.rank, agreements(job.plan, choice.mesh, found.dit.num_layers))
+        step = self.on_step(between)
         made = pipe.generate(
             request,
-            on_job=on_job,
-            on_phase=self.phase,
-            on_step=self.on_step(between),
-            checks=between,
-            on_latents=keep,
+            Watch(planned=planned, phase=self.phase, step=step, checks=between, latents=keep),
             keep_clips=None if header["keep_clips"] is None else Path(header["keep_clips"]),
             write=self.send_video if self.rank.rank == 0 else None,
         )
