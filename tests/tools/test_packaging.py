@@ -1,17 +1,23 @@
-"""What the package says about itself, and what installing it may not do."""
+"""What the package says about itself, what installing it may not do, and what reporters of bugs read."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import tomllib
 
 import wan_core
-from wan_core.cli import main
+from wan_core.cli import build_parser, main
+from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def names(requirements: str) -> list[str]:
@@ -22,20 +28,20 @@ def names(requirements: str) -> list[str]:
 
 def test_one_version() -> None:
     assert PROJECT["project"]["version"] == wan_core.__version__
-    assert f"## [{wan_core.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{wan_core.__version__}]" in text("CHANGELOG.md")
 
 
 def test_no_installation_replaces_torch() -> None:
     """A node pack that requires torch makes pip replace the build that fits the machine."""
     extras = "\n".join(line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines)
-    for text in ((ROOT / "requirements.txt").read_text(encoding="utf-8"), extras):
-        assert not {"torch", "torchvision", "torchaudio", "triton"} & set(names(text))
+    for listed in (text("requirements.txt"), extras):
+        assert not {"torch", "torchvision", "torchaudio", "triton"} & set(names(listed))
 
 
 def test_every_requirement_is_pinned_for_the_repeatable_set_up() -> None:
-    pinned = set(names((ROOT / "constraints.txt").read_text(encoding="utf-8")))
+    pinned = set(names(text("constraints.txt")))
     for file in ("requirements.txt", "tests/requirements.txt"):
-        assert set(names((ROOT / file).read_text(encoding="utf-8"))) <= pinned, file
+        assert set(names(text(file))) <= pinned, file
 
 
 def test_the_registry_takes_the_name() -> None:
@@ -64,12 +70,21 @@ def test_the_engine_and_the_lab_are_installed_alone(tmp_path: Path, capsys, monk
     assert "python -m benchmarks" in capsys.readouterr().err
 
 
-def test_the_engine_imports_nothing_from_beside_it() -> None:
-    """`benchmarks`, `tools`, `tests` and `nodes` import the engine, never the other way round. The command `bench` runs
-    them in a process of their own."""
-    outside = re.compile(r"^\s*(?:from|import) (?:benchmarks|tools|tests|nodes)\b", re.MULTILINE)
-    assert not [
-        path
-        for path in [*(ROOT / "wan_core").rglob("*.py"), *(ROOT / "wan_lab").glob("*.py")]
-        if outside.search(path.read_text(encoding="utf-8"))
-    ]
+def test_bug_reports_ask_for_the_doctor() -> None:
+    form = text(".github/ISSUE_TEMPLATE/bug_report.yml")
+    (doctor,) = [block for block in form.split("  - type: ") if "id: doctor" in block]
+    assert "python -m wan_core doctor" in doctor and "required: true" in doctor
+    options = build_parser()
+    assert "--verbose" in form and "--verbose" in options.format_help()
+    assert "--report" in form and "--report" in options.commands["generate"].format_help()
+
+
+def test_the_default_negative_prompt_says_whose_it_is() -> None:
+    place = "wan/configs/shared_config.py"
+    assert "this project's own" in NEGATIVE_SOURCE and place in NEGATIVE_SOURCE
+    shown = "".join(build_parser().commands["generate"].format_help().split())  # lines are broken at hyphens too
+    assert "".join(NEGATIVE_SOURCE.split()) in shown
+    node = json.loads(text("locales/en/nodeDefs.json"))["WanCoreTextEncode"]["inputs"]["negative"]["tooltip"]
+    assert NEGATIVE_SOURCE in node
+    for name in ("locales/zh/nodeDefs.json", "web/docs/WanCoreTextEncode.md", "docs/families.md"):
+        assert place in text(name), name

@@ -39,13 +39,6 @@ def test_every_node_has_a_row_and_a_help_page() -> None:
     assert sorted(rows) == sorted(nodes), "docs/nodes.md needs one row a node"
 
 
-def test_both_readmes_name_the_same_files_and_commands() -> None:
-    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
-    for pattern in (r"[\w.-]+\.(?:safetensors|gguf)", r"```bash\n.*?```", r"`(?:[\w.-]+/)(?:[Ww]an|umt5)[\w.-]+`"):
-        found, same = (re.findall(pattern, text, re.DOTALL) for text in (english, chinese))
-        assert [uncommented(text) for text in found] == [uncommented(text) for text in same], pattern
-
-
 def pictures_of_graphs() -> set[str]:
     """The pictures of workflows that a page shows."""
     names = {path.stem for path in (ROOT / "workflows/api").glob("*.json")}
@@ -62,8 +55,3 @@ def test_no_picture_is_older_than_the_nodes_that_it_shows() -> None:
         for kind, inputs in recorded[picture].items():
             now = [entry["name"] for entry in schemas[kind]["inputs"]]
             assert sorted(inputs) == sorted(now), f"{picture} shows an older {kind}: run tools/screenshots.py --run"
-
-
-def uncommented(text: str) -> str:
-    """A block of commands without its comments, which are in the language of the page."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith("#"))
