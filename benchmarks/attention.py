@@ -3,8 +3,7 @@
 kernels   time of each backend and of FlexAttention, all heads; `ratio` is over torch's own kernel. Errors are against
           the formula in float32, for some queries of some heads over all keys: on normal numbers (`error`); with keys
           that have a mean (`offset`); with four channels of q and k 12 times larger (`outliers`); with a few keys that
-          every query looks at (`sinks`); on q, k and v like those of video models (`structured`, a smaller video); and
-          on the embedded model's (`embedded`, the mean of some layers and steps)
+          every query looks at (`sinks`); on q, k and v like those of video models (`structured`, a smaller video)
 tune      our own kernels with every tile that fits the card, in bf16 and INT8: the fastest of each belongs into
           `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`. `--setting int8`: only that
           kind
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from statistics import mean
 from typing import Any
 
 import torch
@@ -24,19 +22,15 @@ from torch import Tensor
 
 from benchmarks.cases import parse_size
 from benchmarks.measure import make_room, measure, relative_error
-from benchmarks.options import ATTENTION_PARTS, CPU_SIZE, TUNED
+from benchmarks.options import ATTENTION_PARTS, TUNED
 from benchmarks.rows import Row, guarded
 from benchmarks.structured import structured
-from wan_core.config import LoadOptions, Request
-from wan_core.execution.optimize import set_attention
 from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.cards import capability
 from wan_core.ops.kernels.attention_tiles import Kind, Tile, candidates
-from wan_core.pipeline.pipeline import Pipeline
 
 QUERIES, HEADS = 512, 4  # of which errors are measured
 GRID = (6, 15, 26)  # of the structured video
@@ -67,8 +61,7 @@ def attention_rows(
 
 def kernel_rows(size: str, data: Data, runs: int) -> Iterator[Row]:
     device, dtype, dim = data[0].device, data[0].dtype, data[0].shape[-1]
-    checked = {label: [some] for label, some in checked_data(data).items()}
-    checked["embedded"] = [tuple(x.to(dtype) for x in some) for some in own_data(device)]  # type: ignore[misc]
+    checked = checked_data(data)
     base = None
     names = [BASE, *(name for name in BACKENDS if name != BASE and not name.startswith("math"))]
     for name in [*names, "flex"]:
@@ -94,14 +87,13 @@ def flex(device: torch.device) -> Attend:
 
 
 @torch.no_grad()
-def timed(attend: Attend, data: Data, checked: dict[str, list[Data]], runs: int) -> Row:
+def timed(attend: Attend, data: Data, checked: dict[str, Data], runs: int) -> Row:
     q, k, v = data
     measured = measure(lambda: lambda: attend(q, k, v), q.device, runs)
     operations = 4 * q.shape[1] * k.shape[1] * q.shape[2] * q.shape[3] * q.shape[0]
     row: Row = {"seconds": measured.median, "tflops": operations / measured.median / 1e12}
-    for label, several in checked.items():
-        errors = [relative_error(attend(*x).float(), math_reference(*(y.float() for y in x))) for x in several]
-        row[label] = float(f"{mean(errors):.3g}")
+    for label, some in checked.items():
+        row[label] = relative_error(attend(*some).float(), math_reference(*(x.float() for x in some)))
     return row
 
 
@@ -163,27 +155,3 @@ def checked_data(data: Data) -> dict[str, Data]:
         "sinks": (q + 0.5, sunk, v),
         "structured": tuple(x.to(q.device, q.dtype) for x in video),  # type: ignore[dict-item]
     }
-
-
-class Watched(Attention):
-    """`inner`, and every call is shown to `see`: some queries of some heads with all their keys."""
-
-    def __init__(self, inner: Attention, see: Callable[[Data], None]) -> None:
-        self.inner, self.see = inner, see
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
-        self.see((q[:1, :: max(1, q.shape[1] // QUERIES), :HEADS], k[:1, :, :HEADS], v[:1, :, :HEADS]))
-        return self.inner(q, k, v, call)
-
-
-def own_data(device: torch.device) -> list[Data]:
-    """q, k and v of the embedded model, of some layers and steps."""
-    calls: list[Data] = []
-    width, height, frames = parse_size(CPU_SIZE)
-    request = Request(prompt=PROMPT, width=width, height=height, frames=frames, steps=4)
-    pipe = Pipeline.load(LoadOptions(model="tiny", device=str(device)), request=request)
-    for expert in ("high", "low"):
-        model = pipe.models.expert(expert)
-        set_attention(model, Watched(model.blocks[0].self_attn.attend, calls.append))
-    pipe.generate(request)
-    return calls[::7]

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import make_room
 from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.random import random_module
@@ -40,43 +39,27 @@ FP8_MAX = 448.0
 WRITERS = 6  # threads, for each file
 
 
-def expert_file(task: str, expert: str, precision: str, layers: int | None) -> str:
-    """The name of an expert's file. task: i2v or t2v. precision: fp8_scaled or fp16 (which holds
-    bf16 here)."""
+def expert_file(task: str, expert: str, layers: int | None) -> str:
+    """The name of an expert's file. task: i2v or t2v."""
     fewer = "" if layers is None else f"_{layers}_blocks"
-    return f"wan2.2_{task}_{expert}_noise_14B_{precision}{fewer}.safetensors"
+    return f"wan2.2_{task}_{expert}_noise_14B_fp8_scaled{fewer}.safetensors"
 
 
 def lora_file(task: str, expert: str) -> str:
     return f"wan2.2_{task}_lightx2v_4steps_lora_v1_{expert}_noise.safetensors"
 
 
-def write_experts(
-    models: Path, task: str, device: torch.device, layers: int | None, precisions: Iterable[str] = ("fp8_scaled",)
-) -> None:
-    """Both experts in every precision, from the same random numbers."""
-    for expert in EXPERTS:
-        write_expert(models, task, expert, device, layers, precisions)
-        make_room(device)
-
-
-def write_expert(
-    models: Path, task: str, expert: str, device: torch.device, layers: int | None, precisions: Iterable[str]
-) -> None:
-    folder = models / "diffusion_models"
-    folder.mkdir(parents=True, exist_ok=True)
+def write_expert(models: Path, task: str, expert: str, device: torch.device, layers: int | None) -> None:
+    path = models / "diffusion_models" / expert_file(task, expert, layers)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return
     config = plain_config(task)
     config = replace(config, num_layers=layers or config.num_layers)
-    missing = {p: path for p in precisions if not (path := folder / expert_file(task, expert, p, layers)).exists()}
-    if not missing:
-        return
     module = random_module(config, device=device, dtype=torch.bfloat16, seed=EXPERTS.index(expert))
     assert isinstance(module, WanModel)
     values = {name: value.detach() for name, value in module.named_parameters()}
-    if "fp16" in missing:
-        write_file(values, missing["fp16"], metadata_of(module))
-    if "fp8_scaled" in missing:
-        write_file(as_fp8(values, quantized_names(config)), missing["fp8_scaled"], metadata_of(module))
+    write_file(as_fp8(values, quantized_names(config)), path, metadata_of(module))
 
 
 def write_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

@@ -28,7 +28,6 @@ class Job:
     height: int = 640
     frames: int = 81
     four_steps: bool = True
-    precision: str = "fp8_scaled"
     layers: int | None = None
     seed: int = 1
     prompt: str = PROMPT
@@ -63,7 +62,7 @@ def native_graph(
     graph: Graph = {}
     steps, half = job.total_steps, job.total_steps // 2
     for expert in EXPERTS:
-        file = expert_file(job.task, expert, job.precision, job.layers)
+        file = expert_file(job.task, expert, job.layers)
         graph[f"loaders.{expert}"] = node("UNETLoader", unet_name=file, weight_dtype="default")
         model: list[Any] = [f"loaders.{expert}", 0]
         if job.four_steps:
@@ -160,7 +159,7 @@ def our_graph(
 ) -> Graph:
     """The same video with our nodes. presets: of "sparse" and "cache". devices: of WanCore Launcher; None: there is
     none. sampler: more inputs of the sampler."""
-    both = {expert: expert_file(job.task, expert, job.precision, job.layers) for expert in EXPERTS}
+    both = {expert: expert_file(job.task, expert, job.layers) for expert in EXPERTS}
     graph: Graph = {
         "loaders.model": node(
             "WanCoreModelLoader",

@@ -10,7 +10,6 @@ off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run onl
          their samplers is scaled; ours run all
 t2v      the same with the template for text-to-video
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
-errors   final latents of 8 of 40 blocks against ComfyUI's own nodes on bf16 weights of the same values, same noise
 
 With `--gpus N` (default: all that are there) `on`, `off` and `t2v` also have sides for N GPUs: ours with WanCore
 Launcher, and, where there is guidance, ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance
@@ -23,7 +22,6 @@ Rows of `cold` also have the seconds after POST of every progress of the sampler
 seconds   from POST to the end of the prompt, the median; spread: the slowest less the fastest
 nodes     of the median run: seconds by loaders, text, image, samplers, decode, save
 ratio     seconds of the fastest native row on one GPU over this one's; ratio_to_native_gpus: of the fastest on as many
-error     relative, of the latents
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ import torch
 
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import EXPERTS, write_expert, write_image, write_loras, write_text_encoder, write_vae
-from benchmarks.comfy_graphs import Job, native_graph, our_graph, with_defaults
+from benchmarks.comfy_graphs import Job, with_defaults
 from benchmarks.comfyui import ComfyUI, Graph, Run, find_checkout, make_base, without_page
 from benchmarks.everyday_sides import (
     ACCELERATED,
@@ -58,12 +56,11 @@ from benchmarks.everyday_sides import (
     gpu_count,
     several_sides,
 )
-from benchmarks.measure import make_room, relative_error
+from benchmarks.measure import make_room
 from benchmarks.options import EVERYDAY_PARTS
 from benchmarks.rows import Row, guarded
 from wan_core.config import OptionError
 
-ERROR_LAYERS = 8
 SIDE = 640
 PATIENCE = 400.0
 PEER = "the fastest native row"
@@ -105,11 +102,6 @@ def everyday_rows(
                             yield from rows(server, job, options)
             if "cold" in wanted:
                 yield from cold_rows(checkout, base, device, job, options)
-            if "errors" in wanted:
-                few = replace(job, layers=min(options.layers or ERROR_LAYERS, ERROR_LAYERS), denoise_only=True)
-                files.write(few, precisions=("fp8_scaled", "fp16"))
-                with Server(checkout, base, device) as server:
-                    yield from error_rows(server, few, options)
 
 
 @contextmanager
@@ -133,13 +125,12 @@ class Files:
     def __init__(self, models: Path, device: torch.device) -> None:
         self.models, self.device = models, device
 
-    def write(self, job: Job, precisions: tuple[str, ...] = ("fp8_scaled",)) -> None:
+    def write(self, job: Job) -> None:
         """All at once on a GPU, where they fit beside each other: most of the time goes into copying."""
         cuda = self.device.type == "cuda"
         with ThreadPoolExecutor(4 if cuda else 1) as pool:
             tasks = [
-                pool.submit(write_expert, self.models, job.task, expert, self.device, job.layers, precisions)
-                for expert in EXPERTS
+                pool.submit(write_expert, self.models, job.task, expert, self.device, job.layers) for expert in EXPERTS
             ]
             tasks += [
                 pool.submit(write_text_encoder, self.models, self.device),
@@ -299,30 +290,6 @@ def cold(checkout: Path, base: Path, device: torch.device, side: Side, run: int,
         row, made = server.run(side.graph(replace(job, seed=run)))
     steps = [event["at"] - made.begin for event in made.events if event["type"] == "progress"]
     return row | {"progress": [round(at, 3) for at in steps]}
-
-
-def error_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    """Relative errors of final latents, against native nodes on the same weights in bf16."""
-    for four_steps in (True, False):
-        work = replace(job, four_steps=four_steps)
-        exact = latents(server, native_graph(replace(work, precision="fp16")))
-        for side in chosen((*SIDES, ATTACHED, *ACCELERATED) if four_steps else OFF_SIDES, options):
-            row = guarded(
-                side.name,
-                job.size,
-                None,
-                lambda s=side, w=work, e=exact: {"error": relative_error(latents(server, s.graph(w)), e)},
-            )
-            yield row | {"name": f"{'on' if four_steps else 'off'}, {job.layers} blocks: {side.name}"}
-        bf16 = replace(work, precision="fp16")
-        row = guarded(
-            "ours", job.size, None, lambda b=bf16, e=exact: {"error": relative_error(latents(server, our_graph(b)), e)}
-        )
-        yield row | {"name": f"{'on' if four_steps else 'off'}, {job.layers} blocks: ours, auto, bf16 file"}
-
-
-def latents(server: Server, graph: Graph) -> torch.Tensor:
-    return saved_latents(server, server.run(graph)[1])
 
 
 def saved_latents(server: Server, run: Run) -> torch.Tensor:

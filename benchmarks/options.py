@@ -41,7 +41,7 @@ SUITES: dict[str, Suite] = {
         takes=("setup", "layers", "precision"),
     ),
     "startup": Suite(
-        "loading both experts, a cold process up to its first step, and other prompts and sizes after it",
+        "loading both experts, and a cold process up to its first step",
         ("1280x720x81",),
         takes=("setting", "layers", "runs", "scratch", "profile"),
     ),
@@ -51,7 +51,7 @@ SUITES: dict[str, Suite] = {
         takes=("setting", "layers", "runs"),
     ),
     "parallel": Suite(
-        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading",
+        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips",
         ("1280x720x81", "832x480x81"),
         takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
     ),
@@ -76,17 +76,17 @@ ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf
 ARCHIVED += ("small-cards", "switch", "trajectory")
 ATTENTION_PARTS = ("kernels", "tune")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
-EVERYDAY_PARTS = ("on", "off", "t2v", "cold", "errors")
+EVERYDAY_PARTS = ("on", "off", "t2v", "cold")
 NATIVE_PARTS = ("steps", "guided", "templates")
 TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them
     "animate2": "video_wan_animate2",
     "s2v": "video_wan2_2_14B_s2v",
     "vace": "video_wan_vace_14B_v2v",
 }
-STARTUP_PARTS = ("load", "cold", "ready")
+STARTUP_PARTS = ("load", "cold")
 STREAMING_PARTS = ("cards", "switch")
 STREAMING_PRECISIONS = ("bf16", "fp8")
-PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
+PARALLEL_PARTS = ("diffusers", "forward", "vae")
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,6 @@ SETUP, 1 GPU                    what `ratio` refers to, on the first GPU while t
 SETUP, ulysses N, ring N, ...   one forward on that mesh
 SETUP, guidance 2 x ...         both branches at once, divided by two
 decode, encode                  the 2.1 VAE in bf16, on one GPU and in strips
-load both experts               bf16 from files in the page cache, read by threads: whole by one GPU, a part by each
 
 seconds, spread   as everywhere; of the first rank, which waits for the others in every exchange
 moved_gib         what the first rank sends in one forward
@@ -35,7 +34,6 @@ import torch.multiprocessing as mp
 from benchmarks.measure import make_room
 from benchmarks.options import PARALLEL_PARTS
 from benchmarks.parallel_forwards import Forwards
-from benchmarks.parallel_loading import loading_rows
 from benchmarks.parallel_vae import vae_rows
 from benchmarks.ranks import TIMEOUT, Ranks
 from benchmarks.rows import Row
@@ -120,7 +118,6 @@ def all_rows(ranks: Ranks) -> Iterator[Row]:
         "diffusers": forwards.diffusers_rows,
         "forward": forwards.rows,
         "vae": lambda: vae_rows(ranks),
-        "load": lambda: loading_rows(ranks),
     }
     for name, part in parts.items():
         if name in ranks.given["only"]:

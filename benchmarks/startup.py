@@ -1,8 +1,7 @@
-"""Suite `startup`: how long until something happens. Loading both experts, a cold process up to its first step,
-and a pipeline that is already loaded.
+"""Suite `startup`: how long until something happens. Loading both experts, and a cold process up to its first step.
 
 Both experts are written to `--scratch` first, random values in bf16, 28.6 GB each at full size (`--layers` for less),
-and are in the page cache then. `--setting load`, `cold` and `ready` measure a part of it alone. Rows, by name:
+and are in the page cache then. `--setting load` and `cold` measure a part of it alone. Rows, by name:
 
 load_file              safetensors' own, `load_file(device=...)`, both files one after the other: what ratios refer to
 ours, bf16             our loader into both modules at once; ours, mapped: without pinned buffers
@@ -21,8 +20,6 @@ seconds                until that forward has run, without its own time when war
 phases                 of it, one after the other. "import wan_core" ends with the pipeline; "attention's library" has
                        its imports; "first forward" is what the first forward takes in all
 process_seconds        as its parent sees it, with the second forward and the end
-
-Rows of `ready` (the module of that name) follow: a loaded pipeline, from its first prompt on.
 """
 
 from __future__ import annotations
@@ -44,7 +41,6 @@ import torch
 from benchmarks.loading import Loading
 from benchmarks.measure import make_room
 from benchmarks.options import STARTUP_PARTS
-from benchmarks.ready import ready_rows
 from benchmarks.rows import Row, guarded
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
@@ -62,17 +58,14 @@ def startup_rows(
     if options.profile and "cold" not in wanted:
         raise OptionError(f"--profile is of a cold process, and --setting {', '.join(wanted)} starts none")
     details |= {"layers": options.layers}
-    if "load" in wanted or "cold" in wanted:
-        with tempfile.TemporaryDirectory(dir=options.scratch, prefix="wancore-startup-") as folder:
-            files = write_experts(name, Path(folder), device, options.layers)
-            details |= {"bytes": sum(file.stat().st_size for file in files)}
-            if "load" in wanted:
-                dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-                yield from Loading(files, device, dtype, options.runs or 2).rows()
-            if "cold" in wanted:
-                yield from cold_rows(files, sizes[-1], device, Path(folder), options.runs or 3, options.profile)
-    if "ready" in wanted:
-        yield from ready_rows(name, sizes, device, options.layers)
+    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="wancore-startup-") as folder:
+        files = write_experts(name, Path(folder), device, options.layers)
+        details |= {"bytes": sum(file.stat().st_size for file in files)}
+        if "load" in wanted:
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            yield from Loading(files, device, dtype, options.runs or 2).rows()
+        if "cold" in wanted:
+            yield from cold_rows(files, sizes[-1], device, Path(folder), options.runs or 3, options.profile)
 
 
 def write_experts(name: str, folder: Path, device: torch.device, layers: int | None) -> list[Path]:

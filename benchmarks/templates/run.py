@@ -1,10 +1,9 @@
-"""Run ComfyUI's official Wan templates on tiny random weights on a CPU, as they are and with WanCore Accelerate in
-front of every sampler, and compare the latents of every sampler; then with WanCore Sampler in the place of each.
+"""ComfyUI's official Wan templates on random weights, in a real ComfyUI.
 
-Templates come from the package comfyui-workflow-templates-json of that Python. They run as the page would send them,
-except: two steps, 64x64 pixels and few frames; VAE with 8 channels and transformers of two layers, written under the
-names that the template asks for; text, vision, audio and segmentation encoders, which have one size only, and pictures
-are replaced by nodes that give random tensors of the right shape (`stand_ins.py`); videos are not decoded or saved.
+Templates come from the package comfyui-workflow-templates-json of its Python. They run as the page would send them,
+except: few steps, pixels and frames; VAE with 8 channels and transformers of few layers, written under the names that
+the template asks for; text, vision, audio and segmentation encoders, which have one size only, and pictures are
+replaced by nodes that give random tensors of the right shape (`stand_ins.py`); videos are not decoded or saved.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.comfy_graphs import with_defaults
 from benchmarks.comfyui import ComfyUI, Graph, make_base, python_of
 from benchmarks.templates.expand import expand
-from benchmarks.templates.our_sampler import OURS, SAMPLERS, with_our_sampler
+from benchmarks.templates.our_sampler import OURS, SAMPLERS
 
 HERE = Path(__file__).resolve().parent
 # Template -> kind of its transformers (`files.KINDS`).
@@ -45,8 +41,6 @@ TEMPLATES = {
     "video_wan2_2_14B_fun_inpaint": "i2v",
     "video_wan2_2_14B_fun_camera": "camera",
 }
-# Those that also run with WanCore's sampler in the place of theirs.
-OWN = tuple(name for name in TEMPLATES if "vace" in name or "_fun_" in name)
 SMALL = {"width": 64, "height": 64, "length": 9, "resize_type.width": 64, "resize_type.height": 64}
 STAND_INS = {
     "CLIPTextEncode": "StandInText",
@@ -54,20 +48,7 @@ STAND_INS = {
     "AudioEncoderEncode": "StandInAudio",
     "SAM3_Detect": "StandInMask",
 }
-EXACT = {"attention": "auto", "sparse": "off"}
 KEPT = {"StandInText": ("text",), "StandInVision": ("image",), "StandInMask": ("image",)}  # inputs that they have too
-
-
-@dataclass(frozen=True)
-class Result:
-    """error: largest difference of a sampler's latents, over their largest value. words: what each Accelerate said.
-    ours: the same difference with our sampler in their place; None: it does not replace two samplers of one video."""
-
-    template: str
-    samplers: int
-    error: float
-    words: list[str]
-    ours: float | None = None
 
 
 def templates_folder(python: str) -> Path | None:
@@ -208,29 +189,6 @@ class Templates:
         self._write(files_of(observed(graph, ""), TEMPLATES[template], self.base / "models"))
         return graph
 
-    def run(self, template: str) -> Result:
-        """Raises AssertionError where it does not run."""
-        graph = self.graph(template)
-        begin = len(self.server.log())
-        plain, fast = self._latents(graph, "plain"), self._latents(graph, "fast", EXACT)
-        words = re.findall(r"WanCore Accelerate: (.*)", self.server.log()[begin:])
-        ours = None
-        if all(one["class_type"] != "KSamplerAdvanced" for one in graph.values()):
-            euler = with_euler(graph)  # other solvers draw noise of their own
-            replaced = with_defaults(with_our_sampler(euler), self.info)
-            ours = _error(self._latents(replaced, "ours"), self._latents(euler, "euler"))
-        return Result(template, len(plain), _error(fast, plain), words, ours)
-
-    def _latents(self, graph: Graph, run: str, accelerate: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
-        """Of every sampler."""
-        done = self.server.run(observed(graph, run, accelerate))
-        assert done.ok, f"{run}: {done.status}"
-        files = sorted((self.base / "output").glob(f"{run}-*.pt"))
-        made = [torch.load(path) for path in files]
-        for path in files:
-            path.unlink()
-        return made
-
     def _write(self, files: dict[str, str]) -> None:
         if files == self.written:
             return
@@ -242,11 +200,3 @@ class Templates:
 
     def stop(self) -> None:
         self.server.stop()
-
-
-def _error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest of all samplers."""
-    for one in expected:
-        assert one.isfinite().all() and one.abs().max() > 0, "the latents are not those of a model"
-    pairs = zip(found, expected, strict=True)
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)

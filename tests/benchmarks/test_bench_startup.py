@@ -11,7 +11,6 @@ from benchmarks import startup
 from benchmarks.__main__ import main as bench_main
 from benchmarks.loading import Loading
 from benchmarks.process import host_peak, reset_host_peak
-from benchmarks.ready import ready_rows
 from benchmarks.startup import cold_rows, write_experts
 from wan_core.config import LoadOptions, OptionError
 from wan_core.pipeline.sources import find_models
@@ -54,13 +53,6 @@ def test_loading_rows(tmp_path):
     assert rows["ours, bf16"]["identical"] and rows["ours, fp8"]["identical"]
     assert all("failed" not in row for row in rows.values())
     assert rows["ours, bf16"]["ratio_to"] == "load_file" and rows["load_file"]["ratio"] == 1
-
-
-def test_prompts_after_the_first():
-    rows = {row["name"]: row for row in ready_rows("tiny", ["64x64x17"], CPU, None)}
-    assert list(rows) == ["first prompt", "second prompt", "changed size", "back again"]
-    assert all("failed" not in row and row["compilations"] == 0 for row in rows.values())
-    assert rows["changed size"]["size"] == "32x32x9" and all(row["seconds"] < 10 for row in rows.values())
 
 
 def test_a_cold_process(tmp_path):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 import pytest
+import torch
 
-from benchmarks.templates.run import OWN, Templates
-from benchmarks.templates.sampled import differences
+from benchmarks.comfy_graphs import with_defaults
+from benchmarks.comfyui import Graph
+from benchmarks.templates.our_sampler import OURS, with_our_sampler
+from benchmarks.templates.run import TEMPLATES, Templates, observed
 from tests.comfyui import find_newer_comfyui
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+OWN = [name for name in TEMPLATES if "vace" in name or "_fun_" in name]
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +26,52 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
         pytest.skip(str(fault))
     yield made
     made.stop()
+
+
+def comparable(graph: Graph) -> Graph:
+    """The graph with what both compute alike. Euler's steps: ComfyUI's UniPC is another solver than the reference's. A
+    sound that never changes: ComfyUI has no copies of its first frame in front, so its tokens hear other frames.
+    Weights as their files have them: WanCore from MODEL reads these, whatever ComfyUI's loader makes of them."""
+    made = deepcopy(graph)
+    changes = {
+        "KSampler": {"sampler_name": "euler"},
+        "KSamplerAdvanced": {"sampler_name": "euler"},
+        "UNETLoader": {"weight_dtype": "default"},
+        "StandInAudio": {"steady": True},
+    }
+    for one in made.values():
+        one["inputs"] |= changes.get(one["class_type"], {})
+    return made
+
+
+def with_motion_positions(graph: Graph) -> Graph:
+    """ComfyUI's positions of motion frames in front of every WanCore Sampler, where a model has any."""
+    made = deepcopy(graph)
+    if not any(one["class_type"].startswith("WanSoundImageToVideo") for one in graph.values()):
+        return made
+    for name, one in graph.items():
+        if one["class_type"] == OURS:
+            placed = {"positive": one["inputs"]["positive"], "positions": "comfyui"}
+            made[f"motion {name}"] = {"class_type": "WanCoreMotionPositions", "inputs": placed}
+            made[name]["inputs"]["positive"] = [f"motion {name}", 0]
+    return made
+
+
+def differences(templates: Templates, name: str) -> dict[str, float]:
+    """Of every sampler's latents from the native run's, relative to those. Raises AssertionError where one does not
+    run."""
+    graph = comparable(templates.graph(name))
+    own = observed(with_motion_positions(with_our_sampler(graph)), "own")
+    for run, given in (("native", observed(graph, "native")), ("own", with_defaults(own, templates.info))):
+        done = templates.server.run(given)
+        assert done.ok, f"{name}, {run}: {done.status}"
+    found = {}
+    for path in sorted((templates.base / "output").glob("own-*.pt")):
+        pair = torch.load(path.with_name("native" + path.name.removeprefix("own"))), torch.load(path)
+        found[path.stem.removeprefix("own-")] = float((pair[1] - pair[0]).norm() / pair[0].norm())
+    for path in (templates.base / "output").glob("*.pt"):
+        path.unlink()
+    return found
 
 
 def test_the_clips_of_the_sound_template_equal_comfyuis(templates: Templates) -> None:
