@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -84,7 +83,6 @@ def test_the_default_negative_prompt_says_whose_it_is() -> None:
     assert "this project's own" in NEGATIVE_SOURCE and place in NEGATIVE_SOURCE
     shown = "".join(build_parser().commands["generate"].format_help().split())  # lines are broken at hyphens too
     assert "".join(NEGATIVE_SOURCE.split()) in shown
-    node = json.loads(text("locales/en/nodeDefs.json"))["WanCoreTextEncode"]["inputs"]["negative"]["tooltip"]
-    assert NEGATIVE_SOURCE in node
-    for name in ("locales/zh/nodeDefs.json", "web/docs/WanCoreTextEncode.md", "docs/families.md"):
+    assert NEGATIVE_SOURCE in text("web/docs/WanCoreTextEncode.md")  # the tooltip
+    for name in ("locales/zh/nodeDefs.json", "docs/families.md"):
         assert place in text(name), name
