@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +43,6 @@ from wan_core.pipeline.merged_loras import MergedLoras
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, recognise
-from wan_core.workers.wire import unpack
 
 CPU = torch.device("cpu")
 SOURCE = TINY / "t2v_high.safetensors"
@@ -776,8 +774,3 @@ def test_what_packed_weights_do_not_take_is_refused_before_they_are_read():
         check_packed([wanted(kohya(module, **roles))], CONFIG)
     small = {"diffusion_model.blocks.1.norm3.diff": torch.zeros(shapes()["blocks.1.norm3.weight"])}
     check_packed([wanted(lora_of(LINEARS, 1) | small)], CONFIG)
-
-
-def test_options_of_a_worker_are_plain():
-    options = LoadOptions(model="tiny", loras=(LoraOptions(path="a.safetensors", strength=0.5),))
-    assert unpack(LoadOptions, json.loads(json.dumps(asdict(options)))) == options

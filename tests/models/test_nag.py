@@ -142,21 +142,3 @@ def test_what_it_says():
     assert plan.reads_negative and not plan.guided
     with pytest.raises(OptionError, match="every step has guidance"):
         plan_with(guidance_high=3.5, guidance_low=3.5)
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("5", NagOptions(scale=5)),
-        ("5/1.5", NagOptions(scale=5, tau=1.5)),
-        ("5/1.5/1", NagOptions(scale=5, tau=1.5, alpha=1)),
-    ],
-)
-def test_numbers_of_the_command_line(text, wanted):
-    assert NagOptions.parse(text) == wanted
-
-
-@pytest.mark.parametrize("text", ["", "much", "5/1/0/2", "0.5", "5/0", "5/1/2"])
-def test_numbers_that_cannot_be(text):
-    with pytest.raises(OptionError, match="NAG"):
-        NagOptions.parse(text)

@@ -21,14 +21,8 @@ from hypothesis import strategies as st
 
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import (
-    AdaptiveOptions,
-    GuidanceOptions,
-    MagCacheOptions,
     OptionError,
-    Request,
-    SkipOptions,
     SparseOptions,
-    TaylorSeerOptions,
 )
 from wan_core.execution.report import Phase, Report
 from wan_core.sampling.plan import Plan, make_plan
@@ -273,31 +267,6 @@ def test_a_plan_comes_back_exactly(task: str, steps: int, shift: float, solver: 
     assert unpack(Plan, again(asdict(plan))) == plan
     plan = replace(sparsify(plan, SparseOptions(sparsity=0.5)), keeps=(("high", (0.5, 0.25)),))
     assert unpack(Plan, again(asdict(plan))) == plan
-
-
-@given(
-    st.one_of(
-        st.none(),
-        st.builds(
-            SkipOptions,
-            magcache=st.builds(
-                MagCacheOptions,
-                threshold=st.floats(0, 1),
-                max_skips=st.integers(0, 5),
-                retention=st.floats(0, 1),
-                rule=st.just("joint"),
-                order=st.integers(0, 2),
-            ),
-            guidance=st.one_of(st.none(), st.builds(GuidanceOptions, every=st.integers(1, 5))),
-        ),
-        st.builds(SkipOptions, taylorseer=st.builds(TaylorSeerOptions, interval=st.integers(1, 5))),
-        st.builds(SkipOptions, adaptive=st.builds(AdaptiveOptions, threshold=st.floats(0, 1))),
-    ),
-    st.integers(0, 2**64 - 1),
-)
-def test_a_request_comes_back_exactly(skip: SkipOptions | None, seed: int) -> None:
-    request = Request(prompt="a ✓ b", seed=seed, skip=skip, width=64, height=48, guidance_low=1.1)
-    assert unpack(Request, again(asdict(request))) == request
 
 
 def test_what_a_run_left_comes_back_exactly_with_its_tensors() -> None:

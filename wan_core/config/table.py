@@ -170,7 +170,10 @@ def _meaning(kind: type, word: str) -> tuple[str, Any]:
         if word in one.words:
             return name, one.words[word]
         if one.prefix and word.startswith(one.prefix):
-            return name, one.type(word.removeprefix(one.prefix))
+            try:
+                return name, one.type(word.removeprefix(one.prefix))
+            except ValueError:
+                break
     raise ValueError(word)
 
 
