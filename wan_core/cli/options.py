@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wan_core.cli.control import camera
 from wan_core.cli.parsing import add_options, argument
 from wan_core.config import LoadOptions, LoraOptions, OptionError, PlanNumbers, Request
 from wan_core.config.checks import near_file
+from wan_core.config.limits import MAX_JSON
 from wan_core.config.outputs import Outputs
 from wan_core.config.table import table
 from wan_core.models.wan.families.family import NEGATIVE_SOURCE
@@ -103,6 +104,19 @@ def window_of(options: argparse.Namespace) -> Window | None:
     given = {"start": options.start_step, "end": options.end_step, "leftover": options.leftover_noise}
     window = Window(denoise=options.denoise, **given)
     return None if window == Window() else window
+
+
+def camera(text: str) -> str:
+    """The text of a file of poses, or motions as they are: what they say is checked with the request."""
+    path = Path(text)
+    try:
+        if not os.path.isfile(text):  # False also for what is no name: poses that were read are a default of lists
+            return text
+        if path.stat().st_size > MAX_JSON:
+            raise argparse.ArgumentTypeError(f"{path} has more than {MAX_JSON} bytes: no file of camera poses")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise argparse.ArgumentTypeError(f"cannot read {path} as camera poses ({fault})") from fault
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:

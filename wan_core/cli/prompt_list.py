@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wan_core.cli.parsing import program
-from wan_core.cli.sound import sound_of
+from wan_core.cli.video_writing import sound_of
 from wan_core.cli.workers import devices_of, worker_options
 from wan_core.config import LoadOptions, OptionError
 

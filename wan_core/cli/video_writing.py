@@ -6,12 +6,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wan_core.cli.progress import ProgressLine
-from wan_core.cli.sound import sound_of
 from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs, is_special
+
+if TYPE_CHECKING:
+    from wan_core.media.sound import Sound
 
 
 def video_output(outputs: Outputs, path: Path) -> Path:
@@ -21,6 +23,15 @@ def video_output(outputs: Outputs, path: Path) -> Path:
     if path.name in ("", "..") or is_special(path):
         raise OptionError(f"--out {path} is no name for a video: give one that ends in .mp4, .webm or .gif")
     return outputs.add("--out", path, pictures=FRAME_NAME.format(1) if is_folder(path) else None)
+
+
+def sound_of(audio: str | None) -> Sound | None:
+    """Of the file that is written, for the `audio` of a request. Raises OptionError."""
+    if audio is None:
+        return None
+    from wan_core.media.sound import read_sound
+
+    return read_sound(audio)
 
 
 class VideoWriting:

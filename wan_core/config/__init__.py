@@ -1,29 +1,25 @@
 """User options as frozen dataclasses, the errors of this project, and where it keeps files. Imports no torch.
 
-`options` and `skipping` say what a user wants. They are checked once, when built: a bad value raises `OptionError` with
-what was given, what is allowed and what to do. `checks` has the errors and the checks, `folders` the cache folder.
+`loading`, `request`, `skipping` and `windows` declare each option once, with all that its doors need (`table`). Options
+are checked when built: a bad value raises `OptionError` with what was given, what is allowed and what to do. `checks`
+has the errors and the checks, `folders` the cache folder.
 """
 
 from __future__ import annotations
 
 from wan_core.config.checks import OptionError, UserError, check_choice, check_size
-from wan_core.config.options import (
+from wan_core.config.loading import (
     COMPILES,
-    GUIDANCE_MODES,
     LORA_EXPERTS,
     LORA_MODES,
     PRECISIONS,
     QUANTIZED,
-    RANDOM_SEED,
     RESIDENCIES,
     VAE_PRECISIONS,
-    ControlOptions,
     LoadOptions,
     LoraOptions,
-    NagOptions,
-    PlanNumbers,
-    Request,
 )
+from wan_core.config.request import GUIDANCE_MODES, RANDOM_SEED, ControlOptions, NagOptions, PlanNumbers, Request
 from wan_core.config.skipping import (
     MAGCACHE_RULES,
     SPARSE_KERNELS,
