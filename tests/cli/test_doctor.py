@@ -70,6 +70,7 @@ def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert main(["doctor", "--device", "cpu"]) == 0
     words = capsys.readouterr().out
+    assert found["attention"]["sdpa"]["error"] < 1e-5 and "GPU" in found["attention"]["cudnn"]["why_not"]
     assert list(found["precisions"]) == list(SCHEMES) and list(found["attention"]) == list(BACKENDS)
     attention, precisions = words[words.index("attention backends") :].split("precisions\n")
     for section, parts in ((attention, found["attention"]), (precisions, found["precisions"])):
