@@ -63,7 +63,7 @@ def write_expert(models: Path, task: str, expert: str, device: torch.device, lay
 
 
 def write_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """As `write_safetensors`, by threads: most of the time goes into copying from the GPU and into new pages."""
+    """Write a file as `write_safetensors` does, by threads: most of the time goes into copies and new pages."""
     head, begins = safetensors_header(tensors, metadata)
     with written_beside(path) as temporary, temporary.open("r+b", buffering=0) as file:
 

@@ -198,7 +198,7 @@ class ComfyUI:
         return self.wait(self.queue(graph))
 
     def watch(self, graph: Graph) -> Run:
-        """As `run`, with every event of the websocket in `events`, and in `at` when it came (`perf_counter`)."""
+        """Run the graph and keep every event of the websocket, with its time (`perf_counter`) in `at`."""
         client = Client(self.port, self.patience)
         begin = time.perf_counter()
         prompt_id = self.queue(graph, client.name)

@@ -52,7 +52,7 @@ ACCELERATED = (
 
 
 def gpu_count(gpus: int | None, device: torch.device) -> int:
-    """Of the sides for several GPUs; 1: there are none. Raises OptionError for GPUs that are not there."""
+    """How many GPUs the sides for several have; 1: no such sides. Raises OptionError for GPUs that are not there."""
     if gpus is not None and gpus < 1:
         raise OptionError(f"{gpus} GPUs given to the suite everyday; give 1 or more")
     if device.type == "cpu":

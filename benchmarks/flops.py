@@ -31,7 +31,7 @@ class Flops:
 
 
 def forward_flops(config: DiTConfig, tokens: int) -> Flops:
-    """Of one sample of `tokens` tokens that share one timestep, its text prepared."""
+    """The products for one sample of `tokens` tokens that share one timestep, its text prepared."""
     C, N, L, S, blocks = config.dim, config.ffn_dim, tokens, config.text_len, config.num_layers
     products = 4 * C * C + 2 * C * C + 2 * C * N  # q, k, v, o; q, o; up, down
     patch = prod(config.patch_size)

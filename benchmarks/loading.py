@@ -100,7 +100,7 @@ class Loading:
         return load_experts(self.files, self.device, self.dtype, quantization, how)
 
     def _same_as_load_file(self) -> bool:
-        """Of the first file: two copies of both need not fit."""
+        """Compares the first file alone: two copies of both need not fit."""
         from safetensors.torch import load_file
 
         make_room(self.device)

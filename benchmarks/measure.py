@@ -33,7 +33,7 @@ class Measured:
         return statistics.median(self.seconds)
 
     def numbers(self) -> dict[str, Any]:
-        """As every row has them. Memory: the peak, and what of it is there only while a forward runs."""
+        """The numbers of a row. Memory: the peak, and what of it is there only while a forward runs."""
         row: dict[str, Any] = {
             "seconds": round(self.median, 5),
             "spread": round(max(self.seconds) - min(self.seconds), 5),
@@ -99,7 +99,7 @@ def compile_counts() -> tuple[int, int]:
 
 
 def weights_bytes(module: nn.Module) -> int:
-    """Of parameters and buffers, each memory once."""
+    """Bytes of parameters and buffers, each memory once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(module)}
     return sum(storages.values())
 

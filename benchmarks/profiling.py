@@ -87,7 +87,7 @@ def record(setup: Setup, case: Case) -> list[Kernel]:
 
 @dataclass(frozen=True)
 class Span:
-    """Of a list of kernels, in microseconds."""
+    """The time that a list of kernels spans and is busy, in microseconds."""
 
     whole: float
     busy: float

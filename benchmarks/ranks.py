@@ -40,6 +40,6 @@ class Ranks:
         dist.barrier(group=self.world.control)
 
     def plain(self, setup: Setup | None = None) -> tuple[WanModel, int]:
-        """As `plain_model`, held as `setup` says."""
+        """The model of `plain_model`, quantised as `setup` says."""
         held = None if setup is None else setup.quantization(self.device)
         return plain_model(self.given["name"], self.device, self.dtype, self.given["layers"], held)

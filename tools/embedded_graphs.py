@@ -29,7 +29,7 @@ def sampler(**changed: Any) -> dict[str, Any]:
 
 
 def loaders(high: str = TINY, low: str = TINY) -> Graph:
-    """As prompts were saved before the model loader had more inputs: those must go on working."""
+    """The loaders as prompts were saved before they had more inputs: those must go on working."""
     return {
         "model": node(
             "WanCoreModelLoader", high=high, low=low, precision="checkpoint", attention="auto", residency="auto"

@@ -61,85 +61,24 @@ HEADERS = {
 }
 # Suites whose rows hold more than a reader wants: these columns and no others.
 CHOSEN = {
-    "small-cards": (
-        "name",
-        "seconds",
-        "load_seconds",
-        "ratio",
-        "slowdown",
-        "peak_gib",
-        "host_gib",
-        "resident_blocks",
-        "error",
-        "same_bytes",
-    ),
-    "single": ("name", "size", "seconds", "ratio", "tflops", "of_peak", "peak_gib", "activation_gib", "error"),
-    "trajectory": ("name", "weights", "steps", "samples", "latent_psnr", "error", "psnr", "ssim", "captions_true"),
-    "distilled": ("name", "forwards", "seconds", "samples", "background", "colour", "shape", "motion", "all"),
-    "gguf": (
-        "name",
-        "size",
-        "seconds",
-        "ratio",
-        "load_seconds",
-        "file_gib",
-        "weights_gib",
-        "peak_gib",
-        "widen_ms",
-        "error",
-    ),
-    "parallel": (
-        "name",
-        "size",
-        "seconds",
-        "seconds_per_step",
-        "ratio",
-        "times_diffusers",
-        "exchange_share",
-        "gb_s",
-        "link",
-        "peak_gib",
-        "error",
-        "layers",
-    ),
-    "everyday": (
-        "name",
-        "size",
-        "seconds",
-        "ratio",
-        "ratio_to_native_gpus",
-        "error",
-        "loaders",
-        "text",
-        "image",
-        "samplers",
-        "decode",
-        "save",
-    ),
-    "native": ("name", "size", "seconds", "ratio", "error"),
-    "attention": ("name", "size", "seconds", "ratio", "tflops", "error", "offset", "outliers", "sinks", "structured"),
-    "int8": ("name", "size", "seconds", "ratio", "peak_gib", "activation_gib", "weights_gib", "error"),
-    "streaming": ("name", "size", "seconds", "slowdown", "resident_blocks", "peak_gib", "plan_error", "host_gib"),
-    "startup": ("name", "size", "seconds", "ratio", "gb_s", "host_gib"),
-    "caches": ("name", "size", "seconds", "share", "forwards", "estimate", "off", "peak_gib"),
-    "quality": (
-        "name",
-        "saved",
-        "forwards",
-        "psnr",
-        "psnr_worst",
-        "ssim",
-        "perceptual",
-        "flicker",
-        "truth",
-        "look",
-        "motion",
-        "seconds",
-        "ratio",
-    ),
-    "four-step": ("name", "size", "seconds", "seconds_per_step", "ratio", "ratio_to", "peak_gib", "file_gib"),
-    "sparse": ("name", "size", "seconds", "forwards", "ratio", "peak_gib", "error"),
-    "switch": ("name", "size", "steps", "seconds", "step_spread", "switch_ms", "peak_gib", "weights_gib"),
+    "small-cards": "name seconds load_seconds ratio slowdown peak_gib host_gib resident_blocks error same_bytes",
+    "single": "name size seconds ratio tflops of_peak peak_gib activation_gib error",
+    "trajectory": "name weights steps samples latent_psnr error psnr ssim captions_true",
+    "distilled": "name forwards seconds samples background colour shape motion all",
+    "gguf": "name size seconds ratio load_seconds file_gib weights_gib peak_gib widen_ms error",
+    "parallel": "name size seconds seconds_per_step ratio times_diffusers exchange_share gb_s link peak_gib error "
+    "layers",
+    "everyday": "name size seconds ratio ratio_to_native_gpus error loaders text image samplers decode save",
+    "native": "name size seconds ratio error",
+    "attention": "name size seconds ratio tflops error offset outliers sinks structured",
+    "int8": "name size seconds ratio peak_gib activation_gib weights_gib error",
+    "streaming": "name size seconds slowdown resident_blocks peak_gib plan_error host_gib",
+    "startup": "name size seconds ratio gb_s host_gib",
+    "caches": "name size seconds share forwards estimate off peak_gib",
+    "quality": "name saved forwards psnr psnr_worst ssim perceptual flicker truth look motion seconds ratio",
+    "four-step": "name size seconds seconds_per_step ratio ratio_to peak_gib file_gib",
+    "sparse": "name size seconds forwards ratio peak_gib error",
+    "switch": "name size steps seconds step_spread switch_ms peak_gib weights_gib",
 }
 REASONS = ("why_not", "failed")  # in a row that was not measured
 PEAKS = {"bf16_tflops": "bf16 {} TFLOP/s", "fp8_tflops": "FP8 {} TFLOP/s", "copy_tb_s": "copy {} TB/s"}
@@ -207,7 +146,7 @@ def table(result: Result) -> str:
     present = {key: None for row in rows for key, value in row.items() if value is not None}
     columns = [key for key in HEADERS if key in present] + [key for key in present if key not in HEADERS]
     if result["suite"] in CHOSEN:
-        columns = [key for key in CHOSEN[result["suite"]] if key in present]
+        columns = [key for key in CHOSEN[result["suite"]].split() if key in present]
     columns = [key for key in columns if key not in REASONS]
     rows = [with_reason(row, columns) for row in rows]
     lines = [

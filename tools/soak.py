@@ -130,7 +130,7 @@ def outcome_of(run: Run) -> tuple[str, str]:
 
 
 def saved_files(base: Path, run: Run) -> list[Path]:
-    """Of the node `save`: ComfyUI lists pictures and videos under one name, latents under another."""
+    """The files of the node `save`: ComfyUI lists pictures and videos under one name, latents under another."""
     saved = run.outputs["save"]
     return [
         base / one["type"] / one["subfolder"] / one["filename"]

@@ -102,7 +102,7 @@ def summary(videos: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent values; 0 for one."""
+    """The standard error of the mean of independent values; 0 for one."""
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
 
 

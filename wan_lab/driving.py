@@ -40,7 +40,7 @@ def draw_trios(
     height: int = SIZE,
     width: int = SIZE,
 ) -> Trio:
-    """Of the scenes `table` [B, 4], which say how the made video looks and, unless it is curved, moves."""
+    """Draws trios for the scenes `table` [B, 4], which say how the made video looks and, unless it is curved, moves."""
     device = generator.device
     table = table.to(device)
     paths = sample_paths(table, height=height, width=width, generator=generator)

@@ -233,7 +233,7 @@ def full_size(task: Task, size: str) -> tuple[DiTConfig, tuple[int, int, int]]:
 def estimated_seconds(
     plan: Plan, config: DiTConfig, latents: tuple[int, int, int], forward: float, beside: float
 ) -> float:
-    """Of a whole video by a plan. forward: seconds of a dense forward; beside: of all else."""
+    """The seconds of a whole video by a plan. forward: seconds of a dense forward; beside: of all else."""
     seconds: dict[Expert, float] = {"high": forward, "low": forward}
     return (with_costs(plan, config, latents).estimate(seconds) or 0.0) + beside
 

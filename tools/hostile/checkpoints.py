@@ -93,7 +93,7 @@ HEADERS = (
 
 
 def grown_names(word: str, end: str, count: int = 20_000, size: int = 52) -> list[str]:
-    """As many and as long names as are read, of one word over and over: for code that looks at each word of a name."""
+    """Names as many and as long as are read, of one word over and over: for code that looks at each word of a name."""
     tails = (f"{n:05}{end}" for n in range(count))
     return [word * ((size - len(tail)) // len(word)) + tail for tail in tails]
 

@@ -119,7 +119,7 @@ def read_picture(path: Path) -> None:
 
 
 def read_video_file(path: Path) -> None:
-    """As the command `check` does, and all frames."""
+    """Reads what the command `check` reads, and all frames."""
     read_metadata(path)
     with contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -138,7 +138,7 @@ def _vae() -> VideoVAE:
 
 
 def read_latents(path: Path) -> None:
-    """As the command `decode` does, where they are few."""
+    """Reads what the command `decode` reads, and decodes latents where they are few."""
     latents, fps, settings = load_latents(path)
     if latents.numel() <= DECODED:
         frames = decode_latents(_vae(), latents, Report(torch.device("cpu"), settings=settings))

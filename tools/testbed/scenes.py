@@ -60,7 +60,7 @@ class World:
 
     @property
     def colours(self) -> tuple[str, ...]:
-        """Of the things, the pillar and last the ground: no two are the same."""
+        """The colours of the things, the pillar and last the ground: no two are the same."""
         pillar = () if self.pillar is None else (self.pillar,)
         return (*(thing.colour for thing in self.things), *pillar, self.ground[0])
 

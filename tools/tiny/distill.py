@@ -171,7 +171,7 @@ class Adapter(nn.Module):
             self.factors.append(added)
 
     def tensors(self) -> dict[str, Tensor]:
-        """As a file holds them, bf16, under the names that ComfyUI and LightX2V give them."""
+        """The factors as a file holds them, bf16, under the names that ComfyUI and LightX2V give them."""
         found: dict[str, Tensor] = {}
         for name, factors in zip(self.names, self.factors, strict=True):
             assert isinstance(factors, LowRank)

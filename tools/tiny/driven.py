@@ -154,7 +154,7 @@ class TrainedAttention(DrivenAttention):
 
 @cache
 def driving_rope(grid: tuple[int, int, int], axes: tuple[int, int, int], device: torch.device) -> Tensor:
-    """As `Animate2Model.drive` has it, kept for graphs."""
+    """The table that `Animate2Model.drive` makes, kept for graphs."""
     return rope_table(grid, axes, device, start=(1, 0, grid[2]))
 
 
