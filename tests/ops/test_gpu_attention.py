@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests import tensors
+from tests.tensors import relative
 from wan_core.cli import doctor
 from wan_core.ops.attention.fp8 import Fp8Attention, reference_lse
-from wan_core.ops.attention.registry import BACKENDS, AttentionError, auto_choice, resolve_attention
+from wan_core.ops.attention.registry import BACKENDS, AttentionError, resolve_attention
 from wan_core.ops.attention.sdpa import math_lse, math_reference
-from wan_core.ops.cards import capability
 from wan_core.ops.kernels.formats import FP8, Quantized
 
 pytestmark = pytest.mark.gpu
@@ -31,23 +32,16 @@ def allowed(backend) -> float:
     return doctor.TOLERANCE if backend.exact else doctor.ROUNDED
 
 
-def qkv(queries: int, keys: int, heads: int = 3, dim: int = 128) -> list[torch.Tensor]:
-    return [torch.randn(1, n, heads, dim, device=CUDA, dtype=torch.bfloat16) for n in (queries, keys, keys)]
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+def qkv(queries: int, keys: int, dim: int = 128) -> list[torch.Tensor]:
+    return tensors.qkv(queries, keys, 3, dim, device=CUDA, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("queries", "keys", "dim"), [(333, 201, 128), (4136, 4136, 128), (1001, 1001, 64)])
-def test_backend_matches_the_formula(backend, queries, keys, dim):
+def test_backend_matches_the_formula_and_the_doctor_says_so(backend, queries, keys, dim):
     q, k, v = qkv(queries, keys, dim=dim)
     assert relative(backend.load()(q, k, v), math_reference(q.float(), k.float(), v.float())) <= allowed(backend)
-
-
-def test_the_doctor_finds_it_usable(backend):
-    found = doctor._backend(backend.name, CUDA)
-    assert found["usable"], found
+    checked = doctor._backend(backend.name, CUDA)
+    assert checked["usable"], checked
 
 
 def test_views_of_one_tensor_give_the_same(backend):
@@ -107,11 +101,3 @@ def test_fp8_in_and_out_is_the_reference(backend):
     assert relative(out.float(), expected.float()) < 0.08  # it also rounds the probabilities
     if attend.gives_lse:
         assert float((attend.quantized_lse(q, k, v)[1] - lse).abs().max()) < 0.01
-
-
-def test_auto_takes_an_exact_kernel_that_runs():
-    name = resolve_attention("auto", CUDA, torch.bfloat16, 128)[0]
-    assert BACKENDS[name].exact and name == auto_choice(capability(CUDA), torch.bfloat16, 128)
-    assert resolve_attention("auto", CUDA, torch.float32)[0] == "sdpa"
-    with pytest.raises(AttentionError, match="bf16"):
-        resolve_attention("cudnn", CUDA, torch.float32)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.tensors import relative
 from wan_core.checkpoint.random import random_module
 from wan_core.execution.graphs import GRAPHED_TOKENS, GraphedBlocks
 from wan_core.execution.optimize import compilations, optimize, set_attention
@@ -17,7 +18,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
-from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.ops.cards import has_fp8
 from wan_core.ops.kernels import fused, reference
 from wan_core.ops.kernels.formats import quantize_reference
@@ -31,11 +32,6 @@ SMALL = DiTConfig(
 )
 SIZES = ((5, 8, 8), (5, 12, 8), (3, 8, 14), (9, 6, 6), (2, 20, 4), (7, 10, 10))
 NATIVE = [name for name in SCHEMES if name.startswith("fp8")]
-
-
-def relative(found, expected) -> float:
-    found = found if isinstance(found, torch.Tensor) else found.dequantize()
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def runs(name: str) -> bool:
@@ -211,27 +207,12 @@ def test_a_model_with_graphs_gives_its_memory_back():
 
 @torch.no_grad()
 def test_fp8_attention_hands_fp8_to_the_output_projection():
-    if resolve_or_skip("cudnn-fp8"):
-        exact, found = build("fp8", graphs=False), build("fp8", graphs=False, attention="cudnn-fp8")
-        inputs = case(exact, SIZES[0])
-        assert relative(found(*inputs), exact(*inputs)) < 0.05
-
-
-def resolve_or_skip(name: str) -> bool:
-    from wan_core.ops.attention.registry import BACKENDS
-
-    reason = BACKENDS[name].why_not(CUDA, torch.bfloat16, SMALL.head_dim)
+    reason = BACKENDS["cudnn-fp8"].why_not(CUDA, torch.bfloat16, SMALL.head_dim)
     if reason is not None:
         pytest.skip(reason)
-    return True
-
-
-@torch.no_grad()
-def test_float32_products_of_others_stay_as_they_were():
-    before = torch.get_float32_matmul_precision()
-    model = build(None)
-    model(*case(model, SIZES[0]))
-    assert torch.get_float32_matmul_precision() == before
+    exact, found = build("fp8", graphs=False), build("fp8", graphs=False, attention="cudnn-fp8")
+    inputs = case(exact, SIZES[0])
+    assert relative(found(*inputs), exact(*inputs)) < 0.05
 
 
 @pytest.mark.parametrize("name", [None, "fp8", "fp8-tensor"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.test_attention import relative
+from tests.tensors import relative
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_lse

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from benchmarks.always_sparse import AlwaysSparse
+from tests import tensors
+from tests.sparse_attention import LocalRing, random_route
+from tests.tensors import relative
 from wan_core.checkpoint.random import random_module
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
@@ -25,7 +28,6 @@ from wan_core.ops.kernels import blocked, fused
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
-from wan_core.parallel.ring import Ring
 from wan_core.sampling.sparsity.schedule import parse_sparse
 
 pytestmark = pytest.mark.gpu
@@ -46,15 +48,8 @@ def allowed(kernel) -> float:
     return 0.12 if kernel.fp8 else 0.04 if kernel.name == "triton-int8" else 0.01
 
 
-def qkv(tokens: int, heads: int = 3, dim: int = 128) -> list[torch.Tensor]:
-    generator = torch.Generator(CUDA).manual_seed(0)
-    return [
-        torch.randn(1, tokens, heads, dim, device=CUDA, dtype=torch.bfloat16, generator=generator) for _ in range(3)
-    ]
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+def qkv(tokens: int, heads: int = 3) -> list[torch.Tensor]:
+    return tensors.qkv(tokens, tokens, heads, 128, device=CUDA, dtype=torch.bfloat16)
 
 
 def poison() -> None:
@@ -62,15 +57,6 @@ def poison() -> None:
     held = [torch.full((1 << 24,), float("nan"), device=CUDA) for _ in range(8)]
     held += [torch.full((n << 16,), float("nan"), device=CUDA) for n in (1, 3, 7, 20)]
     del held
-
-
-def random_route(tokens: int, heads: int, counts: bool) -> Route:
-    generator = torch.Generator(CUDA).manual_seed(1)
-    n = -(-tokens // 128)
-    order = torch.rand(1, heads, n, n, device=CUDA, generator=generator).argsort(-1).int()
-    if not counts:
-        return Route(order[..., : max(1, n // 2)].contiguous())
-    return Route(order, torch.randint(1, n + 1, (1, heads, n), device=CUDA, generator=generator).int())
 
 
 def attention(kernel, tiles, rule: Rule, q, k, v, *, pooled: bool, slope: bool = False) -> torch.Tensor:
@@ -105,7 +91,10 @@ def test_kernel_is_attention_under_a_mask(kernel, grid):
     tokens = grid[0] * grid[1] * grid[2]
     q, k, v = qkv(tokens)
     for counts in {False, kernel.counts}:
-        chosen = random_route(tokens, 3, counts)
+        chosen = random_route(tokens, 128, seed=1, batch=1)
+        chosen = Route(*(part.to(CUDA) for part in chosen))
+        if not counts:
+            chosen = Route(chosen.blocks[..., : max(1, chosen.blocks.shape[-1] // 2)].contiguous())
         expected, expected_lse = sparse_reference(q.float(), k.float(), v.float(), chosen, 128)
         poison()
         if kernel.fp8:
@@ -130,64 +119,61 @@ def test_kernel_is_attention_under_a_mask(kernel, grid):
         assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_reading_every_block_is_dense_attention(kernel, grid):
+WAYS = [
+    *((grid, "", 0.4, pooled) for grid in GRIDS for pooled in (False, True)),
+    *((GRIDS[-1], way, 0.4, True) for way in (":parts4", ":slope", ":error", ":parts4:slope:error")),
+    *((grid, "", 1.0, True) for grid in GRIDS),
+]
+
+
+@pytest.mark.parametrize(("grid", "way", "keep", "pooled"), WAYS)
+def test_a_layer_is_that_of_plain_torch(kernel, grid, way, keep, pooled):
+    """A whole layer on the device against the same on a CPU, from the same numbers: what is chosen is read, and its
+    replacement is added. way: finer means, their first-order term, the choice by expected error. With every block it
+    is dense attention."""
+    options = parse_sparse(f"0.6/0/0{way}")
     q, k, v = qkv(grid[0] * grid[1] * grid[2])
-    tiles = make_tiles(grid, 128, CUDA)
-    poison()
-    found = attention(kernel, tiles, Rule(1.0), q, k, v, pooled=True)
-    exact = math_reference(q.float(), k.float(), v.float())
-    assert relative(found, exact) < allowed(kernel)
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_what_is_chosen_is_read_and_the_rest_stands_in(kernel, grid, pooled):
-    """A whole layer on the device against the same in plain torch on a CPU, from the same route."""
-    tokens = grid[0] * grid[1] * grid[2]
-    q, k, v = qkv(tokens)
-    tiles, there = make_tiles(grid, 128, CUDA), make_tiles(grid, 128, torch.device("cpu"))
-    found = attention(kernel, tiles, Rule(0.4), q, k, v, pooled=pooled)
-    state = SparseForward(KERNELS["math"], [], there, [Rule(0.4)], pooled=pooled)
-    expected = SparseAttention()(*on_host(kernel, q, k, v), AttentionCall(0, state))
-    assert relative(found.cpu(), expected) < allowed_behind_a_choice(kernel)
-
-
-@pytest.mark.parametrize("way", ["parts4", "slope", "error", "parts4:slope:error"])
-def test_what_replaces_the_rest_is_that_of_plain_torch(kernel, way):
-    """As above, with finer means, their first-order term and the choice by expected error."""
-    options, grid = parse_sparse(f"0.6/0/0:{way}"), GRIDS[-1]
-    q, k, v = qkv(grid[0] * grid[1] * grid[2])
-    rule = Rule(0.4, score=options.score)
+    rule = Rule(keep, score=options.score)
     tiles, there = (make_tiles(grid, 128, torch.device(d), parts=options.parts) for d in ("cuda", "cpu"))
     poison()
-    found = attention(kernel, tiles, rule, q, k, v, pooled=True, slope=options.slope)
-    state = SparseForward(KERNELS["math"], [], there, [rule], slope=options.slope)
+    found = attention(kernel, tiles, rule, q, k, v, pooled=pooled, slope=options.slope)
+    if keep == 1.0:
+        assert relative(found, math_reference(q.float(), k.float(), v.float())) < allowed(kernel)
+        return
+    state = SparseForward(KERNELS["math"], [], there, [rule], pooled=pooled, slope=options.slope)
     expected = SparseAttention()(*on_host(kernel, q, k, v), AttentionCall(0, state))
     assert relative(found.cpu(), expected) < allowed_behind_a_choice(kernel)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_finish_adds_parts_and_slopes_as_plain_torch_does(parts, scaled):
+@pytest.mark.parametrize("parts", [0, 1, 4])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_finish_is_that_of_plain_torch(parts, fp8):
+    """With the slopes of parts, or without means; from and to FP8."""
     if fused.why_not(CUDA) is not None:
         pytest.skip("Triton does not run here")
-    tokens, tiles = 1955, make_tiles((5, 17, 23), 128, CUDA, parts=parts)
+    tokens, tiles = 1955, make_tiles((5, 17, 23), 128, CUDA, parts=max(1, parts))
     q, k, v = qkv(tokens)
     chosen = route(q, k, 128, Rule(0.3), tiles.forced)
-    kept, sizes = chosen.kept(tiles.blocks), block_sizes(tokens, tiles.part, CUDA)
-    known = KeyMeans(*blocked.pool(k, tiles.part), sizes, *blocked.pool(v, tiles.part), parts)
-    weights = slope_weights(blocked.pool(q, 128)[0], known, kept)
-    slope = slopes(weights, known.keys, k, v, tiles.part)
-    hosts = [x.float().cpu() for x in (weights, known.keys, k, v)]
-    assert relative(slope.cpu(), slopes(*hosts, tiles.part)) < 0.02
-    pooled = known.pooled(kept)._replace(slopes=slope)
+    kept, pooled = chosen.kept(tiles.blocks), None
+    if parts:
+        sizes = block_sizes(tokens, tiles.part, CUDA)
+        known = KeyMeans(*blocked.pool(k, tiles.part), sizes, *blocked.pool(v, tiles.part), parts)
+        weights = slope_weights(blocked.pool(q, 128)[0], known, kept)
+        slope = slopes(weights, known.keys, k, v, tiles.part)
+        hosts = [x.float().cpu() for x in (weights, known.keys, k, v)]
+        assert relative(slope.cpu(), slopes(*hosts, tiles.part)) < 0.02
+        pooled = known.pooled(kept)._replace(slopes=slope)
     out, lse = sparse_reference(q, k, v, chosen, 128)
-    scale = torch.full((1,), 0.5, device=CUDA) if scaled else None
-    found = blocked.finish(out.clone(), lse, q, 128, pooled=pooled, q_scale=scale)
+    given = {"pads": -tokens % 128, "tail": kept[..., -1], "pooled": pooled}
+    if fp8:
+        q = Quantized(q.to(FP8), torch.full((1,), 1.0, device=CUDA))
+        given |= {"q_scale": q.scale, "scale": torch.full((1,), 0.01, device=CUDA)}
+        q = q.data
+    found = blocked.finish(out.clone(), lse, q, 128, **given)  # which it may write over
     with fused.use("torch"):
-        expected = blocked.finish(out, lse, q, 128, pooled=pooled, q_scale=scale)
-    assert relative(found, expected) < 0.01
+        expected = blocked.finish(out, lse, q, 128, **given)
+    assert found.dtype == (FP8 if fp8 else torch.bfloat16) and found.is_contiguous()
+    assert relative(found, expected) < (0.03 if fp8 else 0.01)
 
 
 def test_passes_match_plain_torch():
@@ -217,33 +203,6 @@ def test_passes_match_plain_torch():
         assert torch.equal(laid.data.float(), usual.data.float())
         assert laid.memory.shape == (1, heads, 2048, dim)
         assert not laid.memory[:, :, tokens:].float().any()
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("pooled", [False, True])
-def test_finish_matches_plain_torch(fp8, pooled):
-    tokens, heads = 1955, 3
-    if fused.why_not(CUDA) is not None:
-        pytest.skip("Triton does not run here")
-    q, k, v = qkv(tokens, heads)
-    tiles = make_tiles((5, 17, 23), 128, CUDA)
-    chosen = route(q, k, 128, Rule(0.5), tiles.forced)
-    out, lse = sparse_reference(q, k, v, chosen, 128)
-    kept = chosen.kept(tiles.blocks)
-    means = Pooled(blocked.pool(k, 128)[0], blocked.pool(v, 128)[0], kept) if pooled else None
-    scale = torch.full((1,), 0.01, device=CUDA) if fp8 else None
-    given = {"pads": -tokens % 128, "tail": kept[..., -1], "pooled": means, "scale": scale}
-    found = blocked.finish(out.clone(), lse, q, 128, **given)  # which it may write over
-    with fused.use("torch"):
-        expected = blocked.finish(out, lse, q, 128, **given)
-    assert found.dtype == (FP8 if fp8 else torch.bfloat16)
-    assert found.is_contiguous()
-    assert relative(found, expected) < (0.03 if fp8 else 0.01)
-    eighth = Quantized(q.to(FP8), torch.full((1,), 1.0, device=CUDA))
-    again = blocked.finish(
-        out, lse, eighth.data, 128, q_scale=eighth.scale, **{**given, "scale": torch.ones(1, device=CUDA)}
-    )
-    assert again.float().isfinite().all()
 
 
 @pytest.mark.parametrize(("precision", "backend"), [("plain", "sdpa"), ("fp8", "cudnn-fp8")])
@@ -280,14 +239,6 @@ def test_a_forward_is_close_to_dense(precision, backend, compile):
     assert relative(half, dense) < 0.5
 
 
-class Here(Ring):
-    """A ring whose ranks are all here: what is handed to it are the keys and values of all."""
-
-    def around(self, k, v):
-        parts = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
-        return ((rank, *part) for rank, part in enumerate(parts))
-
-
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("keep", [0.06, 0.4])
 def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
@@ -311,7 +262,7 @@ def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
         rows = slice(first, first - (-lengths[rank] // 128))
         some = Route(chosen.blocks[:, :, rows])
         nothing += int(some.part(0, 12)[1].sum())
-        ring = Here(Group(None, (0,), 0), lengths, lambda *_: (q, q))
+        ring = LocalRing(Group(None, (0,), 0), lengths, lambda *_: (q, q))
         out, lse = read_around(kernel.load(), mine, k, v, some, 128, ring)
         assert lse.isfinite().all()
         pools = Pooled(*means, kept[:, :, rows], sizes) if pooled else None

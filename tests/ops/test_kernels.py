@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tensors import draw, relative, run_interpreted
 from wan_core.models.wan.rope import rope_table
 from wan_core.ops.kernels import fused, reference
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized, quantize_reference
@@ -23,10 +20,6 @@ from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized, quantiz
 FORMATS = ("tensor", "row", "block")
 HALF_STEP = 2**-4  # E4M3 keeps three bits: a number is off by at most a sixteenth of itself
 TINIEST = 2**-10  # or, below its normal range, by half of its smallest number
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -78,10 +71,6 @@ def test_norm_and_residual_are_the_formula(fmt, frames):
         assert relative(found.dequantize(), normed) < 0.04
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     heads=st.integers(1, 4),
@@ -109,13 +98,6 @@ def test_the_scale_of_queries_and_keys_holds_whatever_comes(heads, half, weight,
     assert (exact.abs().amax() / found.scale) <= FP8_MAX * 1.001  # nothing was clamped
     if not spike:
         assert relative(reference.hadamard_heads(found.dequantize()), exact) < 0.05
-
-
-def test_a_constant_taken_off_the_keys_changes_no_attention():
-    q, k = draw(1, 40, 2, 16, seed=1), draw(1, 40, 2, 16, seed=2) + 5
-    scores = torch.einsum("blhd,bshd->bhls", q, k).softmax(-1)
-    without = torch.einsum("blhd,bshd->bhls", q, k - k.mean(1, keepdim=True)).softmax(-1)
-    torch.testing.assert_close(scores, without, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dim", [8, 16, 64, 128, 256])
@@ -253,10 +235,7 @@ print("all close")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 def test_kernels_in_tritons_interpreter():
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "all close" in done.stdout, done.stderr[-2000:]
+    run_interpreted(INTERPRETED)
 
 
 def test_quantized_values_of_every_shape_of_scale():

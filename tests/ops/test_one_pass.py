@@ -4,30 +4,23 @@ tiles, and how sparse attention hands it the means."""
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ops.test_attention import qkv, relative
+from tests.sparse_attention import expected_sparse
+from tests.tensors import qkv, relative, run_interpreted
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import math_lse
-from wan_core.ops.attention.sparse import kernels
 from wan_core.ops.attention.sparse.forward import SparseForward
-from wan_core.ops.attention.sparse.implementations import sparse_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS, SparseKernel
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.attention.triton import int8_reference
 from wan_core.ops.cards import CARDS
 from wan_core.ops.kernels.attention_tiles import CANDIDATES, SHARED, TILES, candidates, tile_for
-from wan_core.ops.kernels.blocked import final_lse, finish
 
-ROOT = Path(__file__).parents[2]
 DENSE = """
 import torch
 from wan_core.ops.attention.fp8 import key_mean
@@ -59,7 +52,8 @@ print("all close")
 """
 SPARSE = """
 import torch
-from tests.ops.test_one_pass import draw_route, expected_sparse, relative
+from tests.sparse_attention import draw_route, expected_sparse
+from tests.tensors import relative
 from wan_core.ops.attention.sparse.implementations import sparse_triton, sparse_triton_int8
 
 for tokens, block, mass in ((150, 32, None), (128, 32, 0.6), (97, 16, 0.5)):
@@ -73,35 +67,10 @@ print("all close")
 """
 
 
-def draw_route(tokens: int, block: int, mass: float | None):
-    """q, k, v fp16 [1, L, 2, 64], a route over them, and means."""
-    from wan_core.ops.attention.sparse.routing import route
-    from wan_core.ops.kernels.block_layout import Pooled
-    from wan_core.ops.kernels.blocked import pool
-
-    q, k, v = (x.half() for x in qkv(tokens, tokens, 2, 64))
-    k = k + 0.5
-    blocks = -(-tokens // block)
-    chosen = route(q, k, block, Rule(0.5, mass), torch.eye(blocks, dtype=torch.bool))
-    return q, k, v, chosen, Pooled(pool(k, block)[0], pool(v, block)[0], chosen.kept(blocks))
-
-
-def expected_sparse(q, k, v, route, block, pooled):
-    out, lse = sparse_reference(q.float(), k.float(), v.float(), route, block)
-    q = q.float()
-    return finish(out, lse, q, block, pooled=pooled), final_lse(lse, q, block, pooled=pooled)
-
-
-def interpreted(code: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton")
 @pytest.mark.parametrize("code", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_the_kernel_is_the_reference(code):
-    done = interpreted(code)
-    assert done.returncode == 0 and "all close" in done.stdout, done.stderr[-2000:]
+    run_interpreted(code)
 
 
 @pytest.mark.parametrize(("offset", "allowed"), [(0.0, 0.015), (20.0, 0.015)])
@@ -146,8 +115,3 @@ def test_a_kernel_that_adds_the_means_itself_gives_what_finish_gives(keep, poole
         assert torch.equal(out, state.attend(AttentionCall(0), q, k, v))
         found.append((out, lse))
     assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(found[0][1], found[1][1], atol=1e-5)
-
-
-def test_sparse_attention_knows_them_by_name():
-    for name in ("triton", "triton-int8"):
-        assert KERNELS[name].means and kernels.expected_block(name, 80_000) == 128

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.tensors import relative
 from wan_core.checkpoint import load_dit, save
 from wan_core.checkpoint.random import random_module
 from wan_core.config import QUANTIZED, LoadOptions, OptionError
@@ -32,10 +33,6 @@ KINDS = (Fp8RowLinear, Fp8TensorLinear, Fp8BlockLinear, Fp8WeightLinear)
 SMALL = DiTConfig(
     in_channels=16, out_channels=16, dim=128, ffn_dim=256, num_heads=2, num_layers=5, text_dim=48, text_len=32
 )
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def quantized(kind: type[QuantLinear], linear: nn.Linear) -> QuantLinear:
@@ -146,8 +143,7 @@ def test_every_scheme_has_a_kind_and_words():
     assert all(resolve_scheme(name, CPU) is None for name in ("checkpoint", "bf16", "fp32"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize(("kind", "keep"), [(kind, number % 2) for number, kind in enumerate(KINDS)])
 def test_loading_drawing_and_converting_give_the_same_model(tmp_path, kind, keep):
     """Encoded one by one while a file is read, while weights are drawn, or afterwards."""
     quantization = Quantization(kind, CPU, keep)
@@ -182,18 +178,6 @@ def test_a14b_in_fp8_is_half_the_bytes():
     assert part.config == T2V_A14B
     ratio = part.bytes(torch.bfloat16, Quantization(Fp8RowLinear, CPU)) / part.bytes(torch.bfloat16)
     assert 0.5 < ratio < 0.52
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_forward_stays_close(kind):
-    torch.manual_seed(0)
-    plain = random_module(SMALL, device=CPU, dtype=torch.float32, seed=1)
-    x, context = torch.randn(1, 16, 3, 8, 8), torch.randn(1, 9, 48)
-    time = torch.tensor([700.0])
-    with torch.no_grad():
-        exact = plain(x, time, context)
-        quantize_model(plain, kind, quantized_names(SMALL), torch.float32)
-        assert 0 < relative(plain(x, time, context), exact) < 0.1
 
 
 @pytest.mark.parametrize("kind", [None, *KINDS])

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.tensors import draw, relative
 from wan_core.checkpoint.random import random_module
+from wan_core.config import LoadOptions, Request
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import DelayedScales, optimize
 from wan_core.models.wan.config import DiTConfig
@@ -33,29 +35,22 @@ from wan_core.ops.quant.transformer_engine import (
     next_scales,
     padded,
 )
+from wan_core.pipeline.pipeline import Pipeline
 
 CPU = torch.device("cpu")
 KINDS = [TEDelayedLinear, TECurrentLinear, TEBlockLinear]
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def linear(kind, k: int = 256, n: int = 128, seed: int = 0):
     made = kind(k, n)
-    made.load({**kind.encode(random(n, k, seed=seed)), "bias": random(n, seed=seed + 1).bfloat16()})
+    made.load({**kind.encode(draw(n, k, seed=seed)), "bias": draw(n, seed=seed + 1).bfloat16()})
     return made
 
 
 def exact(layer, x: Tensor, seed: int = 0) -> Tensor:
     """What a linear of `linear` approximates."""
-    weight = random(layer.out_features, layer.in_features, seed=seed).double()
+    weight = draw(layer.out_features, layer.in_features, seed=seed).double()
     return x.double() @ weight.T + layer.bias.double()
-
-
-def error(out: Tensor, wanted: Tensor) -> float:
-    return ((out.double() - wanted).norm() / wanted.norm()).item()
 
 
 class Model(nn.Module):
@@ -73,7 +68,7 @@ class Model(nn.Module):
 
 
 def test_weights_of_one_scale_are_those_of_the_native_linear():
-    weight = random(64, 96)
+    weight = draw(64, 96)
     wanted = quantize_reference(weight, "tensor")
     for kind in (TEDelayedLinear, TECurrentLinear, Fp8TensorLinear):
         values = kind.encode(weight)
@@ -83,7 +78,7 @@ def test_weights_of_one_scale_are_those_of_the_native_linear():
 
 
 def test_every_block_of_a_weight_has_the_scale_of_its_own_numbers():
-    weight = random(3 * BLOCK, 2 * BLOCK) * torch.logspace(-3, 3, 2 * BLOCK)
+    weight = draw(3 * BLOCK, 2 * BLOCK) * torch.logspace(-3, 3, 2 * BLOCK)
     values = TEBlockLinear.encode(weight)
     assert values["weight_scale"].shape == TEBlockLinear.scale_shape(*weight.shape) == (3, 2)
     for i in range(3):
@@ -109,7 +104,7 @@ def test_only_the_fp8_weight_is_stored(kind):
 def test_one_quantisation_serves_several_linears_and_any_leading_shape(kind):
     q, v = linear(kind), linear(kind, seed=5)
     DelayedState([q, v], CPU)
-    x = random(2, 9, 256, seed=7).bfloat16()
+    x = draw(2, 9, 256, seed=7).bfloat16()
     shared = q.quantize(x)
     assert shared.data.shape == x.shape
     assert torch.equal(q(shared), q(x))
@@ -117,15 +112,15 @@ def test_one_quantisation_serves_several_linears_and_any_leading_shape(kind):
     assert q(x).shape == (2, 9, 128)
     row = Quantized(shared.data[:, 3], shared.scale[:, 3] if kind is TEBlockLinear else shared.scale)
     assert torch.equal(q(row), q(x)[:, 3])
-    assert error(q(x), exact(q, x)) < 0.04
+    assert relative(q(x), exact(q, x)) < 0.04
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 5, 8, 77])
+@pytest.mark.parametrize("rows", [5, 8])
 def test_shapes_on_a_gpu_are_those_of_the_cpu(kind, rows):
     layer = linear(kind)
     DelayedState([layer], CPU)
-    x = random(2, rows, 256).bfloat16()
+    x = draw(2, rows, 256).bfloat16()
     on_cpu, out = layer.quantize(x), layer(x)
     with FakeTensorMode(allow_non_fake_inputs=True):
         if layer.slot is not None:
@@ -163,9 +158,9 @@ def test_scales_follow_the_largest_of_the_last_forwards_that_measured_something(
 def test_first_use_calibrates_on_its_own_input(exponent, seed):
     layer = linear(TEDelayedLinear)
     state = DelayedState([layer], CPU)
-    x = random(24, 256, seed=seed) * 2.0**exponent
+    x = draw(24, 256, seed=seed) * 2.0**exponent
     layer.bias.zero_()
-    assert error(layer(x), exact(layer, x)) < 0.04
+    assert relative(layer(x), exact(layer, x)) < 0.04
     slot = state.slots[0]
     assert slot.scale.item() == pytest.approx(FP8_MAX / x.abs().max().item())
     assert slot.scale.item() != 1
@@ -179,15 +174,15 @@ def test_first_input_of_zeros_leaves_a_usable_scale():
     state = DelayedState([layer], CPU)
     assert torch.equal(layer(torch.zeros(4, 256)), layer.bias.expand(4, -1))
     state.update()
-    x = random(4, 256)
-    assert error(layer(x), exact(layer, x)) < 0.04
+    x = draw(4, 256)
+    assert relative(layer(x), exact(layer, x)) < 0.04
 
 
 def test_an_update_after_each_forward_makes_all_scales_once():
     model = Model()
     state = DelayedState.install(model, CPU)
     assert state is not None
-    x = random(16, 128)
+    x = draw(16, 128)
     hidden = []
     model.second.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0].abs().max().item()))
     for factor in (1, 4, 2):
@@ -200,23 +195,10 @@ def test_an_update_after_each_forward_makes_all_scales_once():
     assert (state.history > 0).sum(0).tolist() == [3, 3, 0]
 
 
-@given(st.lists(st.integers(-3, 3), min_size=2, max_size=24))
-def test_both_branches_of_guidance_count(exponents):
-    """Conditional and unconditional forwards alternate; the scale fits the largest of either."""
-    layer = linear(TEDelayedLinear, 128, 128)
-    state = DelayedState([layer], CPU)
-    x = random(4, 128)
-    for exponent in exponents:
-        layer.quantize(x * 2.0**exponent)
-        state.update()
-    peak = x.abs().max().item() * 2.0 ** max(exponents[-HISTORY:])
-    assert state.slots[0].scale.item() == pytest.approx(FP8_MAX / peak, rel=1e-5)
-
-
 def test_two_calls_before_one_update_keep_the_larger():
     layer = linear(TEDelayedLinear)
     state = DelayedState([layer], CPU)
-    x = random(8, 256)
+    x = draw(8, 256)
     for factor in (1, 5, 2):
         layer(x * factor)
     state.update()
@@ -228,7 +210,7 @@ def test_numbers_beyond_the_history_saturate_for_one_forward(factor):
     layer = linear(TEDelayedLinear)
     layer.bias.zero_()
     state = DelayedState([layer], CPU)
-    x = random(32, 256)
+    x = draw(32, 256)
     layer(x)
     state.update()
     grown = x * factor
@@ -237,24 +219,14 @@ def test_numbers_beyond_the_history_saturate_for_one_forward(factor):
     assert quantized.dequantize().abs().max().item() == pytest.approx(x.abs().max().item())
     assert layer(quantized).isfinite().all()
     state.update()
-    assert error(layer(grown), exact(layer, grown)) < 0.04
-
-
-def test_shrinking_numbers_keep_their_accuracy():
-    layer = linear(TEDelayedLinear)
-    layer.bias.zero_()
-    state = DelayedState([layer], CPU)
-    x = random(32, 256)
-    for factor in (1, 1 / 3, 1 / 9):
-        assert error(layer(x * factor), exact(layer, x * factor)) < 0.04
-        state.update()
+    assert relative(layer(grown), exact(layer, grown)) < 0.04
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_what_is_not_finite_leaves_no_trace(bad):
     layer = linear(TEDelayedLinear)
     state = DelayedState([layer], CPU)
-    x = random(8, 256)
+    x = draw(8, 256)
     layer(x)
     state.update()
     before, history = state.slots[0].scale.item(), state.history.clone()
@@ -262,7 +234,7 @@ def test_what_is_not_finite_leaves_no_trace(bad):
     state.update()
     assert state.slots[0].scale.item() == before
     assert torch.equal(state.history, history)
-    assert error(layer(x), exact(layer, x)) < 0.04
+    assert relative(layer(x), exact(layer, x)) < 0.04
 
 
 def test_the_state_stays_when_the_weights_leave():
@@ -271,7 +243,7 @@ def test_the_state_stays_when_the_weights_leave():
     assert state is not None
     residency = Residency(CPU, "swap")
     residency.add("model", model)
-    x = random(4, 128)
+    x = draw(4, 128)
     residency.use("model")(x)
     state.update()
     scales = [slot.scale.item() for slot in state.slots]
@@ -287,23 +259,11 @@ def test_inference_mode_and_plain_mode_mix():
     with torch.inference_mode():
         state = DelayedState.install(model, CPU)
         assert state is not None
-        model(random(4, 128))
+        model(draw(4, 128))
         state.update()
-    model(random(4, 128))
+    model(draw(4, 128))
     state.update()
     assert (state.history > 0).sum(0).tolist() == [2, 2, 0]
-
-
-def test_experts_have_states_of_their_own():
-    high, low = Model(), Model()
-    states = [DelayedState.install(model, CPU) for model in (high, low)]
-    high(random(4, 128) * 8)
-    low(random(4, 128))
-    for state in states:
-        assert state is not None
-        state.update()
-    scales = [state.slots[0].scale.item() for state in states if state is not None]
-    assert scales[0] * 8 == pytest.approx(scales[1])
 
 
 @torch.no_grad()
@@ -321,16 +281,16 @@ def test_the_runner_updates_the_scales_after_every_forward_and_no_earlier():
     updates: list[int] = []
     for block in model.blocks:
         block.ffn[2].register_forward_hook(lambda *_: updates.append(int((runner.state.history > 0).any(1).sum())))
-    text = model.prepare_text(random(1, 9, 48))  # what it measures enters the history with the first forward
+    text = model.prepare_text(draw(1, 9, 48))  # what it measures enters the history with the first forward
     for _ in range(3):
-        model(random(1, 16, 3, 8, 8), torch.tensor([700.0]), text)
+        model(draw(1, 16, 3, 8, 8), torch.tensor([700.0]), text)
     assert updates == [0, 0, 1, 1, 2, 2]
     assert int((runner.state.history > 0).any(1).sum()) == 3
 
 
 def test_without_a_state_it_says_what_is_missing():
     with pytest.raises(RuntimeError, match=r"DelayedState\.install"):
-        linear(TEDelayedLinear)(random(4, 256))
+        linear(TEDelayedLinear)(draw(4, 256))
     assert DelayedState.install(nn.ModuleList([linear(TECurrentLinear)]), CPU) is None
 
 
@@ -347,13 +307,13 @@ def test_compiled_once_for_all_blocks_and_lengths_and_the_state_moves():
     blocks = nn.ModuleList(Block(seed) for seed in (0, 10, 20))
     state = DelayedState([m for m in blocks.modules() if isinstance(m, TEDelayedLinear)], CPU)
     compiled = torch.compile(Block.forward, fullgraph=True, dynamic=True, backend="aot_eager")
-    inputs = [random(1, rows, 128, seed=rows) for rows in (40, 56, 72)]
+    inputs = [draw(1, rows, 128, seed=rows) for rows in (40, 56, 72)]
     with torch.no_grad():
         compiled(blocks[0], inputs[0])
         with torch._dynamo.config.patch(error_on_recompile=True):
             for x in inputs:
                 for block in blocks:
-                    assert error(compiled(block, x), block(x).double()) < 1e-6
+                    assert relative(compiled(block, x), block(x).double()) < 1e-6
                 state.update()
     assert (state.history > 0).sum(0).tolist() == [3] * 6
     assert all(slot.used and slot.scale > 0 for slot in state.slots)
@@ -363,7 +323,7 @@ def test_compiled_once_for_all_blocks_and_lengths_and_the_state_moves():
 def test_the_op_declares_what_it_changes(used):
     """torch's own checks: schema against behaviour, fake shapes, tracing."""
     slot = te.Slot(torch.ones(1), torch.zeros(1), torch.tensor([used]))
-    torch.library.opcheck(te._quantize_delayed, (random(4, 256), *slot))
+    torch.library.opcheck(te._quantize_delayed, (draw(4, 256), *slot))
 
 
 # -------------------------------------------------------------------------------------------------------------- padding
@@ -477,13 +437,9 @@ def test_needs_a_gpu():
 @torch.no_grad()
 def test_a_run_does_not_depend_on_those_before_it(monkeypatch):
     """Two videos from one pipeline, the second after one of another prompt, are the same video."""
-    from wan_core.config import LoadOptions, Request
-    from wan_core.ops.quant import transformer_engine
-    from wan_core.pipeline.pipeline import Pipeline
-
-    monkeypatch.setattr(transformer_engine, "why_not", lambda device, name: None)  # the recipe's arithmetic on a CPU
+    monkeypatch.setattr(te, "why_not", lambda device, name: None)  # the recipe's arithmetic on a CPU
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", precision="te-delayed"))
-    request = Request(prompt="a red circle moving right on a blue background", steps=3)
+    request = Request(prompt="a red circle moving right", steps=2, width=32, height=32, frames=5)
     first = pipe.generate(request).latents
-    pipe.generate(Request(prompt="a green square moving up on a white background", steps=2, seed=4))
+    pipe.generate(replace(request, prompt="a green square moving up", seed=4))
     assert torch.equal(first, pipe.generate(request).latents)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.always_sparse import AlwaysSparse
-from tests.ops.test_sparse import whole_block_kernel
+from tests.sparse_attention import whole_block_kernel
 from wan_core.checkpoint import load_dit
 from wan_core.config import LoadOptions, OptionError, Request, SparseOptions
 from wan_core.execution.optimize import compile_blocks, optimize, set_attention

@@ -1,0 +1,67 @@
+"""Block-sparse attention in plain torch: random routes, what kernels promise, and ranks of a ring in one process.
+
+Legend: B batch, L tokens, H heads, D head dim, n blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.tensors import qkv
+from wan_core.ops.attention.sparse.implementations import sparse_reference
+from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, route
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes
+from wan_core.ops.kernels.blocked import final_lse, finish, pool
+from wan_core.parallel.ring import Ring
+
+
+def drawn(tokens: int, seed: int, batch: int = 2, heads: int = 3, dim: int = 16) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, tokens, heads, dim, generator=generator) for _ in range(3))
+
+
+def random_route(tokens: int, block: int, seed: int, batch: int = 2, heads: int = 3) -> Route:
+    """Any blocks, none twice in a row, at least one; counts of their own for every row."""
+    generator = torch.Generator().manual_seed(seed)
+    n = -(-tokens // block)
+    order = torch.rand(batch, heads, n, n, generator=generator).argsort(-1).int()
+    return Route(order, torch.randint(1, n + 1, (batch, heads, n), generator=generator).int())
+
+
+def whole_block_kernel(
+    q: Blocked, k: Blocked, v: Blocked, route: Route, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the FP8 kernel promises, in torch: whole blocks, the keys of zeros at their end among them."""
+    wide = [x.memory.float() * x.scale for x in (q, k, v)]
+    heads = wide[0].transpose(1, 2), wide[1].transpose(1, 2), wide[2].permute(0, 3, 1, 2)
+    out, lse = sparse_reference(*heads, route, block)
+    return out[:, : q.tokens], lse
+
+
+def known_of(k: torch.Tensor, v: torch.Tensor, block: int, parts: int) -> KeyMeans:
+    part = block // parts
+    sizes = block_sizes(k.shape[1], part, k.device)
+    return KeyMeans(*pool(k, part), sizes, *pool(v, part), parts)
+
+
+class LocalRing(Ring):
+    """A ring whose ranks are all here: what is handed to it are the keys and values of all."""
+
+    def around(self, k: torch.Tensor, v: torch.Tensor):
+        parts = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
+        return ((rank, *part) for rank, part in enumerate(parts))
+
+
+def draw_route(tokens: int, block: int, mass: float | None):
+    """q, k, v fp16 [1, L, 2, 64], a route over them, and means."""
+    q, k, v = (x.half() for x in qkv(tokens, tokens, 2, 64))
+    k = k + 0.5
+    blocks = -(-tokens // block)
+    chosen = route(q, k, block, Rule(0.5, mass), torch.eye(blocks, dtype=torch.bool))
+    return q, k, v, chosen, Pooled(pool(k, block)[0], pool(v, block)[0], chosen.kept(blocks))
+
+
+def expected_sparse(q, k, v, route, block, pooled):
+    out, lse = sparse_reference(q.float(), k.float(), v.float(), route, block)
+    q = q.float()
+    return finish(out, lse, q, block, pooled=pooled), final_lse(lse, q, block, pooled=pooled)
