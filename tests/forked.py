@@ -34,7 +34,7 @@ from wan_core.workers import processes
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 PR_SET_PDEATHSIG = 1  # prctl.h
-SUPERVISOR = "wan_core.workers.supervisor"
+SUPERVISORS = ("wan_core.workers.supervisor", "torch.distributed.run")  # of a program's own host, and of others
 
 
 class Start(NamedTuple):
@@ -184,7 +184,7 @@ def become(
         processes.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
         kind, what, *arguments = [word for word in command[1:] if word != "-u"]
         sys.argv = [what, *arguments]
-        if what == SUPERVISOR:
+        if what in SUPERVISORS:
             for _ in range(Kept.ranks):
                 Kept.spares.append(spare())
         if kind == "-m":

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.exchanges import exchanges
-from tests import control_references
-from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_inputs, draw_weights
+from tests import animate_references, control_references
+from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
 from tests.s2v_references import S2V
 from tests.s2v_references import draw_inputs as draw_sound
 from wan_core.checkpoint import load_dit, open_checkpoint
@@ -269,17 +269,8 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 def frames_with_own_timesteps(mesh: str, grid: tuple[int, int, int]) -> float:
     """A forward whose latent frames have a timestep each, as TI2V's first one has."""
     torch.manual_seed(0)
-    config = DiTConfig(
-        in_channels=4,
-        out_channels=4,
-        dim=48,
-        ffn_dim=64,
-        num_heads=3,
-        num_layers=2,
-        text_dim=8,
-        text_len=6,
-        freq_dim=16,
-    )
+    narrow = {"in_channels": 4, "out_channels": 4, "text_dim": 8, "text_len": 6, "freq_dim": 16}
+    config = DiTConfig(**narrow, dim=48, ffn_dim=64, num_heads=3, num_layers=2)
     model = WanModel(config).eval().requires_grad_(False)
     x, text = torch.randn(1, 4, grid[0], 2 * grid[1], 2 * grid[2]), torch.randn(1, 5, 8)
     times = torch.linspace(0, 900, grid[0])[None]
@@ -325,28 +316,26 @@ def fp8_forward(mesh: str) -> tuple[float, float, float]:
     return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))
 
 
+FAMILIES: dict[str, DiTConfig] = {
+    "animate": TINY_ANIMATE, "animate2": ANIMATE2, "s2v": S2V, **control_references.CONFIGS
+}  # fmt: skip
+
+
+def family_model(name: str, grid: tuple[int, ...], motion: bool) -> tuple[WanModel, dict[str, Tensor]]:
+    """A tiny model, and what drives or controls it. motion: of S2V, the frames before."""
+    config = FAMILIES[name]
+    model = load_dit(draw_weights(config), family=config.family, metadata={"num_heads": config.num_heads})
+    if config is S2V:
+        return model, draw_sound(config, grid, motion=19 if motion else None)
+    references = control_references if name in control_references.CONFIGS else animate_references
+    return model, references.draw_inputs(config, grid)
+
+
 @torch.no_grad()
-def driven_forward(mesh: str, family: str, grid: tuple[int, ...] = (1, 3, 4, 5), **changed) -> tuple[float, float]:
-    """Of one forward of a family that is driven by a video: the difference of sharded and whole, and how much driving
-    counts. grid: of S2V."""
-    config = {"animate": TINY_ANIMATE, "animate2": ANIMATE2, "s2v": S2V}[family]
-    model = load_dit(draw_weights(config), family=family, metadata={"num_heads": config.num_heads})
-    given = draw_inputs(config, (1, 4, 3, 2)) if config is not S2V else draw_sound(config, grid)
+def family_forward(mesh: str, name: str, grid: tuple[int, ...], motion: bool = True, **changed) -> tuple[float, float]:
+    """Of one forward: the difference of sharded and whole, and how much what drives or controls it counts."""
+    model, given = family_model(name, grid, motion)
     given |= changed
-    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
-    attend = BACKENDS["math"].load()
-    whole = optimize(model, attend=attend)(x, time, context, **given)
-    free = model(x, time, context, **({} if config is S2V else {"image": given["image"]}))
-    optimize(model, attend=attend, ranks=ranks_of(mesh))
-    return relative(model(x, time, context, **given), whole), relative(free, whole)
-
-
-@torch.no_grad()
-def controlled_forward(mesh: str, name: str, frames: int, rows: int, columns: int) -> tuple[float, float]:
-    """As `driven_forward`, of a tiny model of VACE or Fun."""
-    config = control_references.CONFIGS[name]
-    model = load_dit(draw_weights(config), metadata={"num_heads": config.num_heads})
-    given = control_references.draw_inputs(config, (1, frames, rows, columns))
     x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
     attend = BACKENDS["math"].load()
     whole = optimize(model, attend=attend)(x, time, context, **given)
@@ -356,16 +345,14 @@ def controlled_forward(mesh: str, name: str, frames: int, rows: int, columns: in
 
 
 @torch.no_grad()
-def controlled_run(mesh: str, name: str, how: str) -> tuple[float, float]:
-    """Of a run of VACE or Fun with MagCache, sparse steps or control of a part: the difference of sharded and whole,
-    and to full."""
-    config = control_references.CONFIGS[name]
-    model = load_dit(draw_weights(config), metadata={"num_heads": config.num_heads})
-    given = control_references.draw_inputs(config, (1, 3, 4, 5))
+def family_run(mesh: str, name: str, how: str, grid: tuple[int, ...]) -> tuple[float, float]:
+    """Of a run with MagCache, sparse steps or control of a part: the difference of sharded and whole, and to full."""
+    model, given = family_model(name, grid, True)
     x, _, context = (given.pop(name) for name in ("x", "timestep", "context"))
     conditioning = Conditioning(
-        cond=context, uncond=context.flip(1), concat=x[:, 16:] if config.in_channels > 16 else None, inputs=given
-    )
+        cond=context, uncond=context.flip(1), concat=x[:, 16:] if x.shape[1] > 16 else None, inputs=given,
+        uncond_inputs={"audio": torch.zeros_like(given["audio"])} if "audio" in given else {},
+    )  # fmt: skip
     steps = 10 if how == "magcache" else 4  # a step cache takes ten
     plan = make_plan(task="t2v-14B", steps=steps, guidance_high=2.0, guidance_low=2.0)
     curve = Curve(

@@ -47,7 +47,6 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
     import parallel_checks
     import parallel_first_use
     import parallel_loading
-    import parallel_sound
 
     gc.freeze()  # what is imported stays
 
@@ -60,7 +59,7 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    modules = (parallel_checks, parallel_first_use, parallel_loading, parallel_sound)
+    modules = (parallel_checks, parallel_first_use, parallel_loading)
     checks = {name: check for module in modules for name, check in vars(module).items()}
     while (asked := pipe.recv()) is not None:
         name, arguments, environment = asked
@@ -85,7 +84,7 @@ class Ranks:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
         # What several ranks compile with is imported once; not where it may ask a GPU's driver, which no copy can use.
         compiler = [] if torch.cuda.is_available() else ["torch._dynamo"]
-        checks = ["parallel_checks", "parallel_first_use", "parallel_loading", "parallel_sound"]
+        checks = ["parallel_checks", "parallel_first_use", "parallel_loading"]
         context.set_forkserver_preload([*checks, "sentencepiece", *compiler])
         pairs = [context.Pipe() for _ in range(self.most)]
         self.size = 0  # of the world that they form

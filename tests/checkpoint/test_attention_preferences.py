@@ -81,8 +81,10 @@ def write_single(state: Mapping[str, Tensor], folder: Path) -> Path:
     return folder / "model.safetensors"
 
 
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
-@pytest.mark.parametrize("writer", [write_single, write_sharded, write_pickled])
+@pytest.mark.parametrize(
+    ("prefix", "writer"),
+    [("", write_single), ("model.diffusion_model.", write_sharded), ("diffusion_model.", write_pickled)],
+)
 def test_a_transformer_loads_and_keeps_them(
     prefix: str, writer: Callable[[Mapping[str, Tensor], Path], Path], tmp_path: Path
 ) -> None:
@@ -247,8 +249,8 @@ def test_a_module_that_the_model_does_not_have_is_unexpected(module: str) -> Non
 
 def test_a_file_of_preferences_alone_is_refused(tmp_path: Path) -> None:
     write_safetensors(preferring(MODULES), tmp_path / "only.safetensors", {})
-    for problem in (inspect(tmp_path / "only.safetensors")["problems"][0],):
-        assert "holds no weights, only which attention ComfyUI should use (comfy_kitchen_int8 in 1 module" in problem
+    (problem,) = inspect(tmp_path / "only.safetensors")["problems"]
+    assert "holds no weights, only which attention ComfyUI should use (comfy_kitchen_int8 in 1 module" in problem
 
 
 # ------------------------------------------------------------------------------------- formats of quantised matrices

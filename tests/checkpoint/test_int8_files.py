@@ -21,10 +21,7 @@ from wan_core.cli import main
 from wan_core.cli.inspect import inspect
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
-from wan_core.ops.kernels.integer_weights import (
-    encode_int8,
-    rotation_of,
-)
+from wan_core.ops.kernels.integer_weights import encode_int8, rotation_of
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.lora import attach
@@ -41,10 +38,12 @@ CPU = torch.device("cpu")
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("spelling", ["tensor", "params", "metadata"])
+@pytest.mark.parametrize(
+    ("kind", "spelling"),
+    [*((kind, "tensor") for kind in FORMATS), *(("w4a8", spelling) for spelling in ("params", "metadata"))],
+)
 @torch.no_grad()
-def test_a_file_in_every_spelling(tmp_path: Path, kind: str, spelling: str) -> None:
+def test_a_file_in_every_format_and_spelling(tmp_path: Path, kind: str, spelling: str) -> None:
     state, meant, notes = stored(kind, spelling)
     path = tmp_path / "m.safetensors"
     write_safetensors(state, path, notes)

@@ -76,19 +76,14 @@ def views(model: WanModel, path: Path) -> int:
 @pytest.mark.parametrize("kind", ["tensor", "rotated 256", "w4a8"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("merged", [False, True])
-def test_it_is_the_same_mapped_and_read(files, lora: Wanted, kind: str, way: str, merged: bool) -> None:
-    loras = merging([lora], CPU) if merged else None
-    mapped, fed = (bits(read(files[kind], WAYS[way], how, loras)) for how in (Reading(), Reading(mapped=False)))
-    assert mapped.keys() == fed.keys() and all(torch.equal(value, fed[name]) for name, value in mapped.items())
-
-
-@pytest.mark.parametrize("kind", ["tensor", "rotated 256", "w4a8"])
-@pytest.mark.parametrize("way", WAYS)
 @NEEDS_PROC
-def test_every_byte_is_read_by_threads_and_counted(files, lora: Wanted, kind: str, way: str) -> None:
-    """Nothing comes from the mapped file, which one thread reads."""
-    seen = list[int]()
-    model = read(files[kind], WAYS[way], Reading(seen.append, mapped=False), merging([lora], CPU))
+def test_it_is_the_same_mapped_and_read(files, lora: Wanted, kind: str, way: str, merged: bool) -> None:
+    """Threads read and count every byte: nothing comes from the mapped file, which one thread reads."""
+    loras, seen = merging([lora], CPU) if merged else None, list[int]()
+    mapped = bits(read(files[kind], WAYS[way], Reading(), loras))
+    model = read(files[kind], WAYS[way], Reading(seen.append, mapped=False), loras)
+    fed = bits(model)
+    assert mapped.keys() == fed.keys() and all(torch.equal(value, fed[name]) for name, value in mapped.items())
     assert sum(seen) == sum(info.nbytes for info in open_checkpoint(files[kind]).tensors.values())
     assert not views(model, files[kind])
 

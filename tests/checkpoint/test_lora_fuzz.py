@@ -1,8 +1,8 @@
-"""Damaged LoRA files: a `CheckpointError` that names the file, or changes that fit the model and can be applied."""
+"""Sound LoRA files of the wrong tensors: a `CheckpointError` that names the file, or changes that fit the model and can
+be applied. Damaged files are in test_checkpoint_fuzz.py: one reader opens all."""
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from pathlib import Path
@@ -57,22 +57,6 @@ def test_the_file_is_sound():
 
 @settings(quick, max_examples=80)
 @given(st.data())
-def test_bytes_changed(data):
-    content = bytearray(base_lora())
-    for _ in range(data.draw(st.integers(1, 6))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    survives(bytes(content))
-
-
-@settings(quick, max_examples=40)
-@given(st.integers(0, len(base_lora()) - 1), st.binary(max_size=40))
-def test_cut_short_and_appended(end, more):
-    content = base_lora()[:end] + more
-    assert survives(content) is not None or len(content) == len(base_lora())  # only values changed
-
-
-@settings(quick, max_examples=80)
-@given(st.data())
 def test_names_shapes_and_dtypes_mixed_up(data):
     """A sound container of the wrong tensors."""
     state = dict(lora_state())
@@ -104,25 +88,6 @@ def test_names_shapes_and_dtypes_mixed_up(data):
         with tempfile.TemporaryDirectory() as folder:
             write_safetensors(state, Path(folder) / "x", {})
             survives((Path(folder) / "x").read_bytes())
-
-
-@settings(quick, max_examples=30)
-@given(st.data())
-def test_headers_that_lie(data):
-    length = int.from_bytes(base_lora()[:8], "little")
-    header, values = json.loads(base_lora()[8 : 8 + length]), base_lora()[8 + length :]
-    name = data.draw(st.sampled_from(sorted(n for n in header if n != "__metadata__")))
-    numbers = st.sampled_from([-1, 0, 1, 2, 2**31, 2**63, 10**30, 1.5, None, "x", True])
-    entry = header[name]
-    entry[data.draw(st.sampled_from(["shape", "data_offsets"]))] = data.draw(st.lists(numbers, max_size=6))
-    text = json.dumps(header).encode()
-    survives(len(text).to_bytes(8, "little") + text + values)
-
-
-@settings(quick, max_examples=20)
-@given(st.binary(max_size=200))
-def test_anything_at_all(content):
-    assert survives(content) is not None
 
 
 def test_a_product_that_claims_to_be_huge_is_not_made():

@@ -31,6 +31,17 @@ HIGH, LOW = TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors"
         ("diffusers/transformer", None),
         ("wan2.2_ti2v_5B_fp16.safetensors", None),
         ("high_noise_and_low_noise.safetensors", None),
+        ("wan2.2_t2v_A14b_high_noise_lora_rank64_lightx2v_4step_1217.safetensors", "high"),
+        ("Wan22_A14B_T2V_LOW_Lightning_4steps_lora.safetensors", "low"),
+        ("HighNoise-v2.safetensors", "high"),
+        ("my_style_low_v1.1.safetensors", "low"),
+        ("my_style-HIGH.safetensors", "high"),
+        ("Wan2.2-Lightning_T2V-A14B-4steps-lora_HIGH_fp16.safetensors", "high"),
+        ("style_low_fp16.safetensors", "low"),
+        ("slow_motion.safetensors", None),
+        ("high_detail.safetensors", None),
+        ("lowres_fix.safetensors", None),
+        ("high_and_low.safetensors", "low"),
     ],
 )
 def test_what_the_files_of_releases_say(path: str, expert: str | None) -> None:

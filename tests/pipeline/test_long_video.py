@@ -69,29 +69,3 @@ def test_the_plan_counts_context_windows(capsys: pytest.CaptureFixture[str]) -> 
     assert all(sorted({f for w in step["windows"] for f in w}) == [*range(41)] for step in told["steps"])
     short = plan(capsys, "--frames", "81", "--windows", "81")
     assert "80 forwards" in short and "21 latent frames fit into one" in short
-
-
-def test_windows_where_they_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, words in (
-        (["--windows", "33", "--clip-frames", "33", "--task", "i2v-A14B"], "and clips of 33 frames given"),
-        (["--windows", "33", "--overlap", "5", "--task", "i2v-A14B"], "and an overlap of clips of 5 frames given"),
-        (
-            ["--windows", "33", "--task", "animate-14B"],
-            "takes inputs that are not cut into context windows",
-        ),
-        (["--windows", "33", "--taylorseer", "2/1/0.2"], "TaylorSeer keeps something of each window"),
-        (["--windows", "33:retain"], "has no image beside its noise"),
-    ):
-        assert main(["plan", *wrong]) == 2 and words in capsys.readouterr().err
-
-
-def test_what_a_plan_cannot_cut_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, words in (
-        (["--frames", "161", "--clip-frames", "81"], "needs an image-to-video model"),
-        (["--memory", "--seconds-per-forward", "2"], "--memory is of one clip"),
-        (["--overlap", "1"], "give --clip-frames as well"),
-        (["--frames", "0"], "at least 1"),
-        (["--seconds-per-forward", "0"], "must be above 0"),
-    ):
-        assert main(["plan", "--task", "t2v-A14B", *wrong]) == 2
-        assert words in capsys.readouterr().err

@@ -114,20 +114,6 @@ def test_a_list_of_videos_has_windows(tmp_path: Path) -> None:
     lines = tmp_path / "list.jsonl"
     video = {"prompt": CAPTION, "size": "32x32", "frames": 17, "steps": 2, "windows": "9/4"}
     lines.write_text(json.dumps(video))
-    assert (
-        main(
-            [
-                "generate",
-                "--model",
-                "tiny",
-                "--device",
-                "cpu",
-                "--prompts",
-                str(lines),
-                "--out",
-                str(tmp_path / "a.mp4"),
-            ]
-        )
-        == 0
-    )
+    given = ["--model", "tiny", "--device", "cpu", "--prompts", str(lines), "--out", str(tmp_path / "a.mp4")]
+    assert main(["generate", *given]) == 0
     assert [read_metadata(path)["windows"] for path in tmp_path.glob("*.mp4")] == ["9/4:standard_uniform:pyramid"]
