@@ -28,7 +28,17 @@ from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
 from wan_core.sampling.native.schedule import find_part
 from wan_core.sampling.sparsity.schedule import step_sparsities
 
-from .native_beside import OVERRIDE, apart, check_sparse, pause, split_earlier, words_after
+from .native_beside import (
+    OVERRIDE,
+    Patches,
+    apart,
+    check_sparse,
+    ids_of,
+    patches_of,
+    pause,
+    split_earlier,
+    words_after,
+)
 
 KEY = "wancore_accelerate"
 # Models that may have tokens beside those of the video, in places that are known: before them Fun's reference and
@@ -137,6 +147,7 @@ def _sample(
     part = whole.place(own, shift) if whole != WholeRun() and falls(own) else find_part(own, shift)
     run = NativeRun(part, () if sparse is None else step_sparsities(sparse, part.total))
     options = guider.model_options["transformer_options"]  # this run's own copy
+    run.patches = Patches(options)
     options[RUN] = run
 
     def stepped(step: int, *arguments: Any) -> None:
@@ -146,6 +157,8 @@ def _sample(
 
     result = executor(noise, latent, sampler, sigmas, denoise_mask, stepped, *args, **kwargs)
     run.notes += words_after(guider.model_patcher, options, run)
+    if sparse is not None and sparse.reuse > 1:
+        run.notes += run.patches.words("let every step select its blocks (reuse 1)")
     report(f"WanCore Accelerate: {run.words()}")
     return result
 
@@ -166,7 +179,8 @@ def _apply(
     run = options.get(RUN)
     if run is not None and x.ndim == 5:
         found = describe(run, uncompiled_model(executor.class_obj.diffusion_model), x, options, kwargs)
-        options[FORWARD] = replace(found, text=0 if c_crossattn is None else c_crossattn.shape[1])
+        lasts = run.patches.enter(run.step, options)[1]
+        options[FORWARD] = replace(found, text=0 if c_crossattn is None else c_crossattn.shape[1], lasts=lasts)
         run.began = True
         run.outer = None if options.get(OVERRIDE) is override else options.get(OVERRIDE)
     hooks = tuple(options.get("wrappers", {}).get(WrappersMP.DIFFUSION_MODEL, {}))
@@ -213,12 +227,10 @@ def conditions_of(x: Tensor, options: dict[str, Any]) -> list[tuple[Any, ...]]:
     with one condition apart (SkipLayerGuidanceDiT runs the prompt again without some of the blocks)."""
     entries = options.get("cond_or_uncond", [0])
     window = options.get("context_window")
-    patches = {**options.get("patches_replace", {}), "attention": {OVERRIDE: options.get(OVERRIDE)}}
-    patches |= {kind: dict(enumerate(added)) for kind, added in options.get("patches", {}).items()}
     shared = (
         None if window is None else tuple(window.index_list),
         (x.shape[0] // len(entries), *x.shape[1:]),
         x.device,
-        tuple(sorted((kind, str(at), id(patch)) for kind, placed in patches.items() for at, patch in placed.items())),
+        ids_of(patches_of(options)),
     )
     return [(*pair, *shared) for pair in zip(entries, options.get("uuids", [None] * len(entries)), strict=True)]

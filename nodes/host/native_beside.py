@@ -5,12 +5,14 @@
 - EasyCache and LazyCache skip whole forwards, WanCore computes the others. Two step caches on one model are refused.
 - An attention override of another pack stays (`wan_core.sampling.native.attention`): the report says who computed.
 - TorchCompileModel ignores changed hooks: `apart` gives forwards with other hooks compiled code of their own.
+- Packs that put new patches on the model in every forward: nothing is kept for later steps (`Patches`).
 - ComfyUI's own compiler plans the memory of a forward: what outlives it is allocated under `pause`.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,7 +23,7 @@ from comfy.patcher_extension import WrappersMP
 from torch.overrides import BaseTorchFunctionMode
 
 from wan_core.config import OptionError, SparseOptions
-from wan_core.sampling.native.attention import NativeAttention, name_of
+from wan_core.sampling.native.attention import NativeAttention, name_of, qualified
 from wan_core.sampling.native.run import NativeRun
 
 try:
@@ -131,3 +133,62 @@ def shared_words(patcher: ModelPatcher, options: Mapping[str, Any]) -> list[str]
     if cache is not None:
         words.append(f"{cache} skips forwards, WanCore computes the others")
     return words
+
+
+Ids = tuple[tuple[str, str, int], ...]
+"""(kind, place, id of the object)"""
+
+
+def patches_of(options: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """What is put on a model's blocks and attention in transformer_options, by kind and place."""
+    patches = {**options.get("patches_replace", {}), "attention": {OVERRIDE: options.get(OVERRIDE)}}
+    patches |= {kind: dict(enumerate(added)) for kind, added in options.get("patches", {}).items()}
+    return {(kind, str(at)): patch for kind, placed in patches.items() for at, patch in placed.items()}
+
+
+def ids_of(patches: Mapping[tuple[str, str], Any]) -> Ids:
+    return tuple(sorted((*place, id(patch)) for place, patch in patches.items()))
+
+
+class Patches:
+    """What other nodes put on a model's blocks and attention during a run, beside what is there when it begins.
+
+    A node may put new objects there in every forward: nothing that was kept of one can be used for the next. So a
+    forward is kept only if its patches were there in an earlier step, and what was not there for a whole step is
+    dropped. Until then it is held: no other object gets its id.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """options: transformer_options where the run begins."""
+        self.lasting = list(patches_of(options).values())
+        self.seen: dict[Ids, tuple[float, float, list[Any]]] = {}  # first and last step, and the objects
+        self.step = -1.0
+        self.renewed: dict[float, str] = {}  # steps with patches that were in no other step, and the name of one
+        self.lock = threading.Lock()
+
+    def enter(self, step: float, options: Mapping[str, Any]) -> tuple[Ids, bool]:
+        """The patches of a forward, and whether what is kept of it may be used in later steps."""
+        patches = patches_of(options)
+        ids, constant = ids_of(patches), {id(one) for one in self.lasting}
+        new = [patch for patch in patches.values() if id(patch) not in constant]
+        with self.lock:
+            if step != self.step:
+                for before, (first, last, objects) in list(self.seen.items()):
+                    if last != self.step:
+                        del self.seen[before]
+                        if objects and first == last:
+                            self.renewed[first] = qualified(objects[0])
+                self.step = step
+            first, _, objects = self.seen.get(ids, (step, step, new))
+            self.seen[ids] = first, step, objects
+        return ids, not new or first != step
+
+    def words(self, advice: str) -> list[str]:
+        """For the report, where a node makes keeping impossible. advice: what to do beside removing it."""
+        if len(self.renewed) < 2:
+            return []
+        name = next(iter(self.renewed.values()))
+        return [
+            f"a new {name} was put on the model in {len(self.renewed)} steps or more, of which nothing could be used "
+            f"again: remove that node, or {advice}"
+        ]

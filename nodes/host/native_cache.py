@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -35,13 +36,14 @@ from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.stages import runs
 
 from .native import compute_dtype, conditions_of, uncompiled_model, with_room
-from .native_beside import check_step_cache
-from .native_kept import Replacements, keep_blocks, keep_output, lasting, reuse, reuse_blocks, uncompiled
+from .native_beside import Patches, check_step_cache
+from .native_kept import keep_blocks, keep_output, lasting, reuse, reuse_blocks, uncompiled
 from .native_model import STATEFUL, describe, window_schedule
 from .native_reserve import Prompt, kept_bytes, prompts_of, running
 from .native_stages import stages_of
 
 KEY = "wancore_cache"
+MORE, SLACK = 1.1, 2**20  # times what ComfyUI was asked for, and bytes: beyond, a report says that more was kept
 BLOCKS, OUTPUT = "blocks", "output"
 # Variants that compute nothing between their blocks. All others, and those to come, are cached at their output.
 PLAIN = ("WanModel", "CameraWanModel", "HumoWanModel", "SCAILWanModel", "SCAIL2WanModel")
@@ -103,7 +105,7 @@ class StepCache:
             report("; ".join(["step cache: every step is computed", *plan.notes]))
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         level = BLOCKS if model.variant in PLAIN and "double_block" not in hooks.get("patches", {}) else OUTPUT
-        run = CachedRun(plan, part, level, noise.shape, prompts_of(guider, names))
+        run = CachedRun(plan, part, level, noise.shape, prompts_of(guider, names), Patches(hooks))
         add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, run, guider.model_options, is_model_options=True)
         add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, run.reserve, guider.model_options, is_model_options=True)
         try:
@@ -139,9 +141,17 @@ class CachedRun:
     conditions.
     """
 
-    def __init__(self, plan: Plan, part: Part, level: str, shape: Sequence[int], prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        part: Part,
+        level: str,
+        shape: Sequence[int],
+        prompts: Sequence[Prompt],
+        patches: Patches,
+    ) -> None:
         """shape: of the latents, [B, C, T, Y, X]. prompts: what runs; the adaptive policy measures those of the first
-        name."""
+        name. patches: on the model."""
         self.plan, self.part, self.level = plan, part, level
         self.shape, self.prompts = shape, prompts
         self.first = {one.condition["uuid"] for one in prompts if one.name == prompts[0].name}
@@ -154,8 +164,9 @@ class CachedRun:
         self.adaptive: Adaptive | None = None
         self.noted: tuple[int, tuple[Any, ...] | None] = (-1, None)  # newest step, and the condition that is measured
         self.sigma: tuple[Tensor | None, float] = (None, 0.0)
-        self.replacements = Replacements()
+        self.patches = patches
         self.forwards = self.reused = self.most = 0
+        self.asked = inf  # bytes that ComfyUI was asked for
         self.began = 0.0
 
     @uncompiled
@@ -192,13 +203,12 @@ class CachedRun:
     def _begin(
         self, x: Tensor, options: dict[str, Any]
     ) -> tuple[int, bool, list[tuple[Any, ...]], list[Residuals], bool]:
-        """Step of a forward, whether it may be kept (not within a step, nor with new replacements of blocks), its
+        """Step of a forward, whether it may be kept (not within a step, nor with new patches on the model), its
         conditions, their states, and whether it is skipped."""
         with self.lock:
             index, begins = self.part.step_at(self._value(options["sigmas"]))
-            ids, known = self.replacements.enter(index, options.get("patches_replace", {}).get("dit", {}))
-            begins = begins and known
-            keys = self._enter(index, x, options, ids)
+            begins &= self.patches.enter(index, options)[1]
+            keys = self._enter(index, x, options)
             states = [self.states[key] for key in keys]
             skip = self._decide(self.steps[index]) and all(state.can_skip(index) for state in states)
             self.forwards += len(keys)
@@ -224,6 +234,7 @@ class CachedRun:
             compute_dtype(model).itemsize,
             named.get("model_options") or {},
         )
+        self.asked = kept
         return executor(model, with_room(noise_shape, model, kept), conds, *rest, **named)
 
     def finish(self, pace: list[float]) -> str:
@@ -232,10 +243,13 @@ class CachedRun:
         if computed:
             pace[:] = [(time.perf_counter() - self.began) / computed]
         self.states.clear()
-        self.replacements.seen.clear()
+        self.patches.seen.clear()
         self.adaptive, self.sigma, self.noted = None, (None, 0.0), (-1, None)
         kept = f"{self.level} kept in {self.most / 2**30:.2f} GiB, freed"
-        return "; ".join([f"{self.reused} of {self.forwards} forwards skipped, {kept}", *self.replacements.words()])
+        words = [f"{self.reused} of {self.forwards} forwards skipped, {kept}"]
+        if self.most > MORE * self.asked + SLACK:
+            words.append(f"warning: that is more than the {self.asked / 2**30:.2f} GiB that ComfyUI was asked for")
+        return "; ".join([*words, *self.patches.words("the step cache")])
 
     # Below: called with the lock held.
 
@@ -245,9 +259,8 @@ class CachedRun:
             self.sigma = sigmas, float(sigmas[0])
         return self.sigma[1]
 
-    def _enter(self, index: int, x: Tensor, options: dict[str, Any], ids: Any) -> list[tuple[Any, ...]]:
-        """The conditions of a forward, each with a state; of another expert or size nothing is left. ids: of the
-        replacements of blocks."""
+    def _enter(self, index: int, x: Tensor, options: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """The conditions of a forward, each with a state; of another expert or size nothing is left."""
         phase, run = self.places[index]
         if run is not self.run:
             self.began = self.began or time.perf_counter()
@@ -258,8 +271,8 @@ class CachedRun:
             self.adaptive, self.noted = None, (-1, None)
             if self.plan.adaptive is not None and any(step.action == "adaptive" for step in self.phase):
                 self.adaptive = Adaptive(self.plan.adaptive, self.part.total, x.device)
-        self.states = {key: state for key, state in self.states.items() if key[-1] in self.replacements.seen}
-        keys = [(*condition, ids) for condition in conditions_of(x, options)]
+        self.states = {key: state for key, state in self.states.items() if key[-1] in self.patches.seen}
+        keys = conditions_of(x, options)
         for key in keys:
             if key not in self.states:  # every branch of a step is skipped or none: see `check_native`
                 self.states[key] = Residuals(residual_program(self.run, "cond"))

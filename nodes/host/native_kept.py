@@ -6,14 +6,13 @@ Legend: B batch, L tokens, C channels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before
-from wan_core.sampling.native.attention import qualified
 
 from .native_beside import apart, pause
 
@@ -115,45 +114,3 @@ def around(options: dict[str, Any], block: int, replacement: Callable[..., Any])
 
     dit = {**replaced.get("dit", {}), ("double_block", block): patch}
     return {**options, "patches_replace": {**replaced, "dit": dit}}
-
-
-Ids = tuple[tuple[str, int], ...]
-"""(block, id of what replaces it)"""
-
-
-class Replacements:
-    """What other nodes put in the place of blocks (skip-layer guidance), in a run.
-
-    A node may put new objects there in every forward: nothing that was kept of one can be used for the next. So a
-    forward is kept only if its replacements were there in an earlier step, and what was not there for a whole step is
-    dropped. Until then it is held: no other object gets its id.
-    """
-
-    def __init__(self) -> None:
-        self.seen: dict[Ids, tuple[int, int, Any]] = {}  # first and last step, and the objects
-        self.step = -1
-        self.renewed: dict[int, Any] = {}  # steps with replacements that were in no other step, and one of them
-
-    def enter(self, step: int, replaced: Mapping[Any, Any]) -> tuple[Ids, bool]:
-        """Which replacements a forward has, and whether it may be kept."""
-        if step != self.step:
-            for ids, (first, last, objects) in list(self.seen.items()):
-                if last != self.step:
-                    del self.seen[ids]
-                    if ids and first == last:
-                        self.renewed[first] = qualified(objects[0])
-            self.step = step
-        ids = tuple(sorted((str(block), id(patch)) for block, patch in replaced.items()))
-        first, _, objects = self.seen.get(ids, (step, step, list(replaced.values())))
-        self.seen[ids] = first, step, objects
-        return ids, not ids or first != step
-
-    def words(self) -> list[str]:
-        """For the report, where a node makes caching impossible."""
-        if len(self.renewed) < 2:
-            return []
-        name = next(iter(self.renewed.values()))
-        return [
-            f"a new {name} replaced blocks in {len(self.renewed)} steps or more, of which nothing could be used again: "
-            "remove that node, or the step cache"
-        ]

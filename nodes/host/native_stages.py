@@ -24,7 +24,7 @@ from wan_core.sampling.schedules import shifted
 from wan_core.sampling.stages import check_end, stage_at, stage_words
 
 from .native import conditions_of
-from .native_beside import apart
+from .native_beside import Patches, apart
 from .native_kept import eager
 from .native_model import describe
 from .native_sizes import check_inputs, check_run, check_sampling
@@ -51,13 +51,14 @@ class Stages:
         if float(sigmas[-1]) == 0:
             check_end(begins, self.stages)
         check_sampling(guider.model_patcher, self.stages)
-        run = StagedRun(self.stages, begins, describe(guider.model_patcher).boundary)
+        run = StagedRun(self.stages, begins, describe(guider.model_patcher).boundary, Patches(hooks))
         add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, run, guider.model_options, is_model_options=True)
         add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, check_sizes, guider.model_options, is_model_options=True)
         try:
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         finally:
             run.videos.clear()
+            run.patches.seen.clear()
             words = f"{run.small} of {run.forwards} forwards at a smaller size"
             report(f"resolution schedule ({stage_words(self.stages)}): {words}")
 
@@ -74,9 +75,11 @@ class StagedRun:
     in `cond_or_uncond`, the last one for any of them: for a condition, or a second pass with it, that begins in a
     smaller step. Guidance adds up what differs between predictions, so each needs details."""
 
-    def __init__(self, stages: Sequence[StageOptions], sigmas: Sequence[float], boundary: float) -> None:
-        """sigmas: where the sampler's steps begin."""
-        self.stages, self.sigmas, self.boundary = stages, sigmas, boundary
+    def __init__(
+        self, stages: Sequence[StageOptions], sigmas: Sequence[float], boundary: float, patches: Patches
+    ) -> None:
+        """sigmas: where the sampler's steps begin. patches: on the model; of those that are gone nothing is kept."""
+        self.stages, self.sigmas, self.boundary, self.patches = stages, sigmas, boundary, patches
         self.videos: dict[tuple[Any, ...], Tensor] = {}
         self.sizes: dict[tuple[Any, ...], SmallerSize] = {}
         self.sigma: tuple[Tensor | None, float] = (None, 0.0)
@@ -100,6 +103,8 @@ class StagedRun:
         if self.sigma[0] is not options["sigmas"]:  # read from the device once for each evaluation
             self.sigma = options["sigmas"], float(options["sigmas"][0])
         sigma = self.sigma[1]
+        self.patches.enter(sigma, options)
+        self.videos = {key: one for key, one in self.videos.items() if len(key) == 4 or key[-1] in self.patches.seen}
         keys, stage = conditions_of(x, options), stage_at(sigma, self.stages, self.sigmas)
         self.forwards += len(keys)
         if stage is None:

@@ -213,46 +213,89 @@ def check_containers(it: World) -> None:
         forward.attend = real
 
 
-def check_new_replacements(it: World) -> None:
-    """A pack that replaces a block by something new in every forward: nothing is kept, and the report names it. A node
-    that does so once, or with the same object, is cached."""
+def repatched(model: Any, kind: str, anew: Callable[[int], bool], inside: str = "DIFFUSION_MODEL") -> Any:
+    """With another pack's wrapper around a forward, which puts a patch that changes nothing on the model: a new object
+    where `anew` of how many there were is true. kind: of patches."""
     from comfy.patcher_extension import WrappersMP
 
-    def replacing(model: Any, anew: Callable[[int], bool]) -> Any:
-        clone, made = model.clone(), []
+    clone, made = model.clone(), []
 
-        def wrapper(executor: Any, x: Any, t: Any, c: Any, clip: Any, time: Any, options: Any, **kwargs: Any) -> Any:
-            if not made or anew(len(made)):
-                made.append(lambda args, extra: extra["original_block"](args))
-            else:
-                made.append(made[-1])
-            options = {**options, "patches_replace": {"dit": {("double_block", 1): made[-1]}}}
-            return executor(x, t, c, clip, time, options, **kwargs)
+    def patched(options: dict[str, Any]) -> dict[str, Any]:
+        if kind == "block":
+            new = lambda args, extra: extra["original_block"](args)  # noqa: E731
+        elif kind == "override":
+            earlier = options[OVERRIDE]
+            new = lambda func, *args, **kwargs: earlier(func, *args, **kwargs)  # noqa: E731
+        else:
+            new = lambda given: given["x"]  # noqa: E731
+        made.append(new if not made or anew(len(made)) else made[-1])
+        if kind == "block":
+            return {**options, "patches_replace": {"dit": {("double_block", 1): made[-1]}}}
+        if kind == "override":
+            return {**options, OVERRIDE: made[-1]}
+        return {**options, "patches": {kind: [made[-1]]}}
 
-        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "other_pack", wrapper)
-        return clone
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        if "transformer_options" in kwargs:
+            return executor(*args, **{**kwargs, "transformer_options": patched(kwargs["transformer_options"])})
+        return executor(*args[:-1], patched(args[-1]), **kwargs)
 
+    clone.add_wrapper_with_key(getattr(WrappersMP, inside), "other_pack", wrapper)
+    return clone
+
+
+def check_new_replacements(it: World) -> None:
+    """A pack that puts something new on the model in every forward: nothing is kept, and the report names it. A node
+    that does so once, or with the same object, is cached."""
     cache = importlib.import_module("pack.nodes.host.native_cache")
     model, held = world.tiny("WAN21_T2V"), []
     plain = sample(model, EULER)
     real = cache.CachedRun.finish
     cache.CachedRun.finish = lambda self, *args: held.append((self.most, len(self.states))) or real(self, *args)
-    for name, policy in policies().items():
-        found = sample(it(replacing(model, lambda _: True), **policy), EULER)
-        assert world.error(found, plain) <= SAME and it.counts()[0] == 0, (name, it.said[-1])
+    cases = [("block", policy) for policy in policies()] + [("attn1_patch", "taylorseer"), ("override", "taylorseer")]
+    for kind, name in cases:
+        policy = policies()[name]
+        found = sample(it(repatched(model, kind, lambda _: True), **policy), EULER)
+        assert world.error(found, plain) <= SAME and it.counts()[0] == 0, (kind, name, it.said[-1])
         most, states = held[-1]
-        assert most == 0 and states <= 6, (name, held[-1])  # two prompts, three steps
+        assert most == 0 and states <= 6, (kind, name, held[-1])  # two prompts, three steps
         assert "kept in 0.00 GiB" in it.said[-1]
-        assert "replaced blocks in" in it.said[-1] and "check_new_replacements" in it.said[-1], it.said[-1]
+        assert "was put on the model in" in it.said[-1] and "repatched.<locals>" in it.said[-1], it.said[-1]
         assert "remove that node, or the step cache" in it.said[-1]
         sample(it(model, **policy), EULER)
         alone = it.counts()
-        sample(it(replacing(model, lambda _: False), **policy), EULER)
-        first = 4  # forwards that are skipped with what the first step kept: there replacements are new
-        assert it.counts()[0] >= alone[0] - first and "replaced blocks" not in it.said[-1], (name, alone, it.said[-1])
-        sample(it(replacing(model, lambda count: count == 9), **policy), EULER)
-        assert (it.counts()[0] > 0 or name == "adaptive") and "replaced blocks" not in it.said[-1], (name, it.said[-1])
+        sample(it(repatched(model, kind, lambda _: False), **policy), EULER)
+        first = 4  # forwards that are skipped with what the first step kept: there patches are new
+        assert it.counts()[0] >= alone[0] - first and "was put on" not in it.said[-1], (kind, name, alone, it.said[-1])
+        sample(it(repatched(model, kind, lambda count: count == 9), **policy), EULER)
+        assert (it.counts()[0] > 0 or name == "adaptive") and "was put on" not in it.said[-1], (kind, name, it.said[-1])
     cache.CachedRun.finish = real
+
+
+def check_selections(it: World) -> None:
+    """Beside such a pack, no selection of blocks is kept for later steps either."""
+    native = importlib.import_module("pack.nodes.host.native")
+    model, runs = world.tiny("WAN21_T2V"), []
+    real = native.NativeRun
+    native.NativeRun = lambda *args: runs.append(real(*args)) or runs[-1]
+    for anew, kept in ((True, False), (False, True)):
+        other = repatched(model, "attn1_patch", lambda _, anew=anew: anew, "APPLY_MODEL")
+        sample(it(other, **half(reuse=3)), EULER)
+        assert bool(runs[-1].routes) is kept, (anew, len(runs[-1].routes))
+        assert ("let every step select its blocks (reuse 1)" in it.said[-1]) is anew, it.said[-1]
+    native.NativeRun = real
+
+
+def check_more_than_asked(it: World) -> None:
+    """Where more is kept than ComfyUI was asked for, the report says so."""
+    cache = importlib.import_module("pack.nodes.host.native_cache")
+    model, real = world.tiny("WAN21_T2V"), (cache.kept_bytes, cache.SLACK)
+    cache.SLACK = 0
+    for factor in (1.0, 0.5):
+        cache.kept_bytes = lambda *args, factor=factor: int(real[0](*args) * factor)
+        sample(it(model, **every_second()), EULER)
+        assert ("warning: that is more than the 0.00 GiB that ComfyUI" in it.said[-1]) is (factor < 1), it.said[-1]
+    cache.kept_bytes, cache.SLACK = real
 
 
 def compiled(model: Any) -> Any:

@@ -39,7 +39,7 @@ def check_passes(it: World) -> None:
             if not end <= sigma <= start:
                 return args["denoised"]
             if not own:
-                own.append(stages.StagedRun(first.stages, first.sigmas, first.boundary))
+                own.append(stages.StagedRun(first.stages, first.sigmas, first.boundary, stages.Patches({})))
                 own[0].videos |= first.videos if begins_small else {}
             around[stages.KEY] = own
             options = comfy.model_patcher.set_model_options_patch_replace(

@@ -171,7 +171,7 @@ def check_shown(it: World) -> None:
         rows = [line for line in table.splitlines() if line.split()[0].isdigit()]
         small = []
         for own in (sigmas[:split], sigmas[split:-1]):
-            run = stages.StagedRun(stages.stages_of(two), own, 0.0)
+            run = stages.StagedRun(stages.stages_of(two), own, 0.0, stages.Patches({}))
             small += [stages.stage_at(sigma, run.stages, run.sigmas) is not None for sigma in own]
         assert [("of the size" in row) for row in rows] == small and sum(small) > 4, table
     said = ""

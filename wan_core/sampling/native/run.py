@@ -35,6 +35,7 @@ class NativeRun:
         self.routes: dict[Any, Any] = {}
         self.notes: list[str] = []
         self.began = False  # whether a forward did
+        self.patches: Any = None  # what other nodes put on the model meanwhile
         self.outer: Any = None  # the attention override of another node that is called in place of ours
         self._taken: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
@@ -98,7 +99,8 @@ class NativeForward:
     known where other tokens are (behind the grid's). branches: conditions and context window of this forward. text:
     rows of text, as many keys as cross-attention to it has. by_frames: queries come frame by frame, to keys of the
     whole video and some behind, which alone change; frame_keys: those of the current layer. reached: calls of attention
-    that came to the kernels of this engine.
+    that came to the kernels of this engine. lasts: whether its patches are those of an earlier step, so that what is
+    selected for it can be used again.
     """
 
     run: NativeRun
@@ -110,6 +112,7 @@ class NativeForward:
     by_frames: bool = False
     frame_keys: FrameKeys | None = None
     reached: int = 0
+    lasts: bool = True
     _calls: Counter[int] = field(default_factory=Counter)
 
     @property

@@ -96,7 +96,7 @@ class NativeSparse:
             slope=options.slope,
             step=run.sparse_step(),
             branches=(forward.branches, layer, forward.call(layer), q.device, grid),
-            reuse=options.reuse,
+            reuse=options.reuse if forward.lasts else 1,
             routes=run.routes,
         )
 
