@@ -181,12 +181,15 @@ def test_fp8_attention_stays_close(model):
 
 
 @pytest.mark.parametrize("videos", [1, 2])
-def test_kept_in_host_memory_it_is_the_same(model, monkeypatch, videos):
+def test_kept_in_host_memory_it_is_the_same(model, monkeypatch, caplog, videos):
     """A layer's keys and values arrive while the one before computes; two places serve all layers."""
+    caplog.set_level("INFO")
     given = draw_inputs(ANIMATE2, (videos, *GRID[1:]))
     there = run(model, given)
+    assert "are kept" not in caplog.text
     monkeypatch.setattr(animate2_model, "choose_form", lambda *_: Form(on_host=True))
     assert torch.equal(run(model, given), there)
+    assert "of the driving video (0.0 GiB) are kept" in caplog.text
     x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
     with torch.no_grad():
         prepared = model.prepare_text(context, **given)

@@ -196,8 +196,9 @@ def test_damaged_models_are_refused_or_read(proto, data):
 def test_malformed_models_are_named(bad, tmp_path):
     path = tmp_path / "spiece.model"
     path.write_bytes(bad)
-    with pytest.raises(ValueError, match=r"spiece\.model.*not a SentencePiece model"):
-        Tokenizer.from_file(path)
+    for named in (path, str(path)):
+        with pytest.raises(ValueError, match=r"spiece\.model.*not a SentencePiece model"):
+            Tokenizer.from_file(named)
 
 
 def test_a_model_with_another_end_token_is_refused():

@@ -119,6 +119,14 @@ def test_inputs_only_grow_at_the_end(schemas: dict[str, Any], name: str) -> None
     assert required == sorted(required, reverse=True), "the page shows optional inputs last: declare them last"
 
 
+def test_steps_and_rounding_fit_the_range(schemas: dict[str, Any]) -> None:
+    for name, schema in schemas.items():
+        for entry in (one for one in schema.inputs if "min" in one):
+            low, step, finest = entry["min"], entry.get("step", 0), entry.get("round", 0)
+            assert low <= entry["default"] <= entry["max"] and step <= entry["max"] - low, (name, entry["name"])
+            assert finest <= (step or finest), (name, entry["name"])
+
+
 @pytest.mark.parametrize("name", FROZEN)
 def test_outputs_only_grow_at_the_end(schemas: dict[str, Any], name: str) -> None:
     given = [(entry["name"], entry["type"]) for entry in schemas[name].outputs]

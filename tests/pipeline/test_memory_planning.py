@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,14 @@ def test_transformers_that_stream_keep_the_blocks_that_fit(experts: Experts, roo
     residency, sharded = choose_residency(options, Report(CPU), plan, 40, together, "not asked for")  # type: ignore
     assert not sharded and residency.policy == "stream"
     assert 0 < residency.resident_blocks == plan.resident_blocks < 40
+
+
+@pytest.mark.parametrize(("given", "said"), [({}, "resident"), ({"residency": "stream"}, "stream"),
+                                             ({"resident_blocks": 3}, "stream")])  # fmt: skip
+def test_on_a_cpu_the_report_says_how_blocks_are_run(given: dict[str, Any], said: str) -> None:
+    report = Report(CPU)
+    residency, _ = choose_residency(LoadOptions(model="tiny", **given), report, None, 40, None, None)
+    assert report.notes == [f"residency: {said} (weights are in host memory on a CPU)"] and residency.policy == said
 
 
 def test_ranks_hold_the_experts_in_parts_where_they_do_not_fit(experts: Experts, room) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from wan_core.config import OptionError, Request
+from wan_core.config import OptionError, Request, UserError
 from wan_core.media.mp4 import write_mp4
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.wan.tasks import Task, find_task
@@ -68,3 +68,13 @@ def test_width_and_height_are_those_of_the_file(tmp_path: Path) -> None:
         width, height, *_ = size_of_video(request, task, DIT, VAE_22)
         fits(task, VAE_22, (width, height), (96, 32), 32)
     assert size_of_video(Request(prompt=""), task, DIT, VAE_22) == (task.width, task.height, task.frames, task.fps)
+
+
+@pytest.mark.parametrize("field", ["image", "last_image"])
+def test_a_picture_that_cannot_be_read_is_refused_before_weights_are(field: str, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
+    Image.new("RGB", (96, 32)).save(good)
+    bad.write_bytes(good.read_bytes()[:20])
+    request = Request(prompt="", **{"image": good, field: bad})
+    with pytest.raises(UserError, match=r"bad\.png"):
+        resolved_request._check_images(request, find_task("i2v-A14B"))
