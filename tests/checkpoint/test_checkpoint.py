@@ -38,7 +38,7 @@ from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.plain import diffusers_names, parameter_names
+from wan_core.models.wan.families.plain import diffusers_names, parameter_names, read_config
 from wan_core.models.wan.model import WanModel
 
 DIT = DiTConfig(in_channels=16, out_channels=16, dim=256, ffn_dim=320, num_heads=2, num_layers=2, text_dim=48)
@@ -494,6 +494,14 @@ def test_missing_unexpected_and_wrong_tensors_are_listed(name: str) -> None:
     assert some in wrong and str(list(m.official[some].shape)) in wrong.replace("(", "[").replace(",)", "]").replace(
         ")", "]"
     )
+
+
+def test_sides_of_patches_may_differ() -> None:
+    with torch.device("meta"):
+        shapes = {
+            name: tuple(one.shape) for name, one in WanModel(replace(DIT, patch_size=(1, 2, 4))).state_dict().items()
+        }
+    assert read_config(shapes, {}).patch_size == (1, 2, 4)
 
 
 def test_long_lists_are_counted() -> None:
