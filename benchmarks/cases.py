@@ -14,9 +14,6 @@ from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import find_task
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.sources import RANDOM, TINY
-from wan_core.sampling.plan import Expert
-
-EXPERTS: tuple[Expert, ...] = ("high", "low")
 
 
 @dataclass
@@ -32,17 +29,12 @@ class Case:
 
 
 def plain_model(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    layers: int | None,
-    held: Quantization | None = None,
-    expert: Expert = "high",
+    name: str, device: torch.device, dtype: torch.dtype, layers: int | None, held: Quantization | None = None
 ) -> tuple[WanModel, int]:
-    """The transformer to measure, nothing applied to it, and the pixels per latent cell of its VAE.
+    """The high-noise transformer, nothing applied to it, and the pixels per latent cell of its VAE.
 
     name: "random:TASK", "tiny" or a file. Random weights are the same on every call. held: how its linears are
-    quantised. expert: which one, of two. Raises OptionError.
+    quantised. Raises OptionError.
     """
     if name.startswith("random:"):
         task = find_task(name.removeprefix("random:"))
@@ -50,11 +42,10 @@ def plain_model(
             raise OptionError(f"random weights are made for {', '.join(RANDOM)}; for {task.name} use --model tiny")
         config, vae = RANDOM[task.name]
         config = replace(config, num_layers=layers or config.num_layers)
-        seed = EXPERTS.index(expert)
-        model = random_module(config, device=device, dtype=dtype, seed=seed, quantization=held)
+        model = random_module(config, device=device, dtype=dtype, seed=0, quantization=held)
         stride = vae.spatial_stride
     else:
-        path = TINY / f"t2v_{expert}.safetensors" if name == "tiny" else name
+        path = TINY / "t2v_high.safetensors" if name == "tiny" else name
         model = load_dit(path, device=device, dtype=dtype, quantization=held)
         stride = choose_task(model.config).task.vae.spatial_stride
         if layers is not None:

@@ -2,8 +2,6 @@
 
 It imports, loads both experts, in FP8 where the device multiplies it, makes the first forward of the high-noise expert
 at SIZE, and a second one: what a warm forward takes.
-
---profile FILE: what the main thread did after the imports goes there, by cProfile, which slows it.
 """
 
 from __future__ import annotations
@@ -13,8 +11,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +36,7 @@ def main() -> None:
     if options.device.startswith("cuda"):
         torch.zeros(1, device=options.device)
     lap("CUDA context")
-    with profiled(options.profile) if options.profile else nullcontext(), torch.no_grad():
+    with torch.no_grad():
         found = run(options, lap)
     print(json.dumps({"phases": phases, **found}))
 
@@ -86,21 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("size")
     parser.add_argument("high", type=Path)
     parser.add_argument("low", type=Path)
-    parser.add_argument("--profile")
     return parser.parse_args()
-
-
-@contextmanager
-def profiled(path: str) -> Iterator[None]:
-    """What this thread does inside, to a file: the 60 calls that took longest, with what they called."""
-    import cProfile
-    import pstats
-
-    profile = cProfile.Profile()
-    with profile:
-        yield
-    with open(path, "w") as file:
-        pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(60)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import make_room, settle
-from benchmarks.process import host_peak, reset_host_peak
+from benchmarks.measure import host_peak, make_room, reset_host_peak, settle
 from benchmarks.rows import Row, guarded
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.staged import Reading, default_threads
@@ -64,10 +63,6 @@ class Loading:
                 self.reference = row.get("seconds")
             if self.reference and "seconds" in row:
                 row |= {"ratio": round(self.reference / row["seconds"], 4), "ratio_to": RATIO_TO}
-            if name == "ours, bf16" and "seconds" in row:
-                row["identical"] = self._same_as_load_file()
-            if name == "ours, fp8" and "seconds" in row:
-                row["identical"] = self._same_quantised(fp8)
             yield row
 
     def _timed(self, make: Callable[[], Any]) -> Row:
@@ -98,27 +93,3 @@ class Loading:
 
     def _ours(self, how: Reading, quantization: Quantization | None) -> list[WanModel]:
         return load_experts(self.files, self.device, self.dtype, quantization, how)
-
-    def _same_as_load_file(self) -> bool:
-        """Compares the first file alone: two copies of both need not fit."""
-        from safetensors.torch import load_file
-
-        make_room(self.device)
-        exact = load_file(str(self.files[0]), device=str(self.device))
-        how = Reading(mapped=False)
-        ours = dict(load_dit(self.files[0], device=self.device, dtype=self.dtype, how=how).named_parameters())
-        return set(ours) == set(exact) and all(
-            torch.equal(ours[name], value.to(self.dtype)) for name, value in exact.items()
-        )
-
-    def _same_quantised(self, quantization: Any) -> bool:
-        make_room(self.device)
-        found = []
-        for how in (Reading(staged=False), Reading(mapped=False)):
-            options = {"dtype": self.dtype, "quantization": quantization, "how": how}
-            model = load_dit(self.files[0], device=self.device, **options)
-            found.append(model.state_dict())
-        plain, staged = found
-        return set(plain) == set(staged) and all(
-            torch.equal(plain[name].view(torch.uint8), staged[name].view(torch.uint8)) for name in plain
-        )

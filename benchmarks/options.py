@@ -43,15 +43,15 @@ SUITES: dict[str, Suite] = {
     "startup": Suite(
         "loading both experts, and a cold process up to its first step",
         ("1280x720x81",),
-        takes=("setting", "layers", "runs", "scratch", "profile"),
+        takes=("setting", "layers", "runs", "scratch"),
     ),
     "streaming": Suite(
-        "blocks that stream on emulated smaller cards, and the change of experts",
+        "blocks that stream on emulated smaller cards",
         ("832x480x81", "1280x720x81"),
         takes=("setting", "layers", "runs"),
     ),
     "parallel": Suite(
-        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips",
+        "several GPUs: every mesh, diffusers' context parallelism",
         ("1280x720x81", "832x480x81"),
         takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
     ),
@@ -84,9 +84,8 @@ TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of 
     "vace": "video_wan_vace_14B_v2v",
 }
 STARTUP_PARTS = ("load", "cold")
-STREAMING_PARTS = ("cards", "switch")
 STREAMING_PRECISIONS = ("bf16", "fp8")
-PARALLEL_PARTS = ("diffusers", "forward", "vae")
+PARALLEL_PARTS = ("diffusers", "forward")
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +109,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
     )
-    parser.add_argument("--profile", type=Path, help="text file for what took long in a cold process (suite startup)")
     parser.add_argument(
         "--checkout",
         type=Path,

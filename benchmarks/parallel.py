@@ -8,7 +8,6 @@ diffusers, ulysses N / ring N   `ContextParallelConfig`, blocks compiled, bf16
 SETUP, 1 GPU                    what `ratio` refers to, on the first GPU while the others wait
 SETUP, ulysses N, ring N, ...   one forward on that mesh
 SETUP, guidance 2 x ...         both branches at once, divided by two
-decode, encode                  the 2.1 VAE in bf16, on one GPU and in strips
 
 seconds, spread   as everywhere; of the first rank, which waits for the others in every exchange
 moved_gib         what the first rank sends in one forward
@@ -33,9 +32,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.measure import make_room
 from benchmarks.options import PARALLEL_PARTS
-from benchmarks.parallel_forwards import Forwards
-from benchmarks.parallel_vae import vae_rows
-from benchmarks.ranks import TIMEOUT, Ranks
+from benchmarks.parallel_forwards import TIMEOUT, Forwards, Ranks
 from benchmarks.rows import Row
 from wan_core.config import OptionError
 from wan_core.parallel.mesh import Mesh, RankMesh
@@ -117,7 +114,6 @@ def all_rows(ranks: Ranks) -> Iterator[Row]:
     parts = {
         "diffusers": forwards.diffusers_rows,
         "forward": forwards.rows,
-        "vae": lambda: vae_rows(ranks),
     }
     for name, part in parts.items():
         if name in ranks.given["only"]:

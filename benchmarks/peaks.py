@@ -1,4 +1,5 @@
-"""What this device reaches where nothing is in the way: the yardstick of a row's share, measured in the same run.
+"""The arithmetic of one forward, and what this device reaches where nothing is in the way: the yardstick of a row's
+share, measured in the same run.
 
 A data sheet's number is not it: clocks fall with power, and power with the data. The products here are of random
 numbers (zeros run up to a third faster) and as large as the model's own.
@@ -8,12 +9,48 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from benchmarks.flops import Flops
+from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.cards import has_fp8
 from wan_core.ops.kernels.formats import FP8
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of one forward of one sample, counted from the architecture: what time is divided into.
+
+    Counted are matrix products, two operations for each multiplication with its addition: linears, self-attention and
+    cross-attention. Norms, rotations and activations are memory traffic, and leaving them out is the custom. What a
+    prompt needs once belongs to no forward; a peer that computes it in every step gets no credit for that.
+    """
+
+    linears: int  # of the blocks: what FP8 speeds up
+    self_attention: int
+    cross_attention: int
+    ends: int  # patch and time embedding, head
+
+    @property
+    def total(self) -> int:
+        return self.linears + self.self_attention + self.cross_attention + self.ends
+
+
+def forward_flops(config: DiTConfig, tokens: int) -> Flops:
+    """The products for one sample of `tokens` tokens that share one timestep, its text prepared."""
+    C, N, L, S, blocks = config.dim, config.ffn_dim, tokens, config.text_len, config.num_layers  # C channels, N inside
+    products = 4 * C * C + 2 * C * C + 2 * C * N  # q, k, v, o; q, o; up, down
+    patch = prod(config.patch_size)
+    ends = L * C * patch * (config.in_channels + config.out_channels) + (config.freq_dim + 7 * C) * C
+    return Flops(
+        linears=2 * blocks * L * products,
+        self_attention=2 * blocks * 2 * L * L * C,
+        cross_attention=2 * blocks * 2 * L * S * C,
+        ends=2 * ends,
+    )
+
 
 SIDE, CPU_SIDE = 8192, 512
 COPY_BYTES, CPU_COPY_BYTES = 2**31, 2**24

@@ -24,36 +24,11 @@ def guarded(name: str, size: str, reason: str | None, make: Callable[[], Row]) -
         return row | {"failed": f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:300]}"}
 
 
-COLUMNS = {  # of numbers, with how they are printed
-    "seconds": ".4f",
-    "spread": ".4f",
-    "ratio": ".3f",
-    "ratio_to_native_gpus": ".3f",
-    "times_diffusers": ".3f",
-    "moved_gib": ".2f",
-    "exchange_share": ".3f",
-    "tflops": ".1f",
-    "of_peak": ".3f",
-    "peak_gib": ".2f",
-    "weights_gib": ".2f",
-    "activation_gib": ".2f",
-    "load_seconds": ".2f",
-    "file_gib": ".2f",
-    "compile_seconds": ".1f",
-    "compilations": "d",
-    "error": ".2g",
-    "outliers": ".2g",
-    "embedded": ".2g",
-    "switch_ms": ".1f",
-    "share": ".4f",
-    "forwards": "d",
-    "gb_s": ".1f",
-    "host_gib": ".2f",
-    "slowdown": ".3f",
-    "planned_gib": ".2f",
-    "plan_error": "+.3f",
-    "resident_blocks": "d",
-}
+COLUMNS = (
+    "seconds", "spread", "ratio", "ratio_to_native_gpus", "times_diffusers", "moved_gib", "exchange_share", "tflops",
+    "of_peak", "peak_gib", "weights_gib", "activation_gib", "compile_seconds", "compilations", "error", "outliers",
+    "share", "forwards", "gb_s", "host_gib", "slowdown", "planned_gib", "plan_error", "resident_blocks",
+)  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:
@@ -64,7 +39,7 @@ def table(rows: list[Row]) -> str:
     heads = "".join(f"{column:>{size}}" for column, size in zip(shown, widths, strict=True))
     lines = [f"{'size':<14}  {'name':<{width}}{heads}"]
     for row in rows:
-        texts = [format(row[column], COLUMNS[column]) if column in row else "" for column in shown]
+        texts = [f"{row[column]:.4g}" if column in row else "" for column in shown]
         numbers = "".join(f"{text:>{size}}" for text, size in zip(texts, widths, strict=True))
         reason = row.get("why_not") or row.get("failed")
         lines.append(f"{row['size']:<14}  {row['name']:<{width}}" + (f"  {reason}" if reason else numbers))

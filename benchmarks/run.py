@@ -22,7 +22,6 @@ from benchmarks.options import (
     NATIVE_PARTS,
     PARALLEL_PARTS,
     STARTUP_PARTS,
-    STREAMING_PARTS,
     STREAMING_PRECISIONS,
     SUITES,
     TEMPLATE_PARTS,
@@ -64,7 +63,7 @@ PARTS = {
     "native": (*NATIVE_PARTS, *TEMPLATE_PARTS),
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
-    "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
+    "streaming": STREAMING_PRECISIONS,
 }  # what `--setting` names there
 
 
@@ -124,7 +123,7 @@ def check_options(options: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise OptionError(f"{number} {value} given; it must be at least 1")
     takes = SUITES[options.suite].takes
-    for option in ("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "profile", "checkout"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "checkout"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option} means nothing to the suite {options.suite}; "

@@ -1,7 +1,7 @@
 """Suite `single`: the ladder. Peers and ours on the same random weights in one run, one technique a row.
 
 seconds, spread   median of one forward of one branch (batch 1), and the range of the runs
-tflops            the forward's matrix products (`benchmarks.flops`) over its seconds; not said where attention is
+tflops            the forward's matrix products (`benchmarks.peaks`) over its seconds; not said where attention is
                   sparse
 of_peak           the time that these products would take at the device's measured peak (`peaks` in the file), each in
                   the precision it is computed in, over the forward's: 1 is products at full speed and nothing else
@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case, make_case, plain_model
-from benchmarks.flops import forward_flops
 from benchmarks.measure import Measured, make_room, measure, relative_error, weights_bytes
-from benchmarks.peaks import measure_peaks, seconds_at_peak
+from benchmarks.peaks import forward_flops, measure_peaks, seconds_at_peak
 from benchmarks.peers import PEERS, Peer
 from benchmarks.rows import Row, guarded
 from benchmarks.setups import REFERENCE, SETUPS, Setup, find_setup

@@ -10,7 +10,6 @@ ours, fp8              the same, every matrix quantised on the way
 seconds, spread   until all tensors are on the device; the median of the runs
 gb_s              bytes of the files over that time
 host_gib          the largest resident size of the process meanwhile, less what it had before; mapped pages count
-identical         whether every tensor is bit for bit that of load_file (fp8: of the path without pinned buffers)
 
 cold process           a new process that imports, loads both experts in FP8 and makes one forward at the largest size.
                        "nothing kept": the caches of Triton and flash-attn-4 are empty. "kernels kept": they hold what
@@ -55,8 +54,6 @@ def startup_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. Raises OptionError where there is no room for the files."""
     wanted = options.setting or STARTUP_PARTS
-    if options.profile and "cold" not in wanted:
-        raise OptionError(f"--profile is of a cold process, and --setting {', '.join(wanted)} starts none")
     details |= {"layers": options.layers}
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="wancore-startup-") as folder:
         files = write_experts(name, Path(folder), device, options.layers)
@@ -65,7 +62,7 @@ def startup_rows(
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             yield from Loading(files, device, dtype, options.runs or 2).rows()
         if "cold" in wanted:
-            yield from cold_rows(files, sizes[-1], device, Path(folder), options.runs or 3, options.profile)
+            yield from cold_rows(files, sizes[-1], device, Path(folder), options.runs or 3)
 
 
 def write_experts(name: str, folder: Path, device: torch.device, layers: int | None) -> list[Path]:
@@ -91,26 +88,20 @@ def write_experts(name: str, folder: Path, device: torch.device, layers: int | N
 # --------------------------------------------------------------------------------------------------------- cold process
 
 
-def cold_rows(
-    files: list[Path], size: str, device: torch.device, folder: Path, runs: int, profile: Path | None = None
-) -> Iterator[Row]:
-    """One process with empty caches, then `runs` with the caches that it filled. profile: a text file for what one more
-    process spends its time in."""
+def cold_rows(files: list[Path], size: str, device: torch.device, folder: Path, runs: int) -> Iterator[Row]:
+    """One process with empty caches, then `runs` with the caches that it filled."""
     kept, first = folder / "kept", None
     for name, times in {"nothing kept": 1, "kernels kept": runs}.items():
         row = guarded(
             f"cold process, {name}",
             size,
             None,
-            lambda n=times: median_of([cold(files, size, device, kept, []) for _ in range(n)]),
+            lambda n=times: median_of([cold(files, size, device, kept) for _ in range(n)]),
         )
         first = first or row.get("seconds")
         if first and "seconds" in row:
             row |= {"ratio": round(first / row["seconds"], 4), "ratio_to": "cold process, nothing kept"}
         yield row
-    if profile is not None:
-        more = ["--profile", str(profile.absolute())]
-        yield guarded("cold process, profiled", size, None, lambda: cold(files, size, device, kept, more))
 
 
 def median_of(rows: list[Row]) -> Row:
@@ -120,11 +111,11 @@ def median_of(rows: list[Row]) -> Row:
     return rows[len(rows) // 2] | ({"all_seconds": all_of_them} if len(rows) > 1 else {})
 
 
-def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> Row:
+def cold(files: list[Path], size: str, device: torch.device, kept: Path) -> Row:
     """Start one process and read what it printed. kept: the folder of its compilers' caches."""
     begin = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cold", str(device), size, *map(str, files), *more],
+        [sys.executable, "-m", "benchmarks.cold", str(device), size, *map(str, files)],
         env={**os.environ, **caches_in(kept), "WANCORE_BEGIN": repr(time.time())},
         capture_output=True,
         text=True,

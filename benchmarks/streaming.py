@@ -11,27 +11,21 @@ planned_gib       the same as the memory plan said before, `plan_error` by how m
 resident_blocks   that stayed on the device
 identical         whether the velocity is bit for bit that of "resident"
 host_gib          pinned host memory of the expert
-
-Then, per precision, rows of the change of experts: from the end of the last forward of one to the begin of the first
-forward of the other, its prompt prepared (`switch_ms`): handed over behind the last forward, or only asked for then.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from benchmarks.cases import Case, make_case, plain_model
-from benchmarks.measure import make_room, measure, settle
-from benchmarks.options import STREAMING_PARTS, STREAMING_PRECISIONS
+from benchmarks.measure import make_room, measure
+from benchmarks.options import STREAMING_PRECISIONS
 from benchmarks.rows import Row, guarded
 from wan_core.checkpoint.detect import empty_module
-from wan_core.checkpoint.random import random_module
 from wan_core.execution.memory.host_weights import HostWeights
 from wan_core.execution.memory.planning import (
     Sizes,
@@ -42,14 +36,11 @@ from wan_core.execution.memory.planning import (
     plan_memory,
     unit_bytes,
 )
-from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import Stage
 from wan_core.execution.optimize import optimize
 from wan_core.execution.report import GIB
 from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.wan.families import choose_task
-from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.runners import RESIDENT
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.settings import find_quantization
 
@@ -62,16 +53,10 @@ def streaming_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. On a CPU, numbers of resident blocks stand for cards."""
     details["emulated"] = "cards are limits on what the process may allocate of this device"
-    runs, given = options.runs or 1, options.setting or ()
-    wanted = [part for part in STREAMING_PARTS if part in given] or STREAMING_PARTS
-    precisions = [name for name in STREAMING_PRECISIONS if name in given] or STREAMING_PRECISIONS
-    for precision in precisions:
-        bench = Streaming(name, sizes, device, precision, options.layers, runs)
+    for precision in options.setting or STREAMING_PRECISIONS:
+        bench = Streaming(name, sizes, device, precision, options.layers, options.runs or 1)
         details["layers"] = len(bench.model.blocks)
-        if "cards" in wanted:
-            yield from bench.rows()
-        if "switch" in wanted:
-            yield from bench.switch_rows()
+        yield from bench.rows()
         bench.close()
         del bench
         make_room(device)
@@ -152,67 +137,6 @@ class Streaming:
             row |= {"ratio": round(self.seconds[case.size] / measured.median, 4)}
             row["ratio_to"] = f"{self.precision}, resident"
         return row
-
-    def switch_rows(self) -> Iterator[Row]:
-        """At the last size: a second expert takes the place of the first."""
-        case = self.cases[0]
-        self._release()
-        self._cap(None)
-        self.model.runners.weights = RESIDENT
-        if self.name.startswith("random:"):  # other weights of the same kind
-            config = replace(self.model.config)
-            other = random_module(
-                config, device="cpu", dtype=self.dtype, seed=1, quantization=self.held, draw_on=self.device
-            )
-        else:
-            other = plain_model(self.name, torch.device("cpu"), self.dtype, self.layers, self.held)[0]
-        assert isinstance(other, WanModel)
-        optimize(other, attend=self.attend, device=self.device, graphs=False)
-        blocks = len(self.model.blocks)
-        for label, policy, resident, ahead in (
-            ("swap, handed over", "swap", 0, True),
-            ("swap, when asked for", "swap", 0, False),
-            ("stream half, handed over", "stream", blocks // 2, True),
-            ("stream half, when asked for", "stream", blocks // 2, False),
-        ):
-            name = f"{self.precision}, switch: {label}"
-            make = lambda p=policy, r=resident, a=ahead: self._switch(other, case, p, r, a)  # noqa: E731
-            yield guarded(name, case.size, None, make)
-
-    @torch.no_grad()
-    def _switch(self, other: WanModel, case: Case, policy: Any, resident: int, ahead: bool) -> Row:
-        residency = Residency(self.device, policy, resident_blocks=resident)
-        residency.adopt("high", self.weights)
-        residency.adopt("low", self.other_weights(other))
-        seconds = []
-        for _ in range(2):  # the first allocates
-            model = cast(WanModel, residency.use("high"))
-            text = model.prepare_text(case.contexts[0])
-            settle(self.device)
-            if ahead:
-                residency.prefetch("high", "low", 1)
-            model(case.x, case.timestep, text)
-            before = self._mark()
-            model = cast(WanModel, residency.use("low"))
-            model.prepare_text(case.contexts[0])
-            after = self._mark()
-            settle(self.device)
-            seconds.append(before.elapsed_time(after) / 1000 if self.cuda else after - before)
-        residency.release("low")
-        make_room(self.device)
-        return {"seconds": round(seconds[-1], 5), "switch_ms": round(seconds[-1] * 1000, 2)}
-
-    def other_weights(self, other: WanModel) -> HostWeights:
-        if getattr(self, "_other", None) is None:
-            self._other = HostWeights(other, lock=self.cuda)
-        return self._other
-
-    def _mark(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
 
     def _release(self) -> None:
         if self.stage is not None:

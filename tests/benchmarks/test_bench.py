@@ -18,12 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.__main__ import main as bench_main
 from benchmarks.cases import make_case
-from benchmarks.flops import Flops, forward_flops
-from benchmarks.kernel_classes import CLASSES, kernel_class
 from benchmarks.measure import measure, weights_bytes
-from benchmarks.peaks import measure_peaks, seconds_at_peak
+from benchmarks.peaks import Flops, forward_flops, measure_peaks, seconds_at_peak
 from benchmarks.peers import PEERS
-from benchmarks.profiling import Kernel, Span, by_class, profile_table
+from benchmarks.profiling import CLASSES, Kernel, Span, by_class, kernel_class, profile_table
 from benchmarks.setups import PLAIN, REFERENCE, SETUPS, find_setup
 from benchmarks.single import Ladder
 from tests.comfyui import find_comfyui, python_of

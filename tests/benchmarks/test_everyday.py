@@ -15,8 +15,19 @@ from benchmarks import comfy_files, everyday
 from benchmarks.comfy_files import as_fp8, expert_file, hf_name, write_expert
 from benchmarks.comfy_graphs import Job, middle, native_graph, with_defaults
 from benchmarks.comfyui import Graph, Run
-from benchmarks.everyday import ACCELERATED, ATTACHED, OFF_SIDES, SIDES, Server, everyday_rows, ratios, times
-from benchmarks.everyday_sides import Side, gpu_count, several_sides
+from benchmarks.everyday import (
+    ACCELERATED,
+    ATTACHED,
+    OFF_SIDES,
+    SIDES,
+    Server,
+    Side,
+    everyday_rows,
+    gpu_count,
+    ratios,
+    several_sides,
+    times,
+)
 from benchmarks.native import SIDES as NATIVE_SIDES
 from tests.comfyui import find_comfyui
 from wan_core.checkpoint import detect, load_dit, open_checkpoint

@@ -219,7 +219,7 @@ def test_whole_pipelines_make_the_same_video(residency, compile):
 
 def test_thirty_videos_hold_memory_flat():
     """Two sizes in turn, streamed: device and host stay where they were after the first of each."""
-    from benchmarks.process import resident_bytes
+    from benchmarks.measure import resident_bytes
 
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda", residency="stream", resident_blocks=2))
     held_bytes, host = [], []

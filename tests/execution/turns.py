@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from benchmarks.measure import compile_counts
-from benchmarks.process import resident_bytes
+from benchmarks.measure import compile_counts, resident_bytes
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
 
