@@ -12,6 +12,8 @@ from wan_core.config import OptionError, WindowOptions
 from .schema import schema, widgets
 from .sockets import MODEL, ModelSocket
 
+WIDGETS = ("length", "overlap", "schedule", "fuse", "freenoise", "retain_first", "closed_loop")  # their order is frozen
+
 
 class WanCoreContextWindows(io.ComfyNode):
     """Windows of a long video, fused in every step."""
@@ -27,7 +29,7 @@ class WanCoreContextWindows(io.ComfyNode):
             "the windows are fused in every step. For text to video and image to video.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader or WanCore LoRA."),
-                *widgets(WindowOptions, retain_first={"id": "retain_first_frame"}),
+                *widgets(WindowOptions, *WIDGETS, retain_first={"id": "retain_first_frame"}),
             ],
             outputs=[
                 MODEL.Output("model_out", display_name="model", tooltip="For the WanCore Sampler and the Plan Preview.")

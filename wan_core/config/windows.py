@@ -62,6 +62,12 @@ class WindowOptions:
         "all the same. overlap-linear: falling within the overlap alone.",
         words={name: name for name in FUSE_METHODS},
     )
+    closed_loop: bool = option(
+        False,
+        tip="For looped_uniform: a window also joins the last frame to the first.",
+        advanced=True,
+        words={"closed": True},
+    )
     freenoise: bool = option(
         True,
         tip="Later frames begin with the noise of earlier ones in another order, so that windows fit together better.",
@@ -73,12 +79,6 @@ class WindowOptions:
         tip="For image to video: every window sees the first frame's image in its first place.",
         advanced=True,
         words={"retain": True},
-    )
-    closed_loop: bool = option(
-        False,
-        tip="For looped_uniform: a window also joins the last frame to the first.",
-        advanced=True,
-        words={"closed": True},
     )
     lead: bool = option(True, words={"nolead": False})
 

@@ -95,11 +95,13 @@ class SkipArguments:
                 other = others[0].replace("_", "-")
                 raise OptionError(f"--speed and --{other} given, which the preset sets too: leave one of them out")
             return speed_options(self.speed)
-        texts = {name: text for name in PARSERS if (text := getattr(self, name)) is not None}
-        caches = {name: PARSERS[name](text) for name, text in texts.items()}
+        policies: dict[str, Any] = {}
         if self.magcache is not None:
-            caches["magcache"] = parse_magcache(self.magcache, rule=rule or "joint", order=order)
-        skipping = SkipOptions(**caches, guidance=guidance)
+            policies["magcache"] = parse_magcache(self.magcache, rule=rule or "joint", order=order)
+        for name, parse in PARSERS.items():
+            if (text := getattr(self, name)) is not None:
+                policies[name] = parse(text)
+        skipping = SkipOptions(**policies, guidance=guidance)
         return None if skipping == SkipOptions() else skipping
 
 
