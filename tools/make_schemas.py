@@ -71,7 +71,8 @@ def with_tables(page: str, inputs: Iterable[tuple[str, str]], outputs: Iterable[
 
 def texts_of(info: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Names and tooltips of a node of `/object_info`: of its inputs, and of its outputs."""
-    inputs = [(name, entry[1]["tooltip"]) for group in info["input"].values() for name, entry in group.items()]
+    groups = (info["input"].get(group, {}) for group in ("required", "optional"))  # there are hidden ones, too
+    inputs = [(name, entry[1]["tooltip"]) for group in groups for name, entry in group.items()]
     return inputs, list(zip(info["output_name"], info["output_tooltips"], strict=True))
 
 
