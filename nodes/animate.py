@@ -11,12 +11,13 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.animate import ANIMATE
 from wan_core.models.wan.families.animate.data import ANIMATE_14B
 from wan_core.models.wan.families.animate.inputs import comfy_extras
+from wan_core.models.wan.families.animate2 import ANIMATE2
 from wan_core.models.wan.families.clips import Clip, check_clips
-from wan_core.pipeline.driving import images_of
-from wan_core.pipeline.images import video_to_pixels
+from wan_core.models.wan.families.driven import DrivenFamily
+from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
@@ -87,24 +88,20 @@ def strength(name: str, of: str) -> Any:
     )
 
 
-def clip_of(family: str, frames: int, previous: Tensor | None, overlap: int) -> Clip:
+def clip_of(family: DrivenFamily, frames: int, previous: Tensor | None, overlap: int) -> Clip:
     """Raises OptionError."""
-    rules = FAMILIES[family].clips
-    assert rules is not None
-    check_clips(rules, frames, overlap, FAMILIES[family].tasks[0].name)
+    check_clips(family.clips, frames, overlap, family.tasks[0].name)
     carried = 0 if previous is None else min(overlap, len(previous))
     return Clip(0, 0 if previous is None else len(previous) - carried, frames, carried)
 
 
 def conditioned(
-    family: str, vae: Any, size: tuple[int, int], clip: Clip, pictures: dict[str, Tensor | None]
+    family: DrivenFamily, vae: Any, size: tuple[int, int], clip: Clip, pictures: dict[str, Tensor | None]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The keys of CONDITIONING that pictures of these fields give, and the empty LATENT."""
-    rules = FAMILIES[family].media
-    assert rules is not None
     own = {"reference": Clip(0, 0, 1, 0), "carried": Clip(0, 0, clip.carried, 0)}
     media = {
-        field: images_of(images, FACE if field == "face_video" else size, own.get(field, clip), rules)
+        field: family.images_of(images, FACE if field == "face_video" else size, own.get(field, clip))
         for field, images in pictures.items()
         if images is not None
     }
@@ -173,7 +170,7 @@ class WanCoreAnimate(io.ComfyNode):
         overlap: int | None = 1,
     ) -> bool:
         if frames is not None and overlap is not None:
-            clip_of("animate", frames, None, overlap)
+            clip_of(ANIMATE, frames, None, overlap)
         return check_widgets(VAE_21, width, height, frames)
 
     @classmethod
@@ -197,10 +194,10 @@ class WanCoreAnimate(io.ComfyNode):
     ) -> io.NodeOutput:
         if (background_video is None) != (character_mask is None):
             raise OptionError("only one of background_video and character_mask is connected: connect both, or neither")
-        clip = clip_of("animate", frames, previous_frames, overlap)
+        clip = clip_of(ANIMATE, frames, previous_frames, overlap)
         pictures = {"reference": reference_image, "pose_video": pose_video, "face_video": face_video}
         pictures |= {"background": background_video, "mask": character_mask, "carried": tail(previous_frames, clip)}
-        extras, latent = conditioned("animate", vae, (width, height), clip, pictures)
+        extras, latent = conditioned(ANIMATE, vae, (width, height), clip, pictures)
         if clip_vision_output is not None:
             extras["clip_vision_output"] = clip_vision_output
         without = extras
@@ -247,7 +244,7 @@ class WanCoreAnimate2(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
         if frames is not None:
-            clip_of("animate2", frames, None, 1)
+            clip_of(ANIMATE2, frames, None, 1)
         return check_widgets(VAE_21, width, height, frames)
 
     @classmethod
@@ -268,9 +265,9 @@ class WanCoreAnimate2(io.ComfyNode):
         pose_strength: float = 1.0,
         reference_strength: float = 1.0,
     ) -> io.NodeOutput:
-        clip = clip_of("animate2", frames, previous_frames, 1)
+        clip = clip_of(ANIMATE2, frames, previous_frames, 1)
         pictures = {"reference": reference_image, "pose_video": pose_video, "carried": tail(previous_frames, clip)}
-        extras, latent = conditioned("animate2", vae, (width, height), clip, pictures)
+        extras, latent = conditioned(ANIMATE2, vae, (width, height), clip, pictures)
         own = {"clip_vision_output": clip_vision_output, "clip_vision_output_pose": clip_vision_output_pose}
         own["cross_attn_pose"] = (positive_pose or positive)[0][0]
         strengths = {"pose_strength": pose_strength, "reference_strength": reference_strength}

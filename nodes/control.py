@@ -12,10 +12,9 @@ from wan_core.config import ControlOptions
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.fun.camera import MOTIONS, camera_rays, pose_count, read_camera
+from wan_core.models.wan.families.media import images_covering, references_of, video_to_pixels
 from wan_core.models.wan.families.vace.data import STRENGTH
 from wan_core.models.wan.families.vace.inputs import comfy_extras
-from wan_core.pipeline.control_media import images_covering, references_of
-from wan_core.pipeline.images import video_to_pixels
 from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.texts import TextRange, shared_range
 
@@ -106,12 +105,12 @@ class WanCoreVACE(io.ComfyNode):
         media = {"mask": torch.ones(1, 3, frames, height, width)}
         if control_masks is not None:
             alike = frames if len(control_masks) == 1 else -1
-            media["mask"] = images_covering(control_masks.expand(alike, -1, -1), size, frames, rest=1)
+            media["mask"] = images_covering(control_masks.expand(alike, -1, -1), size, frames, missing=1)
         if control_video is not None:
-            media["control_video"] = images_covering(control_video, size, frames, rest=0)
+            media["control_video"] = images_covering(control_video, size, frames, missing=0)
         for field, images in (("image", first_image), ("last_image", last_image)):
             if images is not None:
-                media[field] = images_covering(images, size, min(frames, len(images)), rest=0)
+                media[field] = images_covering(images, size, min(frames, len(images)), missing=0)
         if reference_images is not None:
             media["reference"] = references_of(reference_images, size)
         extras = comfy_extras(lambda video: vae.encode(video_to_pixels(video)), media, Clip(0, 0, frames, 0), VAE_21)

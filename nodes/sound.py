@@ -12,12 +12,11 @@ from wan_core.config import OptionError
 from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.models.audio.config import SAMPLE_RATE
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.media import video_to_pixels
+from wan_core.models.wan.families.s2v import S2V
 from wan_core.models.wan.families.s2v.data import LEAST_SIDE, LONGER, MOTION_PIXELS
 from wan_core.models.wan.families.s2v.inputs import VIDEO_RATE, comfy_extras, features_until, frames_of, motion_frames
-from wan_core.pipeline.driving import images_of
-from wan_core.pipeline.images import video_to_pixels
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
@@ -188,12 +187,10 @@ def conditioned(
     vae: Any, size: tuple[int, int], clip: Clip, pictures: dict[str, Tensor | None], states: Tensor
 ) -> tuple[dict[str, Any], Tensor]:
     """The keys of CONDITIONING that a clip gives, and the latents before it."""
-    family = FAMILIES["s2v"]
-    assert family.media is not None and family.clips is not None
-    driving = family.clips.driving(clip)
+    driving = S2V.clips.driving(clip)
     own = {"reference": Clip(0, 0, 1, 0), "carried": Clip(0, 0, MOTION_PIXELS, 0)}
     media = {
-        field: images_of(images, size, own.get(field, driving), family.media)
+        field: S2V.images_of(images, size, own.get(field, driving))
         for field, images in pictures.items()
         if images is not None
     }

@@ -15,8 +15,9 @@ from wan_core.config import LoraOptions
 from wan_core.execution.report import Report
 from wan_core.models.text.notes import TokenCount
 from wan_core.models.vae.tiling import TileSpec
+from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.models.wan.families.wan.inputs import known_frames
-from wan_core.pipeline.images import Made, Pieces, video_to_pixels
+from wan_core.pipeline.images import Made, Pieces
 from wan_core.pipeline.memory_planning import Workload, decode_bytes
 from wan_core.pipeline.watch import OnStep
 from wan_core.sampling.conditioning import Conditioning

@@ -79,8 +79,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def begins_with(task: Task, options: list[str], media: dict[str, str]) -> list[str]:
     """What `generate` needs beside `options`: the videos and pictures of the task."""
-    rules = family_of(task).media
-    fields = list(rules.needs) if rules is not None else ["image"] * (task.image == "channels")
+    fields = list(family_of(task).needs) or ["image"] * (task.image == "channels")
     fields += ["from_video"] * ("--denoise" in options)
     return [word for field in fields for word in (f"--{field.replace('_', '-')}", media[field])]
 
@@ -118,7 +117,7 @@ def test_plan_and_generate_agree(first: int, media: dict[str, str]) -> None:
     refused = 0
     for number in range(first, first + 20):
         options, task = drawn_options(number), FULL[number % len(FULL)]
-        if "--denoise" in options and family_of(task).media is not None:
+        if "--denoise" in options and family_of(task).driven:
             task = TASKS["t2v-A14B"]  # nothing driven begins with a video
         words, planned = refusal_of_plan(["--task", task.name, *options])
         others, made = refusal_of_generate([*begins_with(task, options, media), *options], task)

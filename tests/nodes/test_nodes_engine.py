@@ -25,6 +25,7 @@ from wan_core.models.text.cache import PromptCache
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
 from wan_core.models.wan.families.wan.inputs import (
     check_first,
     frame_mask,
@@ -35,7 +36,7 @@ from wan_core.models.wan.families.wan.inputs import (
     known_frames,
 )
 from wan_core.pipeline.embedded import parse_caption
-from wan_core.pipeline.images import decode_images, decode_latents, encode_images, pixels_to_video, video_to_pixels
+from wan_core.pipeline.images import decode_images, decode_latents, encode_images
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.plan import Branch

@@ -239,10 +239,9 @@ def test_what_cannot_be_cut_is_refused(folder: Path) -> None:
 def test_clips_cover_every_frame_once(overlap: int) -> None:
     for family in ("animate", "animate2", "wan"):
         rules = FAMILIES[family].clips
-        assert rules is not None
         for frames in range(1, 200):
             clips = cut_clips(rules, frames, 33, overlap)
-            new = [n for clip in clips for n in range(clip.first + clip.carried, clip.last)]
+            new = [n for clip in clips for n in range(clip.first + clip.carried, clip.end)]
             assert new == list(range(len(new))) and len(new) >= frames
             assert clips[-1].first + clips[-1].carried < frames  # none is all padding
             assert all(clip.frames % 4 == 1 and clip.frames <= 33 for clip in clips)

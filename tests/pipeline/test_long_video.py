@@ -7,7 +7,7 @@ import json
 import pytest
 
 from wan_core.cli import main
-from wan_core.models.wan.families.long_video import cut_video
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import TASKS
 
 FAMILIES_THAT_CUT = ("animate-14B", "animate2-14B", "i2v-A14B")
@@ -16,11 +16,11 @@ FAMILIES_THAT_CUT = ("animate-14B", "animate2-14B", "i2v-A14B")
 def test_the_cost_of_all_clips_is_that_of_their_latent_frames() -> None:
     for task in FAMILIES_THAT_CUT:
         for frames in range(1, 400, 7):
-            long = cut_video(TASKS[task], frames, 33, 1)
+            long = family_of(TASKS[task]).cut_video(TASKS[task], frames, 33, 1)
             tokens = [(clip.frames - 1) // 4 + 1 + long.leading for clip in long.clips]
             assert long.cost == pytest.approx(sum(tokens) / tokens[0])
             assert long.words(20).endswith(f"{len(long.clips)} x 20 steps")
-    assert cut_video(TASKS["t2v-A14B"], 81).cost == 1
+    assert family_of(TASKS["t2v-A14B"]).cut_video(TASKS["t2v-A14B"], 81).cost == 1
 
 
 def plan(capsys: pytest.CaptureFixture[str], *more: str) -> str:

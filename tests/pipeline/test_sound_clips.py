@@ -32,12 +32,12 @@ from wan_core.media.sound import read_sound
 from wan_core.media.video import read_video
 from wan_core.models.audio.config import XLSR_LARGE, SpeechConfig
 from wan_core.models.audio.wav2vec2 import SpeechEncoder
-from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families import FAMILIES, s2v
 from wan_core.models.wan.families.clips import check_clips, cut_clips
+from wan_core.models.wan.families.media import pixels_to_video
 from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
 from wan_core.pipeline import clips as clips_module
 from wan_core.pipeline import hearing, sources
-from wan_core.pipeline.images import pixels_to_video
 from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.pipeline import Pipeline, WriteVideo
 from wan_core.pipeline.sources import TINY, find_models
@@ -151,13 +151,12 @@ def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, number: int) -
 
 @over(frames=st.integers(1, 1000), clip=st.integers(1, 30).map(lambda n: 4 * n + 1))
 def test_clips_cover_every_frame_once_and_hear_it(frames: int, clip: int) -> None:
-    rules = FAMILIES["s2v"].clips
-    assert rules is not None
+    rules = s2v.S2V.clips
     if clip >= 5:
         check_clips(rules, clip, 0, "s2v-14B")
     clips = cut_clips(rules, frames, clip, 0)
-    assert [n for one in clips for n in range(one.first, one.last)] == list(range(clips[-1].last))
-    assert clips[-1].first < frames <= clips[-1].last
+    assert [n for one in clips for n in range(one.first, one.end)] == list(range(clips[-1].end))
+    assert clips[-1].first < frames <= clips[-1].end
     assert [one.frames for one in clips] == [clip, *[clip + 3] * (len(clips) - 1)]
     heard = [rules.driving(one) for one in clips]
     assert [(one.first, one.frames) for one in heard] == [(n * (clip + 3), clip + 3) for n in range(len(clips))]
@@ -166,18 +165,15 @@ def test_clips_cover_every_frame_once_and_hear_it(frames: int, clip: int) -> Non
 @over(samples=st.integers(1600, 400_000), rate=st.sampled_from([8000, 16000, 44100, 48000]))
 def test_a_video_is_as_long_as_its_sound(samples: int, rate: int) -> None:
     fields = {"reference": "r", "audio": "a"}
-    task, rules = FAMILIES["s2v"].tasks[0], FAMILIES["s2v"].media
-    assert rules is not None
     with pytest.MonkeyPatch.context() as patch:
-        from wan_core.media.sound import Sound
-        from wan_core.pipeline import driving
+        from wan_core.media import sound
 
-        patch.setattr(driving, "read_sound", lambda path: Sound(np.zeros((1, samples), np.float32), rate))
-        if samples / rate < driving.LEAST_SECONDS:
+        patch.setattr(sound, "read_sound", lambda path: sound.Sound(np.zeros((1, samples), np.float32), rate))
+        if samples / rate < s2v.LEAST_SECONDS:
             with pytest.raises(OptionError, match="seconds of sound"):
-                driving.heard_length(Request(prompt="", **fields), task, rules)
+                s2v.S2V.whole_length(Request(prompt="", **fields), s2v.S2V.tasks[0])
             return
-        fps, frames = driving.heard_length(Request(prompt="", **fields), task, rules)
+        fps, frames = s2v.S2V.whole_length(Request(prompt="", **fields), s2v.S2V.tasks[0])
     assert fps == 16 and 0 <= frames / fps - samples / rate < 1 / fps
 
 

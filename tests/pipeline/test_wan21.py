@@ -107,7 +107,8 @@ def test_clip_sees_the_whole_image(files: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 255, (80, 64, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(image)
     pipe = Pipeline.load(options(files / "wan2.1_i2v_480p_14B.safetensors", clip_vision=clip))
-    found = pipe.image_features(pipe.prepare(Request(prompt="a red circle", image=str(image), **SMALL)))
+    job = pipe.prepare(Request(prompt="a red circle", image=str(image), **SMALL))
+    found = pipe.seen(job, {}, job.clips[0])["image"]
     whole = torch.from_numpy(pixels).movedim(-1, 0)[None] / 127.5 - 1
     assert found is not None
     with torch.no_grad():

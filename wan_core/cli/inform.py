@@ -11,7 +11,7 @@ from typing import Any
 from wan_core.cli.options import MEMORY, outputs_of, values_of, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.config.table import from_values
-from wan_core.models.wan.families import check_begins
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import TASKS, find_task
 from wan_core.sampling.build import ModelFacts, PlannedVideo, PlanRequest, build_plan
 
@@ -87,7 +87,7 @@ def run_plan(options: argparse.Namespace) -> int:
 def asked_plan(options: argparse.Namespace, loras: list[Path]) -> PlannedVideo:
     """The plan of what the arguments describe, at the task's own size. Raises OptionError."""
     task = find_task(options.task)
-    check_begins(task, ["image"] * options.image)
+    family_of(task).check_begins(task, ["image"] * options.image)
     changed = {"part": window_of(options), "from_noise": options.denoise == 1, "width": None, "height": None}
     request = from_values(PlanRequest, values_of(options), **changed)
     files = {"high": options.high, "low": options.low, "loras": tuple(loras)}

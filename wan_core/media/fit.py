@@ -60,7 +60,7 @@ def fit_covering(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     if pixels.shape[1::-1] == size:
         return pixels
     check_picture_size(pixels.shape[1], pixels.shape[0])
-    return np.asarray(ImageOps.fit(Image.fromarray(pixels), size, Image.Resampling.LANCZOS))
+    return np.array(ImageOps.fit(Image.fromarray(pixels), size, Image.Resampling.LANCZOS))
 
 
 def interpolated(pixels: Pixels, size: tuple[int, int]) -> Pixels:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from wan_core.media.feed import Feed
 from wan_core.media.fit import Box
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip, ClipRules
+from wan_core.models.wan.families.family import MEDIA
+from wan_core.models.wan.families.media import Media
 from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.builder import Models
-from wan_core.pipeline.control_media import load_control
-from wan_core.pipeline.driving import MEDIA, Media, load_media, with_settings
-from wan_core.pipeline.hearing import heard
+from wan_core.pipeline.hearing import hear
 from wan_core.pipeline.images import Pieces, decode_to
 from wan_core.pipeline.kept_clips import KeptClips, key_of
 from wan_core.pipeline.resolved_request import Job
@@ -50,8 +50,7 @@ class ClipMaker(Protocol):
 
     def encode_text(self, job: Job) -> Conditioning: ...
     def first_frames(self, job: Job) -> dict[str, Tensor]: ...
-    def features(self, frame: Tensor) -> Tensor: ...
-    def image_features(self, job: Job) -> Tensor | None: ...
+    def seen(self, job: Job, media: Mapping[str, Tensor], clip: Clip) -> dict[str, Tensor]: ...
     def fetch(self, name: str, use: Callable[[], Module]) -> Module: ...
     def sample(
         self,
@@ -159,7 +158,7 @@ class ClipRun:
 
         vae = self.pipe.fetch("vae", self.pipe.models.vae)
         decode_to(vae, own, self.pipe.report, collect, dtype=torch.float32)
-        for index in range(clip.first + clip.carried, min(self.job.frames, clip.last)):
+        for index in range(clip.first + clip.carried, min(self.job.frames, clip.end)):
             put(self.frames[index])
         return (tail[0] * 2 - 1).permute(3, 0, 1, 2)[None] if tail else torch.empty(0)
 
@@ -190,15 +189,14 @@ def history(rules: ClipRules, carried: Tensor | None, job: Job) -> list[Tensor]:
 
 
 def load_clip_media(pipe: ClipMaker, job: Job) -> Media | None:
-    rules, models, request = family_of(job.task).clips, pipe.models, job.request
-    size, last = (job.width, job.height), rules.driving(job.clips[-1])
-    if job.media is not None and job.media.size_of == "given":
-        return load_control(request, job.task, size, job.fps, last.last)
-    media = load_media(request, job.task, models.dit_config, size, job.fps, last.last)
-    if media is None or request.audio is None:
-        return media
-    speech = models.speech
-    return replace(media, audio=heard(speech, job.task, request.audio, last, models.residency, pipe.report))
+    """What drives the clips; None: nothing does."""
+    family, models = family_of(job.task), pipe.models
+    last = family.clips.driving(job.clips[-1])
+
+    def states(path: str) -> Tensor:
+        return hear(models.speech, path, models.residency, pipe.report)
+
+    return family.load_media(job.request, models.dit_config, (job.width, job.height), job.fps, last, states)
 
 
 def given_to(pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried: Tensor | None) -> dict[str, Tensor]:
@@ -219,18 +217,11 @@ def given_to(pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried
 
 def condition(pipe: ClipMaker, job: Job, clip: Clip, given: Mapping[str, Tensor], text: Conditioning) -> Conditioning:
     """What the denoising loop needs for one clip."""
-    media = job.media
-    seen: dict[str, Tensor] = {}
-    if media is not None and media.size_of != "given":
-        seen = {field: pipe.features(given[field][:, :, :1]) for field in media.seen}
-    elif job.task.image_dim is not None and (clip.carried or job.request.image is not None or media is None):
-        features = pipe.features(given["carried"][:, :, -1:]) if clip.carried else pipe.image_features(job)
-        assert features is not None
-        seen["image"] = features
+    family, seen = family_of(job.task), pipe.seen(job, given, clip)
     vae = pipe.fetch("vae", pipe.models.vae)
     with pipe.report.phase("encode video"):
-        inputs: Mapping[str, Any] = family_of(job.task).clip_inputs(job.task, vae, seen, given, clip)
-    return replace(text, **with_settings(job.request, inputs, text.inputs.get("pose_context")))
+        inputs = family.clip_inputs(job.task, vae, seen, given, clip)
+    return replace(text, **family.with_settings(job.request, inputs, text.inputs.get("pose_context")))
 
 
 def run_key(pipe: ClipMaker, job: Job) -> str:

@@ -83,8 +83,8 @@ def join(
         plan = with_nag(plan, uncond.extras[NAG])
     plan, cond, uncond = plan_texts(plan, cond, uncond, family, range_shift)
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
-    if family.driving is not None:
-        plan = with_passes(plan, own=family.driving.own <= inputs["inputs"].keys())
+    if family.driving_keys:
+        plan = with_passes(plan, own=family.own_driving_inputs <= inputs["inputs"].keys())
     own = {key: uncond.extras.get(key) for key in family.branch_keys}
     if guided and not all(_equal(cond.extras.get(key), value) for key, value in own.items()):
         other = family.read_conditioning(task, experts.vae, {**cond.extras, **own}, latent)["inputs"]
@@ -115,8 +115,8 @@ def plan_texts(
     changing = family.strength_key
     if (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
         plan = assign_ranges(plan, cond.ranges, uncond.ranges, shift)
-    if family.driving is not None:
-        plan = drive_by_text(plan, cond.driven, uncond.driven, family.driving.keys[0])
+    if family.driving_keys:
+        plan = drive_by_text(plan, cond.driven, uncond.driven, family.driving_keys[0])
     if cond.strengths or uncond.strengths:
         both = [
             one.strengths or [tuple(one.extras.get(changing) or (1.0,))] * len(one.entries) for one in (cond, uncond)
@@ -149,7 +149,7 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Fa
                 f"{len(rows)} texts are combined in `{name}`, and Wan takes one at a time: encode one text, or give "
                 "each a range with ConditioningSetTimestepRange"
             )
-    changing, driving = family.strength_key, () if family.driving is None else family.driving.keys
+    changing, driving = family.strength_key, family.driving_keys
     strengths = [tuple(extras.get(changing) or ()) for extras in everything]
     changes = len(set(strengths)) > 1
     driven = [bool(driving) and extras.get(driving[0]) is not None for extras in everything]

@@ -1,13 +1,12 @@
-"""What a video hears: the encoder of its sound, and features of the sound for every frame.
+"""The encoder of the sound that drives a video: recognised, loaded while it is used.
 
-Legend: N samples, W states of the encoder, n its frames, C their width, A frames of features.
+Legend: N samples, W states of the encoder, n its frames, C their width.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,16 +19,13 @@ from wan_core.config import OptionError
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.report import Report
 from wan_core.media.sound import mono, read_sound
-from wan_core.models.audio.config import FRAMES_PER_SECOND, SAMPLE_RATE, STRIDES, XLSR_LARGE, SpeechConfig
-from wan_core.models.audio.wav2vec2 import SpeechEncoder
+from wan_core.models.audio.config import SAMPLE_RATE, XLSR_LARGE, SpeechConfig
+from wan_core.models.audio.wav2vec2 import SpeechEncoder, encoding_bytes
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
-from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.tasks import Task
 
 log = logging.getLogger(__name__)
-CONVOLUTIONS = 4  # tensors as large as the first convolution's output, that are there at the same time
-WORKSPACE = 16 * 2**20  # of cuBLAS and cuDNN
 
 
 class Speech(NamedTuple):
@@ -78,28 +74,14 @@ def random_speech(task: Task, dit: DiTConfig) -> Speech | None:
     return Speech(None, load, config)
 
 
-@lru_cache
-def hearing_bytes(config: SpeechConfig, seconds: float) -> int:
-    """What encoding a sound takes of the device's memory, all in float32: weights, the samples and a copy with mean 0
-    and variance 1, and the first convolution with its norm and activation, or the states of all layers and their
-    stack."""
-    with torch.device("meta"):
-        weights = sum(parameter.numel() for parameter in SpeechEncoder(config).parameters())
-    samples, frames = seconds * SAMPLE_RATE, seconds * FRAMES_PER_SECOND
-    first = CONVOLUTIONS * config.conv_dim * samples / STRIDES[0]
-    states = frames * (2 * (config.num_layers + 1) * config.dim + 2 * config.ffn_dim)
-    return int(4 * (weights + 2 * samples + max(first, states))) + WORKSPACE
-
-
 @torch.no_grad()
-def heard(speech: Speech, task: Task, path: str, clip: Clip, residency: Residency, report: Report) -> Tensor:
-    """Features of the sound in `path` [1, W, C, A] for all frames up to the end of the last `clip`, float32 on the CPU.
-    Models of `residency` make room for it; where its device still has too little, the sound is encoded on the CPU."""
+def hear(speech: Speech, path: str, residency: Residency, report: Report) -> Tensor:
+    """The states [W, n, C] of the sound in `path`, float32 on the CPU. Models of `residency` make room for the encoder;
+    where its device still has too little memory, the sound is encoded on the CPU."""
     samples = torch.from_numpy(mono(read_sound(path), SAMPLE_RATE))[None]
     with report.phase("encode audio"):
-        residency.make_room(hearing_bytes(speech.config, samples.shape[1] / SAMPLE_RATE))
-        states = encoded(speech, samples, residency.device, report)
-        return family_of(task).sound_features(states, clip)
+        residency.make_room(encoding_bytes(speech.config, samples.shape[1] / SAMPLE_RATE))
+        return encoded(speech, samples, residency.device, report)
 
 
 def encoded(speech: Speech, samples: Tensor, device: torch.device, report: Report) -> Tensor:

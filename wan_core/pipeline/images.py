@@ -21,6 +21,7 @@ from wan_core.media.video import fit_image, read_video
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.media import pixels_to_video
 
 Made = TypeVar("Made")
 WriteFrames = Callable[[Iterator[np.ndarray]], object]
@@ -30,16 +31,6 @@ Pieces = Iterator[tuple[int, Tensor]]
 begin again at 0, in tiles."""
 
 _Arriving = tuple[int, Tensor, "torch.cuda.Event | None"]
-
-
-def pixels_to_video(pixels: Tensor) -> Tensor:
-    """Pictures [F, H, W, 3] in 0..1, as on ComfyUI's IMAGE socket -> a video [1, 3, F, H, W] in -1..1."""
-    return (pixels.float() * 2 - 1).permute(3, 0, 1, 2)[None]
-
-
-def video_to_pixels(video: Tensor) -> Tensor:
-    """The inverse of `pixels_to_video`."""
-    return (video[0].permute(1, 2, 3, 0) + 1) / 2
 
 
 def load_video(path: str, size: tuple[int, int], frames: int) -> Tensor:

@@ -20,11 +20,12 @@ from wan_core.execution.memory.planning import (
 from wan_core.execution.memory.residency import Policy, Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
+from wan_core.models.audio.wav2vec2 import encoding_bytes
 from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.families import family_of
 from wan_core.ops.attention.sparse.kernels import BLOCK
 from wan_core.ops.attention.sparse.slopes import HEADS
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.hearing import hearing_bytes
 from wan_core.pipeline.host_planning import host_room
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.model_parts import Experts, Parts
@@ -51,7 +52,7 @@ class Workload:
     @classmethod
     def of(cls, job: Job) -> Workload:
         image = job.request.image is not None or job.request.last_image is not None
-        image = image or job.media is not None
+        image = image or family_of(job.task).driven
         seconds = job.frames / job.fps if job.request.audio is not None else 0.0
         return cls(job.latent_shape, job.plan, job.batched, image, seconds)
 
@@ -187,7 +188,7 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
         beside = replace(beside, denoise=beside.denoise + outside)
     if isinstance(found, Parts) and found.speech is not None:
         seconds = found.task.frames / found.task.fps if workload is None else workload.seconds
-        beside = replace(beside, sound=hearing_bytes(found.speech.config, seconds) if seconds else 0)
+        beside = replace(beside, sound=encoding_bytes(found.speech.config, seconds) if seconds else 0)
     return beside if "vae" in found.of else replace(beside, text=0, decode=0, image=0)
 
 

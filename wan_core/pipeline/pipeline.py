@@ -28,6 +28,8 @@ from wan_core.execution.report import Report
 from wan_core.media.video import load_image
 from wan_core.models.text.notes import TokenCount, prompt_notes
 from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.media import pixels_to_video
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
@@ -35,7 +37,7 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.builder import Models, load_models
 from wan_core.pipeline.clips import ClipRun, condition, given_to, load_clip_media
 from wan_core.pipeline.embedded import never_seen
-from wan_core.pipeline.images import decode_latents, encode_images, load_video, pixels_to_video
+from wan_core.pipeline.images import decode_latents, encode_images, load_video
 from wan_core.pipeline.large_video import check_tensor, size_notes
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
@@ -213,8 +215,7 @@ class Pipeline:
             return condition(self, job, job.clips[0], given, text)
         if job.request.image is None and job.request.last_image is None:
             return text
-        features = self.image_features(job)
-        seen = {} if features is None else {"image": features}
+        seen = self.seen(job, {}, job.clips[0])
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
             inputs = family_of(job.task).clip_inputs(job.task, vae, seen, self.first_frames(job), job.clips[0])
@@ -274,19 +275,14 @@ class Pipeline:
         if self.models.ranks is None or self.models.ranks.rank == 0:
             log.warning("%s", note)
 
-    def image_features(self, job: Job) -> Tensor | None:
-        """What CLIP sees in the first image, or in the last where only that is known; None for tasks without it.
-
-        It sees the whole image, not resized to the video, as in the reference (Wan2.1/wan/image2video.py) and ComfyUI.
-        """
-        if job.task.image_dim is None:
-            return None
-        frame = self._image(job.request.image or job.request.last_image)
-        assert frame is not None
-        return self.features(frame)
+    def seen(self, job: Job, media: Mapping[str, Tensor], clip: Clip) -> dict[str, Tensor]:
+        """CLIP features [1, N, C] of the pictures that the family has CLIP look at for a clip. media: of `given_to`."""
+        known = partial(self._image, job.request.image or job.request.last_image)
+        pictures = family_of(job.task).pictures_seen(job.task, media, clip, known)
+        return {name: self.features(picture) for name, picture in pictures.items()}
 
     def features(self, frame: Tensor) -> Tensor:
-        """CLIP features [1, N, image_dim] of a frame [1, 3, 1, H, W] in -1..1."""
+        """CLIP features [1, N, C] of a frame [1, 3, 1, H, W] in -1..1."""
         encoder = self.fetch("CLIP vision encoder", self.models.clip_vision)
         with self.report.phase("encode image"):
             return encoder(frame[:, :, 0])

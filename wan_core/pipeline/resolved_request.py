@@ -16,12 +16,10 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import check_begins, family_of
-from wan_core.models.wan.families.clips import Clip, MediaRules
-from wan_core.models.wan.families.long_video import LongVideo
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.clips import Clip, LongVideo
+from wan_core.models.wan.families.family import MEDIA, OTHERS, SETTINGS, given_fields
 from wan_core.models.wan.tasks import Task
-from wan_core.pipeline.control_media import given_size
-from wan_core.pipeline.driving import BEGINS, MEDIA, OTHERS, SETTINGS, check_media, driven_size
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
@@ -51,20 +49,17 @@ class Job:
     batched: bool
     batched_why: str
     clips: tuple[Clip, ...]  # that a long video is made in; one for others
-    media: MediaRules | None = None  # of a family that is driven by videos
     leading: int = 0  # latent frames before those of the video
 
     @property
     def pose_prompt(self) -> str | None:
         """What the driving video is described by; None: the family reads nothing for it."""
-        if self.media is None or "pose_prompt" not in self.media.settings:
-            return None
-        return self.request.prompt if self.request.pose_prompt is None else self.request.pose_prompt
+        return family_of(self.task).pose_prompt(self.request)
 
     @property
     def alone(self) -> bool:
         """Whether the video is made in one piece, and all of its latents are of the video."""
-        return len(self.clips) == 1 and self.media is None
+        return len(self.clips) == 1 and not family_of(self.task).driven
 
     def clip_shape(self, clip: Clip) -> tuple[int, int, int, int, int]:
         """As `latent_shape`, of one clip."""
@@ -107,7 +102,7 @@ class Job:
             **({} if plan.nag is None else {"nag": nag_words(plan.nag)}),
             **({} if plan.context_windows is None else {"windows": plan.context_windows.words()}),
             **({} if request.control is None else {"control": control_words(request.control)}),
-            **{field: getattr(request, field) for field in OTHERS if getattr(request, field) is not None},
+            **{field: getattr(request, field) for field in given_fields(request, OTHERS)},
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
@@ -129,7 +124,7 @@ def make_job(
     """
     if request.from_video is not None:
         strength(request)
-    _check_images(request, task)
+    family_of(task).check_request(request, task)
     width, height, frames, fps = size_of_video(request, task, dit, vae)
     facts = ModelFacts(task=task, dit=dit, vae=vae, high=checkpoint, low=low, loras=tuple(loras))
     video = build_plan(plan_request(request, task, width, height, frames), facts)
@@ -149,7 +144,6 @@ def make_job(
         batched=batched,
         batched_why=why,
         clips=video.long.clips,
-        media=family_of(task).media,
         leading=video.long.leading,
     )
 
@@ -159,11 +153,9 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
     multiple = vae.spatial_stride * dit.patch_size[1]
     width, height = given(request.width, task.width), given(request.height, task.height)
     frames, fps = given(request.frames, task.frames), given(request.fps, task.fps)
-    media = family_of(task).media
-    if media is not None:
-        size_of = given_size if media.size_of == "given" else driven_size
-        width, height, frames, fps = size_of(request, task, media, multiple)
-    picture = picture_size(request.image) if request.image is not None and media is None else None
+    if (driven := family_of(task).video_size(request, task, multiple)) is not None:
+        return driven
+    picture = picture_size(request.image) if request.image is not None else None
     if request.from_video is not None:
         columns, rows, count = video_size(request.from_video, max(1, frames))
         picture = columns, rows
@@ -182,9 +174,7 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
 
 def plan_request(request: Request, task: Task, width: int, height: int, frames: int) -> PlanRequest:
     """What of a request decides its plan, for a video of this size."""
-    media = family_of(task).media
-    front = 0 if media is None else sum(getattr(request, field) is not None for field in media.front)
-    beside = 0 if media is None else sum(getattr(request, field) is not None for field in media.beside)
+    family = family_of(task)
     return from_values(
         PlanRequest,
         vars(request),
@@ -194,8 +184,8 @@ def plan_request(request: Request, task: Task, width: int, height: int, frames: 
         height=height,
         frames=frames,
         from_noise=request.last_image is None and request.from_video is None,
-        front=front,
-        beside=beside,
+        front=len(given_fields(request, family.front)),
+        beside=len(given_fields(request, family.beside)),
     )
 
 
@@ -209,18 +199,3 @@ def strength(request: Request) -> float:
     if denoise >= 1:
         raise OptionError("denoise 1 given, with which nothing of the video stays: use less, or leave the video out")
     return denoise
-
-
-def _check_images(request: Request, task: Task) -> None:
-    image = request.image or request.last_image
-    check_media(request, task)
-    if task.driven_by:
-        return
-    if request.denoise is not None and request.from_video is None:
-        raise OptionError(f"denoise {request.denoise:g} given without a video to start from: give --from-video as well")
-    if task.image == "channels" and not image:
-        raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
-    check_begins(task, [field for field in BEGINS if getattr(request, field) is not None])
-    for path in (request.image, request.last_image):
-        if path is not None:
-            picture_size(path)  # a picture that cannot be read is found now

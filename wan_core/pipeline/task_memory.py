@@ -10,8 +10,7 @@ from wan_core.config import QUANTIZED, LoadOptions, Request
 from wan_core.execution.memory.planning import Beside, Sizes, factor, unit_bytes
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of
-from wan_core.models.wan.families.wan import WAN
+from wan_core.models.wan.families import family_of, plain_task
 from wan_core.models.wan.tasks import Task
 from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.resolved_request import make_job
@@ -26,8 +25,7 @@ def task_memory(
     fused: the fused kernels run; plain torch takes more."""
     models = find_models(options, image=image)
     # Without files of pictures and videos: the size alone matters. What they add is counted.
-    task = replace(models.task, image="none", driven_by="", family=WAN.name)
-    job = make_job(request, task, models.dit, models.vae)
+    job = make_job(request, plain_task(models.task), models.dit, models.vae)
     seen = image or models.task.image == "channels"
     workload = with_media(replace(Workload.of(job), image=seen), models.task, models.dit, job.frames / job.fps)
     cuda = torch.device("cuda")
@@ -51,8 +49,8 @@ def with_media(workload: Workload, task: Task, dit: DiTConfig, seconds: float) -
     """`workload` with all that the family of a task may have: pictures in front of its video, so many `seconds` of
     sound."""
     family, (B, C, T, Y, X) = family_of(task), workload.latent_shape
-    if family.media is None:
+    if not family.driven:
         return workload
     seconds = 0.0 if family.speech_states(dit) is None else seconds
-    leading = len(family.media.front) + family.clips.leading
+    leading = len(family.front) + family.clips.leading
     return replace(workload, latent_shape=(B, C, T + leading, Y, X), image=True, seconds=seconds)

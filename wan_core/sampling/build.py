@@ -17,9 +17,9 @@ from wan_core.config.checks import check_size
 from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.clips import Clip, LongVideo
 from wan_core.models.wan.families.family import Task
-from wan_core.models.wan.families.long_video import LongVideo, cut_video
 from wan_core.sampling.cache.skipping import apply_policies, skip_forwards
 from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.control import with_control, with_nag
@@ -157,7 +157,7 @@ def clips_of(request: PlanRequest, task: Task, frames: int) -> LongVideo:
     """The clips in which a video of `frames` frames is made."""
     if not request.cut:
         return LongVideo((Clip(0, 0, frames, 0),))
-    long = cut_video(task, frames, request.clip_frames, request.overlap, from_noise=request.from_noise)
+    long = family_of(task).cut_video(task, frames, request.clip_frames, request.overlap, from_noise=request.from_noise)
     return replace(long, leading=long.leading + request.front)
 
 

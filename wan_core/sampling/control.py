@@ -87,7 +87,7 @@ def control_words(options: ControlOptions) -> str:
 def with_passes(plan: Plan, own: bool = True) -> Plan:
     """`plan` with the forwards over the driving video, for a family whose driving video takes some. own: it has a text
     and a picture of its own, so that one forward is for both branches."""
-    if family_of(find_task(plan.task)).driving is None:
+    if not family_of(find_task(plan.task)).driving_keys:
         return plan
     steps: list[Step] = []
     for phase in plan.phases:

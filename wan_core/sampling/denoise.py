@@ -209,7 +209,7 @@ class Guided:
         self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
         device, nag = next(iter(model.parameters())).device, plan.nag
         self.nag_numbers = None if nag is None else nag_numbers(nag, device)
-        self.driving = family_of(model.config).driving
+        self.driving_inputs = family_of(model.config).driving_inputs
         self.prepared: tuple[tuple[int, int], bool] | None = None
         self.passes = 0  # forwards over driving videos since the last step
         self.prepare(phase[0])
@@ -232,8 +232,8 @@ class Guided:
             features = features.expand(self.batch, -1, -1).repeat(len(rows), 1, 1)
         # cond before uncond along the batch
         own = self.conditioning.family_inputs(self.named, self.batch)
-        if step.undriven and self.driving is not None:
-            own = {name: value for name, value in own.items() if name not in self.driving.inputs}
+        if step.undriven:
+            own = {name: value for name, value in own.items() if name not in self.driving_inputs}
         self.both = self.model.prepare_text(stack_text(rows, self.batch), features, **own)
         self.text = {"cond": self.both.rows(0, self.batch), "uncond": self.both.rows(self.batch, 2 * self.batch)}
         self.nag_text = None

@@ -8,11 +8,16 @@ Source: transformers' modeling_wav2vec2.py (`do_stable_layer_norm`, `feat_extrac
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.models.audio.config import GROUPS, STRIDES, SpeechConfig
+from wan_core.models.audio.config import FRAMES_PER_SECOND, GROUPS, SAMPLE_RATE, STRIDES, SpeechConfig
+
+CONVOLUTIONS = 4  # tensors as large as the first convolution's output, that are there at the same time
+WORKSPACE = 16 * 2**20  # of cuBLAS and cuDNN
 
 
 class ConvLayer(nn.Module):
@@ -144,3 +149,16 @@ def normalised(samples: Tensor) -> Tensor:
     """[B, N] with mean 0 and variance 1 in every row."""
     centred = samples - samples.mean(1, keepdim=True)
     return centred / (centred.square().mean(1, keepdim=True) + 1e-7).sqrt()
+
+
+@lru_cache
+def encoding_bytes(config: SpeechConfig, seconds: float) -> int:
+    """The device's memory that encoding a sound takes, all in float32: weights, the samples and a copy with mean 0
+    and variance 1, and the first convolution with its norm and activation, or the states of all layers and their
+    stack."""
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in SpeechEncoder(config).parameters())
+    samples, frames = seconds * SAMPLE_RATE, seconds * FRAMES_PER_SECOND
+    first = CONVOLUTIONS * config.conv_dim * samples / STRIDES[0]
+    states = frames * (2 * (config.num_layers + 1) * config.dim + 2 * config.ffn_dim)
+    return int(4 * (weights + 2 * samples + max(first, states))) + WORKSPACE

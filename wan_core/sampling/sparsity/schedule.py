@@ -94,10 +94,9 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
     sparse_layers = max(0, config.num_layers - dense_layers) / config.num_layers
     rest = 0.0 if plan.sparse is None else rest_cost(plan.sparse)
     most = sum(forward_flops(config, config.tokens(*latents)))
-    uncontrolled = config.num_layers / (config.num_layers + getattr(config, "vace_blocks", 0))
+    uncontrolled = family_of(config).uncontrolled_cost(config)
 
-    driving = family_of(config).driving
-    over, free = (1.0, 1.0) if driving is None else driving.costs(config, latents)
+    over, free = family_of(config).driving_costs(config, latents)
 
     def cost(step: Step) -> float:
         tokens = step_tokens(step, config, latents)

@@ -6,7 +6,8 @@ a row here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from wan_core.config.checks import OptionError
@@ -81,19 +82,9 @@ def check_windows(task: Task) -> None:
         )
 
 
-def check_begins(task: Task, given: Iterable[str]) -> None:
-    """Raise OptionError for what no video of a task begins with. given: of the fields `image`, `last_image`,
-    `from_video` and `denoise` of a request, those that are set."""
-    media = family_of(task).media
-    for field in given:
-        option = f"--{field.replace('_', '-')}"
-        if media is not None and field not in (*media.needs, *media.takes):
-            own = "its picture is --reference" if "reference" in media.needs else "leave it out"
-            raise OptionError(f"{task.name} takes no {option}: {own}")
-        if media is None and "image" in field and task.image == "none":
-            raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
-        if media is None and field == "last_image" and task.image != "channels":
-            raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
+def plain_task(task: Task) -> Task:
+    """A task of the same size and defaults that takes text alone: what memory and time cost before there are media."""
+    return replace(task, image="none", driven_by="", family=WAN.name)
 
 
 def choose_task(dit: DiTConfig, clues: Clues | None = None) -> Choice:

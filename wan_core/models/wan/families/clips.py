@@ -1,12 +1,14 @@
-"""How a long video is cut into clips, and which videos and pictures drive a family. Imports no torch."""
+"""How a long video is cut into clips, and what they cost together. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from wan_core.config.checks import OptionError
+
+PER_LATENT = 4  # video frames of a latent frame, but for the first
 
 
 class Clip(NamedTuple):
@@ -19,8 +21,8 @@ class Clip(NamedTuple):
     carried: int
 
     @property
-    def last(self) -> int:
-        """One more than its last frame."""
+    def end(self) -> int:
+        """Index after the last frame."""
         return self.first + self.frames
 
 
@@ -60,49 +62,14 @@ class ClipRules:
         return clip._replace(frames=clip.frames + self.longer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MediaRules:
-    """Which fields of a request drive a family.
-
-    needs, takes: they must, and may be given. together: fields that are given together or not at all. size_of: whose
-    size the video has, where none is asked for, in steps of `step` pixels; `least` are needed in width and height.
-    length_of: what it is as long as. resampled: driving videos are read at the video's rate; otherwise all of their
-    frames are, and the video gets the rate of `pose_video`. cropped: the bars beside the fitted reference are cut off.
-    covering: pictures fill the size and what sticks out is cut off, without bars. by_area: a picture that gets smaller
-    is averaged, not interpolated. past_end: a driving video that is too short is played to and fro, or goes on in
-    black. seen: fields whose first frame CLIP sees. front: pictures that are a latent frame before those of the video.
-    beside: pictures that are a frame of tokens before those of the video, and no latents. always: fields that a clip
-    has also where they are not given. settings: fields of a request beside media that may
-    be given. For `size_of="given"` see `wan_core.pipeline.control_media`.
-    """
-
-    needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
-    together: tuple[str, ...] = ()
-    size_of: Literal["pose_video", "reference", "given"]
-    step: int = 1
-    least: int = 1
-    length_of: Literal["pose_video", "audio"] = "pose_video"
-    resampled: bool = False
-    cropped: bool = False
-    covering: bool = False
-    by_area: bool = False
-    past_end: Literal["to and fro", "black"] = "to and fro"
-    seen: tuple[str, ...] = ("reference",)
-    settings: tuple[str, ...] = ()
-    front: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-    always: tuple[str, ...] = ()
-
-
 def cut_clips(rules: ClipRules, frames: int, clip: int, overlap: int) -> tuple[Clip, ...]:
     """The clips of a video of so many frames. Clips that would have nothing of it, but padding, are left out."""
-    total, found, first = rules.padded(frames, clip, overlap), [], 0
-    while not found or first + overlap < frames:
-        size = min(clip + (rules.longer if found else 0), total - first)
-        found.append(Clip(len(found), first, size, overlap if found else 0))
+    total, clips, first = rules.padded(frames, clip, overlap), [], 0
+    while not clips or first + overlap < frames:
+        size = min(clip + (rules.longer if clips else 0), total - first)
+        clips.append(Clip(len(clips), first, size, overlap if clips else 0))
         first += size - overlap
-    return tuple(found)
+    return tuple(clips)
 
 
 def check_clips(rules: ClipRules, clip: int, overlap: int, task: str) -> None:
@@ -123,3 +90,27 @@ def bounced(index: int, length: int) -> int:
     """Frame `index` of a video of so many frames that is played to and fro without end."""
     place = index % max(1, 2 * (length - 1))
     return place if place < length else 2 * (length - 1) - place
+
+
+@dataclass(frozen=True)
+class LongVideo:
+    """clips: one where a video is made in one piece. leading: latent frames of each clip before those of the video."""
+
+    clips: tuple[Clip, ...]
+    leading: int = 0
+
+    @property
+    def cost(self) -> float:
+        """The cost of all clips over that of the first: by latent frames, to which tokens are proportional."""
+        latents = [(clip.frames - 1) // PER_LATENT + 1 + self.leading for clip in self.clips]
+        return sum(latents) / latents[0]
+
+    def words(self, steps: int) -> str:
+        """`3 of 77 frames, 1 carried over: 3 x 20 steps`."""
+        count, carried = len(self.clips), self.clips[-1].carried
+        lengths = " and ".join(str(n) for n in dict.fromkeys(clip.frames for clip in self.clips))
+        over = f", {carried} carried over" if carried else ""
+        return f"{count} of {lengths} frames{over}: {count} x {steps} steps"
+
+    def as_list(self) -> list[dict[str, Any]]:
+        return [clip._asdict() for clip in self.clips]

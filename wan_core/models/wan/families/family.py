@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from wan_core.config import OptionError, Request
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import plain
-from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules
+from wan_core.models.wan.families.clips import Clip, ClipRules, LongVideo, check_clips, cut_clips
 from wan_core.models.wan.families.plain import KeyTable, Shapes, diffusers_names, official_names
 from wan_core.models.wan.prepared_form import PreparedForm
 
@@ -25,9 +26,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wan_core.models.vae.vae import VideoVAE
+    from wan_core.models.wan.families.media import Media
     from wan_core.models.wan.model import WanModel
 
 Inputs: TypeAlias = "dict[str, Any]"
+Hear: TypeAlias = "Callable[[str], Tensor]"  # the states [W, n, C] that a speech encoder makes of a sound file
+
+# Fields of a request: videos; all files that may drive a video; what drives it and is no file; settings beside them;
+# what a video begins with.
+VIDEOS = ("pose_video", "face_video", "background", "mask")
+MEDIA = ("reference", *VIDEOS, "control_video", "audio")
+OTHERS = ("outpaint", "camera")
+STRENGTHS = ("pose_strength", "reference_strength")
+SETTINGS = ("pose_prompt", *STRENGTHS, "face_guidance")
+BEGINS = ("image", "last_image", "from_video", "denoise")
 
 
 # How a known image reaches the transformer.
@@ -100,20 +112,23 @@ class Assembled(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Driving(NamedTuple):
-    """A driving video that takes a forward of its own, once for all steps that read it.
+class VideoSize(NamedTuple):
+    """The size of a video, as its media or the request say."""
 
-    keys: of `conditioning_keys`, those that come with it, the first of them the video itself; a CONDITIONING may have
-    them for a part of the run. inputs: those of the model that only a step gets which reads it. own: of these, the text
-    and the picture that the video may have; without them it is passed once for each branch. costs(dit, latents): the
-    time of a forward over the video, and of one of the model that does not read it, relative to one that does, for
-    latents of so many frames, rows and columns.
-    """
+    width: int
+    height: int
+    frames: int
+    fps: int
 
-    keys: tuple[str, ...]
-    inputs: tuple[str, ...]
-    own: frozenset[str]
-    costs: Callable[[Any, tuple[int, int, int]], tuple[float, float]]
+
+def option(field: str) -> str:
+    """The option of the command line for a field of a request."""
+    return "--" + field.replace("_", "-")
+
+
+def given_fields(request: Request, fields: Iterable[str]) -> list[str]:
+    """Those of the fields that a request has."""
+    return [field for field in fields if getattr(request, field) is not None]
 
 
 class Family(ABC):
@@ -149,10 +164,25 @@ class Family(ABC):
     branch_keys: frozenset[str] = frozenset()
     strength_key: str = ""
 
+    # A driving video that takes a forward of its own, once for all steps that read it. Keys of CONDITIONING that come
+    # with it, the first of them the video itself: a CONDITIONING may have them for a part of the run. The model's
+    # inputs that only a step gets which reads it. Of these, the text and the picture that the video may have: without
+    # them it is passed once for each branch.
+    driving_keys: tuple[str, ...] = ()
+    driving_inputs: tuple[str, ...] = ()
+    own_driving_inputs: frozenset[str] = frozenset()
+
     clips: ClipRules
     leads: bool = False  # whether latents are decoded before those of a clip, see `clip_lead`
-    media: MediaRules | None = None  # which videos and pictures drive it; None: none do
-    driving: Driving | None = None  # of a driving video that takes forwards of its own
+
+    # Media of a request: whether they drive its videos; fields that must, and that may be given, and settings beside
+    # them; pictures that are a latent frame before those of the video, and those that are a frame of tokens alone.
+    driven: bool = False
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    front: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     # ------------------------------------------------------------------------------------------------------------ files
 
@@ -198,7 +228,110 @@ class Family(ABC):
         """The ways in which `prepared_bytes` may be kept, the plainest first; none: there is one way."""
         return ()
 
+    def driving_costs(self, dit: DiTConfig, latents: tuple[int, int, int]) -> tuple[float, float]:
+        """The time of a forward over the driving video, and of one of the model that does not read it, relative to one
+        that does, for latents of so many frames, rows and columns."""
+        return 1.0, 1.0
+
+    def uncontrolled_cost(self, dit: DiTConfig) -> float:
+        """The time of a forward in which no control video counts, relative to one in which one does."""
+        return 1.0
+
+    # ---------------------------------------------------------------------------------------------------------- request
+
+    def check_request(self, request: Request, task: Task) -> None:
+        """Raise OptionError for media and pictures that a task does not take or that cannot be read, and where some are
+        missing."""
+        self.check_fields(request, task)
+        if request.denoise is not None and request.from_video is None:
+            raise OptionError(
+                f"denoise {request.denoise:g} given without a video to start from: give --from-video as well"
+            )
+        if task.image == "channels" and not (request.image or request.last_image):
+            raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
+        self.check_begins(task, given_fields(request, BEGINS))
+        from wan_core.media.video import picture_size
+
+        for path in (request.image, request.last_image):
+            if path is not None:
+                picture_size(path)  # a picture that cannot be read is found now
+
+    def check_fields(self, request: Request, task: Task) -> None:
+        """Raise OptionError for media and settings that a task does not take."""
+        known = (*self.needs, *self.takes, *self.settings)
+        if unknown := [option(one) for one in given_fields(request, (*MEDIA, *OTHERS, *SETTINGS)) if one not in known]:
+            raise OptionError(
+                f"{task.name} does not take {', '.join(unknown)}: leave it out, or load a model that does"
+            )
+
+    def check_begins(self, task: Task, fields: list[str]) -> None:
+        """Raise OptionError for what no video of a task begins with. fields: those of `BEGINS` that are given."""
+        if task.image == "none" and any("image" in field for field in fields):
+            raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
+        if task.image != "channels" and "last_image" in fields:
+            raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
+
+    def video_size(self, request: Request, task: Task, multiple: int) -> VideoSize | None:
+        """What the video is where media say what the request leaves open: sides are multiples of so many pixels. None:
+        no media do. Raises OptionError for media that cannot be read."""
+        return None
+
+    def pose_prompt(self, request: Request) -> str | None:
+        """What the driving video is described by; None: the family reads no text for it."""
+        return None
+
+    def cut_video(
+        self,
+        task: Task,
+        frames: int,
+        clip_frames: int | None = None,
+        overlap: int | None = None,
+        *,
+        from_noise: bool = True,
+    ) -> LongVideo:
+        """How a video of so many frames is made. clip_frames, overlap: None stands for the family's. from_noise: no
+        last picture and no video is given. Raises OptionError."""
+        rules = self.clips
+        if not (rules.always or clip_frames is not None):
+            if overlap is not None:
+                raise OptionError("clips of no frames asked for: give --clip-frames as well")
+            return LongVideo((Clip(0, 0, frames, 0),), rules.leading)
+        clip = task.frames if clip_frames is None else clip_frames
+        carried = rules.overlaps[0] if overlap is None else overlap
+        check_clips(rules, clip, carried, task.name)
+        if frames < 1:
+            raise OptionError(f"{frames} frames given; a video has at least 1")
+        if not rules.always and ((task.image == "none" and not self.driven) or not from_noise):
+            raise OptionError(
+                f"--clip-frames {clip} given: the next clip begins with frames of the one before, which needs an "
+                "image-to-video model, and no --last-image or --from-video"
+            )
+        return LongVideo(cut_clips(rules, frames, clip, carried), rules.leading)
+
     # ----------------------------------------------------------------------------------------------------------- inputs
+
+    def load_media(
+        self, request: Request, dit: DiTConfig, size: tuple[int, int], fps: int, clip: Clip, hear: Hear
+    ) -> Media | None:
+        """The media of a request up to the end of the last `clip`, fitted to `size` (width, height); None: no media
+        drive the family. Raises OptionError."""
+        return None
+
+    def pictures_seen(
+        self, task: Task, media: Mapping[str, Tensor], clip: Clip, known: Callable[[], Tensor | None]
+    ) -> dict[str, Tensor]:
+        """Pictures [1, 3, 1, H, W] that CLIP looks at for a clip, by the names that `clip_inputs` gives their features:
+        what the clip begins with. known() reads the known first or last picture in its own size, as the reference
+        (Wan2.1/wan/image2video.py) and ComfyUI do."""
+        if task.image_dim is None:
+            return {}
+        picture = media["carried"][:, :, -1:] if clip.carried else known()
+        return {} if picture is None else {"image": picture}
+
+    def with_settings(self, request: Request, inputs: Inputs, pose_context: Tensor | None) -> Inputs:
+        """The fields of `Conditioning` of a clip with what the request says beside media. pose_context: text rows of
+        `pose_prompt`."""
+        return inputs
 
     @abstractmethod
     def read_conditioning(
@@ -214,18 +347,12 @@ class Family(ABC):
 
         media: pixels of the clip by field of the request, [1, 3, F, H, W] in -1..1 (F is 1 for pictures); `carried`,
         the last frames of the clip before, or as many frames before it as `clips.history` says; `audio`, features of
-        its sound; `lead`, of `clip_lead`. seen: CLIP features by field, where the task needs them: of `media.seen`, or
-        of what the clip begins with, `image`.
+        its sound; `lead`, of `clip_lead`. seen: CLIP features of `pictures_seen`.
         """
 
     def speech_states(self, dit: DiTConfig) -> tuple[int, int] | None:
-        """The states of a speech encoder that a transformer takes: how many, and how wide; None: it takes no sound."""
+        """How many states of a speech encoder a transformer takes, and how wide they are; None: it takes no sound."""
         return None
-
-    def sound_features(self, states: Tensor, clip: Clip) -> Tensor:
-        """Features of a sound up to the end of a clip, [1, W, C, A], from the states [W, n, C] of a speech encoder. For
-        families that have `speech_states`."""
-        raise NotImplementedError
 
     def clip_lead(self, vae: VideoVAE, media: Mapping[str, Tensor], clip: Clip) -> Tensor:
         """Un-normalised latents that are decoded before those of a clip, whose frames are left out. For families with

@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from wan_core.config import Request
 from wan_core.config.checks import OptionError, UserError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -28,8 +29,9 @@ from wan_core.models.wan.families.animate.data import (
     official_names,
     parameter_names,
 )
-from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules
-from wan_core.models.wan.families.family import Assembled, Choice, Clues, Family, Inputs, Task
+from wan_core.models.wan.families.clips import Clip, ClipRules
+from wan_core.models.wan.families.driven import DrivenFamily
+from wan_core.models.wan.families.family import Assembled, Choice, Clues, Inputs, Task
 from wan_core.models.wan.families.plain import Shapes
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from wan_core.models.wan.model import WanModel
 
 
-class AnimateFamily(Family):
+class AnimateFamily(DrivenFamily):
     name = "animate"
     tasks = TASKS
     layouts = (("official", official_names), ("diffusers", diffusers_names))
@@ -49,13 +51,10 @@ class AnimateFamily(Family):
     )
     branch_keys = frozenset({"face_video_pixels"})
     clips = ClipRules(overlaps=(1, 5), always=True, leading=1)
-    media = MediaRules(
-        needs=("reference", "pose_video"),
-        takes=("face_video", "background", "mask"),
-        together=("background", "mask"),
-        size_of="pose_video",
-        settings=("face_guidance",),
-    )
+    takes = ("face_video", "background", "mask")
+    together = ("background", "mask")
+    settings = ("face_guidance",)
+    resampled = False
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
         return parameter_names(names, num_layers)
@@ -106,6 +105,35 @@ class AnimateFamily(Family):
         from wan_core.models.wan.families.animate.model import AnimateModel
 
         return AnimateModel
+
+    def whole_length(self, request: Request, task: Task) -> tuple[int, int]:
+        """All frames of the pose video, at its rate."""
+        from wan_core.media.video import video_facts
+
+        assert request.pose_video is not None
+        facts = video_facts(request.pose_video)
+        return min(240, max(1, round(facts.fps))) if request.fps is None else request.fps, facts.frames
+
+    def own_size(self, request: Request, task: Task, multiple: int) -> tuple[int, int]:
+        """The size of the pose video."""
+        from wan_core.media.video import video_facts
+
+        assert request.pose_video is not None
+        width, height = video_facts(request.pose_video)[:2]
+        return max(multiple, width // multiple * multiple), max(multiple, height // multiple * multiple)
+
+    def size_in(self, field: str, dit: DiTConfig, size: tuple[int, int]) -> tuple[int, int]:
+        assert isinstance(dit, AnimateConfig)
+        return (dit.face_size, dit.face_size) if field == "face_video" else size
+
+    def with_settings(self, request: Request, inputs: Inputs, pose_context: Tensor | None) -> Inputs:
+        """Without guidance by the face, both branches have it."""
+        if request.face_guidance is not False:
+            return inputs
+        return {
+            **inputs,
+            "uncond_inputs": {name: one for name, one in inputs["uncond_inputs"].items() if name != "face"},
+        }
 
     def read_conditioning(
         self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]

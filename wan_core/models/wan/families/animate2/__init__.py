@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from wan_core.config import Request
 from wan_core.config.checks import OptionError, UserError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -36,44 +37,36 @@ from wan_core.models.wan.families.animate2.data import (
     prepared_bytes,
     prepared_forms,
 )
-from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules
-from wan_core.models.wan.families.family import Choice, Clues, Driving, Family, Inputs, Task
+from wan_core.models.wan.families.clips import Clip, ClipRules
+from wan_core.models.wan.families.driven import DrivenFamily
+from wan_core.models.wan.families.family import STRENGTHS, Choice, Clues, Inputs, Task, given_fields
 from wan_core.models.wan.families.plain import Shapes
 from wan_core.models.wan.prepared_form import PreparedForm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from wan_core.media.fit import Box, Pixels
     from wan_core.models.vae.vae import VideoVAE
     from wan_core.models.wan.model import WanModel
 
 
-class Animate2Family(Family):
+class Animate2Family(DrivenFamily):
     name = "animate2"
     tasks = TASKS
     layouts = (("official", official_names), ("diffusers", diffusers_names), ("comfyui", comfyui_names))
     metadata = METADATA
     named = NAMED
     more_per_token = MORE_PER_TOKEN
-    driving = Driving(
-        keys=("pose_video_latent", "clip_vision_output_pose", "cross_attn_pose", "pose_strength"),
-        inputs=("pose", "pose_image", "pose_context", "pose_strength"),
-        own=frozenset({"pose_image", "pose_context"}),
-        costs=driving_costs,
-    )
+    driving_keys = ("pose_video_latent", "clip_vision_output_pose", "cross_attn_pose", "pose_strength")
+    driving_inputs = ("pose", "pose_image", "pose_context", "pose_strength")
+    own_driving_inputs = frozenset({"pose_image", "pose_context"})
     conditioning_keys = frozenset(
-        {"concat_latent_image", "concat_mask", "clip_vision_output", "reference_strength", *driving.keys}
+        {"concat_latent_image", "concat_mask", "clip_vision_output", "reference_strength", *driving_keys}
     )
     clips = ClipRules(overlaps=(1,), always=True, leading=1, padded=padded_frames)
-    media = MediaRules(
-        needs=("reference", "pose_video"),
-        size_of="reference",
-        resampled=True,
-        cropped=True,
-        by_area=True,
-        seen=("reference", "pose_video"),
-        settings=("pose_prompt", "pose_strength", "reference_strength"),
-    )
+    seen_fields = ("reference", "pose_video")
+    settings = ("pose_prompt", *STRENGTHS)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
         return plain.parameter_names([plain.IMAGE_PARAMETER], num_layers)
@@ -117,6 +110,32 @@ class Animate2Family(Family):
 
     def prepared_forms(self, dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> tuple[PreparedForm, ...]:
         return prepared_forms(dit, latents, itemsize)
+
+    def driving_costs(self, dit: DiTConfig, latents: tuple[int, int, int]) -> tuple[float, float]:
+        return driving_costs(dit, latents)
+
+    def pose_prompt(self, request: Request) -> str | None:
+        return request.prompt if request.pose_prompt is None else request.pose_prompt
+
+    def fit(self, pixels: Pixels, size: tuple[int, int]) -> Pixels:
+        """With black bars; a picture that gets smaller is averaged, not interpolated."""
+        from wan_core.media.fit import fit_with_bars
+
+        return fit_with_bars(pixels, size, by_area=True)
+
+    def shown(self, picture: tuple[int, int], size: tuple[int, int]) -> Box:
+        """The bars beside the reference are cut off. Both sides are even, as H.264 needs them."""
+        from wan_core.media.fit import Box, fitted_box
+
+        left, top, width, height = fitted_box(picture, size)
+        return Box(left, top, max(2, width // 2 * 2), max(2, height // 2 * 2))
+
+    def with_settings(self, request: Request, inputs: Inputs, pose_context: Tensor | None) -> Inputs:
+        """Strengths, and the text of the driving video."""
+        own: Inputs = {name: getattr(request, name) for name in given_fields(request, STRENGTHS)}
+        if pose_context is not None:
+            own["pose_context"] = pose_context
+        return {**inputs, "inputs": {**inputs["inputs"], **own}}
 
     def read_conditioning(
         self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]

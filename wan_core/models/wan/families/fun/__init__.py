@@ -12,14 +12,17 @@ image-to-video and is of the family `wan`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from wan_core.config import Request
 from wan_core.config.checks import OptionError, UserError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import T2V_1_3B, DiTConfig
 from wan_core.models.wan.families import plain
-from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules, whole_latents
-from wan_core.models.wan.families.family import Choice, Clues, Family, Inputs, Task
+from wan_core.models.wan.families.clips import Clip, ClipRules, whole_latents
+from wan_core.models.wan.families.driven import ControlledFamily
+from wan_core.models.wan.families.family import Choice, Clues, Hear, Inputs, Task
 from wan_core.models.wan.families.fun.data import (
     CAMERA_TASKS,
     CONTROL_TASKS,
@@ -40,10 +43,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wan_core.models.vae.vae import VideoVAE
+    from wan_core.models.wan.families.media import Media
     from wan_core.models.wan.model import WanModel
 
 
-class FunFamily(Family):
+class FunFamily(ControlledFamily):
     """What both families of Fun share."""
 
     clips = ClipRules(overlaps=(1,), padded=whole_latents)
@@ -67,9 +71,9 @@ class FunControlFamily(FunFamily):
     tasks = CONTROL_TASKS
     layouts = (("official", control_names),)
     conditioning_keys = frozenset({*IMAGE_KEYS, "concat_mask_index", "reference_latents"})
-    media = MediaRules(
-        needs=("control_video",), takes=("reference", "image"), size_of="given", beside=("reference",), seen=("image",)
-    )
+    needs = ("control_video",)
+    takes = ("reference", "image")
+    beside = ("reference",)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
         return control_parameter_names(names, num_layers)
@@ -111,7 +115,8 @@ class FunCameraFamily(FunFamily):
     tasks = CAMERA_TASKS
     layouts = (("official", camera_names),)
     conditioning_keys = frozenset({*IMAGE_KEYS, "camera_conditions"})
-    media = MediaRules(needs=("camera",), takes=("image",), size_of="given", seen=("image",))
+    needs = ("camera",)
+    takes = ("image",)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
         return camera_parameter_names(names, num_layers)
@@ -135,6 +140,23 @@ class FunCameraFamily(FunFamily):
     def prepared_bytes(self, config: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
         """Tokens of the camera's path."""
         return config.tokens(*latents[2:]) * config.dim * itemsize
+
+    def lengths(self, request: Request, fps: int) -> dict[str, int]:
+        from wan_core.models.wan.families.fun.camera import pose_count
+
+        assert request.camera is not None
+        count = pose_count(request.camera)
+        return {} if count is None else {"the camera": count}
+
+    def load_media(
+        self, request: Request, dit: DiTConfig, size: tuple[int, int], fps: int, clip: Clip, hear: Hear
+    ) -> Media:
+        from wan_core.models.wan.families.fun.camera import camera_rays, pose_count, read_camera
+
+        assert request.camera is not None
+        path = read_camera(request.camera, pose_count(request.camera) or clip.end)
+        media = super().load_media(request, dit, size, fps, clip, hear)
+        return replace(media, more={"camera": lambda clip: camera_rays(path.part(clip.first, clip.end), *size)})
 
     def read_conditioning(
         self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from wan_core.config import Request
 from wan_core.config.checks import OptionError, UserError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import plain
-from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules
-from wan_core.models.wan.families.family import Choice, Clues, Family, Inputs, Task
+from wan_core.models.wan.families.clips import Clip, ClipRules
+from wan_core.models.wan.families.driven import DrivenFamily
+from wan_core.models.wan.families.family import Choice, Clues, Hear, Inputs, Task, VideoSize
 from wan_core.models.wan.families.plain import Shapes
 from wan_core.models.wan.families.s2v.data import (
     COMFYUI_POSITIONS,
@@ -39,11 +42,15 @@ from wan_core.models.wan.families.s2v.data import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from wan_core.media.fit import Pixels
     from wan_core.models.vae.vae import VideoVAE
+    from wan_core.models.wan.families.media import Media
     from wan_core.models.wan.model import WanModel
 
+LEAST_SECONDS = 0.1  # of a sound
 
-class S2VFamily(Family):
+
+class S2VFamily(DrivenFamily):
     name = "s2v"
     tasks = TASKS
     layouts = (("official", official_names),)
@@ -53,18 +60,11 @@ class S2VFamily(Family):
     branch_keys = frozenset({"audio_embed", "reference_latents"})
     clips = ClipRules(overlaps=(0,), always=True, longer=LONGER, history=MOTION_PIXELS, padded=padded_frames)
     leads = True
-    media = MediaRules(
-        needs=("reference", "audio"),
-        takes=("pose_video",),
-        size_of="reference",
-        step=LEAST_SIDE,
-        least=LEAST_SIDE,
-        length_of="audio",
-        resampled=True,
-        covering=True,
-        past_end="black",
-        seen=(),
-    )
+    needs = ("reference", "audio")
+    takes = ("pose_video",)
+    length_of = "audio"
+    size_step = LEAST_SIDE
+    seen_fields = ()
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
         return parameter_names(names, num_layers)
@@ -110,6 +110,48 @@ class S2VFamily(Family):
         rows = tokens // math.gcd(video, tokens)
         return B * (2 * injected + 2 * rows * 6 * dit.dim * 4 + tokens * dit.ffn_dim * itemsize // 2)
 
+    def video_size(self, request: Request, task: Task, multiple: int) -> VideoSize:
+        size = super().video_size(request, task, multiple)
+        if min(size.width, size.height) < LEAST_SIDE:
+            raise OptionError(
+                f"{size.width}x{size.height} given; {task.name} needs {LEAST_SIDE} pixels and more in each direction"
+            )
+        return size
+
+    def whole_length(self, request: Request, task: Task) -> tuple[int, int]:
+        """The video has all of its sound."""
+        from wan_core.media.sound import read_sound
+
+        assert request.audio is not None
+        sound = read_sound(request.audio)
+        if request.fps not in (None, task.fps):
+            raise OptionError(f"{request.fps} frames per second given; {task.name} makes {task.fps}: leave --fps out")
+        if sound.seconds < LEAST_SECONDS:
+            raise OptionError(
+                f"{request.audio} has {sound.seconds:.3f} seconds of sound, and {LEAST_SECONDS} are needed"
+            )
+        return task.fps, -(-sound.samples.shape[1] * task.fps // sound.rate)
+
+    def fit(self, pixels: Pixels, size: tuple[int, int]) -> Pixels:
+        """Pictures cover the size, and what sticks out is cut off."""
+        from wan_core.media.fit import fit_covering
+
+        return fit_covering(pixels, size)
+
+    def frames_of(self, clip: Clip, length: int) -> list[int]:
+        """After the last drawn pose there are none."""
+        return list(range(clip.first, min(clip.end, length)))
+
+    def load_media(
+        self, request: Request, dit: DiTConfig, size: tuple[int, int], fps: int, clip: Clip, hear: Hear
+    ) -> Media:
+        from wan_core.models.wan.families.s2v.inputs import features_until
+
+        assert request.audio is not None
+        media = super().load_media(request, dit, size, fps, clip, hear)
+        features = features_until(hear(request.audio), clip)
+        return replace(media, more={"audio": lambda clip: features[..., clip.first : clip.end]})
+
     def read_conditioning(
         self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]
     ) -> Inputs:
@@ -127,11 +169,6 @@ class S2VFamily(Family):
     def speech_states(self, dit: DiTConfig) -> tuple[int, int]:
         assert isinstance(dit, S2VConfig)
         return dit.audio_layers, dit.audio_dim
-
-    def sound_features(self, states: Tensor, clip: Clip) -> Tensor:
-        from wan_core.models.wan.families.s2v.inputs import features_until
-
-        return features_until(states, clip)
 
     def clip_lead(self, vae: VideoVAE, media: Mapping[str, Tensor], clip: Clip) -> Tensor:
         """The reference before the first clip, the motion frames before others."""

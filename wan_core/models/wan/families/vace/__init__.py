@@ -10,14 +10,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from wan_core.config.checks import UserError
+from wan_core.config import Request
+from wan_core.config.checks import OptionError, UserError, check_picture_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import plain
-from wan_core.models.wan.families.clips import Clip, ClipRules, MediaRules, whole_latents
-from wan_core.models.wan.families.family import Choice, Clues, Family, Inputs, Task
+from wan_core.models.wan.families.clips import Clip, ClipRules, whole_latents
+from wan_core.models.wan.families.driven import ControlledFamily
+from wan_core.models.wan.families.family import Choice, Clues, Hear, Inputs, Task
 from wan_core.models.wan.families.plain import Shapes
 from wan_core.models.wan.families.vace.data import (
     EXPERTS,
@@ -31,6 +34,7 @@ from wan_core.models.wan.families.vace.data import (
     VaceConfig,
     diffusers_modules,
     diffusers_names,
+    is_picture,
     official_names,
     parameter_names,
     vace_block_count,
@@ -40,11 +44,13 @@ from wan_core.models.wan.families.vace.data import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from wan_core.media.fit import Pixels
     from wan_core.models.vae.vae import VideoVAE
+    from wan_core.models.wan.families.media import Media
     from wan_core.models.wan.model import WanModel
 
 
-class VaceFamily(Family):
+class VaceFamily(ControlledFamily):
     name = "vace"
     tasks = TASKS
     layouts = (("official", official_names), ("diffusers", diffusers_names))
@@ -52,12 +58,8 @@ class VaceFamily(Family):
     branch_keys = conditioning_keys
     strength_key = STRENGTH
     clips = ClipRules(overlaps=(5, 1, 9, 13), padded=whole_latents)
-    media = MediaRules(
-        takes=("control_video", "mask", "outpaint", "reference", "image", "last_image"),
-        size_of="given",
-        front=("reference",),
-        always=("mask",),
-    )
+    takes = ("control_video", "mask", "outpaint", "reference", "image", "last_image")
+    front = ("reference",)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
         return parameter_names(names, num_layers)
@@ -98,6 +100,46 @@ class VaceFamily(Family):
         B, _, T, Y, X = latents
         text = 2 * 2 * config.vace_blocks * config.context_len * config.dim
         return (text + config.vace_channels * T * Y * X + 2 * B * config.tokens(T, Y, X) * config.dim) * itemsize
+
+    def uncontrolled_cost(self, dit: DiTConfig) -> float:
+        assert isinstance(dit, VaceConfig)
+        return dit.num_layers / (dit.num_layers + dit.vace_blocks)
+
+    def check_files(self, request: Request) -> None:
+        from wan_core.media.video import picture_size, video_facts
+
+        for field in ("mask", "outpaint"):
+            if getattr(request, field) is not None and request.control_video is None:
+                raise OptionError(f"--{field} says what of a video is made anew: give --control-video as well")
+        if request.outpaint is not None and (request.image or request.last_image):
+            raise OptionError(
+                "--outpaint and --image given: frames that are known are not as large as the padded video"
+            )
+        if request.outpaint is not None and (size := self.aspect_of(request)) is not None:
+            check_picture_size(*size, "--control-video with what --outpaint adds")
+        if request.mask is not None:
+            picture_size(request.mask) if is_picture(request.mask) else video_facts(request.mask)
+        super().check_files(request)
+
+    def aspect_of(self, request: Request) -> tuple[int, int] | None:
+        size = super().aspect_of(request)
+        if size is None or request.control_video is None:
+            return size
+        left, top, right, bottom = request.outpaint or (0, 0, 0, 0)
+        return size[0] + left + right, size[1] + top + bottom
+
+    def fit_control(self, request: Request, size: tuple[int, int], frame: Pixels) -> Pixels:
+        from wan_core.models.wan.families.vace.inputs import GREY, padded
+
+        return super().fit_control(request, size, padded(frame, request.outpaint, GREY))
+
+    def load_media(
+        self, request: Request, dit: DiTConfig, size: tuple[int, int], fps: int, clip: Clip, hear: Hear
+    ) -> Media:
+        from wan_core.models.wan.families.vace.inputs import mask_of
+
+        media = super().load_media(request, dit, size, fps, clip, hear)
+        return replace(media, pixels={**media.pixels, "mask": mask_of(request, size, fps, clip.end)})
 
     def read_conditioning(
         self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]

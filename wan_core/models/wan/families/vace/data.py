@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import T2V_1_3B, T2V_A14B, DiTConfig
@@ -17,6 +18,11 @@ from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.family import Task
 
 STRENGTH = "vace_strength"  # in CONDITIONING: of each control video, a list
+
+
+def is_picture(path: str) -> bool:
+    """Whether the mask in a file is a picture, not a video."""
+    return Path(path).suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,19 +8,48 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.config.checks import OptionError
+from wan_core.config import OptionError, Request
+from wan_core.media.fit import Pixels, fit_covering
+from wan_core.media.video import video_facts
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import denormalise, normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.media import WHITE, read_fitted, read_picture
+from wan_core.models.wan.families.vace.data import is_picture
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 
+GREY = 127
 MASK_CHANNELS = 64  # the mask of a latent frame: 8 x 8 pixels of each latent
+
+
+def mask_of(request: Request, size: tuple[int, int], fps: int, frames: int) -> Pixels:
+    """The mask of what changes, uint8 [F, H, W, 3] fitted to `size` (width, height): the request's, the border that it
+    asks for, or all."""
+
+    def fit(frame: Pixels) -> Pixels:
+        return fit_covering(padded(frame, request.outpaint, WHITE), size)
+
+    if request.mask is not None and is_picture(request.mask):
+        return fit(read_picture(request.mask))[None]
+    if request.mask is not None:
+        return read_fitted(request.mask, fps, frames, size, fit)
+    if request.outpaint is not None and request.control_video is not None:
+        width, height = video_facts(request.control_video)[:2]
+        return fit(np.zeros((height, width, 3), np.uint8))[None]
+    return np.full((1, size[1], size[0], 3), WHITE, np.uint8)
+
+
+def padded(frame: Pixels, outpaint: tuple[int, int, int, int] | None, border: int) -> Pixels:
+    """[H, W, 3] with so many pixels of the grey value `border` to the left, top, right and bottom."""
+    left, top, right, bottom = outpaint or (0, 0, 0, 0)
+    return np.pad(frame, ((top, bottom), (left, right), (0, 0)), constant_values=border)
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
