@@ -47,10 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
 def suite_first(arguments: Sequence[str]) -> list[str]:
     """`arguments` with the older spelling `--suite NAME` as the first, positional argument."""
     words = list(arguments)
-    if "--suite" in words[:-1]:
-        place = words.index("--suite")
-        return [words[place + 1], *words[:place], *words[place + 2 :]]
-    return words
+    place = words.index("--suite") if "--suite" in words[:-1] else None
+    return words if place is None else [words[place + 1], *words[:place], *words[place + 2 :]]
 
 
 if __name__ == "__main__":

@@ -149,20 +149,20 @@ def run_quality(
         named = result_path(out, "quality", pipe.models.device)
         out = outputs.add("--out", named, overwrite=None if named == out else True)  # that name is of this day alone
     samples = chosen(options, pipe)
-    found = measure_quality(pipe, base, samples, settings, options.batch, outputs.say_renamed)
-    rows = found.rows()
-    print(table(rows, found.perceptual_name))
+    measured = measure_quality(pipe, base, samples, settings, options.batch, outputs.say_renamed)
+    rows = measured.rows()
+    print(table(rows, measured.perceptual_name))
     result = envelope("quality", pipe.models.device, rows) | {
         "samples": len(samples),
-        "perceptual": found.perceptual_name,
-        "full": found.full,
+        "perceptual": measured.perceptual_name,
+        "full": measured.full,
     }
     if out is not None:
         print(write_result(result, out))
     if options.plot is not None:  # pictures come last, after the measurements are on disk
-        save_picture(draw_quality(rows, f"{found.plan_words}   {len(samples)} videos"), options.plot)
+        save_picture(draw_quality(rows, f"{measured.plan_words}   {len(samples)} videos"), options.plot)
     if options.video is not None:
-        write_mp4(options.video, side_by_side(found.first).numpy(), fps=pipe.models.task.fps)
+        write_mp4(options.video, side_by_side(measured.first).numpy(), fps=pipe.models.task.fps)
     return 0
 
 
@@ -242,43 +242,45 @@ def measure_quality(
     and its videos [B, F, H, W, 3] by setting.
     """
     name, perceptual = find_perceptual()
-    found = Measured(name, {s: [] for s in settings})
-    found.alone = {s for s, options in settings.items() if size > 1 and options is not None and options.adaptive}
-    told: list[bool | None] = []
+    measured = Measured(name, {s: [] for s in settings})
+    measured.alone = {s for s, options in settings.items() if size > 1 and options is not None and options.adaptive}
+    verdicts: list[bool | None] = []
     for batch in batches(pipe, base, samples, size):
         plan = plain(batch.job.plan)
-        if not found.seconds:
+        if not measured.seconds:
             for one in settings.values():
                 skipping(pipe, batch, plan, one)  # raises for what this model cannot skip
             on_checked()
             for each in dict.fromkeys([pipe, *pipes.values()]):
-                warm_up(each, batch, plan, bool(found.alone))
-            found.plan_words = f"{plan.task}   {len(plan.steps)} steps"
-        exact = found.add(FULL, [make(pipe, batch, plan)])
-        if found.alone:
-            found.add(ALONE, [make(pipe, one, plan) for one in one_by_one(batch)])
-        found.first.setdefault(FULL, exact[0])
-        told += [judged(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]
+                warm_up(each, batch, plan, bool(measured.alone))
+            measured.plan_words = f"{plan.task}   {len(plan.steps)} steps"
+        exact = measured.add(FULL, [make(pipe, batch, plan)])
+        if measured.alone:
+            measured.add(ALONE, [make(pipe, one, plan) for one in one_by_one(batch)])
+        measured.first.setdefault(FULL, exact[0])
+        verdicts += [judged(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]
         videos = {FULL: exact}
         for setting, options in settings.items():
             frames = exact
             if setting != FULL:
-                own, parts = pipes.get(setting, pipe), one_by_one(batch) if setting in found.alone else [batch]
-                frames = found.add(setting, [make(own, part, skipping(own, batch, plan, options)) for part in parts])
+                own, parts = pipes.get(setting, pipe), one_by_one(batch) if setting in measured.alone else [batch]
+                frames = measured.add(setting, [make(own, part, skipping(own, batch, plan, options)) for part in parts])
             videos[setting] = frames
-            found.first.setdefault(setting, frames[0])
+            measured.first.setdefault(setting, frames[0])
             for video, full, sample in zip(frames, exact, batch.samples, strict=True):
                 driving = driving_frames(batch.job, sample)
                 compared = compare(video, full, sample.caption, perceptual, driving, pipe.models.device, judged)
-                found.comparisons[setting].append(compared)
-            newest = summary(found.comparisons[setting])
-            show(f"{setting}: {len(found.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far")
+                measured.comparisons[setting].append(compared)
+            newest = summary(measured.comparisons[setting])
+            show(
+                f"{setting}: {len(measured.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far"
+            )
         on_batch(batch, videos)
-        found.full["size"] = f"{batch.job.width}x{batch.job.height}x{batch.job.frames}"
-    known = [t for t in told if t is not None]
-    found.full["seconds"] = round(found.seconds[FULL] / len(samples), 4)
-    found.full |= {"truth": round(sum(known) / len(known), 4)} if known else {}
-    return found
+        measured.full["size"] = f"{batch.job.width}x{batch.job.height}x{batch.job.frames}"
+    judged_videos = [t for t in verdicts if t is not None]
+    measured.full["seconds"] = round(measured.seconds[FULL] / len(samples), 4)
+    measured.full |= {"truth": round(sum(judged_videos) / len(judged_videos), 4)} if judged_videos else {}
+    return measured
 
 
 def skipping(pipe: Pipeline, batch: Batch, plan: Plan, options: SkipOptions | None) -> Plan:
