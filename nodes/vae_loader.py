@@ -6,6 +6,7 @@ from comfy_api.latest import io, ui
 from torch import nn
 
 from wan_core.checkpoint import load_vae
+from wan_core.config import VAE_PRECISIONS
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.layers import AttentionBlock
 from wan_core.models.vae.vae import VideoVAE
@@ -19,8 +20,6 @@ from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
 from .schema import ADVANCED, schema
 from .sockets import VAESocket
 from .workers import RemoteVAE, WorkersSocket, workers_input
-
-PRECISIONS = ("auto", "bf16", "fp32")
 
 
 class WanCoreVAELoader(io.ComfyNode):
@@ -44,7 +43,7 @@ class WanCoreVAELoader(io.ComfyNode):
                 io.Combo.Input(
                     "precision",
                     **ADVANCED,
-                    options=list(PRECISIONS),
+                    options=list(VAE_PRECISIONS),
                     default="auto",
                     tooltip="What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU.",
                 ),

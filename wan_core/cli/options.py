@@ -31,8 +31,8 @@ INPUTS = (
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    tasks = f"override the recognised task: {', '.join(TASKS)}"
-    add_options(parser.add_argument_group("models"), LoadOptions, task={"help": tasks})
+    task = {"help": (table(LoadOptions)["task"].help or "").format(tasks=", ".join(TASKS))}
+    add_options(parser.add_argument_group("models"), LoadOptions, task=task)
     add_lora_options(parser)
 
 
@@ -86,8 +86,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
             "(docs/parallel.md)",
         )
     names = [name for name in table(Request) if name not in table(PlanNumbers)]
-    negative = f"what the video should not show; an empty text is allowed (default: {NEGATIVE_SOURCE})"
-    add_options(group, Request, names, negative_prompt={"help": negative}, camera={"type": argument(camera)})
+    negative = {"help": (table(Request)["negative_prompt"].help or "").format(negative=NEGATIVE_SOURCE)}
+    add_options(group, Request, names, negative_prompt=negative, camera={"type": argument(camera)})
     add_plan_options(parser)
 
 
