@@ -18,16 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.documented import folder_of
+from tests.encoder_files import VISION, huggingface_names, write_speech
 from tests.gguf_files import llama_name, matrices, tokenizer_notes
 from tests.gguf_files import write as write_gguf
 from tests.int8_files import described, encoded
 from tests.models.test_vision import official as openclip_names
-from tests.pipeline.test_wan21 import VISION, huggingface_names
 from tests.reference_models import diffusers_transformer, diffusers_vae, transformers_encoder
 from wan_core.checkpoint.detect import TOKENIZER, detect
 from wan_core.checkpoint.random import random_module
-from wan_core.models.audio.config import SpeechConfig
-from wan_core.models.audio.wav2vec2 import SpeechEncoder
 from wan_core.models.text.config import TextConfig
 from wan_core.models.vae.config import WAN22_MEAN, WAN22_STD, VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -44,7 +42,6 @@ from wan_core.pipeline.sources import TINY
 SMALL: dict[str, Any] = {
     "out_channels": 16, "dim": 256, "ffn_dim": 256, "num_heads": 2, "num_layers": 2, "text_dim": 64, "freq_dim": 32
 }  # fmt: skip
-SPEECH = SpeechConfig(dim=128, ffn_dim=32, num_layers=2, conv_dim=16, position_kernel=8)
 SEEING = replace(VISION, num_layers=2)  # of the three that `openclip_names` reads
 IMAGE_TO_VIDEO = DiTConfig(**SMALL, in_channels=36)
 TEXT_TO_VIDEO = DiTConfig(**SMALL, in_channels=16)
@@ -167,16 +164,7 @@ def vae_state(name: str) -> State:
 
 
 def write_vision(path: Path) -> None:
-    save_file({name: value.clone() for name, value in huggingface_names(drawn(SEEING, "vision")).items()}, path)
-
-
-def write_speech(path: Path) -> None:
-    torch.manual_seed(1)
-    state = SpeechEncoder(SPEECH).state_dict()
-    direction = state.pop("encoder.pos_conv_embed.conv.weight")
-    state["encoder.pos_conv_embed.conv.weight_v"] = direction
-    state["encoder.pos_conv_embed.conv.weight_g"] = direction.norm(dim=(0, 1), keepdim=True)
-    save_file({f"wav2vec2.{name}": value.half() for name, value in state.items()}, path)
+    save_file(huggingface_names(drawn(SEEING, "vision")), path)
 
 
 def write_lora(path: Path) -> None:

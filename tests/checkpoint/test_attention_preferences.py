@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.pipeline.test_wan21 import huggingface_names
+from tests.encoder_files import huggingface_names
 from tools.hostile.gguf import gguf
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, save
 from wan_core.checkpoint.detect import expected_shapes

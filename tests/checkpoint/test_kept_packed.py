@@ -41,18 +41,15 @@ def read(path: Path, how: Reading) -> UMT5Encoder:
 
 
 def test_it_is_the_same_mapped_and_read(scaled: Path) -> None:
-    mapped, fed = read(scaled, Reading()).state_dict(), read(scaled, Reading(mapped=False)).state_dict()
-    assert sum(value.dtype == FP8 for value in mapped.values()) > 5
-    assert mapped.keys() == fed.keys()
-    assert all(torch.equal(value.float(), fed[name].float()) for name, value in mapped.items())
-
-
-def test_every_byte_of_it_is_read_by_threads_and_counted(scaled: Path) -> None:
-    """Nothing comes from the mapped file, which is read by one thread."""
+    """Threads read and count every byte: nothing comes from the mapped file, which one thread reads."""
     seen: list[int] = []
     whole = scaled.stat().st_size - open_checkpoint(scaled).tensors["spiece_model"].nbytes
+    expected = read(scaled, Reading()).state_dict()
     with patch.object(staged.Mapped, "read", side_effect=AssertionError):
         module = read(scaled, Reading(on_bytes=seen.append, mapped=False))
+    fed = module.state_dict()
+    assert sum(value.dtype == FP8 for value in fed.values()) > 5 and expected.keys() == fed.keys()
+    assert all(torch.equal(value.float(), fed[name].float()) for name, value in expected.items())
     assert 0.9 * whole < sum(seen) <= whole
     mapped = open_checkpoint(scaled)
     linear = module.blocks[0].ffn.fc1

@@ -89,16 +89,6 @@ def test_a_model_is_the_same_whichever_way_it_was_read(file, dtype, quantization
         assert all(torch.equal(bytes_of(value), bytes_of(other[name])) for name, value in found[0].items())
 
 
-def test_shards_are_read_too(tmp_path):
-    model = random_module(SMALL, device="cpu", dtype=torch.float32).state_dict()
-    names = list(model)
-    for i, part in enumerate((names[::2], names[1::2]), 1):
-        write_safetensors({n: model[n] for n in part}, tmp_path / f"m-{i:05}-of-00002.safetensors", METADATA)
-    ours = load_dit(tmp_path, how=Reading(mapped=False)).state_dict()
-    assert all(torch.equal(ours[name], model[name]) for name in model)
-    assert len({path for path, _ in open_checkpoint(tmp_path).places.values()}) == 2
-
-
 def test_progress_counts_every_byte_and_can_stop(file):
     seen = []
     for how in (Reading(seen.append), Reading(seen.append, mapped=False)):

@@ -21,6 +21,7 @@ from wan_core.media.video_formats import write_video
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import TASKS, Task
 from wan_core.pipeline.pipeline import check_request
+from wan_core.sampling.plan import Plan
 from wan_core.workers.wire import pack, unpack
 
 # Every family, and every way in which an image is taken.
@@ -100,11 +101,16 @@ def refusal_of_generate(arguments: list[str], task: Task) -> tuple[str, dict]:
     options = PARSER.parse_args(["generate", "--prompt", "x", "--model", f"random:{task.name}", *arguments])
     try:
         request = request_of(options)
-        assert unpack(Request, json.loads(json.dumps(pack(request, {}, "")))) == request, "what workers plan"
+        assert sent_to_workers(request) == request
         job = check_request(load_options_of(options), request, torch.device("cpu")).job
     except UserError as fault:
         return str(fault), {}
+    assert sent_to_workers(job.plan) == job.plan
     return "", json.loads(json.dumps(job.plan.as_dict()))
+
+
+def sent_to_workers(value: Request | Plan) -> Request | Plan:
+    return unpack(type(value), json.loads(json.dumps(pack(value, {}, ""))))
 
 
 def without_costs(plan: dict) -> dict:

@@ -129,8 +129,12 @@ def test_layers_and_time(text):
     assert {len(row) for row in mesh.rows()["time"]} == {mesh.time}
 
 
-@pytest.mark.parametrize("text", ["layers0", "time0", "time2+time2", "layers2+1x1x2", "time2+", "1x1x2+time2", "time"])
-def test_layers_and_time_refused(text):
+NO_MESHES = ["2", "2x2", "3x1x1", "0x1x1", "1x0x1", "1x1x-1", "axbxc", "1x1x1x1", "99999x1x1", "1x1bx4", "1bx2x1"]
+NO_MESHES += ["layers0", "time0", "time2+time2", "layers2+1x1x2", "time2+", "1x1x2+time2", "time"]
+
+
+@pytest.mark.parametrize("text", ["", *NO_MESHES])
+def test_what_is_no_mesh_is_refused(text):
     with pytest.raises(OptionError, match="mesh"):
         Mesh.parse(text)
 
@@ -150,14 +154,6 @@ def test_links_from_which_on_tokens_are_better_exchanged():
 def test_neighbours_in_ulysses_are_neighbours_on_the_host(mesh):
     for row in mesh.rows()["ulysses"] + mesh.rows()["sequence"]:
         assert row == list(range(row[0], row[0] + len(row)))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "2", "2x2", "3x1x1", "0x1x1", "1x0x1", "1x1x-1", "axbxc", "1x1x1x1", "99999x1x1", "1x1bx4", "1bx2x1"]
-)
-def test_what_is_no_mesh_is_refused(text):
-    with pytest.raises(OptionError, match="mesh"):
-        Mesh.parse(text)
 
 
 @given(st.integers(1, 5000), st.integers(1, 16))
@@ -206,24 +202,19 @@ def test_parts_are_merged_in_float32():
 # ------------------------------------------------------------------------------------------------------------- choosing
 
 
-@pytest.mark.parametrize("gpus", [2, 4, 6, 8])
-def test_guidance_comes_first(gpus):
-    assert choose_mesh(gpus, T2V_A14B, 75_600, **FP8).mesh.cfg == 2
-
-
-def test_without_guidance_or_with_an_odd_number_all_share_the_tokens():
-    assert choose_mesh(4, T2V_A14B, 75_600, paired=0).mesh.cfg == 1
-    assert choose_mesh(3, T2V_A14B, 75_600).mesh.cfg == 1
-
-
-def test_heads_that_divide_are_exchanged_on_one_host():
-    assert choose_mesh(4, T2V_A14B, 75_600, paired=0, **FP8).mesh == Mesh(1, 1, 4)
-
-
-def test_across_hosts_a_ring():
-    """Two hosts of 8: Ulysses over 16 would send everything through the network, and 40 heads do not divide."""
-    mesh = choose_mesh(16, T2V_A14B, 75_600, paired=0, gpus_per_host=8, **FP8).mesh
-    assert mesh.ring >= 2 and mesh.ulysses <= 8
+@pytest.mark.parametrize(
+    ("gpus", "given", "fits"),
+    [
+        *((gpus, FP8, lambda mesh: mesh.cfg == 2) for gpus in (2, 4, 6, 8)),  # guidance comes first
+        (4, {"paired": 0}, lambda mesh: mesh.cfg == 1),  # there is none
+        (3, {}, lambda mesh: mesh.cfg == 1),  # it does not divide
+        (4, {"paired": 0, **FP8}, lambda mesh: mesh == Mesh(1, 1, 4)),  # heads that divide are exchanged on one host
+        # Ulysses over two hosts of 8 would send everything through the network, and 40 heads do not divide.
+        (16, {"paired": 0, "gpus_per_host": 8, **FP8}, lambda mesh: mesh.ring >= 2 and mesh.ulysses <= 8),
+    ],
+)
+def test_the_mesh_that_is_chosen(gpus, given, fits):
+    assert fits(choose_mesh(gpus, T2V_A14B, 75_600, **given).mesh)
 
 
 def test_what_ulysses_cannot_divide_is_left_to_a_ring_or_its_cost_is_known():

@@ -16,9 +16,7 @@ from torch import Tensor
 
 import wan_core.pipeline.clips as clips_module
 from tests.animate_references import SMALL, draw_weights
-from tests.pipeline.test_wan21 import VISION, huggingface_names
-from wan_core.checkpoint.random import random_module
-from wan_core.checkpoint.save import write_safetensors
+from tests.encoder_files import write_vision
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.media.mp4 import write_mp4
@@ -56,8 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family, config in CONFIGS.items():
         metadata = {"num_heads": "2", **FAMILIES[family].metadata}
         save_file(draw_weights(config), folder / f"{family}.safetensors", metadata)
-    vision = random_module(VISION, device="cpu", dtype=torch.float32, seed=2)
-    write_safetensors(huggingface_names(vision.state_dict()), folder / "clip_vision_h.safetensors", {})
+    write_vision(folder / "clip_vision_h.safetensors")
     Image.fromarray(drawn(1, 40, 30, 0)[0]).save(folder / "reference.png")
     for name, seed, fps in (("pose", 1, 24), ("background", 2, 24), ("mask", 3, 24)):
         write_mp4(folder / f"{name}.mp4", drawn(21, HEIGHT, WIDTH, seed), fps=fps)

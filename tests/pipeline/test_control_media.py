@@ -15,9 +15,7 @@ from torch import Tensor
 
 from tests.animate_references import draw_weights
 from tests.control_references import SMALL
-from tests.pipeline.test_wan21 import VISION, huggingface_names
-from wan_core.checkpoint.random import random_module
-from wan_core.checkpoint.save import write_safetensors
+from tests.encoder_files import write_vision
 from wan_core.cli import build_parser, main
 from wan_core.cli.prompt_file import read_list
 from wan_core.config import ControlOptions, LoadOptions, OptionError, Request
@@ -52,8 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in CONFIGS.items():
         for expert, seed in (("", 0), ("-low", 7)):
             save_file(draw_weights(config, seed), folder / f"{name}{expert}.safetensors", {"num_heads": "2"})
-    vision = random_module(VISION, device="cpu", dtype=torch.float32, seed=2)
-    write_safetensors(huggingface_names(vision.state_dict()), folder / "clip_vision_h.safetensors", {})
+    write_vision(folder / "clip_vision_h.safetensors")
     Image.fromarray(drawn(1, 0, 40, 30)[0]).save(folder / "picture.png")
     mask = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
     mask[:, WIDTH // 2 :] = 255

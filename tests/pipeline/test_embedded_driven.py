@@ -44,12 +44,12 @@ SETTINGS = ("full", "magcache:balanced+sparse:balanced")
 
 def test_look_and_motion_are_right_in_full_and_with_caches_and_sparse_attention() -> None:
     pipe = Pipeline.load(LoadOptions(model="tiny", task="animate2-tiny", device="cpu"))
-    samples = choose_samples(None, 110, 0, tiny=True)[10::38]
+    samples = choose_samples(None, 110, 0, tiny=True)[10::76]
     settings = {name: parse_setting(name) for name in SETTINGS}
     found = measure_quality(pipe, Request(prompt="", steps=12), samples, settings, len(samples))
     for name, videos in found.comparisons.items():
         for claim in ("look", "motion"):
-            assert sum(bool(getattr(video, claim)) for video in videos) >= len(samples) - 1, (name, claim)
+            assert all(getattr(video, claim) for video in videos), (name, claim)
     # 24 dB where a step reads the reference in whole, and little else
     assert fmean(video.psnr for video in found.comparisons[SETTINGS[1]]) > 27
     assert found.forwards[SETTINGS[1]] < found.forwards[SETTINGS[0]]

@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -22,12 +21,9 @@ from hypothesis import strategies as st
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import (
     OptionError,
-    SparseOptions,
 )
 from wan_core.execution.report import Phase, Report
-from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.solvers import History
-from wan_core.sampling.sparsity.schedule import sparsify
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers import control
 from wan_core.workers.control import (
@@ -253,20 +249,7 @@ def test_a_header_that_is_no_json_object_is_refused(text: bytes) -> None:
         program.receive()
 
 
-# ------------------------------------------------------------------------------------------------- plans and requests
-
-
-@given(
-    st.sampled_from(["t2v-A14B", "i2v-A14B", "ti2v-5B", "t2v-tiny"]),
-    st.integers(1, 60),
-    st.floats(0.5, 20),
-    st.sampled_from(["unipc", "dpm++", "euler"]),
-)
-def test_a_plan_comes_back_exactly(task: str, steps: int, shift: float, solver: str) -> None:
-    plan = make_plan(task=task, steps=steps, shift=shift, solver=solver)
-    assert unpack(Plan, again(asdict(plan))) == plan
-    plan = replace(sparsify(plan, SparseOptions(sparsity=0.5)), keeps=(("high", (0.5, 0.25)),))
-    assert unpack(Plan, again(asdict(plan))) == plan
+# ---------------------------------------------------------- what runs leave; requests and plans: test_plan_and_generate
 
 
 def test_what_a_run_left_comes_back_exactly_with_its_tensors() -> None:

@@ -1,0 +1,48 @@
+"""Tiny encoders of pictures and of sound as files, in Hugging Face's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wan_core.checkpoint.random import random_module
+from wan_core.models.audio.config import SpeechConfig
+from wan_core.models.audio.wav2vec2 import SpeechEncoder
+from wan_core.models.vision.config import VisionConfig
+
+VISION = VisionConfig(dim=1280, ffn_dim=64, num_layers=1, patch=14, tokens=5)
+SPEECH = SpeechConfig(dim=128, ffn_dim=32, num_layers=2, conv_dim=16, position_kernel=8)
+
+
+def huggingface_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a vision encoder under their names, with one more layer at the end, which is not used."""
+    top = {"cls": "embeddings.class_embedding", "positions": "embeddings.position_embedding.weight"}
+    top |= {"patch.weight": "embeddings.patch_embedding.weight"}
+    top |= {f"norm.{kind}": f"pre_layrnorm.{kind}" for kind in ("weight", "bias")}
+    modules = {"norm1": "layer_norm1", "norm2": "layer_norm2", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
+    modules |= {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.out_proj"}
+    found = {theirs: state[ours] for ours, theirs in top.items()}
+    for name, value in state.items():
+        if name.startswith("layers."):
+            _, n, module, kind = name.split(".")
+            found[f"encoder.layers.{n}.{modules[module]}.{kind}"] = value
+            found[f"encoder.layers.{int(n) + 1}.{modules[module]}.{kind}"] = value.clone()
+    return {f"vision_model.{name}": value for name, value in found.items()}
+
+
+def write_vision(path: Path) -> None:
+    vision = random_module(VISION, device="cpu", dtype=torch.float32, seed=2)
+    save_file(huggingface_names(vision.state_dict()), path)
+
+
+def write_speech(path: Path) -> None:
+    """With the weight of its convolution in two parts."""
+    torch.manual_seed(1)
+    state = SpeechEncoder(SPEECH).state_dict()
+    direction = state.pop("encoder.pos_conv_embed.conv.weight")
+    state["encoder.pos_conv_embed.conv.weight_v"] = direction
+    state["encoder.pos_conv_embed.conv.weight_g"] = direction.norm(dim=(0, 1), keepdim=True)
+    save_file({f"wav2vec2.{name}": value.half() for name, value in state.items()}, path)
