@@ -115,22 +115,6 @@ class Recording(Attention):
         return SDPA(q, k, v, call)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@torch.no_grad()
-def test_attention_is_told_its_layer_in_every_forward(compiled):
-    """No default, and no number that a compiler has seen once and kept."""
-    torch.compiler.reset()
-    attend, model = Recording(), random_module(SMALL, device=CPU, dtype=torch.float32)
-    optimize(model, attend=attend)
-    if compiled:
-        compile_blocks(model, CPU, backend="eager")
-    for size in SIZES[:3]:
-        forward(model, size)
-        assert [call.layer for call in attend.calls] == [0, 1, 2]
-        assert all(call.sparse is None and call.lengths == () for call in attend.calls)
-        attend.calls.clear()
-
-
 @torch.no_grad()
 def test_runners_are_told_the_step_and_attention_what_they_say():
     """What a runner puts into the inputs of the blocks arrives at every layer of that forward, compiled or not."""

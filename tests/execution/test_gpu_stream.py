@@ -7,22 +7,23 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from tests.execution.turns import growth
+from tests.streamed_experts import run as run_experts
 from wan_core.checkpoint import load_dit, save
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import Reading
-from wan_core.config import LoadOptions, MagCacheOptions, Request, SkipOptions, TaylorSeerOptions
+from wan_core.config import MagCacheOptions, SkipOptions, TaylorSeerOptions
 from wan_core.execution.memory.pinned_memory import PinnedMemory
 from wan_core.execution.memory.residency import Residency
-from wan_core.execution.optimize import begin_run, compilations, optimize
+from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.schemes import SCHEMES
-from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.skipping import leave_out
@@ -38,7 +39,6 @@ MIDDLE = DiTConfig(
     in_channels=16, out_channels=16, dim=1024, ffn_dim=4096, num_heads=8, num_layers=LAYERS, text_dim=48, text_len=32
 )
 HANGS = 100  # seconds: longer than any of these tests takes
-CAPTION = "a green square moving left on a white background"
 PRECISIONS = ("bf16", "fp8", "fp8-weights", "te-current", "te-delayed")
 SKIPPING = {
     "all steps": None,
@@ -85,17 +85,7 @@ def streaming(precision: str, resident: int | None, compile: str = "off") -> Res
     return residency
 
 
-def run(use, plan, *, batched=False, prefetch=None, on_step=None):
-    def acquire(name):
-        model = use(name)
-        begin_run(model)
-        return model
-
-    text = [draw_noise(n, (1, 5, 48)).to(CUDA, torch.bfloat16) for n in (1, 2)]
-    with torch.no_grad():
-        noise = draw_noise(7, (1, 16, 5, 32, 32)).to(CUDA)
-        conditioning = Conditioning(cond=text[0], uncond=text[1])
-        return denoise(plan, acquire, conditioning, noise, batched=batched, ahead=prefetch, on_step=on_step)
+run = partial(run_experts, device=CUDA, dtype=torch.bfloat16, latents=(5, 32, 32))
 
 
 @pytest.mark.parametrize("skipping", SKIPPING)
@@ -112,18 +102,6 @@ def test_streamed_is_resident_bit_for_bit(precision, skipping):
             for _ in range(2):
                 ours = run(residency.use, plan, batched=batched, prefetch=residency.prefetch)
                 assert torch.equal(ours, exact), (resident, batched)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_compiled_blocks_are_the_same_and_compile_once(precision):
-    plan = make_plan(steps=4)
-    plain = experts(precision, CUDA, "blocks")
-    exact = run(plain.__getitem__, plan)
-    before = compilations()
-    for resident in (None, 2):
-        residency = streaming(precision, resident, "blocks")
-        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
-    assert compilations() == before
 
 
 @pytest.mark.parametrize("resident", [None, 2])
@@ -151,15 +129,6 @@ def test_nobody_waits(resident):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(result, exact)
-
-
-def test_a_host_that_hurries_or_dawdles_changes_nothing():
-    import time
-
-    residency, plan = streaming("bf16", 1), make_plan(steps=4)
-    exact = run(experts("bf16", CUDA).__getitem__, plan)
-    for on_step in (None, lambda _: time.sleep(0.02), lambda _: torch.cuda.synchronize()):
-        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch, on_step=on_step), exact)
 
 
 def test_pages_are_locked_and_let_go():
@@ -204,34 +173,6 @@ def test_staged_loading_is_the_plain_path_bit_for_bit(precision, tmp_path, monke
                 assert value.is_cuda and torch.equal(value.view(torch.uint8), other[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("residency", ["swap", "stream"])
-@pytest.mark.parametrize("compile", ["off", "blocks"])
-def test_whole_pipelines_make_the_same_video(residency, compile):
-    request = Request(prompt=CAPTION, seed=5)
-    options = {"model": "tiny", "device": "cuda", "compile": compile}
-    exact = Pipeline.load(LoadOptions(**options, residency="resident")).generate(request)
-    blocks = 3 if residency == "stream" else None
-    pipe = Pipeline.load(LoadOptions(**options, residency=residency, resident_blocks=blocks), request=request)
-    for _ in range(2):
-        ours = pipe.generate(request)
-        assert (ours.frames == exact.frames).all()
-
-
-def test_thirty_videos_hold_memory_flat():
-    """Two sizes in turn, streamed: device and host stay where they were after the first of each."""
-    from benchmarks.measure import resident_bytes
-
-    pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda", residency="stream", resident_blocks=2))
-    held_bytes, host = [], []
-    for seed in range(30):
-        size = ((96, 96), (128, 64))[seed % 2]
-        pipe.generate(Request(prompt=CAPTION, seed=seed, width=size[0], height=size[1], frames=9, steps=4))
-        held_bytes.append(torch.cuda.memory_allocated())
-        host.append(resident_bytes())
-    assert max(held_bytes[4:]) - held_bytes[4] < 2 << 20
-    assert host[-1] - host[6] < 64 << 20
-
-
 def test_out_of_memory_goes_on():
     """A hard limit below what all-resident takes: the run finishes by a cheaper plan, with the same latents."""
     code = """
@@ -256,7 +197,7 @@ print("went on")
     assert "went on" in done.stdout, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("policy", ["resident", "swap"])
+@pytest.mark.parametrize("policy", ["resident", "swap", "stream"])
 def test_tasks_that_take_turns_hold_memory_flat(policy, tmp_path):
     on_device, on_host, graphs = growth(CUDA, policy, 12, tmp_path)
     assert on_device < 2 << 20 and on_host < 64 << 20 and graphs == 0

@@ -18,33 +18,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import forked
+from tests.streamed_experts import CPU, LAYERS, SMALL, expert, experts, run, streaming
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora
-from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.config import LoadOptions, LoraOptions, MagCacheOptions, OptionError, Request, SkipOptions
+from wan_core.config import LoadOptions, LoraOptions, MagCacheOptions, Request, SkipOptions
 from wan_core.execution.memory.host_weights import HostWeights, tensors_of
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import Stage
-from wan_core.execution.optimize import begin_run, compilations, compile_blocks, optimize
+from wan_core.execution.optimize import compilations, compile_blocks
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.lora import is_attached
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TEDelayedLinear
 from wan_core.pipeline.loras import AppliedLoras, Wanted, attachable, lora_bytes
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import denoise, last_runs
+from wan_core.sampling.cache.curves import find_curve
+from wan_core.sampling.cache.skipping import leave_out
+from wan_core.sampling.conditioning import draw_noise
+from wan_core.sampling.denoise import last_runs
 from wan_core.sampling.plan import make_plan
 
-CPU = torch.device("cpu")
-LAYERS = 4
-SMALL = DiTConfig(
-    in_channels=16, out_channels=16, dim=64, ffn_dim=128, num_heads=2, num_layers=LAYERS, text_dim=48, text_len=32
-)
 HELD = {
     "plain": None,
     "fp8, ends kept": Quantization(Fp8RowLinear, CPU, 1),
@@ -54,43 +50,12 @@ CAPTION = "a red circle moving right on a blue background"
 FOUR_STEPS = Request(prompt=CAPTION, steps=4, seed=3, guidance_mode="sequential", width=32, height=32, frames=5)
 
 
-def expert(seed: int, held: Quantization | None = None) -> WanModel:
-    model = random_module(SMALL, device=CPU, dtype=torch.float32, seed=seed, quantization=held)
-    assert isinstance(model, WanModel)
-    return optimize(model, attend=resolve_attention("sdpa", CPU)[1])
+# Each way of holding weights with the plans that are its own: they meet in no code.
+PLANS = [("plain", None), ("plain", 0), ("plain", 3), ("fp8, ends kept", 1), ("te-delayed", None), ("te-delayed", 1)]
+EVERY_PLAN = pytest.mark.parametrize(("held", "resident"), [(HELD[name], resident) for name, resident in PLANS])
 
 
-def experts(held: Quantization | None = None) -> dict[str, WanModel]:
-    return {"high": expert(0, held), "low": expert(1, held)}
-
-
-def streaming(held: Quantization | None, resident: int | None) -> Residency:
-    residency = Residency(CPU, "swap" if resident is None else "stream", resident_blocks=resident or 0)
-    for name, model in experts(held).items():
-        residency.add(name, model)
-    return residency
-
-
-def run(use, plan, *, batched=False, on_step=None, prefetch=None, relieve=None):
-    def acquire(name):
-        model = use(name)
-        begin_run(model)
-        return model
-
-    text = [draw_noise(n, (1, 5, 48)) for n in (1, 2)]
-    with torch.no_grad():
-        return denoise(
-            plan, acquire, Conditioning(cond=text[0], uncond=text[1]), draw_noise(7, (1, 16, 2, 4, 6)),
-            batched=batched, on_step=on_step, ahead=prefetch, relieve=relieve,
-        )  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=HELD)
-def held(request):
-    return HELD[request.param]
-
-
-@pytest.mark.parametrize("resident", [None, 0, 1, 3])
+@EVERY_PLAN
 def test_streamed_is_resident_bit_for_bit(held, resident):
     plan = make_plan(steps=4)
     assert set(plan.experts) == {"high", "low"}
@@ -150,9 +115,6 @@ def test_what_stays_is_handed_over_behind_the_last_run():
 def test_a_skipped_step_moves_nothing():
     plan = make_plan(steps=10)
     options = SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=2, retention=0.2))
-    from wan_core.sampling.cache.curves import find_curve
-    from wan_core.sampling.cache.skipping import leave_out
-
     skipping = leave_out(plan, options, find_curve(None, "t2v-A14B"))
     residency, plain = streaming(None, 0), experts()
     stage, loads, seen = next(iter(residency.stages.values())), [], []
@@ -248,10 +210,10 @@ def with_loras(held: Quantization | None, ranks: dict[str, int]) -> dict[str, Wa
     return models
 
 
-@pytest.mark.parametrize(("resident", "ranks"), [(None, RANKS), (2, RANKS), (2, {"high": 3, "low": 3})], ids=str)
-def test_loras_attached_to_weights_that_stream(held, resident, ranks):
+@EVERY_PLAN
+def test_loras_attached_to_weights_that_stream(held, resident):
     """They stay on the device: experts take turns in one stage, whatever the ranks of their LoRAs."""
-    plan = make_plan(steps=4)
+    plan, ranks = make_plan(steps=4), {"high": 3, "low": 3} if resident == 1 else RANKS
     plain = with_loras(held, ranks)
     exact = run(plain.__getitem__, plan)
     assert not torch.equal(exact, run(experts(held).__getitem__, plan))
@@ -268,7 +230,7 @@ def test_loras_attached_to_weights_that_stream(held, resident, ranks):
         assert travelling == len(tensors_of(weights.model)) - len(attached)
 
 
-@pytest.mark.parametrize("resident", [None, 0, 1])
+@EVERY_PLAN
 def test_loras_change_while_weights_stream(held, resident):
     """On, stronger, others, off: each as where weights stay, and off leaves every bit as it was."""
     plan, residency = make_plan(steps=2), streaming(held, resident)
@@ -385,11 +347,6 @@ def test_cheaper_plans_come_one_after_the_other():
 # --------------------------------------------------------------------------------------------------- whole pipelines
 
 
-def test_a_number_of_blocks_that_there_is_not():
-    with pytest.raises(OptionError, match="resident blocks"):
-        Pipeline.load(LoadOptions(model="tiny", device="cpu", residency="stream", resident_blocks=99))
-
-
 def test_models_are_let_go_with_their_residency():
     residency = streaming(None, 2)
     model = residency.use("high")
@@ -403,9 +360,6 @@ def test_models_are_let_go_with_their_residency():
 @pytest.mark.parametrize("at", [3, 5])
 def test_out_of_memory_between_skipped_steps(at):
     """What a cache keeps, and that it stands around the blocks, outlives the change of plans."""
-    from wan_core.sampling.cache.curves import find_curve
-    from wan_core.sampling.cache.skipping import leave_out
-
     options = SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=2, retention=0.2))
     plan = leave_out(make_plan(steps=12), options, find_curve(None, "t2v-A14B"))
     exact, forwards = run(experts().__getitem__, plan), []

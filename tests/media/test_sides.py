@@ -76,9 +76,9 @@ def test_the_command_line_refuses_before_work(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "x.mp4").exists()
 
 
-@pytest.mark.parametrize("ending", [".png", ".jpg", ".webp"])
 @pytest.mark.parametrize(
-    ("width", "height", "shown"), [(48, 32, 6), (2048, 16, 3), (4096, 200, 3), (MAX_SIDE - 1, 2, 1)]
+    ("width", "height", "shown", "ending"),
+    [(48, 32, 6, ".webp"), (2048, 16, 3, ".png"), (4096, 200, 3, ".jpg"), (MAX_SIDE - 1, 2, 1, ".webp")],
 )
 def test_a_sheet_shows_as_many_frames_as_fit(width: int, height: int, shown: int, ending: str, tmp_path: Path) -> None:
     frames = np.random.default_rng(0).integers(0, 255, (9, height, width, 3), np.uint8)

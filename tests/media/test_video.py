@@ -151,26 +151,6 @@ def test_max_frames(tmp_path):
 # ------------------------------------------------------------------------------------------------------- failed writes
 
 
-class Unplugged(Exception):
-    pass
-
-
-def broken(good: int):
-    yield from gradient(good, 32, 32)
-    raise Unplugged
-
-
-@pytest.mark.parametrize("good", [0, 1, 40])
-@pytest.mark.parametrize("older", [True, False])
-def test_a_failing_source_changes_nothing(tmp_path, good, older):
-    path = tmp_path / "clip.mp4"
-    before = write_mp4(path, gradient(3, 32, 32), fps=8).read_bytes() if older else None
-    with pytest.raises(Unplugged):
-        write_mp4(path, broken(good), fps=16)
-    assert files(tmp_path) == (["clip.mp4"] if older else [])
-    assert before is None or path.read_bytes() == before
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows refuses to replace an open file")
 def test_a_reader_of_the_older_file_is_not_disturbed(tmp_path):
     """The new file takes the older one's name in one step; the older one's bytes are never written to."""

@@ -21,8 +21,6 @@ from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.plain import diffusers_names
 from wan_core.models.wan.layers import timestep_embedding
 from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.rope import rope_table
-from wan_core.ops.kernels.reference import rotate
 
 SMALL = DiTConfig(
     in_channels=16, out_channels=16, dim=256, ffn_dim=320, num_heads=2, num_layers=2, text_dim=48, text_len=32
@@ -101,19 +99,6 @@ def test_clip_features_are_asked_for_and_refused():
         with_clip.prepare_text(torch.zeros(1, 4, 48))
     with pytest.raises(ValueError, match="takes none"):
         WanModel(SMALL).prepare_text(torch.zeros(1, 4, 48), torch.zeros(1, 257, 40))
-
-
-def test_rope_is_relative_and_unitary():
-    """A rotation keeps norms, and q.k depends on the difference of positions only."""
-    table = rope_table((6, 7, 8), (44, 42, 42)).reshape(6, 7, 8, 1, 64, 2)
-    q, k = torch.randn(2, 1, 1, 1, 128, generator=torch.Generator().manual_seed(0))
-
-    def dot(a, b):
-        return (rotate(q, table[a][None]) * rotate(k, table[b][None])).sum()
-
-    assert torch.allclose(rotate(q, table[5, 6, 7][None]).norm(), q.norm())
-    assert torch.allclose(dot((1, 2, 3), (3, 4, 6)), dot((3, 4, 4), (5, 6, 7)), atol=1e-4)
-    assert not torch.allclose(dot((1, 2, 3), (3, 4, 6)), dot((1, 2, 3), (3, 5, 6)), atol=1e-2)
 
 
 def test_neighbouring_timesteps_differ():

@@ -9,7 +9,7 @@ import io
 import pytest
 import sentencepiece
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import UMT5EncoderModel
 
@@ -73,17 +73,10 @@ def padded(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4), seed=st.integers(0, 999))
+@example(lengths=[300, 120], seed=1)  # beyond the last bucket
 def test_matches_transformers(pair, lengths, seed):
     ours, theirs = pair
     ids, mask = padded(lengths, seed)
-    expected = theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-    torch.testing.assert_close(ours(ids, mask)[mask], expected[mask], rtol=0, atol=2e-5)
-
-
-@torch.no_grad()
-def test_matches_transformers_beyond_the_last_bucket(pair):
-    ours, theirs = pair
-    ids, mask = padded([300, 120], seed=1)
     expected = theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state
     torch.testing.assert_close(ours(ids, mask)[mask], expected[mask], rtol=0, atol=2e-5)
 
@@ -102,15 +95,6 @@ def test_buckets_match_transformers(num_buckets, max_distance):
     assert torch.equal(ours[distance.abs() < 16], theirs[distance.abs() < 16]) or num_buckets == 8
     if (num_buckets, max_distance) == (32, 128):
         assert torch.equal(ours, theirs)
-
-
-def test_buckets_are_ordered_and_all_used():
-    buckets = distance_buckets(512, 32, bucket_thresholds(32, 128), torch.device("cpu"))
-    behind, ahead = buckets[:512].flip(0), buckets[511:]
-    assert torch.equal(behind[1:] + 16, ahead[1:])
-    assert (behind.diff() >= 0).all()
-    assert behind.unique().tolist() == list(range(16))
-    assert (behind[127], behind[90], behind[91]) == (15, 14, 15)
 
 
 def test_every_parameter_gets_a_gradient_and_matches_transformers(pair):
@@ -235,11 +219,6 @@ def test_rows_do_not_depend_on_neighbours(text, prompts):
         assert not row[length:].any()
 
 
-def test_rows_have_the_encoders_dtype(pair, proto):
-    half = UMT5Encoder(SMALL).bfloat16()
-    assert TextEncoder(half, Tokenizer(proto)).encode(["a", "a red circle"]).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("bad", ["a red circle", []])
 def test_a_list_of_prompts_is_needed(text, bad):
     with pytest.raises(ValueError, match="a list of at least one prompt"):
@@ -328,13 +307,6 @@ def test_any_other_shapes_never_crash(changes):
 def test_a_bad_max_distance_is_explained(text):
     with pytest.raises(ValueError, match="relative_attention_max_distance must be an integer"):
         text_config(expected_shapes(SMALL), {"relative_attention_max_distance": text})
-
-
-def test_too_many_buckets_are_refused():
-    """Finding the thresholds of so many would take minutes."""
-    positions = {f"blocks.{i}.pos_embedding.embedding.weight": (65536, 4) for i in range(3)}
-    with pytest.raises(ValueError, match="65536 position buckets"):
-        text_config({**expected_shapes(SMALL), **positions}, {"relative_attention_max_distance": "99999"})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.tensors import relative
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names, vae_config
 from wan_core.config import OptionError
+from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.vae.layers import CausalConv3d, Chunk
-from wan_core.models.vae.tiling import TileSpec, axis_weights, plan_tiles, tile_starts
+from wan_core.models.vae.tiling import TileSpec, plan_tiles
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.ops.kernels import fused
 from wan_core.pipeline.builder import load_vae_only
 
 if TYPE_CHECKING:
@@ -132,9 +134,8 @@ def test_gradients_equal_diffusers(config: VAEConfig) -> None:
 
 
 @TINY
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-@pytest.mark.parametrize(("begin", "end"), [(1, 61), (1, 60), (0, 61), (7, 50), (30, 61)])
-def test_frames_that_stand_still_are_encoded_once(config: VAEConfig, chunk: int, begin: int, end: int) -> None:
+@pytest.mark.parametrize(("begin", "end", "chunk"), [(1, 61, 1), (1, 60, 2), (0, 61, 3), (7, 50, 2), (30, 61, 1)])
+def test_frames_that_stand_still_are_encoded_once(config: VAEConfig, begin: int, end: int, chunk: int) -> None:
     """Bit for bit what computing all of them gives, whatever comes before and after them; and faster."""
     vae, video = make_vae(config), make_video(config, 61, 2, 2)
     video[:, :, begin:end] = video[:, :, begin : begin + 1]
@@ -175,7 +176,7 @@ class Counted:
 def test_chunks_do_not_matter(config: VAEConfig) -> None:
     vae, video, latents = make_vae(config), make_video(config, 17, 1, 2), make_latents(config, 5, 1, 2)
     encoded, decoded = vae.encode(video, chunk=None), vae.decode(latents, chunk=None)
-    for chunk in (1, 2, 3, 4, 5, 9):
+    for chunk in (1, 3, 5):
         assert (vae.encode(video, chunk=chunk) - encoded).abs().max() < 1e-5
         assert (vae.decode(latents, chunk=chunk) - decoded).abs().max() < 1e-5
 
@@ -236,24 +237,6 @@ def test_memory_of_a_stream_is_bounded(config: VAEConfig) -> None:
 # --------------------------------------------------------------------------------------------------------------- tiling
 
 
-@given(
-    length=st.integers(1, 90), tile=st.integers(1, 40), overlap=st.integers(0, 39), scale=st.sampled_from([1, 8, 16])
-)
-@settings(max_examples=150, deadline=None)
-def test_tile_weights_sum_to_one(length: int, tile: int, overlap: int, scale: int) -> None:
-    overlap = min(overlap, tile - 1)
-    starts = tile_starts(length, tile, overlap)
-    weights = axis_weights(starts, tile, length, scale)
-    size = min(tile, length)
-    assert starts[0] == 0 and starts[-1] + size == length
-    assert all(0 < b - a <= tile - overlap for a, b in pairwise(starts))
-    assert weights.min() > 0 and weights.max() <= 1
-    total = torch.zeros(length * scale)
-    for start, row in zip(starts, weights, strict=True):
-        total[start * scale : (start + size) * scale] += row
-    assert (total - 1).abs().max() < 1e-6
-
-
 @given(rows=st.integers(1, 24), columns=st.integers(1, 24), height=st.integers(3, 12), width=st.integers(3, 12))
 @settings(max_examples=50, deadline=None)
 def test_tiles_restore_what_they_cut(rows: int, columns: int, height: int, width: int) -> None:
@@ -306,8 +289,7 @@ def seam(difference: Tensor) -> float:
     return float(steps.max() / steps.median())
 
 
-@TINY
-def test_tiles_blend_without_seams(config: VAEConfig) -> None:
+def test_tiles_blend_without_seams() -> None:
     """Smooth content, untrained weights as initialised (no attention: its projection starts at zero).
 
     A convolution invents zeros beyond a tile's border and tiles this small are mostly border, so the bounds are wide: a
@@ -315,6 +297,7 @@ def test_tiles_blend_without_seams(config: VAEConfig) -> None:
     measured 0.29 to 0.44.
     """
     torch.manual_seed(0)
+    config = TINY_21
     vae = VideoVAE(config).requires_grad_(False)
     latents, video = smooth(make_latents(config, 2, 10, 16)), smooth(make_video(config, 5, 10, 16)).clamp(-1, 1)
     blended, cut = TileSpec(height=8, width=10, overlap=6), TileSpec(height=8, width=8, overlap=0)
@@ -325,16 +308,6 @@ def test_tiles_blend_without_seams(config: VAEConfig) -> None:
         assert error.std() < hard.std() * 2 / 3
         if x is latents:
             assert seam(error) < 3 < 5 < seam(hard)
-
-
-def test_gradients_through_tiles() -> None:
-    """The blend is linear, so the gradient of a sum through a local model is that of the whole picture."""
-    vae = make_local(make_vae(TINY_21))
-    latents = make_latents(TINY_21, 2, 4, 5).requires_grad_()
-    tile = TileSpec(height=3, width=3, overlap=1)
-    whole = torch.autograd.grad(vae.decode(latents, clamp=False).square().sum(), latents)[0]
-    tiled = torch.autograd.grad(vae.decode(latents, clamp=False, tile=tile).square().sum(), latents)[0]
-    assert (whole - tiled).norm() < 1e-4 * whole.norm()
 
 
 def test_a_tile_that_cannot_overlap_so_is_refused() -> None:
@@ -479,18 +452,16 @@ def test_names_that_collide_are_refused() -> None:
     assert diffusers_vae_names([*names, "decoder.up_blocks.0.resnets.3.norm1.gamma"]) is None
 
 
-@FULL
+OTHER = (
+    replace(TINY_21, dim_mult=(1, 2), temporal_downsample=(True,), num_res_blocks=3, decoder_dim=8),
+    replace(TINY_21, dim_mult=(2, 2, 4), temporal_downsample=(False, False)),
+    replace(TINY_22, patch=4, num_res_blocks=2),
+)
+
+
+@pytest.mark.parametrize("config", [VAE_21, VAE_22, TINY_21, TINY_22, *OTHER])
 def test_config_from_shapes(config: VAEConfig) -> None:
     assert vae_config(shapes_of(config), {}) == config
-
-
-def test_config_of_other_sizes() -> None:
-    for config in (
-        replace(TINY_21, dim_mult=(1, 2), temporal_downsample=(True,), num_res_blocks=3, decoder_dim=8),
-        replace(TINY_21, dim_mult=(2, 2, 4), temporal_downsample=(False, False)),
-        replace(TINY_22, patch=4, num_res_blocks=2),
-    ):
-        assert vae_config(shapes_of(config), {}) == config
 
 
 def test_statistics_from_metadata() -> None:
@@ -529,6 +500,44 @@ def test_hostile_shapes_are_refused_in_words(data: st.DataObject, shape: tuple[i
     except ValueError:
         return
     assert max(config.encoder_dim, config.decoder_dim) * max(config.dim_mult) < 10**7
+
+
+# ---------------------------------------------------------------------------------------------------------------- GPUs
+
+CUDA = torch.device("cuda", 0)
+WIDE_21, WIDE_22 = (replace(config, encoder_dim=32, decoder_dim=32) for config in (TINY_21, TINY_22))
+CONFIGS = pytest.mark.parametrize("config", [WIDE_21, WIDE_22], ids=["2.1", "2.2"])
+
+
+def on_gpu(config: VAEConfig) -> VideoVAE:
+    return optimize_vae(make_vae(config).to(CUDA, torch.bfloat16), CUDA)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+@CONFIGS
+@pytest.mark.parametrize("chunk", [1, 2, None])
+def test_the_kernel_is_nearer_to_float32_than_torch(config: VAEConfig, chunk: int | None) -> None:
+    vae, exact = on_gpu(config), make_vae(config)
+    latents, video = make_latents(config, 5, 4, 6), make_video(config, 17, 4, 6)
+    for run, x in (("decode", latents), ("encode", video)):
+        expected = getattr(exact, run)(x)
+        found = relative(getattr(vae, run)(x, chunk=chunk).cpu(), expected)
+        with fused.use("torch"):
+            plain = relative(getattr(vae, run)(x, chunk=chunk).cpu(), expected)
+        assert found < 1.1 * plain and found < 0.1, (run, found, plain)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_frames_that_stand_still_are_the_same_bits_on_a_gpu() -> None:
+    """As on the CPU: whether a frame is computed or repeated does not show."""
+    vae, video = on_gpu(WIDE_21), make_video(WIDE_21, 61, 4, 4).to(CUDA)
+    video[:, :, 1:] = 0
+    found = vae.encode(video)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wan_core.models.vae.vae._still_since", lambda video: list(range(video.shape[2])))
+        assert torch.equal(found, vae.encode(video))
 
 
 @pytest.mark.gpu

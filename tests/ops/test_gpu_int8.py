@@ -35,8 +35,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("rows", [1, 7, 512, 9000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, torch.bfloat16), (7, torch.float32), (512, torch.float32), (9000, torch.bfloat16)]
+)
 @torch.no_grad()
 def test_products_equal_the_reference(kind: str, rows: int, dtype: torch.dtype, way: str) -> None:
     generator = torch.Generator().manual_seed(rows)

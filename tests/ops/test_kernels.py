@@ -127,14 +127,6 @@ def test_fp8_of_mixed_heads_in_both_layouts(block):
     assert not block or not found.memory[:, :, 150:].float().any()
 
 
-def test_rotation_depends_on_distance_alone():
-    table = rope_table((1, 1, 12), (4, 6, 6))
-    q, k = draw(1, 1, 1, 16, seed=1), draw(1, 1, 1, 16, seed=2)
-    at = lambda x, i: reference.rotate(x, table[i : i + 1])  # noqa: E731
-    scores = [float((at(q, i) * at(k, i + 3)).sum()) for i in range(9)]
-    assert max(scores) - min(scores) < 1e-5
-
-
 @pytest.mark.parametrize("fmt", [None, *FORMATS])
 def test_gelu_is_the_tanh_form(fmt):
     x = draw(3, 256) * 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.execution.test_stream import LAYERS, experts, streaming
+from tests.streamed_experts import LAYERS, experts, streaming
 from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
 from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
