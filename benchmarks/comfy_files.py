@@ -22,9 +22,8 @@ from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.safetensors_file import bytes_of, safetensors_header
 from wan_core.checkpoint.save import metadata_of, save, write_safetensors
 from wan_core.config.outputs import written_beside
-from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.text.tokenizer import Tokenizer
-from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.text.umt5 import UMT5_XXL, TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names

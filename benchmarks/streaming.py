@@ -39,7 +39,7 @@ from wan_core.execution.memory.planning import (
 from wan_core.execution.memory.streaming import Stage
 from wan_core.execution.optimize import optimize
 from wan_core.execution.report import GIB
-from wan_core.models.text.config import UMT5_XXL
+from wan_core.models.text.umt5 import UMT5_XXL
 from wan_core.models.wan.families import choose_task
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.settings import find_quantization

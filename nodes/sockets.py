@@ -22,8 +22,7 @@ from wan_core.execution.memory.planning import TEXT, Beside, MemoryPlan, Sizes, 
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.media.preview import RGBMap
-from wan_core.models.text.cache import PromptCache
-from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.text.umt5 import PromptCache, TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.config.limits import MAX_VIDEO_SIDE
-from wan_core.models.audio.config import SAMPLE_RATE
+from wan_core.models.audio.wav2vec2 import SAMPLE_RATE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.media import video_to_pixels

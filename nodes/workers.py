@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wan_core.config import LoraOptions
 from wan_core.execution.report import Report
-from wan_core.models.text.notes import TokenCount
+from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.models.wan.families.wan.inputs import known_frames

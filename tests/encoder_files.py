@@ -9,9 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wan_core.checkpoint.random import random_module
-from wan_core.models.audio.config import SpeechConfig
-from wan_core.models.audio.wav2vec2 import SpeechEncoder
-from wan_core.models.vision.config import VisionConfig
+from wan_core.models.audio.wav2vec2 import SpeechConfig, SpeechEncoder
+from wan_core.models.vision.clip import VisionConfig
 
 VISION = VisionConfig(dim=1280, ffn_dim=64, num_layers=1, patch=14, tokens=5)
 SPEECH = SpeechConfig(dim=128, ffn_dim=32, num_layers=2, conv_dim=16, position_kernel=8)

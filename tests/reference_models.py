@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wan_core.models.text.config import TextConfig
+from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 

@@ -26,7 +26,7 @@ from tests.models.test_vision import official as openclip_names
 from tests.reference_models import diffusers_transformer, diffusers_vae, transformers_encoder
 from wan_core.checkpoint.detect import TOKENIZER, detect
 from wan_core.checkpoint.random import random_module
-from wan_core.models.text.config import TextConfig
+from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import WAN22_MEAN, WAN22_STD, VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.animate.data import AnimateConfig

@@ -34,7 +34,7 @@ from wan_core.checkpoint import detect, load_dit, open_checkpoint
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.layouts import hf_text_names
 from wan_core.config import OptionError
-from wan_core.models.text.config import UMT5_XXL
+from wan_core.models.text.umt5 import UMT5_XXL
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.plan import make_plan
 

@@ -16,15 +16,14 @@ from tests.encoder_files import huggingface_names
 from tools.hostile.gguf import gguf
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, save
 from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.encoders import load_speech, load_vision
 from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.checkpoint.speech import load_speech
-from wan_core.checkpoint.vision import load_vision
 from wan_core.cli import main
 from wan_core.cli.inspect import inspect
 from wan_core.config import LoadOptions, LoraOptions, Request
-from wan_core.models.vision.config import VisionConfig
+from wan_core.models.vision.clip import VisionConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.pipeline.loras import merging, read_loras
 from wan_core.pipeline.pipeline import Pipeline

@@ -32,9 +32,8 @@ from wan_core.checkpoint.layouts import hf_text_names
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import OptionError
-from wan_core.models.text.config import TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
-from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.text.umt5 import TextConfig, TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig

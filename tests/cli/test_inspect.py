@@ -14,7 +14,7 @@ from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.cli.inspect import inspect, part_line
-from wan_core.models.vision.config import VisionConfig
+from wan_core.models.vision.clip import VisionConfig
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
 

@@ -24,8 +24,7 @@ from wan_core.execution.memory.planning import (
 )
 from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import SLOTS, stage_bytes
-from wan_core.models.text.config import UMT5_XXL
-from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.text.umt5 import UMT5_XXL, TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import T2V_A14B
 from wan_core.ops.quant.packed import Packed, put_packed

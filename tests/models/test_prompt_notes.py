@@ -9,9 +9,8 @@ import torch
 
 from wan_core.checkpoint import load_text_encoder
 from wan_core.config import LoadOptions, Request
-from wan_core.models.text.cache import PromptCache
-from wan_core.models.text.notes import TokenCount, prompt_notes
-from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.text.tokenizer import TokenCount, prompt_notes
+from wan_core.models.text.umt5 import PromptCache, TextEncoder
 from wan_core.parallel.conditioning import counts_of_all
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY

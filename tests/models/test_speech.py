@@ -13,9 +13,8 @@ from transformers import Wav2Vec2Config, Wav2Vec2FeatureExtractor, Wav2Vec2Model
 from tests.animate_references import DATA
 from tests.s2v_references import SOUNDS, draw_states
 from wan_core.checkpoint import CheckpointError
-from wan_core.checkpoint.speech import load_speech
-from wan_core.models.audio.config import XLSR_LARGE
-from wan_core.models.audio.wav2vec2 import SpeechEncoder
+from wan_core.checkpoint.encoders import load_speech
+from wan_core.models.audio.wav2vec2 import XLSR_LARGE, SpeechEncoder
 from wan_core.models.wan.families.s2v.inputs import audio_features, clip_count, resampled
 
 

@@ -17,9 +17,15 @@ from tests.reference_models import transformers_encoder
 from wan_core.checkpoint.layouts import expected_shapes, hf_text_names, text_config
 from wan_core.cli import doctor
 from wan_core.config.limits import MAX_TOKENIZER
-from wan_core.models.text.config import UMT5_XXL, TextConfig
 from wan_core.models.text.tokenizer import Tokenizer, clean
-from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder, bucket_thresholds, distance_buckets
+from wan_core.models.text.umt5 import (
+    UMT5_XXL,
+    TextConfig,
+    TextEncoder,
+    UMT5Encoder,
+    bucket_thresholds,
+    distance_buckets,
+)
 from wan_lab.shapes import SCENES
 
 SMALL = TextConfig(vocab_size=128, dim=48, dim_attn=64, dim_ffn=80, num_heads=4, num_layers=3)

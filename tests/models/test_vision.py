@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from wan_core.checkpoint import CheckpointError
-from wan_core.checkpoint.vision import load_vision
-from wan_core.models.vision.clip import MEAN, STD, VisionEncoder
-from wan_core.models.vision.config import VIT_H
+from wan_core.checkpoint.encoders import load_vision
+from wan_core.models.vision.clip import MEAN, STD, VIT_H, VisionEncoder
 
 LAYERS = 3
 

@@ -21,7 +21,7 @@ from wan_core.media.pictures import EXPERT_COLOUR, clock
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import WAN21, WAN22, map_of_channels
 from wan_core.media.video import fit_image
-from wan_core.models.text.cache import PromptCache
+from wan_core.models.text.umt5 import PromptCache
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE

@@ -11,8 +11,7 @@ import torch
 from tests.pipeline import test_sound_clips
 from tests.pipeline.test_sound_clips import request as asked
 from wan_core.config import LoadOptions
-from wan_core.models.audio.config import SAMPLE_RATE
-from wan_core.models.audio.wav2vec2 import encoding_bytes
+from wan_core.models.audio.wav2vec2 import SAMPLE_RATE, encoding_bytes
 from wan_core.models.wan.families.s2v.data import S2V_14B
 from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.hearing import random_speech

@@ -17,7 +17,7 @@ from wan_core.config import LoadOptions, OptionError
 from wan_core.config.host_memory import _left_in_container, available_bytes
 from wan_core.execution.memory.residency import KEPT_FREE, Residency
 from wan_core.execution.report import GIB
-from wan_core.models.text.config import UMT5_XXL
+from wan_core.models.text.umt5 import UMT5_XXL
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import I2V_A14B
 from wan_core.models.wan.prepared_form import PreparedForm

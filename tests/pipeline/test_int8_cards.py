@@ -27,7 +27,7 @@ from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.execution.memory.planning import GIB, limited
 from wan_core.execution.memory.residency import KEPT_FREE, Residency
-from wan_core.models.text.config import UMT5_XXL
+from wan_core.models.text.umt5 import UMT5_XXL
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import I2V_A14B, DiTConfig
 from wan_core.models.wan.families.vace.data import with_vace

@@ -21,7 +21,7 @@ from tests import s2v_loop as loop
 from tests.animate_references import draw_weights
 from tests.encoder_files import write_speech
 from tests.pipeline.test_clips import Stopped, stop_after
-from wan_core.checkpoint.speech import load_speech
+from wan_core.checkpoint.encoders import load_speech
 from wan_core.cli import main
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.prompt_list import write_with_report
@@ -31,8 +31,7 @@ from wan_core.execution.memory.planning import plan_memory
 from wan_core.execution.report import GIB, Report
 from wan_core.media.sound import read_sound
 from wan_core.media.video import read_video
-from wan_core.models.audio.config import XLSR_LARGE
-from wan_core.models.audio.wav2vec2 import SpeechEncoder
+from wan_core.models.audio.wav2vec2 import XLSR_LARGE, SpeechEncoder
 from wan_core.models.wan.families import FAMILIES, s2v
 from wan_core.models.wan.families.clips import check_clips, cut_clips
 from wan_core.models.wan.families.media import pixels_to_video

@@ -21,7 +21,7 @@ from tools.tiny.driven import (
 )
 from tools.tiny.experts import initialise
 from wan_core.checkpoint import load_vae
-from wan_core.checkpoint.vision import load_vision
+from wan_core.checkpoint.encoders import load_vision
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families.animate2.inputs import clip_inputs

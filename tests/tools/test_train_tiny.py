@@ -18,7 +18,7 @@ from tools.tiny.vae import CONFIG
 from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
 from tools.train_tiny import main
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae, save
-from wan_core.checkpoint.vision import load_vision
+from wan_core.checkpoint.encoders import load_vision
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.wan.inputs import image_channels

@@ -39,7 +39,7 @@ from wan_core.config import (
     WindowOptions,
 )
 from wan_core.execution.report import Report
-from wan_core.models.text.cache import PromptCache
+from wan_core.models.text.umt5 import PromptCache
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.wan.inputs import join_image
 from wan_core.pipeline.images import decode_images, encode_images

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from tools.hostile.changes import damaged, edited
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.models.text.config import TextConfig
-from wan_core.models.text.umt5 import UMT5Encoder
+from wan_core.models.text.umt5 import TextConfig, UMT5Encoder
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig

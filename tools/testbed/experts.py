@@ -29,9 +29,8 @@ from tools.tiny.experts import draw_sigmas, encode_text, initialise, initialise_
 from tools.tiny.files import write_part
 from tools.tiny.loop import Clock, Trainer
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
-from wan_core.models.text.config import TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
-from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.text.umt5 import TextConfig, TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts

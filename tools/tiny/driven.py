@@ -34,11 +34,10 @@ from tools.tiny.files import part_path, report_sizes, round_to_fp16, write_part
 from tools.tiny.loop import Losses
 from tools.tiny.words import DROPPED_ROWS, TEXT_LEN
 from wan_core.checkpoint import load_vae
+from wan_core.checkpoint.encoders import huggingface_names, load_vision
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.checkpoint.vision import huggingface_names, load_vision
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.vision.clip import VisionEncoder, prepared
-from wan_core.models.vision.config import VisionConfig
+from wan_core.models.vision.clip import VisionConfig, VisionEncoder, prepared
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention
 from wan_core.models.wan.families.animate2.data import Animate2Config
 from wan_core.models.wan.families.animate2.kept import DeviceLayers

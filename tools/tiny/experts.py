@@ -20,9 +20,8 @@ from tools.tiny.files import part_path, report_sizes, resume_path, round_to_fp16
 from tools.tiny.loop import Clock, Losses, Trainer
 from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
-from wan_core.models.text.config import TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
-from wan_core.models.text.umt5 import Attention, FeedForward, RelativePosition, TextEncoder, UMT5Encoder
+from wan_core.models.text.umt5 import Attention, FeedForward, RelativePosition, TextConfig, TextEncoder, UMT5Encoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts

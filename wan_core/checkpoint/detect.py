@@ -24,12 +24,10 @@ from wan_core.checkpoint.layouts_vae import vae_config
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import find_scales
-from wan_core.models.text.config import TextConfig
-from wan_core.models.text.umt5 import UMT5Encoder
+from wan_core.models.text.umt5 import TextConfig, UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.vision.clip import VisionEncoder
-from wan_core.models.vision.config import VisionConfig
+from wan_core.models.vision.clip import VisionConfig, VisionEncoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import FAMILIES, family_of, find_family
 from wan_core.models.wan.families.family import Family, Shapes

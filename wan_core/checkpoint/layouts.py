@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names
 from wan_core.checkpoint.opened import CheckpointError
-from wan_core.models.text.config import TextConfig
+from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.wan.families import FAMILIES
 
 # Hugging Face's name of a module -> the official one; blocks by the part after their number.

@@ -121,8 +121,7 @@ def precisions(checkpoint: Any) -> dict[str, float]:
 def _encoder(checkpoint: Any) -> dict[str, Any]:
     """The description of an encoder of pictures or of sound; empty for another file. Raises CheckpointError for one
     that is damaged, or not Wan's."""
-    from wan_core.checkpoint.speech import PREFIX, find_speech
-    from wan_core.checkpoint.vision import find_vision
+    from wan_core.checkpoint.encoders import PREFIX, find_speech, find_vision
 
     names = [name.removeprefix(PREFIX) for name in checkpoint.tensors]
     if any(name.startswith(("vision_model.", "visual.")) for name in names):
@@ -138,7 +137,7 @@ def _encoder(checkpoint: Any) -> dict[str, Any]:
 def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
     from wan_core.checkpoint import detect
     from wan_core.checkpoint.detect import KINDS
-    from wan_core.models.text.config import TextConfig
+    from wan_core.models.text.umt5 import TextConfig
     from wan_core.models.vae.config import VAEConfig
     from wan_core.models.wan.config import DiTConfig
     from wan_core.models.wan.families.family import Clues

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.models.text.notes import TokenCount
+from wan_core.models.text.tokenizer import TokenCount
 from wan_core.parallel.mesh import RankMesh, all_gather
 from wan_core.sampling.plan import Branch
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import open_checkpoint
-from wan_core.checkpoint.speech import find_speech, load_speech
+from wan_core.checkpoint.encoders import find_speech, load_speech
 from wan_core.config import OptionError
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.report import Report
 from wan_core.media.sound import mono, read_sound
-from wan_core.models.audio.config import SAMPLE_RATE, XLSR_LARGE, SpeechConfig
-from wan_core.models.audio.wav2vec2 import SpeechEncoder, encoding_bytes
+from wan_core.models.audio.wav2vec2 import SAMPLE_RATE, XLSR_LARGE, SpeechConfig, SpeechEncoder, encoding_bytes
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import Task

@@ -15,11 +15,10 @@ from typing import cast
 
 from wan_core.checkpoint import detect, find_parts, open_checkpoint
 from wan_core.checkpoint.detect import Kind
-from wan_core.checkpoint.speech import find_speech
-from wan_core.checkpoint.vision import find_vision_file
+from wan_core.checkpoint.encoders import find_speech, find_vision_file
 from wan_core.config import LoadOptions, OptionError, UserError
 from wan_core.config.checks import meant_hint, near_file
-from wan_core.models.text.config import TextConfig
+from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task, family_of

@@ -15,7 +15,7 @@ from wan_core.checkpoint import Checkpoint
 from wan_core.checkpoint.detect import Config, expected_shapes
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.staged import USUAL, Reading
-from wan_core.models.text.config import TextConfig
+from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names

@@ -26,7 +26,7 @@ from wan_core.config import LoadOptions, Request
 from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.report import Report
 from wan_core.media.video import load_image
-from wan_core.models.text.notes import TokenCount, prompt_notes
+from wan_core.models.text.tokenizer import TokenCount, prompt_notes
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.media import pixels_to_video

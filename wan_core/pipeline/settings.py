@@ -19,7 +19,7 @@ from wan_core.config import LoadOptions, OptionError
 from wan_core.config.compile_cache import set_compile_caches
 from wan_core.execution.memory.planning import factor, unit_bytes
 from wan_core.execution.optimize import check_compile
-from wan_core.models.text.config import TextConfig
+from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.attention.protocol import Attention

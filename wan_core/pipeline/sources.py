@@ -20,16 +20,15 @@ from torch import nn
 from wan_core.checkpoint import Checkpoint, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
 from wan_core.checkpoint.comfyui_tensors import preference_note
 from wan_core.checkpoint.detect import Config, Detected, Kind, parameter_count
+from wan_core.checkpoint.encoders import find_vision_file, load_vision
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import USUAL, Reading
-from wan_core.checkpoint.vision import find_vision_file, load_vision
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
-from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.text.tokenizer import Tokenizer
-from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.text.umt5 import UMT5_XXL, TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vision.config import VIT_H, VisionConfig
+from wan_core.models.vision.clip import VIT_H, VisionConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task, family_of
 from wan_core.models.wan.families.family import Clues

@@ -19,7 +19,7 @@ from wan_core.config import LoadOptions, Request
 from wan_core.config.outputs import model_files
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
-from wan_core.models.text.notes import TokenCount
+from wan_core.models.text.tokenizer import TokenCount
 from wan_core.pipeline.images import Made, Pieces, WriteFrames, in_this_mode
 from wan_core.pipeline.pipeline import Result, WriteVideo, check_request
 from wan_core.pipeline.watch import SILENT, OnStep, Watch

@@ -11,10 +11,10 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from wan_core.config.checks import check_file_size
 from wan_core.config.limits import MAX_TOKENIZER
-from wan_core.models.text.notes import TokenCount
 
 OLDEST_SENTENCEPIECE = (0, 2, 3)
 
@@ -100,3 +100,25 @@ def why_too_old(version: str) -> str | None:
 def clean(text: str) -> str:
     """HTML entities resolved (twice, as the reference does), runs of white space made one space, ends trimmed."""
     return re.sub(r"\s+", " ", html.unescape(html.unescape(text))).strip()
+
+
+_WEIGHT = re.compile(r"\([^()]+:\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*\)")
+
+
+class TokenCount(NamedTuple):
+    """Tokens of a prompt, its end token included, and how many of them are read."""
+
+    given: int
+    read: int
+
+
+def prompt_notes(name: str, text: str, count: TokenCount) -> list[str]:
+    """Sentences for the report, about the prompt that is called `name`."""
+    notes = []
+    if count.given > count.read:
+        notes.append(f"the {name} has {count.given} tokens, and {count.read} are read: its end was cut. Shorten it")
+    weight = _WEIGHT.search(text)
+    if weight is not None:
+        shown = weight[0] if len(weight[0]) < 40 else f"({weight[0][-36:]}"
+        notes.append(f"the {name} has a weight, {shown}: it is read as text, because this text encoder has no weights")
+    return notes

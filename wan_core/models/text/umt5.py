@@ -9,15 +9,34 @@ https://arxiv.org/abs/1910.10683; Chung et al., https://arxiv.org/abs/2304.09151
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.models.block_weights import RESIDENT, BlockWeights
-from wan_core.models.text.config import TextConfig
-from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.text.tokenizer import TokenCount, Tokenizer, prompt_notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """UMT5 encoder. Each layer has its own relative position table. Source: Wan2.2/wan/modules/t5.py."""
+
+    vocab_size: int = 256384
+    dim: int = 4096
+    dim_attn: int = 4096
+    dim_ffn: int = 10240
+    num_heads: int = 64
+    num_layers: int = 24
+    num_buckets: int = 32
+    max_distance: int = 128
+    eps: float = 1e-6
+
+
+UMT5_XXL = TextConfig()
 
 
 class RMSNorm(nn.Module):
@@ -189,3 +208,36 @@ class TextEncoder(nn.Module):
         """
         ids, mask = self.tokenize(prompts)
         return self.encoder(ids, mask).masked_fill(~mask[..., None], 0)
+
+
+class PromptCache:
+    """The rows of the last `limit` prompts of one encoder, on the CPU: at most 4 MB each for UMT5-XXL in bf16."""
+
+    def __init__(self, limit: int = 64) -> None:
+        self.limit = limit
+        self._rows: OrderedDict[str, Tensor] = OrderedDict()
+        self._counts: dict[str, TokenCount] = {}
+
+    def encode(self, prompts: Sequence[str], encoder: Callable[[], TextEncoder]) -> list[Tensor]:
+        """Rows [1, L, dim] of each prompt, L its own length.
+
+        `encoder` returns the encoder, which it may have to load; it is called only if a prompt is new. New prompts are
+        encoded in one batch.
+        """
+        missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._rows]
+        if missing:
+            model = encoder()
+            for prompt, rows in zip(missing, model.encode(missing).cpu(), strict=True):
+                count = model.tokenizer.count(prompt)
+                self._rows[prompt] = rows[None, : count.read].clone()
+                self._counts[prompt] = count
+        encoded = [self._rows[prompt] for prompt in prompts]
+        for prompt in prompts:
+            self._rows.move_to_end(prompt)
+        while len(self._rows) > self.limit:
+            del self._counts[self._rows.popitem(last=False)[0]]
+        return encoded
+
+    def notes(self, prompt: str, name: str = "prompt") -> list[str]:
+        """What the user should know of how a prompt of the last `encode` was read, which is called `name`."""
+        return prompt_notes(name, prompt, self._counts[prompt])

@@ -7,11 +7,41 @@ Source: Wan2.1/wan/modules/clip.py (`use_31_block`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.models.vision.config import VisionConfig
+HEAD_DIM = 80  # of ViT-H; shapes do not say it
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The part of a CLIP vision transformer that Wan uses: all blocks but the last.
+
+    Source: Wan2.1/wan/modules/clip.py.
+    """
+
+    dim: int = 1280
+    ffn_dim: int = 5120
+    num_layers: int = 31  # that run; files have one more
+    patch: int = 14
+    tokens: int = 257  # a class token and 16 x 16 patches
+    eps: float = 1e-5
+
+    @property
+    def num_heads(self) -> int:
+        return self.dim // HEAD_DIM
+
+    @property
+    def size(self) -> int:
+        """Pixels of a side of the picture that it looks at: 224."""
+        return round((self.tokens - 1) ** 0.5) * self.patch
+
+
+VIT_H = VisionConfig()
+
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
@@ -37,7 +67,7 @@ class VisionLayer(nn.Module):
 
 
 class VisionEncoder(nn.Module):
-    """Features of an image. Weights come from `wan_core.checkpoint.vision.load_vision`."""
+    """Features of an image. Weights come from `wan_core.checkpoint.encoders.load_vision`."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.config.checks import OptionError
-from wan_core.models.audio.config import FRAMES_PER_SECOND, SAMPLE_RATE, XLSR_LARGE
+from wan_core.models.audio.wav2vec2 import FRAMES_PER_SECOND, SAMPLE_RATE, XLSR_LARGE
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE

@@ -1,15 +1,20 @@
-"""CLIP vision encoders on disk: the official `.pth`, which holds a text encoder too, and Hugging Face's layout, which
-ComfyUI's `clip_vision_h.safetensors` and the `image_encoder` of Diffusers releases have.
+"""Encoders on disk that serve a family: CLIP vision (image-to-video of 2.1, Animate, Fun) and wav2vec 2.0 (S2V).
 
-The official file has queries, keys and values of a layer in one matrix. What Wan does not use is not read: the last
-layer, the final norm and the projections.
+CLIP: the official `.pth`, which holds a text encoder too and has queries, keys and values of a layer in one matrix, and
+Hugging Face's layout, which ComfyUI's `clip_vision_h.safetensors` and the `image_encoder` of Diffusers releases have.
+What Wan does not use is not read: the last layer, the final norm and the projections.
+
+wav2vec 2.0: Hugging Face's layout, with or without `wav2vec2.` in front, which ComfyUI's
+`wav2vec2_large_english_fp16.safetensors` has, too. The positional convolution is stored as a direction and a length for
+each place of its kernel, under the names of either of torch's two ways of doing that. Masks and the words' head are not
+read.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,10 +26,14 @@ from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import refuse_scaled
-from wan_core.models.vision.clip import VisionEncoder
-from wan_core.models.vision.config import HEAD_DIM, VisionConfig
+from wan_core.models.audio.wav2vec2 import GROUPS, STRIDES, SpeechConfig, SpeechEncoder
+from wan_core.models.audio.wav2vec2 import HEAD_DIM as SPEECH_HEAD_DIM
+from wan_core.models.vision.clip import HEAD_DIM, VisionConfig, VisionEncoder
 
 MAX_LAYERS = 200
+
+# ------------------------------------------------------------------------------------------------------- CLIP vision
+
 _TOP = {
     "cls": ("embeddings.class_embedding", "cls_embedding"),
     "positions": ("embeddings.position_embedding.weight", "pos_embedding"),
@@ -118,7 +127,7 @@ def find_vision_file(path: str | os.PathLike[str]) -> tuple[Checkpoint, FoundVis
 
 
 def _names(column: int, prefix: str, inner: str, layers: int) -> Iterator[tuple[str, tuple[str, int | None]]]:
-    """Of the first `layers` layers."""
+    """Our parameter -> its tensor in the file, in the first `layers` layers."""
     for ours, theirs in _TOP.items():
         for kind in ("weight", "bias") if ours == "norm" else ("",):
             dot = "." if kind else ""
@@ -160,3 +169,83 @@ def _check_shapes(checkpoint: Checkpoint, found: FoundVision, where: str) -> Non
 
 def _part(stored: Tensor, third: int | None) -> Tensor:
     return stored if third is None else stored.chunk(3)[third]
+
+
+# ------------------------------------------------------------------------------------------------------- wav2vec 2.0
+
+PREFIX = "wav2vec2."
+_POSITION = "encoder.pos_conv_embed.conv."
+_LENGTH = ("weight_g", "parametrizations.weight.original0")
+_DIRECTION = ("weight_v", "parametrizations.weight.original1")
+_SPEECH_LAYER = re.compile(r"encoder\.layers\.(\d{1,6})\..+")
+_EXPECTED = "Expected is wav2vec2-large-xlsr-53-english, or ComfyUI's wav2vec2_large_english_fp16.safetensors"
+
+
+def load_speech(
+    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> SpeechEncoder:
+    """A speech encoder from a file, folder or state dict, in eval mode.
+
+    Raises CheckpointError: not a whole speech encoder of this kind.
+    """
+    checkpoint = open_checkpoint(source)
+    where = checkpoint.describe()
+    stored = {name.removeprefix(PREFIX): name for name in checkpoint.tensors}
+    config = find_speech(checkpoint)
+    with torch.device("meta"):
+        module = SpeechEncoder(config)
+    shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    length, direction = (_one_of(stored, names, where) for names in (_LENGTH, _DIRECTION))
+    weight = f"{_POSITION}weight"
+    missing = [name for name in shapes if name != weight and name not in stored]
+    if missing:
+        raise CheckpointError(f"a speech encoder, but {counted(missing, 'missing')}. Download it again.", where=where)
+    values = {name: checkpoint.read(stored[name]).to(device, dtype) for name in shapes if name != weight}
+    values[weight] = _position_weight(checkpoint, length, direction).to(device, dtype)
+    wrong = [name for name, value in values.items() if tuple(value.shape) != shapes[name]]
+    if wrong:
+        raise CheckpointError(f"a speech encoder, but {counted(wrong, 'of a wrong shape')}.", where=where)
+    module.load_state_dict(values, assign=True)
+    return module.requires_grad_(False).eval()
+
+
+def find_speech(checkpoint: Checkpoint) -> SpeechConfig:
+    """What the encoder in `checkpoint` is, by names and shapes. Raises CheckpointError."""
+    refuse_scaled(checkpoint)
+    shapes = {name.removeprefix(PREFIX): info.shape for name, info in checkpoint.tensors.items()}
+    return read_speech_config(shapes, checkpoint.describe())
+
+
+def read_speech_config(shapes: Mapping[str, tuple[int, ...]], where: str) -> SpeechConfig:
+    """What the encoder is whose tensors have these shapes. Raises CheckpointError."""
+    layers = [int(match[1]) for name in shapes if (match := _SPEECH_LAYER.fullmatch(name))]
+    convs = [f"feature_extractor.conv_layers.{n}.conv.weight" for n in range(len(STRIDES))]
+    needed = {**dict.fromkeys(convs, 3), "encoder.layers.0.feed_forward.intermediate_dense.weight": 2}
+    if not layers or max(layers) >= MAX_LAYERS or any(len(shapes.get(name, ())) != n for name, n in needed.items()):
+        raise CheckpointError(f"not a wav2vec 2.0 speech encoder. {_EXPECTED}", where=where)
+    normed = [f"feature_extractor.conv_layers.{n}.layer_norm.weight" in shapes for n in range(len(STRIDES))]
+    ffn_dim, dim = shapes["encoder.layers.0.feed_forward.intermediate_dense.weight"]
+    position = next((shapes[_POSITION + name] for name in _DIRECTION if _POSITION + name in shapes), ())
+    if not all(normed) or len(position) != 3 or not dim or dim % SPEECH_HEAD_DIM or dim % GROUPS:
+        raise CheckpointError(f"a wav2vec 2.0 speech encoder of another kind, {dim} wide. {_EXPECTED}", where=where)
+    return SpeechConfig(
+        dim=dim,
+        ffn_dim=ffn_dim,
+        num_layers=max(layers) + 1,
+        conv_dim=shapes[convs[0]][0],
+        kernels=tuple(shapes[name][2] for name in convs),
+        position_kernel=position[2],
+    )
+
+
+def _one_of(stored: Mapping[str, str], names: tuple[str, ...], where: str) -> str:
+    for name in names:
+        if _POSITION + name in stored:
+            return stored[_POSITION + name]
+    raise CheckpointError(f"a speech encoder, but {_POSITION}{names[0]} is missing. Download it again.", where=where)
+
+
+def _position_weight(checkpoint: Checkpoint, length: str, direction: str) -> Tensor:
+    """In float32: the length of each place of the kernel, over the norm of what is stored there, times that."""
+    wide = checkpoint.read(direction).float()
+    return checkpoint.read(length).float() * wide / wide.norm(dim=(0, 1), keepdim=True)
