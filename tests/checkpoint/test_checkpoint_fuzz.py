@@ -283,12 +283,6 @@ def test_absurd_index(index: bytes) -> None:
 
 
 @settings(quick, max_examples=80)
-@given(name=st.sampled_from(NAMES), where=flips)
-def test_flipped_pickle(name: str, where: list[tuple[float, int]]) -> None:
-    survives(repacked(lambda program: flipped(program, where, 0, len(program)), name), "model.pth")
-
-
-@settings(quick, max_examples=80)
 @given(at=st.floats(0, 1, exclude_max=True), new=st.binary(min_size=1, max_size=12), cut=st.integers(0, 12))
 def test_spliced_pickle(at: float, new: bytes, cut: int) -> None:
     def splice(program: bytes) -> bytes:

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("kind", "spelling"),
-    [*((kind, "tensor") for kind in FORMATS), *(("w4a8", spelling) for spelling in ("params", "metadata"))],
+    [*((kind, "tensor") for kind in FORMATS), *(("w4a8 plain", spelling) for spelling in ("params", "metadata"))],
 )
 @torch.no_grad()
 def test_a_file_in_every_format_and_spelling(tmp_path: Path, kind: str, spelling: str) -> None:

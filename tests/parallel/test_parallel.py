@@ -148,52 +148,41 @@ def test_each_rank_of_a_layer_pipeline_holds_its_blocks_alone(ranks, mesh):
     assert max(map(len, held)) - min(map(len, held)) <= 1
 
 
-@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "2x1x1", "layers2"])
-def test_a_resolution_schedule_equals_one_rank(ranks, alone, mesh):
-    """50 tokens, and 18 in the smaller steps, with a cache and sparse attention, which begin anew at each size."""
-    request = {"steps": 10, "width": 80, "height": 80, "frames": 5, "sparse": {"sparsity": 0.5}}
-    request |= {"stages": [{"scale": 0.6, "low": 0.85, "high": 0.98}], "magcache": MAGCACHE}
-    if mesh == "layers2":
-        request = {name: given for name, given in request.items() if name not in ("sparse", "magcache")}
-        request["guidance_mode"] = "sequential"
-    wanted = alone(request=request)
-    equal_on_all(together(ranks, mesh=mesh, request=request), wanted)
-    plain = {name: given for name, given in request.items() if name != "stages"}
-    assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
-    assert any("resolution schedule: 0.6 of width and height in steps" in note for note in wanted[2]["notes"])
-
-
-@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "2x1x1", "layers2"])
-def test_context_windows_equal_one_rank(ranks, alone, mesh):
-    """Windows of 2 and 3 latent frames, 50 and 75 tokens, with a cache; some that move."""
-    request = {"steps": 10, "width": 80, "height": 80, "frames": 13, "windows": "5/1:standard_static"}
-    request["magcache"] = MAGCACHE
-    if mesh == "layers2":
-        request |= {"guidance_mode": "sequential", "windows": "5/1", "steps": 4}
-        del request["magcache"]
-    wanted = alone(request=request)
-    equal_on_all(together(ranks, mesh=mesh, request=request), wanted)
-    plain = {name: given for name, given in request.items() if name != "windows"}
-    assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
-
-
-@pytest.mark.parametrize("mesh", ["1x1x3", "2x2x1", "2x1x3"])
-def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, alone, mesh):
-    request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 112, "frames": 9}  # 105 tokens
-    answers = together(ranks, mesh=mesh, request=request)
-    equal_on_all(answers, alone(request=request))
-    forwards = [note for note in alone(request=request)[2]["notes"] if note.startswith("forwards")]
-    assert forwards and all(forwards[0] in notes["notes"] for _, _, notes in answers)
-
-
 SPARSE = {"sparsity": 0.75, "dense_steps": 0.25, "ramp": 0.0}
+SQUARE = {"width": 80, "height": 80}
+TALL = {"width": 80, "height": 112, "frames": 9}
+# 50 tokens, and 18 in the smaller steps, with a cache and sparse attention, which begin anew at each size.
+STAGES = {"steps": 10, **SQUARE, "frames": 5, "stages": [{"scale": 0.6, "low": 0.85, "high": 0.98}]}
+# Of 2 and 3 latent frames, 50 and 75 tokens; some that move.
+WINDOWS = {"steps": 10, **SQUARE, "frames": 13, "windows": "5/1:standard_static", "magcache": MAGCACHE}
+IN_LAYERS = {"guidance_mode": "sequential"}
+# Some steps have one branch only; MagCache's residuals of it must be where it runs next.
+UNGUIDED = {"steps": 10, "magcache": MAGCACHE, **SQUARE, "frames": 5}
+REQUESTS = {
+    "stages": (("1x1x2", "1x2x1", "2x1x1"), {**STAGES, "sparse": {"sparsity": 0.5}, "magcache": MAGCACHE}),
+    "stages in layers": (("layers2",), {**STAGES, **IN_LAYERS}),
+    "windows": (("1x1x2", "1x2x1", "2x1x1"), WINDOWS),
+    "windows in layers": (("layers2",), {**WINDOWS, **IN_LAYERS, "windows": "5/1", "steps": 4, "magcache": None}),
+    "105 tokens": (("1x1x3", "2x2x1", "2x1x3"), {"steps": 10, "magcache": MAGCACHE, **TALL}),
+    # A rank has all tokens of its heads, in the order of the tiles; residuals are kept beneath that order.
+    "sparse": (("1x1x3", "2x1x2"), {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE, "seed": 1}),
+    "guidance in an interval": (("2x1x1",), {**UNGUIDED, "guidance": {"low": 0.3, "high": 0.95}}),
+    "guidance of one expert": (("2x1x1",), {**UNGUIDED, "guidance_low": 1.0}),
+}
 
 
-@pytest.mark.parametrize("mesh", ["1x1x3", "2x1x2"])
-def test_sparse_attention_chooses_the_same_blocks(ranks, alone, mesh):
-    """A rank has all tokens of its heads, in the order of the tiles; residuals are kept beneath that order."""
-    request = {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE, "seed": 1}
-    equal_on_all(together(ranks, mesh=mesh, request=request), alone(request=request))
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_equals_one_rank(ranks, alone, name):
+    meshes, request = REQUESTS[name]
+    wanted = alone(request=request)
+    for mesh in meshes:
+        answers = together(ranks, mesh=mesh, request=request)
+        equal_on_all(answers, wanted)
+        notes = [note for note in wanted[2]["notes"] if note.startswith(("forwards", "resolution schedule: 0.6"))]
+        assert all(set(notes) <= set(said["notes"]) for _, _, said in answers)
+    for changed in {"stages", "windows"} & set(request):
+        plain = {option: given for option, given in request.items() if option != changed}
+        assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
 
 
 def test_sparse_fp8_attention_takes_numbers_as_they_arrive(ranks, alone):
@@ -214,16 +203,6 @@ def test_sparse_fp8_attention_takes_numbers_as_they_arrive(ranks, alone):
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x2x2"])
 def test_caches_keep_a_shard(ranks, mesh):
     assert all(kept == mine and same for kept, mine, same in ranks.ask("cached_tokens", mesh=mesh))
-
-
-@pytest.mark.parametrize("request_", [{"skip": "guidance"}, {"guidance_low": 1.0}], ids=["an interval", "one expert"])
-def test_steps_without_guidance_leave_the_branches_where_they_are(ranks, alone, request_):
-    """Some steps have one branch only; MagCache's residuals of it must be where it runs next."""
-    request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 80, "frames": 5}
-    request |= {"guidance_low": 1.0} if "guidance_low" in request_ else {}
-    if "skip" in request_:
-        request["guidance"] = {"low": 0.3, "high": 0.95}
-    equal_on_all(together(ranks, mesh="2x1x1", request=request), alone(request=request))
 
 
 def test_an_image_and_its_encoding(ranks, alone, tmp_path):
@@ -515,7 +494,7 @@ def test_sparse_attention_over_a_ring_is_that_of_one_rank(ranks, mesh, given):
     [
         ("1x2x1", {"steps": 4, "sparse": SPARSE}),
         ("1x3x1", {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE}),
-        ("1x2x2", {"steps": 4, "sparse": {**SPARSE, "dense_layers": 1}, "width": 80, "height": 112, "frames": 9}),
+        ("1x2x2", {"steps": 4, "sparse": {**SPARSE, "dense_layers": 1}, **TALL}),
     ],
     ids=["plain", "magcache", "another size"],
 )
