@@ -21,6 +21,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts
@@ -47,7 +48,7 @@ def check_layers(mesh: Mesh, config: DiTConfig, plan: Plan) -> None:
     why = None
     if config.num_layers < mesh.layers:
         why = f"the transformer has {config.num_layers} blocks: use at most as many ranks"
-    elif config.family != "wan":
+    elif not family_of(config).layer_pipeline:
         why = f"models of the family {config.family} add tokens between blocks, which are not handed over"
     elif plan.sparse is not None:
         why = "sparse attention chooses blocks for several layers at once: leave it out"

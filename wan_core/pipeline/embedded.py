@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import Task
 from wan_core.pipeline.resolved_request import Job
 
@@ -82,7 +83,7 @@ def unknown_to(task: Task, prompts: Sequence[str], width: int, height: int, fram
     if task.release != "embedded":
         return []
     notes = []
-    if not task.driven_by and not all(map(is_caption, prompts)):  # a driving video says what moves
+    if not family_of(task).driven and not all(map(is_caption, prompts)):  # a driving video says what moves
         notes.append(
             f"the embedded model knows only captions such as {EXAMPLE!r}; of other prompts it makes stripes and noise. "
             "Load a Wan model for prompts of your own"

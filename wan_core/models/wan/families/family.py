@@ -157,6 +157,7 @@ class Family(ABC):
     # a size, or frames, reaches the models but latents, and the fields `concat` and `known` of `Conditioning`.
     stages: bool = False
     context_windows: bool = False
+    layer_pipeline: bool = False  # whether blocks hand over tokens alone, so that ranks can share them by layers
 
     # Keys of ComfyUI's CONDITIONING that it understands (others are refused); those that the negative prompt may have
     # other values of; the one whose values, a number for each control video, may change with the texts of a prompt.

@@ -30,6 +30,7 @@ class WanFamily(Family):
     tasks = TASKS
     stages = True
     context_windows = True
+    layer_pipeline = True
     conditioning_keys = frozenset({"concat_latent_image", "concat_mask", "clip_vision_output"})
     clips = ClipRules(overlaps=(1, 5, 9, 13))
 
