@@ -234,20 +234,15 @@ def test_absurd_shapes(name: str, data: st.DataObject) -> None:
         ["num_heads", "text_len", "eps", "latents_mean", "latents_std", "relative_attention_max_distance"]
     ),
     value=st.text(max_size=20)
-    | st.sampled_from(
-        ["0", "-1", "3", "1e999", "9" * 5000, "NaN", "99999", "[1]", "true", '"2"', "{}", "1" + "0" * 400, "[" * 99999]
-    )
+    | st.sampled_from(["0", "-1", "3", "1e999", "NaN", "99999", "[1]", "true", "{}", '"2"'])
+    | st.sampled_from(["9" * 5000, "1" + "0" * 400, "[" * 99999])
     | st.builds(lambda number, count: json.dumps([number] * count), numbers, st.sampled_from([1, 16, 48])),
 )
 @example(name="vae 2.1", key="latents_std", value=json.dumps([10**400] * 16))
 def test_absurd_metadata(name: str, key: str, value: str) -> None:
     header, values = split(base(name))
-    header["__metadata__"] = {
-        **METADATA,
-        "latents_mean": json.dumps([0.0] * 16),
-        "latents_std": json.dumps([1.0] * 16),
-        key: value,
-    }
+    statistics = {"latents_mean": json.dumps([0.0] * 16), "latents_std": json.dumps([1.0] * 16)}
+    header["__metadata__"] = {**METADATA, **statistics, key: value}
     survives(joined(header, values))
 
 
@@ -305,8 +300,6 @@ def test_a_pickle_that_claims_more_than_is_stored() -> None:
     # K\x08: the one-byte integer 8, the width in every shape; J: a four-byte integer.
     assert b"K\x08" in program
     for huge in (b"J\xff\xff\xff\x7f", b"\x8a\x06\0\0\0\0\0\x10"):
-        assert survives(repacked(lambda p, huge=huge: p.replace(b"K\x08", huge)), "model.pth")
-        assert (
-            survives(repacked(lambda p, huge=huge: p.replace(b"M\0\x01", huge)), "model.pth")
-            or b"M\0\x01" not in program
-        )
+        for number in (b"K\x08", b"M\0\x01"):
+            claims = repacked(lambda program, number=number, huge=huge: program.replace(number, huge))
+            assert survives(claims, "model.pth") or number not in program

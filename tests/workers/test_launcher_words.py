@@ -13,6 +13,8 @@ from wan_core.workers.explain import explain
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
 
+STATUS = {"rank": 0, "host": "h", "pid": 1, "device": "cpu", "phase": "load", "step": 0, "of": 0, "count": 3}
+
 
 def test_the_rank_that_failed_is_named_and_not_those_that_lost_it() -> None:
     def failure(rank: int, said: dict[str, Any] | None, exit: int = 1) -> dict[str, Any]:
@@ -23,8 +25,7 @@ def test_the_rank_that_failed_is_named_and_not_those_that_lost_it() -> None:
         where = {"rank": rank, "host": "h", "pid": 100 + rank, "device": "cuda:1", "where": "denoise high, step 3 of 9"}
         return {**where, "reason": reason, "type": "RuntimeError", "text": text}
 
-    status = {"host": "h", "device": "cpu", "phase": "decode", "step": 0, "of": 0}
-    statuses = [{**status, "rank": rank, "pid": 100 + rank} for rank in range(2)]
+    statuses = [{**STATUS, "phase": "decode", "rank": rank, "pid": 100 + rank} for rank in range(2)]
     lost = failure(0, said(0, "peer", "Connection closed by peer"))
     words = explain({"failures": [lost, failure(1, said(1, "memory", "tried to allocate 9 GiB"))]}, statuses, 1)
     assert words.startswith("rank 1 on h (process 101, cuda:1) ran out of memory in denoise high, step 3 of 9")
@@ -47,11 +48,8 @@ def test_the_rank_that_failed_is_named_and_not_those_that_lost_it() -> None:
 def test_idle_ranks_are_not_taken_for_ranks_that_hang() -> None:
     """Their last status before a request still counts the time since the request before."""
     workers = Workers(WorkerOptions(devices=("cpu",), step_timeout=10))
-    status = {"rank": 0, "host": "h", "pid": 1, "device": "cpu", "phase": "idle", "step": 0, "of": 0, "count": 3}
-    now = time.monotonic()
-    running: Any = SimpleNamespace(
-        statuses=[{**status, "since_heartbeat": 0.1, "since_progress": 4000.0}], last_frame=now, request_start=now
-    )
+    now, idle = time.monotonic(), {**STATUS, "phase": "idle", "since_heartbeat": 0.1, "since_progress": 4000.0}
+    running: Any = SimpleNamespace(statuses=[idle], last_frame=now, request_start=now)
     workers._check_timeouts(running)
     running.request_start -= 11
     with pytest.raises(WorkerError, match="no rank made progress for 10 s"):
@@ -61,17 +59,7 @@ def test_idle_ranks_are_not_taken_for_ranks_that_hang() -> None:
 def test_a_late_rank_0_does_not_make_the_others_late() -> None:
     """Rank 0 reports how old the heartbeats of the others are; the age of its own report does not count."""
     workers = Workers(WorkerOptions(devices=("cpu", "cpu"), heartbeat_timeout=10))
-    status = {
-        "host": "h",
-        "pid": 1,
-        "device": "cpu",
-        "phase": "load",
-        "step": 0,
-        "of": 0,
-        "count": 3,
-        "since_progress": 0.0,
-    }
-    statuses = [{**status, "rank": rank, "since_heartbeat": 1.0 * rank} for rank in range(2)]
+    statuses = [{**STATUS, "rank": rank, "since_heartbeat": 1.0 * rank, "since_progress": 0.0} for rank in range(2)]
     now = time.monotonic()
     running: Any = SimpleNamespace(statuses=statuses, last_frame=now - 9.5, request_start=now)
     workers._check_timeouts(running)
