@@ -73,7 +73,7 @@ class WanCoreFromModel(io.ComfyNode):
         residency: str | None = None,
         workers: object = UNCONNECTED,
     ) -> bool:
-        """As of the model loader."""
+        """Check the choices like the model loader. Raises OptionError."""
         check_choices(precision, keep_blocks or 0, attention, None)
         if residency is not None:
             check_residency(residency, workers is not UNCONNECTED)
@@ -153,7 +153,8 @@ def _loras(
 
 
 def _shift(natives: Mapping[str, NativeModel]) -> float | None:
-    """Of the first MODEL. ComfyUI's page writes 8 as 8.000000000000002 here and there: that is no difference."""
+    """The shift of the first MODEL. Raises OptionError if another has a different one. ComfyUI's page sometimes writes
+    8 as 8.000000000000002, which counts as equal."""
     found = [native.shift for native in natives.values()]
     if len({shift and round(shift, 9) for shift in found}) > 1:
         words = " and ".join(f"{native.where} has {native.shift or 'none'}" for native in natives.values())

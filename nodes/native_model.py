@@ -121,7 +121,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 def _shift(model: Any, where: str) -> float | None:
-    """Of ModelSamplingSD3. Raises OptionError for any other sampling."""
+    """The shift that ModelSamplingSD3 has set; None: it is not applied. Raises OptionError for any other sampling."""
     sampling = model.object_patches.get(SAMPLING)
     if sampling is None:
         return None

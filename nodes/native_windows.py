@@ -18,8 +18,8 @@ TIME = 2  # the axis of latents that is cut
 
 
 def read_windows(model: Any, where: str) -> WindowOptions | None:
-    """Of a native MODEL; None where it has none. Raises OptionError naming what is not carried over. where: what
-    messages call the MODEL."""
+    """The context windows of a native MODEL; None: it has none. Raises OptionError naming what is not carried over.
+    where: what messages call the MODEL."""
     handler = model.model_options.get(HANDLER)
     if handler is None:
         return None

@@ -168,7 +168,8 @@ class ModelSocket:
         return sum(waits.values())
 
     def plan(self, workload: Workload) -> MemoryPlan:
-        """Of the experts alone, as the command line plans. Blocks that stream go on as they do where that fits."""
+        """The memory plan of the experts alone, made as on the command line. Blocks that stream now stay so where that
+        fits."""
         held, room, units = self.held["high"], host.room(), self.held["high"].part.units
         attached = [n for n in self.settings.parts if self.held[n].part.lora_mode == "attach"]
         loras = lora_bytes(one for name in attached for one in self.loras.get(name, ()))
@@ -300,7 +301,7 @@ class VAESocket:
         on_frames: Callable[[int, int], None],
         rest: str = "decode",
     ) -> Made:
-        """As `images.decode_to`."""
+        """Decode with this VAE and hand pictures to `consume`, see `images.decode_to`."""
         vae = self._use(*samples.shape[-2:])
         given = {"dtype": dtype, "tile": tile, "on_frames": on_frames, "rest": rest}
         return decode_to(vae, samples, report, consume, **given)
@@ -320,7 +321,7 @@ class VAESocket:
         return self._decode(samples, None)
 
     def decode_tiled(self, samples: Tensor, tile_x: int = 32, tile_y: int = 32, overlap: int = 8, **_: Any) -> Tensor:
-        """As `decode`, in tiles of so many latent cells; time is streamed, never tiled."""
+        """Decode like `decode`, in tiles of `tile_y` x `tile_x` latent cells; time is streamed, never tiled."""
         return self._decode(samples, TileSpec(height=tile_y, width=tile_x, overlap=overlap))
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -330,7 +331,7 @@ class VAESocket:
         return host.to_intermediate(encode_images(self._use(video.shape[1] // stride, video.shape[2] // stride), video))
 
     def encode_known(self, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
-        """As `known_frames`, and the latents of its clip instead of the clip, which exists on the device alone."""
+        """The result of `known_frames`, with latents in place of its clip, which exists only on the device."""
         place = {"device": host.device(), "dtype": self.held.part.dtype}
         ends = (None if end is None else pixels_to_video(video_to_pixels(end)).to(**place) for end in (first, last))
         clip, unknown = known_frames(*ends, frames)

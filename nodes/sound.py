@@ -170,7 +170,7 @@ def clip_of(frames: int, previous: Tensor | None) -> Clip:
 
 
 def states_of(encoded: dict[str, Any]) -> Tensor:
-    """Of AUDIO_ENCODER_OUTPUT, of its first sound: [W, n, C]. Raises OptionError."""
+    """The hidden states of the first sound in AUDIO_ENCODER_OUTPUT, [W, n, C]. Raises OptionError."""
     layers = encoded.get("encoded_audio_all_layers")
     if not layers:
         raise OptionError("audio_encoder_output has no layers: encode the sound with AudioEncoderEncode")

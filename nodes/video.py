@@ -148,7 +148,7 @@ class WanCoreDecodeToVideo(io.ComfyNode):
 
 
 def _sound(audio: dict[str, Any] | None) -> Sound | None:
-    """Of the first entry of ComfyUI's AUDIO. Raises OptionError."""
+    """The sound of the first entry of ComfyUI's AUDIO. Raises OptionError."""
     if audio is None:
         return None
     return Sound(audio["waveform"][0].cpu().float().numpy(), int(audio["sample_rate"]))

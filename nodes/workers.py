@@ -51,7 +51,7 @@ class WorkersSocket:
 
     @property
     def device(self) -> torch.device:
-        """Of the first rank."""
+        """The device of the first rank."""
         return torch.device(self.workers.options.devices[0])
 
     def ready(self, what: str, weights: int, working: int) -> WorkerEngine:
@@ -70,7 +70,7 @@ class WorkersSocket:
         on_step: OnStep,
         on_leftover: Callable[[Leftover], None],
     ) -> Tensor:
-        """As `sample.sample_latents`."""
+        """Sample in the workers, see `sample.sample_latents`."""
         count = len(self.workers.options.devices)
         loras = tuple(
             LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert)
@@ -139,7 +139,7 @@ class RemoteText(TextSocket):
         self.workers, self.spec = workers, spec
 
     def encoder(self) -> Any:
-        """As far as `PromptCache` needs one."""
+        """The text encoder in the workers, with what `PromptCache` needs."""
         known: dict[str, TokenCount] = {}
 
         def encode(prompts: Sequence[str]) -> Tensor:

@@ -91,8 +91,8 @@ def _prompts_run() -> bool:
 
 
 def _attention() -> None:
-    """As the model loader with `auto`, and the first call of its kernel. Its import takes longest, and a prompt that
-    names another kernel would wait beside it for nothing: only while no prompt runs."""
+    """Import the attention kernel that the model loader takes for `auto`, and call it once. Its import takes longest,
+    so it runs only while no prompt runs: a prompt that names another kernel must not wait for it."""
     here = device()
     _, attend = resolve_attention("auto", here, torch.bfloat16, HEAD_DIM)
     tokens = torch.zeros(1, 256, 2, HEAD_DIM, dtype=torch.bfloat16, device=here)

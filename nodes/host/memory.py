@@ -237,7 +237,7 @@ def _read_ahead(
     finish: Callable[[nn.Module], nn.Module],
     on_bytes: Callable[[int], None],
 ) -> nn.Module:
-    """As `Held._load`, without it: a thread must not keep alive what it reads for."""
+    """Load a model like `Held._load`, without a reference to `Held`: the reading thread must not keep it alive."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), _plain_tensors():
         return finish(load_with_loras(part, loras, device, device, Reading(on_bytes=on_bytes)))
 

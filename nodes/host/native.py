@@ -112,7 +112,7 @@ def accelerate(
 
 
 def tokens_of(dit: Any, shape: Sequence[int]) -> int:
-    """Of ComfyUI's transformer, for latents of `shape` [B, C, T, Y, X]."""
+    """Number of tokens of ComfyUI's transformer for latents of `shape` [B, C, T, Y, X]."""
     return shape[0] * prod(ceil(n / p) for n, p in zip(shape[2:], dit.patch_size, strict=True))
 
 

@@ -152,8 +152,8 @@ def entry_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def rope_options(size: SmallerSize, whole: dict[str, float] | None) -> dict[str, float]:
-    """As ComfyUI's Wan models take them: tokens in the middle of what they stand for. whole: those of the video's own
-    size (ScaleROPE), in which token n of an axis is at shift + n * scale."""
+    """Rotary options for ComfyUI's Wan models: a token lies in the middle of the area that it replaces. whole: the
+    options of the video's own size (ScaleROPE), in which token n of an axis is at shift + n * scale."""
     made = {**(whole or {})}
     for axis, spacing in zip("yx", size.spacing, strict=True):
         scale = made.get(f"scale_{axis}", 1.0)

@@ -77,7 +77,7 @@ class Remote(ModelPatcher):
         return 0
 
     def detach(self, unpatch_all: bool = True) -> nn.Module:
-        """As for `Held`."""
+        """Free the model in the workers, see `Held.detach`."""
         if unpatch_all and self.model.model_loaded_weight_memory:
             self._end()
             self.size = 1

@@ -105,7 +105,8 @@ def comparable(words: str) -> str:
 
 
 def disagreement(first: Answer, second: Answer, native: bool) -> str | None:
-    """Of which kind it is. native: one is a plan of ComfyUI's own sampler, which has its own schedule."""
+    """The kind of difference between two answers; None: they agree. native: one is a plan of ComfyUI's own sampler,
+    which has its own schedule."""
     if first.refused is None and second.refused is None:
         plans = [re.sub(r" from sigma \S+ to \S+,", ",", one.plan) for one in (first, second)]
         length = min(map(len, plans)) if any(plan.endswith(")") for plan in plans) else None  # a report's has no more

@@ -200,7 +200,7 @@ def validated(server: Server) -> dict[str, Case]:
 
 
 def schemas(server: Server) -> dict[str, Case]:
-    """Of every node of the pack; files are those of this machine."""
+    """The schema of every node of the pack; lists of files are those of this machine."""
     info = server.get("/object_info")
     return {
         name: json.loads(normal(json.dumps(one), server.base))

@@ -26,7 +26,7 @@ def save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[
 
 
 def try_to_save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[str, Any]) -> str | None:
-    """As `save_latents`, but a disk that is full or read-only is no error: the latents are still in memory, and the
+    """Like `save_latents`, but a full or read-only disk is no error: the latents are still in memory, and the
     video can be made. Returns None, or a sentence that names the file and the cause."""
     try:
         save_latents(path, latents, fps, settings)

@@ -152,7 +152,7 @@ class Checkpoint:
         return self._read_packed(name, read)
 
     def info(self, name: str) -> TensorInfo:
-        """Of a tensor, or of a part of a packed one."""
+        """The shape, dtype and size of a tensor, or of one part of a packed tensor. Raises CheckpointError."""
         info = self.parts.get(name.rpartition(":")[0], {}).get(name) or self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"it has no tensor named {name}", where=self._where)

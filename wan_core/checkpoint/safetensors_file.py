@@ -147,7 +147,7 @@ def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Of a tensor on the CPU without a copy, of one on a GPU copied."""
+    """The bytes of a tensor: a view of a tensor on the CPU, a copy of one on a GPU."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return memoryview(flat.numpy())  # pyright: ignore[reportArgumentType]
 

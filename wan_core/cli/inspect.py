@@ -86,7 +86,7 @@ def inspect_parts(folder: Path, parts: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def inspect_file(path: Path) -> dict[str, Any]:
-    """As `inspect`, of a file, or of a folder that holds one part."""
+    """What `inspect` says of one file, or of a folder that holds one part of a model."""
     from wan_core.checkpoint import open_checkpoint
     from wan_core.checkpoint.comfyui_tensors import summary
     from wan_core.checkpoint.lora.names import is_lora

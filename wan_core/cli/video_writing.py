@@ -26,7 +26,7 @@ def video_output(outputs: Outputs, path: Path) -> Path:
 
 
 def sound_of(audio: str | None) -> Sound | None:
-    """Of the file that is written, for the `audio` of a request. Raises OptionError."""
+    """The sound to write into the video file, read from the `audio` of a request. Raises OptionError."""
     if audio is None:
         return None
     from wan_core.media.sound import read_sound

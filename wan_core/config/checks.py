@@ -35,7 +35,7 @@ def meant_hint(given: str, allowed: Iterable[str]) -> str:
 
 
 def near_file(path: Path) -> str:
-    """As `meant_hint`, for a file or folder that does not exist: by the names in its folder."""
+    """The hint of `meant_hint` for a file or folder that does not exist, by the names in its parent folder."""
     try:
         return meant_hint(path.name, os.listdir(path.parent))
     except OSError:  # no such folder either

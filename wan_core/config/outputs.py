@@ -230,8 +230,8 @@ def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def folder_beside(path: Path, first: str) -> Iterator[Path]:
-    """As `written_beside`, for a folder of numbered pictures, of which the first is called `first`. Raises OptionError
-    where another folder is there, and OSError."""
+    """A temporary folder for numbered pictures that replaces `path` at the end, like `written_beside`. first: the name
+    of the first picture. Raises OptionError where another folder is there, and OSError."""
     check_replaced_folder(path, first)
     remove_left_over(path.absolute().parent)
     temporary, old = _temporary(path), _temporary(path)

@@ -123,7 +123,7 @@ class WindowOptions:
         return cls(length=length, overlap=int(numbers[1]) // 4 if len(numbers) == 2 else length // 3, **chosen)
 
     def words(self) -> str:
-        """As `parse` reads it, in full."""
+        """The options as text that `parse` reads, with every field."""
         flags = spelled(self, "closed_loop", "retain_first", "freenoise", "lead")
         return ":".join([f"{4 * self.length - 3}/{4 * self.overlap}", self.schedule, self.fuse, *flags])
 

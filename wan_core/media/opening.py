@@ -48,7 +48,7 @@ def container_format(head: bytes) -> str | None:
 
 
 def sound_format(head: bytes) -> str | None:
-    """As `container_format`, of files that hold sound alone."""
+    """The format of a file that contains only sound, by its first bytes; None: no known one."""
     if head.startswith(b"RIFF") and head[8:12] == b"WAVE":
         return "wav"
     for start, kind in ((b"fLaC", "flac"), (b"OggS", "ogg"), (b"ID3", "mp3")):
@@ -65,7 +65,7 @@ def open_video(path: str | os.PathLike[str]) -> AbstractContextManager[InputCont
 
 
 def open_sound(path: str | os.PathLike[str]) -> AbstractContextManager[InputContainer]:
-    """As `open_video`, of a sound file or of a video with sound."""
+    """Open a sound file, or a video with sound, like `open_video`."""
     known = f"{SOUNDS}, nor a video ({CONTAINERS}). Convert it to WAV."
     return _opened(path, "sound", lambda head: sound_format(head) or container_format(head), known)
 

@@ -63,7 +63,8 @@ NO_CARD = Card(since=(0, 0), name="no NVIDIA GPU from Turing on", attention=("sd
 
 
 def capability(device: torch.device) -> Capability | None:
-    """Of an NVIDIA GPU; None for everything else (an AMD card is a cuda device too, and has numbers of its own)."""
+    """The compute capability of an NVIDIA GPU; None for everything else (an AMD card is a cuda device too, and has
+    numbers of its own)."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return torch.cuda.get_device_capability(device)

@@ -37,7 +37,7 @@ def stage_layers(layers: int, ranks: RankMesh) -> range:
 
 
 def held_layers(layers: int, ranks: RankMesh | None) -> range | None:
-    """As `stage_layers`; None where this rank holds all."""
+    """The layers of this rank, see `stage_layers`; None: it has all layers."""
     return None if ranks is None or ranks.layers.size == 1 else stage_layers(layers, ranks)
 
 

@@ -173,7 +173,7 @@ class RankMesh:
 
     @classmethod
     def create(cls, mesh: Mesh, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)) -> RankMesh:
-        """As `start`, if the process group is already initialised."""
+        """Make the groups of `mesh` in a process group that is already initialised, see `start`."""
         if dist.get_world_size() != mesh.size:
             raise OptionError(
                 f"mesh {mesh} needs {mesh.size} ranks, but {dist.get_world_size()} were started: "

@@ -128,12 +128,12 @@ class Models:
         return cast(VideoVAE, self.residency.use("vae"))
 
     def clip_vision(self) -> VisionEncoder:
-        """Of a task that takes features of the image."""
+        """The CLIP vision encoder, for tasks that take features of the image."""
         return cast(VisionEncoder, self.residency.use("clip_vision"))
 
     @property
     def speech(self) -> Speech:
-        """Of a task that hears."""
+        """The speech encoder of a task that takes sound."""
         found = self.settings.found
         assert isinstance(found, Parts) and found.speech is not None
         return found.speech

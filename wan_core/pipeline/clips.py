@@ -225,7 +225,7 @@ def condition(pipe: ClipMaker, job: Job, clip: Clip, given: Mapping[str, Tensor]
 
 
 def run_key(pipe: ClipMaker, job: Job) -> str:
-    """Of everything that decides the video, see `key_of`."""
+    """The key of everything that decides the video, see `key_of`."""
     models = pipe.models
     settings = {name: value for name, value in pipe.report.settings.items() if name not in NOT_DECIDING}
     settings |= {"plan": job.plan.as_dict(), "clips": job.clips, "torch": torch.__version__}

@@ -71,7 +71,7 @@ def parse_caption(text: str) -> Scene:
 
 
 def never_seen(job: Job) -> list[str]:
-    """As `unknown_to`, for all of a job."""
+    """What `unknown_to` says of the prompt and the size of a job."""
     windows = job.plan.context_windows
     longest = max(clip.frames for clip in job.clips) if windows is None else 4 * windows.length - 3
     return unknown_to(job.task, [job.request.prompt], job.width, job.height, longest)

@@ -25,7 +25,7 @@ class Engine(Protocol):
         keep_clips: Path | None = None,
         write: WriteVideo | None = None,
     ) -> Result:
-        """As `Pipeline.load` and `Pipeline.generate`."""
+        """Load the models and generate a video, see `Pipeline.load` and `Pipeline.generate`."""
         ...
 
     def close(self) -> None: ...

@@ -110,8 +110,9 @@ def decode_to(
     on_frames: Callable[[int, int], None] = lambda done, total: None,
     rest: str = "decode",
 ) -> Made:
-    """As `decode_images`, but `consume` gets the pictures while later ones are decoded, in a thread of its own. Returns
-    what it returns, or raises what it raises. rest: the phase of `report` for what it takes after the last picture."""
+    """Decode like `decode_images`, and hand pictures to `consume` while later ones are decoded. `consume` runs in its
+    own thread; its result is returned and its errors are raised. rest: the phase of `report` for its time after the
+    last picture."""
     total = images_shape(vae.config, latents)[0]
 
     def decode(tile: TileSpec | None) -> None:
@@ -200,7 +201,7 @@ def encode_images(vae: VideoVAE, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_video(vae: VideoVAE, video: Tensor) -> Tensor:
-    """As `encode_images`, of a video [1, 3, F, H, W] in -1..1."""
+    """Latents of a video [1, 3, F, H, W] in -1..1, see `encode_images`."""
     latents: list[Tensor] = []
     if not _fits(lambda: latents.append(vae.encode(video, chunk=1)), retry=vae.strips is None):
         latents.append(vae.encode(video, chunk=1, tile=TileSpec()))

@@ -26,7 +26,8 @@ ENDING = ".latents.safetensors"
 
 
 def key_of(settings: Mapping[str, Any], models: Iterable[Path], media: Iterable[Path]) -> str:
-    """Of a run: its settings, which model files (name, size, time of change), and the contents of its media."""
+    """The key of a run, a hash of its settings, of its model files (name, size, time of change), and the contents of
+    its media."""
     found = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for path in models:
         for file in sorted(model_files(path)):

@@ -154,8 +154,8 @@ OTHERS = ("text_encoder", "vae", "clip_vision")
 
 
 def model_sizes(settings: ModelSettings, layers: range | None = None) -> Sizes:
-    """Of what is loaded: transformers alone have no text encoder and no VAE beside them. layers: those of a transformer
-    that are; None: all."""
+    """Sizes of the models that are loaded; a text encoder or VAE that is not loaded counts 0. layers: the layers of a
+    transformer that this process loads; None: all."""
     others = {name: settings.parts[name].bytes if name in settings.parts else 0 for name in OTHERS}
     stage = stage_bytes(settings.parts["text_encoder"].units, 0) if "text_encoder" in settings.parts else 0
     units, experts = settings.parts["high"].units, 1 + ("low" in settings.parts)
@@ -193,8 +193,8 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
 
 
 def slope_factor(heads: int, head_dim: int, sparse: SparseOptions | None) -> float:
-    """Of `FACTORS`, for the slopes of sparse attention: a matrix of the head's dim for each head and block, and of a
-    few heads at a time keys, values (before and after they are widened) and the covariances."""
+    """Bytes of activations (see `FACTORS`) for the slopes of sparse attention: a matrix of the head's dim for each head
+    and block. For a few heads at a time also keys and values, before and after dequantising, and covariances."""
     if sparse is None or not sparse.slope:
         return 0.0
     return head_dim / BLOCK + min(1.0, HEADS / heads) * (4 + head_dim / BLOCK)

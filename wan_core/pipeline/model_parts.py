@@ -54,7 +54,7 @@ def is_packed(quantization: Quantization | None) -> bool:
 
 
 def matrix_parameters(config: DiTConfig, keep_blocks: int = 0) -> int:
-    """Of the linears that are quantised in a transformer."""
+    """Number of parameters of the linears that are quantised in a transformer."""
     shapes = expected_shapes(config)
     return sum(prod(shapes[f"{name}.weight"]) for name in quantized_names(config, keep_blocks))
 
@@ -79,7 +79,7 @@ class Part:
     prefers: str = ""  # which attention its file asks ComfyUI for, as a sentence without its subject
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
-        """Of its weights in memory."""
+        """Bytes of the weights in memory."""
         if quantization is not None and is_packed(quantization):
             size = self.packed or PackedSize("", 0, 1)
             decoded = self.decoded_parameters(quantization)
@@ -91,14 +91,15 @@ class Part:
         return encoded + (self.parameters - encoded) * dtype.itemsize
 
     def encoded_parameters(self, quantization: Quantization) -> int:
-        """Of a transformer: those that `quantization` encodes."""
+        """Number of parameters of a transformer that `quantization` encodes."""
         assert isinstance(self.config, DiTConfig)
         encoded = matrix_parameters(self.config, quantization.keep_blocks)
         return min(encoded, self.quantized_parameters) if quantization.as_stored else encoded
 
     def decoded_parameters(self, quantization: Quantization) -> int:
-        """Of a transformer: those that the file packs, or has in FP8 with scales, in the blocks that `quantization`
-        keeps. Matrices that the file itself has in a higher precision are taken for blocks that are kept."""
+        """Number of parameters of a transformer that are packed in the file, or FP8 with scales, and lie in the blocks
+        that `quantization` leaves unquantised. Matrices that the file has in a higher precision count as such
+        blocks."""
         if not quantization.keep_blocks:
             return 0
         assert isinstance(self.config, DiTConfig)
@@ -156,7 +157,7 @@ class Experts:
 
     @property
     def notes(self) -> list[str]:
-        """As of `Parts`."""
+        """Notes on what was recognised, see `Parts.notes`."""
         return expert_notes(self.of, self.task)
 
     @property

@@ -160,7 +160,7 @@ class Pipeline:
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
 
     def generate_clips(self, job: Job, watch: Watch, write: WriteVideo | None, keep: Path | None) -> Result:
-        """As `generate`, clip by clip. The latents of the result are those of all clips, one after the other."""
+        """Generate a long video clip by clip. The latents of the result are those of all clips in order."""
         run = ClipRun(self, job, keep)
         told = None if write is None else partial(write, fps=job.fps, settings=self.report.settings)
         latents = run.run(watch, told)

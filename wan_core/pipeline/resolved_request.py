@@ -62,7 +62,7 @@ class Job:
         return len(self.clips) == 1 and not family_of(self.task).driven
 
     def clip_shape(self, clip: Clip) -> tuple[int, int, int, int, int]:
-        """As `latent_shape`, of one clip."""
+        """The shape of the latents of one clip, see `latent_shape`."""
         B, C, T, Y, X = self.latent_shape
         return B, C, T + (clip.frames - self.clips[0].frames) // 4, Y, X
 
@@ -194,7 +194,7 @@ def given(value: int | None, default: int) -> int:
 
 
 def strength(request: Request) -> float:
-    """Of video-to-video. Raises OptionError where nothing of the video would stay."""
+    """The denoise strength of video-to-video. Raises OptionError if nothing of the video would remain."""
     denoise = DENOISE if request.denoise is None else request.denoise
     if denoise >= 1:
         raise OptionError("denoise 1 given, with which nothing of the video stays: use less, or leave the video out")

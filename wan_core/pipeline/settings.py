@@ -64,7 +64,8 @@ class PartToLoad:
 
     @property
     def decoded_bytes(self) -> int:
-        """Of its weights in host memory where it stays in its file: those of blocks that are kept are decoded."""
+        """Host memory in bytes when the weights stay in the mapped file: only unquantised blocks (`keep_blocks`) are
+        decoded to memory."""
         if self.quantization is None:
             return 0
         return self.part.decoded_parameters(self.quantization) * self.dtype.itemsize
@@ -122,7 +123,7 @@ class ModelSettings:
 
     @property
     def quantization(self) -> Quantization | None:
-        """Of the transformers' linears."""
+        """The quantisation of the transformers' linears; None: they are not quantised."""
         return self.parts["high"].quantization
 
     @property

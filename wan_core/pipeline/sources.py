@@ -66,7 +66,7 @@ def find_models(options: LoadOptions, *, image: bool = False) -> Parts:
 
 
 def find_transformers(options: LoadOptions, *, image: bool = False) -> Parts:
-    """As `find_models`, where only the transformers matter: the other parts may be missing, and are left out."""
+    """Find the transformers like `find_models`. The other parts are left out, and may be missing."""
     if options.model is not None and options.model.startswith("random:"):
         return random_parts(options)
     paths = resolve_paths(options, image, transformers_only=True)
@@ -284,7 +284,7 @@ def in_block(found: Detected, name: str) -> bool:
 
 
 def packed_size(checkpoint: Checkpoint, found: Detected) -> PackedSize | None:
-    """Of the matrices that can be held as the file packs them: those of the blocks, and a text encoder's table. FP8
+    """The size of the matrices that can stay packed in memory: those of the blocks, and a text encoder's table. FP8
     with scales is one of the formats where others are, and in a text encoder, which has no use for FP8 products."""
     sizes: dict[str, int] = {}
     parameters = 0

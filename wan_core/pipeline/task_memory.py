@@ -21,8 +21,8 @@ from wan_core.pipeline.sources import find_models
 def task_memory(
     options: LoadOptions, request: Request, *, image: bool = False, fused: bool = True
 ) -> tuple[Sizes, Beside]:
-    """Of the models that `options` names, and of making `request` with them on a GPU. image: a first frame is given.
-    fused: the fused kernels run; plain torch takes more."""
+    """Bytes of the models that `options` names, and of the activations when they make `request` on a GPU. image: a
+    first frame is given. fused: the fused kernels run; plain torch takes more."""
     models = find_models(options, image=image)
     # Without files of pictures and videos: the size alone matters. What they add is counted.
     job = make_job(request, plain_task(models.task), models.dit, models.vae)

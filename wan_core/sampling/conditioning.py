@@ -113,8 +113,8 @@ def size_for_image(width: int, height: int, area: int, multiple: int) -> tuple[i
 
 
 def best_size_for_image(width: int, height: int, area: int, multiple: int) -> tuple[int, int]:
-    """As `size_for_image`, but one side is fitted to the other after that was rounded; of the two ways, the one whose
-    aspect is nearer. Source: best_output_size in utils.py of Wan2.2, used by textimage2video.py.
+    """The size of `size_for_image`, except that one side is rounded first and the other is fitted to it. Of the two
+    orders, the one with the nearer aspect. Source: best_output_size in utils.py of Wan2.2, used by textimage2video.py.
     """
     aspect = width / height
 

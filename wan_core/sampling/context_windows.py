@@ -99,7 +99,7 @@ def ordered_halving(step: int) -> float:
 
 
 def fuse_weights(windows: Windows, options: WindowOptions, frames: int) -> list[list[float]]:
-    """Of every window, how much of each frame's prediction is its own; those of one frame sum up to 1."""
+    """The weight of every window in the prediction of each of its frames; the weights of a frame sum to 1."""
     raw = [window_weights(window, options, frames) for window in windows]
     total = [0.0] * frames
     for window, weights in zip(windows, raw, strict=True):

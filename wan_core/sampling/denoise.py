@@ -68,7 +68,7 @@ class Progress:
         return len(self.plan.steps)
 
     def left(self, seconds: float) -> float:
-        """As `Plan.left`, with the clips that follow."""
+        """Seconds that the rest of the run takes after this step, including later clips, see `Plan.left`."""
         return self.plan.left(self.step, seconds) + seconds * self.later
 
     def preview(self) -> Tensor:
@@ -179,7 +179,7 @@ def host_numbers(values: list[float], device: torch.device) -> Tensor:
 
 
 def nag_numbers(nag: NagOptions, device: torch.device) -> Tensor:
-    """As `PreparedText` takes them."""
+    """The numbers of NAG as the tensor that `PreparedText` takes."""
     return host_numbers([nag.scale, nag.tau, nag.alpha], device)
 
 

@@ -136,7 +136,7 @@ class Step:
 
 
 def step_numbers(steps: Sequence[Step]) -> list[int]:
-    """Of each forward, the number of its solver step."""
+    """The solver step number of each forward."""
     numbers: list[int] = []
     for step in steps:
         numbers.append((numbers[-1] if numbers else -1) + (not step.correction))
@@ -175,7 +175,7 @@ class Plan:
         return self.guided or any(step.nag for step in self.steps)
 
     def number(self, step: Step) -> int:
-        """Of the solver step that `step` belongs to, from 1."""
+        """The number of the solver step that `step` belongs to, from 1."""
         return step_numbers(self.steps)[step.index] + 1
 
     @property

@@ -26,7 +26,7 @@ class TextRange(NamedTuple):
 
     @classmethod
     def of(cls, extras: Mapping[str, Any]) -> TextRange:
-        """As ComfyUI's CONDITIONING carries it."""
+        """The range of steps that is stored in an entry of ComfyUI's CONDITIONING."""
         end = extras.get("end_percent")
         return cls(extras.get("start_percent") or 0.0, 1.0 if end is None else end)
 
@@ -53,7 +53,8 @@ def sigma_at(share: float, shift: float) -> float:
 def assign_texts(
     plan: Plan, positive: Sequence[TextRange], negative: Sequence[TextRange], shift: float | None = None
 ) -> Plan:
-    """As `assign_ranges`, with a text for each range. Raises as `check_texts`, too."""
+    """Assign a text to every step by the ranges of the texts (see `assign_ranges`). Raises what `check_texts`
+    raises."""
     return check_texts(assign_ranges(plan, positive, negative, shift))
 
 

@@ -110,7 +110,7 @@ class WorkerEngine:
         on_phase: Callable[[str], None] = lambda _: None,
         on_leftover: Callable[[Leftover], None] = lambda _: None,
     ) -> Tensor:
-        """As `sample.sample_latents`, on all workers: un-normalised latents float32 on the CPU.
+        """Sample on all workers (see `sample.sample_latents`) -> un-normalised latents float32 on the CPU.
 
         model: `LoadOptions` with the paths of the experts, as a dict. conditioning: the fields of `Conditioning` that
         are set. keep: where rank 0 writes the latents before it sends them; the file is deleted when they have arrived.
@@ -159,7 +159,7 @@ class WorkerEngine:
         on_frames: Callable[[int, int], None] = lambda done, total: None,
         rest: str = "decode",
     ) -> Made:
-        """As `images.decode_to`. vae: path and precision."""
+        """Decode in the workers, see `images.decode_to`. vae: path and precision."""
         fields = {"vae": dict(vae), "files": stamps(vae), "uint8": dtype == torch.uint8}
         fields["tile"] = None if tile is None else dict(tile)
         with Feed(in_this_mode(consume)) as feed:
@@ -176,7 +176,8 @@ class WorkerEngine:
                 return feed.finish()
 
     def encode(self, vae: Mapping[str, Any], images: Tensor) -> Tensor:
-        """As `images.encode_images`: images [F, H, W, 3] in 0..1 to latents float32 [1, C, T, Y, X]."""
+        """Encode in the workers, see `images.encode_images`: images [F, H, W, 3] in 0..1 to latents float32 [1, C, T,
+        Y, X]."""
         fields = {"vae": dict(vae), "files": stamps(vae)}
         return self.workers.call("encode", fields, {"images": images}, poll=self.poll)[1]["latents"]
 

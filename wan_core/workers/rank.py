@@ -186,7 +186,7 @@ class BetweenBlocks(BlockChecks):
             self._agree()
 
     def end_step(self) -> None:
-        """As `after_block`, at the end of every step."""
+        """Raise Interrupted on all ranks if the program stopped the request; called at the end of every step."""
         self.before_exchange()
         self.step, self.blocks, self.agreed = (self.step + 1) % len(self.due), 0, 0
         self.rank.raise_if_interrupted()

@@ -47,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a unit: its first `text_bytes` are what a prompt needs."""
+    """The layout of a unit in one buffer. A prompt needs only the first `text_bytes`."""
 
     places: tuple[Place, ...]
     nbytes: int

@@ -39,8 +39,9 @@ LEAST_STREAMED = SLOTS + 1  # blocks: fewer would take more memory for their slo
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the models, in bytes of weights. `units`: of one transformer, the rest first, then every block. `experts`:
-    how many transformers. `text_stage`: of the text encoder on the device while its blocks stream; 0: they cannot."""
+    """Bytes of weights of the models. `units`: one transformer, first what is outside blocks, then each block.
+    `experts`: number of transformers. `text_stage`: bytes of the text encoder on the device while its blocks stream; 0:
+    they cannot stream."""
 
     units: tuple[int, ...]
     experts: int
@@ -86,8 +87,8 @@ class Beside:
 
 
 def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: int = 0) -> tuple[int, ...]:
-    """Of a transformer's units: the rest, then every block. Of quantised matrices, scales are one for an output
-    channel."""
+    """Bytes of a transformer's units: first what is outside blocks, then each block. A quantised matrix has one scale
+    for each output channel."""
     units = {module: layer + 1 for layer in range(config.num_layers) for module in config.modules_of(layer)}
     encoded = {f"{name}.weight" for name in quantized_names(config, keep_blocks)} if quantized else set()
     found = [0] * (config.num_layers + 1)
@@ -99,7 +100,8 @@ def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: i
 
 
 def factor(config: DiTConfig, *, itemsize: int, device: str, compile: str, precision: str) -> float:
-    """Of `FACTORS`, for a way of running a transformer. FP8 fused passes compute the same compiled or not."""
+    """Bytes of activations per token and channel for this precision and compile mode (see `FACTORS`). FP8 fused passes
+    take the same, compiled or not."""
     if itemsize == 4 or device != "cuda":
         return FACTORS["torch"] * itemsize / 2
     if precision.startswith("te-") or precision == "fp8-tensor":
@@ -227,7 +229,7 @@ def _plan_form(
     resident_blocks: int | None,
     together: bool | None,
 ) -> MemoryPlan:
-    """As `plan_memory`, with what is prepared in one form."""
+    """The plan of `plan_memory` for one form of the prepared tensors; None: the family has no forms."""
     beside = beside if form is None else beside.kept_as(form)
     blocks = len(sizes.units) - 1
     if resident_blocks is not None and not 0 <= resident_blocks <= blocks:
@@ -275,7 +277,7 @@ def text_streams(sizes: Sizes, beside: Beside, room: int) -> bool:
 
 
 def _fitting_blocks(sizes: Sizes, beside: Beside, room: int) -> int:
-    """As many resident blocks as fit; at least `LEAST_STREAMED` stream."""
+    """The largest number of resident blocks that fits; at least `LEAST_STREAMED` blocks stream."""
     blocks = len(sizes.units) - 1
     for resident in range(max(0, blocks - LEAST_STREAMED), 0, -1):
         if stage_bytes(sizes.units, resident) + beside.denoise <= room:

@@ -72,7 +72,7 @@ class Residency:
             self._move_to_host(name, model, copy)
 
     def adopt(self, name: str, weights: HostWeights) -> None:
-        """As `add`, for a model whose weights are in host memory already."""
+        """Add a model whose weights are in host memory already."""
         self.models[name], self.host_weights[name] = weights.model, weights
         if weights.layout not in self.stages:
             self.stages[weights.layout] = self._stage(weights.model)

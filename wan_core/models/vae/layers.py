@@ -47,11 +47,12 @@ class Still:
         return self.stop > self.since
 
     def after(self, frames: int) -> Still:
-        """Of the output of a layer that looks back `frames` frames."""
+        """Where the output of a layer that looks back `frames` frames stands still."""
         return Still(self.start, self.stop, self.since + frames)
 
     def halved(self) -> Still:
-        """Of the output of temporal downsampling: frame 0, then one frame of three, every second frame."""
+        """Where the output of temporal downsampling stands still: frame 0, then one frame of three, every second
+        frame."""
         return Still((self.start + 1) // 2, (self.stop + 1) // 2, (self.since + 3) // 2)
 
 
@@ -115,7 +116,7 @@ class CausalConv3d(nn.Conv3d):
         return x
 
     def settle(self, still: Still) -> Still:
-        """Of its output, where the input stands still as `still` says."""
+        """Where the output of this layer stands still, given where its input does."""
         return still.after(self.lead)
 
     def convolve(self, extended: Tensor, chunk: Chunk, biased: bool = True) -> Tensor:
@@ -214,7 +215,7 @@ class ResidualBlock(nn.Module):
         return triton_vae.add_with_bias(h, rest, second.bias, None if self.shortcut is None else self.shortcut.bias)
 
     def settle(self, still: Still) -> Still:
-        """As `CausalConv3d.settle`."""
+        """Where the output stands still, given where the input does."""
         return still.after(4)
 
 
@@ -268,7 +269,7 @@ class AttentionBlock(nn.Module):
         return as_video(self.proj(attended), x.shape[0]) + x
 
     def settle(self, still: Still) -> Still:
-        """As `CausalConv3d.settle`."""
+        """Where the output stands still, given where the input does."""
         return still
 
 
@@ -293,7 +294,7 @@ class Downsample(nn.Module):
         return picture if rest.shape[2] == 0 else torch.cat([picture, self.time_conv(rest, chunk)], dim=2)
 
     def settle(self, still: Still) -> Still:
-        """As `CausalConv3d.settle`."""
+        """Where the output stands still, given where the input does."""
         return still if self.time_conv is None else still.halved()
 
     def _halve(self, pictures: Tensor, chunk: Chunk) -> Tensor:

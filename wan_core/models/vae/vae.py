@@ -58,7 +58,7 @@ class DownStage(nn.Module):
         return h + fold_average(x, self.out_channels, self.time, self.space)
 
     def settle(self, still: Still) -> Still:
-        """As `CausalConv3d.settle`."""
+        """Where the output stands still, given where the input does."""
         for layer in self.downsamples:
             still = cast(ResidualBlock, layer).settle(still)
         return still
@@ -273,7 +273,8 @@ class VideoVAE(nn.Module):
     def decode_stream(
         self, latents: Tensor, *, chunk: int | None = 1, tile: TileSpec | None = None, clamp: bool = True
     ) -> Iterator[Tensor]:
-        """As `decode`, but yields finished frames in order, in pieces [B, 3, f, H, W] that the caller can move away.
+        """Decode like `decode`, but yield finished frames in order, in pieces [B, 3, f, H, W] that the caller can move
+        away.
 
         With `tile`, all tiles advance together: layers store the history of every tile, but only one chunk of frames is
         in memory. Arguments are checked at the call, before the first frame is requested.
@@ -332,7 +333,8 @@ class VideoVAE(nn.Module):
         return max(0, self.config.temporal_stride * (latent_frame - 1) + 1)
 
     def _stands_still_since(self, video: Tensor) -> list[int]:
-        """As `_still_since`, where computing equal frames once gives the same bits."""
+        """For each frame, the first of the equal frames that end with it (see `_still_since`); the frame itself where
+        computing equal frames once would change bits."""
         if self.conv1.weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return list(range(video.shape[2]))  # a captured step of training: the host must not wait for a comparison
         if self.conv1.weight.device.type == "cpu" and video.stride(1) == 1:

@@ -83,7 +83,7 @@ class VisionEncoder(nn.Module):
         return self.features(prepared(image, self.config.size))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Of what `prepared` made of an image."""
+        """Features of an image that `prepared` has resized and normalised."""
         x = self.patch(pixels.to(self.patch.weight)).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1) + self.positions
         x = self.norm(x)

@@ -42,7 +42,7 @@ class InPieces(Attention):
 
 
 def heads_in_pieces(attend: Attend, between: Callable[[], None]) -> Attend:
-    """As `InPieces`, of a function of q [B, H, L, D], k and v [B, H, S, D] -> [B, H, L, D]."""
+    """Split the queries like `InPieces`, for a function of q [B, H, L, D], k and v [B, H, S, D] -> [B, H, L, D]."""
 
     def attend_pieces(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
@@ -75,7 +75,7 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def merge_lse(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """As `merge`, with the log-sum-exp of all parts together."""
+    """The result of `merge`, and the log-sum-exp of all parts together."""
     if len(parts) == 1:
         return parts[0]
     return merge(parts), torch.stack([lse for _, lse in parts]).logsumexp(0)

@@ -26,8 +26,8 @@ AttendLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Order(Protocol):
-    """Of the tokens in a sparse phase (`wan_core.ops.attention.sparse.tiles.Tiles`): the token at each place, and the
-    place of each token, int64 [L]."""
+    """The order of the tokens in a sparse phase (`wan_core.ops.attention.sparse.tiles.Tiles`): the token at each place,
+    and the place of each token, int64 [L]."""
 
     @property
     def order(self) -> Tensor: ...
@@ -116,7 +116,7 @@ class Attention:
     def quantized_over_ring(
         self, q: Quantized, k: Quantized, v: Quantized, ring: Ring, call: AttentionCall
     ) -> Quantized:
-        """As `over_ring` in FP8."""
+        """Ring attention in FP8, see `over_ring`."""
         return Quantized(ring.attend(q.data, k.data, v.data), v.scale)
 
     @property

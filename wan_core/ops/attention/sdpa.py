@@ -26,8 +26,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sdpa`. The public function keeps the log-sum-exp to itself, so its kernels are called by name: FlashAttention
-    in half precision, the memory-efficient kernel in float32, the CPU's own on a CPU, and the formula elsewhere."""
+    """The result of `sdpa` and its log-sum-exp. The public function does not return the log-sum-exp, so its kernels are
+    called by name: FlashAttention in half precision, the memory-efficient kernel in float32, the CPU's own on a CPU,
+    and the formula elsewhere."""
     heads = _heads_first(q, k, v)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads)
@@ -42,7 +43,8 @@ def sdpa_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `sdpa`, cuDNN's kernel by name: raises where cuDNN cannot run rather than falling back to a slower one."""
+    """Attention by cuDNN's kernel, called by name: it raises where cuDNN cannot run, and does not fall back to a slower
+    kernel."""
     return aten._scaled_dot_product_cudnn_attention(*_heads_first(q, k, v), None, False)[0].transpose(1, 2)
 
 

@@ -32,7 +32,7 @@ class Tile:
         return f"{self.queries} x {self.keys}, {self.warps} warps, {self.stages} stages"
 
     def shared_bytes(self, dim: int, kind: Kind) -> int:
-        """Of keys and values under way, and the queries."""
+        """Shared memory in bytes of the keys and values that are being copied, and of the queries."""
         of_key = dim if kind == "int8" else 2 * dim
         return self.stages * self.keys * (of_key + 2 * dim) + self.queries * dim * 2
 

@@ -28,7 +28,7 @@ GROUP = {"nvfp4": 16, "mxfp8": 32}
 
 
 def tiled_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Of scales [rows, columns] as they are stored."""
+    """The shape in which scales [rows, columns] are stored."""
     return -(-rows // 128) * 128, -(-columns // 4) * 4
 
 

@@ -169,7 +169,7 @@ def finish(
     pooled: Pooled | None,
     scale: Tensor | None,
 ) -> Tensor:
-    """As `blocked.finish`. May overwrite `out`."""
+    """The Triton kernel for `blocked.finish`. It may overwrite `out`."""
     batch, tokens, heads, dim = out.shape
     row_blocks = triton.cdiv(tokens, block)
     slopes = None if pooled is None else pooled.slopes

@@ -41,7 +41,7 @@ def _native(name: str, summary: str, why_not: Callable[[torch.device], str | Non
 
 
 def _engine(name: str, summary: str, linear: str) -> Scheme:
-    """Of Transformer Engine."""
+    """A scheme of Transformer Engine."""
 
     def why_not(device: torch.device) -> str | None:
         return _imported("transformer_engine", "why_not")(device, name)

@@ -38,7 +38,8 @@ class Program:
 
 
 def residual_program(phase: Sequence[Step], branch: Branch) -> Program:
-    """Of one branch in the steps of one expert. Steps whose action is "adaptive" both store and may use slot 0."""
+    """The residual cache program of one branch for the steps of one expert. Steps whose action is "adaptive" both store
+    and may use slot 0."""
     if any(step.action == "adaptive" for step in phase):
         runs = [step for step in phase if branch in step.branches]
         may = {step.index: ((0, 1.0),) for step in runs if step.action == "adaptive"}

@@ -62,15 +62,16 @@ class NativeAttention:
 
     @torch.compiler.disable  # it counts calls, and kernels are not torch's: compiled code goes around it
     def __call__(self, func: Override, *args: Any, **kwargs: Any) -> Tensor:
-        """As `func`, ComfyUI's attention: q, k, v [B, L, H * D], or [B, H, L, D] with skip_reshape."""
+        """Attention in place of `func`, ComfyUI's own: q, k, v [B, L, H * D], or [B, H, L, D] with skip_reshape."""
         if self.earlier is None:
             return self._compute(func, list(args[:3]), *args[3:], **kwargs)
         return self._behind(self.earlier, func, *args, **kwargs)
 
     @torch.compiler.disable
     def container_function(self, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As `__call__` where ComfyUI hands over q, k and v in containers that own them (`AttentionTensorContainer`,
-        0.33 and newer): they are freed once they were read. What is left to ComfyUI stays in its containers."""
+        """The attention of `__call__` for q, k and v in containers that own them (`AttentionTensorContainer`, ComfyUI
+        0.33 and newer): they are freed after they were read. A call that ComfyUI computes gets the containers
+        unchanged."""
         assert self.original is not None, "containers without ComfyUI's attention"
         boxes = q, k, v
         if self.earlier is not None:

@@ -43,12 +43,12 @@ class NativeRun:
 
     @property
     def index(self) -> int:
-        """Of the current step in the whole schedule."""
+        """The index of the current step in the whole schedule."""
         return self.part.index(self.step)
 
     @property
     def sparsity(self) -> float:
-        """Of the current step."""
+        """The sparsity of the current step."""
         return self.sparsities[self.index] if self.sparsities else 0.0
 
     def sparse_step(self) -> int:

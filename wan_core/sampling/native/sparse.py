@@ -101,7 +101,8 @@ class NativeSparse:
         )
 
     def _frame(self, forward: NativeForward, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
-        """As `prepare` for a frame of queries; the first of a layer comes without other tokens."""
+        """Prepare sparse attention for one frame of queries, see `prepare`. The first frame of a layer has no other
+        tokens."""
         options, length = self.options, k.shape[1]
         if not forward.by_frames or (options.kernel != "auto" and KERNELS[options.kernel].fp8):
             return None

@@ -84,7 +84,7 @@ class SparseTiles:
             attention.attend = wanted
 
     def rules(self, sparsity: float) -> list[Rule | None]:
-        """Of every layer; None for one that reads everything."""
+        """The rule of every layer; None: the layer reads all keys."""
         return [layer_rule(self.options, self.keeps, layer, sparsity) for layer in range(len(self.attentions))]
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:

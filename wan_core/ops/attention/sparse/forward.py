@@ -87,7 +87,8 @@ class SparseForward:
         return out
 
     def attend_lse(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `attend`, with the log-sum-exp float32 [B, H, L] of all keys, those that means stand for included."""
+        """The result of `attend`, and the log-sum-exp float32 [B, H, L] of all keys, including those that means
+        replace."""
         assert self.others is None, "the log-sum-exp of tokens beside the video's is not computed"
         layer, rule, block = call.layer, self.rules[call.layer], self.block
         if not q.numel():
@@ -153,10 +154,11 @@ class SparseForward:
         return out, lse, {"q_scale": q.scale, "pads": pads, "tail": tail, "pooled": pooled}
 
     def over_ring(self, layer: int, rule: Rule, q: Numbers, k: Numbers, v: Numbers, ring: Ring) -> Tensor:
-        """As `attend` where ranks of a ring have whole blocks of the tokens each: q, k and v [B, N, H, D] are those of
-        this rank -> contiguous [B, N, H, D], wide where they are in FP8.
+        """Sparse attention where each rank of a ring has whole blocks of the tokens: q, k and v [B, N, H, D] are those
+        of this rank -> contiguous [B, N, H, D], wide where they are in FP8.
 
-        Means of all blocks are gathered, a hundredth of the keys and values: choice and rest are as on one device."""
+        The means of all blocks are gathered (a hundredth of the keys and values). Selected and unselected blocks are
+        therefore the same as on one device."""
         assert self.others is None, "tokens beside the video's are in no order around a ring"
         block, mine = self.block, widened(q if isinstance(q, Tensor) else q.data, q)
         known, queries = self.known(rule, k, v, ring), block_means(q, block)[0]
@@ -261,7 +263,7 @@ class SparseBehindFp8(SparseAttention):
     def quantized_over_ring(
         self, q: Quantized, k: Quantized, v: Quantized, ring: Ring, call: AttentionCall
     ) -> Quantized:
-        """As `over_ring`: FP8 goes around as it is."""
+        """Sparse ring attention in FP8: ranks exchange the FP8 numbers unchanged."""
         state = state_of(call)
         rule = state.rules[call.layer]
         if rule is None or not q.data.numel():

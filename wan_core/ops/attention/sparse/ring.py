@@ -72,5 +72,5 @@ def widened(arrived: Tensor, like: Numbers) -> Tensor:
 
 
 def block_means(x: Numbers | Blocked, block: int) -> tuple[Tensor, Tensor]:
-    """As `pool`: means and variances float32 [B, h, r, D]."""
+    """Means and variances of blocks, float32 [B, h, r, D], by `pool`."""
     return pool(x, block) if isinstance(x, Tensor) else pool(x.data, block, x.scale)

@@ -119,7 +119,8 @@ def scores(queries: Tensor, known: KeyMeans, score: Score) -> Tensor:
 
 
 def expected_error(queries: Tensor, known: KeyMeans) -> Tensor:
-    """As `scores`: the change of the output where a block is replaced by the means of its parts, for one of its keys.
+    """Scores like `scores`: how much the output changes for each key of a block when the means of its parts replace the
+    block.
 
     The part's mass with the variance of its keys, less that of their mean, moves the output by that times the distance
     of the values: of their mean from the output, and of each from their mean. Some heads at a time."""

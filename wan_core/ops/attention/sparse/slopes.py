@@ -53,7 +53,7 @@ def slopes(weights: Tensor, means: Tensor, k: Keys, v: Keys, part: int) -> Tenso
 
 
 class Covariances:
-    """Of the keys and values of each part, for several sets of rows. means, k, v, part: as for `slopes`."""
+    """The covariances of keys and values of each part, for several sets of rows. means, k, v, part: as for `slopes`."""
 
     def __init__(self, means: Tensor, k: Tensor, v: Tensor, part: int) -> None:
         B, H, p, D = means.shape

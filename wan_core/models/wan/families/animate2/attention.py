@@ -97,7 +97,7 @@ class DrivenAttention(Attention):
         return self.add_driving(q[:, inverse], out[:, inverse], lse[..., inverse], 0, own)[:, order]
 
     def driven(self, q: Tensor, k: Tensor, v: Tensor, own: Driven) -> Tensor:
-        """Of all tokens in their own order, everything read."""
+        """Full attention of all tokens, in their own order."""
         out, lse = merge_lse(list(self.parts(q, k, v, 0, own)))
         return self.add_driving(q, out, lse, 0, own)
 

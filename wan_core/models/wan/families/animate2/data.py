@@ -58,7 +58,7 @@ def prepared_bytes(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> i
 
 
 def prepared_forms(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> tuple[PreparedForm, ...]:
-    """Of FORMS, for `prepared_bytes`."""
+    """Each of `FORMS` with its bytes on the device and in host memory."""
     tensors = 2 * dit.num_layers  # keys, and values
     plain = prepared_bytes(dit, latents, itemsize) // tensors
     numbers = plain // itemsize
@@ -90,7 +90,7 @@ def driving_costs(dit: DiTConfig, latents: tuple[int, int, int]) -> tuple[float,
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Of a tensor in torch's pinned memory, which comes in powers of two."""
+    """Bytes that a tensor takes in torch's pinned memory, which comes in powers of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 

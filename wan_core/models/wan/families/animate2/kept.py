@@ -60,7 +60,7 @@ def as_pair(layer: Layer) -> tuple[Kept, Kept]:
 
 
 def kept_layer(k: Tensor, v: Tensor, form: Form) -> Layer:
-    """Of keys and values [B, M, H, D] of one layer. Work on the current stream finds them there."""
+    """Keys and values [B, M, H, D] of one layer in `form`, ready for work on the current stream."""
     layer = (*pack(k), *pack(v)) if form.fp8 else (k.contiguous(), v.contiguous())
     return tuple(to_host(one) for one in layer) if form.on_host else layer
 
@@ -79,7 +79,7 @@ class DeviceLayers:
         return DeviceLayers([tuple(one[start:stop] for one in layer) for layer in self.layers])
 
     def at(self, layer: int) -> tuple[Kept, Kept]:
-        """Of one layer, for work on the current stream."""
+        """Keys and values of one layer, ready for work on the current stream."""
         return as_pair(self.layers[layer])
 
 

@@ -54,7 +54,7 @@ class CameraPath:
         return len(self.matrices)
 
     def part(self, first: int, last: int) -> CameraPath:
-        """Of frames first..last; where it ends, the last pose stays."""
+        """The path over frames `first` to `last` (exclusive); after its end the last pose repeats."""
         places = np.arange(first, last).clip(0, len(self) - 1)
         return CameraPath(self.matrices[places], self.lenses[places])
 

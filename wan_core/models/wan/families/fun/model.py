@@ -100,7 +100,8 @@ class FunControlModel(WanModel):
         info: ForwardInfo = SINGLE_FORWARD,
         **inputs: Any,
     ) -> Tensor:
-        """As of the base class. With a reference the video has a frame more, in front; it is cut off at the end."""
+        """The forward of the base class. A reference is one more frame in front of the video, and is cut off at the
+        end."""
         referred = own_tokens(context).tokens if isinstance(context, PreparedText) else inputs.get("reference")
         if referred is None:
             return super().forward(x, timestep, context, info, **inputs)
@@ -118,7 +119,7 @@ class FunControlModel(WanModel):
 
 
 class ImageFunControlModel(FunControlModel, ImageWanModel):
-    """As of Wan 2.1, which attends to CLIP features of an `image` too."""
+    """The control model of Wan 2.1, which also attends to CLIP features of an `image`."""
 
     input_names: ClassVar[tuple[str, ...]] = ("image", "reference")
 
@@ -194,6 +195,6 @@ class FunCameraModel(WanModel):
 
 
 class ImageFunCameraModel(FunCameraModel, ImageWanModel):
-    """As of Wan 2.1, which attends to CLIP features of an `image` too."""
+    """The camera model of Wan 2.1, which also attends to CLIP features of an `image`."""
 
     input_names: ClassVar[tuple[str, ...]] = ("image", "camera")

@@ -40,7 +40,7 @@ class S2VConfig(DiTConfig):
     injectors: int = len(INJECT_AFTER)
 
     def tokens(self, frames: int, rows: int, columns: int) -> int:
-        """Of the video, of a reference and of motion frames: all that a forward may have."""
+        """The largest number of tokens of a forward: the video, a reference and motion frames."""
         _, py, px = self.patch_size
         extra = extra_tokens((frames, rows // py, columns // px), reference=True, motion=True)
         return super().tokens(frames, rows, columns) + extra

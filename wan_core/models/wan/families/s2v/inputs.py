@@ -119,7 +119,7 @@ def audio_features(states: Tensor, clip_frames: int = CLIP_FRAMES) -> Tensor:
 
 
 def features_until(states: Tensor, clip: Clip) -> Tensor:
-    """As `audio_features`, of all frames up to the end of a `clip`."""
+    """The result of `audio_features` for all frames up to the end of a `clip`."""
     found = audio_features(states, clip.frames)
     return F.pad(found, (0, max(0, clip.end - found.shape[3])))[..., : clip.end]
 

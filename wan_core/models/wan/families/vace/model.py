@@ -60,7 +60,7 @@ class VaceBlock(Block):
         self.after_proj = Linear(config.dim, config.dim)
 
     def forward(self, x: Tensor, *given: Any, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As of the base class, x [B, L, C] of a chain -> the chain, and what it adds to the video. start: tokens of
+        """Run the block on the chain x [B, L, C] -> the chain, and what it adds to the video. start: tokens of
         the noisy video; x are then those of the control video, [B or fewer, L, C]."""
         if start is not None:
             assert self.before_proj is not None
