@@ -62,6 +62,11 @@ def test_without_torch_it_says_what_to_install(command: list[str]) -> None:
         assert "sentencepiece" in ended.stdout and "pytorch.org" in ended.stdout
 
 
+def test_bench_starts_the_benchmarks_of_the_checkout(capfd):
+    assert main(["bench", "--help"]) == 0
+    assert "usage: python -m benchmarks SUITE" in capfd.readouterr().out
+
+
 def test_a_call_without_a_command_lists_the_commands(capsys):
     assert main([]) == 2
     said = capsys.readouterr().err

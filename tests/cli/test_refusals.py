@@ -121,7 +121,7 @@ COMMANDS = [
     ("plan --windows 33 --taylorseer 2/1/0.2", "TaylorSeer keeps something of each window"),
     ("plan --windows 33:retain", "has no image beside its noise"),
     ("inspect", "missing: file"),
-    ("inspect TINYY", "assets/tiny"),
+    ("inspect TINYY", "did you mean tiny?"),
     ("doctor --jsn", "did you mean --json?"),
 ]
 TABLE = [(f"generate --model tiny --prompt x --device cpu --out out.mp4 {given}", said) for given, said in GENERATE]
