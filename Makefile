@@ -27,7 +27,7 @@ help:
 	@echo "make demo        generate $(DEMO) with the embedded model and check that its caption came true"
 	@echo "make test        make check, then the test suite"
 	@echo "make documented  run the commands of the README and the docs on tiny stand-ins of the weights"
-	@echo "make check       lint, format, types, import directions"
+	@echo "make check       lint, format, types, import directions, docstrings"
 	@echo "make format      let ruff mend what it can"
 	@echo "make bench       measure on this machine; writes benchmarks/results/"
 	@echo "make plots       draw the plots of docs/images from benchmarks/results"
@@ -50,6 +50,7 @@ check: .venv/.test
 	$(BIN)/ruff format --check
 	$(BIN)/pyright wan_core wan_lab
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python tools/docstrings.py
 	$(if $(wildcard README.md),$(BIN)/python tools/readme_tables.py --check)
 
 format: .venv/.test
