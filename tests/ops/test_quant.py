@@ -131,12 +131,6 @@ def test_transformer_engine_needs_a_gpu(name):
         resolve_scheme(name, CPU)
 
 
-def test_an_old_name_runs_as_fp8_and_says_so(caplog):
-    quantization = find_quantization("fp8-block", CPU)
-    assert quantization is not None and quantization.kind is Fp8RowLinear
-    assert "running as fp8" in caplog.text
-
-
 def test_every_scheme_has_a_kind_and_words():
     assert tuple(SCHEMES) == QUANTIZED
     assert all(issubclass(s.load(), QuantLinear) and s.summary for s in SCHEMES.values())
@@ -161,7 +155,7 @@ def test_loading_drawing_and_converting_give_the_same_model(tmp_path, kind, keep
     assert not any(p.requires_grad for p in loaded.parameters())
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-tensor", "fp8-block", "fp8-weights"])
+@pytest.mark.parametrize("name", ["fp8", "fp8-tensor", "fp8-weights"])
 def test_bytes_are_known_before_loading(name):
     """What the plan for memory counts is what the parameters take, scales (a thousandth) aside."""
     options = LoadOptions(model="tiny", precision=name, device="cpu")

@@ -9,7 +9,7 @@ from wan_core.config.checks import OptionError
 from wan_core.config.table import check, option
 
 # Quantised storage and matmuls of the transformer's linears; `wan_core.ops.quant.schemes` describes each.
-QUANTIZED = ("fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-delayed", "te-current", "te-block", "int8")
+QUANTIZED = ("fp8", "fp8-tensor", "fp8-weights", "te-delayed", "te-current", "te-block", "int8")
 PRECISIONS = ("checkpoint", "bf16", "fp32", *QUANTIZED)
 VAE_PRECISIONS = ("auto", "bf16", "fp32")
 COMPILES = ("off", "blocks")

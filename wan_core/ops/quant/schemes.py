@@ -6,7 +6,6 @@ A name resolves once, when a model is set up; nothing falls back afterwards.
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,6 @@ from wan_core.config.command import command
 from wan_core.ops.cards import ADA, FP8_SINCE, capability
 from wan_core.ops.quant import int8
 from wan_core.ops.quant.linear import QuantLinear
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,6 @@ SCHEMES: dict[str, Scheme] = {
     for scheme in (
         _native("fp8", "FP8 with a scale for every row", _rows_why_not, "Fp8RowLinear"),
         _native("fp8-tensor", "FP8 with one scale for a tensor", multiplies_fp8, "Fp8TensorLinear"),
-        _native("fp8-block", "an old name that runs as fp8", _rows_why_not, "Fp8RowLinear"),
         _native("fp8-weights", "FP8 in memory, bf16 products", lambda device: None, "Fp8WeightLinear"),
         _engine("te-delayed", "scales from the amax history", "TEDelayedLinear"),
         _engine("te-current", "one scale for a tensor", "TECurrentLinear"),
@@ -96,8 +92,6 @@ def resolve_scheme(precision: str, device: torch.device) -> Scheme | None:
     """
     scheme = SCHEMES.get(precision)
     reason = None if scheme is None else scheme.why_not(device)
-    if precision == "fp8-block":
-        log.warning("precision fp8-block (scales for blocks of 128) is gone because fp8 is faster: running as fp8")
     if reason is not None:
         raise OptionError(
             f"precision {precision!r} cannot run on {device}: {reason}. `{command('doctor')}` lists what can."
