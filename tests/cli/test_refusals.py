@@ -127,20 +127,26 @@ COMMANDS = [
 TABLE = [(f"generate --model tiny --prompt x --device cpu --out out.mp4 {given}", said) for given, said in GENERATE]
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with inputs and outputs of earlier runs."""
-    monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (64, 48)).save("in.png")
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with inputs, and with outputs of earlier runs. No test may change it."""
+    folder = tmp_path_factory.mktemp("place")
+    Image.new("RGB", (64, 48)).save(folder / "in.png")
     for name in ("x", "v", "l", "model/a", "folder.safetensors/in"):
-        Path(f"{name}.safetensors").parent.mkdir(exist_ok=True)
-        shutil.copy(TINY / ("vae.safetensors" if name == "v" else "t2v_high.safetensors"), f"{name}.safetensors")
-    os.symlink("in.png", "link.png")
-    os.link("x.safetensors", "hard.safetensors")
-    Path("empty").mkdir()
+        path = folder / f"{name}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(TINY / ("vae.safetensors" if name == "v" else "t2v_high.safetensors"), path)
+    os.symlink("in.png", folder / "link.png")
+    os.link(folder / "x.safetensors", folder / "hard.safetensors")
+    (folder / "empty").mkdir()
     for name in ("text.txt", *(f"out.{ending}" for ending in ("mp4", "png", "json", "safetensors", "preset.json"))):
-        Path(name).write_text("neither a model nor a picture")
-    return tmp_path
+        (folder / name).write_text("neither a model nor a picture")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def before(place: Path) -> dict[str, bytes]:
+    return contents(place)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -160,14 +166,15 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(("words", "says"), [*TABLE, *COMMANDS])
-def test_refused_before_any_work(words: str, says: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_before_any_work(words: str, says: str, place: Path, before, capsys, monkeypatch) -> None:
     """Files of an earlier run stay as they are, and no new name is said for one."""
-    before, given = contents(place), shlex.split(words.replace("TINY", str(TINY)))
+    monkeypatch.chdir(place)
+    given = shlex.split(words.replace("TINY", str(TINY)))
     writes = given[0] in ("generate", "decode", "quantize", "calibrate", "quality") and "--prompts" not in given
     for more in ([], ["--overwrite"] if writes else []):
         said = refusal([*given, *more], capsys)
         assert says in said and " exists" not in said
-        assert contents(place) == before
+    assert contents(place) == before
 
 
 @pytest.mark.parametrize(
