@@ -40,7 +40,7 @@ def qkv(queries: int, keys: int, dim: int = 128) -> list[torch.Tensor]:
 def test_backend_matches_the_formula_and_the_doctor_says_so(backend, queries, keys, dim):
     q, k, v = qkv(queries, keys, dim=dim)
     assert relative(backend.load()(q, k, v), math_reference(q.float(), k.float(), v.float())) <= allowed(backend)
-    checked = doctor._backend(backend.name, CUDA)
+    checked = doctor.attention_state(backend.name, CUDA)
     assert checked["usable"], checked
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from wan_core import __version__
 from wan_core.cli.generate import run_decode, run_generate, run_warmup
-from wan_core.cli.inform import PLANNED_TASK, run_check, run_doctor, run_plan, run_quantize
-from wan_core.cli.inspect import add_inspect_options, run_inspect
+from wan_core.cli.inform import PLANNED_TASK, run_check, run_doctor, run_inspect, run_plan, run_quantize
 from wan_core.cli.libraries import missing_library
 from wan_core.cli.options import (
     add_lora_options,
@@ -241,6 +240,12 @@ def add_search_command_options(parser: argparse.ArgumentParser) -> None:
 def add_check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("video", type=Path)
     parser.add_argument("--prompt", help="the caption (default: the one in the file's metadata)")
+
+
+def add_inspect_options(parser: argparse.ArgumentParser) -> None:
+    kinds = "safetensors, gguf, pth, a shard index, a LoRA; a folder of one part, of a release, or ComfyUI's models"
+    parser.add_argument("file", type=Path, help=kinds)
+    parser.add_argument("--json", action="store_true")
 
 
 def add_doctor_options(parser: argparse.ArgumentParser) -> None:

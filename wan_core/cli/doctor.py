@@ -5,14 +5,13 @@ For each one that cannot run, the reason is given.
 
 from __future__ import annotations
 
-import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from wan_core.cli.libraries import LIBRARIES, library, library_lines
+from wan_core.cli.libraries import LIBRARIES, library, library_lines, line, python
 from wan_core.config.compile_cache import why_not_kept
 from wan_core.config.folders import cache_folder
 from wan_core.execution.report import GIB
@@ -40,6 +39,7 @@ TOLERANCE = 0.01  # of an exact backend in bf16; measured: 0.002 to 0.004
 ROUNDED = 0.10  # of a backend that rounds to FP8 or int8; measured on random data: 0.05 to 0.08
 ROUNDED_FP4 = 0.20  # of an NVFP4 matmul; the reference arithmetic gives 0.13 on random data
 LINEAR = 0.04  # of an FP8 linear, for all kinds of scales; measured on random data: 0.037, most of it rounding
+ERRORS = {"error": "relative error", "lse_error": "log-sum-exp error"}
 HEAD_DIM = 128  # of every Wan 2.2 model
 WIDTH = 256  # rows and columns of the matrix that tests an FP8 linear: two blocks of 128
 
@@ -50,16 +50,17 @@ def examine(device: str = "auto") -> dict[str, Any]:
     resolved = choose_device(device)
     return {
         "system": _system(resolved),
-        "libraries": {name: _library(name) for name in LIBRARIES},
-        "attention": {name: _backend(name, resolved) for name in BACKENDS},
-        "card": _card(resolved),
+        "libraries": _libraries(),
+        "attention": {name: attention_state(name, resolved) for name in BACKENDS},
+        # None where there is no NVIDIA GPU
+        "card": {one.what: {"value": one.value, "why": one.why} for one in choices_on(resolved)} or None,
         "auto": auto_choice(capability(resolved), _dtype(resolved), HEAD_DIM),
         "precisions": {name: _precision(name, resolved) for name in SCHEMES},
         "packed": {
             "formats": list(PACKED_FORMATS),
             "products": {name: _packed_matmul(name, resolved) for name in MICROSCALED},
         },
-        "kernels": _kernels(resolved),
+        "kernels": _tested(fused.why_not(resolved), {"error": lambda: kernel_self_test(resolved)}, TOLERANCE, resolved),
         "video": _video(),
         "compile cache": {"folder": str(cache_folder()), "why_not": why_not_kept()},
         "embedded model": _assets(),
@@ -67,14 +68,10 @@ def examine(device: str = "auto") -> dict[str, Any]:
 
 
 def _system(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": str(device),
-    }
+    system = python() | {"device": str(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        system |= {
             "gpu": properties.name,
             "memory_gib": round(properties.total_memory / GIB, 1),
             "capability": f"{properties.major}.{properties.minor}",
@@ -82,96 +79,58 @@ def _system(device: torch.device) -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version(),
             "fp8": has_fp8(device),
         }
-    return found
+    return system
 
 
-def _card(device: torch.device) -> dict[str, Any] | None:
-    """The choices of `card_choices` for this card; None where there is no NVIDIA GPU."""
-    choices = choices_on(device)
-    return {one.what: {"value": one.value, "why": one.why} for one in choices} if choices else None
-
-
-def _library(name: str) -> dict[str, Any]:
-    found = library(name)
-    too_old = name == "sentencepiece" and found["version"] and why_too_old(found["version"])
-    return found | {"note": too_old or found["note"]}
+def _libraries() -> dict[str, dict[str, Any]]:
+    libraries = {name: library(name) for name in LIBRARIES}
+    tokenizer = libraries["sentencepiece"]
+    too_old = tokenizer["version"] and why_too_old(tokenizer["version"])
+    return libraries | {"sentencepiece": tokenizer | {"note": too_old or tokenizer["note"]}}
 
 
 def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _backend(name: str, device: torch.device) -> dict[str, Any]:
+def attention_state(name: str, device: torch.device) -> dict[str, Any]:
+    """{"summary", "usable", "why_not", "error", "lse_error"}; "lse_error" is None for a backend without one."""
     backend = BACKENDS[name]
-    reason = backend.why_not(device, _dtype(device), HEAD_DIM)
-    found: dict[str, Any] = {"summary": backend.summary, "usable": reason is None, "why_not": reason}
-    if reason is not None:
-        return found
-    try:
-        attend = backend.load()
-        found["error"] = self_test(attend, device)
-        found["lse_error"] = lse_self_test(attend, device) if backend.gives_lse else None
-    except _kernel_faults(device) as fault:  # a broken library is a finding, not an error of the doctor
-        return found | {"usable": False, "why_not": _failure(fault)}
-    allowed = TOLERANCE if backend.exact else ROUNDED
-    for name, error in (("relative error", found["error"]), ("log-sum-exp error", found["lse_error"])):
-        if error is not None and not error <= allowed:  # not `>`: NaN must fail
-            found |= {"usable": False, "why_not": f"self-test failed: {name} {error:.3g}, allowed {allowed}"}
-    return found
-
-
-def self_test(attend: Attention, device: torch.device) -> float:
-    """Relative error of a backend against the reference in float32, on random data of odd length at head dim 128."""
-    q, k, v = _random(device)
-    expected = math_reference(q.float(), k.float(), v.float())
-    return float((attend(q, k, v).float() - expected).norm() / expected.norm())
-
-
-def lse_self_test(attend: Attention, device: torch.device) -> float:
-    """Largest absolute error of a backend's log-sum-exp against the reference, on keys whose mean is not zero."""
-    q, k, v = _random(device)
-    k = k + 1
-    expected = math_lse(q.float(), k.float(), v.float())[1]
-    return float((attend.with_lse(q, k, v)[1] - expected).abs().max())
-
-
-def _random(device: torch.device) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, length, 3, HEAD_DIM) for length in (333, 201, 201)]
-    return [torch.randn(shape, generator=generator).to(device, _dtype(device)) for shape in shapes]
+    tests = {
+        "error": lambda: self_test(backend.load(), device),
+        "lse_error": lambda: lse_self_test(backend.load(), device) if backend.gives_lse else None,
+    }
+    reason, allowed = backend.why_not(device, _dtype(device), HEAD_DIM), TOLERANCE if backend.exact else ROUNDED
+    return {"summary": backend.summary} | _tested(reason, tests, allowed, device)
 
 
 def _precision(name: str, device: torch.device) -> dict[str, Any]:
     scheme = SCHEMES[name]
-    reason = scheme.why_not(device)
-    found = {"summary": scheme.summary, "usable": reason is None, "why_not": reason}
-    return _tested(found, lambda: linear_self_test(scheme.load(), device), LINEAR, device)
+    test = {"error": lambda: linear_self_test(scheme.load(), device)}
+    return {"summary": scheme.summary} | _tested(scheme.why_not(device), test, LINEAR, device)
 
 
 def _packed_matmul(name: str, device: torch.device) -> dict[str, Any]:
     """Whether matmuls read weights of this format directly; otherwise they are dequantised for each matmul."""
-    reason = mx.why_not_multiply(device)
-    found = {"usable": reason is None, "why_not": reason}
-    return _tested(found, lambda: packed_self_test(name, device), ROUNDED_FP4, device)
+    return _tested(mx.why_not_multiply(device), {"error": lambda: packed_self_test(name, device)}, ROUNDED_FP4, device)
 
 
-def _kernels(device: torch.device) -> dict[str, Any]:
-    reason = fused.why_not(device)
-    return _tested({"usable": reason is None, "why_not": reason}, lambda: kernel_self_test(device), TOLERANCE, device)
-
-
-def _tested(found: dict[str, Any], test: Callable[[], float], allowed: float, device: torch.device) -> dict[str, Any]:
-    """`found` with the error that `test` measures; not usable if the test raises or its error exceeds `allowed`."""
-    if not found["usable"]:
-        return found
-    try:
-        error = test()
-    except _kernel_faults(device) as fault:
-        return found | {"usable": False, "why_not": _failure(fault)}
-    if not error <= allowed:
-        reason = f"self-test failed: relative error {error:.3g}, allowed {allowed}"
-        found = found | {"usable": False, "why_not": reason}
-    return found | {"error": error}
+def _tested(
+    reason: str | None, tests: Mapping[str, Callable[[], float | None]], allowed: float, device: torch.device
+) -> dict[str, Any]:
+    """{"usable", "why_not"} and, where nothing is known to be in the way (`reason`), the errors that `tests` measure.
+    Not usable if a test raises or its error exceeds `allowed`."""
+    state: dict[str, Any] = {"usable": reason is None, "why_not": reason}
+    for key, test in tests.items() if reason is None else ():
+        try:
+            error = state[key] = test()
+        except _kernel_faults(device) as fault:  # a broken library is a finding, not an error of the doctor
+            reason = (str(fault).splitlines() or [type(fault).__name__])[0]
+            return state | {"usable": False, "why_not": f"self-test failed: {reason}"}
+        if error is not None and not error <= allowed:  # not `>`: NaN must fail
+            reason = f"self-test failed: {ERRORS[key]} {error:.3g}, allowed {allowed}"
+            state |= {"usable": False, "why_not": reason}
+    return state
 
 
 def _kernel_faults(device: torch.device) -> tuple[type[Exception], ...]:
@@ -183,12 +142,40 @@ def _kernel_faults(device: torch.device) -> tuple[type[Exception], ...]:
     return (*IMPORT_FAULTS, subprocess.SubprocessError, TritonError)
 
 
+def _random(device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Normal numbers in float32, the same on every device."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+
+def _relative(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+def _qkv(device: torch.device) -> list[torch.Tensor]:
+    """q, k and v of odd length at head dim 128."""
+    return [x.to(_dtype(device)) for x in _random(device, *((1, length, 3, HEAD_DIM) for length in (333, 201, 201)))]
+
+
+def self_test(attend: Attention, device: torch.device) -> float:
+    """Relative error of a backend against the reference in float32."""
+    q, k, v = _qkv(device)
+    return _relative(attend(q, k, v), math_reference(q.float(), k.float(), v.float()))
+
+
+def lse_self_test(attend: Attention, device: torch.device) -> float:
+    """Largest absolute error of a backend's log-sum-exp against the reference, on keys whose mean is not zero."""
+    q, k, v = _qkv(device)
+    k = k + 1
+    expected = math_lse(q.float(), k.float(), v.float())[1]
+    return float((attend.with_lse(q, k, v)[1] - expected).abs().max())
+
+
 @torch.no_grad()
 def linear_self_test(kind: type[QuantLinear], device: torch.device) -> float:
-    """Relative error of a quantised linear against float32, on random data. The second of two forwards is measured,
-    because delayed scales are calibrated by the first."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(WIDTH, WIDTH, generator=generator).to(device) for _ in range(2))
+    """Relative error of a quantised linear against float32. The second of two forwards is measured, because delayed
+    scales are calibrated by the first."""
+    x, weight = _random(device, (WIDTH, WIDTH), (WIDTH, WIDTH))
     linear = kind(WIDTH, WIDTH, bias=False, dtype=_dtype(device))
     linear.load(kind.encode(weight))
     state = DelayedState.install(linear, device)  # None for linears without delayed scales
@@ -196,36 +183,26 @@ def linear_self_test(kind: type[QuantLinear], device: torch.device) -> float:
         out = linear(x.to(_dtype(device)))
         if state is not None:
             state.update()
-    expected = x @ weight.t()
-    return float((out.float() - expected).norm() / expected.norm())
+    return _relative(out, x @ weight.t())
 
 
 @torch.no_grad()
 def packed_self_test(name: str, device: torch.device) -> float:
-    """Relative error of a matmul with packed weights against float32, on random data. The 77 rows need padding."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(rows, WIDTH, generator=generator).to(device) for rows in (77, WIDTH))
+    """Relative error of a matmul with packed weights against float32. The 77 rows need padding."""
+    x, weight = _random(device, (77, WIDTH), (WIDTH, WIDTH))
     encoded = encode_mxfp8(weight) if name == "mxfp8" else encode_nvfp4(weight)
     parts: dict[str, torch.Tensor] = dict(zip(("weight", "weight_scale", "weight_scale_2"), encoded, strict=False))
-    out = mx.multiply(x.to(_dtype(device)), name, parts, None)
-    expected = x @ weight.t()
-    return float((out.float() - expected).norm() / expected.norm())
+    return _relative(mx.multiply(x.to(_dtype(device)), name, parts, None), x @ weight.t())
 
 
 @torch.no_grad()
 def kernel_self_test(device: torch.device) -> float:
     """Relative error of one fused kernel against torch in float32. If it compiles, the others do as well."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 77, WIDTH, generator=generator).to(device, torch.bfloat16)
-    mul, add = (torch.randn(1, 1, WIDTH, generator=generator).to(device) for _ in range(2))
+    x, mul, add = _random(device, (1, 77, WIDTH), (1, 1, WIDTH), (1, 1, WIDTH))
+    x = x.bfloat16()
     out = fused.norm(x, mul, add, 1e-6)
     assert isinstance(out, torch.Tensor)
-    expected = torch.nn.functional.layer_norm(x.float(), (WIDTH,), eps=1e-6) * mul + add
-    return float((out.float() - expected).norm() / expected.norm())
-
-
-def _failure(fault: BaseException) -> str:
-    return f"self-test failed: {(str(fault).splitlines() or [type(fault).__name__])[0]}"
+    return _relative(out, torch.nn.functional.layer_norm(x.float(), (WIDTH,), eps=1e-6) * mul + add)
 
 
 def _video() -> dict[str, Any]:
@@ -245,36 +222,34 @@ def _assets() -> dict[str, Any]:
 
 def text(findings: dict[str, Any]) -> str:
     """The findings as text, one per line."""
-    lines = ["system"] + [f"  {key:<22} {value}" for key, value in findings["system"].items()]
-    lines += library_lines(findings["libraries"])
-    if (card := findings["card"]) is not None:
-        lines += choice_lines([Choice(what, **one) for what, one in card.items()])
+    lines = library_lines(findings)
+    if findings["card"] is not None:
+        lines += choice_lines([Choice(what, **one) for what, one in findings["card"].items()])
     lines.append(f"attention backends (auto: {findings['auto']})")
-    for name, backend in findings["attention"].items():
-        has_lse = backend["usable"] and backend["lse_error"] is not None
-        lse = f", log-sum-exp {backend['lse_error']:.1e}" if has_lse else ""
-        lines.append(f"  {name:<22} {_state(backend)}{lse}  [{backend['summary']}]")
-    lines.append("precisions")
-    for name, precision in findings["precisions"].items():
-        lines.append(f"  {name:<22} {_state(precision)}  [{precision['summary']}]")
-    lines += ["packed weights", f"  GGUF                   usable  [{', '.join(FORMATS)}]"]
+    lines += [line(name, _state(backend)) for name, backend in findings["attention"].items()]
+    lines += ["precisions", *(line(name, _state(precision)) for name, precision in findings["precisions"].items())]
+    lines += ["packed weights", line("GGUF", f"usable  [{', '.join(FORMATS)}]")]
     for name, matmul in findings["packed"]["products"].items():
-        lines.append(f"  {name:<22} usable, dequantised for each matmul; direct matmul: {packed_state(matmul)}")
-    without = "" if findings["kernels"]["usable"] else f"; {fused.WITHOUT}"
-    lines.append(f"fused kernels            {_state(findings['kernels'])}{without}")
-    video, assets = findings["video"], findings["embedded model"]
-    lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")
-    kept = findings["compile cache"]
-    lines.append(
-        f"compile cache            {kept['folder'] if kept['why_not'] is None else 'not used: ' + kept['why_not']}"
+        lines.append(line(name, f"usable, dequantised for each matmul; direct matmul: {packed_state(matmul)}"))
+    kernels, video = findings["kernels"], findings["video"]
+    cache, assets = findings["compile cache"], findings["embedded model"]
+    ends = {
+        "fused kernels": _state(kernels) + ("" if kernels["usable"] else f"; {fused.WITHOUT}"),
+        "video": "H.264 through PyAV" if video["h264"] else video["why_not"],
+        "compile cache": cache["folder"] if cache["why_not"] is None else f"not used: {cache['why_not']}",
+        "embedded model": f"{len(assets['files'])} files, {assets['megabytes']} MB",
+    }
+    return "\n".join([*lines, *(f"{name:<24} {state}" for name, state in ends.items())])
+
+
+def packed_state(matmul: Mapping[str, Any]) -> str:
+    return (
+        f"self-test error {matmul['error']:.1e}, else untested on hardware" if matmul["usable"] else matmul["why_not"]
     )
-    lines.append(f"embedded model           {len(assets['files'])} files, {assets['megabytes']} MB")
-    return "\n".join(lines)
 
 
-def packed_state(found: dict[str, Any]) -> str:
-    return f"self-test error {found['error']:.1e}, else untested on hardware" if found["usable"] else found["why_not"]
-
-
-def _state(found: dict[str, Any]) -> str:
-    return f"usable, self-test error {found['error']:.1e}" if found["usable"] else f"not usable: {found['why_not']}"
+def _state(part: Mapping[str, Any]) -> str:
+    state = f"usable, self-test error {part['error']:.1e}" if part["usable"] else f"not usable: {part['why_not']}"
+    if part["usable"] and part.get("lse_error") is not None:
+        state += f", log-sum-exp {part['lse_error']:.1e}"
+    return state + (f"  [{part['summary']}]" if "summary" in part else "")

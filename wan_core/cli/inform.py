@@ -1,4 +1,4 @@
-"""The commands quantize, plan, check and doctor."""
+"""The commands quantize, plan, check, inspect and doctor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from wan_core.cli.options import MEMORY, outputs_of, values_of, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
+from wan_core.config.checks import near_file
 from wan_core.config.table import from_values
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import TASKS, find_task
@@ -187,6 +188,22 @@ def run_check(options: argparse.Namespace) -> int:
     aspects = ("background", "colour", "shape", "motion")
     print(f"{caption!r}: " + ", ".join(f"{name} {'true' if getattr(verdict, name) else 'FALSE'}" for name in aspects))
     return 0 if verdict.all_true else 1
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Print the description of the file. Returns 1 if it has problems, else 0."""
+    if not options.file.exists():
+        if str(options.file) == "tiny":
+            from wan_core.pipeline.sources import TINY
+
+            example = TINY / "t2v_high.safetensors"
+            raise OptionError(f"tiny is the embedded model: give one of its files, for example {example}")
+        raise OptionError(f"{options.file} does not exist{near_file(options.file)}")
+    from wan_core.cli.inspect import inspect, text_lines
+
+    description = inspect(options.file)
+    print(json.dumps(description, indent=1) if options.json else "\n".join(text_lines(description)))
+    return int(bool(description["problems"]))
 
 
 def run_doctor(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from wan_core.config.command import command, module
@@ -56,10 +57,14 @@ def missing_library(module: str) -> str | None:
     return f"{distribution} is not installed: {install}. `{doctor}` lists what else is missing"
 
 
+def python() -> dict[str, Any]:
+    return {"python": platform.python_version(), "platform": platform.platform()}
+
+
 def without_torch() -> dict[str, Any]:
     """What the doctor finds where required libraries are missing, as plain data: {"system", "libraries", "install"}."""
     return {
-        "system": {"python": platform.python_version(), "platform": platform.platform()},
+        "system": python(),
         "libraries": {name: library(name) for name in LIBRARIES},
         "install": [install_command(name) for name in missing()],
     }
@@ -69,26 +74,25 @@ def library(name: str) -> dict[str, Any]:
     """{"for", "version", "note"} of a distribution; version None where it is not installed."""
     purpose, install = LIBRARIES[name]
     try:
-        version = importlib.metadata.version(name)
+        return {"for": purpose, "version": importlib.metadata.version(name), "note": None}
     except importlib.metadata.PackageNotFoundError:
         return {"for": purpose, "version": None, "note": install or f"required: {install_command(name)}"}
-    return {"for": purpose, "version": version, "note": None}
 
 
-def library_lines(libraries: dict[str, dict[str, Any]]) -> list[str]:
-    """One line for each library."""
-    lines = ["libraries"]
-    for name, found in libraries.items():
-        note = f" ({found['note']})" if found["note"] else ""
-        lines.append(f"  {name:<22} {found['version'] or 'not installed':<16} {found['for']}{note}")
+def line(name: str, state: object) -> str:
+    return f"  {name:<22} {state}"
+
+
+def library_lines(findings: Mapping[str, Any]) -> list[str]:
+    """The system and the libraries of the doctor's findings."""
+    lines = ["system", *(line(key, value) for key, value in findings["system"].items()), "libraries"]
+    for name, one in findings["libraries"].items():
+        note = f" ({one['note']})" if one["note"] else ""
+        lines.append(line(name, f"{one['version'] or 'not installed':<16} {one['for']}{note}"))
     return lines
 
 
-def text(findings: dict[str, Any]) -> str:
+def text(findings: Mapping[str, Any]) -> str:
     """The findings of `without_torch` as text."""
-    lines = ["system", *(f"  {key:<22} {value}" for key, value in findings["system"].items())]
-    lines += library_lines(findings["libraries"])
-    return "\n".join(
-        [*lines, "not tested, because required libraries are missing. Install them first:"]
-        + [f"  {install}" for install in findings["install"]]
-    )
+    advice = "not tested, because required libraries are missing. Install them first:"
+    return "\n".join([*library_lines(findings), advice, *(f"  {install}" for install in findings["install"])])
