@@ -34,8 +34,8 @@ from .conditioning import on_device
 from .files import name_of
 from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, preset_input, window_inputs
 from .schema import schema, widgets
-from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
-from .watching import Watcher, relieve_once, unknown_of
+from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ComfyMemory, ModelSocket
+from .watching import Watcher, unknown_of
 
 LEFTOVER = "wancore_leftover"  # of a LATENT: (Leftover, the samples that it was rounded to)
 
@@ -193,7 +193,7 @@ def _sample(
         else:
             latents = sample_latents(
                 plan,
-                lambda expert: model.acquire(expert, workload, report),
+                ComfyMemory(model, workload, report),
                 conditioning,
                 start.sample(plan, model.experts.vae, host.device()),
                 model.experts.vae,
@@ -203,8 +203,6 @@ def _sample(
                 on_step=watcher,
                 on_leftover=left.append,
                 checks=BlockChecks(host.check_interruption),
-                ahead=model.prefetch,
-                relieve=relieve_once(model, workload, report),
             )
     model.pace.clear()
     for expert, forwards in watcher.forwards.items():  # where ranks run different steps, the first one's experts alone

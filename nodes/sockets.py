@@ -18,6 +18,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import LoadOptions, OptionError, WindowOptions
+from wan_core.execution.memory.owner import RunOwner
 from wan_core.execution.memory.planning import TEXT, Beside, MemoryPlan, Sizes, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
@@ -203,6 +204,23 @@ class ModelSocket:
         host.load([held], plan.beside[expert])
         self._ready(expert, plan.form)
         return f"other models left the device, {stay // 2} of {blocks} blocks stay, the others stream"
+
+
+class ComfyMemory(RunOwner):
+    """The experts of one run under ComfyUI's memory manager."""
+
+    def __init__(self, model: ModelSocket, workload: Workload, report: Report) -> None:
+        super().__init__(report)
+        self.model, self.workload = model, workload
+
+    def acquire(self, expert: Expert) -> WanModel:
+        return self.model.acquire(expert, self.workload, self.report)
+
+    def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
+        self.model.prefetch(expert, following, runs)
+
+    def make_room(self, name: str) -> str | None:
+        return self.model.relieve(cast(Expert, name), self.workload)
 
 
 class TextSocket:

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from wan_core.execution.report import Report
 from wan_core.media.pictures import clock
 from wan_core.models.wan.families import family_of
 from wan_core.pipeline.comfy_conditioning import Joined
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.large_video import size_notes
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Expert, Plan
 
 from . import host
 from .sockets import ModelSocket
-
-
-def relieve_once(model: ModelSocket, workload: Workload, report: Report) -> Callable[[Expert], bool]:
-    """For `denoise`: after out of memory, make room once in a run, and say so."""
-    relieved: list[str] = []
-
-    def relieve(expert: Expert) -> bool:
-        words = None if relieved else model.relieve(expert, workload)
-        if words is None:
-            return False
-        relieved.append(words)
-        host.log.warning("WanCore ran out of memory and goes on: %s", words)
-        report.notes.append(f"out of memory, going on with what takes less ({words}); finished steps stay")
-        return True
-
-    return relieve
 
 
 def unknown_of(model: ModelSocket, joined: Joined, shape: tuple[int, ...]) -> list[str]:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.exchanges import exchanges
 from tests import animate_references, control_references
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
+from tests.denoised import denoise
 from tests.s2v_references import S2V
 from tests.s2v_references import draw_inputs as draw_sound
 from wan_core.checkpoint import load_dit, open_checkpoint
@@ -63,7 +64,6 @@ from wan_core.sampling.cache.residual import Program, ResidualCache
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.chords import BEGINNINGS
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.solvers import History
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.denoised import denoise
 from wan_core.checkpoint.random import random_module
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import begin_run, optimize
@@ -12,7 +13,6 @@ from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.swap import Quantization
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import denoise
 
 CPU = torch.device("cpu")
 LAYERS = 4

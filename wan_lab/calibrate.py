@@ -20,7 +20,7 @@ from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.sampling.cache.curves import Curve, curve_name
 from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Progress, denoise
+from wan_core.sampling.denoise import Progress, Ready, denoise
 from wan_core.sampling.plan import Branch, Expert, Plan
 
 
@@ -65,7 +65,7 @@ def record(
             seams.enter_context(model.runners.adding(recorder))
             return model
 
-        denoise(plan, watched, conditioning, noise, on_step=on_step, on_block=on_block)
+        denoise(plan, Ready(watched), conditioning, noise, on_step=on_step, on_block=on_block)
     return {key: float(ratio) for key, ratio in recorder.ratios.items()}
 
 

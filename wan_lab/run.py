@@ -28,6 +28,7 @@ from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.curves import curve_path, is_embedded, write_curve
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.budgets import coverage_path, write_coverage
 from wan_core.sampling.start import Start
@@ -308,7 +309,7 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
     begin = time.perf_counter()
     latents = sample_latents(
         plan,
-        models.expert,
+        Ready(models.expert),
         batch.conditioning,
         batch.noise,
         models.vae_config,

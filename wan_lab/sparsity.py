@@ -18,7 +18,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.sparse.routing import coverage
 from wan_core.ops.attention.sparse.tiles import Tiles
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Progress, denoise
+from wan_core.sampling.denoise import Progress, Ready, denoise
 from wan_core.sampling.plan import Expert, Plan, Step
 from wan_core.sampling.sparsity.budgets import SHARES, Coverage, choose_keeps
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
@@ -48,7 +48,7 @@ def measure_coverage(
                 for watcher in watchers.values():
                     watcher.looks = progress.step.index + 1 in looked
 
-            denoise(plan, watched, conditioning, noise, on_step=note, on_block=lambda: None)
+            denoise(plan, Ready(watched), conditioning, noise, on_step=note, on_block=lambda: None)
     return {expert: watcher.result(plan.task, source, expert) for expert, watcher in watchers.items()}
 
 

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from tests.denoised import denoise
 from wan_core.checkpoint import load_vae
 from wan_core.cli.doctor import examine
 from wan_core.config import GuidanceOptions, LoadOptions, NagOptions, Request, SkipOptions
@@ -18,7 +19,6 @@ from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.pipeline import Pipeline, Result
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.denoise import denoise
 from wan_lab.metrics import judge, psnr
 from wan_lab.shapes import draw
 

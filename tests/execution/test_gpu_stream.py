@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.denoised import denoise
 from tests.execution.turns import growth
 from tests.streamed_experts import run as run_experts
 from wan_core.checkpoint import load_dit, save
@@ -28,7 +29,6 @@ from wan_core.pipeline.settings import find_quantization
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import make_plan
 
 pytestmark = pytest.mark.gpu

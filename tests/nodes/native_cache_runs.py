@@ -119,11 +119,11 @@ def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: d
     """The engine's latents and its plan, for the same sigmas, prompts and noise."""
     import torch
 
+    from tests.denoised import denoise
     from wan_core.config import SkipOptions
     from wan_core.sampling.cache.curves import find_curve
     from wan_core.sampling.cache.skipping import leave_out
     from wan_core.sampling.conditioning import Conditioning
-    from wan_core.sampling.denoise import denoise
     from wan_core.sampling.plan import Plan, Step
 
     steps = tuple(

@@ -126,8 +126,8 @@ def check_texts(it: World) -> None:
     import comfy.samplers
     import torch
 
+    from tests.denoised import denoise
     from wan_core.sampling.conditioning import Conditioning
-    from wan_core.sampling.denoise import denoise
     from wan_core.sampling.plan import Plan, Step
     from wan_core.sampling.stages import parse_stages, with_stages
     from wan_core.sampling.texts import WHOLE, TextRange, assign_texts

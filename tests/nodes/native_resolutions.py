@@ -33,8 +33,8 @@ def check_engine(it: World) -> None:
     """The engine's own run with the same weights, in a stage of both experts' ranges, both ways of guidance."""
     import torch
 
+    from tests.denoised import denoise
     from wan_core.sampling.conditioning import Conditioning
-    from wan_core.sampling.denoise import denoise
     from wan_core.sampling.plan import Plan, Step
     from wan_core.sampling.stages import parse_stages, with_stages
 

@@ -84,6 +84,7 @@ def ours(natives: list[Any], kind: str, conditions: Any, latent: dict[str, Any],
     from wan_core.pipeline.comfy_conditioning import join
     from wan_core.pipeline.sample import sample_latents
     from wan_core.sampling.context_windows import with_windows
+    from wan_core.sampling.denoise import Ready
     from wan_core.sampling.plan import make_plan
     from wan_core.sampling.start import Start
 
@@ -102,7 +103,7 @@ def ours(natives: list[Any], kind: str, conditions: Any, latent: dict[str, Any],
     start, cpu = Start(shape=shape, seed=SEED), torch.device("cpu")
     noise = start.sample(joined.plan, task.vae, cpu)
     return joined.plan, sample_latents(
-        joined.plan, models.__getitem__, joined.conditioning, noise, task.vae, Report(cpu), start=start
+        joined.plan, Ready(models.__getitem__), joined.conditioning, noise, task.vae, Report(cpu), start=start
     )
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.comfy_control_clip import CASES, LENGTH, MOTIONS, SEED, plan_of, weights_of
 from tests.comfyui import find_comfyui, python_of
+from tests.denoised import denoise
 from tests.nodes.test_nodes_animate import with_objects
 from wan_core.checkpoint import load_dit
 from wan_core.models.vae.statistics import denormalise
@@ -19,7 +20,6 @@ from wan_core.models.wan.families.fun.camera import camera_rays, read_camera
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.denoise import denoise
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[1] / "comfy_control_clip.py"

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from tests.animate_references import draw_weights
 from tests.comfy_sound_clip import CONFIG, SEED, plan_of
 from tests.comfyui import find_comfyui, python_of
+from tests.denoised import denoise
 from wan_core.checkpoint import load_dit
 from wan_core.models.vae.statistics import denormalise
 from wan_core.models.wan.families.s2v.data import COMFYUI_POSITIONS
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.denoise import denoise
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[1] / "comfy_sound_clip.py"

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_gguf import matrices, write
+from tests.denoised import Varied
 from tests.nodes.test_nodes_schemas import modules
 from wan_core.checkpoint import load_dit, load_text_encoder, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
@@ -132,14 +133,12 @@ def latents(model: Any, on_step: Any = None, relieve: Any = None, steps: int = 2
     report = Report(CPU)
     return sample_latents(
         make_plan(task="t2v-tiny", steps=steps),
-        lambda expert: model.acquire(expert, WORKLOAD, report),
+        Varied(lambda expert: model.acquire(expert, WORKLOAD, report), model.prefetch, relieve),
         Conditioning(cond=rows[0], uncond=rows[1]),
         draw_noise(7, SHAPE),
         model.experts.vae,
         report,
         on_step=on_step,
-        ahead=model.prefetch,
-        relieve=relieve,
     )
 
 

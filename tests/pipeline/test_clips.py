@@ -16,6 +16,7 @@ from torch import Tensor
 
 import wan_core.pipeline.clips as clips_module
 from tests.animate_references import SMALL, draw_weights
+from tests.denoised import denoise
 from tests.encoder_files import write_vision
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError, Request
@@ -31,7 +32,6 @@ from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
 from wan_core.pipeline.watch import Watch
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import denoise
 
 TEXT = {"text_dim": 64, "num_heads": 2, "num_layers": 2}
 CONFIGS = {

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.denoised import denoise
 from wan_core.config import NagOptions, OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_22
 from wan_core.models.wan.families import NAG
@@ -21,7 +22,6 @@ from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.texts import WHOLE, TextRange, assign_texts, sigma_at
 from wan_core.workers.wire import unpack

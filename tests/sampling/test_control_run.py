@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import wan_core
 from tests.animate_references import draw_weights
 from tests.control_references import CONFIGS, OWN, contexts, draw_inputs
+from tests.denoised import denoise
 from wan_core.config import SkipOptions, TaylorSeerOptions
 from wan_core.execution.memory.host_weights import ALIGNMENT, HostWeights
 from wan_core.execution.memory.planning import beside_weights, unit_bytes
@@ -29,7 +30,6 @@ from wan_core.ops.attention.sdpa import SDPA
 from wan_core.pipeline.model_parts import matrix_parameters
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify

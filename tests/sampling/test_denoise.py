@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.denoised import denoise
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import NonFiniteError, choose_batched, denoise
+from wan_core.sampling.denoise import NonFiniteError, choose_batched
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import NOISY, SOLVERS, History
 

@@ -11,6 +11,7 @@ import torch
 
 import wan_core
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_inputs, draw_weights
+from tests.denoised import denoise
 from tests.int8_files import HOLD, described, encoded
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import SkipOptions, TaylorSeerOptions
@@ -22,7 +23,6 @@ from wan_core.ops.attention.sdpa import SDPA
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.control import with_passes
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 

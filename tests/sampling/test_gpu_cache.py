@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.denoised import denoise
 from tests.sampling.test_denoise import small_dit
 from tests.sampling.test_residual import impatient  # noqa: F401  (a fixture)
 from wan_core.config import (
@@ -25,7 +26,6 @@ from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import make_plan
 
 pytestmark = pytest.mark.gpu

@@ -9,13 +9,13 @@ from statistics import median
 import pytest
 import torch
 
+from tests.denoised import denoise
 from wan_core.checkpoint.random import random_module
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.pace import BLOCKS_AHEAD
 from wan_core.sampling.plan import make_plan
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.denoised import denoise
 from tests.streamed_experts import LAYERS, experts, streaming
 from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
 from wan_core.execution.optimize import begin_run
@@ -18,7 +19,6 @@ from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.policies import mark_adaptive, skip_taylorseer
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 

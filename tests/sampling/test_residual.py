@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.denoised import denoise
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
 from wan_core.config import (
     AdaptiveOptions,
@@ -28,7 +29,7 @@ from wan_core.sampling.cache.policies import mark_adaptive
 from wan_core.sampling.cache.residual import residual_program, residuals, weights
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import Guided, denoise
+from wan_core.sampling.denoise import Guided
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import SOLVERS, History
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify

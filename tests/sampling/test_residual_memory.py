@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.denoised import denoise
 from tests.sampling import test_control_run, test_driven_run, test_sound_run
 from tests.sampling.test_denoise import EXPERTS, TEXT
 from tests.sampling.test_residual import SETTINGS
@@ -18,7 +19,6 @@ from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.context_windows import with_windows
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
 
 WINDOWS = {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import wan_core
 from tests.animate_references import draw_weights
+from tests.denoised import denoise
 from tests.s2v_references import S2V, draw_inputs
 from wan_core.config import MagCacheOptions, OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.execution.memory.planning import beside_weights
@@ -30,7 +31,6 @@ from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.always_sparse import AlwaysSparse
+from tests.denoised import denoise
 from tests.sparse_attention import whole_block_kernel
 from wan_core.checkpoint import load_dit
 from wan_core.config import LoadOptions, OptionError, Request, SparseOptions
@@ -40,7 +41,6 @@ from wan_core.pipeline.sources import RANDOM, TINY
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_words
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity import run as sparsity_run
 from wan_core.sampling.sparsity.budgets import (

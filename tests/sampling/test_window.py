@@ -21,6 +21,7 @@ from wan_core.sampling.cache.residual import BOTH, residual_program
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.cutting import cut_plan
+from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import SCHEDULES, make_plan
 from wan_core.sampling.solvers import SOLVERS
 from wan_core.sampling.start import Leftover, Start
@@ -44,7 +45,7 @@ def sample(plan, start, conditioning=TEXT, experts=EXPERTS, vae=VAE_21):
     left: list[Leftover] = []
     x = start.sample(plan, vae, CPU)
     acquire = experts.__getitem__
-    made = sample_latents(plan, acquire, conditioning, x, vae, Report(CPU), start=start, on_leftover=left.append)
+    made = sample_latents(plan, Ready(acquire), conditioning, x, vae, Report(CPU), start=start, on_leftover=left.append)
     return made, left[0] if left else None
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.denoised import denoise
 from tools.distill_tiny import main
 from tools.tiny import distill
 from tools.tiny.distill import Adapter, PairRing, merge_lora, path_losses, rollout, student_plan, teacher_plan
@@ -18,7 +19,6 @@ from tools.tiny.loop import Clock, Trainer
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.models.wan.model import WanModel
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Expert, Plan
 
 SHAPE = (16, 2, 4, 4)  # latents of 32 x 32 x 5

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.denoised import denoise
 from wan_core.cli import build_parser
 from wan_core.cli.inform import asked_plan
 from wan_core.config import OptionError
@@ -29,7 +30,6 @@ from wan_core.parallel.layers import check_layers
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.chords import check_chords, stretch_plan
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan
 from wan_core.workers.rank import BetweenBlocks, agreements
 

@@ -51,7 +51,7 @@ from wan_core.pipeline.watch import Watch
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.control import with_nag
 from wan_core.sampling.cutting import cut_plan
-from wan_core.sampling.denoise import Progress
+from wan_core.sampling.denoise import Progress, Ready
 from wan_core.sampling.start import Start
 from wan_core.sampling.window import Window
 from wan_core.workers import processes as worker_processes
@@ -206,7 +206,7 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     given = {"cond": cond, "uncond": uncond, "concat": concat}
     experts = {"high": found.high.load(CPU, torch.float32, None), "low": found.low.load(CPU, torch.float32, None)}
     noise = draw_noise(7, tuple(latents.shape))
-    alone = sample_latents(plan, experts.__getitem__, Conditioning(**given), noise, found.vae, Report(CPU))
+    alone = sample_latents(plan, Ready(experts.__getitem__), Conditioning(**given), noise, found.vae, Report(CPU))
     model = {"high": high, "low": low, "precision": "fp32", "keep_blocks": 0, "attention": "auto", "compile": "off"}
     steps: list[tuple[int, tuple[int, ...]]] = []
     together = WorkerEngine(workers).sample(

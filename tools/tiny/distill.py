@@ -31,7 +31,7 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.wan.model import WanModel
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Progress, denoise
+from wan_core.sampling.denoise import Branching, Progress, Ready, denoise
 from wan_core.sampling.plan import Expert, Plan, make_plan
 
 TASK = "t2v-tiny"
@@ -131,7 +131,8 @@ def teacher_path(
         for index, sigma in stops.get(progress.step.index, ()):
             path[:, index] = progress.latents + progress.velocity * (sigma - progress.step.sigma_next)
 
-    denoise(teacher, experts.__getitem__, conditioning, noise, batched=True, on_step=on_step)
+    owner, both = Ready(experts.__getitem__), Branching(batched=True)
+    denoise(teacher, owner, conditioning, noise, branching=both, on_step=on_step)
     return path
 
 

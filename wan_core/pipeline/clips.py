@@ -28,6 +28,7 @@ from wan_core.pipeline.builder import Models
 from wan_core.pipeline.hearing import hear
 from wan_core.pipeline.images import Pieces, decode_to
 from wan_core.pipeline.kept_clips import KeptClips, key_of
+from wan_core.pipeline.own_memory import OwnMemory
 from wan_core.pipeline.resolved_request import Job
 from wan_core.pipeline.watch import OnStep, Watch
 from wan_core.sampling.conditioning import Conditioning
@@ -47,11 +48,11 @@ class ClipMaker(Protocol):
 
     models: Models
     report: Report
+    memory: OwnMemory
 
     def encode_text(self, job: Job) -> Conditioning: ...
     def first_frames(self, job: Job) -> dict[str, Tensor]: ...
     def seen(self, job: Job, media: Mapping[str, Tensor], clip: Clip) -> dict[str, Tensor]: ...
-    def fetch(self, name: str, use: Callable[[], Module]) -> Module: ...
     def sample(
         self,
         job: Job,
@@ -156,7 +157,7 @@ class ClipRun:
                 for index in new:
                     self.frames[index] = shown[index - begin]
 
-        vae = self.pipe.fetch("vae", self.pipe.models.vae)
+        vae = self.pipe.memory.fetch("vae", self.pipe.models.vae)
         decode_to(vae, own, self.pipe.report, collect, dtype=torch.float32)
         for index in range(clip.first + clip.carried, min(self.job.frames, clip.end)):
             put(self.frames[index])
@@ -209,7 +210,7 @@ def given_to(pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried
     else:
         given |= pipe.first_frames(job)
     if family.leads:
-        vae = pipe.fetch("vae", pipe.models.vae)
+        vae = pipe.memory.fetch("vae", pipe.models.vae)
         with pipe.report.phase("encode video"):
             given["lead"] = family.clip_lead(vae, given, clip)
     return given
@@ -218,7 +219,7 @@ def given_to(pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried
 def condition(pipe: ClipMaker, job: Job, clip: Clip, given: Mapping[str, Tensor], text: Conditioning) -> Conditioning:
     """What the denoising loop needs for one clip."""
     family, seen = family_of(job.task), pipe.seen(job, given, clip)
-    vae = pipe.fetch("vae", pipe.models.vae)
+    vae = pipe.memory.fetch("vae", pipe.models.vae)
     with pipe.report.phase("encode video"):
         inputs = family.clip_inputs(job.task, vae, seen, given, clip)
     return replace(text, **family.with_settings(job.request, inputs, text.inputs.get("pose_context")))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,12 @@ from torch import Tensor
 from wan_core.checkpoint.latents import try_to_save_latents
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, Request
-from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.report import Report
 from wan_core.media.video import load_image
 from wan_core.models.text.tokenizer import TokenCount, prompt_notes
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.media import pixels_to_video
-from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.mesh import RankMesh
@@ -42,6 +40,7 @@ from wan_core.pipeline.large_video import check_tensor, size_notes
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
+from wan_core.pipeline.own_memory import OwnMemory
 from wan_core.pipeline.resolved_request import Job, make_job
 from wan_core.pipeline.sample import guidance_over, sample_latents
 from wan_core.pipeline.settings import choose_device, compute_dtype
@@ -50,7 +49,7 @@ from wan_core.pipeline.watch import SILENT, OnStep, Watch
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import retried
 from wan_core.sampling.pace import BlockChecks
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel
 
 log = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ class Pipeline:
         self.models = models
         self.loaded = report  # of loading alone
         self.report = report.branch()  # of the newest generation
-        self.relieved = False  # it ran out of memory and went on
+        self.memory = OwnMemory(models, self.report)
         self.checked: Job | None = None  # of the request that is prepared next, where it was checked already
 
     @classmethod
@@ -156,7 +155,7 @@ class Pipeline:
         watch.latents(latents)
         watch.phase("decode")
         told = None if write is None else partial(write, fps=job.fps, settings=self.report.settings)
-        frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report, told)
+        frames = decode_latents(self.memory.fetch("vae", self.models.vae), latents, self.report, told)
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
 
     def generate_clips(self, job: Job, watch: Watch, write: WriteVideo | None, keep: Path | None) -> Result:
@@ -179,7 +178,8 @@ class Pipeline:
     def prepare(self, request: Request) -> Job:
         """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
         models = self.models
-        self.report, self.relieved = self.loaded.branch(), False
+        self.report = self.loaded.branch()
+        self.memory = OwnMemory(models, self.report)
         job, self.checked = self.checked, None
         if job is None or job.request is not request:
             files = models.checkpoint, models.low_checkpoint, models.loras
@@ -216,7 +216,7 @@ class Pipeline:
         if job.request.image is None and job.request.last_image is None:
             return text
         seen = self.seen(job, {}, job.clips[0])
-        vae = self.fetch("vae", self.models.vae)
+        vae = self.memory.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
             inputs = family_of(job.task).clip_inputs(job.task, vae, seen, self.first_frames(job), job.clips[0])
         return replace(text, **inputs)
@@ -239,12 +239,12 @@ class Pipeline:
         prompts = list(named.values())
 
         def encode() -> tuple[Tensor, list[TokenCount]]:
-            encoder = self.fetch("text encoder", self.models.text_encoder)
+            encoder = self.memory.fetch("text encoder", self.models.text_encoder)
             with self.report.phase("text"):
                 return encoder.encode(prompts), [encoder.tokenizer.count(prompt) for prompt in prompts]
 
         if ranks is None or ranks.rank == text_rank(ranks):
-            rows, counts = retried(encode, lambda: self.relieve("text_encoder"))
+            rows, counts = retried(encode, partial(self.memory.relieve, "text_encoder"))
         with self.report.phase("text"):
             rows = rows_of_all(ranks, rows)
             self.note_prompts(named, counts_of_all(ranks, counts, len(prompts)))
@@ -258,7 +258,7 @@ class Pipeline:
         """The un-normalised latents [1, C, T, Y, X] that video-to-video starts from; None where noise alone does."""
         if job.request.from_video is None:
             return None
-        vae = self.fetch("vae", self.models.vae)
+        vae = self.memory.fetch("vae", self.models.vae)
         with self.report.phase("encode video"):
             frames = load_video(job.request.from_video, (job.width, job.height), job.frames)
             return encode_images(vae, frames.to(self.models.device))
@@ -283,16 +283,9 @@ class Pipeline:
 
     def features(self, frame: Tensor) -> Tensor:
         """CLIP features [1, N, C] of a frame [1, 3, 1, H, W] in -1..1."""
-        encoder = self.fetch("CLIP vision encoder", self.models.clip_vision)
+        encoder = self.memory.fetch("CLIP vision encoder", self.models.clip_vision)
         with self.report.phase("encode image"):
             return encoder(frame[:, :, 0])
-
-    def fetch(self, name: str, use: Callable[[], Module]) -> Module:
-        """A model ready on the device. Where models take turns, bringing it there is a phase of its own."""
-        if self.models.residency.policy == "resident":
-            return use()
-        with self.report.phase(f"fetch {name}"):
-            return use()
 
     def _image(self, path: str | None, size: tuple[int, int] | None = None) -> Tensor | None:
         """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to `size` (width, height) if it is given."""
@@ -315,13 +308,10 @@ class Pipeline:
         long video."""
         models = self.models
 
-        def acquire(expert: Expert) -> WanModel:
-            return self.fetch(expert, lambda: models.expert(expert))
-
         start = job.start(latents, clip)
         return sample_latents(
             job.plan,
-            acquire,
+            self.memory,
             conditioning,
             start.sample(job.plan, models.vae_config, models.device),
             models.vae_config,
@@ -330,28 +320,8 @@ class Pipeline:
             batched=job.batched,
             on_step=on_step,
             checks=checks,
-            ahead=models.prefetch,
-            relieve=self.relieve,
             ranks=models.ranks,
         )
-
-    def relieve(self, name: str) -> bool:
-        """Memory ran out with the model `name`: go on by the next cheaper plan, once in a run; False where there is
-        none. Finished steps stay."""
-        models, words = self.models, None
-        if not self.relieved and models.ranks is None:  # other ranks would wait for the step that this one repeats
-            words = models.residency.cheaper(name if name in models.residency.models else "high")
-        if words is None:
-            return False
-        self.relieved = True
-        for model in models.residency.models.values():
-            if isinstance(model, WanModel):
-                model.runners.remove(GraphedBlocks)  # weights are elsewhere from now on
-        note = f"out of memory, going on with what takes less ({words}); nothing that was finished is lost"
-        log.warning("%s", note)
-        self.report.notes.append(note)
-        models.residency.use(name if name in models.residency.models else "high")
-        return True
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.time import TimeStretch
 from wan_core.pipeline.watch import OnStep
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Progress, RunBranches, denoise
+from wan_core.sampling.denoise import Branching, Integrator, Owner, Progress, RunBranches, denoise
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.solvers import History
@@ -30,7 +30,7 @@ from wan_core.sampling.start import Leftover, Start, finished
 @torch.no_grad()
 def sample_latents(
     plan: Plan,
-    acquire: Callable[[Expert], WanModel],
+    owner: Owner,
     conditioning: Conditioning,
     noise: Tensor,
     vae: VAEConfig,
@@ -41,26 +41,17 @@ def sample_latents(
     on_step: OnStep | None = None,
     on_leftover: Callable[[Leftover], None] = lambda _: None,
     checks: BlockChecks | None = None,
-    ahead: Callable[[Expert, Expert, int], None] | None = None,
-    relieve: Callable[[Expert], bool] | None = None,
     ranks: RankMesh | None = None,
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X], the noisy sample at its first sigma, to un-normalised latents of the
     same shape, float32, timing every step.
 
-    acquire, batched, ahead, relieve: as in `denoise`. start: what `noise` was made of, for solvers that need more than
-    that. ranks: those that run this together. vae: of the VAE whose latents these are. on_step and checks may raise to
-    interrupt. on_leftover: told what another run can go on with, where noise is left over.
+    start: what `noise` was made of, for solvers that need more than that. ranks: those that run this together. vae: of
+    the VAE whose latents these are. on_step and checks may raise to interrupt. on_leftover: told what another run can
+    go on with, where noise is left over.
     """
     checks = checks or BlockChecks()
     clock, forwards = StepClock(report), 0
-    history = History()
-
-    def ready(expert: Expert) -> WanModel:
-        model = acquire(expert)
-        begin_run(model)
-        clock.begin()
-        return model
 
     def note(progress: Progress) -> None:
         nonlocal forwards
@@ -69,31 +60,24 @@ def sample_latents(
         if on_step is not None:
             on_step(progress, clock.seconds_per_forward())
 
-    def keep(last: History) -> None:
-        nonlocal history
-        history = last
-
     stretch = TimeStretch(plan, ranks) if ranks is not None and ranks.time.size > 1 else None
     if stretch is not None:
         report.notes.append(f"time: {stretch.stretches.forwards} forwards in a row instead of {len(plan.steps)}")
         checks.skip_steps(stretch.group.index)
         noise = stretch.begin(noise)
+    walked, solver = (plan, None) if stretch is None else (stretch.plan, stretch.solver)
+    history = History() if start is None else start.history(plan, noise.device)
+    step_noise = None if start is None else start.step_noise(plan, noise.device)
+    integrator = Integrator(walked, history, step_noise, solver)
     x = denoise(
-        plan if stretch is None else stretch.plan,
-        ready,
+        walked,
+        Timed(owner, clock),
         conditioning,
         noise,
-        batched=batched,
+        branching=Branching(batched=batched, run=branches_over(ranks, checks), together=ranks is not None),
+        integrator=integrator,
         on_step=note,
         on_block=checks.after_block,
-        ahead=ahead,
-        relieve=relieve,
-        run_branches=branches_over(ranks, checks),
-        solver=None if stretch is None else stretch.solver,
-        together=ranks is not None,
-        history=History() if start is None else start.history(plan, noise.device),
-        step_noise=None if start is None else start.step_noise(plan, noise.device),
-        on_end=keep,
     )
     x = x if stretch is None else stretch.finish(x)
     clock.finish()
@@ -103,8 +87,23 @@ def sample_latents(
         )
     report.notes += plan.notes
     if plan.sigmas[-1] > 0:
-        on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, history._replace(noise=None)))
+        on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, integrator.history._replace(noise=None)))
     return finished(x, plan, vae, conditioning.known)
+
+
+class Timed:
+    """`owner`, which begins the run of an expert when it is acquired: nothing is left of the run before, and its steps
+    are timed."""
+
+    def __init__(self, owner: Owner, clock: StepClock) -> None:
+        self.owner, self.clock = owner, clock
+        self.prefetch, self.relieve = owner.prefetch, owner.relieve
+
+    def acquire(self, expert: Expert) -> WanModel:
+        model = self.owner.acquire(expert)
+        begin_run(model)
+        self.clock.begin()
+        return model
 
 
 def branches_over(ranks: RankMesh | None, checks: BlockChecks) -> RunBranches | None:

@@ -34,7 +34,7 @@ def warm_up(pipe: Pipeline, request: Request, on_phase: Callable[[str], None] = 
     for expert in reversed(job.plan.experts):
         on_phase(f"{'compile' if pipe.models.compiles else 'warm up'} {expert}")
         with pipe.report.phase(f"warm up {expert}"):
-            retried(partial(_forward, pipe, job, expert), partial(pipe.relieve, expert))
+            retried(partial(_forward, pipe, job, expert), partial(pipe.memory.relieve, expert))
 
 
 def _forward(pipe: Pipeline, job: Job, expert: Expert) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -77,86 +77,134 @@ class Progress:
         return self.latents if self.velocity is None else self.latents - self.velocity * self.step.sigma_next
 
 
+class Owner(Protocol):
+    """Who holds the models of a run, and decides what is on the device."""
+
+    def acquire(self, expert: Expert, /) -> WanModel:
+        """The expert, ready to run; called once for each phase, so that it may load or swap."""
+        ...
+
+    def prefetch(self, expert: Expert, following: Expert, runs: int, /) -> None:
+        """The next `runs` runs of the blocks of `expert` are the last before `following` is acquired."""
+        ...
+
+    def relieve(self, name: str, /) -> bool:
+        """Memory ran out with the model `name`: make room, and say whether there is any."""
+        ...
+
+
+class Ready:
+    """The `Owner` of models that stay where they are."""
+
+    def __init__(self, acquire: Callable[[Expert], WanModel]) -> None:
+        self.acquire = acquire
+
+    def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
+        pass
+
+    def relieve(self, name: str) -> bool:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branching:
+    """How the guidance branches of a step run. batched: both as one forward (see `choose_batched`). run: splits them
+    over ranks; None: here, one after the other or batched. together: several ranks run the loop with the same
+    arguments, and all return the same latents."""
+
+    batched: bool = False
+    run: RunBranches | None = None
+    together: bool = False
+
+
+ALONE = Branching()
+
+
+class Integrator:
+    """The solver of a run, with what it keeps between steps. history: from the run that this one goes on with.
+    step_noise: draws the noise of one step after the other, for solvers that add some. solver: in the place of the
+    plan's (ranks that run different steps)."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        history: History = NEW,
+        step_noise: Callable[[], Tensor] | None = None,
+        solver: Solver | None = None,
+    ) -> None:
+        noisy = plan.solver in NOISY
+        if noisy and step_noise is None and len(plan.steps) > 1:
+            raise ValueError(f"solver {plan.solver} adds noise: hand in step_noise")
+        self.solver, self.history = solver or SOLVERS[plan.solver], history
+        self.step_noise = step_noise if noisy else None
+        self.sigmas, self.past = (*plan.before, *plan.sigmas), len(plan.before)
+
+    def step(self, x: Tensor, velocity: Tensor, step: Step) -> Tensor:
+        """The latents at `step.sigma_next`."""
+        if self.step_noise is not None and step.sigma_next > 0:
+            self.history = self.history._replace(noise=self.step_noise())
+        x, self.history = self.solver(x, velocity, self.past + step.index, self.sigmas, self.history)
+        return x
+
+
 def denoise(
     plan: Plan,
-    acquire: Callable[[Expert], WanModel],
+    owner: Owner,
     conditioning: Conditioning,
     noise: Tensor,
     *,
-    batched: bool = False,
+    branching: Branching = ALONE,
+    integrator: Integrator | None = None,
     on_step: Callable[[Progress], None] | None = None,
     on_block: Callable[[], None] | None = None,
-    ahead: Callable[[Expert, Expert, int], None] | None = None,
-    relieve: Callable[[Expert], bool] | None = None,
-    run_branches: RunBranches | None = None,
-    solver: Solver | None = None,
-    together: bool = False,
-    history: History = NEW,
-    step_noise: Callable[[], Tensor] | None = None,
-    on_end: Callable[[History], None] = lambda _: None,
 ) -> Tensor:
     """Integrate the flow from `noise` to normalised latents, both float32 [B, C, T, Y, X] on the device of the run.
 
     noise: the noisy sample at the first step's sigma. Where the plan ends above 0, what is returned is noisy too.
-
-    acquire: returns an expert ready to run; called once for each phase, so that it may load or swap.
-    batched: run both guidance branches as one forward (see `choose_batched`).
+    owner: where memory runs out and it finds some, the step is run again, from the latents of the one before.
+    integrator: None is a new one; its history is that of the end then.
     on_step: called after every step; may raise to interrupt.
     on_block: called after every block; may raise to interrupt. With it, the host is only a few blocks ahead of a GPU.
-    ahead(expert, next, runs): the next `runs` runs of the blocks are the last before the next expert is acquired.
-    relieve(expert): memory ran out; make room and say whether there is any. The step is then run again, from the
-    latents of the one before.
-    run_branches: runs the guidance branches of a step (split over ranks); None: here, one after the other or batched.
-    solver: in the place of the plan's (ranks that run different steps); None: the plan's.
-    together: several ranks run this with the same arguments, and all return the same latents.
-    history: of the solver, from the run that this one goes on with. on_end: told the history at the end.
-    step_noise: draws the noise of one step after the other, for solvers that add some.
     Raises NonFiniteError within a few steps of the first non-finite latent.
     """
     assert plan.window is None, "`cut_plan` comes before the run"
-    if plan.solver in NOISY and step_noise is None and len(plan.steps) > 1:
-        raise ValueError(f"solver {plan.solver} adds noise: hand in step_noise")
-    solver, x = solver or SOLVERS[plan.solver], hold_known(noise.float(), conditioning)
-    sigmas, past = (*plan.before, *plan.sigmas), len(plan.before)
+    integrator, x = integrator or Integrator(plan), hold_known(noise.float(), conditioning)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
-    watch = FiniteWatch(len(plan.steps), x.device, together)
-    resolution = Resolution(plan, conditioning, history.video)
+    watch = FiniteWatch(len(plan.steps), x.device, branching.together)
+    resolution = Resolution(plan, conditioning, integrator.history.video)
     pace = None if on_block is None else Pace(x.device, on_block)
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
         expert = phase[0].expert
-        last = last_runs(phase, batched or run_branches is not None)  # each rank runs one branch
-        again = None if relieve is None else partial(relieve, expert)
-        model = retried(partial(acquire, expert), again)
-        guided = retried(partial(Guided, model, resolution, plan, phase, len(x), batched, run_branches, pace), again)
+        relieve = partial(owner.relieve, expert)
+        last = last_runs(phase, branching.batched or branching.run is not None)  # each rank runs one branch
+        model = retried(partial(owner.acquire, expert), relieve)
+        guided = retried(partial(Guided, model, resolution, plan, phase, len(x), branching, pace), relieve)
         for run in runs(phase):
             # Sparse attention orders the tokens around everything else; residuals are kept in that order.
             with sparse_attention(model, plan, run, tuple(x.shape[2:])), residuals(model, run):
                 for step in run:
-                    retried(partial(guided.prepare, step), again)
-                    if ahead is not None and following is not None and step.index == last[0]:
-                        ahead(expert, following[0].expert, last[1])
-                    velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), again)
-                    if plan.solver in NOISY and step.sigma_next > 0 and step_noise is not None:
-                        history = history._replace(noise=step_noise())
-                    x, history = solver(x, velocity, past + step.index, sigmas, history)
-                    x = hold_known(x, conditioning)
+                    retried(partial(guided.prepare, step), relieve)
+                    if following is not None and step.index == last[0]:
+                        owner.prefetch(expert, following[0].expert, last[1])
+                    velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), relieve)
+                    x = hold_known(integrator.step(x, velocity, step), conditioning)
                     watch.note(step.index, x)
                     if on_step is not None:
                         on_step(Progress(step, plan, forwards, x, velocity))
         del guided, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
-    on_end(history._replace(video=resolution.video))
+    integrator.history = integrator.history._replace(video=resolution.video)
     return x
 
 
-def retried(make: Callable[[], Made], relieve: Callable[[], bool] | None) -> Made:
+def retried(make: Callable[[], Made], relieve: Callable[[], bool]) -> Made:
     """What `make` returns; once more where memory runs out and `relieve` finds some."""
     try:
         return make()
     except torch.cuda.OutOfMemoryError as fault:
         failed = fault
     failed.__traceback__ = None  # it holds the tensors of the failed try
-    if relieve is None or not relieve():
+    if not relieve():
         raise failed
     return make()
 
@@ -193,15 +241,14 @@ class Guided:
         plan: Plan,
         phase: tuple[Step, ...],
         batch: int,
-        batched: bool,
-        run_branches: RunBranches | None = None,
-        after_block: Callable[[], None] | None = None,
+        branching: Branching,
+        after_block: Callable[[], None] | None,
     ) -> None:
         self.model = model
         self.after_block = after_block
         self.resolution, self.conditioning = resolution, resolution.conditioning
-        self.run_branches = run_branches
-        self.batched = batched and run_branches is None
+        self.run_branches = branching.run
+        self.batched = branching.batched and branching.run is None
         self.windows = plan.context_windows
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
         self.batch = batch

@@ -38,6 +38,7 @@ from wan_core.parallel.sequence import check_mesh, reads_parts
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.images import Pieces, decode_to, encode_images
 from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.own_memory import OwnMemory
 from wan_core.pipeline.pipeline import Pipeline, check_request
 from wan_core.pipeline.sample import guidance_over, sample_latents
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
@@ -176,7 +177,7 @@ class Jobs:
         left: list[Leftover] = []
         latents = sample_latents(
             plan,
-            models.expert,
+            OwnMemory(models, report),
             given,
             start.sample(plan, found.vae, self.rank.device),
             found.vae,
@@ -186,7 +187,6 @@ class Jobs:
             batched=batched,
             on_step=self.on_step(between, preview=True),
             checks=between,
-            ahead=models.prefetch,
             ranks=ranks,
         )
         self.keep(header["keep"], latents, header["fps"], report, header["settings"])
