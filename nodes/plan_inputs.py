@@ -14,7 +14,7 @@ from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.build import PlannedVideo, PlanRequest, build_plan
 from wan_core.sampling.plan import MAX_STEPS, SCHEDULES
 from wan_core.sampling.presets import CHOICES
-from wan_core.sampling.window import Window
+from wan_core.sampling.schedules import Window
 
 from .schema import ADVANCED, widgets
 from .sockets import ModelSocket

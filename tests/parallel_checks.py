@@ -50,10 +50,10 @@ from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.attention.sparse.routing import Rule, Score
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels.formats import FP8, Quantized
+from wan_core.parallel.chords import BEGINNINGS, TimeStretch
 from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
 from wan_core.parallel.sequence import ShardedAttention, ShardedTokens, check_lse, shard_lengths
-from wan_core.parallel.time import TimeStretch
 from wan_core.parallel.vae import split_pictures
 from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
@@ -62,7 +62,6 @@ from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.cache.residual import Program, ResidualCache
 from wan_core.sampling.cache.skipping import leave_out
-from wan_core.sampling.chords import BEGINNINGS
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.solvers import History

@@ -25,7 +25,7 @@ from wan_core.pipeline.memory_planning import slope_factor
 from wan_core.sampling.native.attention import NativeAttention
 from wan_core.sampling.native.plan import WholeRun, falls
 from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
-from wan_core.sampling.native.schedule import find_part
+from wan_core.sampling.schedules import find_part
 from wan_core.sampling.sparsity.schedule import step_sparsities
 
 from .native_beside import (

@@ -24,7 +24,7 @@ from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.integer_weights import encode_int8, rotation_of
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.int8 import Int8Linear
-from wan_core.ops.quant.lora import attach
+from wan_core.ops.quant.linear import attach
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.loras import Wanted, merging

@@ -19,8 +19,8 @@ from tests import forked
 from tools.processes import below
 from wan_core.checkpoint import load_dit
 from wan_core.cli import main
+from wan_core.cli.generate import VideoWriting
 from wan_core.cli.progress import ProgressLine
-from wan_core.cli.video_writing import VideoWriting
 from wan_core.media.video import read_video
 from wan_core.pipeline import pipeline as pipeline_module
 from wan_core.pipeline.sources import TINY

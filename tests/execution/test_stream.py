@@ -30,7 +30,7 @@ from wan_core.execution.optimize import compilations, compile_blocks
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.fp8 import Fp8RowLinear
-from wan_core.ops.quant.lora import is_attached
+from wan_core.ops.quant.linear import is_attached
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TEDelayedLinear
 from wan_core.pipeline.loras import AppliedLoras, Wanted, attachable, lora_bytes

@@ -17,8 +17,8 @@ from wan_core.sampling.cache.arguments import parse_setting, speed_options
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.native.plan import check_native
 from wan_core.sampling.plan import make_plan
+from wan_core.sampling.schedules import Window
 from wan_core.sampling.speed_presets import FOLDER, SUFFIX, find_speed, read_speed, speed_names
-from wan_core.sampling.window import Window
 from wan_lab.search import AXES, LEAST, Candidate, Search, least_seconds, spread
 from wan_lab.search_run import (
     FULL_TASKS,

@@ -32,7 +32,7 @@ from wan_core.execution.memory.planning import RESERVE, TEXT
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
-from wan_core.ops.quant.lora import is_attached
+from wan_core.ops.quant.linear import is_attached
 from wan_core.pipeline import memory_planning
 from wan_core.pipeline.builder import finish, load_models
 from wan_core.pipeline.loras import Wanted, read_loras

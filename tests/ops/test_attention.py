@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.tensors import draw, qkv, relative
 from wan_core.cli import doctor
-from wan_core.ops.attention import int8
+from wan_core.ops.attention import dense
 from wan_core.ops.attention.fp8 import Fp8Attention, key_mean, math_fp8, quantize, quantize_mixed, reference
 from wan_core.ops.attention.library import Library, probe
 from wan_core.ops.attention.protocol import Attention, AttentionCall, Dense
@@ -347,7 +347,7 @@ def test_an_attention_without_a_wrapper_is_its_own_local():
 
 
 @pytest.mark.parametrize(
-    "call", [math_fp8(), math_fp8().with_lse, int8.sage, int8.int8], ids=["fp8", "fp8 lse", "sage", "int8"]
+    "call", [math_fp8(), math_fp8().with_lse, dense.sage, dense.int8], ids=["fp8", "fp8 lse", "sage", "int8"]
 )
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_attention_that_rounds_refuses_gradients(call, which):
@@ -356,7 +356,7 @@ def test_attention_that_rounds_refuses_gradients(call, which):
     given[which].requires_grad_(True)
     with pytest.raises(RuntimeError, match="has no backward pass"):
         call(*given)
-    if call not in (int8.sage, int8.int8):
+    if call not in (dense.sage, dense.int8):
         with torch.no_grad():
             call(*given)
         call(*(x.detach() for x in given))

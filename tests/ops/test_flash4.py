@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from wan_core.config.compile_cache import FLASH_ATTENTION, FLASH_ATTENTION_ENABLED, set_flash_attention_cache
-from wan_core.ops.attention import flash
+from wan_core.ops.attention import dense
 
 LIBRARY = """
 import os
@@ -96,8 +96,8 @@ def test_a_kept_kernel_that_does_not_run_is_compiled_anew(interface, caplog: pyt
     interface.fault = RuntimeError("undefined symbol: func")
     q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
     with caplog.at_level(logging.WARNING):
-        found = flash._run_flash4(q, k, k, False)
-        flash._run_flash4(q, k, k, False)
+        found = dense._run_flash4(q, k, k, False)
+        dense._run_flash4(q, k, k, False)
     assert found[0] is q
     assert [type(cache).__name__ for cache in interface.calls] == ["JITPersistentCache", "JITCache", "JITCache"]
     assert caplog.text.count("undefined symbol: func") == 1
@@ -108,5 +108,5 @@ def test_what_a_compiled_kernel_raises_is_raised(interface, fault: Exception) ->
     interface.always = fault
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(type(fault), match=str(fault)):
-        flash._run_flash4(q, q, q, False)
+        dense._run_flash4(q, q, q, False)
     assert len(interface.calls) == (1 if isinstance(fault, torch.OutOfMemoryError) else 2)

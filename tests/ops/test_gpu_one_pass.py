@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.tensors import relative
+from wan_core.ops.attention.dense import int8_reference
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_lse
-from wan_core.ops.attention.triton import int8_reference
 from wan_core.ops.cards import capability
 from wan_core.ops.kernels.attention_tiles import candidates, tile_for
 

@@ -17,10 +17,9 @@ from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sdpa import math_reference
-from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, SparseFp8Attention
+from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, SparseFp8Attention, read_around
 from wan_core.ops.attention.sparse.implementations import sparse_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS
-from wan_core.ops.attention.sparse.ring import read_around
 from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, route
 from wan_core.ops.attention.sparse.slopes import slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import make_tiles

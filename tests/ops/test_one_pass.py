@@ -10,6 +10,7 @@ import torch
 
 from tests.sparse_attention import expected_sparse
 from tests.tensors import qkv, relative, run_interpreted
+from wan_core.ops.attention.dense import int8_reference
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import math_lse
@@ -17,14 +18,13 @@ from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, SparseKernel
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.sparse.tiles import make_tiles
-from wan_core.ops.attention.triton import int8_reference
 from wan_core.ops.cards import CARDS
 from wan_core.ops.kernels.attention_tiles import CANDIDATES, SHARED, TILES, candidates, tile_for
 
 DENSE = """
 import torch
 from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.triton import int8_reference, triton, triton_int8
+from wan_core.ops.attention.dense import int8_reference, triton, triton_int8
 from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.kernels.attention_tiles import Tile
 from wan_core.ops.kernels.triton_attention import attention

@@ -18,10 +18,9 @@ from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import AttentionError
 from wan_core.ops.attention.sdpa import SDPA, math_lse
 from wan_core.ops.attention.sparse import implementations
-from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
+from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, read_around
 from wan_core.ops.attention.sparse.implementations import block_mask, sparse_flex, sparse_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS, Run, block_length, resolve_kernel
-from wan_core.ops.attention.sparse.ring import read_around
 from wan_core.ops.attention.sparse.routing import Route, Rule, block_mass, choose, coverage, estimate, gain, route
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked

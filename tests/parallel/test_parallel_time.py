@@ -19,10 +19,10 @@ from parallel_ranks import Ranks
 from tests.workers.test_agreements import REPORTED
 from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.models.wan.config import T2V_A14B
+from wan_core.parallel.chords import BEGINNINGS, Stretches, check_chords
 from wan_core.parallel.layers import check_layers
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.cache.skipping import leave_out
-from wan_core.sampling.chords import BEGINNINGS, Stretches, check_chords
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import sparsify
 

@@ -23,9 +23,9 @@ from tests.encoder_files import write_speech
 from tests.pipeline.test_clips import Stopped, stop_after
 from wan_core.checkpoint.encoders import load_speech
 from wan_core.cli import main
+from wan_core.cli.generate import VideoWriting
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.prompt_list import write_with_report
-from wan_core.cli.video_writing import VideoWriting
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.memory.planning import plan_memory
 from wan_core.execution.report import GIB, Report

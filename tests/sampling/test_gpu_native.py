@@ -11,7 +11,7 @@ from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.sampling.native.attention import NativeAttention
 from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
-from wan_core.sampling.native.schedule import SchedulePart
+from wan_core.sampling.schedules import SchedulePart
 
 pytestmark = pytest.mark.gpu
 CUDA, GRID, HEADS, DIM = torch.device("cuda", 0), (3, 33, 48), 2, 128

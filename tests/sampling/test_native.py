@@ -20,8 +20,8 @@ from wan_core.ops.attention.sparse.kernels import KERNELS, block_length
 from wan_core.ops.attention.sparse.tiles import make_tiles, with_extra
 from wan_core.sampling.native.attention import COMFYUI, NativeAttention
 from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
-from wan_core.sampling.native.schedule import SchedulePart, find_part
 from wan_core.sampling.plan import make_plan
+from wan_core.sampling.schedules import SchedulePart, find_part
 from wan_core.sampling.sparsity.run import layer_rule
 from wan_core.sampling.sparsity.schedule import PRESETS, sparsify, step_sparsities
 

@@ -14,7 +14,7 @@ from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards
 from wan_core.sampling.native.plan import WholeRun, cut, plan_part
 from wan_core.sampling.plan import make_plan
-from wan_core.sampling.window import Window
+from wan_core.sampling.schedules import Window
 
 MARKS = st.text("01", max_size=40).map(lambda rest: "1" + rest)
 

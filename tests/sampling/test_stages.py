@@ -18,20 +18,19 @@ from wan_core.cli import main
 from wan_core.config import OptionError, Request, SkipOptions, StageOptions
 from wan_core.models.wan.families import FAMILIES, check_stages
 from wan_core.models.wan.rope import rope_table
+from wan_core.parallel.chords import check_chords
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.residual import BOTH, residual_program
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
-from wan_core.sampling.chords import check_chords
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.resolution import Resolution, mean_over_areas
-from wan_core.sampling.schedules import shifted
+from wan_core.sampling.schedules import Window, shifted
 from wan_core.sampling.solvers import SOLVERS
 from wan_core.sampling.sparsity.schedule import attention_share, step_tokens, with_costs
 from wan_core.sampling.stages import parse_stages, runs, smaller, stage_words
 from wan_core.sampling.start import Leftover, Start
-from wan_core.sampling.window import Window
 from wan_core.workers.wire import pack, unpack
 
 NOISE = draw_noise(7, (1, 16, 3, 8, 12))

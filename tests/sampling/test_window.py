@@ -23,9 +23,9 @@ from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import SCHEDULES, make_plan
+from wan_core.sampling.schedules import Window
 from wan_core.sampling.solvers import SOLVERS
 from wan_core.sampling.start import Leftover, Start
-from wan_core.sampling.window import Window
 from wan_core.workers.wire import pack, unpack
 
 CPU = torch.device("cpu")

@@ -25,10 +25,10 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs
 from wan_core.parallel import conditioning
+from wan_core.parallel.chords import check_chords, stretch_plan
 from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.layers import check_layers
 from wan_core.parallel.mesh import Mesh
-from wan_core.sampling.chords import check_chords, stretch_plan
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import Plan
 from wan_core.workers.rank import BetweenBlocks, agreements

@@ -52,8 +52,8 @@ from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.control import with_nag
 from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.denoise import Progress, Ready
+from wan_core.sampling.schedules import Window
 from wan_core.sampling.start import Start
-from wan_core.sampling.window import Window
 from wan_core.workers import processes as worker_processes
 from wan_core.workers.client import WorkerEngine
 from wan_core.workers.control import Listener, new_key

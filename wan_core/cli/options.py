@@ -20,8 +20,8 @@ from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import SkipArguments, skip_options
 from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES as PRESETS
+from wan_core.sampling.schedules import Window
 from wan_core.sampling.speed_presets import SUFFIX, speed_names
-from wan_core.sampling.window import Window
 
 # Options and arguments that name a file or folder that is read.
 INPUTS = (

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from wan_core.cli.generate import load_options_of, sound_of
 from wan_core.cli.parsing import program
-from wan_core.cli.video_writing import sound_of
 from wan_core.cli.workers import devices_of, worker_options
 from wan_core.config import LoadOptions, OptionError
 
@@ -35,7 +35,6 @@ def run_list(options: argparse.Namespace) -> int:
     """Returns 1 if a video could not be made."""
     import torch
 
-    from wan_core.cli.generate import load_options_of
     from wan_core.cli.prompt_file import is_finished, read_list
     from wan_core.pipeline.pipeline import check_request
     from wan_core.pipeline.settings import choose_device

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.sparse.kernels import BLOCK, SMALL
+from wan_core.parallel.chords import Stretches
 from wan_core.parallel.mesh import Mesh
-from wan_core.sampling.chords import Stretches
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL, rest_cost
 

@@ -5,7 +5,7 @@ There are two ways.
 merge    summed into the weights, in float32 and before they are quantised: costs nothing while the model runs. FP8
          weights are encoded again from the exact sum. Other strengths, other LoRAs and none: the parameters that
          change are read again from the file (`wan_core.pipeline.merged_loras`)
-attach   added to the result: each linear adds a product of low rank to its own (`wan_core.ops.quant.lora`). The
+attach   added to the result: each linear adds a product of low rank to its own (`wan_core.ops.quant.linear`). The
          strength is a number on the device, and changing it reads, compiles and captures nothing again. What is no
          product of low rank, or no linear that is called as one (norms, modulation, differences in full, DoRA), is
          summed into its parameter in place, and what was there is kept on the host
@@ -40,8 +40,7 @@ from wan_core.execution.graphs import GraphedBlocks
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.quant.linear import LowRank, QuantLinear
-from wan_core.ops.quant.lora import attach, detach, move_attached
+from wan_core.ops.quant.linear import LowRank, QuantLinear, attach, detach, move_attached
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.pipeline.expert_names import EXPERTS, ExpertFile, lora_notes, told_by_name
 

@@ -26,8 +26,8 @@ from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 from wan_core.sampling.control import control_words, nag_words
 from wan_core.sampling.denoise import choose_batched
 from wan_core.sampling.plan import Plan
+from wan_core.sampling.schedules import Window
 from wan_core.sampling.start import Start
-from wan_core.sampling.window import Window
 
 DENOISE = 0.7  # of video-to-video, where nothing is said
 

@@ -14,10 +14,10 @@ from wan_core.execution.optimize import begin_run
 from wan_core.execution.report import Report, StepClock
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.model import WanModel
+from wan_core.parallel.chords import TimeStretch
 from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
-from wan_core.parallel.time import TimeStretch
 from wan_core.pipeline.watch import OnStep
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Branching, Integrator, Owner, Progress, RunBranches, denoise

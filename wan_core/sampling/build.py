@@ -37,8 +37,8 @@ from wan_core.sampling.native.plan import (
 )
 from wan_core.sampling.plan import Branch, Plan
 from wan_core.sampling.presets import preset_plan
+from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.schedule import with_costs
-from wan_core.sampling.window import Window
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,13 @@ from wan_core.config import (
 )
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.schedules import (
+    Window,
     dpmpp_schedule,
     euler_schedule,
     given_schedule,
     heun_forwards,
     unipc_schedule,
 )
-from wan_core.sampling.window import Window
 
 Expert = Literal["high", "low"]
 Branch = Literal["cond", "uncond"]

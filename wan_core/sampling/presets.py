@@ -25,8 +25,7 @@ from wan_core.config.table import table
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.cache.skipping import looks_distilled
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
-from wan_core.sampling.schedules import given_schedule
-from wan_core.sampling.window import Window
+from wan_core.sampling.schedules import Window, given_schedule
 
 GUIDED = 3.5  # the usual guidance scale for the high-noise expert of distilled weights
 _STEPS = re.compile(r"(?<![0-9])([1-8])[ _-]?steps?(?![a-z])", re.IGNORECASE)

@@ -30,6 +30,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
+from wan_core.parallel.chords import check_chords
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.layers import check_layers
@@ -44,7 +45,6 @@ from wan_core.pipeline.sample import guidance_over, sample_latents
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
 from wan_core.pipeline.sources import find_experts, recognise
 from wan_core.pipeline.watch import OnStep, Watch
-from wan_core.sampling.chords import check_chords
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from wan_core.execution.memory.pinned_memory import PinnedMemory
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.quant.lora import is_attached
+from wan_core.ops.quant.linear import is_attached
 
 ALIGNMENT = 256  # bytes: what torch's own allocations have, and more than any kernel asks for
 THREADS = 8

@@ -22,7 +22,7 @@ from wan_core.execution.report import GIB
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_form import PreparedForm
-from wan_core.ops.quant.lora import is_attached
+from wan_core.ops.quant.linear import is_attached
 
 __all__ = ["Policy", "Residency", "tensors_of"]
 

@@ -18,7 +18,7 @@ from wan_core.config import UserError
 from wan_core.config.checks import unknown
 from wan_core.config.command import command
 from wan_core.config.compile_cache import set_flash_attention_cache
-from wan_core.ops.attention import flash, fp8, fp8_kernels, int8, sdpa, triton
+from wan_core.ops.attention import dense, fp8, fp8_kernels, sdpa
 from wan_core.ops.attention.library import Library, load_torchs_cudnn
 from wan_core.ops.attention.protocol import Attention, Dense
 from wan_core.ops.cards import AMPERE, HOPPER, TURING, Capability, capability, card_of, name_of
@@ -133,20 +133,20 @@ BACKENDS: dict[str, Backend] = {
         Backend("cudnn", "cuDNN's fused attention through torch", lambda: Dense(sdpa.cudnn, sdpa.cudnn_lse),
                 Needs(AMPERE, dtypes=HALF, head_dims=range(8, 129, 8)), _torch_cudnn),
         Backend("flash4", "FlashAttention 4, CuTe DSL kernels for Hopper and Blackwell",
-                lambda: Dense(flash.flash4, flash.flash4_lse), Needs(HOPPER, 12, HALF, range(8, 129, 8)),
+                lambda: Dense(dense.flash4, dense.flash4_lse), Needs(HOPPER, 12, HALF, range(8, 129, 8)),
                 FLASH4.why_not),
-        Backend("flash3", "FlashAttention 3, compiled for Hopper", lambda: Dense(None, flash.flash3),
+        Backend("flash3", "FlashAttention 3, compiled for Hopper", lambda: Dense(None, dense.flash3),
                 Needs(HOPPER, 9, HALF, range(8, 257, 8)), FLASH3.why_not),
-        Backend("flash2", "FlashAttention 2", lambda: Dense(None, flash.flash2),
+        Backend("flash2", "FlashAttention 2", lambda: Dense(None, dense.flash2),
                 Needs(AMPERE, dtypes=HALF, head_dims=range(8, 257, 8)), FLASH2.why_not),
-        Backend("sage", "SageAttention, queries and keys in int8", lambda: Dense(int8.sage),
+        Backend("sage", "SageAttention, queries and keys in int8", lambda: Dense(dense.sage),
                 Needs(AMPERE, dtypes=HALF, head_dims=(64, 96, 128)), SAGE.why_not, gives_lse=False, exact=False),
-        Backend("int8", "comfy-kitchen's attention, q, k, v and probabilities in int8", lambda: Dense(int8.int8),
-                Needs(TURING, dtypes=HALF, head_dims=range(8, 257, 8)), int8.why_not_kitchen,
+        Backend("int8", "comfy-kitchen's attention, q, k, v and probabilities in int8", lambda: Dense(dense.int8),
+                Needs(TURING, dtypes=HALF, head_dims=range(8, 257, 8)), dense.why_not_kitchen,
                 gives_lse=False, exact=False),
-        Backend("triton", "our own kernel, for cards without tuned ones", lambda: Dense(None, triton.triton),
+        Backend("triton", "our own kernel, for cards without tuned ones", lambda: Dense(None, dense.triton),
                 Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
-        Backend("triton-int8", "our own kernel, queries and keys in int8", lambda: Dense(None, triton.triton_int8),
+        Backend("triton-int8", "our own kernel, queries and keys in int8", lambda: Dense(None, dense.triton_int8),
                 Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, exact=False),
         Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", fp8_kernels.cudnn_fp8,
                 Needs(HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)), CUDNN_FRONTEND.why_not, exact=False),

@@ -2,7 +2,14 @@
 
 A quantised linear has the parameter names of `nn.Linear`, an FP8 weight and its scales.
 
-Legend: M rows of activations, K inputs, N outputs.
+An attached LoRA leaves the product as it was and adds one of low rank to it:
+
+    out = linear(x) + (x @ down^T * strength) @ up^T
+
+The strengths are a tensor [R] that the products read: changing its numbers compiles nothing again, and captured graphs
+see it. Linears with the same ranks share it.
+
+Legend: M rows of activations, K inputs, N outputs, R the ranks of all attached LoRAs together.
 
 Weights are plain tensors for every library that multiplies them, so that saving, moving and sharing do not depend on
 FP8: `weight` float8_e4m3fn [N, K] and `weight_scale` float32, [1] (one per tensor), [N, 1] (one per output channel) or
@@ -11,7 +18,7 @@ FP8: `weight` float8_e4m3fn [N, K] and `weight_scale` float32, [1] (one per tens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +33,7 @@ class LowRank(nn.Module):
 
     `lora_down` [R, K] and `lora_up` [N, R] are non-persistent buffers. They stay on the device that computes, also if
     the weights stream, and so does `lora_strength`, float32 [R].
-    `wan_core.ops.quant.lora` attaches and detaches LoRAs.
+    `wan_core.ops.quant.linear` attaches and detaches LoRAs.
     """
 
     lora_down: Tensor | None
@@ -134,3 +141,36 @@ class QuantLinear(LowRank):
     def product(self, x: Any) -> Tensor:
         """x [..., K], a tensor or the result of `quantize` (or of a fused kernel with `fmt`) -> [..., N]."""
         raise NotImplementedError
+
+
+@torch.no_grad()
+def attach(linear: LowRank, pairs: Sequence[tuple[Tensor, Tensor]], strength: Tensor, dtype: torch.dtype) -> None:
+    """Add LoRAs to `linear`, in place of any that were attached before.
+
+    pairs: (up [N, r], down [r, K]) each; strength: float32 [R], R the sum of r, on the device that computes, and kept:
+    writing into it changes the strengths. dtype: of the two products, that of the activations.
+    """
+    detach(linear)
+    home = strength.device
+    linear.lora_up = torch.cat([up for up, _ in pairs], 1).to(home, dtype)
+    linear.lora_down = torch.cat([down for _, down in pairs]).to(home, dtype)
+    linear.lora_strength = strength
+
+
+@torch.no_grad()
+def move_attached(linear: LowRank, device: torch.device) -> None:
+    """Move what `attach` added. The strengths stay where they are."""
+    assert linear.lora_up is not None and linear.lora_down is not None
+    linear.lora_up, linear.lora_down = linear.lora_up.to(device), linear.lora_down.to(device)
+
+
+def is_attached(name: str) -> bool:
+    """Whether a tensor of this name belongs to an attached LoRA. Such tensors stay on the device that computes, also
+    where weights stream."""
+    return name.endswith((".lora_up", ".lora_down"))
+
+
+def detach(linear: LowRank) -> None:
+    """The linear as it was before `attach`; nothing where none is attached."""
+    linear.lora_up = linear.lora_down = None
+    linear.lora_strength = None

@@ -14,7 +14,7 @@ from typing import Any
 
 from wan_core.ops.attention.sparse.tiles import Grid
 from wan_core.sampling.native.frames import FrameKeys
-from wan_core.sampling.native.schedule import SchedulePart
+from wan_core.sampling.schedules import SchedulePart
 
 # Keys in ComfyUI's transformer_options: a run, a forward, and the part of width and height at which it runs.
 RUN, FORWARD, SCALE = "wancore_run", "wancore_forward", "wancore_scale"

@@ -4,7 +4,13 @@ their means.
 A `SparseForward` says what one forward of the model reads. It comes with every call of attention (`AttentionCall`),
 as does the layer.
 
-Legend: B batch, L tokens, H heads, D head dim, n blocks, p parts of them, r blocks of a rank's queries.
+Where keys and values go around a ring, every rank has some of the tokens, in the order of the tiles, cut at whole
+blocks. Its rows choose among the blocks of all ranks, by means that the ranks exchanged. Each row reads its chosen
+blocks as the keys and values of their rank arrive (`read_around`), and the partial outputs are merged by their
+log-sum-exps.
+
+Legend: B batch, L tokens (N of a rank), H heads (h of a rank), D head dim, n blocks, p parts of them, r blocks of a
+rank.
 """
 
 from __future__ import annotations
@@ -20,8 +26,7 @@ from torch import Tensor
 
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, empty_like_heads
-from wan_core.ops.attention.sparse.kernels import SparseKernel
-from wan_core.ops.attention.sparse.ring import Numbers, block_means, read_around, ring_blocks, widened
+from wan_core.ops.attention.sparse.kernels import Run, SparseKernel
 from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, over_rows, scores
 from wan_core.ops.attention.sparse.slopes import Keys, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import Tiles
@@ -30,6 +35,9 @@ from wan_core.ops.kernels.blocked import final_lse, finish, pool, quantize_heads
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 Fp8 = Quantized | Blocked
+Numbers = Tensor | Quantized
+Part = tuple[Tensor, Tensor]
+"""Output [B, N, h, D] and log-sum-exp float32 [B, h, N]."""
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tiles], None]
 """(layer, q, k, v [B, L, H, D] in the order of the tiles, tiles)"""
 
@@ -278,3 +286,53 @@ def state_of(call: AttentionCall) -> SparseForward:
 
 def _narrow(out: Tensor, scale: Tensor) -> Quantized:
     return Quantized((out.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale)
+
+
+def ring_blocks(ring: Ring, block: int) -> list[int]:
+    """How many blocks each rank has."""
+    assert all(length % block == 0 for length in ring.lengths[:-1]), f"{ring.lengths} tokens in blocks of {block}"
+    return [-(-length // block) for length in ring.lengths]
+
+
+def read_around(
+    run: Run,
+    q: Tensor,
+    k: Numbers,
+    v: Numbers,
+    route: Route,
+    block: int,
+    ring: Ring,
+    see: Callable[[int, Tensor, Tensor], None] | None = None,
+) -> Part:
+    """Attention of this rank's q [B, N, h, D] to the blocks of all ranks' keys that `route` names.
+
+    k, v: this rank's, which go around as they come, in FP8 at half the size, and are widened where they arrive.
+    see: is given the first block, the keys and the values of each rank.
+    """
+    blocks, parts = ring_blocks(ring, block), []
+    for rank, keys, values in ring.around(data(k), data(v)):
+        first, keys, values = sum(blocks[:rank]), widened(keys, k), widened(values, v)
+        some, none = route.part(first, blocks[rank])
+        out, lse = run(q, keys, values, some, block)
+        none = none.repeat_interleave(block, -1)[..., : q.shape[1]]
+        parts.append((out, lse.masked_fill(none, float("-inf"))))
+        if see is not None:
+            see(first, keys, values)
+    return ring.merge(parts)
+
+
+def data(x: Numbers) -> Tensor:
+    """What goes around."""
+    return x if isinstance(x, Tensor) else x.data
+
+
+def widened(arrived: Tensor, like: Numbers) -> Tensor:
+    """What came around, as kernels read it; `like`: this rank's own, of the same scale as that of all ranks."""
+    if isinstance(like, Tensor):
+        return arrived
+    return Quantized(arrived, like.scale).dequantize(torch.bfloat16 if arrived.is_cuda else torch.float32)
+
+
+def block_means(x: Numbers | Blocked, block: int) -> tuple[Tensor, Tensor]:
+    """Means and variances of blocks, float32 [B, h, r, D], by `pool`."""
+    return pool(x, block) if isinstance(x, Tensor) else pool(x.data, block, x.scale)
