@@ -53,8 +53,8 @@ def compare(
 ) -> Comparison:
     """driving: the video [F, H, W, 3] that drove `frames`. device: where small videos are compared, if not where they
     are. judged: whether a video shows its caption, in place of `truth`."""
-    place = frames.device if device is None or frames.numel() > SMALL_VIDEO else device
-    shown, exact = frames.to(place), full.to(place)
+    target = frames.device if device is None or frames.numel() > SMALL_VIDEO else device
+    shown, exact = frames.to(target), full.to(target)
     return Comparison(
         psnr=min(MOST_PSNR, psnr(shown, exact)),
         ssim=ssim(shown, exact),
@@ -88,16 +88,16 @@ def shows_look(frames: Tensor, caption: str) -> bool:
 def summary(videos: Sequence[Comparison]) -> dict[str, Any]:
     """Means over videos, the worst PSNR, the share of videos of which a claim is true, and standard errors (`_se`)."""
     claims = {name: [getattr(c, name) for c in videos] for name in ("truth", "look", "motion")}
-    known = {name: [float(value) for value in values if value is not None] for name, values in claims.items()}
+    answered = {name: [float(value) for value in values if value is not None] for name, values in claims.items()}
     return {
         "psnr": round(fmean([c.psnr for c in videos]), 2),
         "psnr_worst": round(min(c.psnr for c in videos), 2),
         "ssim": round(fmean([c.ssim for c in videos]), 4),
         "perceptual": round(fmean([c.perceptual for c in videos]), 4),
         "flicker": round(fmean([c.flicker for c in videos]), 5),
-        **{name: round(fmean(values), 4) for name, values in known.items() if values},
+        **{name: round(fmean(values), 4) for name, values in answered.items() if values},
         **{f"{name}_se": round(standard_error([getattr(c, name) for c in videos]), 4) for name in ("psnr", "ssim")},
-        **{f"{name}_se": round(standard_error(values), 4) for name, values in known.items() if values},
+        **{f"{name}_se": round(standard_error(values), 4) for name, values in answered.items() if values},
     }
 
 

@@ -76,9 +76,14 @@ def draw_curve(curve: Curve, plans: Mapping[str, Plan], size: tuple[int, int] = 
             if share:
                 canvas.box(x + 0.5, y + 18 * (1 - share), end - 1, y + 18, EXPERT_COLOUR[step.expert])
         y += 30
-    words = "   ".join(f"{name}: {100 * plan.saved:.0f} % saved" for name, plan in plans.items())
+    saved = "   ".join(f"{name}: {100 * plan.saved:.0f} % saved" for name, plan in plans.items())
     canvas.text(
-        left, size[1] - 16, f"coloured: conditional   grey: unconditional   hollow: skipped   {words}", FAINT, 11, "ls"
+        left,
+        size[1] - 16,
+        f"coloured: conditional   grey: unconditional   hollow: skipped   {saved}",
+        FAINT,
+        11,
+        "ls",
     )
     return canvas.finish()
 
@@ -119,15 +124,15 @@ def draw_quality(rows: Sequence[Mapping[str, Any]], title: str, size: tuple[int,
     for number, row in enumerate(ordered, 1):
         x, y = points[row["name"]]
         colour = KIND_COLOUR.get(row["name"].partition(":")[0], KIND_COLOUR["guidance"])
-        words = INK if row["name"] in front else FAINT
+        color = INK if row["name"] in front else FAINT
         canvas.line([(x, y), place(share[row["name"]], row["psnr_worst"])], colour, 1)
         canvas.dot(x, y, 5, colour if row["name"] in front else PAPER, colour)
         label = y
         while any(abs(label - b) < 12 and abs(x + 13 - a) < 12 for a, b in taken):  # below what is there
             label += 1
         taken.append((x + 13, label))
-        canvas.text(x + 13, label, f"{number}", words, 11, "mm")
-        canvas.text(right + 24, top + 18 * number, f"{number}   {row['name']}"[:52], words, 11, "lm")
+        canvas.text(x + 13, label, f"{number}", color, 11, "mm")
+        canvas.text(right + 24, top + 18 * number, f"{number}   {row['name']}"[:52], color, 11, "lm")
     return canvas.finish()
 
 

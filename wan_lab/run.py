@@ -82,9 +82,9 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
 
 def replace_curve(path: Path, overwrite: bool, write: Callable[[], Path]) -> Path:
     """Call `write`, and keep what `path` was before, unless it is to be overwritten."""
-    kept = None if overwrite else keep_old(path)
-    if kept is not None:
-        show(f"the older {path.name} is kept as {kept}")
+    renamed = None if overwrite else keep_old(path)
+    if renamed is not None:
+        show(f"the older {path.name} is kept as {renamed}")
     return write()
 
 
@@ -106,13 +106,13 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
     outputs.say_renamed()
     with torch.no_grad():
         videos = shown(pipe, base, samples, options.batch)
-        found = measure_coverage(plan, pipe.models.expert, videos, source=source(pipe))
-    for expert, coverage in found.items():
+        coverages = measure_coverage(plan, pipe.models.expert, videos, source=source(pipe))
+    for expert, coverage in coverages.items():
         if expert in places:
             print(replace_curve(places[expert], options.overwrite, partial(write_coverage, coverage, places[expert])))
-    print(coverage_words(found))
+    print(coverage_words(coverages))
     if options.plot is not None:
-        save_picture(draw_coverage(found), options.plot)
+        save_picture(draw_coverage(coverages), options.plot)
     return 0
 
 
@@ -193,7 +193,7 @@ class Measured:
         """The rows of the result file; `front`: the setting is on the Pareto front of savings and PSNR."""
         count = len(next(iter(self.comparisons.values()), []))
         rows: list[dict[str, Any]] = []
-        for name, found in self.comparisons.items():
+        for name, videos in self.comparisons.items():
             over = ALONE if name in self.alone and ALONE in self.seconds else FULL
             forwards = self.forwards[name] / count
             rows.append(
@@ -203,7 +203,7 @@ class Measured:
                     "samples": count,
                     "saved": round(1 - self.forwards[name] / self.forwards[FULL], 4),
                     "forwards": int(forwards) if forwards.is_integer() else round(forwards, 2),
-                    **summary(found),
+                    **summary(videos),
                     "seconds": round(self.seconds[name] / count, 4),
                     "ratio": round(self.seconds[over] / self.seconds[name], 3),
                     "ratio_to": over,

@@ -73,12 +73,12 @@ def read_samples(path: Path, count: int, seed: int) -> list[Sample]:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as fault:
         raise OptionError(f"cannot read the samples {path}: {getattr(fault, 'strerror', None) or fault}") from fault
-    given = [_read_sample(line, f"line {number} of {path}") for number, line in enumerate(lines, 1)]
-    if not given:
+    prompts = [_read_sample(line, f"line {number} of {path}") for number, line in enumerate(lines, 1)]
+    if not prompts:
         raise OptionError(f"no samples in {path}: give a JSON object a line, with a prompt")
     samples = []
     for i in range(count):
-        prompt, image = given[i % len(given)]
+        prompt, image = prompts[i % len(prompts)]
         samples.append(Sample(prompt, seed + i, None if image is None else str(path.parent / image)))
     return samples
 
@@ -86,14 +86,14 @@ def read_samples(path: Path, count: int, seed: int) -> list[Sample]:
 def _read_sample(line: str, where: str) -> tuple[str, str | None]:
     """The prompt and the image of a line. Raises OptionError."""
     try:
-        found = json.loads(line)
+        sample = json.loads(line)
     except (ValueError, RecursionError) as fault:
         raise OptionError(f"{where}: no JSON object: {fault}") from fault
-    if not isinstance(found, dict) or not {"prompt"} <= found.keys() <= {"prompt", "image"}:
+    if not isinstance(sample, dict) or not {"prompt"} <= sample.keys() <= {"prompt", "image"}:
         raise OptionError(f'{where}: a sample is {{"prompt": TEXT}} or {{"prompt": TEXT, "image": FILE}}')
-    if not all(isinstance(value, str) for value in found.values()):
+    if not all(isinstance(value, str) for value in sample.values()):
         raise OptionError(f"{where}: prompt and image are texts")
-    return found["prompt"], found.get("image")
+    return sample["prompt"], sample.get("image")
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ def batches(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int)
 
 def one_by_one(batch: Batch) -> Iterator[Batch]:
     """The videos of a batch, each as a batch of one."""
-    known = {name: rows for name in ROWS if (rows := getattr(batch.conditioning, name)) is not None}
+    tensors = {name: rows for name in ROWS if (rows := getattr(batch.conditioning, name)) is not None}
     for n, sample in enumerate(batch.samples):
         own = batch.conditioning.inputs
         inputs = {name: value[n : n + 1] if isinstance(value, Tensor) else value for name, value in own.items()}
-        part = replace(batch.conditioning, inputs=inputs, **{name: rows[n : n + 1] for name, rows in known.items()})
+        part = replace(batch.conditioning, inputs=inputs, **{name: rows[n : n + 1] for name, rows in tensors.items()})
         yield replace(batch, samples=[sample], conditioning=part, noise=batch.noise[n : n + 1])
 
 

@@ -66,10 +66,10 @@ class Candidate:
 
     @property
     def setting(self) -> str:
-        words = [word for word in self.words if word]
+        parts = [word for word in self.words if word]
         if self.steps is not None:
-            words.insert(0, f"pattern:{slashes(self.pattern())}")
-        return "+".join(words) or "full"
+            parts.insert(0, f"pattern:{slashes(self.pattern())}")
+        return "+".join(parts) or "full"
 
     @classmethod
     def of(cls, setting: str, plan: Plan, axes: Mapping[str, Sequence[str]]) -> Candidate:
@@ -147,20 +147,20 @@ class Search:
         """The candidate of at most `target` seconds with the highest mean PSNR found. Raises OptionError where no
         candidate is as fast."""
         starts = [one for one in self.starts if self.seconds(one.setting) <= target]
-        found = list({one.setting: one for one in (*starts, *self.candidates(target))}.values())
-        if not found:
+        candidates = list({one.setting: one for one in (*starts, *self.candidates(target))}.values())
+        if not candidates:
             raise OptionError(
                 f"no setting of the search takes {target:.1f} s: the fastest takes {self.fastest():.1f} s; allow more"
             )
-        best = self.halved(found, self.rungs())
+        best = self.halved(candidates, self.rungs())
         return self.changed(best, target)
 
     def candidates(self, target: float) -> Iterator[Candidate]:
         """Every choice of the first axes, with as many computed steps as the seconds allow."""
         first = [self.axes[name] if name in FIRST else ("",) for name in self.axes]
-        for words in product(*first):
+        for values in product(*first):
             for order, early in product(ORDERS, EARLY):
-                fitted = self.fitted(Candidate(words, self.phases, None, order, early), target)
+                fitted = self.fitted(Candidate(values, self.phases, None, order, early), target)
                 if fitted is not None:
                     yield fitted
                 if fitted is None or fitted.steps is None:
@@ -181,12 +181,12 @@ class Search:
         return fits
 
     def fastest(self) -> float:
-        words = [replace(c, steps=spread(LEAST, self.phases, 1.0)) for c in self.plain()]
-        return min(self.seconds(one.setting) for one in words)
+        least = [replace(c, steps=spread(LEAST, self.phases, 1.0)) for c in self.plain()]
+        return min(self.seconds(one.setting) for one in least)
 
     def plain(self) -> Iterator[Candidate]:
-        for words in product(*self.axes.values()):
-            yield Candidate(words, self.phases)
+        for values in product(*self.axes.values()):
+            yield Candidate(values, self.phases)
 
     def rungs(self) -> list[int]:
         """Numbers of videos, each twice the one before, up to `count`."""
@@ -197,14 +197,14 @@ class Search:
 
     def halved(self, found: Sequence[Candidate], rungs: Sequence[int]) -> Candidate:
         """The best of `found` by successive halving."""
-        left = list(found)
+        remaining = list(found)
         for videos in rungs:
-            scores = {one.setting: self.score(one, videos) for one in left}
-            left.sort(key=lambda one: -scores[one.setting])
-            self.tell(f"{len(left)} settings on {videos} videos, best {scores[left[0].setting]:.2f} dB")
+            scores = {one.setting: self.score(one, videos) for one in remaining}
+            remaining.sort(key=lambda one: -scores[one.setting])
+            self.tell(f"{len(remaining)} settings on {videos} videos, best {scores[remaining[0].setting]:.2f} dB")
             if videos != rungs[-1]:
-                left = left[: max(2, round(len(left) * KEPT))]
-        return left[0]
+                remaining = remaining[: max(2, round(len(remaining) * KEPT))]
+        return remaining[0]
 
     def score(self, one: Candidate, videos: int) -> float:
         return fmean(self.measure(one.setting, videos)[:videos])
@@ -225,24 +225,24 @@ class Search:
 
     def around(self, best: Candidate, target: float) -> list[Candidate]:
         """Changes of one place: a computed step that moves, another word of an axis, another order."""
-        found: dict[str, Candidate] = {}
+        changes: dict[str, Candidate] = {}
         starts = {sum(self.phases[:n]) for n in range(len(self.phases))} | {sum(self.phases) - 1}
         for step in sorted(best.steps or ()):
             for moved in (step - 1, step + 1):
                 if step not in starts and moved not in (best.steps or ()):
                     one = replace(best, steps=(best.steps or frozenset()) - {step} | {moved})
-                    found[one.setting] = one
-        for place, choices in enumerate(self.axes.values()):
+                    changes[one.setting] = one
+        for axis, choices in enumerate(self.axes.values()):
             for word in choices:
-                words = (*best.words[:place], word, *best.words[place + 1 :])
-                one = self.fitted(replace(best, words=words, steps=None), target)
+                values = (*best.words[:axis], word, *best.words[axis + 1 :])
+                one = self.fitted(replace(best, words=values, steps=None), target)
                 if one is not None:
-                    found[one.setting] = one
+                    changes[one.setting] = one
         for order in ORDERS:
             one = replace(best, order=order)
-            found[one.setting] = one
-        found.pop(best.setting, None)
-        return list(found.values())
+            changes[one.setting] = one
+        changes.pop(best.setting, None)
+        return list(changes.values())
 
 
 def least_seconds(search: Search, bound: float, full: float, tries: int = 5) -> Candidate:
@@ -252,12 +252,12 @@ def least_seconds(search: Search, bound: float, full: float, tries: int = 5) -> 
     for _ in range(tries):
         middle = (low + high) / 2
         try:
-            found = search.within(middle)
+            candidate = search.within(middle)
         except OptionError:  # no candidate is as fast
             low = middle
             continue
-        if search.score(found, search.count) >= bound:
-            best, high = found, min(middle, search.seconds(found.setting))
+        if search.score(candidate, search.count) >= bound:
+            best, high = candidate, min(middle, search.seconds(candidate.setting))
         else:
             low = middle
     return best

@@ -66,20 +66,20 @@ def run_search(options: argparse.Namespace, pipe: Pipeline, base: Request, outpu
         tell=lambda words: show(f"search: {words}"),
     )
     search.starts = [Candidate.of(setting, videos.plan, search.axes) for setting in starts]
-    found: dict[str, Candidate] = {}
+    winners: dict[str, Candidate] = {}
     for name, value, seconds in targets:
         full = videos.seconds("full")
-        found[name] = search.within(value) if seconds else least_seconds(search, value, full)
-        videos.measure(found[name].setting, options.count)
-        show(f"{name}: {found[name].setting}")
+        winners[name] = search.within(value) if seconds else least_seconds(search, value, full)
+        videos.measure(winners[name].setting, options.count)
+        show(f"{name}: {winners[name].setting}")
     front = videos.front()
     of = {name: value for name, value in videos.described.items() if name != "videos"} | {"seed": options.seed}
-    for name, one in found.items():
+    for name, one in winners.items():
         preset = {"format": FORMAT, "name": name, "setting": one.setting, "source": source(pipe)}
         described = envelope("search", pipe.models.device, front)
         text = json.dumps({**preset, **videos.row(one.setting), "of": of, **described}, indent=1)
         print(f"{write_text(places[name], text + chr(10))}: {words_of(one.setting)}")
-    print(table(front, [one.setting for one in found.values()]))
+    print(table(front, [one.setting for one in winners.values()]))
     return 0
 
 
@@ -137,8 +137,8 @@ class Videos:
         config, latents = full_size(find_task(of), options.of_size or H200_SIZE)
         if (options.of_task or options.of_size) and not options.forward_seconds:
             raise OptionError("--of-task and --of-size need --forward-seconds: what one dense forward takes there")
-        beside = H200_BESIDE if options.beside_seconds is None else options.beside_seconds
-        return config, latents, options.forward_seconds or H200_FORWARD, beside
+        beside_seconds = H200_BESIDE if options.beside_seconds is None else options.beside_seconds
+        return config, latents, options.forward_seconds or H200_FORWARD, beside_seconds
 
     def timed(self) -> float:
         """Seconds of a forward of this model, of the full run of the first batch."""
@@ -205,12 +205,12 @@ class Videos:
 
     def row(self, setting: str) -> dict[str, Any]:
         """What is said of a setting: seconds, forwards, quality with the standard errors of its means."""
-        found = self.found[setting]
+        comparisons = self.found[setting]
         row = {"setting": setting, "seconds": round(self.seconds(setting), 2)}
         return row | {
             "forwards": self.planned(self.batches[0], setting).forwards,
-            "videos": len(found),
-            **summary(found),
+            "videos": len(comparisons),
+            **summary(comparisons),
         }
 
     def front(self) -> list[dict[str, Any]]:

@@ -33,15 +33,15 @@ def measure_coverage(
     watchers: dict[Expert, Watcher] = {}
     looked = {step.index for phase in plan.phases for step in some(phase)}
     for conditioning, noise in videos:
-        with ExitStack() as held:
+        with ExitStack() as stack:
 
-            def watched(expert: Expert, held: ExitStack = held, x: Tensor = noise) -> WanModel:
-                held.close()  # the previous expert has finished its steps
+            def watched(expert: Expert, stack: ExitStack = stack, x: Tensor = noise) -> WanModel:
+                stack.close()  # the previous expert has finished its steps
                 model = acquire(expert)
                 watcher = watchers.setdefault(expert, Watcher())
                 first = next(step.index for step in plan.steps if step.expert == expert)
                 watcher.looks = first in looked
-                held.enter_context(in_tiles(model, watcher.around(model, x)))
+                stack.enter_context(in_tiles(model, watcher.around(model, x)))
                 return model
 
             def note(progress: Progress) -> None:
@@ -76,8 +76,8 @@ class Watcher:
         if not self.looks:
             return
         self.tokens, self.block = len(tiles.order), tiles.block
-        found = coverage(q, k, tiles.block, tiles.forced, SHARES)
-        self.sums[layer] = self.sums.get(layer, 0) + found
+        covered = coverage(q, k, tiles.block, tiles.forced, SHARES)
+        self.sums[layer] = self.sums.get(layer, 0) + covered
         self.counts[layer] = self.counts.get(layer, 0) + 1
 
     def result(self, task: str, source: str, expert: Expert) -> Coverage:
@@ -100,14 +100,14 @@ def draw_coverage(found: Mapping[Expert, Coverage], size: tuple[int, int] = (960
     each layer's share at 25 % on average."""
     canvas = Canvas(*size)
     first = next(iter(found.values()))
-    words = f"{first.task}   attention covered by chosen blocks   {first.tokens} tokens, blocks of {first.block}"
-    canvas.text(24, 16, words, size=17)
+    title = f"{first.task}   attention covered by chosen blocks   {first.tokens} tokens, blocks of {first.block}"
+    canvas.text(24, 16, title, size=17)
     canvas.text(
         24, 40, f"{first.source}: a line for each layer, its heads' mean; below, what each reads at 25 %", FAINT, 12
     )
     width = (size[0] - 48) / len(found)
-    for place, (expert, one) in enumerate(found.items()):
-        left, right = 24 + place * width + 44, 24 + (place + 1) * width - 12
+    for number, (expert, one) in enumerate(found.items()):
+        left, right = 24 + number * width + 44, 24 + (number + 1) * width - 12
         top, bottom = 84, size[1] - 130
 
         def at(share: float, mass: float, box: tuple[float, ...] = (left, right, top, bottom)) -> tuple[float, float]:

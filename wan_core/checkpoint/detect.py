@@ -127,8 +127,8 @@ def _refuse_extended(names: Collection[str], expected: Kind | None) -> None:
         raise CheckpointError(
             f"several parts in one file ({parts}); only files of one part each are supported.{wanted}"
         )
-    if found := foreign.recognise(names, foreign.EXTENDED):
-        raise CheckpointError(f"{found}.{wanted}")
+    if extension := foreign.recognise(names, foreign.EXTENDED):
+        raise CheckpointError(f"{extension}.{wanted}")
 
 
 def _claimed(metadata: Mapping[str, str]) -> Family | None:
@@ -136,17 +136,17 @@ def _claimed(metadata: Mapping[str, str]) -> Family | None:
     return next((family for family in FAMILIES.values() if family.claims(metadata)), None)
 
 
-def _refuse_ambiguous(names: Collection[str], found: str, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where official `names` fit the family `found`, and the name of the file says another that
-    they fit too: metadata that would tell is missing."""
+def _refuse_ambiguous(names: Collection[str], family_name: str, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where official `names` fit the family `family_name`, and the name of the file says another
+    that they fit too: metadata that would tell is missing."""
     file = "" if checkpoint.path is None else checkpoint.path.name
     for family in FAMILIES.values():
-        if family.name == found or family.named is None or family.claims(checkpoint.metadata):
+        if family.name == family_name or family.named is None or family.claims(checkpoint.metadata):
             continue
         fits = any(len(table(list(names)) or ()) == len(names) for _, table in family.layouts)
         if fits and family.named.search(file):
             raise CheckpointError(
-                f"its tensors fit the families {found} and {family.name}, its name says {family.name}, and its "
+                f"its tensors fit the families {family_name} and {family.name}, its name says {family.name}, and its "
                 f"metadata does not say which: name the family, load_dit(..., family={family.name!r}), or a task of "
                 f"it, --task {family.tasks[0].name}; in ComfyUI, use a file that has its metadata"
             )
@@ -159,9 +159,9 @@ def _find_layout(names: Collection[str], expected: Kind | None, family: Family |
         for layout in LAYOUTS:
             if family is not None and layout.kind == "dit" and layout.family != family.name:
                 continue
-            found = layout.names([name[len(prefix) :] for name in names])
-            if found:
-                return layout, {prefix + theirs: ours for theirs, ours in found.items()}
+            translated = layout.names([name[len(prefix) :] for name in names])
+            if translated:
+                return layout, {prefix + theirs: ours for theirs, ours in translated.items()}
     if family is not None:
         raise CheckpointError(f"its tensors are not those of a transformer of the family {family.name}.")
     seems = foreign.recognise(names, foreign.OTHERS) or f"unknown; its tensors are {listing(sorted(names), 3)}"
@@ -173,9 +173,9 @@ def _prefixes(names: Collection[str]) -> Iterator[str]:
     """Nothing, then `model.`, `model.diffusion_model.`, ...: what all names begin with, dot by dot."""
     first, last = min(names, default=""), max(names, default="")
     common = first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
-    words = common.split(".")
-    for count in range(min(len(words), MAX_PREFIX + 1)):
-        yield "".join(f"{word}." for word in words[:count])
+    name_parts = common.split(".")
+    for count in range(min(len(name_parts), MAX_PREFIX + 1)):
+        yield "".join(f"{word}." for word in name_parts[:count])
 
 
 # --------------------------------------------------------------------------------------------------- which architecture
@@ -269,22 +269,22 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(f"its shapes do not make a model ({str(fault).splitlines()[0]}).") from fault
 
 
-def _compare_names(given: Collection[str], wanted: Collection[str], unexpected: list[str], label: str) -> None:
-    wanted, given = dict.fromkeys(wanted), dict.fromkeys(given)
-    missing = [name for name in wanted if name not in given]
-    surplus = [*unexpected, *(name for name in given if name not in wanted)]
+def _compare_names(stored: Collection[str], wanted: Collection[str], unexpected: list[str], label: str) -> None:
+    wanted, stored = dict.fromkeys(wanted), dict.fromkeys(stored)
+    missing = [name for name in wanted if name not in stored]
+    surplus = [*unexpected, *(name for name in stored if name not in wanted)]
     cases = (("missing", missing), ("unexpected", surplus))
     faults = [counted(names, how) for how, names in cases if names]
     if faults:
         raise CheckpointError(f"{label}, but {' and '.join(faults)}. The file is incomplete or of another model.")
 
 
-def _compare(given: Shapes, wanted: Shapes, reached: Mapping[str, str], unexpected: list[str], label: str) -> None:
-    _compare_names(given, wanted, unexpected, label)
+def _compare(stored: Shapes, wanted: Shapes, reached: Mapping[str, str], unexpected: list[str], label: str) -> None:
+    _compare_names(stored, wanted, unexpected, label)
     wrong = [
-        f"{reached[name]} is {list(given[name])}, {list(shape)} expected"
+        f"{reached[name]} is {list(stored[name])}, {list(shape)} expected"
         for name, shape in wanted.items()
-        if given[name] != shape
+        if stored[name] != shape
     ]
     if wrong:
         raise CheckpointError(f"{label}, but {counted(wrong, 'of a wrong shape')}.")

@@ -84,9 +84,9 @@ def find_vision(checkpoint: Checkpoint) -> FoundVision:
                 f"a CLIP vision encoder ({layout} layout), but {counted(missing, 'missing')}. Download it again.",
                 where=where,
             )
-        found = FoundVision(layout, _config(checkpoint, names, max(layers), where), names)
-        _check_shapes(checkpoint, found, where)
-        return found
+        vision = FoundVision(layout, _config(checkpoint, names, max(layers), where), names)
+        _check_shapes(checkpoint, vision, where)
+        return vision
     raise CheckpointError(
         "not a CLIP vision encoder. Expected is clip_vision_h.safetensors, image_encoder of a Diffusers release, or "
         "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth",
@@ -102,14 +102,14 @@ def load_vision(
     Raises CheckpointError: not a whole CLIP vision encoder.
     """
     checkpoint = open_checkpoint(source)
-    found = find_vision(checkpoint)
-    module = empty_module(found.config)
+    vision = find_vision(checkpoint)
+    module = empty_module(vision.config)
     assert isinstance(module, VisionEncoder)
     shapes = {name: value.shape for name, value in module.state_dict().items()}
-    read = {theirs: checkpoint.read(theirs) for theirs, _ in found.names.values()}
+    read = {theirs: checkpoint.read(theirs) for theirs, _ in vision.names.values()}
     values = {
         ours: _part(read[theirs], third).reshape(shapes[ours]).to(device, dtype)
-        for ours, (theirs, third) in found.names.items()
+        for ours, (theirs, third) in vision.names.items()
     }
     module.load_state_dict(values, assign=True)
     return module.requires_grad_(False).eval()
@@ -150,19 +150,19 @@ def _config(checkpoint: Checkpoint, names: dict[str, tuple[str, int | None]], la
     return VisionConfig(dim=patch[0], ffn_dim=fc1[0], num_layers=layers, patch=patch[-1], tokens=tokens)
 
 
-def _check_shapes(checkpoint: Checkpoint, found: FoundVision, where: str) -> None:
+def _check_shapes(checkpoint: Checkpoint, vision: FoundVision, where: str) -> None:
     """The official class token and positions have an axis more, of one."""
-    expected = empty_module(found.config).state_dict()
+    expected = empty_module(vision.config).state_dict()
     wrong = []
-    for ours, (theirs, third) in found.names.items():
-        given, wanted = checkpoint.tensors[theirs].shape, tuple(expected[ours].shape)
+    for ours, (theirs, third) in vision.names.items():
+        stored, wanted = checkpoint.tensors[theirs].shape, tuple(expected[ours].shape)
         if third is not None:
             wanted = (3 * wanted[0], *wanted[1:])
-        if tuple(n for n in given if n != 1) != tuple(n for n in wanted if n != 1):
-            wrong.append(f"{theirs} is {list(given)}, {list(wanted)} expected")
+        if tuple(n for n in stored if n != 1) != tuple(n for n in wanted if n != 1):
+            wrong.append(f"{theirs} is {list(stored)}, {list(wanted)} expected")
     if wrong:
         raise CheckpointError(
-            f"a CLIP vision encoder ({found.layout} layout), but {counted(wrong, 'of a wrong shape')}.",
+            f"a CLIP vision encoder ({vision.layout} layout), but {counted(wrong, 'of a wrong shape')}.",
             where=where,
         )
 

@@ -34,9 +34,9 @@ def find_tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) 
             return Tokenizer(proto, int(number(checkpoint.metadata, "max_length", 512)))
         if checkpoint.path is not None:
             folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-            beside = next((folder / name for name in _BESIDE if (folder / name).is_file()), None)
-            if beside is not None:
-                return Tokenizer.from_file(beside)
+            tokenizer_file = next((folder / name for name in _BESIDE if (folder / name).is_file()), None)
+            if tokenizer_file is not None:
+                return Tokenizer.from_file(tokenizer_file)
     except (ValueError, OSError) as fault:
         raise CheckpointError(f"its tokenizer cannot be used: {fault}", where=where) from fault
     raise CheckpointError(
@@ -45,11 +45,11 @@ def find_tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) 
     )
 
 
-def _spiece(given: Path) -> Path:
+def _spiece(path: Path) -> Path:
     """The file itself, or the one in a folder: `tokenizer/`, `google/umt5-xxl/` or a whole release."""
-    if not given.is_dir():
-        return given
-    return next((given / name for name in _BESIDE[:3] if (given / name).is_file()), given / "spiece.model")
+    if not path.is_dir():
+        return path
+    return next((path / name for name in _BESIDE[:3] if (path / name).is_file()), path / "spiece.model")
 
 
 def _embedded(stored: Tensor) -> bytes:

@@ -246,14 +246,14 @@ def _placed(stored: list[Stored], metadata: dict[str, object], cursor: Cursor, a
             f"BF16, {', '.join(FORMATS)}: use a file of one of these types.",
             where=cursor.where,
         )
-    found = [_sized(entry, metadata, cursor) for entry in stored]
-    if not found:
+    entries = [_sized(entry, metadata, cursor) for entry in stored]
+    if not entries:
         raise CheckpointError("a GGUF file without tensors. Download it again.", where=cursor.where)
-    check_names({entry.name for entry in found}, cursor.where)
-    if len({entry.name for entry in found}) < len(found):
+    check_names({entry.name for entry in entries}, cursor.where)
+    if len({entry.name for entry in entries}) < len(entries):
         raise cursor.fault("a tensor's name appears twice")
     end = 0
-    for entry in sorted(found, key=lambda e: (e.offset, e.nbytes)):
+    for entry in sorted(entries, key=lambda e: (e.offset, e.nbytes)):
         if entry.offset < end:
             raise cursor.fault(f"tensor {entry.name[:120]} overlaps the tensor before it")
         end = entry.offset + entry.nbytes
@@ -263,7 +263,7 @@ def _placed(stored: list[Stored], metadata: dict[str, object], cursor: Cursor, a
             "Download it again.",
             where=cursor.where,
         )
-    return found
+    return entries
 
 
 def _sized(entry: Stored, metadata: dict[str, object], cursor: Cursor) -> Stored:
@@ -333,8 +333,8 @@ def _tokenizer(cursor: Cursor, metadata: dict[str, object]) -> Callable[[], byte
         return None
 
     def listed(name: str) -> list:
-        found = metadata.get(f"tokenizer.ggml.{name}")
-        return cursor.items(found) if isinstance(found, Array) else []
+        value = metadata.get(f"tokenizer.ggml.{name}")
+        return cursor.items(value) if isinstance(value, Array) else []
 
     def plain(name: str) -> object:
         return metadata.get(f"tokenizer.ggml.{name}")

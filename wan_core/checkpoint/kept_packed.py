@@ -28,7 +28,7 @@ def kept_packed(
     checkpoint: Checkpoint, found: Detected, module: nn.Module, quantization: Quantization, changed: Collection[str]
 ) -> dict[str, Packed]:
     """Module name -> its weight as the file packs it, FP8 with scales among others; not those that are `changed`."""
-    kept: dict[str, Packed] = {}
+    packed_weights: dict[str, Packed] = {}
     for name in sorted(packable(module, found.config, quantization)):
         ours = f"{name}.weight"
         theirs = found.names[ours]
@@ -37,11 +37,11 @@ def kept_packed(
         if ours in changed or table:
             continue
         if info.packing is not None:
-            kept[name] = checkpoint.read_packed(theirs)
+            packed_weights[name] = checkpoint.read_packed(theirs)
         elif ours in found.scales:
             parts = {"weight": checkpoint.read(theirs), "weight_scale": checkpoint.read(found.scales[ours]).float()}
-            kept[name] = Packed("fp8", info.shape, parts)
-    return kept
+            packed_weights[name] = Packed("fp8", info.shape, parts)
+    return packed_weights
 
 
 def int8_names(checkpoint: Checkpoint, found: Detected, module: nn.Module, quantization: Quantization) -> Iterator[str]:

@@ -88,19 +88,19 @@ def gguf_text_names(names: Collection[str]) -> dict[str, str] | None:
     layout."""
     if "enc.blk.0.attn_q.weight" not in names:
         return None
-    found = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _GGUF_MODULES.items()}
-    found = {theirs: ours for theirs, ours in found.items() if theirs in names}
+    translated = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _GGUF_MODULES.items()}
+    translated = {theirs: ours for theirs, ours in translated.items() if theirs in names}
     for name in names:
         block = _GGUF_BLOCK.fullmatch(name)
         if block and block[2] in _GGUF_BLOCK_MODULES:
-            found[name] = f"blocks.{block[1]}.{_GGUF_BLOCK_MODULES[block[2]]}.weight"
-    return found
+            translated[name] = f"blocks.{block[1]}.{_GGUF_BLOCK_MODULES[block[2]]}.weight"
+    return translated
 
 
 def _translate(name: str) -> str | None:
     block = _BLOCK.fullmatch(name)
-    prefix, rest, table = (f"blocks.{block[1]}.", block[2], _BLOCK_MODULES) if block else ("", name, _MODULES)
-    module, _, parameter = rest.rpartition(".")
+    prefix, inner, table = (f"blocks.{block[1]}.", block[2], _BLOCK_MODULES) if block else ("", name, _MODULES)
+    module, _, parameter = inner.rpartition(".")
     return f"{prefix}{table[module]}.{parameter}" if module in table else None
 
 
@@ -213,8 +213,8 @@ def official_vae_names(names: Collection[str]) -> dict[str, str] | None:
 
 
 def _identity(names: Collection[str], pattern: re.Pattern[str]) -> dict[str, str] | None:
-    found = {name: name for name in names if pattern.fullmatch(name)}
-    return found if 2 * len(found) > len(names) else None
+    official = {name: name for name in names if pattern.fullmatch(name)}
+    return official if 2 * len(official) > len(names) else None
 
 
 # ------------------------------------------------------------------------------------------------------------ the table

@@ -71,8 +71,8 @@ def diffusers_vae_names(names: Collection[str]) -> dict[str, str] | None:
 
 
 def _count(names: Collection[str], pattern: str) -> int:
-    found = (re.fullmatch(pattern, name) for name in names)
-    return len({match.group(1) for match in found if match})
+    matches = (re.fullmatch(pattern, name) for name in names)
+    return len({match.group(1) for match in matches if match})
 
 
 def _translate(name: str, rules: list[tuple[re.Pattern[str], str]], decoder_blocks: int) -> str | None:
@@ -202,13 +202,13 @@ def _statistics(metadata: Mapping[str, str], z_dim: int) -> tuple[tuple[float, .
         if min(std) <= 0:
             raise ValueError("the file's latents_std has an entry that is not positive")
         return mean, std
-    known = {16: (WAN21_MEAN, WAN21_STD), 48: (WAN22_MEAN, WAN22_STD)}
-    if z_dim not in known:
+    statistics = {16: (WAN21_MEAN, WAN21_STD), 48: (WAN22_MEAN, WAN22_STD)}
+    if z_dim not in statistics:
         raise ValueError(
             f"a VAE of {z_dim} latent channels must say their mean and deviation: "
             f"add latents_mean and latents_std (JSON lists) to the file's metadata"
         )
-    return known[z_dim]
+    return statistics[z_dim]
 
 
 def _numbers(text: str, key: str, count: int) -> tuple[float, ...]:

@@ -67,10 +67,10 @@ def load_dit(
     Raises `CheckpointError`: not a whole Wan transformer; the message says what it is and what to do.
     """
     checkpoint = open_checkpoint(source).with_metadata(metadata or {})
-    found = detect(checkpoint, "dit", family)
-    module = _filled(checkpoint, found, device, dtype, quantization, loras, how)
+    detected = detect(checkpoint, "dit", family)
+    module = _filled(checkpoint, detected, device, dtype, quantization, loras, how)
     assert isinstance(module, WanModel)
-    module.attention_preferences = {**found.attention, **({} if loras is None else loras.attention)}
+    module.attention_preferences = {**detected.attention, **({} if loras is None else loras.attention)}
     return module
 
 
@@ -105,19 +105,19 @@ def load_text_encoder(
     Raises `CheckpointError`: not a whole UMT5 encoder, or no tokenizer that fits it.
     """
     checkpoint = open_checkpoint(source)
-    found = detect(checkpoint, "text_encoder")
-    words = find_tokenizer(checkpoint, found, None if tokenizer is None else Path(tokenizer))
-    encoder = _filled(checkpoint, found, device, dtype, quantization, how=how)
+    detected = detect(checkpoint, "text_encoder")
+    text_tokenizer = find_tokenizer(checkpoint, detected, None if tokenizer is None else Path(tokenizer))
+    encoder = _filled(checkpoint, detected, device, dtype, quantization, how=how)
     assert isinstance(encoder, UMT5Encoder)
     try:
-        return TextEncoder(encoder, words)
+        return TextEncoder(encoder, text_tokenizer)
     except ValueError as fault:
         raise CheckpointError(str(fault), where=checkpoint.describe()) from fault
 
 
 def _filled(
     checkpoint: Checkpoint,
-    found: Detected,
+    detected: Detected,
     device: str | torch.device,
     dtype: torch.dtype | None,
     quantization: Quantization | None = None,
@@ -129,31 +129,31 @@ def _filled(
         raise OptionError(
             f"weights of {dtype} were asked for; {allowed} are possible. Quantise after loading for less."
         )
-    module = empty_module(found.config)
-    out = dtype or _main_dtype(checkpoint, found)
+    module = empty_module(detected.config)
+    out = dtype or _main_dtype(checkpoint, detected)
     work = torch.device(device) if quantization is None else quantization.device
     if how.stays:
         work = torch.device(device)
     to = _Target(torch.device(device), work, dtype, out)
     if quantization is not None and issubclass(quantization.kind, PackedLinear):
         changed = frozenset() if loras is None else loras.changes.keys()
-        packed = kept_packed(checkpoint, found, module, quantization, changed)
+        packed = kept_packed(checkpoint, detected, module, quantization, changed)
         put_packed(module, packed.items(), out, quantization.device)
         # LoRAs are summed into these, and what is INT8 in the file becomes INT8 again.
-        names = frozenset(int8_names(checkpoint, found, module, quantization)) - packed.keys()
+        names = frozenset(int8_names(checkpoint, detected, module, quantization)) - packed.keys()
         swap_linears(module, Int8Linear, names, out)
         encoding = Quantization(Int8Linear, quantization.device) if names else None
-        conversion = _Conversion(checkpoint, found, to, encoding, names, packed, how)
+        conversion = _Conversion(checkpoint, detected, to, encoding, names, packed, how)
     else:
-        names = _encoded_names(checkpoint, found, quantization)
+        names = _encoded_names(checkpoint, detected, quantization)
         if quantization is not None:
             if quantization.device.type == "cuda" and out != torch.bfloat16:
                 raise OptionError(
                     f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16"
                 )
             swap_linears(module, quantization.kind, names, out)
-        conversion = _Conversion(checkpoint, found, to, quantization, names, how=how)
-    only = None if how.layers is None else [name for name in found.names if how.reads(name)]
+        conversion = _Conversion(checkpoint, detected, to, quantization, names, how=how)
+    only = None if how.layers is None else [name for name in detected.names if how.reads(name)]
     with closing(conversion.read(loras, only)) as values:
         module.load_state_dict(dict(values), assign=True, strict=only is None)  # detect has compared all names
     for name, buffer in module.named_buffers():
@@ -180,12 +180,12 @@ def read_again(
     """
     assert quantization is None or not issubclass(quantization.kind, PackedLinear)
     checkpoint = open_checkpoint(source)
-    found = detect(checkpoint, "dit")
-    if found.config != module.config:
+    detected = detect(checkpoint, "dit")
+    if detected.config != module.config:
         raise CheckpointError("another model than the one that was loaded from it", where=checkpoint.describe())
-    to = _Target(device, device, dtype, dtype or _main_dtype(checkpoint, found))
-    encoded = _encoded_names(checkpoint, found, quantization)
-    conversion = _Conversion(checkpoint, found, to, quantization, encoded, how=how)
+    to = _Target(device, device, dtype, dtype or _main_dtype(checkpoint, detected))
+    encoded = _encoded_names(checkpoint, detected, quantization)
+    conversion = _Conversion(checkpoint, detected, to, quantization, encoded, how=how)
     with torch.inference_mode(False), torch.no_grad(), closing(conversion.read(loras, names)) as values:
         for name, value in values:
             module.get_parameter(name).copy_(value)
@@ -212,12 +212,12 @@ class StoredValues:
         if self.found is None:
             checkpoint = open_checkpoint(self.source)
             self.found = checkpoint, detect(checkpoint, "dit")
-        checkpoint, found = self.found
-        theirs = found.names[name]
+        checkpoint, detected = self.found
+        theirs = detected.names[name]
         if checkpoint.tensors[theirs].packing is not None:
             return checkpoint.read_packed(theirs)
         stored = checkpoint.read(theirs)
-        return Quantized(stored, checkpoint.read(found.scales[name]).float()) if name in found.scales else stored
+        return Quantized(stored, checkpoint.read(detected.scales[name]).float()) if name in detected.scales else stored
 
 
 class _Target(NamedTuple):
@@ -263,13 +263,13 @@ class _Conversion:
 def _values(how: _Conversion, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Any]]:
     """(official name, value), one at a time. FP8 weights with scales stay so for the linears that are quantised, and
     are multiplied out for others. What is packed stays so, for `_widened`."""
-    checkpoint, found, to = how.checkpoint, how.found, how.to
-    for ours, theirs in found.names.items():
+    checkpoint, detected, to = how.checkpoint, how.found, how.to
+    for ours, theirs in detected.names.items():
         module = ours.rpartition(".")[0]
         if ours.endswith(".weight") and module in how.packed:
             packed, ahead = how.packed[module], is_read_ahead(to.device, to.work)
             if ahead and packed.fmt == "fp8":
-                parts = {"weight": read(theirs), "weight_scale": read(found.scales[ours]).float()}
+                parts = {"weight": read(theirs), "weight_scale": read(detected.scales[ours]).float()}
                 packed = packed._replace(parts=parts)
             elif ahead:
                 packed = checkpoint.read_packed(theirs, read)
@@ -279,36 +279,36 @@ def _values(how: _Conversion, read: Callable[[str], Tensor]) -> Iterator[tuple[s
             yield ours, checkpoint.read_packed(theirs, read)
             continue
         stored = read(theirs)
-        if ours in found.scales:
-            data, scale = stored.to(to.work), read(found.scales[ours]).to(to.work)
+        if ours in detected.scales:
+            data, scale = stored.to(to.work), read(detected.scales[ours]).to(to.work)
             if module in how.quantized and data.dtype == FP8:
                 yield ours, Quantized(data, scale.float())
             else:
                 yield ours, (data.float() * spread_scale(scale, data.shape)).to(to.main)
             continue
-        keep = to.asked is None and found.kind == "dit" and stored.dtype in LOADABLE and _FREE.fullmatch(ours)
+        keep = to.asked is None and detected.kind == "dit" and stored.dtype in LOADABLE and _FREE.fullmatch(ours)
         yield ours, _moved(stored, to.work, stored.dtype if keep else to.main)
 
 
 def _order(how: _Conversion) -> list[str]:
     """Names in the file, as `_values` asks for them."""
-    checkpoint, found = how.checkpoint, how.found
+    checkpoint, detected = how.checkpoint, how.found
     names: list[str] = []
-    for ours, theirs in found.names.items():
+    for ours, theirs in detected.names.items():
         packed = ours.endswith(".weight") and ours.rpartition(".")[0] in how.packed
         if packed and not is_read_ahead(how.to.device, how.to.work):
             continue
         if checkpoint.tensors[theirs].packing is not None:
             names += checkpoint.parts.get(theirs, ())
         else:
-            names += [theirs] if ours not in found.scales else [theirs, found.scales[ours]]
+            names += [theirs] if ours not in detected.scales else [theirs, detected.scales[ours]]
     return names
 
 
 def _widened(values: Iterator[tuple[str, Any]], how: _Conversion) -> Iterator[tuple[str, Tensor | Quantized | Packed]]:
     """(parameter name, value): the parts of packed modules as they are, packed matrices of linears that are encoded
     whole, others as numbers."""
-    checkpoint, found, to = how.checkpoint, how.found, how.to
+    checkpoint, detected, to = how.checkpoint, how.found, how.to
     for ours, value in values:
         module = ours.rpartition(".")[0]
         if isinstance(value, Packed) and module in how.packed:
@@ -316,27 +316,27 @@ def _widened(values: Iterator[tuple[str, Any]], how: _Conversion) -> Iterator[tu
                 yield f"{module}.{part}", tensor.to(to.device)
         elif isinstance(value, Packed) and module in how.quantized:
             yield ours, value
-        elif checkpoint.tensors[found.names[ours]].packing is None:
+        elif checkpoint.tensors[detected.names[ours]].packing is None:
             assert not isinstance(value, Packed)
             yield ours, value
         else:
-            exact = to.asked is None and found.kind == "dit" and _FREE.fullmatch(ours)
+            exact = to.asked is None and detected.kind == "dit" and _FREE.fullmatch(ours)
             encoded = module in how.quantized
             dtype = torch.float32 if exact or encoded else to.main  # what is encoded is rounded once
             numbers = value.to(to.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
             yield ours, numbers if encoded else numbers.to(to.device)
 
 
-def _encoded_names(checkpoint: Checkpoint, found: Detected, quantization: Quantization | None) -> frozenset[str]:
+def _encoded_names(checkpoint: Checkpoint, detected: Detected, quantization: Quantization | None) -> frozenset[str]:
     """The linears of a transformer that `quantization` encodes."""
     if quantization is None:
         return frozenset()
-    assert isinstance(found.config, DiTConfig)
-    names = quantized_names(found.config, quantization.keep_blocks)
-    return _stored_so(names, checkpoint, found) if quantization.as_stored else names
+    assert isinstance(detected.config, DiTConfig)
+    names = quantized_names(detected.config, quantization.keep_blocks)
+    return _stored_so(names, checkpoint, detected) if quantization.as_stored else names
 
 
-def _stored_so(names: frozenset[str], checkpoint: Checkpoint, found: Detected) -> frozenset[str]:
+def _stored_so(names: frozenset[str], checkpoint: Checkpoint, detected: Detected) -> frozenset[str]:
     """Those of `names` that the file holds packed, or in FP8 with a scale. Queries, keys and values of self-attention
     share a quantised input, so that they are taken together or not at all."""
 
@@ -345,7 +345,7 @@ def _stored_so(names: frozenset[str], checkpoint: Checkpoint, found: Detected) -
         return [f"{block}.{part}" for part in "qkv"] if block.endswith("self_attn") and last in "qkv" else [name]
 
     def stored(name: str) -> bool:
-        return name in found.scales or checkpoint.tensors[found.names[name]].packing is not None
+        return name in detected.scales or checkpoint.tensors[detected.names[name]].packing is not None
 
     return frozenset(name for name in names if all(stored(f"{part}.weight") for part in whole(name)))
 
@@ -356,10 +356,10 @@ def _plain(values: Iterator[tuple[str, Tensor | Quantized | Packed]]) -> Iterato
         yield name, value
 
 
-def _main_dtype(checkpoint: Checkpoint, found: Detected) -> torch.dtype:
+def _main_dtype(checkpoint: Checkpoint, detected: Detected) -> torch.dtype:
     """The dtype of most bytes; bfloat16 if that is fp8, which only a quantised linear can compute with, or packed."""
     total: dict[torch.dtype, int] = {}
-    for theirs in found.names.values():
+    for theirs in detected.names.values():
         info = checkpoint.tensors[theirs]
         dtype = torch.bfloat16 if info.packing else info.dtype
         total[dtype] = total.get(dtype, 0) + info.nbytes

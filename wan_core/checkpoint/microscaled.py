@@ -81,10 +81,10 @@ def _described(
     """The packing of a matrix and its shape [N, K]. Raises `CheckpointError`."""
     packing, fault = str(entry["format"]), ""
     if packing in INTEGERS:
-        found = integer_layers.described_format(entry)
-        fault = found if isinstance(found, str) else ""
-        packing = packing if isinstance(found, str) else found.text
-        shape = None if isinstance(found, str) else integer_layers.matrix_shape(found, parts)
+        described = integer_layers.described_format(entry)
+        fault = described if isinstance(described, str) else ""
+        packing = packing if isinstance(described, str) else described.text
+        shape = None if isinstance(described, str) else integer_layers.matrix_shape(described, parts)
     else:
         shape = _shape(packing, parts)
     if shape is None:

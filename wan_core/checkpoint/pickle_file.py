@@ -186,24 +186,24 @@ class _Nesting:
         self.stack += [0] * len(opcode.stack_after)
 
     def _popped(self, count: int) -> list[int]:
-        found = self.stack[len(self.stack) - min(count, len(self.stack)) :]
-        del self.stack[len(self.stack) - len(found) :]
-        return found
+        values = self.stack[len(self.stack) - min(count, len(self.stack)) :]
+        del self.stack[len(self.stack) - len(values) :]
+        return values
 
     def _popped_to_mark(self) -> list[int]:
-        found: list[int] = []
+        values: list[int] = []
         while self.stack and (value := self.stack.pop()) != self._MARK:
-            found.append(value)
-        return found
+            values.append(value)
+        return values
 
 
 def _state_dict(loaded: Any, where: str) -> Mapping[str, Tensor]:
     """The named tensors, also where a training script has put them one level down."""
     if isinstance(loaded, dict):
         # A pickle may give an OrderedDict attributes that hide its methods: ask the type, not the object.
-        found = dict(dict.items(loaded))
-        inner = next((found[key] for key in _NESTED if isinstance(found.get(key), dict)), None)
-        return found if inner is None else dict(dict.items(inner))
+        entries = dict(dict.items(loaded))
+        inner = next((entries[key] for key in _NESTED if isinstance(entries.get(key), dict)), None)
+        return entries if inner is None else dict(dict.items(inner))
     raise CheckpointError(
         f"a state dict of named tensors was expected, but it holds a {type(loaded).__name__}", where=where
     )

@@ -66,9 +66,9 @@ def find_parts(folder: str | os.PathLike[str]) -> dict[str, Path]:
         raise CheckpointError(f"not a folder ({root})", where=short_path(root))
     parts: dict[str, Path] = {}
     for part, patterns in _PATTERNS.items():
-        found = next((path for pattern in patterns for path in sorted(root.glob(pattern))), None)
-        if found is not None:
-            parts[part] = found
+        file = next((path for pattern in patterns for path in sorted(root.glob(pattern))), None)
+        if file is not None:
+            parts[part] = file
     return parts
 
 
@@ -201,8 +201,8 @@ _UNSUPPORTED = (
 
 def _is_text(head: bytes) -> bool:
     """Whether the first bytes of a file are printed characters; the last one may be cut."""
-    words = head.decode("utf-8", errors="ignore")
-    return len(words.encode()) > len(head) - 4 and all(c.isprintable() or c in "\t\r\n" for c in words)
+    text = head.decode("utf-8", errors="ignore")
+    return len(text.encode()) > len(head) - 4 and all(c.isprintable() or c in "\t\r\n" for c in text)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -212,9 +212,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     chosen = _weights_in(files, where) if not _is_release(folder, parts) else None
     if chosen is None:
         if parts:
-            found = ", ".join(f"{key}: {path.relative_to(folder)}" for key, path in parts.items())
+            listed = ", ".join(f"{key}: {path.relative_to(folder)}" for key, path in parts.items())
             raise CheckpointError(
-                f"a whole release ({found}), where one part is expected. Name one of these.", where=where
+                f"a whole release ({listed}), where one part is expected. Name one of these.", where=where
             )
         raise CheckpointError("no model in this folder (no safetensors, pth, pt, bin or gguf file)", where=where)
     if isinstance(chosen, Path):
@@ -328,8 +328,8 @@ def _config_metadata(folder: Path) -> dict[str, str]:
     classes = [config.get("_class_name"), *(architectures if isinstance(architectures, list) else [])]
     if not any(name in _CONFIGS for name in classes):
         return {}
-    found = {ours: config[theirs] for theirs, ours in _CONFIG_KEYS.items() if theirs in config}
-    return {key: json.dumps(value) for key, value in found.items() if value is not None}
+    values = {ours: config[theirs] for theirs, ours in _CONFIG_KEYS.items() if theirs in config}
+    return {key: json.dumps(value) for key, value in values.items() if value is not None}
 
 
 def _json(path: Path, where: str) -> Any:

@@ -72,11 +72,11 @@ def metadata_of(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
         keys = {"latents_mean": "latents_mean", "latents_std": "latents_std"}
     else:
         keys = {"relative_attention_max_distance": "max_distance"}
-    found = {key: json.dumps(getattr(config, field)) for key, field in keys.items()}
+    architecture = {key: json.dumps(getattr(config, field)) for key, field in keys.items()}
     if isinstance(module, TextEncoder):
-        found["max_length"] = json.dumps(module.tokenizer.max_length)
+        architecture["max_length"] = json.dumps(module.tokenizer.max_length)
     own = family_of(module.config).metadata if isinstance(module, WanModel) else {}
-    return {"format": "pt", **found, **own}
+    return {"format": "pt", **architecture, **own}
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:

@@ -229,7 +229,7 @@ class Feed:
     def _read_small(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Tensors in host memory, read at once and not mapped: a file that becomes shorter is an error here, where a
         mapped one ends the process."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         with ExitStack() as files, torch.inference_mode(False):
             opened: dict[Path, io.FileIO] = {}
             for name in sorted(names, key=self.checkpoint.places.__getitem__):  # in the order of the file
@@ -241,12 +241,12 @@ class Feed:
                     _read_into(opened[path], at, _bytes_of(flat))
                 except OSError as fault:
                     raise self._unreadable(name, fault) from fault
-                found[name] = flat.view(info.dtype).reshape(info.shape)
-        return found
+                tensors[name] = flat.view(info.dtype).reshape(info.shape)
+        return tensors
 
     def _unreadable(self, name: str, fault: BaseException) -> CheckpointError:
-        words = str(fault) or type(fault).__name__
-        return CheckpointError(f"{name} cannot be read ({words})", where=self.checkpoint.describe())
+        cause = str(fault) or type(fault).__name__
+        return CheckpointError(f"{name} cannot be read ({cause})", where=self.checkpoint.describe())
 
     def close(self) -> None:
         """Stop reading. Copies that are under way end first: their buffers and their places are still in use."""
@@ -313,10 +313,10 @@ class Feed:
                     file = files[piece.path] = io.FileIO(piece.path)
                 wanted, end = piece.wanted, piece.start + piece.nbytes
                 assert wanted.flat is not None
-                place = wanted.flat[piece.start : end] if piece.nbytes < len(wanted.flat) else wanted.flat
+                target = wanted.flat[piece.start : end] if piece.nbytes < len(wanted.flat) else wanted.flat
                 event = None
                 if not self.cuda:
-                    _read_into(file, piece.at, _bytes_of(place))
+                    _read_into(file, piece.at, _bytes_of(target))
                 else:
                     buffer = buffers[turn]
                     turn = (turn + 1) % BUFFERS
@@ -326,7 +326,7 @@ class Feed:
                     if wanted.room is not room:
                         stream.wait_event(room := wanted.room)
                     full = piece.nbytes == PIECE
-                    place.copy_(buffer.memory if full else buffer.memory[: piece.nbytes], non_blocking=True)
+                    target.copy_(buffer.memory if full else buffer.memory[: piece.nbytes], non_blocking=True)
                     event = buffer.left = torch.cuda.Event()
                     event.record(stream)
                 with self.changed:
@@ -352,14 +352,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy())  # pyright: ignore[reportArgumentType]
 
 
-def _read_into(file: io.FileIO, at: int, place: memoryview) -> None:
-    """Fill `place` from `at` on. Raises OSError if the file ends before."""
-    while len(place):
+def _read_into(file: io.FileIO, at: int, target: memoryview) -> None:
+    """Fill `target` from `at` on. Raises OSError if the file ends before."""
+    while len(target):
         if READS_AT:
-            count = os.preadv(file.fileno(), [place], at)
+            count = os.preadv(file.fileno(), [target], at)
         else:
             file.seek(at)
-            count = file.readinto(place)
+            count = file.readinto(target)
         if not count:
             raise OSError("the file has become shorter")
-        place, at = place[count:], at + count
+        target, at = target[count:], at + count

@@ -95,5 +95,5 @@ def recognise(names: Collection[str], table: Iterable[Foreign]) -> str | None:
 
 def all_in_one(names: Collection[str]) -> str | None:
     """`"a transformer, a VAE"` for a file with several models under prefixes, else None."""
-    found = [part for part, prefixes in _PARTS.items() if any(name.startswith(prefixes) for name in names)]
-    return ", ".join(found) if len(found) > 1 else None
+    parts = [part for part, prefixes in _PARTS.items() if any(name.startswith(prefixes) for name in names)]
+    return ", ".join(parts) if len(parts) > 1 else None

@@ -105,15 +105,15 @@ class GraphedBlocks:
             self.seen[key] = weights
             self.kept.pop(key, None)
             return inner(inputs)
-        found = self.kept.get(key)
-        if found is None:
-            found = self.kept[key] = self.capture(inputs, inner)
-        found.tokens.copy_(tokens)
-        found.modulation.copy_(modulation)
-        found.graph.replay()
+        graphed = self.kept.get(key)
+        if graphed is None:
+            graphed = self.kept[key] = self.capture(inputs, inner)
+        graphed.tokens.copy_(tokens)
+        graphed.modulation.copy_(modulation)
+        graphed.graph.replay()
         if inputs.info.after_block is not None:
             inputs.info.after_block()  # a replay is shorter than a block of a large video
-        return found.out.clone()  # the next replay writes there again
+        return graphed.out.clone()  # the next replay writes there again
 
     def capture(self, inputs: BlockInputs, inner: Run) -> Captured:
         """Other threads (ComfyUI's server) may go on using CUDA meanwhile. Garbage is not collected: this thread might

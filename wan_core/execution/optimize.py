@@ -141,13 +141,13 @@ def _constant_floats(compiled: Callable[..., Any]) -> Callable[..., Any]:
     that they cannot. Only inside: others who compile in this process may want it otherwise."""
     from torch._dynamo import config
 
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*positional: Any, **named: Any) -> Any:
         with full_disk_explained():
             if getattr(config, "specialize_float", True):
-                return compiled(*given, **named)
+                return compiled(*positional, **named)
             config.specialize_float = True
             try:
-                return compiled(*given, **named)
+                return compiled(*positional, **named)
             finally:
                 config.specialize_float = False
 

@@ -49,9 +49,9 @@ def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = Fals
     box = fitted_box((columns, rows), size)
     average = by_area and width * height < rows * columns
     inner = (averaged if average else interpolated)(pixels, (box.width, box.height))
-    found = np.full((height, width, 3), bars, np.uint8)
-    found[box.top : box.top + box.height, box.left : box.left + box.width] = inner
-    return found
+    canvas = np.full((height, width, 3), bars, np.uint8)
+    canvas[box.top : box.top + box.height, box.left : box.left + box.width] = inner
+    return canvas
 
 
 def fit_covering(pixels: Pixels, size: tuple[int, int]) -> Pixels:
@@ -77,9 +77,9 @@ def interpolated(pixels: Pixels, size: tuple[int, int]) -> Pixels:
 
 def _neighbours(n: int, wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Weights, Weights]:
     """For each of `wanted` pixels, the two of n that it lies between, and their weights times `ONE`."""
-    place = ((np.arange(wanted) + 0.5) * (n / wanted) - 0.5).astype(np.float32)
-    first = np.floor(place).astype(np.int64)
-    share = (place - first).astype(np.float32)
+    position = ((np.arange(wanted) + 0.5) * (n / wanted) - 0.5).astype(np.float32)
+    first = np.floor(position).astype(np.int64)
+    share = (position - first).astype(np.float32)
     weights = [np.rint(part * ONE).astype(np.int32) for part in (1 - share, share)]
     return first.clip(0, n - 1), (first + 1).clip(0, n - 1), weights[0], weights[1]
 

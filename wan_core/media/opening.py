@@ -66,20 +66,20 @@ def open_video(path: str | os.PathLike[str]) -> AbstractContextManager[InputCont
 
 def open_sound(path: str | os.PathLike[str]) -> AbstractContextManager[InputContainer]:
     """Open a sound file, or a video with sound, like `open_video`."""
-    known = f"{SOUNDS}, nor a video ({CONTAINERS}). Convert it to WAV."
-    return _opened(path, "sound", lambda head: sound_format(head) or container_format(head), known)
+    readable = f"{SOUNDS}, nor a video ({CONTAINERS}). Convert it to WAV."
+    return _opened(path, "sound", lambda head: sound_format(head) or container_format(head), readable)
 
 
 @contextmanager
 def _opened(
-    path: str | os.PathLike[str], what: str, format_of: Callable[[bytes], str | None], known: str
+    path: str | os.PathLike[str], what: str, format_of: Callable[[bytes], str | None], readable: str
 ) -> Iterator[InputContainer]:
     try:
         check_file_size(path, MAX_VIDEO_FILE)
         with Path(path).open("rb") as file:
             kind = format_of(file.read(12))
         if kind is None:
-            raise OptionError(f"cannot read {path} as {what}: it is none of {known}")
+            raise OptionError(f"cannot read {path} as {what}: it is none of {readable}")
         # Passed on to the decoders too, which FFmpeg starts while it opens the file.
         options = {"protocol_whitelist": "file", "max_streams": str(MAX_STREAMS), "max_pixels": str(MAX_FRAME)}
         address = f"file:{Path(path).absolute()}"
@@ -137,8 +137,8 @@ def open_picture(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
     except OptionError:
         raise
     except UnidentifiedImageError as fault:
-        known = ", ".join(name for name in PICTURES if name not in ("MPO", "DIB"))
-        raise OptionError(f"cannot read {path} as a picture: it is none of {known}, or damaged") from fault
+        readable = ", ".join(name for name in PICTURES if name not in ("MPO", "DIB"))
+        raise OptionError(f"cannot read {path} as a picture: it is none of {readable}, or damaged") from fault
     except _FAULTS as fault:
         raise OptionError(f"cannot read {path} as a picture ({_one_line(fault)})") from fault
 
@@ -169,5 +169,5 @@ def _check_scans(path: Path, picture: Image.Image) -> None:
 
 
 def _one_line(fault: BaseException) -> str:
-    words = (getattr(fault, "strerror", None) or str(fault)).strip().splitlines()
-    return words[0][:200] if words else type(fault).__name__
+    lines = (getattr(fault, "strerror", None) or str(fault)).strip().splitlines()
+    return lines[0][:200] if lines else type(fault).__name__

@@ -67,14 +67,14 @@ def check_picture_name(path: str | os.PathLike[str]) -> None:
 
 def picture_format(path: str | os.PathLike[str]) -> str:
     """Pillow's name of the format that the ending of `path` names. Raises OptionError."""
-    found = Image.registered_extensions().get(Path(path).suffix.lower(), "")
+    format_name = Image.registered_extensions().get(Path(path).suffix.lower(), "")
     try:
-        Image.new("RGB", (8, 8)).save(io.BytesIO(), format=found)
+        Image.new("RGB", (8, 8)).save(io.BytesIO(), format=format_name)
     except (OSError, ValueError, KeyError) as fault:
         raise OptionError(
             f"cannot write the picture {path}: no format for coloured pictures has this ending; use .png"
         ) from fault
-    return found
+    return format_name
 
 
 def save_picture(image: Image.Image, path: str | os.PathLike[str]) -> Path:

@@ -70,12 +70,12 @@ def _read(path: str, size: int, changed: int) -> Sound:
         if codec is None:
             raise OptionError(f"cannot read {path} as sound: it is stored in a way that is not known here")
         rate = codec.sample_rate if RATES[0] <= codec.sample_rate <= RATES[1] else 48000
-        found = _resampled(container.decode(audio=0), 1 if codec.channels == 1 else 2, rate, path)
-    if not found.shape[1]:
+        samples = _resampled(container.decode(audio=0), 1 if codec.channels == 1 else 2, rate, path)
+    if not samples.shape[1]:
         raise OptionError(f"cannot read {path} as sound (it holds no samples)")
-    if not np.isfinite(found).all():
+    if not np.isfinite(samples).all():
         raise OptionError(f"cannot read {path} as sound: some of its samples are not numbers")
-    return Sound(found, rate)
+    return Sound(samples, rate)
 
 
 def mono(sound: Sound, rate: int) -> NDArray[np.float32]:
@@ -97,7 +97,7 @@ def _seconds(sound: Sound) -> Iterator[av.AudioFrame]:
 def _resampled(frames: Iterable[av.AudioFrame], channels: int, rate: int, path: str) -> NDArray[np.float32]:
     """float32 [c, N]. Raises OptionError for more than `MAX_SOUND` samples."""
     resampler = av.AudioResampler(format="fltp", layout="mono" if channels == 1 else "stereo", rate=rate)
-    found, count = np.empty((0, channels), np.float32), 0
+    samples, count = np.empty((0, channels), np.float32), 0
 
     def pieces() -> Iterator[av.AudioFrame]:
         for frame in frames:
@@ -108,9 +108,9 @@ def _resampled(frames: Iterable[av.AudioFrame], channels: int, rate: int, path: 
     for piece in pieces():
         if (count + piece.samples) * channels > MAX_SOUND:
             raise OptionError(f"{path} has more than {MAX_SOUND} samples of sound: cut it first")
-        if count + piece.samples > len(found):  # grows in place, so that memory holds each sample once
-            found.resize((count + piece.samples + GROWTH, channels), refcheck=False)
-        found[count : count + piece.samples] = piece.to_ndarray().T
+        if count + piece.samples > len(samples):  # grows in place, so that memory holds each sample once
+            samples.resize((count + piece.samples + GROWTH, channels), refcheck=False)
+        samples[count : count + piece.samples] = piece.to_ndarray().T
         count += piece.samples
-    found.resize((count, channels), refcheck=False)
-    return np.ascontiguousarray(found.T)
+    samples.resize((count, channels), refcheck=False)
+    return np.ascontiguousarray(samples.T)

@@ -131,15 +131,15 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """The `metadata` that `write_mp4` or `write_video` stored; empty if another program wrote the file. Raises as
     `read_video` does."""
     with open_video(path) as container:
-        found = {key.lower(): value for key, value in container.metadata.items()}  # COMMENT in Matroska
-        comment = found.get("comment", "").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        metadata = {key.lower(): value for key, value in container.metadata.items()}  # COMMENT in Matroska
+        comment = metadata.get("comment", "").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if len(comment) > MAX_JSON:
         return {}
     try:
-        found = json.loads(comment)
+        metadata = json.loads(comment)
     except (ValueError, RecursionError):  # a comment of another program
         return {}
-    return found if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()) else {}
+    return metadata if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()) else {}
 
 
 def load_image(path: str | os.PathLike[str], size: tuple[int, int] | None = None) -> NDArray[np.float32]:

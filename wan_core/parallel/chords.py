@@ -47,8 +47,8 @@ class Stretches:
     def of(cls, ranks: int, steps: int) -> Stretches:
         """Raises OptionError."""
         if ranks not in BEGINNINGS:
-            known = ", ".join(map(str, BEGINNINGS))
-            raise OptionError(f"{ranks} ranks given for parallel steps; allowed are {known}")
+            allowed = ", ".join(map(str, BEGINNINGS))
+            raise OptionError(f"{ranks} ranks given for parallel steps; allowed are {allowed}")
         starts = tuple(round(share * steps) for share in BEGINNINGS[ranks])
         if any(one >= other for one, other in zip(starts, (*starts[1:], steps), strict=True)):
             raise OptionError(f"{steps} steps cannot be shared out over {ranks} ranks: use more steps or fewer ranks")

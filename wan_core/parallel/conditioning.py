@@ -48,7 +48,7 @@ def counts_of_all(ranks: RankMesh | None, counts: Sequence[TokenCount] | None, p
     numbers = torch.tensor([(0, 0)] * prompts if counts is None else counts)
     if ranks is not None and ranks.world.process is not None:
         dist.broadcast(numbers, text_rank(ranks), group=ranks.control)
-    return [TokenCount(given, read) for given, read in numbers.tolist()]
+    return [TokenCount(total, read) for total, read in numbers.tolist()]
 
 
 def kept_of_all(ranks: RankMesh | None, kept: Tensor | None, shape: Sequence[int]) -> Tensor | None:
@@ -59,9 +59,9 @@ def kept_of_all(ranks: RankMesh | None, kept: Tensor | None, shape: Sequence[int
     dist.broadcast(there, 0, group=ranks.control)
     if not there.item():
         return None
-    found = torch.empty(tuple(shape), device=ranks.device) if kept is None else kept.to(ranks.device).contiguous()
-    dist.broadcast(found, 0, group=ranks.world.process)
-    return found
+    tensor = torch.empty(tuple(shape), device=ranks.device) if kept is None else kept.to(ranks.device).contiguous()
+    dist.broadcast(tensor, 0, group=ranks.world.process)
+    return tensor
 
 
 ORDER: tuple[Branch, ...] = ("cond", "uncond")
@@ -91,6 +91,6 @@ class SplitBranches:
             all_gather(both, own, self.group)
             return dict(zip(ORDER, both.chunk(2), strict=True))
         (branch,) = branches
-        found = torch.empty(velocity, device=device) if own is None else own
-        dist.broadcast(found, self.group.ranks[ORDER.index(branch)], group=self.group.process)
-        return {branch: found}
+        prediction = torch.empty(velocity, device=device) if own is None else own
+        dist.broadcast(prediction, self.group.ranks[ORDER.index(branch)], group=self.group.process)
+        return {branch: prediction}

@@ -188,11 +188,11 @@ def shares_read(plan: Plan, config: DiTConfig, tokens: int) -> dict[float, float
         return {1.0: 1.0}
     dense = min(1.0, plan.sparse.dense_layers / config.num_layers)
     shares: dict[float, float] = {}
-    rest = rest_cost(plan.sparse) / KERNEL
+    rest_share = rest_cost(plan.sparse) / KERNEL
     for step in plan.steps:
         share = (step.forwards - step.passes) / plan.forwards
         shares[1.0] = shares.get(1.0, 0.0) + step.passes / plan.forwards
-        sparse = min(0.99, 1 - step.sparsity + rest) if step.sparsity and rest else 1 - step.sparsity
+        sparse = min(0.99, 1 - step.sparsity + rest_share) if step.sparsity and rest_share else 1 - step.sparsity
         for read, part in ((1.0, dense), (sparse, 1 - dense)):
             shares[read] = shares.get(read, 0.0) + share * part
     return shares

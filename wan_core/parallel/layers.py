@@ -97,6 +97,6 @@ class FollowingBranches:
         self, branches: Sequence[Branch], forward: Callable[[Branch], Tensor], velocity: tuple[int, ...]
     ) -> dict[Branch, Tensor]:
         """The velocity of every branch, float32, the same numbers on every rank."""
-        found = torch.stack([forward(branch) for branch in branches])
-        dist.broadcast(found, self.group.ranks[-1], group=self.group.process)
-        return dict(zip(branches, found.unbind(), strict=True))
+        predictions = torch.stack([forward(branch) for branch in branches])
+        dist.broadcast(predictions, self.group.ranks[-1], group=self.group.process)
+        return dict(zip(branches, predictions.unbind(), strict=True))

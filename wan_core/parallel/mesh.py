@@ -89,8 +89,8 @@ class Mesh:
         ring = "ring both ways" if self.both_ways else "ring"
         parts = [("guidance", self.cfg), (ring, self.ring), ("ulysses", self.ulysses), ("layers", self.layers)]
         parts.insert(0, ("time", self.time))
-        words = " x ".join(f"{name} {count}" for name, count in parts if count > 1)
-        return f"{self.size} GPU{'s' if self.size > 1 else ''}{': ' + words if words else ''}"
+        axes = " x ".join(f"{name} {count}" for name, count in parts if count > 1)
+        return f"{self.size} GPU{'s' if self.size > 1 else ''}{': ' + axes if axes else ''}"
 
     def rows(self) -> dict[str, list[list[int]]]:
         """The ranks of every group, by dimension. "sequence" is ring and ulysses together."""

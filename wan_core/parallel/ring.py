@@ -47,8 +47,8 @@ class Ring:
     def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The index of every rank, and its k and v [B, S, h, D]. The next are on their way while one is used."""
         hops = _both_ways if self.both_ways else _one_way
-        for rank, held in hops(torch.stack([as_words(k), as_words(v)]), self.lengths, self.group):
-            keys, values = held.view(k.dtype).unbind()
+        for rank, packed in hops(torch.stack([as_words(k), as_words(v)]), self.lengths, self.group):
+            keys, values = packed.view(k.dtype).unbind()
             yield rank, keys, values
 
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
@@ -61,26 +61,26 @@ class Ring:
         return merge_lse(parts)
 
 
-def _one_way(held: Tensor, lengths: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
+def _one_way(packed: Tensor, lengths: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
     """This rank's index and keys and values [2, B, N, h, D], then those of the rank before, and so on around."""
     R, me = group.size, group.index
     for hop in range(R):
         arriving, works = None, []
         if hop < R - 1:
-            arriving = _room(held, lengths[(me - hop - 1) % R])
-            works = pass_on([(held, group.ranks[(me + 1) % R])], [(arriving, group.ranks[(me - 1) % R])], group)
-        yield (me - hop) % R, held
+            arriving = _room(packed, lengths[(me - hop - 1) % R])
+            works = pass_on([(packed, group.ranks[(me + 1) % R])], [(arriving, group.ranks[(me - 1) % R])], group)
+        yield (me - hop) % R, packed
         _wait(works)
         if arriving is not None:
-            held = arriving
+            packed = arriving
 
 
-def _both_ways(held: Tensor, lengths: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
+def _both_ways(packed: Tensor, lengths: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
     """The same parts, the nearest on both sides first."""
     R, me = group.size, group.index
-    upward: Tensor | None = held  # on its way to higher ranks
-    downward: Tensor | None = held
-    here = [(me, held)]
+    upward: Tensor | None = packed  # on its way to higher ranks
+    downward: Tensor | None = packed
+    here = [(me, packed)]
     for hop in range(1, R + 1):
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
@@ -90,10 +90,10 @@ def _both_ways(held: Tensor, lengths: list[int], group: Group) -> Iterator[tuple
         if downward is not None and me > 0:
             sends.append((downward, group.ranks[me - 1]))
         if me - hop >= 0:
-            from_below = _room(held, lengths[me - hop])
+            from_below = _room(packed, lengths[me - hop])
             receives.append((from_below, group.ranks[me - 1]))
         if me + hop < R:
-            from_above = _room(held, lengths[me + hop])
+            from_above = _room(packed, lengths[me + hop])
             receives.append((from_above, group.ranks[me + 1]))
         works = pass_on(sends, receives, group)
         yield from here

@@ -23,12 +23,12 @@ def heads_for_tokens(qkv: Three, lengths: list[int], group: Group) -> Three:
     """q, k, v [B, n, H, D] -> q, k, v [B, N, h, D], views of what arrived. lengths: tokens of each rank of `group`."""
     if group.size == 1:
         return qkv
-    dtype, words = qkv[0].dtype, [as_words(x) for x in qkv]
-    B, n, H, D = words[0].shape
+    dtype, integers = qkv[0].dtype, [as_words(x) for x in qkv]
+    B, n, H, D = integers[0].shape
     heads = even_parts(H, group.size)
     sizes = [n * B * 3 * h * D for h in heads]
-    packed = words[0].new_empty(sum(sizes))
-    for i, x in enumerate(words):
+    packed = integers[0].new_empty(sum(sizes))
+    for i, x in enumerate(integers):
         x = x.transpose(0, 1)  # [n, B, H, D]
         if H % group.size == 0:
             into = packed.view(group.size, n, B, 3, heads[0], D)[:, :, :, i]

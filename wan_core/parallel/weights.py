@@ -184,6 +184,6 @@ class GatheredText:
         block: Any = self.block()
         attention: Any = self.attention()
         block.unshard()
-        found = type(attention).kv(attention, text)
+        keys_values = type(attention).kv(attention, text)
         block.reshard()
-        return found
+        return keys_values

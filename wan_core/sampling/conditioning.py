@@ -46,37 +46,37 @@ class Conditioning:
 
     def flat(self) -> dict[str, Tensor]:
         """What it holds by name, numbers as tensors without axes: to move it or send it."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for one in fields(self):
             value = getattr(self, one.name)
             inner = {f"{one.name}.{name}": v for name, v in value.items()} if isinstance(value, Mapping) else None
-            found |= {one.name: value} if inner is None else inner
-        wide = {name: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for name, v in found.items()}
+            values |= {one.name: value} if inner is None else inner
+        wide = {name: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for name, v in values.items()}
         return {name: torch.as_tensor(v) for name, v in wide.items() if v is not None}
 
     @classmethod
     def of(cls, flat: Mapping[str, Tensor]) -> Conditioning:
         """The inverse of `flat`."""
-        found: dict[str, Any] = {"inputs": {}, "uncond_inputs": {}}
+        values: dict[str, Any] = {"inputs": {}, "uncond_inputs": {}}
         for name, value in flat.items():
             group, _, inner = name.partition(".")
-            given = value if value.ndim else value.item()
-            found.update({group: {**found[group], inner: given}} if inner else {group: given})
-        return cls(**found)
+            plain = value if value.ndim else value.item()
+            values.update({group: {**values[group], inner: plain}} if inner else {group: plain})
+        return cls(**values)
 
     def family_inputs(self, branches: Sequence[str], batch: int) -> dict[str, Any]:
         """What the model's family takes beside text, for a batch of videos of these branches. What all branches share
         is given once; of the rest, there is a row for each video of each branch, the first branch's first."""
-        found: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         for name, value in self.inputs.items():
             each = [self.uncond_inputs.get(name, value) if branch == "uncond" else value for branch in branches]
             if all(one is value for one in each):
-                found[name] = value
+                inputs[name] = value
             elif isinstance(value, Tensor):
-                found[name] = torch.cat([one.expand(batch, *one.shape[1:]) for one in as_wide(each)])
+                inputs[name] = torch.cat([one.expand(batch, *one.shape[1:]) for one in as_wide(each)])
             else:
-                found[name] = [one for one in each for _ in range(batch)]
-        return found
+                inputs[name] = [one for one in each for _ in range(batch)]
+        return inputs
 
 
 def as_wide(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -34,8 +34,8 @@ def with_windows(plan: Plan, options: WindowOptions, frames: int) -> Plan:
     fits = frames <= options.length
     note = f"context windows {options.words()}: {frames} latent frames fit into one"
     if not fits:
-        found = {expert: sorted({s.sigma for s in plan.steps if s.expert == expert})[::-1] for expert in plan.experts}
-        places = {step.index: found[step.expert].index(step.sigma) for step in plan.steps}
+        sigmas = {expert: sorted({s.sigma for s in plan.steps if s.expert == expert})[::-1] for expert in plan.experts}
+        places = {step.index: sigmas[step.expert].index(step.sigma) for step in plan.steps}
         steps = tuple(replace(step, windows=windows_of(options, frames, places[step.index])) for step in plan.steps)
         plan = replace(plan, steps=steps, context_windows=options)
         counts = sorted({len(step.windows) for step in steps})
@@ -80,17 +80,17 @@ def window_at(first: int, length: int) -> tuple[int, ...]:
 def cut_open(looped: list[list[int]], frames: int) -> Windows:
     """`looped` windows with none that goes past the end: it is moved to the end, and one at the first frame follows
     unless the next window has that frame. Those that are there already are left out."""
-    found: list[tuple[int, ...]] = []
+    windows: list[tuple[int, ...]] = []
     for number, window in enumerate(looped):
         length = len(window)
         if window[-1] >= window[0]:
-            found.append(tuple(window))
+            windows.append(tuple(window))
             continue
-        found.append(window_at(frames - length, length))
-        after = looped[number + 1] if number + 1 < len(looped) else found[0]
+        windows.append(window_at(frames - length, length))
+        after = looped[number + 1] if number + 1 < len(looped) else windows[0]
         if 0 not in after:
-            found.append(window_at(0, length))
-    return tuple(dict.fromkeys(found))
+            windows.append(window_at(0, length))
+    return tuple(dict.fromkeys(windows))
 
 
 def ordered_halving(step: int) -> float:

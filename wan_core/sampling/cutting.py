@@ -16,12 +16,12 @@ def cut_plan(plan: Plan) -> Plan:
         return plan
     numbers = step_numbers(plan.steps)
     assert window.end is not None
-    kept = [step for step, number in zip(plan.steps, numbers, strict=True) if window.start <= number < window.end]
-    before = tuple(step.sigma for step in plan.steps[: kept[0].index])
+    inside = [step for step, number in zip(plan.steps, numbers, strict=True) if window.start <= number < window.end]
+    before = tuple(step.sigma for step in plan.steps[: inside[0].index])
     if window.end <= numbers[-1] and not window.leftover:
-        kept = [step for step in kept if not (step.correction and step is kept[-1])]
-        kept[-1] = replace(kept[-1], sigma_next=0.0, action="compute", skipped=(), order=0)
-    steps = tuple(replace(step, index=index) for index, step in enumerate(kept))
+        inside = [step for step in inside if not (step.correction and step is inside[-1])]
+        inside[-1] = replace(inside[-1], sigma_next=0.0, action="compute", skipped=(), order=0)
+    steps = tuple(replace(step, index=index) for index, step in enumerate(inside))
     from_latents = plan.from_latents or window.start > 0
     return replace(plan, window=None, steps=without_lost_sources(steps), before=before, from_latents=from_latents)
 
@@ -36,11 +36,11 @@ def check_strength(plan: Plan, denoise: float) -> None:
 
 def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """`steps`, in which forwards run whose residual or difference of the branches would come from none of them."""
-    found: list[Step] = []
+    mended: list[Step] = []
     computed: dict[Branch, int] = {}
     both = False
     for step in steps:
-        if found and (found[-1].expert, found[-1].kind) != (step.expert, step.kind):
+        if mended and (mended[-1].expert, mended[-1].kind) != (step.expert, step.kind):
             computed, both = {}, False
         if step.delta and not both:
             step = replace(step, delta=False, branches=("cond", "uncond"))
@@ -57,5 +57,5 @@ def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
                 continue
             computed[branch] = computed.get(branch, 0) + 1
         both = both or ("uncond" in step.branches and not step.delta)
-        found.append(step)
-    return tuple(found)
+        mended.append(step)
+    return tuple(mended)

@@ -299,12 +299,12 @@ class Guided:
         if self.adaptive is not None and not self.adaptive.decide(step):
             skipped = ()
         spacing = (1.0, 1.0) if size is None or step.own_positions else size.spacing
-        found = self.branches(inputs, time, step, skipped, spacing)
-        velocity = self.resolution.whole(x, seen, self.guide(found, step), step, size)
+        predictions = self.branches(inputs, time, step, skipped, spacing)
+        velocity = self.resolution.whole(x, seen, self.guide(predictions, step), step, size)
         if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
-            self.adaptive.note(step, found["cond"])
+            self.adaptive.note(step, predictions["cond"])
         passes, self.passes = self.passes, 0
-        return velocity, (len(found) - len(skipped)) * step.runs + passes
+        return velocity, (len(predictions) - len(skipped)) * step.runs + passes
 
     def guide(self, found: dict[Branch, Tensor], step: Step) -> Tensor:
         """The guided velocity, of the velocity of each branch."""
@@ -377,10 +377,10 @@ def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tup
 
 def hold_known(x: Tensor, conditioning: Conditioning) -> Tensor:
     """Put the known first latent frames back (TI2V): the model is told that they are free of noise."""
-    known = conditioning.known
-    if known is None:
+    clean = conditioning.known
+    if clean is None:
         return x
-    return torch.cat([known.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, known.shape[2] :]], dim=2)
+    return torch.cat([clean.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, clean.shape[2] :]], dim=2)
 
 
 def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool) -> tuple[bool, str]:

@@ -312,8 +312,8 @@ def make_plan(
             f"guidance {guidance_low} given for the low-noise expert, but {default.name} has one transformer, which "
             "uses guidance_high: give that, or both"
         )
-    given = None if sigmas is None else given_schedule(sigmas)
-    steps = (default.steps if given is None else len(given[1])) if steps is None else steps
+    own_schedule = None if sigmas is None else given_schedule(sigmas)
+    steps = (default.steps if own_schedule is None else len(own_schedule[1])) if steps is None else steps
     shift = default.shift if shift is None else shift
     boundary = default.boundary if boundary is None else boundary
     guidance: dict[Expert, float] = {
@@ -321,8 +321,8 @@ def make_plan(
         "low": default.guidance_low if guidance_low is None else guidance_low,
     }
     _check(steps, shift, boundary, guidance, solver)
-    found, timesteps, within = _schedule(solver, steps, shift, given, window)
-    rows = [(timesteps[i], found[i], found[i + 1], False) for i in range(len(timesteps))]
+    all_sigmas, timesteps, within = _schedule(solver, steps, shift, own_schedule, window)
+    rows = [(timesteps[i], all_sigmas[i], all_sigmas[i + 1], False) for i in range(len(timesteps))]
     if solver == "heun":
         rows = heun_forwards(rows)
 
@@ -352,22 +352,23 @@ def make_plan(
 
 
 def _schedule(
-    solver: str, steps: int, shift: float, given: tuple[list[float], list[float]] | None, window: Window | None
+    solver: str, steps: int, shift: float, own_schedule: tuple[list[float], list[float]] | None, window: Window | None
 ) -> tuple[list[float], list[float], Window | None]:
-    """(sigmas, timesteps) of the whole schedule, `given` or the solver's, and the window in it. Raises OptionError."""
+    """(sigmas, timesteps) of the whole schedule, `own_schedule` or the solver's, and the window in it. Raises
+    OptionError."""
     whole, within = (steps, None) if window is None else window.within(steps)
-    if given is None:
+    if own_schedule is None:
         if whole > MAX_STEPS:
             raise OptionError(
                 f"{steps} steps given, the last of {whole} by their strength, and {MAX_STEPS} are allowed: use fewer "
                 "steps or a larger denoise"
             )
         return *SCHEDULES[solver](whole, shift), within
-    if steps != len(given[1]):
-        raise OptionError(f"{steps} steps given, and sigmas for {len(given[1])}: leave the steps out")
+    if steps != len(own_schedule[1]):
+        raise OptionError(f"{steps} steps given, and sigmas for {len(own_schedule[1])}: leave the steps out")
     if window is not None and window.denoise != 1:
         raise OptionError("denoise below 1 given, and sigmas, which say where the run begins: leave denoise at 1")
-    return *given, within
+    return *own_schedule, within
 
 
 def _check(steps: int, shift: float, boundary: float, guidance: dict[Expert, float], solver: str) -> None:

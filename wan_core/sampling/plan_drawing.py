@@ -102,13 +102,13 @@ def _draw_legend(canvas: Canvas, plan: Plan, y: float) -> None:
     for expert in plan.experts:
         count = sum(step.expert == expert and not step.correction for step in plan.steps)
         canvas.dot(x, y, 5, EXPERT_COLOUR[expert], EXPERT_COLOUR[expert])
-        words = f"{expert}-noise expert: {count} steps" if plan.boundary else f"one model: {count} steps"
-        canvas.text(x + 12, y, words, INK, 12, "lm")
+        label = f"{expert}-noise expert: {count} steps" if plan.boundary else f"one model: {count} steps"
+        canvas.text(x + 12, y, label, INK, 12, "lm")
         x += 210
     skipped = sum(step.action != "compute" for step in plan.steps)
     if skipped:
         canvas.dot(x, y, 5, PAPER, INK)
-        words = "may be skipped" if plan.adaptive else "skipped in all or part"
+        label = "may be skipped" if plan.adaptive else "skipped in all or part"
         if not plan.adaptive and all(step.skipped in ((), step.branches) for step in plan.steps):
-            words = "skipped"
-        canvas.text(x + 12, y, f"{words}: {skipped} steps", INK, 12, "lm")
+            label = "skipped"
+        canvas.text(x + 12, y, f"{label}: {skipped} steps", INK, 12, "lm")

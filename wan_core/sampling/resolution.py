@@ -104,11 +104,11 @@ class Resolution:
 
 def smaller_conditioning(conditioning: Conditioning, size: SmallerSize) -> Conditioning:
     """`conditioning` with known frames, and the channels of an image with their mask, at the smaller size."""
-    concat, known = (
-        None if given is None else size.down(given.float()) / size.ratio
-        for given in (conditioning.concat, conditioning.known)
+    concat, first_frames = (
+        None if tensor is None else size.down(tensor.float()) / size.ratio
+        for tensor in (conditioning.concat, conditioning.known)
     )
-    return replace(conditioning, concat=concat, known=known)
+    return replace(conditioning, concat=concat, known=first_frames)
 
 
 def mean_over_areas(small: int, large: int) -> Tensor:

@@ -65,8 +65,8 @@ def given_schedule(sigmas: Sequence[float]) -> tuple[list[float], list[float]]:
             f"sigmas {shown}{' ...' if len(sigmas) > 8 else ''} given; needed are at least two from 1 to 0, each below "
             "the one before: those of a flow model, as BasicScheduler makes for Wan"
         )
-    found = [float32(sigma) for sigma in sigmas]
-    return found, [float32(sigma * 1000) for sigma in found[:-1]]
+    rounded = [float32(sigma) for sigma in sigmas]
+    return rounded, [float32(sigma * 1000) for sigma in rounded[:-1]]
 
 
 Row = tuple[float, float, float, bool]
@@ -76,13 +76,13 @@ Row = tuple[float, float, float, bool]
 def heun_forwards(rows: Sequence[Row]) -> list[Row]:
     """`rows` of a schedule with a second forward after each that does not end at 0: it predicts where that one ended,
     and ends there too."""
-    found: list[Row] = []
+    forwards: list[Row] = []
     for row in rows:
-        found.append(row)
+        forwards.append(row)
         end = row[2]
         if end > 0:
-            found.append((float32(end * 1000), end, end, True))
-    return found
+            forwards.append((float32(end * 1000), end, end, True))
+    return forwards
 
 
 def from_one(steps: int) -> list[float]:

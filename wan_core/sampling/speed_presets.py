@@ -58,15 +58,15 @@ def read_speed(path: Path) -> SpeedPreset:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise OptionError(f"{path} is not a preset of the form {FORMAT}: {AGAIN}")
-        found = [fields[name] for name in ("name", "setting", "source")]
+        texts = [fields[name] for name in ("name", "setting", "source")]
         of = fields.get("of", {})
         steps = of.get("steps") if isinstance(of, dict) else of
     except (OSError, ValueError, KeyError, RecursionError) as fault:
         if isinstance(fault, OptionError):
             raise
         raise OptionError(f"{path} is not a preset ({type(fault).__name__}: {fault}): {AGAIN}") from fault
-    if not all(isinstance(value, str) and value for value in found):
+    if not all(isinstance(value, str) and value for value in texts):
         raise OptionError(f"{path} is not a preset: name, setting and source must be words: {AGAIN}")
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise OptionError(f"{path} is not a preset: `of.steps` must be a whole number from 1: {AGAIN}")
-    return SpeedPreset(*found, steps=steps)
+    return SpeedPreset(*texts, steps=steps)

@@ -55,8 +55,8 @@ def with_stages(plan: Plan, stages: Sequence[StageOptions], part: Sequence[float
         if not step.correction:  # which has the size of the step that it corrects
             stage = stage_at(step.sigma, stages, sigmas)
         steps.append(step if stage is None else at_stage(step, stage, plan.boundary))
-    words = [size_words(run) for run in runs(steps) if run[0].scale != 1]
-    note = f"resolution schedule: {', '.join(words)}" if words else "resolution schedule: no step has a smaller size"
+    sizes = [size_words(run) for run in runs(steps) if run[0].scale != 1]
+    note = f"resolution schedule: {', '.join(sizes)}" if sizes else "resolution schedule: no step has a smaller size"
     return replace(plan, steps=tuple(steps), notes=(*plan.notes, note), stages=tuple(stages))
 
 
@@ -103,11 +103,16 @@ def parse_stages(text: str) -> tuple[StageOptions, ...]:
     """`0.5/0.9-0.98`, `0.5/0.9-0.98:every3:own`, or several joined by commas. Raises OptionError."""
     stages: list[StageOptions] = []
     for part in text.split(","):
-        numbers, *words = part.split(":")
+        numbers, *settings = part.split(":")
         scale, _, sigmas = numbers.partition("/")
         low, _, high = sigmas.partition("-")
         try:
-            values = {"scale": float(scale), "low": float(low), "high": float(high), **parse_words(StageOptions, words)}
+            values = {
+                "scale": float(scale),
+                "low": float(low),
+                "high": float(high),
+                **parse_words(StageOptions, settings),
+            }
         except ValueError:
             raise OptionError(f"stages {text!r} given; write {FORM}") from None
         stages.append(StageOptions(**values))

@@ -107,9 +107,9 @@ class Start:
 
     def history(self, plan: Plan, device: torch.device) -> History:
         """What the solver of the run before kept, where this run goes on with it."""
-        left = self.leftover
-        known = plan.from_latents and left is not None and left.solver == plan.solver
-        return left.to(device).history if known and left is not None and plan.before else History()
+        leftover = self.leftover
+        continues = plan.from_latents and leftover is not None and leftover.solver == plan.solver
+        return leftover.to(device).history if continues and leftover is not None and plan.before else History()
 
     def step_noise(self, plan: Plan, device: torch.device) -> Callable[[], Tensor]:
         """Noise for one step of the plan after the other. It depends on the step's place in the whole schedule, so a

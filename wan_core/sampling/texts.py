@@ -46,8 +46,8 @@ WHOLE = TextRange()
 
 def sigma_at(share: float, shift: float) -> float:
     """The sigma at a share of the run: 1 at its start, 0 at its end."""
-    left = min(1.0, max(0.0, 1.0 - share))
-    return shift * left / (1 + (shift - 1) * left)
+    remaining = min(1.0, max(0.0, 1.0 - share))
+    return shift * remaining / (1 + (shift - 1) * remaining)
 
 
 def assign_texts(
@@ -109,9 +109,9 @@ def range_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str, k
         inside = [n for n in inside if step.sigma > at(ranges[n].end - NEAR)]
     if len(inside) != 1:
         count = f"{len(inside)} {kind}s" if inside else f"no {kind}"
-        given = ", ".join(f"{start:g} to {end:g}" for start, end in ranges)
+        spans = ", ".join(f"{start:g} to {end:g}" for start, end in ranges)
         raise OptionError(
-            f"`{name}` has {count} for step {step.index} (sigma {step.sigma:.4f}); its ranges are {given}. A step "
+            f"`{name}` has {count} for step {step.index} (sigma {step.sigma:.4f}); its ranges are {spans}. A step "
             "takes one text, and texts are not averaged: give ranges that follow one another from 0 to 1, or one text"
         )
     return inside[0]

@@ -37,8 +37,8 @@ def in_windows(
         velocity = forward(own, own_time, number)[:, :, len(seen) - len(window) :]
         if fused is None:
             fused = velocity.new_zeros(*velocity.shape[:2], T, *velocity.shape[3:])
-        for place, (frame, share) in enumerate(zip(window, shares, strict=True)):
-            fused[:, :, frame].add_(velocity[:, :, place], alpha=share)  # no number goes to the device
+        for position, (frame, share) in enumerate(zip(window, shares, strict=True)):
+            fused[:, :, frame].add_(velocity[:, :, position], alpha=share)  # no number goes to the device
     assert fused is not None
     return fused
 
@@ -57,7 +57,7 @@ def reordered_noise(noise: Tensor, options: WindowOptions, seed: int) -> Tensor:
     generator, frames, noise = torch.Generator().manual_seed(seed), noise.shape[2], noise.clone()
     new = options.length - options.overlap
     for first in range(0, frames - options.length, new):
-        place = first + options.length
-        count = min(new, frames - place)
-        noise[:, :, place : place + count] = noise[:, :, torch.randperm(count, generator=generator) + first]
+        start = first + options.length
+        count = min(new, frames - start)
+        noise[:, :, start : start + count] = noise[:, :, torch.randperm(count, generator=generator) + first]
     return noise

@@ -68,9 +68,9 @@ class Name:
 
 def parse_name(name: str) -> Name | None:
     """The parts of `name`; None if it is not the name of a LoRA's tensor."""
-    words = name.rsplit(".", _LONGEST_TAIL)
-    for count in range(1, len(words)):
-        module, match = ".".join(words[:count]), _TAIL.fullmatch(".".join(words[count:]))
+    name_parts = name.rsplit(".", _LONGEST_TAIL)
+    for count in range(1, len(name_parts)):
+        module, match = ".".join(name_parts[:count]), _TAIL.fullmatch(".".join(name_parts[count:]))
         if match is not None and module:
             role = _ROLES[match["role"]]
             if match["kind"] == "bias":
@@ -98,8 +98,8 @@ def told_experts(names: Collection[str]) -> tuple[str, ...]:
 
 def for_other_expert(names: Collection[str], expert: str | None) -> frozenset[str]:
     """The `names` that are not for `expert`, "high" or "low"; empty for None."""
-    told = told_experts(names)
-    if expert is None or not told or (expert == "low" and told == ("low",)):
+    experts = told_experts(names)
+    if expert is None or not experts or (expert == "low" and experts == ("low",)):
         return frozenset()
     return frozenset(name for name in names if name.startswith(_LOW) != (expert == "low"))
 
@@ -137,21 +137,21 @@ def _with_underscores(names: Mapping[str, str]) -> dict[str, str]:
 
 def _without_prefixes(name: str, known: Mapping[str, str]) -> tuple[str | None, str]:
     """What `known` has for `name` without its prefixes, and these."""
-    rest = name
+    inner = name
     for _ in range(MAX_PREFIXES + 1):
-        found = known.get(rest)
-        if found is not None:
-            return found, name[: len(name) - len(rest)]
-        prefix = _PREFIX.match(rest)
+        match_name = known.get(inner)
+        if match_name is not None:
+            return match_name, name[: len(name) - len(inner)]
+        prefix = _PREFIX.match(inner)
         if prefix is None:
             break
-        rest = rest[prefix.end() :]
+        inner = inner[prefix.end() :]
     return None, ""
 
 
 def spelling_words(spellings: Collection[str]) -> str:
     """`diffusion_model., lora_down/lora_up/diff` for entries `PREFIX ROLE`; entries of alphas have no role."""
-    words = [entry.partition(" ") for entry in spellings]
-    prefixes = dict.fromkeys(prefix if space else "" for prefix, space, _ in words)
-    roles = dict.fromkeys(role or prefix for prefix, _, role in words if role)
+    entries = [entry.partition(" ") for entry in spellings]
+    prefixes = dict.fromkeys(prefix if space else "" for prefix, space, _ in entries)
+    roles = dict.fromkeys(role or prefix for prefix, _, role in entries if role)
     return f"{'/'.join(p if p != '-' else 'no prefix' for p in prefixes if p) or 'no prefix'}, {'/'.join(roles)}"

@@ -54,13 +54,13 @@ class PeftSettings:
 
     def scale(self, name: str, rank: int) -> float:
         """alpha / rank of the pair that tensor `name` is of; 1 where nothing is said. Raises CheckpointError."""
-        prefix, _, rest = name.partition(".")
-        words = rest.rpartition(".lora_")[0].split(".")
+        prefix, _, inner = name.partition(".")
+        name_parts = inner.rpartition(".lora_")[0].split(".")
         try:
             pattern = self._pattern(prefix)
-            ends = (pattern.get(".".join(words[n:])) for n in range(len(words)))
-            told = max((one for one in ends if one is not None), key=lambda one: one[0], default=None)
-            alpha = self.values.get(f"{prefix}.lora_alpha") if told is None else told[1]
+            ends = (pattern.get(".".join(name_parts[n:])) for n in range(len(name_parts)))
+            longest = max((one for one in ends if one is not None), key=lambda one: one[0], default=None)
+            alpha = self.values.get(f"{prefix}.lora_alpha") if longest is None else longest[1]
             if alpha is None:
                 return 1.0
             scale = float(alpha) / (math.sqrt(rank) if self.values.get(f"{prefix}.use_rslora") else rank)
@@ -74,7 +74,7 @@ class PeftSettings:
         """Modules, or the ends of their names, with an alpha of their own; the last that fits counts."""
         if prefix not in self.patterns:
             stored = (self.values.get(f"{prefix}.alpha_pattern") or {}).items()
-            self.patterns[prefix] = {module: (place, alpha) for place, (module, alpha) in enumerate(stored)}
+            self.patterns[prefix] = {module: (position, alpha) for position, (module, alpha) in enumerate(stored)}
         return self.patterns[prefix]
 
 
@@ -339,7 +339,7 @@ def _preferences(
     checkpoint: Checkpoint, find: Finder, others: Collection[str], ignored: dict[str, list[str]]
 ) -> dict[str, bytes]:
     """The preferences by official attention module. others: names for the other expert. ignored: extended here."""
-    found: dict[str, bytes] = {}
+    preferences: dict[str, bytes] = {}
     for theirs, text in checkpoint.attention.items():
         name, module = theirs + SUFFIX, find.attention_module(theirs)
         if name in others:
@@ -349,15 +349,15 @@ def _preferences(
         elif module is None:
             ignored.setdefault(UNKNOWN_MODULE, []).append(name)
         else:
-            found[module] = text
-    return found
+            preferences[module] = text
+    return preferences
 
 
 def check_lora(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError for a file of anything else, by its tensors' names."""
     if not is_lora(checkpoint.tensors):
-        words = f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
-        raise CheckpointError(words, where=checkpoint.describe())
+        message = f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
+        raise CheckpointError(message, where=checkpoint.describe())
 
 
 def _nothing(ignored: Mapping[str, list[str]]) -> str:

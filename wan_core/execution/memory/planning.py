@@ -91,12 +91,12 @@ def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: i
     for each output channel."""
     units = {module: layer + 1 for layer in range(config.num_layers) for module in config.modules_of(layer)}
     encoded = {f"{name}.weight" for name in quantized_names(config, keep_blocks)} if quantized else set()
-    found = [0] * (config.num_layers + 1)
+    nbytes = [0] * (config.num_layers + 1)
     for name, shape in expected_shapes(config).items():
         numbers = math.prod(shape)
         size = numbers + 4 * shape[0] if name in encoded else numbers * itemsize
-        found[units.get(".".join(name.split(".")[:2]), 0)] += size
-    return tuple(found)
+        nbytes[units.get(".".join(name.split(".")[:2]), 0)] += size
+    return tuple(nbytes)
 
 
 def factor(config: DiTConfig, *, itemsize: int, device: str, compile: str, precision: str) -> float:
@@ -160,9 +160,9 @@ def vae_bytes(config: VAEConfig, rows: int, columns: int) -> int:
 def device_room(device: torch.device, limit_gib: float | None = None) -> int:
     """Bytes that this process may still take on a GPU, what it holds in its cache included."""
     free, _ = torch.cuda.mem_get_info(device)
-    held, cached = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    room = free + cached - held
-    return room if limit_gib is None else min(room, limited(limit_gib) - held)
+    allocated, cached = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    room = free + cached - allocated
+    return room if limit_gib is None else min(room, limited(limit_gib) - allocated)
 
 
 def limited(gib: float) -> int:
@@ -222,7 +222,7 @@ def plan_memory(
 
 def _plan_form(
     sizes: Sizes,
-    beside: Beside,
+    activations: Beside,
     form: PreparedForm | None,
     available: int,
     mode: Literal["auto", "resident", "swap", "stream"],
@@ -230,7 +230,7 @@ def _plan_form(
     together: bool | None,
 ) -> MemoryPlan:
     """The plan of `plan_memory` for one form of the prepared tensors; None: the family has no forms."""
-    beside = beside if form is None else beside.kept_as(form)
+    activations = activations if form is None else activations.kept_as(form)
     blocks = len(sizes.units) - 1
     if resident_blocks is not None and not 0 <= resident_blocks <= blocks:
         raise OptionError(f"{resident_blocks} resident blocks given; the transformer has {blocks}, so 0 to {blocks}")
@@ -243,17 +243,20 @@ def _plan_form(
     elif resident_blocks is not None:
         policy = "stream"
     else:
-        swaps = sizes.expert + beside.denoise <= room
-        policy = "resident" if sizes.all + beside.most <= room else "swap" if swaps else "stream"
-        why = (
-            f"weights {sizes.all / GIB:.1f}, activations up to {beside.most / GIB:.1f}, of {room / GIB:.1f} GiB usable"
-        )
+        swaps = sizes.expert + activations.denoise <= room
+        policy = "resident" if sizes.all + activations.most <= room else "swap" if swaps else "stream"
+        peak = activations.most / GIB
+        why = f"weights {sizes.all / GIB:.1f}, activations up to {peak:.1f}, of {room / GIB:.1f} GiB usable"
     resident = blocks
     if policy == "stream":
-        resident = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
+        resident = _fitting_blocks(sizes, activations, room) if resident_blocks is None else resident_blocks
     copied = sum(sizes.units[1 + layer] for layer in spread(blocks, resident)) + (form.copied if form else 0)
-    streams_text = policy != "resident" and text_streams(sizes, beside, room)
-    named = {"text_encoder": beside.text, "clip_vision": beside.text, "vae": max(beside.decode, beside.image)}
+    streams_text = policy != "resident" and text_streams(sizes, activations, room)
+    named = {
+        "text_encoder": activations.text,
+        "clip_vision": activations.text,
+        "vae": max(activations.decode, activations.image),
+    }
     return MemoryPlan(
         policy=policy,
         resident_blocks=resident,
@@ -263,8 +266,8 @@ def _plan_form(
         host=(0 if policy == "resident" else sizes.all) + (0 if form is None else form.host),
         together=together,
         streams_text=streams_text,
-        phases=tuple(_phases(sizes, beside, policy, resident, room if together else 0, streams_text)),
-        beside=named | dict.fromkeys(("high", "low"), beside.denoise),
+        phases=tuple(_phases(sizes, activations, policy, resident, room if together else 0, streams_text)),
+        beside=named | dict.fromkeys(("high", "low"), activations.denoise),
         why=why,
         form=form,
         copied=copied,
@@ -276,37 +279,39 @@ def text_streams(sizes: Sizes, beside: Beside, room: int) -> bool:
     return 0 < sizes.text_stage < sizes.text_encoder and sizes.text_encoder + beside.text > room
 
 
-def _fitting_blocks(sizes: Sizes, beside: Beside, room: int) -> int:
+def _fitting_blocks(sizes: Sizes, activations: Beside, room: int) -> int:
     """The largest number of resident blocks that fits; at least `LEAST_STREAMED` blocks stream."""
     blocks = len(sizes.units) - 1
     for resident in range(max(0, blocks - LEAST_STREAMED), 0, -1):
-        if stage_bytes(sizes.units, resident) + beside.denoise <= room:
+        if stage_bytes(sizes.units, resident) + activations.denoise <= room:
             return resident
     return 0
 
 
-def _phases(sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: int, streams_text: bool) -> list[Phase]:
+def _phases(
+    sizes: Sizes, activations: Beside, policy: Policy, resident: int, room: int, streams_text: bool
+) -> list[Phase]:
     """room: for models beside the one that runs; 0: it is alone."""
     stage = stage_bytes(sizes.units, resident)
 
     def phase(name: str, own: int, run: int, what: str, others: tuple[int, ...]) -> Phase:
         """The others, in the order in which they leave, stay as far as there is room."""
-        held = list(others)
-        while held and own + run + sum(held) > room:
-            held.pop(0)
-        return Phase(name, own + sum(held), run, what) if policy != "resident" else Phase(name, sizes.all, run, what)
+        staying = list(others)
+        while staying and own + run + sum(staying) > room:
+            staying.pop(0)
+        return Phase(name, own + sum(staying), run, what) if policy != "resident" else Phase(name, sizes.all, run, what)
 
     text, vae = sizes.text_stage if streams_text else sizes.text_encoder, sizes.vae
-    words = "the text encoder" + (f", its blocks stream ({sizes.text_encoder / GIB:.2f})" if streams_text else "")
-    heard = [phase("encode audio", 0, beside.sound, "with the encoder of sound, which leaves", ())]
-    phases = heard if beside.sound else []
-    phases.append(phase("text", text, beside.text, words, ()))
-    image = (vae,) if beside.image else ()
-    if beside.image:
+    contents = "the text encoder" + (f", its blocks stream ({sizes.text_encoder / GIB:.2f})" if streams_text else "")
+    heard = [phase("encode audio", 0, activations.sound, "with the encoder of sound, which leaves", ())]
+    phases = heard if activations.sound else []
+    phases.append(phase("text", text, activations.text, contents, ()))
+    image = (vae,) if activations.image else ()
+    if activations.image:
         encoders = "the VAE, the CLIP vision encoder" if sizes.clip_vision else "the VAE"
-        phases.append(phase("encode image", vae + sizes.clip_vision, beside.image, encoders, (text,)))
-    prompts, kept = beside.prompts / GIB, beside.residuals / GIB
-    words = f"one transformer; {prompts:.2f} of prompts" + (f", {kept:.2f} of residuals" if kept else "")
-    phases.append(phase("denoise", stage, beside.denoise, words, (text, *image)))
-    phases.append(phase("decode", vae, beside.decode, "the VAE; latents stay", (text, stage)))
+        phases.append(phase("encode image", vae + sizes.clip_vision, activations.image, encoders, (text,)))
+    prompts, residuals = activations.prompts / GIB, activations.residuals / GIB
+    contents = f"one transformer; {prompts:.2f} of prompts" + (f", {residuals:.2f} of residuals" if residuals else "")
+    phases.append(phase("denoise", stage, activations.denoise, contents, (text, *image)))
+    phases.append(phase("decode", vae, activations.decode, "the VAE; latents stay", (text, stage)))
     return phases

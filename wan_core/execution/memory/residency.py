@@ -118,9 +118,9 @@ class Residency:
     def prefetch(self, name: str, other: str, runs: int) -> None:
         """The next `runs` runs of the blocks of `name` are the last before `other` is used: copy its weights behind
         them."""
-        held = self.host_weights
-        if self.policy != "resident" and name != other and name in held and other in held:
-            self.stages[held[name].layout].hand_over(held[other], runs)
+        waiting = self.host_weights
+        if self.policy != "resident" and name != other and name in waiting and other in waiting:
+            self.stages[waiting[name].layout].hand_over(waiting[other], runs)
 
     def follow(
         self,
@@ -167,19 +167,19 @@ class Residency:
             self.policy = "swap"
             for other, each in self.models.items():
                 self._move_to_host(other, each)
-            words = "one model at a time"
+            change = "one model at a time"
         elif self.room is not None:
-            self.room, words = None, "one model at a time"
+            self.room, change = None, "one model at a time"
         elif isinstance(model, WanModel) and (self.policy == "swap" or self.resident_blocks > 0):
             blocks = len(model.blocks) if self.policy == "swap" else self.resident_blocks
             self.policy, self.resident_blocks = "stream", blocks // 2
-            words = f"{blocks // 2} of {len(model.blocks)} blocks stay, the others stream"
+            change = f"{blocks // 2} of {len(model.blocks)} blocks stay, the others stream"
         elif isinstance(model, TextEncoder) and not self.streams_text:
-            self.streams_text, words = True, "the blocks of the text encoder stream"
+            self.streams_text, change = True, "the blocks of the text encoder stream"
         else:
             return None
         self._rebuild()
-        return f"{before} -> {self.policy}: {words}"
+        return f"{before} -> {self.policy}: {change}"
 
     def weights_on_device(self) -> int:
         """Bytes of weights that are there now, attached LoRAs included."""
@@ -203,7 +203,7 @@ class Residency:
         return next((model.prepared_form for model in self.models.values() if isinstance(model, WanModel)), None)
 
     def _move_to_host(self, name: str, model: nn.Module, copy: bool | None = None) -> None:
-        same = next((other for other, known in self.host_weights.items() if known.model is model), None)
+        same = next((other for other, shared in self.host_weights.items() if shared.model is model), None)
         if same is not None:
             self.host_weights[name] = self.host_weights[same]
             return
@@ -234,10 +234,10 @@ class Residency:
         self._send_away(list(self.stages.values()), nbytes)
 
     def _send_away(self, stages: Sequence[Stage], need: int) -> None:
-        others, left = [stage for stage in stages if not stage.is_empty], False
+        others, emptied = [stage for stage in stages if not stage.is_empty], False
         for stage in others:
             if self.room is None or need + sum(other.held for other in others) > self.room:
                 stage.leave_device()
-                left = True
-        if left and self.device.type == "cuda":
+                emptied = True
+        if emptied and self.device.type == "cuda":
             torch.cuda.empty_cache()  # what comes is of other sizes, and must not find holes only

@@ -61,10 +61,10 @@ def spread(blocks: int, resident: int) -> list[int]:
 
 def stage_bytes(units: Sequence[int], resident: int | None) -> int:
     """Device memory of a stage for units of so many bytes, the rest first; resident None: all blocks stay."""
-    rest, *blocks = units
+    outside_blocks, *blocks = units
     streamed = spread(len(blocks), len(blocks) if resident is None else resident)
-    kept = rest + sum(nbytes for i, nbytes in enumerate(blocks) if i not in streamed)
-    return kept + SLOTS * max((blocks[i] for i in streamed), default=0)
+    staying = outside_blocks + sum(nbytes for i, nbytes in enumerate(blocks) if i not in streamed)
+    return staying + SLOTS * max((blocks[i] for i in streamed), default=0)
 
 
 class Stage(BlockWeights):
@@ -113,13 +113,13 @@ class Stage(BlockWeights):
                     self.leave_device()
                     raise
             self._copies_wait(self._mark())
-            lacking = [unit for unit, kept in self.kept.items() if kept.holds is not weights]
+            lacking = [unit for unit, slot in self.kept.items() if slot.holds is not weights]
             for unit in lacking:
                 self._fill(unit, weights, text=True)
             for unit in lacking:
                 self._fill(unit, weights, text=False)
-            for unit, kept in self.kept.items():
-                weights.units[unit].bind(kept.memory)
+            for unit, slot in self.kept.items():
+                weights.units[unit].bind(slot.memory)
             self._wait(self.kept[REST].rest)
 
     def hand_over(self, successor: HostWeights, runs: int) -> None:
@@ -173,8 +173,8 @@ class Stage(BlockWeights):
     def leave(self, block: int) -> None:
         """What `block` computes has been launched."""
         unit = block + 1
-        kept = self.kept.get(unit)
-        if kept is None:
+        slot = self.kept.get(unit)
+        if slot is None:
             if self.latest is not None:
                 self.latest.used = self._mark(self.latest.used)
         elif self.handover is not None and self.handover.now:
@@ -199,14 +199,14 @@ class Stage(BlockWeights):
 
     def _fill(self, unit: int, weights: HostWeights, *, text: bool) -> None:
         """Copy one part of a unit that stays."""
-        kept, layout = self.kept[unit], weights.units[unit].layout
+        slot, layout = self.kept[unit], weights.units[unit].layout
         with self._on_stream():
             start, stop = (0, layout.text_bytes) if text else (layout.text_bytes, layout.nbytes)
-            weights.units[unit].copy_to(kept.memory, start, stop)
+            weights.units[unit].copy_to(slot.memory, start, stop)
         if text:
-            kept.holds, kept.text = None, self._mark(kept.text, self.stream)
+            slot.holds, slot.text = None, self._mark(slot.text, self.stream)
         else:
-            kept.holds, kept.rest = weights, self._mark(kept.rest, self.stream)
+            slot.holds, slot.rest = weights, self._mark(slot.rest, self.stream)
 
     def _allocate(self, weights: HostWeights) -> None:
         sizes = [unit.layout.nbytes for unit in weights.units]

@@ -84,9 +84,9 @@ def key_mean(k: Tensor) -> Tensor:
 
 def quantize_mixed(x: Tensor, mean: Tensor | None = None) -> Quantized:
     """Queries or keys x [B, L, H, D], less `mean` [B, 1, H, D] if given, times the Hadamard matrix, in E4M3."""
-    found = fused.hadamard_fp8(x, length_scale(x, 1.0 if mean is None else 2.0), mean)
-    assert isinstance(found, Quantized)
-    return found
+    mixed = fused.hadamard_fp8(x, length_scale(x, 1.0 if mean is None else 2.0), mean)
+    assert isinstance(mixed, Quantized)
+    return mixed
 
 
 def quantize(x: Tensor) -> Quantized:

@@ -44,9 +44,9 @@ def probe(library: Library) -> str | None:
     try:
         if library.before is not None:
             library.before()
-        found = importlib.import_module(library.module)
+        loaded = importlib.import_module(library.module)
         for part in library.attribute.split("."):  # some libraries import what belongs to a name when it is asked for
-            found = getattr(found, part, None)
+            loaded = getattr(loaded, part, None)
     except IMPORT_FAULTS as fault:
         if isinstance(fault, ModuleNotFoundError) and f"{library.module}.".startswith(f"{fault.name}."):
             return f"{library.name} is not installed: {library.install}"
@@ -55,7 +55,7 @@ def probe(library: Library) -> str | None:
             f"{library.name} is installed but cannot be imported ({type(fault).__name__}: {reason}); install a build "
             f"for this torch: {library.install}"
         )
-    if found is None:
+    if loaded is None:
         return f"{library.name} is too old or incomplete, it has no {library.attribute}: {library.install}"
     return None
 

@@ -49,12 +49,12 @@ class Needs:
         if self.since is not None:
             if capability is None:
                 return "needs an NVIDIA GPU"
-            given = f"this one has {capability[0]}.{capability[1]}"
+            this_card = f"this one has {capability[0]}.{capability[1]}"
             if capability < self.since:
                 since = f"{self.since[0]}.{self.since[1]} ({name_of(self.since)})"
-                return f"needs compute capability {since} or newer, {given}"
+                return f"needs compute capability {since} or newer, {this_card}"
             if self.until is not None and capability[0] > self.until:
-                return f"has no kernels for cards above compute capability {self.until}.x, {given}"
+                return f"has no kernels for cards above compute capability {self.until}.x, {this_card}"
         if self.dtypes and dtype not in self.dtypes:
             return (
                 f"computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}: use sdpa, or --precision bf16"

@@ -41,18 +41,18 @@ def heads_first(x: Quantized, block: int) -> Blocked:
     """x [B, L, H, D], copied into memory [B, H, S, D]."""
     batch, tokens, heads, dim = x.data.shape
     memory = x.data.new_zeros(batch, heads, padded(tokens, block), dim)
-    found = Blocked(memory, x.scale, tokens)
-    found.data.copy_(x.data)
-    return found
+    blocked = Blocked(memory, x.scale, tokens)
+    blocked.data.copy_(x.data)
+    return blocked
 
 
 def channels_first(x: Quantized, block: int) -> Blocked:
     """x [B, L, H, D], copied into memory [B, H, D, S]."""
     batch, tokens, heads, dim = x.data.shape
     memory = x.data.new_zeros(batch, heads, dim, padded(tokens, block))
-    found = Blocked(memory, x.scale, tokens, channels_first=True)
-    found.data.copy_(x.data)
-    return found
+    blocked = Blocked(memory, x.scale, tokens, channels_first=True)
+    blocked.data.copy_(x.data)
+    return blocked
 
 
 class Pooled(NamedTuple):

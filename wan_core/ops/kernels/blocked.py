@@ -24,9 +24,9 @@ from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 def quantize_heads_first(x: Tensor, block: int, mean: Tensor | None = None) -> Blocked:
     """Queries or keys x [B, L, H, D], less `mean` [B, 1, H, D] if given, times the Hadamard matrix, in E4M3 with one
     scale."""
-    found = fused.hadamard_fp8(x, reference.length_scale(x, 1.0 if mean is None else 2.0), mean, block)
-    assert isinstance(found, Blocked)
-    return found
+    blocked = fused.hadamard_fp8(x, reference.length_scale(x, 1.0 if mean is None else 2.0), mean, block)
+    assert isinstance(blocked, Blocked)
+    return blocked
 
 
 def quantize_values(x: Tensor, heads: int, block: int) -> Blocked:
@@ -122,14 +122,14 @@ def final_lse(
     """The log-sum-exp, float32 [B, H, L], of what `finish` returns for the same arguments: attention to other keys is
     merged with it by that."""
     tokens = q.shape[1]
-    found = lse[..., :tokens].float()
+    log_sums = lse[..., :tokens].float()
     if pads:
         assert tail is not None
-        found = torch.where(tail.repeat_interleave(block, -1)[..., :tokens], without_pads(found, pads), found)
+        log_sums = torch.where(tail.repeat_interleave(block, -1)[..., :tokens], without_pads(log_sums, pads), log_sums)
     if pooled is None:
-        return found
+        return log_sums
     rows = q.float() if q_scale is None else q.float() * q_scale
-    totals = [total for _, total in pooled_scores(found, rows, pooled, block)]
+    totals = [total for _, total in pooled_scores(log_sums, rows, pooled, block)]
     return torch.cat(totals, -1).transpose(1, 2)
 
 
@@ -139,8 +139,8 @@ def pooled_scores(lse: Tensor, q: Tensor, pooled: Pooled, block: int) -> Iterato
     sizes = sizes_of(pooled, q, block).log()
     for head in range(q.shape[2]):
         scores = (q[:, :, head].float() @ pooled.keys[:, head].mT) * q.shape[-1] ** -0.5 + sizes
-        kept = by_parts(pooled.kept[:, head], pooled.parts, scores.shape[-1])
-        scores = scores.masked_fill_(kept.repeat_interleave(block, 1)[:, : q.shape[1]], float("-inf"))
+        selected = by_parts(pooled.kept[:, head], pooled.parts, scores.shape[-1])
+        scores = scores.masked_fill_(selected.repeat_interleave(block, 1)[:, : q.shape[1]], float("-inf"))
         yield scores, torch.logaddexp(lse[:, head], scores.logsumexp(-1))[..., None]
 
 

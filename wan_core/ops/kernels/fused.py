@@ -69,9 +69,9 @@ def prepare(device: torch.device) -> None:
 
 
 def _test_kernels(device: torch.device) -> str | None:
-    if (found := capability(device)) is None:
+    if (card := capability(device)) is None:
         return "needs an NVIDIA GPU"
-    if found < AMPERE:
+    if card < AMPERE:
         return "needs compute capability 8.0 (Ampere) or newer"
     if (reason := missing_triton()) is not None:
         return reason

@@ -59,14 +59,14 @@ class IntegerFormat(NamedTuple):
 @functools.cache
 def integer_format(text: str) -> IntegerFormat | None:
     """The format of a `text`; None for those of other modules."""
-    name, *words = text.split() or [""]
+    name, *settings = text.split() or [""]
     if name not in NAMES:
         return None
 
     def number(prefix: str) -> int:
-        return next((int(word.removeprefix(prefix)) for word in words if word.startswith(prefix)), 0)
+        return next((int(word.removeprefix(prefix)) for word in settings if word.startswith(prefix)), 0)
 
-    return IntegerFormat(name, number("convrot"), number("group"), "int4" in words, "wide" in words)
+    return IntegerFormat(name, number("convrot"), number("group"), "int4" in settings, "wide" in settings)
 
 
 # ------------------------------------------------------------------------------------------------------------- rotation
@@ -88,10 +88,10 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     on the device: a copy from the host cannot be captured into a CUDA graph."""
     assert is_rotation(size)
     four = 1 - 2 * torch.eye(4).flip(0)
-    found = torch.ones(1, 1)
-    while len(found) < size:
-        found = torch.kron(found, four)
-    return (found / size**0.5).to(device, dtype)
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, four)
+    return (matrix / size**0.5).to(device, dtype)
 
 
 def rotate(x: Tensor, size: int) -> Tensor:

@@ -98,6 +98,6 @@ def head_signs(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """
     odd = dim.bit_length() % 2 == 0  # powers of two that are no powers of four
     size = dim // 2 if odd else dim
-    found = hadamard(size, torch.device("cpu"), torch.float32) * size**0.5
-    found = torch.kron(found, torch.tensor([[1.0, 1.0], [1.0, -1.0]])) if odd else found
-    return found.to(device, dtype)
+    matrix = hadamard(size, torch.device("cpu"), torch.float32) * size**0.5
+    matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]])) if odd else matrix
+    return matrix.to(device, dtype)

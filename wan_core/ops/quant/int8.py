@@ -66,12 +66,12 @@ def _not_installed() -> str | None:
 
 def as_fp8(device: torch.device) -> tuple[bool, str]:
     """Whether weights stored in INT8 run better on `device` encoded as FP8, and why that or as stored."""
-    if (found := capability(device)) is None:
+    if (version := capability(device)) is None:
         return False, "INT8 as stored, in plain torch"
     if (reason := why_not_multiply(device)) is not None:
         return False, f"INT8 products: {reason}"
     reason = why_not_kitchen(device)
-    card = card_of(found)
+    card = card_of(version)
     way = next(way for way in card.int8 if way != "kitchen" or reason is None)
     if way == "fp8" and "kitchen" not in card.int8:
         return True, f"stored in INT8; FP8 products are faster on {card.name}"
@@ -89,14 +89,14 @@ def _order(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, 
 def _named(weight: Tensor, scale: Tensor, channel: Tensor | None, codebook: Tensor | None) -> dict[str, Tensor]:
     """The opposite of `_order`."""
     optional = {"weight_s_channel": channel, "weight_codebook": codebook}
-    given = {name: part for name, part in optional.items() if part is not None}
-    return {"weight": weight, "weight_scale": scale, "weight_s_rel": scale, **given}
+    present = {name: part for name, part in optional.items() if part is not None}
+    return {"weight": weight, "weight_scale": scale, "weight_s_rel": scale, **present}
 
 
 def _format(text: str) -> IntegerFormat:
-    found = integer_format(text)
-    assert found is not None
-    return found
+    packing = integer_format(text)
+    assert packing is not None
+    return packing
 
 
 def multiply(x: Tensor, fmt: str, parts: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
@@ -130,15 +130,15 @@ def _linear(
     channel: Tensor | None,
     codebook: Tensor | None,
 ) -> Tensor:
-    found, parts = _format(fmt), _named(weight, scale, channel, codebook)
+    packing, parts = _format(fmt), _named(weight, scale, channel, codebook)
     if why_not_kitchen(x.device) is None:
         with torch.cuda.device(x.device):  # where it launches
-            return _kitchen(x, found, parts, bias)
+            return _kitchen(x, packing, parts, bias)
     if why_not_multiply(x.device) is not None or (x.is_cuda and (len(weight) % 8 or x.shape[1] % 8)):
-        return F.linear(x, decode(found, parts).to(x.dtype), bias)
-    data, scales = as_int8(found, parts)
+        return F.linear(x, decode(packing, parts).to(x.dtype), bias)
+    data, scales = as_int8(packing, parts)
     product = torch_linear if x.is_cuda else linear_reference
-    return product(x, data, scales, bias, found.rotation)
+    return product(x, data, scales, bias, packing.rotation)
 
 
 def _kitchen(x: Tensor, fmt: IntegerFormat, parts: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:

@@ -142,8 +142,8 @@ class PackedEmbedding(nn.Module):
         if self.packing in gguf_blocks.FORMATS:
             return gguf_blocks.unpack(self.weight[ids], self.packing, self.dtype)
         rows, parts = ids.flatten(), _parts(self)
-        found = {name: part[rows] if len(part) > 1 else part for name, part in parts.items()}
-        return int8.unpack(self.packing, found, self.dtype).unflatten(0, ids.shape)
+        row_parts = {name: part[rows] if len(part) > 1 else part for name, part in parts.items()}
+        return int8.unpack(self.packing, row_parts, self.dtype).unflatten(0, ids.shape)
 
 
 def _declare(module: nn.Module, packed: Packed | None) -> str:

@@ -50,9 +50,9 @@ def multiplies_fp8(device: torch.device) -> str | None:
     """Why torch cannot multiply FP8 on `device`. A CPU can, by way of float32."""
     if device.type == "cpu":
         return None
-    if (found := capability(device)) is None:
+    if (version := capability(device)) is None:
         return "needs an NVIDIA GPU"
-    if found < FP8_SINCE:
+    if version < FP8_SINCE:
         return (
             f"{torch.cuda.get_device_name(device)} has no FP8 units (they come with compute capability 8.9, Ada): use "
             "fp8-weights, which halves the memory and computes in bf16"

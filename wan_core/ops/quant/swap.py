@@ -58,8 +58,8 @@ def encode_values(
         linear, _, parameter = name.rpartition(".")
         if linear in names and parameter == "weight":
             for encoded_name, encoded in _encoded(value, quantization).items():
-                place = encoded.device if isinstance(value, Packed) else _device_of(value)
-                yield f"{linear}.{encoded_name}", encoded.to(place)
+                target = encoded.device if isinstance(value, Packed) else _device_of(value)
+                yield f"{linear}.{encoded_name}", encoded.to(target)
         else:
             assert isinstance(value, Tensor)
             yield name, value

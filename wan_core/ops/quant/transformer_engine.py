@@ -43,15 +43,16 @@ _LIBRARY = Library(
 def why_not(device: torch.device, name: str = "te-current") -> str | None:
     """Why the recipe `name` (te-delayed, te-current, te-block) does not run on `device`, and what to do; None where it
     does. The first call on a fitting GPU imports the library, which takes seconds."""
-    if (found := capability(device)) is None:
+    if (version := capability(device)) is None:
         return "Transformer Engine needs an NVIDIA GPU"
-    if found < FP8_SINCE:
+    if version < FP8_SINCE:
         return (
             f"FP8 units come with compute capability 8.9 (Ada), and {torch.cuda.get_device_name(device)} has "
-            f"{found[0]}.{found[1]}: use fp8-weights, which halves the memory and computes in bf16"
+            f"{version[0]}.{version[1]}: use fp8-weights, which halves the memory and computes in bf16"
         )
     if name == "te-block":
-        if found[0] != HOPPER[0]:  # Blackwell emulates them in MXFP8, with other weights: scales that are powers of two
+        # Blackwell emulates them in MXFP8, with other weights: scales that are powers of two
+        if version[0] != HOPPER[0]:
             return "scales for blocks of 128 need Hopper (compute capability 9.0): use te-current"
         if tuple(map(int, str(torch.version.cuda).split("."))) < (12, 9):
             return f"scales for blocks need CUDA 12.9, and this torch has {torch.version.cuda}: use te-current"

@@ -62,10 +62,10 @@ class Adaptive:
 
     def _rate(self, newest: int) -> float | None:
         """The newest rate of a step up to `newest`, arrived long ago but for the shortest of steps."""
-        known = [(index, mark) for index, mark in self.measured if index <= newest]
-        if not known:
+        earlier = [(index, mark) for index, mark in self.measured if index <= newest]
+        if not earlier:
             return None
-        index, mark = known[-1]
+        index, mark = earlier[-1]
         if mark is not None:
             mark.synchronize()
         return float(self.rates[index])

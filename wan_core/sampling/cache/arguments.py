@@ -146,8 +146,8 @@ def parse_setting(text: str) -> SkipOptions | None:
     for part in text.split("+"):
         name, _, value = part.partition(":")
         if name == "magcache" and value:
-            value, *words = value.split(":")
-            for word in words:
+            value, *settings = value.split(":")
+            for word in settings:
                 rule = word in MAGCACHE_RULES
                 field = "magcache_rule" if rule else "magcache_order"
                 if field in values or not (rule or word in ("order0", "order1", "order1.5", "order2")):

@@ -72,9 +72,9 @@ class Curve:
         for branch in ("cond", "uncond"):
             ratios: list[float | None] = []
             for steps in plan.phases:
-                known = self.phase(steps[0].expert, branch)
+                curve = self.phase(steps[0].expert, branch)
                 count = len(steps) - 1
-                ratios += [None, *(nearest(known, count) if known else [None] * count)]
+                ratios += [None, *(nearest(curve, count) if curve else [None] * count)]
             resampled[branch] = tuple(ratios)
         return resampled
 

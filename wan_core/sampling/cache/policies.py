@@ -89,10 +89,10 @@ def pattern_steps(plan: Plan, options: PatternOptions) -> set[int]:
     if not plan.boundary:  # one transformer runs every step
         return _marked(options.high + options.low, [step.index for step in plan.steps])
     marks = {"high": options.high, "low": options.low}
-    found: set[int] = set()
+    marked: set[int] = set()
     for phase in plan.phases:
-        found |= _marked(marks[phase[0].expert], [step.index for step in phase])
-    return found
+        marked |= _marked(marks[phase[0].expert], [step.index for step in phase])
+    return marked
 
 
 def _marked(marks: str, steps: Sequence[int]) -> set[int]:

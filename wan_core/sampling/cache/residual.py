@@ -63,14 +63,14 @@ def residual_program(phase: Sequence[Step], branch: Branch) -> Program:
 def weights(past: Sequence[float], now: float) -> list[float]:
     """Lagrange's: the value at `now` of the polynomial through values at `past` is the sum of weight * value. One
     value: 1, it is used as it is."""
-    found = []
+    coefficients = []
     for i, here in enumerate(past):
         weight = 1.0
         for j, other in enumerate(past):
             if j != i:
                 weight *= (now - other) / (here - other)
-        found.append(weight)
-    return found
+        coefficients.append(weight)
+    return coefficients
 
 
 def forecast(past: Sequence[float], now: float, order: float) -> list[float]:
@@ -137,8 +137,8 @@ class Residuals:
         assert self.buffer is not None, f"step {step} is skipped before anything was computed"
         terms = self.program.use[step]
         if len(terms) == 1:  # its weight is 1
-            kept = self.buffer[terms[0][0]]
-            return kept.clone() if base is None else base + kept
+            residual = self.buffer[terms[0][0]]
+            return residual.clone() if base is None else base + residual
         # Weights of a forecast are several and of both signs: bf16 would round each term.
         (first, scale), *others = terms
         total = (
@@ -165,7 +165,9 @@ class ResidualCache:
     @property
     def buffers(self) -> dict[Branch, Tensor]:
         """[S, B, L, C] of every branch that has stored something, of the first context window."""
-        first: dict[Branch, Tensor | None] = {b: kept.buffer for (b, window), kept in self.kept.items() if not window}
+        first: dict[Branch, Tensor | None] = {
+            b: stored.buffer for (b, window), stored in self.kept.items() if not window
+        }
         return {branch: buffer for branch, buffer in first.items() if buffer is not None}
 
     def of(self, branch: Branch, window: int) -> Residuals:
@@ -180,7 +182,7 @@ class ResidualCache:
         states = [self.of(branch, inputs.info.window) for branch in branches]
         parts = list(zip(states, tokens.chunk(len(branches)), strict=True))
         if inputs.info.skip:
-            return joined([kept.reused(step, part) for kept, part in parts])
+            return joined([stored.reused(step, part) for stored, part in parts])
         slots = keep_before(parts, step)
         result = inner(inputs)
         keep_after(parts, slots, step, result)
@@ -197,7 +199,7 @@ def joined(rows: list[Tensor]) -> Tensor:
 
 def keep_before(parts: Parts, step: int) -> list[Tensor | None]:
     """Keep the tokens before the blocks run, in the slots themselves: blocks may work in place."""
-    slots = [kept.slot(step, part) for kept, part in parts]
+    slots = [stored.slot(step, part) for stored, part in parts]
     for (_, part), slot in zip(parts, slots, strict=True):
         if slot is not None:
             slot.copy_(part)
@@ -206,10 +208,10 @@ def keep_before(parts: Parts, step: int) -> list[Tensor | None]:
 
 def keep_after(parts: Parts, slots: Sequence[Tensor | None], step: int, result: Tensor) -> None:
     """Make residuals of the tokens in `slots`. result: [N * B, L, C] after the blocks."""
-    for (kept, _), slot, after in zip(parts, slots, result.chunk(len(parts)), strict=True):
+    for (stored, _), slot, after in zip(parts, slots, result.chunk(len(parts)), strict=True):
         if slot is not None:
             torch.sub(after, slot, out=slot)
-            kept.filled(step)
+            stored.filled(step)
 
 
 @contextmanager

@@ -141,8 +141,8 @@ def with_curve(
             f"which needs no curve{presets}"
         )
     seer = TaylorSeerOptions(interval=cache.max_skips + 1, order=cache.order, retention=cache.retention)
-    words = skip_words(SkipOptions(taylorseer=seer))
-    note = f"MagCache has no curve for {task}: {words} runs in its place, whose steps are nearly the preset's"
+    policy = skip_words(SkipOptions(taylorseer=seer))
+    note = f"MagCache has no curve for {task}: {policy} runs in its place, whose steps are nearly the preset's"
     return replace(options, magcache=None, taylorseer=seer), note
 
 
@@ -191,18 +191,18 @@ def leave_out(
 
 def skip_words(options: SkipOptions) -> str:
     """The options in the form of the command line: `magcache 0.12/2/0.2, guidance every 2`."""
-    words: list[str] = []
+    settings: list[str] = []
     if cache := options.magcache:
-        words.append(f"magcache {slashes(cache, 'threshold', 'max_skips', 'retention')}")
-        words += [f"rule {cache.rule}"] * (cache.rule != "joint") + [f"order {cache.order:g}"] * (cache.order > 0)
+        settings.append(f"magcache {slashes(cache, 'threshold', 'max_skips', 'retention')}")
+        settings += [f"rule {cache.rule}"] * (cache.rule != "joint") + [f"order {cache.order:g}"] * (cache.order > 0)
     if seer := options.taylorseer:
-        words.append(f"taylorseer {slashes(seer)}")
+        settings.append(f"taylorseer {slashes(seer)}")
     if adaptive := options.adaptive:
-        words.append(f"adaptive {slashes(adaptive)}")
-    words += [] if options.pattern is None else [f"pattern {slashes(options.pattern)}"]
+        settings.append(f"adaptive {slashes(adaptive)}")
+    settings += [] if options.pattern is None else [f"pattern {slashes(options.pattern)}"]
     if guidance := options.guidance:
-        words += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
-        words += [f"guidance every {guidance.every}"] * (guidance.every > 1)
-    words += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
-    words += [f"stages {stage_words(options.stages)}"] * bool(options.stages)
-    return ", ".join(words) or "nothing"
+        settings += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
+        settings += [f"guidance every {guidance.every}"] * (guidance.every > 1)
+    settings += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
+    settings += [f"stages {stage_words(options.stages)}"] * bool(options.stages)
+    return ", ".join(settings) or "nothing"

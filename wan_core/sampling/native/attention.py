@@ -104,8 +104,8 @@ class NativeAttention:
         forward = forward_of(kwargs)
         if forward is not None:
             forward.reached += 1
-            left = self._left(forward, (*qkv, *args), kwargs)
-            out = None if left else self._attend(forward, qkv, **by_name(args, kwargs))
+            refused = self._left(forward, (*qkv, *args), kwargs)
+            out = None if refused else self._attend(forward, qkv, **by_name(args, kwargs))
             if out is not None:
                 return out
         return func(*qkv, *args, **kwargs) if self.chosen is None else self.chosen(func, *qkv, *args, **kwargs)
@@ -166,10 +166,10 @@ class NativeAttention:
             self._backends[key] = (
                 (name, BACKENDS[name].load()) if reason is None else f"self-attention ({name} {reason})"
             )
-        found = self._backends[key]
-        if not isinstance(found, str) and keys < SHORT and not BACKENDS[found[0]].exact:
+        backend = self._backends[key]
+        if not isinstance(backend, str) and keys < SHORT and not BACKENDS[backend[0]].exact:
             return f"self-attention of fewer than {SHORT} tokens"
-        return found
+        return backend
 
 
 def why_left(forward: NativeForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:

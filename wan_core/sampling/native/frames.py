@@ -62,23 +62,23 @@ class FrameKeys:
         full = video // block * block
         pools = self.pools
         if full < length:
-            rest = _pools(keys[:, full:], values[:, full:], tiles.part)
-            pools = [torch.cat(pair, 2) for pair in zip(pools, rest, strict=True)]
+            after = _pools(keys[:, full:], values[:, full:], tiles.part)
+            pools = [torch.cat(pair, 2) for pair in zip(pools, after, strict=True)]
         ordered, sizes = q[:, queries.order], block_sizes(length, tiles.part, q.device)
-        known = KeyMeans(pools[0], pools[1], sizes, pools[2], pools[3], tiles.parts)
+        key_means = KeyMeans(pools[0], pools[1], sizes, pools[2], pools[3], tiles.parts)
         rows = pool(ordered, block)[0]
-        worth = scores(rows, known, rule.score)
+        worth = scores(rows, key_means, rule.score)
         forced = nearest_forced(queries, tiles, self.frame)
         route = choose(worth, rule, forced, block_sizes(length, block, q.device))
         self.frame += 1
         out, lse = kernel.load()(ordered, keys, values, route, block)
-        means = known.pooled(route.kept(tiles.blocks)) if pooled else None
+        means = key_means.pooled(route.kept(tiles.blocks)) if pooled else None
         if means is not None and self.covariances is not None:
-            weights, parts = slope_weights(rows, known, means.kept), full // tiles.part
-            behind = known.keys[:, :, parts:], keys[:, full:], values[:, full:]
-            found = slopes(weights[..., parts:], *behind, tiles.part)
-            self.covariances.add_to(found, weights[..., :parts])
-            means = means._replace(slopes=found)
+            weights, parts = slope_weights(rows, key_means, means.kept), full // tiles.part
+            behind = key_means.keys[:, :, parts:], keys[:, full:], values[:, full:]
+            slope_sum = slopes(weights[..., parts:], *behind, tiles.part)
+            self.covariances.add_to(slope_sum, weights[..., :parts])
+            means = means._replace(slopes=slope_sum)
         return finish(out, lse, ordered, block, pooled=means)[:, queries.inverse]
 
 

@@ -98,15 +98,15 @@ class WholeRun:
             raise OptionError(f"step caching needs sigmas that fall from step to step, not {_words(sigmas)}")
         if self.sigmas:
             return _find_in(sigmas, self.sigmas)
-        found = find_part(sigmas, shift)
-        total = self.steps or found.total
+        part = find_part(sigmas, shift)
+        total = self.steps or part.total
         if count > total:
             raise OptionError(f"steps {total} given for the whole run, but this sampler runs {count}; 0 estimates it")
-        first = total - count if sigmas[-1] == 0 else min(found.first * total // found.total, total - count)
+        first = total - count if sigmas[-1] == 0 else min(part.first * total // part.total, total - count)
         begin, end = (unshifted(min(1.0, sigma), shift) for sigma in (sigmas[0], sigmas[-1]))
-        rest = total - first - count
+        remaining = total - first - count
         before = [shifted(begin + (1 - begin) * (1 - i / first), shift) for i in range(first)]
-        after = [shifted(end * (1 - i / rest), shift) for i in range(1, rest + 1)]
+        after = [shifted(end * (1 - i / remaining), shift) for i in range(1, remaining + 1)]
         return Part(first, count, total, (*before, *sigmas, *after))
 
 
@@ -128,8 +128,8 @@ def _find_in(sigmas: Sequence[float], whole: Sequence[float]) -> Part:
     for first in range(len(whole) - count):
         # The target of the last step may be 0 where the schedule goes on: samplers can be told to remove all noise.
         if all(isclose(a, b, rel_tol=CLOSE) for a, b in zip(sigmas[:-1], whole[first:], strict=False)):
-            rest = whole[first + count + 1 :] if sigmas[-1] else ()
-            return Part(first, count, first + count + len(rest), (*whole[:first], *sigmas, *rest))
+            later = whole[first + count + 1 :] if sigmas[-1] else ()
+            return Part(first, count, first + count + len(later), (*whole[:first], *sigmas, *later))
     raise OptionError(
         f"the sampler's sigmas {_words(sigmas)} are no part of the whole schedule {_words(whole)}: connect the SIGMAS "
         "that the samplers' steps are made of, or none"

@@ -85,9 +85,9 @@ class NativeRun:
     def words(self) -> str:
         """What was accelerated and what was not, in one line."""
         taken = ", ".join(f"{count} by {by}" for by, count in self._taken.items()) or "none"
-        left = ", ".join(f"{count} {why}" for why, count in self._left.items())
+        refused = ", ".join(f"{count} {why}" for why, count in self._left.items())
         return "; ".join(
-            [f"self-attention calls: {taken}", *([f"left to ComfyUI: {left}"] if left else []), *self.notes]
+            [f"self-attention calls: {taken}", *([f"left to ComfyUI: {refused}"] if refused else []), *self.notes]
         )
 
 

@@ -92,7 +92,7 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
             )
     dense_layers = 0 if plan.sparse is None else plan.sparse.dense_layers
     sparse_layers = max(0, config.num_layers - dense_layers) / config.num_layers
-    rest = 0.0 if plan.sparse is None else rest_cost(plan.sparse)
+    replacing = 0.0 if plan.sparse is None else rest_cost(plan.sparse)
     most = sum(forward_flops(config, config.tokens(*latents)))
     uncontrolled = family_of(config).uncontrolled_cost(config)
 
@@ -100,13 +100,13 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
 
     def cost(step: Step) -> float:
         tokens = step_tokens(step, config, latents)
-        found = step_cost(step.sparsity, attention_share(config, tokens) * sparse_layers, rest)
-        found *= 1.0 if step.scale == 1 else sum(forward_flops(config, tokens)) / most
-        found *= 1.0 if step.control is None or any(step.control) else uncontrolled
-        found *= free if step.undriven else 1.0
+        relative = step_cost(step.sparsity, attention_share(config, tokens) * sparse_layers, replacing)
+        relative *= 1.0 if step.scale == 1 else sum(forward_flops(config, tokens)) / most
+        relative *= 1.0 if step.control is None or any(step.control) else uncontrolled
+        relative *= free if step.undriven else 1.0
         if step.passes:
-            found = (found * (step.forwards - step.passes) + over * step.passes) / step.forwards
-        return round(found, 4)
+            relative = (relative * (step.forwards - step.passes) + over * step.passes) / step.forwards
+        return round(relative, 4)
 
     return replace(plan, steps=tuple(replace(step, cost=cost(step)) for step in plan.steps))
 
@@ -148,11 +148,11 @@ def step_cost(sparsity: float, share: float, rest: float = 0.0) -> float:
 
 def parse_sparse(text: str) -> SparseOptions:
     """A preset or numbers, then options after colons: `balanced`, `0.8125/0/0:reuse2:cudnn`. Raises OptionError."""
-    first, *words = text.split(":")
+    first, *settings = text.split(":")
     try:
         names = ("sparsity", "dense_steps", "dense_layers")
         values = {} if first in PRESETS else read_slashes(SparseOptions, first, *names, read=float)
-        values |= parse_words(SparseOptions, words, again=True)
+        values |= parse_words(SparseOptions, settings, again=True)
     except ValueError as fault:
         raise _unknown(text) from fault
     return replace(PRESETS[first], **values) if first in PRESETS else SparseOptions(**values)
@@ -165,6 +165,6 @@ def _unknown(text: str) -> OptionError:
 
 def sparse_words(options: SparseOptions) -> str:
     """The options in the form that `parse_sparse` reads: `0.75/0.1/0:reuse2`."""
-    words = [slashes(options, "sparsity", "dense_steps", "dense_layers"), *spelled(options, "ramp", "mass")]
-    words += [] if options.mass is None else [f"floor{options.floor:g}"]
-    return ":".join([*words, *spelled(options, "reuse", "score", "parts", "slope", "budgets", "pooled", "kernel")])
+    settings = [slashes(options, "sparsity", "dense_steps", "dense_layers"), *spelled(options, "ramp", "mass")]
+    settings += [] if options.mass is None else [f"floor{options.floor:g}"]
+    return ":".join([*settings, *spelled(options, "reuse", "score", "parts", "slope", "budgets", "pooled", "kernel")])

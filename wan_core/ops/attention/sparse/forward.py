@@ -117,9 +117,9 @@ class SparseForward:
     def _read(self, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled | None]:
         """What the kernel gives for plain numbers, its log-sum-exp, and the means that `finish` has yet to add."""
         block = self.block
-        known, queries = self.known(rule, k, v), pool(q, block)[0]
-        route = self.route(layer, rule, queries, known)
-        pooled = self.replacing(route, queries, known, k, v)
+        means, queries = self.known(rule, k, v), pool(q, block)[0]
+        route = self.route(layer, rule, queries, means)
+        pooled = self.replacing(route, queries, means, k, v)
         if self.kernel.means:
             return *self.kernel.load()(q, k, v, route, block, pooled), None
         return *self.kernel.load()(q, k, v, route, block), pooled
@@ -150,12 +150,12 @@ class SparseForward:
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """What the kernel gives for FP8, its log-sum-exp, and how `finish` corrects them."""
         block, tokens = self.block, q.tokens
-        known, queries = self.known(rule, k, v), pool(q.data, block, q.scale)[0]
-        route = self.route(layer, rule, queries, known)
+        means, queries = self.known(rule, k, v), pool(q.data, block, q.scale)[0]
+        route = self.route(layer, rule, queries, means)
         out, lse = self.kernel.load()(q, k, v, route, block)
         pads = -tokens % block
         tail = None
-        pooled = self.replacing(route, queries, known, k, v)
+        pooled = self.replacing(route, queries, means, k, v)
         if pads:
             last = self.tiles.blocks - 1
             tail = pooled.kept[..., last] if pooled else (route.blocks == last).any(-1)
@@ -169,21 +169,21 @@ class SparseForward:
         therefore the same as on one device."""
         assert self.others is None, "tokens beside the video's are in no order around a ring"
         block, mine = self.block, widened(q if isinstance(q, Tensor) else q.data, q)
-        known, queries = self.known(rule, k, v, ring), block_means(q, block)[0]
-        route = self.route(layer, rule, queries, known, ring)
-        kept = route.kept(self.tiles.blocks)
-        slope = SlopeSum(slope_weights(queries, known, kept), known.keys, self.tiles) if self.slope else None
+        means, queries = self.known(rule, k, v, ring), block_means(q, block)[0]
+        route = self.route(layer, rule, queries, means, ring)
+        selected = route.kept(self.tiles.blocks)
+        slope = SlopeSum(slope_weights(queries, means, selected), means.keys, self.tiles) if self.slope else None
         out, lse = read_around(self.kernel.load(), mine, k, v, route, block, ring, slope and slope.add)
-        pooled = known.pooled(kept)._replace(slopes=slope and slope.total) if self.pooled else None
+        pooled = means.pooled(selected)._replace(slopes=slope and slope.total) if self.pooled else None
         return finish(out, lse, mine, block, pooled=pooled)
 
     def known(self, rule: Rule, k: Keys, v: Keys, ring: Ring | None = None) -> KeyMeans:
         """What choice and replacement need of all keys and values. ring: of whose keys these are this rank's."""
         part, error = self.tiles.part, rule.score == "error"
-        found = [*block_means(k, part), *(block_means(v, part)[: 1 + error] if self.pooled or error else ())]
+        pools = [*block_means(k, part), *(block_means(v, part)[: 1 + error] if self.pooled or error else ())]
         if ring is not None:
-            found = ring.gather(torch.stack(found), ring_blocks(ring, part), 3).unbind()  # [2 to 4, B, H, p, D]
-        keys, variance, values, scatter = *found, *[None] * (4 - len(found))
+            pools = ring.gather(torch.stack(pools), ring_blocks(ring, part), 3).unbind()  # [2 to 4, B, H, p, D]
+        keys, variance, values, scatter = *pools, *[None] * (4 - len(pools))
         assert keys is not None and variance is not None
         sizes = block_sizes(len(self.tiles.order), part, keys.device)
         return KeyMeans(keys, variance, sizes, values, scatter, self.tiles.parts)
@@ -204,19 +204,19 @@ class SparseForward:
         rank's; r is n where there is none."""
         key = self.branches, layer
         if key in self.routes:
-            step, made_by, found = self.routes[key]
+            step, made_by, chosen = self.routes[key]
             if made_by == rule and self.step - step < self.reuse:
-                return found
+                return chosen
         sizes = block_sizes(len(self.tiles.order), self.tiles.block, queries.device)
         forced, average = self.tiles.forced, over_rows
         if ring is not None:
             rows = ring_blocks(ring, self.tiles.block)
             first = sum(rows[: ring.index])
             forced, average = forced[first : first + rows[ring.index]], partial(_over_ranks, ring)
-        found = choose(scores(queries, known, rule.score), rule, forced, sizes, average)
+        chosen = choose(scores(queries, known, rule.score), rule, forced, sizes, average)
         if self.reuse > 1:
-            self.routes[key] = self.step, rule, found
-        return found
+            self.routes[key] = self.step, rule, chosen
+        return chosen
 
 
 def _over_ranks(ring: Ring, share: Tensor) -> Tensor:

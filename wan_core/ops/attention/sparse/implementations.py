@@ -44,10 +44,10 @@ def sparse_bf16(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tu
         counts = torch.full(route.blocks.shape[:-1], route.blocks.shape[-1], dtype=torch.int32, device=q.device)
     # Rows must begin at multiples of 16 bytes, which a view into a fused projection's output need not.
     q, k, v = (t if _aligned(t) else t.contiguous() for t in (q, k, v))
-    found = block_sparse_attention_forward(
+    outputs = block_sparse_attention_forward(
         q, k, v, route.blocks.contiguous(), q2k_block_nums=counts, sparse_block_size=block, layout="bshd"
     )
-    return found["o_tensor"], found["lse_tensor"]
+    return outputs["o_tensor"], outputs["lse_tensor"]
 
 
 def sparse_fp8(q: Blocked, k: Blocked, v: Blocked, route: Route, block: int) -> tuple[Tensor, Tensor]:
@@ -116,8 +116,8 @@ VARIANTS = 64  # lengths of queries and of keys in one process; the parts of a r
 def sparse_flex(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tuple[Tensor, Tensor]:
     """q, k, v [B, L, H, D] -> [B, L, H, D] and log-sum-exp float32 [B, H, L]."""
     heads = (t.transpose(1, 2) for t in (q, k, v))
-    found = _flex(q.device.type)(*heads, block_mask=block_mask(route, q.shape[1], k.shape[1], block), **_wanted())
-    out, more = found
+    outputs = _flex(q.device.type)(*heads, block_mask=block_mask(route, q.shape[1], k.shape[1], block), **_wanted())
+    out, more = outputs
     return out.transpose(1, 2).contiguous(), more if isinstance(more, Tensor) else more.lse
 
 
@@ -137,12 +137,12 @@ def block_mask(route: Route, queries: int, keys: int, block: int) -> Any:
     if keys % block:
         blocks, counts, parts = without_last(blocks, counts, width - 1)
         part = torch.full_like(counts, width - 1)
-    kept = route.kept(width)
+    selected = route.kept(width)
     compiled = blocks.is_cuda
 
     def inside(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
         # What is not compiled asks for every pair, what is compiled only in the last block.
-        return column < keys if compiled else kept[b, h, row // block, column // block]
+        return column < keys if compiled else selected[b, h, row // block, column // block]
 
     return BlockMask(
         seq_lengths=(queries, keys),
@@ -163,9 +163,9 @@ def without_last(blocks: Tensor, counts: Tensor, last: int) -> tuple[Tensor, Ten
     """Rows of blocks, the first `counts` of which count, with block `last` taken out: the others, how many they are,
     and 1 where it was there. blocks: int32 [..., K]; counts: int32 [...]."""
     there = (blocks == last) & (torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None])
-    found = there.any(-1).to(counts.dtype)
+    has_last = there.any(-1).to(counts.dtype)
     final = blocks.gather(-1, (counts[..., None] - 1).long())  # takes its place
-    return torch.where(there, final, blocks), counts - found, found
+    return torch.where(there, final, blocks), counts - has_last, has_last
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def sparse_reference(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) 
     """q, k, v [B, L, H, D] -> attention over the blocks of keys that `route` names, [B, L, H, D] in q's dtype, and its
     log-sum-exp, float32 [B, H, L]."""
     B, L, H, D = q.shape
-    kept = route.kept(-(-k.shape[1] // block))
+    selected = route.kept(-(-k.shape[1] // block))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(B, H, L, device=q.device)
     rows = max(1, SCORES // (B * k.shape[1] * block)) * block
@@ -206,7 +206,7 @@ def sparse_reference(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) 
         keys, values = k[:, :, head].float(), v[:, :, head].float()
         for start in range(0, L, rows):
             some = slice(start, start + rows)
-            mask = kept[:, head, start // block : (start + rows) // block]
+            mask = selected[:, head, start // block : (start + rows) // block]
             scores = (q[:, some, head].float() @ keys.mT) * D**-0.5  # [B, rows, S]
             scores.masked_fill_(~spread(mask, block, scores.shape[1], k.shape[1]), float("-inf"))
             lse[:, head, some] = scores.logsumexp(-1)

@@ -75,10 +75,10 @@ def resolve_kernel(
     if name == "auto":
         names = () if tokens < SMALL else card_of(capability(device)).sparse
         fits = (k for k in map(KERNELS.__getitem__, names) if not k.fp8 or (fp8 and not counts))
-        found = next((k for k in fits if k.why_not(device, dtype, head_dim) is None), KERNELS["math"])
-        if names and found.name == "math":
+        chosen = next((k for k in fits if k.why_not(device, dtype, head_dim) is None), KERNELS["math"])
+        if names and chosen.name == "math":
             _say_slow(device, KERNELS["flex"].why_not(device, dtype, head_dim))
-        return found
+        return chosen
     if name not in KERNELS:
         raise AttentionError(f"sparse kernel {name!r} is not known; use one of: auto, {', '.join(KERNELS)}")
     kernel = KERNELS[name]

@@ -87,15 +87,15 @@ class Route(NamedTuple):
         blocks = (
             torch.where(there, self.blocks - first, count).sort(-1).values[..., : min(self.blocks.shape[-1], count)]
         )
-        found = there.sum(-1)
-        return Route(torch.where(blocks < count, blocks, 0), found.clamp(min=1).int()), found == 0
+        number = there.sum(-1)
+        return Route(torch.where(blocks < count, blocks, 0), number.clamp(min=1).int()), number == 0
 
     def kept(self, count: int) -> Tensor:
         """bool [B, H, r, count]: which of `count` blocks of keys are read."""
         valid = self.valid()
-        kept = torch.zeros(*self.blocks.shape[:-1], count + 1, dtype=torch.bool, device=valid.device)
+        selected = torch.zeros(*self.blocks.shape[:-1], count + 1, dtype=torch.bool, device=valid.device)
         where = torch.where(valid, self.blocks.long(), count)
-        return kept.scatter_(-1, where, True)[..., :count]
+        return selected.scatter_(-1, where, True)[..., :count]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def expected_error(queries: Tensor, known: KeyMeans) -> Tensor:
     The part's mass with the variance of its keys, less that of their mean, moves the output by that times the distance
     of the values: of their mean from the output, and of each from their mean. Some heads at a time."""
     assert known.values is not None and known.scatter is not None, "the error needs the values"
-    scale, counts, found = queries.shape[-1] ** -0.5, known.sizes.log(), []
+    scale, counts, errors = queries.shape[-1] ** -0.5, known.sizes.log(), []
     for start in range(0, queries.shape[1], heads := max(1, AT_ONCE // (queries.shape[2] * len(known.sizes)))):
         some = slice(start, start + heads)
         rows, values = queries[:, some], known.values[:, some]
@@ -137,19 +137,19 @@ def expected_error(queries: Tensor, known: KeyMeans) -> Tensor:
         out = mass @ values
         away = values.square().sum(-1)[..., None, :] - 2 * (out @ values.mT) + out.square().sum(-1, keepdim=True)
         away = away.clamp_(min=0) + known.scatter[:, some].sum(-1)[..., None, :]
-        found.append(block_sums((mass - (plain - total).exp()).square() * away, known.parts))
+        errors.append(block_sums((mass - (plain - total).exp()).square() * away, known.parts))
     tiny = torch.finfo(torch.float32).tiny
-    return 0.5 * torch.cat(found, 1).clamp_(min=tiny).log() - block_sums(known.sizes, known.parts).log()
+    return 0.5 * torch.cat(errors, 1).clamp_(min=tiny).log() - block_sums(known.sizes, known.parts).log()
 
 
 def estimate(queries: Tensor, keys: Tensor, variance: Tensor, sizes: Tensor, score: Score) -> Tensor:
     """float32 [B, H, r, n]: the logarithm of the mean over a block's keys of exp(q . k / sqrt D), roughly. Means of
     queries, float32 [B, H, r, D], and of keys and the keys' variances, [B, H, n, D]; sizes [n]."""
     scale = queries.shape[-1] ** -0.5
-    found = scale * (queries @ keys.mT)
+    estimates = scale * (queries @ keys.mT)
     if score == "spread":
-        found = found + gain(scale**2 * (queries.square() @ variance.mT), sizes)
-    return found
+        estimates = estimates + gain(scale**2 * (queries.square() @ variance.mT), sizes)
+    return estimates
 
 
 def gain(variance: Tensor, sizes: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ def choose(
     best = ranked.topk(rule.most(count), dim=-1, sorted=rule.mass is not None)
     if rule.mass is None:
         return Route(best.indices.int())
-    held = share.gather(-1, best.indices).cumsum(-1)
-    enough = (held < rule.mass).sum(-1) + 1
+    covered = share.gather(-1, best.indices).cumsum(-1)
+    enough = (covered < rule.mass).sum(-1) + 1
     floor = max(1, round(rule.floor * count))
     must = (best.values >= 1).sum(-1)  # forced ones and sinks
     counts = torch.maximum(enough, must.clamp(min=floor)).clamp(max=best.indices.shape[-1])
@@ -206,14 +206,15 @@ def coverage(
     sizes = block_sizes(k.shape[1], block, k.device)
     scores = estimate(pool(q, block)[0], *pool(k, block), sizes, score)
     some = torch.linspace(0, count - 1, min(rows, count), device=q.device).long()
-    kept = [choose(scores, Rule(share), forced, sizes).kept(count)[:, :, some] for share in shares]  # [B, H, rows, n]
-    found = torch.zeros(q.shape[2], len(shares), device=q.device)
-    for place, row in enumerate(some.tolist()):
+    # each [B, H, rows, n]
+    selected = [choose(scores, Rule(share), forced, sizes).kept(count)[:, :, some] for share in shares]
+    shares_covered = torch.zeros(q.shape[2], len(shares), device=q.device)
+    for position, row in enumerate(some.tolist()):
         queries = q[:, row * block : (row + 1) * block]
         for head in range(q.shape[2]):
             mass = block_mass(queries[:, :, head], k[:, :, head], block).mean(1)  # [B, n]
-            found[head] += torch.stack([(mass * each[:, head, place]).sum(-1).mean() for each in kept])
-    return found / len(some)
+            shares_covered[head] += torch.stack([(mass * each[:, head, position]).sum(-1).mean() for each in selected])
+    return shares_covered / len(some)
 
 
 def block_mass(q: Tensor, k: Tensor, block: int) -> Tensor:

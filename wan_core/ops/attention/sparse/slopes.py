@@ -44,12 +44,12 @@ def slopes(weights: Tensor, means: Tensor, k: Keys, v: Keys, part: int) -> Tenso
 
     weights: [B, H, r, p] for the parts of `part` keys of k, v [B, L, H, D], means [B, H, p, D] of the keys. A few
     heads at a time, because the covariances of one at 720p are 19 MB."""
-    found = means.new_empty(*weights.shape[:3], means.shape[-1], means.shape[-1], dtype=_wide(means))
+    out = means.new_empty(*weights.shape[:3], means.shape[-1], means.shape[-1], dtype=_wide(means))
     weights = weights * (_scale(k) * _scale(v))
     for sample, heads in _groups(weights):
         covariances = _covariances(means, k, v, part, sample, heads)
-        torch.bmm(weights[sample, heads].to(found.dtype), covariances, out=found[sample, heads].flatten(2))
-    return found
+        torch.bmm(weights[sample, heads].to(out.dtype), covariances, out=out[sample, heads].flatten(2))
+    return out
 
 
 class Covariances:
