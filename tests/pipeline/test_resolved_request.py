@@ -15,7 +15,7 @@ from wan_core.media.mp4 import write_mp4
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.wan.tasks import Task, find_task
 from wan_core.pipeline import resolved_request
-from wan_core.pipeline.resolved_request import size_of_video
+from wan_core.pipeline.resolved_request import make_job, size_of_video
 
 DIT = find_task("t2v-A14B").full_size  # patches of 2 x 2 latents, as of all models
 SIDES = st.integers(16, 2000)
@@ -77,4 +77,4 @@ def test_a_picture_that_cannot_be_read_is_refused_before_weights_are(field: str,
     bad.write_bytes(good.read_bytes()[:20])
     request = Request(prompt="", **{"image": good, field: bad})
     with pytest.raises(UserError, match=r"bad\.png"):
-        resolved_request._check_images(request, find_task("i2v-A14B"))
+        make_job(request, find_task("i2v-A14B"), DIT, VAE_22)
