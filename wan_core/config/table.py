@@ -3,7 +3,7 @@
     steps: int = option(40, low=1, high=1000, help="of the command line", tip="of a widget")
 
 `check` refuses values outside of it. The command line's options are made from it by `cli.parsing.add_options`, the
-widgets of nodes by `nodes.schema.widgets`, the tables of web/docs by `tools.node_texts`, and here the short forms
+widgets of nodes by `nodes.schema.widgets`, the tables of web/docs by `tools.make_schemas`, and here the short forms
 `0.12/2/0.2` and `0.75:reuse2:slope`. Types and defaults are those of the dataclass.
 """
 
