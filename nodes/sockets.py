@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wan_core.config import LoadOptions, OptionError, WindowOptions
 from wan_core.execution.memory.owner import RunOwner
-from wan_core.execution.memory.planning import TEXT, Beside, MemoryPlan, Sizes, plan_memory
+from wan_core.execution.memory.planning import TEXT, Beside, MemoryPlan, Sizes, plan_memory, vae_bytes
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.media.preview import RGBMap
@@ -36,7 +36,7 @@ from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host
 from wan_core.pipeline.images import Made, Pieces, collect_images, decode_to, encode_images, encode_video, images_shape
 from wan_core.pipeline.loras import Wanted, lora_bytes
-from wan_core.pipeline.memory_planning import Workload, beside_attached, beside_workload, decode_bytes
+from wan_core.pipeline.memory_planning import Workload, beside_attached, beside_workload
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.build import ModelFacts
@@ -376,5 +376,9 @@ class VAESocket:
         )
         return host.to_intermediate(images.unflatten(0, (samples.shape[0], -1)))
 
+    def working_bytes(self, rows: int, columns: int) -> int:
+        """What latents of `rows` x `columns` take beside the weights."""
+        return vae_bytes(self.config, rows, columns, self.held.part.dtype.itemsize)
+
     def _use(self, rows: int, columns: int) -> VideoVAE:
-        return cast(VideoVAE, self.held.use(decode_bytes(self.config, rows, columns)))
+        return cast(VideoVAE, self.held.use(self.working_bytes(rows, columns)))

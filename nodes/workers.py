@@ -18,7 +18,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.pipeline.images import Made, Pieces
-from wan_core.pipeline.memory_planning import Workload, decode_bytes
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.watch import OnStep
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.start import Leftover, Start
@@ -128,7 +128,7 @@ class RemoteVAE(VAESocket):
         return self.encode(video_to_pixels(clip)), unknown
 
     def _ready(self, rows: int, columns: int) -> WorkerEngine:
-        return self.workers.ready("vae", self.held.size, decode_bytes(self.config, rows, columns))
+        return self.workers.ready("vae", self.held.size, self.working_bytes(rows, columns))
 
 
 class RemoteText(TextSocket):

@@ -69,6 +69,7 @@ def test_the_plan_says_what_was_measured_on_an_h200():
     assert phases["denoise"] == pytest.approx(67.92, rel=0.05) and phases["decode"] == pytest.approx(67.35, rel=0.05)
     assert vae_bytes(VAE_21, 90, 160) / GIB == pytest.approx(7.5, rel=0.05)
     assert vae_bytes(VAE_22, 44, 80) / GIB == pytest.approx(6.5, rel=0.05)
+    assert vae_bytes(VAE_21, 90, 160, itemsize=4) == pytest.approx(2 * vae_bytes(VAE_21, 90, 160), rel=1e-6)
 
 
 @given(

@@ -21,7 +21,6 @@ from wan_core.execution.memory.residency import Policy, Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.models.audio.wav2vec2 import encoding_bytes
-from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.families import family_of
 from wan_core.ops.attention.sparse.kernels import BLOCK
 from wan_core.ops.attention.sparse.slopes import HEADS
@@ -206,10 +205,3 @@ def beside_attached(beside: Beside, loras: int) -> Beside:
     sound = beside.sound + loras if beside.sound else 0
     everywhere = {"text": beside.text + loras, "denoise": beside.denoise + loras, "decode": beside.decode + loras}
     return replace(beside, **everywhere, image=image, sound=sound)
-
-
-def decode_bytes(config: VAEConfig, rows: int, columns: int) -> int:
-    """A generous estimate of what decoding or encoding latents of `rows` x `columns` takes besides weights, bf16: 10.5
-    GiB for the 2.1 VAE at 720p, where 7.5 were measured, and 6.9 for the 2.2 VAE, where 6.5 were."""
-    pixels = rows * columns * config.spatial_stride**2 // config.patch**2
-    return 16 * 2 * pixels * config.temporal_stride * max(config.encoder_dim, config.decoder_dim)

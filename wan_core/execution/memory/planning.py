@@ -150,10 +150,11 @@ def outside_bytes(dit: DiTConfig, latents: tuple[int, ...], seen: int) -> int:
     return 4 * B * (7 * C + 2 * dit.in_channels) * (T - seen) * Y * X
 
 
-def vae_bytes(config: VAEConfig, rows: int, columns: int) -> int:
-    """What decoding or encoding latents of `rows` x `columns` takes beside weights, bf16, a latent frame at a time."""
+def vae_bytes(config: VAEConfig, rows: int, columns: int, itemsize: int = 2) -> int:
+    """The bytes that decoding or encoding latents of `rows` x `columns` takes beside weights, a latent frame at a time.
+    itemsize: of the VAE's numbers."""
     pixels = rows * columns * config.spatial_stride**2 // config.patch**2
-    widest = 2 * pixels * config.temporal_stride * max(config.encoder_dim, config.decoder_dim)
+    widest = itemsize * pixels * config.temporal_stride * max(config.encoder_dim, config.decoder_dim)
     return int(DECODE[config.residual] * widest)
 
 
