@@ -119,11 +119,11 @@ def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: d
     """The engine's latents and its plan, for the same sigmas, prompts and noise."""
     import torch
 
-    from tests.denoised import denoise
     from wan_core.config import SkipOptions
     from wan_core.sampling.cache.curves import find_curve
     from wan_core.sampling.cache.skipping import leave_out
     from wan_core.sampling.conditioning import Conditioning
+    from wan_core.sampling.denoise import Ready, denoise
     from wan_core.sampling.plan import Plan, Step
 
     steps = tuple(
@@ -137,7 +137,7 @@ def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: d
     conditioning = Conditioning(cond=padded(world.rows(1, 6, 32, seed=2)), uncond=padded(world.rows(1, 6, 32, seed=3)))
     with torch.inference_mode():
         noise = world.rows(*SIZE, seed=9)
-        made = denoise(plan, models.__getitem__, conditioning, noise, on_step=lambda p: ran.append(p.forwards))
+        made = denoise(plan, Ready(models.__getitem__), conditioning, noise, on_step=lambda p: ran.append(p.forwards))
     return made, (2 * len(steps) - sum(ran), 2 * len(steps))
 
 

@@ -126,8 +126,8 @@ def check_texts(it: World) -> None:
     import comfy.samplers
     import torch
 
-    from tests.denoised import denoise
     from wan_core.sampling.conditioning import Conditioning
+    from wan_core.sampling.denoise import Ready, denoise
     from wan_core.sampling.plan import Plan, Step
     from wan_core.sampling.stages import parse_stages, with_stages
     from wan_core.sampling.texts import WHOLE, TextRange, assign_texts
@@ -147,7 +147,10 @@ def check_texts(it: World) -> None:
     assert plan.steps[change - 1].scale == plan.steps[change].scale == 0.5, numbers
     with torch.inference_mode():
         wanted = denoise(
-            plan, lambda _: net, Conditioning(cond=one, uncond=negative, later_cond=two), world.rows(*SIZE, seed=9)
+            plan,
+            Ready(lambda _: net),
+            Conditioning(cond=one, uncond=negative, later_cond=two),
+            world.rows(*SIZE, seed=9),
         )
         positive = [[one, {"start_percent": 0.0, "end_percent": 0.5}], [two, {"start_percent": 0.5, "end_percent": 1}]]
         found = comfy.sample.sample_custom(

@@ -33,8 +33,8 @@ def check_engine(it: World) -> None:
     """The engine's own run with the same weights, in a stage of both experts' ranges, both ways of guidance."""
     import torch
 
-    from tests.denoised import denoise
     from wan_core.sampling.conditioning import Conditioning
+    from wan_core.sampling.denoise import Ready, denoise
     from wan_core.sampling.plan import Plan, Step
     from wan_core.sampling.stages import parse_stages, with_stages
 
@@ -51,7 +51,7 @@ def check_engine(it: World) -> None:
     assert [step.scale for step in plan.steps].count(0.5) == 4
     texts = {name: padded(world.rows(1, 6, 32, seed=seed)) for name, seed in (("cond", 2), ("uncond", 3))}
     with torch.inference_mode():
-        wanted = denoise(plan, lambda _: net, Conditioning(**texts), world.rows(*SIZE, seed=9))
+        wanted = denoise(plan, Ready(lambda _: net), Conditioning(**texts), world.rows(*SIZE, seed=9))
     for batched in (True, False):
         with it.guidance(batched):
             found = model.model.process_latent_in(sample(staged(it, model), EULER))
