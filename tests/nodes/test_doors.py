@@ -39,7 +39,7 @@ def test_nodes_and_generate_agree(media: dict[str, str], tmp_path: Path) -> None
     sets, expected = [], []
     for number in range(SETS):
         words, task = drawn_options(number), FULL[number % len(FULL)]
-        if "--denoise" in words and family_of(task).media is not None:
+        if "--denoise" in words and family_of(task).driven:
             task = TASKS["t2v-A14B"]
         line = ["--prompt", "x", "--model", f"random:{task.name}", *begins_with(task, words, media), *words]
         try:
