@@ -117,7 +117,8 @@ def test_what_the_readme_installs_runs_in_a_shell(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "requirements.txt"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "wan_core", source / "wan_core", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("wan_core", "wan_lab"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     offline = f"install -q --no-index --no-deps --no-build-isolation --target {installed}"
     install = install.replace("pip install", f"{sys.executable} -m pip {offline}")
     place = {"PATH": f"{installed}/bin:{os.environ['PATH']}", "PYTHONPATH": str(installed)}
