@@ -331,6 +331,8 @@ def test_encode_and_decode_are_inverse(comfy: ComfyUI) -> None:
     ],
 )
 def test_bad_input_is_refused_at_its_node(comfy: ComfyUI, where: str, inputs: dict[str, Any], words: str) -> None:
+    if words == "ddim" and not comfy.get("/object_info")["WanCoreFromModel"].get("search_aliases"):
+        pytest.skip("this ComfyUI compares no lists: the sampler refuses it when it runs")
     graph = small()
     graph[where]["inputs"] |= inputs
     with pytest.raises(Refused) as refused:
