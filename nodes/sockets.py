@@ -377,7 +377,7 @@ class VAESocket:
         return host.to_intermediate(images.unflatten(0, (samples.shape[0], -1)))
 
     def working_bytes(self, rows: int, columns: int) -> int:
-        """What latents of `rows` x `columns` take beside the weights."""
+        """Bytes of activations for decoding or encoding latents of `rows` x `columns`."""
         return vae_bytes(self.config, rows, columns, self.held.part.dtype.itemsize)
 
     def _use(self, rows: int, columns: int) -> VideoVAE:

@@ -188,7 +188,7 @@ def test_a_lora_of_both_experts_and_one_of_another_model() -> None:
 
 
 def test_a_lora_that_is_merged_sets_them(tmp_path: Path) -> None:
-    """As in ComfyUI: the LoRA's take the place of the model's, unless its strength is 0."""
+    """The preferences of a LoRA take the place of the model's, as in ComfyUI, unless its strength is 0."""
     write_single(plain() | preferring({"blocks.0.self_attn": INT8, "blocks.1.self_attn": INT8}), tmp_path)
     write_safetensors(
         pair("blocks.0.self_attn.q") | preferring({"blocks.1.self_attn": SOL}), tmp_path / "l.safetensors", {}

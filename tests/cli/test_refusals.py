@@ -213,7 +213,7 @@ def test_the_benchmarks_call_themselves_by_name(capsys) -> None:
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e999"])
 def test_no_option_takes_a_number_that_is_none(number: str, capsys) -> None:
-    """Of all commands; and the numbers inside of other options, each in its place."""
+    """Every number of every command, and each number inside another option, is refused where it is not finite."""
     asked = 0
     for name, command in build_parser().commands.items():
         for option in (one.option_strings[-1] for one in command._actions if one.type is float):

@@ -112,7 +112,7 @@ def test_wrong_inputs_are_refused(name: str, changed: dict[str, Tensor], message
 
 
 def official(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As official files have them: Animate's with constant filters, Animate-2's blocks one level deeper."""
+    """The weights under official names: Animate's with constant filters, Animate-2's blocks one level deeper."""
     if name == "animate2":
         return {re.sub(r"^(blocks\.\d+\.)", r"\1block.", key): value for key, value in weights.items()}
     if name == "animate":
@@ -124,7 +124,7 @@ def official(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As ComfyUI's FP8 files have them: matrices with a scale each, those beside the blocks too."""
+    """The weights as ComfyUI's FP8 files have them: a scale for each matrix, also outside the blocks."""
     found = {"scaled_fp8": torch.zeros(1, dtype=torch.float8_e4m3fn)}
     for key, value in state.items():
         matrix = value.ndim == 2 and key.endswith("weight")

@@ -85,8 +85,8 @@ def test_sparse_attention_that_reads_everything_is_dense(name, attention):
 @torch.no_grad()
 @EVERY
 def test_replayed_it_is_the_same(name):
-    """As CUDA graphs; other inputs after them are not the first ones. Animate-2: both branches together, of which one
-    leaves a block out."""
+    """Forwards are replayed as CUDA graphs; other inputs after them are not the first ones. Animate-2: both branches
+    together, of which one leaves a block out."""
     config, model = WIDE[name], None
     (x, timestep, context), given = drawn(config, CUDA)
     if isinstance(config, Animate2Config):

@@ -531,7 +531,7 @@ def test_the_kernel_is_nearer_to_float32_than_torch(config: VAEConfig, chunk: in
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_frames_that_stand_still_are_the_same_bits_on_a_gpu() -> None:
-    """As on the CPU: whether a frame is computed or repeated does not show."""
+    """A repeated frame equals a computed one, as on the CPU."""
     vae, video = on_gpu(WIDE_21), make_video(WIDE_21, 61, 4, 4).to(CUDA)
     video[:, :, 1:] = 0
     found = vae.encode(video)

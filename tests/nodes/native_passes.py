@@ -130,7 +130,7 @@ def check_texts(it: World) -> None:
     from wan_core.sampling.denoise import Ready, denoise
     from wan_core.sampling.plan import Plan, Step
     from wan_core.sampling.stages import parse_stages, with_stages
-    from wan_core.sampling.texts import WHOLE, TextRange, assign_texts
+    from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts
 
     model = world.tiny("WAN21_T2V")
     net = engine(model, 0)
@@ -141,7 +141,9 @@ def check_texts(it: World) -> None:
         for i, s in enumerate(EULER[:-1])
     )  # fmt: skip
     plan = Plan(task="t2v-A14B", solver="euler", shift=8.0, boundary=0.875, steps=steps)
-    plan = assign_texts(with_stages(plan, parse_stages(HALF)), [TextRange(0, 0.5), TextRange(0.5, 1)], [WHOLE])
+    plan = check_texts(
+        assign_ranges(with_stages(plan, parse_stages(HALF)), [TextRange(0, 0.5), TextRange(0.5, 1)], [WHOLE])
+    )
     numbers = [step.texts[0] for step in plan.steps]
     change = numbers.index(1)
     assert plan.steps[change - 1].scale == plan.steps[change].scale == 0.5, numbers

@@ -23,7 +23,7 @@ from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan, make_plan
-from wan_core.sampling.texts import WHOLE, TextRange, assign_texts, sigma_at
+from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts, sigma_at
 from wan_core.workers.wire import unpack
 
 LATENT = {"samples": torch.zeros(1, 16, 2, 4, 6)}
@@ -71,7 +71,7 @@ def test_ranges_that_follow_one_another_give_every_step_one_text(
     borders = [0.0, *sorted(cuts), 1.0]
     ranges = [TextRange(a + gap * (a > 0), b - gap * (b < 1)) for a, b in pairwise(borders)]
     plan = make_plan(task="t2v-tiny", steps=steps, shift=shift, solver=solver)
-    made = assign_texts(plan, ranges, [WHOLE])
+    made = check_texts(assign_ranges(plan, ranges, [WHOLE]))
     numbers = [step.texts[0] for step in made.steps]
     assert numbers == sorted(numbers) and all(step.texts[1] == 0 for step in made.steps)
     for step, n in zip(plan.steps, numbers, strict=True):
@@ -93,7 +93,7 @@ def test_a_step_has_the_text_that_comfyui_gives_it_whatever_the_sigmas_of_the_ru
     are `percent_to_sigma` of the MODEL's own sampling. Of two texts on their border the later one counts."""
     borders = [0.0, *(cut / 20 for cut in sorted(cuts)), 1.0]
     plan = make_plan(task="t2v-tiny", steps=steps, shift=shift, solver="euler")
-    made = assign_texts(plan, [TextRange(*pair) for pair in pairwise(borders)], [WHOLE], of_model)
+    made = check_texts(assign_ranges(plan, [TextRange(*pair) for pair in pairwise(borders)], [WHOLE], of_model))
     at = [torch.tensor(of_model * (1 - cut) / (1 + (of_model - 1) * (1 - cut))) for cut in borders]
     for step in made.steps:
         active = [n for n, (start, end) in enumerate(pairwise(at)) if end <= torch.tensor(step.sigma) <= start]
@@ -113,22 +113,22 @@ def test_a_step_has_the_text_that_comfyui_gives_it_whatever_the_sigmas_of_the_ru
 def test_gaps_and_overlaps_are_refused(ranges: list[tuple[float, float]], words: str) -> None:
     plan = plan_of(20)
     with pytest.raises(OptionError, match=words) as fault:
-        assign_texts(plan, [TextRange(*one) for one in ranges], [WHOLE])
+        check_texts(assign_ranges(plan, [TextRange(*one) for one in ranges], [WHOLE]))
     assert "positive" in str(fault.value) and "not averaged" in str(fault.value)
     with pytest.raises(OptionError, match="`negative`"):
-        assign_texts(plan, [WHOLE], [TextRange(*one) for one in ranges])
+        check_texts(assign_ranges(plan, [WHOLE], [TextRange(*one) for one in ranges]))
 
 
 def test_what_was_kept_of_one_text_is_not_used_for_another() -> None:
     plan = plan_of(20)
     skipping = leave_out(plan, SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), None)
     with pytest.raises(OptionError, match="leave out step caching"):
-        assign_texts(skipping, [TextRange(0, 0.1), TextRange(0.1, 1)], [WHOLE])
-    assert assign_texts(skipping, [WHOLE], [WHOLE]) == skipping
+        check_texts(assign_ranges(skipping, [TextRange(0, 0.1), TextRange(0.1, 1)], [WHOLE]))
+    assert check_texts(assign_ranges(skipping, [WHOLE], [WHOLE])) == skipping
 
 
 def test_texts_travel_to_workers_and_are_shown() -> None:
-    plan = assign_texts(plan_of(), [TextRange(0, 0.5), TextRange(0.5, 1)], [WHOLE])
+    plan = check_texts(assign_ranges(plan_of(), [TextRange(0, 0.5), TextRange(0.5, 1)], [WHOLE]))
     assert unpack(Plan, json.loads(json.dumps(asdict(plan)))) == plan
     assert "text 2, negative 1" in plan.table() and '"texts": [1, 0]' in json.dumps(plan.as_dict())
     assert "texts" not in json.dumps(plan_of().as_dict()) and "text" not in plan_of().table()

@@ -403,7 +403,8 @@ def test_a_curve_beside_the_checkpoint_comes_first(tmp_path):
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B"])
 def test_a_preset_without_a_curve_computes_nearly_the_same_steps(task, preset):
-    """Over numbers of steps; whoever asks for the preset exactly is refused, and so are numbers of one's own."""
+    """TaylorSeer stands in for a preset, for any number of steps. It is refused without `stand_in`, and for numbers
+    that are no preset."""
     options = SkipOptions(magcache=PRESETS[preset])
     for steps in range(10, 61, 5):
         plan = make_plan(task=task, steps=steps)

@@ -1,4 +1,4 @@
-"""Graphs in API form: the parts of one for a task, and an option set as each door of ComfyUI is told of it."""
+"""Graphs in API form: the nodes that a task needs, and one graph for each way in which ComfyUI takes an option set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Option sets, and how each door is told of them: words of the command line, inputs and nodes of ComfyUI.
+"""Option sets, as arguments of the command line and as inputs and nodes of ComfyUI.
 
 A set is a task and a few rows of the table, drawn from a seed: most of them valid alone, some not, and some that do not
 go together. A door that cannot express a row is left out of the comparison for that set.

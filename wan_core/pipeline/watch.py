@@ -1,4 +1,4 @@
-"""What is told of a run while it goes on, here or in worker processes."""
+"""Callbacks that a run calls while it goes on, in this process or in worker processes."""
 
 from __future__ import annotations
 

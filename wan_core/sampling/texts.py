@@ -50,14 +50,6 @@ def sigma_at(share: float, shift: float) -> float:
     return shift * remaining / (1 + (shift - 1) * remaining)
 
 
-def assign_texts(
-    plan: Plan, positive: Sequence[TextRange], negative: Sequence[TextRange], shift: float | None = None
-) -> Plan:
-    """Assign a text to every step by the ranges of the texts (see `assign_ranges`). Raises what `check_texts`
-    raises."""
-    return check_texts(assign_ranges(plan, positive, negative, shift))
-
-
 def assign_ranges(
     plan: Plan, positive: Sequence[TextRange], negative: Sequence[TextRange], shift: float | None = None
 ) -> Plan:
