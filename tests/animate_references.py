@@ -77,7 +77,7 @@ def draw_inputs(config: DiTConfig, grid: Grid, seed: int = 0) -> dict[str, Tenso
 
 
 def official_outputs(folder: Path) -> dict[str, Tensor]:
-    """Of the official `WanAnimateModel`, with torch's attention in the place of FlashAttention's."""
+    """The outputs of the official `WanAnimateModel`, with torch's attention in the place of FlashAttention's."""
     with packages(folder, "wan", "wan.modules", "wan.modules.animate", "wan.distributed"):
         from wan.modules.animate import face_blocks, model_animate, motion_encoder
 
@@ -103,7 +103,7 @@ def official_outputs(folder: Path) -> dict[str, Tensor]:
 
 
 def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
-    """Of ComfyUI's `WanAnimate2Model`."""
+    """The outputs of ComfyUI's `WanAnimate2Model`."""
     sys.path.insert(0, str(folder))
     from comfy.cli_args import args
 

@@ -74,7 +74,7 @@ def weights_of(case: Case) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def joined(first: Any, second: Any) -> Any:
-    """As ConditioningSetTimestepRange and ConditioningCombine do."""
+    """One conditioning for each half of the run, by ConditioningSetTimestepRange and ConditioningCombine."""
     halves = (first, 0.0, 0.5), (second, 0.5, 1.0)
     return [[r, {**e, "start_percent": a, "end_percent": b}] for one, a, b in halves for r, e in one]
 

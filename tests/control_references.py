@@ -67,7 +67,7 @@ def contexts(control: Tensor) -> Tensor:
 
 
 def videox_outputs(folder: Path) -> dict[str, Tensor]:
-    """Of VideoX-Fun's `WanTransformer3DModel`, with torch's attention in the place of its own."""
+    """The outputs of VideoX-Fun's `WanTransformer3DModel`, with torch's attention in the place of its own."""
     attention = "videox_fun.models.attention_utils"
     with packages(folder, "videox_fun", "videox_fun.models", "videox_fun.utils", "videox_fun.dist", attention):
         several, utils = sys.modules["videox_fun.dist"], sys.modules["videox_fun.utils"]
@@ -101,7 +101,7 @@ def videox_outputs(folder: Path) -> dict[str, Tensor]:
 
 
 def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
-    """Of ComfyUI's `VaceWanModel`, `CameraWanModel` and `WanModel`."""
+    """The outputs of ComfyUI's `VaceWanModel`, `CameraWanModel` and `WanModel`."""
     sys.path.insert(0, str(folder))
     from comfy.cli_args import args
 

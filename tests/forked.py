@@ -69,7 +69,7 @@ class Start(NamedTuple):
 
 
 class Forked(subprocess.Popen):
-    """Of `PYTHON [-u] -m MODULE ...` or `PYTHON -c CODE`. Where CUDA is in use, which no copy can go on with, it starts
+    """Popen of `PYTHON [-u] -m MODULE ...` or `PYTHON -c CODE`. Where CUDA is in use, which no copy survives, it starts
     the command as ever."""
 
     def _execute_child(self, *given: Any) -> None:  # `Popen`'s own place for it

@@ -92,7 +92,7 @@ def places(mesh: str) -> tuple[int, ...]:
 
 
 def sharded_attention(ranks: RankMesh, backend: str, inside: Attention | None = None) -> ShardedAttention:
-    """Of all ranks with a backend, or with what is `inside` in its place."""
+    """The attention of all ranks with a backend, or with `inside` in its place."""
     dense = BACKENDS[backend].load()
     check_lse(dense.gives_lse, backend, ranks.mesh)
     return ShardedAttention(ranks, dense if inside is None else inside, dense)
@@ -332,7 +332,7 @@ def family_model(name: str, grid: tuple[int, ...], motion: bool) -> tuple[WanMod
 
 @torch.no_grad()
 def family_forward(mesh: str, name: str, grid: tuple[int, ...], motion: bool = True, **changed) -> tuple[float, float]:
-    """Of one forward: the difference of sharded and whole, and how much what drives or controls it counts."""
+    """The difference of a sharded forward and a whole one, and how much driving or control changes it."""
     model, given = family_model(name, grid, motion)
     given |= changed
     x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
@@ -345,7 +345,7 @@ def family_forward(mesh: str, name: str, grid: tuple[int, ...], motion: bool = T
 
 @torch.no_grad()
 def family_run(mesh: str, name: str, how: str, grid: tuple[int, ...]) -> tuple[float, float]:
-    """Of a run with MagCache, sparse steps or control of a part: the difference of sharded and whole, and to full."""
+    """The difference of a sharded run and a whole one with MagCache, sparse steps or control of a part, and to full."""
     model, given = family_model(name, grid, True)
     x, _, context = (given.pop(name) for name in ("x", "timestep", "context"))
     conditioning = Conditioning(
@@ -376,7 +376,7 @@ def family_run(mesh: str, name: str, how: str, grid: tuple[int, ...]) -> tuple[f
 
 @torch.no_grad()
 def sharded_vace(mesh: str, path: str) -> tuple[float, list[str]]:
-    """Of a VACE file whose weights are sharded: the difference to the whole model, and matrices that are not."""
+    """A VACE file with sharded weights: its difference to the whole model, and the matrices that are not sharded."""
     from torch.distributed.tensor import DTensor
 
     model, whole = load_sharded_dit(Path(path), ranks_of(mesh), torch.float32), load_dit(Path(path))
@@ -394,7 +394,7 @@ def sharded_vace(mesh: str, path: str) -> tuple[float, list[str]]:
 
 @torch.no_grad()
 def sparse_sound(mesh: str) -> tuple[float, float]:
-    """Of one sparse forward of S2V: the difference of sharded and whole, and of sparse and dense."""
+    """The differences of one sparse forward of S2V: sharded and whole, sparse and dense."""
     model = load_dit(draw_weights(S2V), metadata={"num_heads": S2V.num_heads})
     given = draw_sound(S2V, (1, 3, 8, 9))
     x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
@@ -443,7 +443,7 @@ def gpu_attention(mesh: str, backend: str, heads: int, tokens: int, device: str 
 
 @torch.no_grad()
 def gpu_forward(mesh: str, precision: str, attention: str, compile: str = "off") -> tuple[float, float, float]:
-    """As `fp8_forward`, of two blocks at full width with random weights, as a user's options hold and run them."""
+    """`fp8_forward` of two blocks at full width with random weights, as a user's options hold and run them."""
     ranks = ranks_of(mesh, "cuda")
     config = replace(T2V_A14B, num_layers=2)
     held = find_quantization(precision, ranks.device)

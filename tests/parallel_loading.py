@@ -90,7 +90,7 @@ def staged_model(mesh: str, device: str = "cpu", packed: str | None = None) -> l
 
 
 def staged_together(mesh: str) -> list[str]:
-    """As `staged_model`, of both experts, which are read at once. Ranks come to the second one at different times."""
+    """`staged_model` for both experts, which are read at once. Ranks come to the second one at different times."""
     ranks, changed = ranks_of(mesh), []
     paths = {name: TINY / f"t2v_{name}.safetensors" for name in ("high", "low")}
 

@@ -41,7 +41,7 @@ def drawn_pictures(frames: int, seed: int) -> np.ndarray:
 
 
 def drawn_states() -> Tensor:
-    """Of a speech encoder: [W, n, C]."""
+    """States of a speech encoder: [W, n, C]."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randn(CONFIG.audio_layers, STATES, CONFIG.audio_dim, generator=generator)
 
@@ -53,7 +53,7 @@ def drawn_texts() -> list[Tensor]:
 
 
 def drawn_noise() -> list[Tensor]:
-    """Of one clip after the other, [16, T, Y, X]."""
+    """The noise of each clip in turn, [16, T, Y, X]."""
     generator = torch.Generator().manual_seed(SEED)
     shape = 1, 16, CLIP // 4, SIDE // 8, SIDE // 8
     return [torch.randn(shape, generator=generator)[0] for _ in range(CLIPS)]

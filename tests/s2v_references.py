@@ -54,7 +54,7 @@ def steady(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def official_outputs(folder: Path) -> dict[str, Tensor]:
-    """Of the official `WanModel_S2V`, with torch's attention in the place of FlashAttention's."""
+    """The outputs of the official `WanModel_S2V`, with torch's attention in the place of FlashAttention's."""
     with packages(folder, "wan", "wan.modules", "wan.modules.s2v", "wan.distributed"):
         missing = ModuleType("wan.distributed.sequence_parallel")  # of several GPUs
         names = ("distributed_attention", "gather_forward", "get_rank", "get_world_size")
@@ -103,12 +103,12 @@ def official_features(folder: Path) -> dict[str, Tensor]:
 
 
 def draw_states(length: int) -> Tensor:
-    """Of a speech encoder of one layer, two channels wide."""
+    """States of a speech encoder of one layer, two channels wide."""
     return torch.randn(2, length, 2, generator=torch.Generator().manual_seed(length))
 
 
 def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
-    """Of ComfyUI's `WanModel_S2V`."""
+    """The outputs of ComfyUI's `WanModel_S2V`."""
     sys.path.insert(0, str(folder))
     from comfy.cli_args import args
 

@@ -78,7 +78,7 @@ def text_config() -> TextConfig:
 
 
 def config_of(name: str) -> DiTConfig:
-    """Of the model that a file, a release or a task is named after."""
+    """The config of the model that a file, a release or a task is named after."""
     return next(config for known, config in TRANSFORMERS.items() if known in name.lower().replace("-", "_"))
 
 

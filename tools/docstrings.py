@@ -1,6 +1,6 @@
 """Refuse docstrings that begin with Of, As or Likewise: such a fragment does not name its subject.
 
-    python tools/docstrings.py             every file of the engine, the lab, nodes, benchmarks and tools
+    python tools/docstrings.py             every file of the engine, the lab, nodes, benchmarks, tools and tests
     python tools/docstrings.py FILE ...    these files
 
 Prints each as FILE:LINE and its first words, and exits 1 if there is one.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("wan_core", "wan_lab", "nodes", "benchmarks", "tools")
+ROOMS = ("wan_core", "wan_lab", "nodes", "benchmarks", "tools", "tests")
 FRAGMENT = re.compile(r"(Of|As|Likewise)\b")
 
 

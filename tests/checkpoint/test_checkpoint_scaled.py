@@ -221,8 +221,8 @@ def test_e5m2_and_a_description_in_the_notes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spelling", ["scale_weight", "weight_scale"])
 @torch.no_grad()
 def test_the_text_encoder_that_everybody_has(tmp_path: Path, spelling: str) -> None:
-    """As `umt5_xxl_fp8_e4m3fn_scaled`: Hugging Face's names, matrices in FP8, the table and the norms in 16 bits, the
-    tokenizer as a tensor. It can stay as it is in memory."""
+    """A file spelled as `umt5_xxl_fp8_e4m3fn_scaled`: Hugging Face's names, matrices in FP8, the table and the norms
+    in 16 bits, the tokenizer as a tensor. It can stay as it is in memory."""
     encoder = load_text_encoder(TINY / "text_encoder.safetensors")
     names = {f"{ours}.weight": f"{theirs}.weight" for theirs, ours in _BLOCK_MODULES.items()}
     state: dict[str, Tensor] = {"spiece_model": torch.frombuffer(bytearray(encoder.tokenizer.proto), dtype=torch.uint8)}

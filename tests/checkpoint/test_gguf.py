@@ -169,7 +169,7 @@ def test_a_transformer_in_every_format(name: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_formats_may_be_mixed_and_the_rest_may_be_packed_too(tmp_path: Path) -> None:
-    """As the "_M" files do, and those that pack everything."""
+    """The "_M" files mix formats; others pack every tensor. Both load."""
 
     def choose(name: str, value: Tensor) -> str:
         if value.ndim != 2:

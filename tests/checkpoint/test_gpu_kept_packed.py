@@ -66,7 +66,7 @@ def test_int8_is_the_same_through_pinned_buffers(files, lora: Wanted, kind: type
 @pytest.mark.parametrize("attached", [False, True])
 @torch.no_grad()
 def test_int8_streams_out_of_its_file(files, lora: Wanted, kind: type, attached: bool) -> None:  # noqa: F811
-    """As it is resident, bit for bit."""
+    """A streamed INT8 file gives the result of a resident one, bit for bit."""
     held, out = Quantization(kind, CUDA), []
     part = staying_in_file(PartToLoad(recognise(files["rotated 256"], "dit", load_dit), torch.bfloat16, held))
     x, t, text = (value.to(CUDA) for value in inputs())

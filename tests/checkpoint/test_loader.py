@@ -211,7 +211,7 @@ class Moment:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("piece", [64, 1000, 1 << 20])
 def test_pieces_travel_through_locked_buffers(piece, threads, file, monkeypatch):
-    """As for a GPU, whose streams and memory are stood in for: which buffer is filled, and where its bytes end up."""
+    """The path to a GPU, with stand-ins for its streams and memory: which buffer is filled, where its bytes end up."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, device=None, pin_memory=False, **kind: empty(*size, **kind))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())

@@ -312,7 +312,7 @@ def lora_of(modules: list[str], seed: int, rank: int = RANK, scale: float = 0.1)
     ],
 )
 def test_the_alpha_that_diffusers_notes_for_a_file(noted, scale, tmp_path):
-    """Of the transformer that it is for: one file may hold two."""
+    """A file may hold LoRAs of two transformers: the alpha of the requested one counts."""
     draw = torch.Generator().manual_seed(4)
     down, up = torch.randn(6, CONFIG.dim, generator=draw), torch.randn(CONFIG.dim, 6, generator=draw)
     one = "blocks.1.attn1.to_q"

@@ -44,7 +44,7 @@ def test_version(capsys) -> None:
 
 
 def test_a_reader_that_ends_early_is_no_error() -> None:
-    """As `wancore plan | head -1`."""
+    """`wancore plan | head -1` prints no error."""
     with subprocess.Popen(PLAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None and running.stderr is not None
         running.stdout.close()  # before it has written anything

@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 @dataclass
 class Done:
-    """As `denoise.Progress`."""
+    """Stand-in for `denoise.Progress`."""
 
     step: Step
     plan: Plan = PLAN

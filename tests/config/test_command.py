@@ -9,7 +9,7 @@ from wan_core.config.command import PACKAGE, command
 
 
 def test_the_command_of_a_program_that_is_not_ours_works_in_every_folder(tmp_path: Path, monkeypatch) -> None:
-    """As in ComfyUI: `main.py` runs, the package is in no path, and the folder of the shell is any."""
+    """In ComfyUI `main.py` runs, the package is in no path, and the shell may stand in any folder."""
     monkeypatch.setattr("sys.argv", ["main.py", "--cpu"])
     line = command("plan", "--task", "t2v-tiny", "--preset", "4-step")
     ran = subprocess.run(line, shell=True, check=True, cwd=tmp_path, capture_output=True, text=True)

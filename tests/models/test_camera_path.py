@@ -22,7 +22,7 @@ from wan_core.models.wan.families.fun.camera import (
 
 
 def lines_of(path: CameraPath) -> str:
-    """As RealEstate10K has them."""
+    """The path in the text format of RealEstate10K."""
     rows = []
     for frame, (matrix, lens) in enumerate(zip(path.matrices, path.lenses, strict=True)):
         numbers = [frame, *lens, 0, 0, *np.linalg.inv(matrix)[:3].flatten()]

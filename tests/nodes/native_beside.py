@@ -299,7 +299,7 @@ def check_more_than_asked(it: World) -> None:
 
 
 def compiled(model: Any) -> Any:
-    """As TorchCompileModel, but by torch's quickest backend."""
+    """TorchCompileModel with torch's quickest backend."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     clone = model.clone()

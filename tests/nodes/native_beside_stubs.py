@@ -91,7 +91,7 @@ class MemoryPlan(TorchDispatchMode):
 
     @contextmanager
     def pause(self, sync: bool = False) -> Iterator[None]:
-        """As ComfyUI's: it ends with the innermost."""
+        """ComfyUI's pause: it ends with the innermost."""
         active, self.inside = self.inside, False
         self.paused += active
         try:

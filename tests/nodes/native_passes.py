@@ -28,7 +28,7 @@ def check_passes(it: World) -> None:
     size = (1, 16, 3, 8, 12)
 
     def apart(model: Any, scale: float, start: float, end: float) -> Any:
-        """As SkipLayerGuidanceDiT, with a schedule for the second pass alone."""
+        """SkipLayerGuidanceDiT with a schedule for the second pass alone."""
         own: list[Any] = []
 
         def guide(args: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ HALF = "0.5/0.79-0.94"
 
 
 def staged(it: World, model: Any, stages: str = HALF, attention: str = "comfyui", **skipping: Any) -> Any:
-    """As WanCore Accelerate puts it on a model."""
+    """The model with stages, put on it by WanCore Accelerate."""
     from wan_core.config import SkipOptions
     from wan_core.sampling.stages import parse_stages
 

@@ -159,7 +159,7 @@ HOSTILE = st.one_of(
 @example("x" * 5000)
 @example("\ud800.safetensors")
 def test_no_other_name_is_opened(nodes: SimpleNamespace, name: object) -> None:
-    """Of any type, since links carry any; the answer is a sentence, and short."""
+    """Links carry values of any type; the answer is one short sentence."""
     for folder in FOLDERS:
         with pytest.raises(OptionError, match="put the file there") as refused:
             nodes.files.locate(folder, name, nodes.files.embedded("vae"))
@@ -176,7 +176,7 @@ def test_every_loader_goes_through_it(nodes: SimpleNamespace, name: object) -> N
 
 
 def test_names_that_are_listed_are_found(nodes: SimpleNamespace) -> None:
-    """As ComfyUI does: links that a user made are followed."""
+    """Symbolic links that a user made are followed, like ComfyUI does."""
     for folder in FOLDERS:
         assert set(nodes.host.model_names(folder)) == {*LISTED, "big/", "gone.safetensors"}
         for name in (*LISTED, "big/"):

@@ -185,7 +185,8 @@ def test_strengths_reach_the_model_and_a_plan_shows_all_clips(comfy: ComfyUI, fa
 
 @pytest.mark.parametrize(("clip", "passes"), [(5, 2), (9, 1)])
 def test_a_video_in_a_loop_unrolled(comfy: ComfyUI, clip: int, passes: int) -> None:
-    """As ComfyUI 0.36 and newer expand it, for those that have no loop. 9 frames: each clip but the first has 4 new."""
+    """The graph that ComfyUI 0.36 and newer expand a loop to, for those without loops. There are
+    9 frames: each clip but the first has 4 new."""
     whole = {"0": node("EmptyImage", width=WIDTH, height=HEIGHT, batch_size=1, color=0)}
     frames = frames_of(comfy, {**unrolled(looped(clip), passes, ["0", 0]), **whole})
     assert frames.shape == (9, HEIGHT, WIDTH, 3)

@@ -226,7 +226,7 @@ def test_pictures_are_scaled_to_cover_and_cut_in_the_middle() -> None:
 
 
 def test_the_preview_of_the_embedded_model_shows_the_colours_of_a_clip(vae: VideoVAE) -> None:
-    """Of clips that its map was not fitted to; in levels of 255."""
+    """The clips are none that the map was fitted to; the error is in levels of 255."""
     for scene in SCENES[7::61]:
         clip = draw([scene], seed=7, frames=9)
         picture = TINY_MAP.picture(vae.normalise(vae.encode(clip)))

@@ -82,7 +82,7 @@ def test_the_same_pictures_as_without_workers(comfy: ComfyUI, mesh: str) -> None
 
 
 def test_steps_at_the_same_time_of_which_the_first_worker_runs_no_low_noise_one(comfy: ComfyUI) -> None:
-    """As with `time4` and the released models: its report knows nothing of that expert."""
+    """This happens with `time4` and the released models: rank 0's report lacks that expert."""
     steps = {"steps": 20, "solver": "euler", "shift": 12.0, "boundary": 0.6}
     run = comfy.run(on_workers(small(**steps), mesh="time2"))
     assert run.ok, run.status

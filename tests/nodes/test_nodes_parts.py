@@ -89,7 +89,7 @@ def test_two_samplers_in_a_row_give_what_one_gives(comfy: ComfyUI, solver: str) 
 
 
 def test_latents_that_were_saved_in_between(comfy: ComfyUI) -> None:
-    """As ComfyUI carries them, x / (1 - sigma): an Euler run goes on but for rounding."""
+    """ComfyUI carries latents as x / (1 - sigma): an Euler run goes on but for rounding."""
     numbers = {**FEW, "solver": "euler"}
     whole = latents(comfy, graph(sampler=sampler(**numbers)))
     first = sampler(**numbers, end_step=3, return_with_leftover_noise="enable")

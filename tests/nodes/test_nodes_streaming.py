@@ -108,7 +108,7 @@ EMBEDDED = {expert: TINY / f"t2v_{expert}.safetensors" for expert in ("high", "l
 
 
 def socket(nodes: SimpleNamespace, residency: str, lora_mode: str = "auto", files: dict[str, Path] = EMBEDDED) -> Any:
-    """As the model loader makes it."""
+    """The socket that the model loader makes."""
     paths = [str(path) for path in files.values()]
     options = LoadOptions(high=paths[0], low=paths[1], residency=residency, lora_mode=lora_mode)
     settings = resolve_settings(find_experts(*paths), options, CPU)
@@ -147,7 +147,7 @@ def latents(model: Any, on_step: Any = None, relieve: Any = None, steps: int = 2
 def test_nodes_keep_as_many_blocks_as_the_command_line(
     nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, task: str, batched: bool
 ) -> None:
-    """Of every family: what it prepares beside text counts for both. Nothing is loaded."""
+    """What a family prepares besides text counts for both doors. Nothing is loaded."""
     options = LoadOptions(model=f"random:{task}", residency="stream", precision="bf16")
     found = find_models(options)
     experts = Experts(found.task, found.of["high"], found.of.get("low"), found.vae)

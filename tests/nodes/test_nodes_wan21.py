@@ -33,7 +33,7 @@ LARGE = 2**20  # numbers; larger weights are zero, and a sparse file holds them
 
 
 def vision_shapes() -> dict[str, list[int]]:
-    """As `clip_vision_h.safetensors` has them."""
+    """The names and shapes of `clip_vision_h.safetensors`."""
     shapes = {
         "embeddings.class_embedding": [WIDTH],
         "embeddings.patch_embedding.weight": [WIDTH, 3, PATCH, PATCH],

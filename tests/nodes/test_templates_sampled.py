@@ -58,8 +58,8 @@ def with_motion_positions(graph: Graph) -> Graph:
 
 
 def differences(templates: Templates, name: str) -> dict[str, float]:
-    """Of every sampler's latents from the native run's, relative to those. Raises AssertionError where one does not
-    run."""
+    """How far the latents of every sampler are from the native run's, relative to those. Raises AssertionError where
+    one does not run."""
     graph = comparable(templates.graph(name))
     own = observed(with_motion_positions(with_our_sampler(graph)), "own")
     for run, given in (("native", observed(graph, "native")), ("own", with_defaults(own, templates.info))):

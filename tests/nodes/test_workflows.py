@@ -298,7 +298,7 @@ def test_the_template_browser_shows_them(comfy: ComfyUI) -> None:
 
 @pytest.mark.comfy
 def test_the_python_of_the_page_on_headless_use(comfy: ComfyUI, tmp_path: Path) -> None:
-    """As it stands there, with a Python that has what ComfyUI's has."""
+    """The page's program runs unchanged, in ComfyUI's Python."""
     [source] = re.findall(r"```python\n(.*?)```", HEADLESS, re.DOTALL)
     (tmp_path / "generate.py").write_text(source, encoding="utf-8")
     caption = "a purple cross moving left on a white background"

@@ -59,7 +59,7 @@ def poison() -> None:
 
 
 def attention(kernel, tiles, rule: Rule, q, k, v, *, pooled: bool, slope: bool = False) -> torch.Tensor:
-    """As a block runs it, in the precision of the kernel."""
+    """The attention that a block runs, in the precision of the kernel."""
     call = AttentionCall(0, SparseForward(kernel, [], tiles, [rule], pooled=pooled, slope=slope))
     if not kernel.fp8:
         return SparseAttention()(q, k, v, call)
@@ -241,7 +241,7 @@ def test_a_forward_is_close_to_dense(precision, backend, compile):
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("keep", [0.06, 0.4])
 def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
-    """As a rank of a ring does: its rows over the blocks of all ranks' keys, of some of which they read nothing."""
+    """What a rank of a ring does: its rows over the blocks of all ranks' keys, some of which they do not read."""
     if not kernel.counts:
         pytest.skip("a ring has no such kernel")
     tokens, tiles = 4340, make_tiles((7, 20, 31), 128, CUDA)

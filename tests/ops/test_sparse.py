@@ -367,7 +367,7 @@ def test_what_was_chosen_is_read_part_by_part(run: Run) -> None:
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_the_log_sum_exp_is_of_all_that_is_attended_to(pooled: bool) -> None:
-    """Of the blocks that are read, and of the means of the others, each as often as it has keys: keys that are attended
+    """The blocks that are read count, and the means of the others, each weighted by its keys: keys that are attended
     to elsewhere are merged by it."""
     generator = torch.Generator().manual_seed(3)
     grid, block = (2, 5, 7), 16

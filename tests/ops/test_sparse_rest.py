@@ -148,7 +148,7 @@ def test_slopes_of_fp8_in_whole_blocks_and_by_pieces_are_those_of_plain_numbers(
 
 
 def test_the_expected_error_is_found_where_values_and_scores_scatter() -> None:
-    """Of blocks of the same mass: one with constant keys is replaced exactly, one with constant values nearly so."""
+    """Two blocks have the same mass: one with constant keys is replaced exactly, one with constant values nearly so."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 64, 1, 16, generator=generator)
     q = q.mean(1, keepdim=True).expand_as(q) + 3 * q[:, :1]

@@ -102,7 +102,7 @@ def test_families_equal_one_rank(ranks, mesh, name):
     motion=st.booleans(),
 )
 def test_any_grid_equals_one_rank(ranks, mesh, name, grid, motion):
-    """Of S2V groups of modulation whose lengths share a large divisor, or none."""
+    """Groups of S2V's modulation whose lengths share a large divisor, or none."""
     if name == "s2v":
         grid = (1, grid[1], grid[2] + 3, grid[3] + 3)
     for error, counts in ranks.ask("family_forward", mesh=mesh, name=name, grid=grid, motion=motion):
@@ -525,8 +525,9 @@ def test_a_sparse_forward_with_frames_of_their_own_timesteps(ranks, mesh, attent
 @pytest.mark.parametrize("attention", ["math", "math-fp8"])
 @pytest.mark.parametrize("mesh", ["1x1x4", "1x4x1", "1x2x2"])
 def test_what_a_sparse_forward_exchanges_and_chooses(ranks, mesh, attention):
-    """As many bytes as a dense one: no block is filled up before an exchange. Each rank chooses once a layer, for its
-    own heads or rows: none is chosen for twice. A ring also exchanges the means of its blocks, and each row's share."""
+    """A sparse exchange carries as many bytes as a dense one: no block is filled up before an exchange. Each rank
+    chooses once a layer, for its own heads or rows: none is chosen for twice. A ring also exchanges the means of its
+    blocks, and each row's share."""
     grid, layers, heads = (5, 7, 8), 2, 4
     answers = ranks.ask("sparse_counts", mesh=mesh, attention=attention, tokens=grid)
     size, split = answers[0]["block"], Mesh.parse(mesh)

@@ -88,7 +88,7 @@ def in_pixels(frames: np.ndarray) -> Tensor:
 
 
 def to_and_fro(frames: np.ndarray, length: int) -> np.ndarray:
-    """As `inputs_padding` of Wan2.2/wan/animate.py counts."""
+    """The count of `inputs_padding` in Wan2.2/wan/animate.py."""
     found, index, step = [], 0, 1
     while len(found) < length:
         found.append(frames[index])

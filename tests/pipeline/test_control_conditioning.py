@@ -122,7 +122,7 @@ def vace_experts(folder: Path) -> Experts:
 
 
 def test_control_of_the_positive_prompt_alone_is_not_that_of_the_negative_one(tmp_path):
-    """As in ComfyUI: the negative prompt then has nothing that stays, and all to generate, with a strength of 1."""
+    """ComfyUI's rule: the negative prompt then has nothing that stays, and all to generate, with a strength of 1."""
     plan, rows = make_plan(task="vace-14B", steps=2), torch.zeros(1, 5, 24)
     positive = [[rows, {key: value * 2 for key, value in VACE.items()}]]
     found = join(positive, [[rows, {}]], LATENT, vace_experts(tmp_path), plan).conditioning
@@ -135,7 +135,7 @@ def test_control_of_the_positive_prompt_alone_is_not_that_of_the_negative_one(tm
 
 
 def test_strengths_that_change_during_the_run_are_in_the_plan(tmp_path):
-    """As ConditioningSetTimestepRange and ConditioningCombine give them."""
+    """Ranges come as ConditioningSetTimestepRange and ConditioningCombine make them."""
     experts, plan, rows = vace_experts(tmp_path), make_plan(task="vace-14B", steps=10, shift=1.0), torch.zeros(1, 5, 24)
 
     def prompt(*strengths: float) -> list[Any]:

@@ -108,7 +108,7 @@ def test_a_task_of_an_image_needs_no_videos():
 
 
 def windowed(seed: int, start: float, end: float, **extras: Any) -> list[list[Any]]:
-    """As ComfyUI's WanAnimate2ToVideo gives a driving video for a part of the run, all of the same text."""
+    """A driving video for a part of the run, made like ComfyUI's WanAnimate2ToVideo does, all of the same text."""
     [[rows, shared]] = given(seed, **extras)
     undriven = {key: value for key, value in shared.items() if key not in DRIVING}
     parts = [({**shared}, start, end), (undriven, 0.0, start), (undriven, end, 1.0)]

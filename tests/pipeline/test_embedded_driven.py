@@ -133,7 +133,7 @@ def test_a_small_card_makes_the_same_latents(
 
 
 def test_committed_results_reach_their_targets() -> None:
-    """Of 200 held-out pairs look and motion are right in 90 %, and nothing that saves time costs more than a standard
+    """Look and motion are right in 90 % of 200 held-out pairs, and nothing that saves time costs more than a standard
     error of either."""
     of = {name: json.loads(sorted(RESULTS.glob(f"driven-{name}-*.json"))[-1].read_text()) for name in ("fp32", "fp8")}
     full = next(row for row in of["fp32"]["rows"] if row["name"] == "full")

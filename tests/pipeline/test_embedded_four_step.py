@@ -45,7 +45,7 @@ def test_four_steps_keep_captions_true_on_a_gpu(precision: str, mode: str) -> No
 
 
 def captions_true(pipe: Pipeline) -> int:
-    """Of the sample, with the seeds of the committed comparison."""
+    """How many captions of the sample come true, with the seeds of the committed comparison."""
     right = 0
     for number, scene in SAMPLE:
         request = Request(prompt=scene.caption, preset="4-step", seed=10_000 + number)

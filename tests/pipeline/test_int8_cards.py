@@ -129,7 +129,7 @@ def test_a_pair_with_loras_under_24_16_and_12_gib(monkeypatch, resolved, precisi
 
 
 def test_what_has_to_be_encoded_does_not_stay_in_its_file(resolved) -> None:
-    """Of another rotation, or with matrices in bf16, `int8` makes other numbers."""
+    """From another rotation, or from matrices in bf16, `int8` makes other numbers."""
     plain = expert_of(I2V_A14B, {"format": "int8_tensorwise"})
     for expert in (plain, expert_of(I2V_A14B, kept=1)):
         held = resolved(expert, "int8")
@@ -211,7 +211,7 @@ def test_blocks_that_are_kept_are_decoded_into_host_memory(tmp_path: Path, preci
 
 
 def load(part: PartToLoad, wanted: list[Wanted], how: Reading) -> WanModel:
-    """As `load_models` does. Where it stays in its file, nothing may go by the device that encodes; one that packs
+    """Load like `load_models`. Where it stays in its file, the encoding device may not matter; a packing format
     asks that device what it multiplies."""
     assert part.quantization is not None and part.stays_in_file
     if how.stays and part.quantization.kind is Int8Linear and not (wanted and part.lora_mode == "merge"):

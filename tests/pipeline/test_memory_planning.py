@@ -57,7 +57,7 @@ def room(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_attention_in_parts_is_in_the_plan() -> None:
-    """As measured: a clip of Animate-2 at 832x480, 81 frames, in FP8 took 29.23 GiB beside its weights."""
+    """Measured: a clip of Animate-2 at 832x480, 81 frames, in FP8 took 29.23 GiB beside its weights."""
     found = find_models(LoadOptions(model="random:animate2-14B-distilled"))
     workload = Workload((1, 16, 22, 60, 104), make_plan(steps=10, guidance_high=1, guidance_low=1), batched=False)
     per_token = factor(found.dit, itemsize=2, device="cuda", compile="off", precision="fp8")

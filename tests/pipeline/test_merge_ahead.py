@@ -86,7 +86,7 @@ def test_every_change_travels_once(sizes, batch, most):
 
 @pytest.mark.parametrize("batch", [16, 400, 1 << 20])
 def test_bytes_arrive_through_bounded_pinned_memory(batch, monkeypatch):
-    """As for a GPU, whose streams and memory are stood in for: whatever the shape, the strides and the dtype."""
+    """The path to a GPU with stand-ins for its streams and memory, for any shape, strides and dtype."""
     torch.manual_seed(0)
     factors = [
         torch.randn(5, 3).T, torch.randn(7, 3).bfloat16(), torch.randn(40, 8)[:, 2:5], torch.randn(()),

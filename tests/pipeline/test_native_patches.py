@@ -25,7 +25,7 @@ MODULES = ("blocks.0.self_attn.q", "blocks.0.ffn.0", "blocks.1.self_attn.q", "bl
 
 
 class Adapter:
-    """As ComfyUI's: those of one file share `loaded_keys`."""
+    """ComfyUI's adapter: those of one file share `loaded_keys`."""
 
     def __init__(self, name: str, weights: tuple[Any, ...], loaded_keys: set[str]) -> None:
         self.name, self.weights, self.loaded_keys = name, weights, loaded_keys

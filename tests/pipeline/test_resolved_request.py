@@ -23,7 +23,7 @@ MODELS = {"t2v-A14B": (VAE_21, 16), "i2v-A14B": (VAE_21, 16), "ti2v-5B": (VAE_22
 
 
 def fits(task: Task, vae: VAEConfig, size: tuple[int, int], picture: tuple[int, int], multiple: int) -> None:
-    """Of about the task's area and the picture's aspect, as far as multiples allow."""
+    """The size has about the task's area and the picture's aspect, as far as multiples allow."""
     width, height = size
     assert width % multiple == height % multiple == 0
     scale = (task.width * task.height / (picture[0] * picture[1])) ** 0.5

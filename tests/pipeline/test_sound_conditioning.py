@@ -39,7 +39,7 @@ def plan_of(guidance: float = 2.0) -> Plan:
 
 
 def given(seed: int, **extras: Any) -> list[list[Any]]:
-    """As ComfyUI's nodes give it: lists of their own in both prompts, and zeros for the negative one to hear."""
+    """ComfyUI's conditioning: each prompt has its own lists, and the negative one hears zeros."""
     own = {
         "audio_embed": AUDIO if seed == 1 else AUDIO * 0,
         "reference_latents": [torch.zeros(1, 16, 1, 2, 2), REFERENCE],
@@ -71,7 +71,7 @@ def test_what_is_not_given_is_left_out(experts):
 
 
 def test_comfyui_positions_are_asked_for_by_name(experts):
-    """Of the prompt alone, as WanCore Motion Positions gives it."""
+    """Only the prompt carries the name, which WanCore Motion Positions sets."""
     for asked in (True, False):
         found = join(given(1, **{COMFYUI_POSITIONS: asked}), given(2), LATENT, experts, plan_of()).conditioning
         assert found.inputs.get("comfyui_positions", False) is asked

@@ -94,7 +94,7 @@ def test_branches_together_equal_one_after_the_other(name):
 
 
 def test_two_experts_each_prepare_their_own(name):
-    """As the experts of A14B do: neither sees what the other made of the control."""
+    """Neither expert of A14B sees what the other made of the control."""
     experts = {"high": made(name), "low": made(name, 7)}
     plan = make_plan(task="t2v-A14B", steps=4, guidance_high=2.0, guidance_low=2.0)
     assert len(plan.phases) == 2

@@ -143,7 +143,7 @@ def test_sparse_attention_reads_less(family):
 
 @pytest.mark.parametrize("layout", ["comfyui", "official"])
 def test_int8_files_run_as_they_are_stored(family, layout, tmp_path):
-    """As the official templates name them: rotated INT8 matrices, in memory and in products."""
+    """Files of the official templates: rotated INT8 matrices, in memory and in products."""
     config = replace(CONFIGS[family], dim=64, ffn_dim=64, num_layers=5)
     weights, state = draw_weights(config), {}
     level = "block." if (family, layout) == ("animate2", "official") else ""

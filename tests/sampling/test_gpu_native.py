@@ -61,7 +61,7 @@ def test_sparse_with_other_tokens(kernel: str, front: int, behind: int) -> None:
 
 
 def lost_by_frames(sparsity: float, slope: bool = False) -> list[float]:
-    """As Animate-2: the first frame to the video, the second to a pose frame as well; each one's error."""
+    """Attention of Animate-2: the first frame to the video, the second to a pose frame as well; each one's error."""
     run = NativeRun(SchedulePart(0, 1, 1), (sparsity,))
     forward = NativeForward(run, GRID, by_frames=True)
     attend = NativeAttention("auto", SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, slope=slope))

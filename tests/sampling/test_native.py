@@ -121,7 +121,7 @@ def test_what_chose_comfyuis_kernel_gets_what_is_left() -> None:
 
 
 class Box:
-    """As ComfyUI's AttentionTensorContainer."""
+    """Stand-in for ComfyUI's AttentionTensorContainer."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -229,7 +229,7 @@ def test_reading_nearly_all_blocks_is_dense_attention(grid: Any, front: int, beh
 def by_frames(
     sparsity: float, of: NativeForward, given: list[torch.Tensor], poses: list[torch.Tensor], **finer: Any
 ) -> torch.Tensor:
-    """As Animate-2 attends: every frame to all tokens, and but the first to a frame of the pose's keys and values."""
+    """Attention of Animate-2: every frame to all tokens, and but the first to a frame of the pose's keys and values."""
     sparse = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, **finer)
     attend, (q, k, v), frame = NativeAttention("auto", sparse), given, of.frame
     found = []

@@ -90,7 +90,7 @@ def test_two_samplers_share_the_plan_of_one_run(policy: SkipOptions, split: int)
 
 
 def test_who_runs_the_steps() -> None:
-    """Of two experts, from the part alone; where one model runs everything, by the task's boundary."""
+    """The part alone says which of two experts runs; where one model runs everything, by the task's boundary."""
     sigmas, _ = euler_schedule(20, 8.0)
     parts = {(0, 20): 11, (0, 8): 8, (8, 20): 8, (14, 20): 14, (2, 9): 11, (12, 17): 11}
     for (begin, end), high in parts.items():

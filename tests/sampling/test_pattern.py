@@ -49,7 +49,7 @@ def test_one_transformer_uses_both_patterns_in_a_row():
 @settings(max_examples=200, deadline=None)
 @given(MARKS, MARKS, st.sampled_from([0, 1, 1.5, 2]), st.integers(10, 60), st.integers(1, 4), st.floats(0, 0.5))
 def test_every_plan_holds_what_it_uses(high, low, order, steps, every, least):
-    """Of any pattern, number of steps and guidance schedule: a program exists for both branches, orders included."""
+    """Any pattern, number of steps and guidance schedule has a program for both branches, orders included."""
     guidance = GuidanceOptions(low=least, every=every)
     options = SkipOptions(pattern=PatternOptions(high=high, low=low, order=order), guidance=guidance)
     plan = leave_out(make_plan(steps=steps), options, None)

@@ -141,7 +141,7 @@ def test_first_steps_read_more(options: SparseOptions, steps: int) -> None:
 
 
 def test_the_estimate_counts_what_is_read() -> None:
-    """As measured on an H200 at 720p: attention is 72 % of the work, half of the keys a forward at about 2/3."""
+    """Measured on an H200 at 720p: attention is 72 % of the work, half of the keys a forward at about 2/3."""
     assert attention_share(A14B, 75600) == pytest.approx(0.72, abs=0.01)
     assert step_cost(0.0, 0.72) == 1.0
     share = attention_share(A14B, 75600)

@@ -67,7 +67,7 @@ def test_two_runs_in_a_row_are_one_run_bit_for_bit(solver, steps, data):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_through_latents_alone_solvers_of_single_steps_go_on_but_for_rounding(solver):
-    """As when the latents were saved to a file: x / (1 - sigma), as ComfyUI's samplers leave them. Solvers of several
+    """Latents saved to a file are x / (1 - sigma), as ComfyUI's samplers leave them. Solvers of several
     steps begin anew, which is another result."""
     whole, _ = sample(part(solver), Start(shape=SHAPE, seed=3))
     first, left = sample(part(solver, end=3, leftover=True), Start(shape=SHAPE, seed=3))
@@ -237,7 +237,7 @@ def test_solvers_that_do_not_fit_a_cache_are_refused_by_name(solver):
     drawn=st.lists(st.integers(1, 4), max_size=2),
 )
 def test_noise_of_a_step_comes_from_the_seed_after_the_run_s(seed, bounds, drawn):
-    """As ComfyUI draws it, of each step of the whole schedule one after the other, and after earlier clips' steps."""
+    """ComfyUI draws the noise of each step of the whole schedule in turn, after the steps of earlier clips."""
     assume(bounds[0] < bounds[1])
     plan, steps = part("lcm", 6, start=bounds[0], end=bounds[1], leftover=True), []
     earlier = tuple((1, 16, frames, 2, 2) for frames in drawn)

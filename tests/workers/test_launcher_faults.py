@@ -271,7 +271,7 @@ def test_a_rank_killed_between_prompts_costs_no_prompt(workers: Workers) -> None
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stops(workers: Workers, rank: int) -> None:
-    """As on a machine that hangs. A stopped process reacts to no signal but SIGKILL."""
+    """A stopped rank is what a machine that hangs looks like. A stopped process reacts to no signal but SIGKILL."""
     pids = ranks(workers)
 
     def stop() -> None:
@@ -451,7 +451,7 @@ def test_the_ranks_end_with_a_killed_supervisor(workers: Workers) -> None:
 
 
 def test_workers_that_are_dropped_end() -> None:
-    """As by a node that is removed from its graph."""
+    """Workers end without a call, for example when a node is removed from its graph."""
     dropped = Workers(WorkerOptions(devices=("cpu",), **TIMEOUTS))
     with forking(ranks=1):
         dropped.call("ping")
