@@ -19,7 +19,16 @@ from torch import Tensor
 
 from wan_core.config import LoadOptions, OptionError, WindowOptions
 from wan_core.execution.memory.owner import RunOwner
-from wan_core.execution.memory.planning import TEXT, Beside, MemoryPlan, Sizes, plan_memory, vae_bytes
+from wan_core.execution.memory.planning import (
+    TEXT,
+    Beside,
+    MemoryPlan,
+    Placed,
+    Sizes,
+    plan_again,
+    plan_memory,
+    vae_bytes,
+)
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.media.preview import RGBMap
@@ -36,7 +45,7 @@ from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host
 from wan_core.pipeline.images import Made, Pieces, collect_images, decode_to, encode_images, encode_video, images_shape
 from wan_core.pipeline.loras import Wanted, lora_bytes
-from wan_core.pipeline.memory_planning import Workload, beside_attached, beside_workload
+from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.build import ModelFacts
@@ -176,18 +185,15 @@ class ModelSocket:
         loras = lora_bytes(one for name in attached for one in self.loras.get(name, ()))
         settings = self.settings
         beside = beside_workload(settings.found, workload, settings.per_token(), settings.dtype.itemsize)
-        beside = replace(beside_attached(beside, loras), text=0, decode=0, image=0, sound=0)
+        beside = replace(beside, denoise=beside.denoise + loras)
         sizes = Sizes(units=units, experts=1, text_encoder=0, vae=0)
         free = host_room()
         host_memory = None if free is None else free + self._waiting()
-        before = held.resident_blocks if self.options.residency in ("auto", "stream") else None
-        if before is not None:
-            same = plan_memory(sizes, beside, room, "stream", before, True, host_memory, held.kept_form)
-            if same.denoise <= room and same.exact:
-                return same
         asked = self.options.residency  # where no blocks stream, weights are on the device alone
-        mode = "auto" if asked == "auto" else "stream" if asked == "stream" else "resident"
-        return plan_memory(sizes, beside, room, mode, None, True, host_memory, held.kept_form)
+        mode = asked if asked in ("auto", "stream") else "resident"
+        blocks = None if mode == "resident" else held.resident_blocks
+        placed = None if blocks is None else Placed(policy="stream", resident_blocks=blocks)
+        return plan_again(sizes, beside, room, placed, mode, None, host_memory, held.kept_form)
 
     def relieve(self, expert: Expert, workload: Workload) -> str | None:
         """After out of memory: everyone else leaves, and half of the blocks that stayed stream. In words; None where no

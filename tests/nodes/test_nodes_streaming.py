@@ -164,6 +164,30 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
     assert here.staying_blocks == planned.resident_blocks < found.dit.num_layers
 
 
+@pytest.mark.parametrize(("share", "stays"), [(0.25, True), (0.75, False)])
+def test_blocks_that_stream_stay_while_half_of_the_reserve_is_left(
+    nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, share: float, stays: bool
+) -> None:
+    """Under ComfyUI's memory manager as under the engine's own. share: of the reserve, which the steps take."""
+    options = LoadOptions(model="random:t2v-A14B", precision="bf16")
+    found = find_models(options)
+    experts = Experts(found.task, found.of["high"], found.of.get("low"), found.vae)
+    settings = resolve_settings(experts, options, CPU)
+    held = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
+    model = nodes.sockets.ModelSocket(options, settings, held, None)
+    workload, blocks = Workload((1, 16, 21, 60, 104), make_plan(steps=4), False), 20
+    now = Residency(CPU, "stream", resident_blocks=blocks, room=1)
+    for one in held.values():
+        one.resident_blocks = blocks
+    taken = model.plan(workload).beside["high"] + stage_bytes(settings.parts["high"].units, blocks)
+    room = (taken + (1 - share) * RESERVE[0]) / (1 - (1 - share) * RESERVE[1])
+    monkeypatch.setattr(memory_planning, "device_room", lambda *_: int(room))
+    monkeypatch.setattr(nodes.sockets.host, "room", lambda: int(room))
+    ours, here = MemoryPlanner(settings, options).plan(workload, now), model.plan(workload)
+    assert ours.staying_blocks == here.staying_blocks
+    assert (here.staying_blocks == blocks) == stays
+
+
 def test_nodes_tell_the_model_how_the_plan_keeps_what_it_prepares(
     nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,13 @@ from wan_core.config import LoadOptions, OptionError, SparseOptions
 from wan_core.execution.memory.planning import (
     Beside,
     MemoryPlan,
+    Placed,
     Sizes,
     beside_weights,
     cap_memory,
     device_room,
     outside_bytes,
-    plan_memory,
+    plan_again,
 )
 from wan_core.execution.memory.residency import Policy, Residency
 from wan_core.execution.memory.streaming import stage_bytes
@@ -75,14 +76,13 @@ class MemoryPlanner:
         available = device_room(settings.device, options.memory_limit)
         waiting = 0 if held is None else held.weights_in_host_memory()
         host, kept = host_room(options.host_memory_limit, waiting), None if held is None else held.kept_form
+        placed = None
         if held is not None:
             available += held.weights_on_device()
             blocks = held.resident_blocks if held.policy == "stream" else None
-            same = plan_memory(sizes, beside, available, held.policy, blocks, held.room is not None, host, kept)
-            if same.denoises and same.exact:
-                return same
+            placed = Placed(policy=held.policy, resident_blocks=blocks, together=held.room is not None)
         mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
-        return plan_memory(sizes, beside, available, mode, options.resident_blocks, host=host, kept=kept)
+        return plan_again(sizes, beside, available, placed, mode, options.resident_blocks, host, kept)
 
 
 def make_planner(settings: ModelSettings, options: LoadOptions, layers: range | None = None) -> MemoryPlanner | None:

@@ -221,6 +221,36 @@ def plan_memory(
     return min(plans, key=lambda plan: (max(0, plan.denoise - plan.room), plan.host))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where an earlier plan has put weights that are loaded. together: as of `plan_memory`."""
+
+    policy: Policy
+    resident_blocks: int | None  # where blocks stream
+    together: bool = True
+
+
+def plan_again(
+    sizes: Sizes,
+    beside: Beside,
+    available: int,
+    placed: Placed | None,
+    mode: Literal["auto", "resident", "swap", "stream"] = "auto",
+    resident_blocks: int | None = None,
+    host: int | None = None,
+    kept: PreparedForm | None = None,
+) -> MemoryPlan:
+    """The memory plan of the next run: weights stay where they are `placed` while the steps fit, half of the reserve
+    counted in, and numbers do not change. Otherwise, and where nothing is loaded (None), the one that `plan_memory`
+    makes with the other arguments."""
+    if placed is not None:
+        blocks, together = placed.resident_blocks, placed.together
+        same = plan_memory(sizes, beside, available, placed.policy, blocks, together, host, kept)
+        if same.denoises and same.exact:
+            return same
+    return plan_memory(sizes, beside, available, mode, resident_blocks, host=host, kept=kept)
+
+
 def _plan_form(
     sizes: Sizes,
     activations: Beside,
