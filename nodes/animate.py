@@ -11,8 +11,7 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.wan.families.animate import ANIMATE
-from wan_core.models.wan.families.animate.data import ANIMATE_14B
+from wan_core.models.wan.families.animate import ANIMATE, ANIMATE_14B
 from wan_core.models.wan.families.animate.inputs import comfy_extras
 from wan_core.models.wan.families.animate2 import ANIMATE2
 from wan_core.models.wan.families.clips import Clip, check_clips

@@ -13,7 +13,7 @@ from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.fun.camera import MOTIONS, camera_rays, pose_count, read_camera
 from wan_core.models.wan.families.media import images_covering, references_of, video_to_pixels
-from wan_core.models.wan.families.vace.data import STRENGTH
+from wan_core.models.wan.families.vace import STRENGTH
 from wan_core.models.wan.families.vace.inputs import comfy_extras
 from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.texts import TextRange, shared_range

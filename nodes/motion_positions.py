@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from wan_core.models.wan.families.s2v.data import COMFYUI_POSITIONS
+from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
 
 from .schema import schema
 from .sockets import CONDITIONING

@@ -14,8 +14,7 @@ from wan_core.models.audio.wav2vec2 import SAMPLE_RATE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.media import video_to_pixels
-from wan_core.models.wan.families.s2v import S2V
-from wan_core.models.wan.families.s2v.data import LEAST_SIDE, LONGER, MOTION_PIXELS
+from wan_core.models.wan.families.s2v import LEAST_SIDE, LONGER, MOTION_PIXELS, S2V
 from wan_core.models.wan.families.s2v.inputs import VIDEO_RATE, comfy_extras, features_until, frames_of, motion_frames
 from wan_core.sampling.conditioning import empty_latents
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.animate.data import AnimateConfig
-from wan_core.models.wan.families.animate2.data import Animate2Config
+from wan_core.models.wan.families.animate import AnimateConfig
+from wan_core.models.wan.families.animate2 import Animate2Config
 
 DATA = Path(__file__).parent / "models" / "data"
 Grid = tuple[int, int, int, int]  # batch, latent frames, rows and columns of tokens

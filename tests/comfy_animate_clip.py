@@ -19,8 +19,8 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 # ruff: noqa: E402
 from tests.animate_references import draw_weights
 from wan_core.checkpoint import load_vae
-from wan_core.models.wan.families.animate.data import AnimateConfig
-from wan_core.models.wan.families.animate2.data import Animate2Config
+from wan_core.models.wan.families.animate import AnimateConfig
+from wan_core.models.wan.families.animate2 import Animate2Config
 from wan_core.pipeline.images import encode_images
 from wan_core.sampling.plan import Plan, make_plan
 

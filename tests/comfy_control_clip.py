@@ -19,8 +19,8 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 from tests.animate_references import draw_weights
 from tests.comfy_animate_clip import EmbeddedVAE, drawn, plain
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.fun.data import FunCameraConfig, FunControlConfig
-from wan_core.models.wan.families.vace.data import VaceConfig
+from wan_core.models.wan.families.fun import FunCameraConfig, FunControlConfig
+from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.sampling.plan import Plan, make_plan
 
 WIDTH, HEIGHT, LENGTH, SEED = 48, 32, 9, 5

@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 # ruff: noqa: E402
 from tests.animate_references import draw_weights
 from tests.comfy_animate_clip import EmbeddedVAE, drawn
-from wan_core.models.wan.families.s2v.data import S2VConfig
+from wan_core.models.wan.families.s2v import S2VConfig
 from wan_core.sampling.plan import Plan, make_plan
 
 WIDTH, HEIGHT, LENGTH, SEED = 80, 64, 9, 5

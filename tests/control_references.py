@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tests.animate_references import DATA, Grid, draw_weights, packages, sdpa
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.fun.data import FunCameraConfig, FunControlConfig
-from wan_core.models.wan.families.vace.data import VaceConfig
+from wan_core.models.wan.families.fun import FunCameraConfig, FunControlConfig
+from wan_core.models.wan.families.vace import VaceConfig
 
 GRIDS: tuple[Grid, ...] = ((1, 2, 2, 2), (2, 4, 1, 3), (1, 3, 3, 2))
 SMALL: dict[str, Any] = {

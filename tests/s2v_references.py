@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.animate_references import DATA, Grid, draw_weights, packages, sdpa
-from wan_core.models.wan.families.s2v.data import INJECT_AFTER, S2VConfig
+from wan_core.models.wan.families.s2v import INJECT_AFTER, S2VConfig
 
 S2V = S2VConfig(
     in_channels=16, out_channels=16, dim=48, ffn_dim=64, num_heads=2, num_layers=5, text_dim=24, freq_dim=32,

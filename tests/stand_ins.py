@@ -29,11 +29,11 @@ from wan_core.checkpoint.random import random_module
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import WAN22_MEAN, WAN22_STD, VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.animate.data import AnimateConfig
-from wan_core.models.wan.families.animate2.data import Animate2Config
-from wan_core.models.wan.families.fun.data import FunCameraConfig, FunControlConfig
-from wan_core.models.wan.families.s2v.data import S2VConfig
-from wan_core.models.wan.families.vace.data import VaceConfig
+from wan_core.models.wan.families.animate import AnimateConfig
+from wan_core.models.wan.families.animate2 import Animate2Config
+from wan_core.models.wan.families.fun import FunCameraConfig, FunControlConfig
+from wan_core.models.wan.families.s2v import S2VConfig
+from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.formats import FP8, quantize_reference
 from wan_core.pipeline.sources import TINY

@@ -14,7 +14,7 @@ from tests.family_models import distance, load_tiny, run
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import detect
 from wan_core.models.wan.families import FAMILIES
-from wan_core.models.wan.families.animate.data import AnimateConfig, diffusers_names
+from wan_core.models.wan.families.animate import AnimateConfig, diffusers_names
 
 GRIDS = [(1, 2, 1, 2), (2, 3, 2, 1), (1, 5, 2, 2)]
 

@@ -16,11 +16,17 @@ from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.save import save
 from wan_core.config import OptionError, PlanNumbers
 from wan_core.execution.optimize import optimize
-from wan_core.models.wan.families import choose_task
-from wan_core.models.wan.families.animate2 import attention, kept
+from wan_core.models.wan.families import choose_task, family_of
+from wan_core.models.wan.families.animate2 import (
+    ANIMATE2_14B,
+    FORMS,
+    Animate2Config,
+    Form,
+    attention,
+    kept,
+)
 from wan_core.models.wan.families.animate2 import model as animate2_model
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, spans
-from wan_core.models.wan.families.animate2.data import ANIMATE2_14B, FORMS, Animate2Config, Form, prepared_forms
 from wan_core.models.wan.families.animate2.kept import HostLayers, Packed, choose_form, pack
 from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.families.family import Clues
@@ -291,7 +297,10 @@ def test_the_first_form_that_fits_is_taken(
     them, or what the plan says: here 1."""
     monkeypatch.setattr(kept, "free_on", lambda _: device * GIB)
     monkeypatch.setattr(kept, "available_bytes", lambda: None if host is None else (host + 4) * GIB)
-    forms = [one._replace(activations=GIB) for one in prepared_forms(ANIMATE2_14B, (1, 16, 22, 90, 160), 2)]
+    forms = [
+        one._replace(activations=GIB)
+        for one in family_of(ANIMATE2_14B).prepared_forms(ANIMATE2_14B, (1, 16, 22, 90, 160), 2)
+    ]
     assert [round(one.device / GIB, 1) for one in forms] == [57.7, 2.9, 29.7, 1.5]
     chosen = next((one for one in forms if one.form == planned), None)
     assert choose_form(forms, chosen, 79200, 5120, CUDA) == form

@@ -19,14 +19,14 @@ from wan_core.checkpoint.lora.names import Finder
 from wan_core.config import OptionError
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.family import Clues
-from wan_core.models.wan.families.fun.data import (
+from wan_core.models.wan.families.fun import (
     CAMERA_1_3B,
     CAMERA_14B,
     CAMERA_A14B,
     CONTROL_14B,
     CONTROL_A14B,
 )
-from wan_core.models.wan.families.vace.data import VACE_1_3B, VACE_14B, VaceConfig
+from wan_core.models.wan.families.vace import VACE_1_3B, VACE_14B, VaceConfig
 
 # --------------------------------------------------------------------------------------------------------------- parity
 

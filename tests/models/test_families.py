@@ -29,10 +29,10 @@ from tests.family_models import (
 from tests.int8_files import FORMATS, HOLD, described, encoded
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import detect, expected_shapes
-from wan_core.models.wan.families.animate.data import ANIMATE_14B, CONVS
-from wan_core.models.wan.families.fun.data import CAMERA_A14B, CONTROL_A14B
-from wan_core.models.wan.families.s2v.data import S2V_14B
-from wan_core.models.wan.families.vace.data import VACE_14B
+from wan_core.models.wan.families.animate import ANIMATE_14B, CONVS
+from wan_core.models.wan.families.fun import CAMERA_A14B, CONTROL_A14B
+from wan_core.models.wan.families.s2v import S2V_14B
+from wan_core.models.wan.families.vace import VACE_14B
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.integer_weights import decode
 from wan_core.ops.quant.packed import PackedLinear

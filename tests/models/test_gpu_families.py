@@ -17,8 +17,8 @@ from wan_core.config import SparseOptions
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.animate2 import Animate2Config, Form
 from wan_core.models.wan.families.animate2 import model as animate2_model
-from wan_core.models.wan.families.animate2.data import Animate2Config, Form
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.registry import resolve_attention

@@ -21,7 +21,7 @@ from wan_core.execution.memory.planning import (
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.wan.families.animate2.data import ANIMATE2_14B, FORMS, Form
+from wan_core.models.wan.families.animate2 import ANIMATE2_14B, FORMS, Form
 from wan_core.ops.attention.registry import resolve_attention
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from tests.animate_references import DATA, draw_weights
 from tests.family_models import distance, load_tiny, run
 from tests.s2v_references import GRIDS, MOTION, S2V, draw_inputs, steady
 from wan_core.checkpoint import CheckpointError
-from wan_core.models.wan.families.s2v.data import extra_tokens
+from wan_core.models.wan.families.s2v import extra_tokens
 from wan_core.models.wan.families.s2v.model import groups
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place

@@ -15,7 +15,7 @@ from tests.comfyui import find_comfyui, python_of
 from tests.denoised import denoise
 from wan_core.checkpoint import load_dit
 from wan_core.models.vae.statistics import denormalise
-from wan_core.models.wan.families.s2v.data import COMFYUI_POSITIONS
+from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import draw_noise

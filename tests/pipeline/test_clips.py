@@ -23,9 +23,9 @@ from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_video, video_facts
 from wan_core.models.wan.families import FAMILIES
-from wan_core.models.wan.families.animate.data import AnimateConfig
+from wan_core.models.wan.families.animate import AnimateConfig
 from wan_core.models.wan.families.animate.inputs import comfy_extras
-from wan_core.models.wan.families.animate2.data import Animate2Config
+from wan_core.models.wan.families.animate2 import Animate2Config
 from wan_core.models.wan.families.clips import bounced, cut_clips
 from wan_core.pipeline.kept_clips import remove_kept
 from wan_core.pipeline.pipeline import Pipeline

@@ -23,8 +23,8 @@ from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_metadata, read_video
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
-from wan_core.models.wan.families.fun.data import FunCameraConfig, FunControlConfig
-from wan_core.models.wan.families.vace.data import VaceConfig
+from wan_core.models.wan.families.fun import FunCameraConfig, FunControlConfig
+from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.models.wan.families.vace.inputs import control_of_media
 from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.pipeline import Pipeline

@@ -21,7 +21,8 @@ from wan_core.config import (
     TaylorSeerOptions,
     WindowOptions,
 )
-from wan_core.models.wan.families.animate2.data import ANIMATE2_14B, driving_costs
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.animate2 import ANIMATE2_14B
 from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.watch import Watch
@@ -79,7 +80,7 @@ def test_the_embedded_model_runs_what_its_plan_says(changed: dict[str, Any]) -> 
 def test_the_estimate_counts_the_pass_and_what_does_not_read_the_video() -> None:
     """At 720p the driving video has 21 frames of 22, and no reader: a little less than a forward."""
     latents = 22, 90, 160
-    over, undriven = driving_costs(ANIMATE2_14B, latents)
+    over, undriven = family_of(ANIMATE2_14B).driving_costs(ANIMATE2_14B, latents)
     assert 0.85 < over < 21 / 22 and over < undriven < 1
     options = build_parser().parse_args(["plan", "--task", "animate2-14B-distilled"])
     video = asked_plan(options, [])

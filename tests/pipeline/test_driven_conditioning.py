@@ -15,7 +15,7 @@ from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
 from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.vae.statistics import normalise
-from wan_core.models.wan.families.animate2.data import ANIMATE2_14B, DISTILLED_LOG_SCALE
+from wan_core.models.wan.families.animate2 import ANIMATE2_14B, DISTILLED_LOG_SCALE
 from wan_core.models.wan.tasks import find_task, image_task
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts

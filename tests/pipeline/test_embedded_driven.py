@@ -22,7 +22,7 @@ from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import GIB
 from wan_core.media.mp4 import Encoder, write_mp4
 from wan_core.media.video import read_video
-from wan_core.models.wan.families.animate2.data import Form
+from wan_core.models.wan.families.animate2 import Form
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline import memory_planning

@@ -30,7 +30,7 @@ from wan_core.execution.memory.residency import KEPT_FREE, Residency
 from wan_core.models.text.umt5 import UMT5_XXL
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import I2V_A14B, DiTConfig
-from wan_core.models.wan.families.vace.data import with_vace
+from wan_core.models.wan.families.vace import with_vace
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import find_task

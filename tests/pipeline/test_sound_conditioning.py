@@ -13,7 +13,7 @@ from tests.s2v_references import S2V
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.vae.statistics import normalise
-from wan_core.models.wan.families.s2v.data import COMFYUI_POSITIONS
+from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
 from wan_core.models.wan.tasks import find_task
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts

@@ -20,9 +20,9 @@ from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import T2V_A14B, DiTConfig
-from wan_core.models.wan.families.fun.data import CAMERA_A14B, CONTROL_A14B
+from wan_core.models.wan.families.fun import CAMERA_A14B, CONTROL_A14B
 from wan_core.models.wan.families.plain import fields_of
-from wan_core.models.wan.families.vace.data import VACE_14B
+from wan_core.models.wan.families.vace import VACE_14B
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo

@@ -20,8 +20,8 @@ from wan_core.execution.memory.planning import beside_weights
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.wan.families.s2v.data import S2V_14B
-from wan_core.models.wan.families.wan.data import TASKS as WAN_TASKS
+from wan_core.models.wan.families.s2v import S2V_14B
+from wan_core.models.wan.families.wan import TASKS as WAN_TASKS
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.protocol import Attention

@@ -121,6 +121,13 @@ class VideoSize(NamedTuple):
     fps: int
 
 
+class InputReaders(NamedTuple):
+    """The functions of a family that need torch and make its inputs, see the methods of `Family` of these names."""
+
+    read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
+    clip_inputs: Callable[[Task, VideoVAE, Mapping[str, Tensor], Mapping[str, Tensor], Clip], Inputs]
+
+
 def option(field: str) -> str:
     """The option of the command line for a field of a request."""
     return "--" + field.replace("_", "-")
@@ -335,12 +342,15 @@ class Family(ABC):
         return inputs
 
     @abstractmethod
+    def inputs(self) -> InputReaders:
+        """The functions behind `read_conditioning` and `clip_inputs`, imported from the family's `inputs`."""
+
     def read_conditioning(
         self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]
     ) -> Inputs:
         """The fields of `Conditioning` that ComfyUI's CONDITIONING (`extras`) and LATENT give. Raises OptionError."""
+        return self.inputs().read_conditioning(task, vae, extras, latent)
 
-    @abstractmethod
     def clip_inputs(
         self, task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
     ) -> Inputs:
@@ -350,6 +360,7 @@ class Family(ABC):
         the last frames of the clip before, or as many frames before it as `clips.history` says; `audio`, features of
         its sound; `lead`, of `clip_lead`. seen: CLIP features of `pictures_seen`.
         """
+        return self.inputs().clip_inputs(task, vae, seen, media, clip)
 
     def speech_states(self, dit: DiTConfig) -> tuple[int, int] | None:
         """How many states of a speech encoder a transformer takes, and how wide they are; None: it takes no sound."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.models.wan.families.animate.data import AnimateConfig
+from wan_core.models.wan.families.animate import AnimateConfig
 from wan_core.models.wan.layers import RMSNorm
 from wan_core.ops.quant.linear import Linear
 

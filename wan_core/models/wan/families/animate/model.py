@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from wan_core.models.wan.families.animate.data import FACE_EVERY, AnimateConfig
+from wan_core.models.wan.families.animate import FACE_EVERY, AnimateConfig
 from wan_core.models.wan.families.animate.face import FaceEncoder, FaceFuser, MotionEncoder
 from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.model import patch_product

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config.checks import OptionError
-from wan_core.models.wan.families.animate2.data import FORMS, Form
+from wan_core.models.wan.families.animate2 import FORMS, Form
 from wan_core.models.wan.families.animate2.kept import Kept, Layer, kept_layer
 from wan_core.ops.attention.parts import merge, merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring

@@ -16,7 +16,7 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.animate.inputs import reference_and_clip
-from wan_core.models.wan.families.animate2.data import DISTILLED, DISTILLED_LOG_SCALE
+from wan_core.models.wan.families.animate2 import DISTILLED, DISTILLED_LOG_SCALE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
 from wan_core.models.wan.families.wan.inputs import join_image, read_features

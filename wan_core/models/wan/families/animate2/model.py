@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from wan_core.models.wan.families.animate2 import ANIMATE2, FORMS, Animate2Config
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, finite_scale
-from wan_core.models.wan.families.animate2.data import FORMS, Animate2Config, prepared_forms
 from wan_core.models.wan.families.animate2.kept import DeviceLayers, HostLayers, choose_form
 from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.prepared_text import PreparedText
@@ -147,7 +147,8 @@ class Animate2Model(ImageWanModel):
         # One frame later, because the video begins with the reference, and to the right of the video.
         rope = rope_table(grid, self.config.rope_axes, weight.device, start=(1, 0, grid[2]))
         tokens = self.embed_patches(pose, grid)
-        forms = prepared_forms(self.config, (len(pose), 0, pose.shape[2] + 1, *pose.shape[3:]), tokens.element_size())
+        latents = (len(pose), 0, pose.shape[2] + 1, *pose.shape[3:])
+        forms = ANIMATE2.prepared_forms(self.config, latents, tokens.element_size())
         beside = tokens.shape[0] * (tokens.shape[1] + grid[1] * grid[2])
         form = choose_form(forms, self.prepared_form, beside, tokens.shape[2], weight.device)
         if form != FORMS[0]:

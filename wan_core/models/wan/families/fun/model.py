@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.models.wan.families.fun.data import UNSHUFFLED, FunCameraConfig, FunControlConfig
+from wan_core.models.wan.families.fun import UNSHUFFLED, FunCameraConfig, FunControlConfig
 from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText

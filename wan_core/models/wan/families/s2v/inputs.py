@@ -1,4 +1,7 @@
-"""INPUTS"""
+"""What a sound, ComfyUI's CONDITIONING, or the media of a clip, are to the transformer of S2V.
+
+Legend: B batch, T/Y/X latent frames, rows, columns, W/n/C layers, states and width of a speech encoder.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.s2v.data import AUDIO_FRAMES, COMFYUI_POSITIONS, MOTION_PIXELS
+from wan_core.models.wan.families.s2v import AUDIO_FRAMES, COMFYUI_POSITIONS, MOTION_PIXELS
 from wan_core.models.wan.families.s2v.model import LEAST_MOTION
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wan_core.models.wan.families.s2v.data import AUDIO_FRAMES, INJECT_AFTER, S2VConfig
+from wan_core.models.wan.families.s2v import AUDIO_FRAMES, INJECT_AFTER, S2VConfig
 from wan_core.models.wan.families.s2v.tokens import (
     AudioEncoder,
     AudioInjector,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.models.wan.families.s2v.data import AUDIO_FRAMES, MOTION_FRAMES, S2VConfig
+from wan_core.models.wan.families.s2v import AUDIO_FRAMES, MOTION_FRAMES, S2VConfig
 from wan_core.models.wan.layers import CrossAttention
 from wan_core.models.wan.model import patch_product
 from wan_core.models.wan.rope import THETA

@@ -2,52 +2,123 @@
 
 | file | what it holds |
 |---|---|
-| `data` | the numbers of an architecture, the tasks, the names of parameters |
 | `model` | the transformer (torch) |
 | `inputs` | what ComfyUI's CONDITIONING, or the media of a clip, are to the transformer (torch) |
+
+This file imports no torch.
+
+Source: VACE/vace/models/wan/modules/model.py, vace/vace_wan_inference.py; diffusers transformer_wan_vace.py;
+VideoX-Fun/examples/wan2.2_vace_fun.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wan_core.config import Request
 from wan_core.config.checks import OptionError, UserError, check_picture_size
-from wan_core.models.vae.config import VAEConfig
-from wan_core.models.wan.config import DiTConfig
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.config import T2V_1_3B, T2V_A14B, DiTConfig
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import Clip, ClipRules, whole_latents
 from wan_core.models.wan.families.driven import ControlledFamily
-from wan_core.models.wan.families.family import Choice, Clues, Hear, Inputs, Task
+from wan_core.models.wan.families.family import Choice, Clues, Hear, InputReaders, Task
 from wan_core.models.wan.families.plain import Shapes
-from wan_core.models.wan.families.vace.data import (
-    EXPERTS,
-    NAMED_EXPERT,
-    PATCHES,
-    SINGLE,
-    SMALL,
-    STRENGTH,
-    TASKS,
-    VACE_1_3B,
-    VaceConfig,
-    diffusers_modules,
-    diffusers_names,
-    is_picture,
-    official_names,
-    parameter_names,
-    vace_block_count,
-    with_vace,
-)
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from wan_core.media.fit import Pixels
-    from wan_core.models.vae.vae import VideoVAE
     from wan_core.models.wan.families.media import Media
     from wan_core.models.wan.model import WanModel
+
+STRENGTH = "vace_strength"  # in CONDITIONING: of each control video, a list
+
+
+def is_picture(path: str) -> bool:
+    """Whether the mask in a file is a picture, not a video."""
+    return Path(path).suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaceConfig(DiTConfig):
+    """A transformer that also takes a control video.
+
+    vace_every: a VACE block runs with blocks 0, `vace_every`, 2 * `vace_every`, ... vace_channels: of the control
+    video.
+    """
+
+    family: str = "vace"
+    vace_every: int = 5
+    vace_channels: int = 96
+
+    @property
+    def vace_blocks(self) -> int:
+        return -(-self.num_layers // self.vace_every)
+
+    def modules_of(self, layer: int) -> tuple[str, ...]:
+        own = () if layer % self.vace_every else (f"vace_blocks.{layer // self.vace_every}",)
+        return (*super().modules_of(layer), *own)
+
+
+def with_vace(config: DiTConfig, every: int, channels: int = VaceConfig.vace_channels) -> VaceConfig:
+    """The VACE transformer that is made of a text-to-video transformer."""
+    return VaceConfig(**plain.fields_of(config), vace_every=every, vace_channels=channels)
+
+
+VACE_14B = with_vace(T2V_A14B, 5)
+VACE_1_3B = with_vace(T2V_1_3B, 2)
+
+
+SINGLE = Task(
+    name="vace-14B", family="vace", release="Wan 2.1", in_channels=16, image="none", driven_by="WanVaceToVideo",
+    vae=VAE_21, full_size=VACE_14B, two_experts=False, boundary=0.0, shift=16.0, steps=50,
+    guidance_high=5.0, guidance_low=5.0, width=1280, height=720, frames=81, fps=16,
+)  # fmt: skip
+SMALL = replace(SINGLE, name="vace-1.3B", full_size=VACE_1_3B, width=832, height=480)
+EXPERTS = replace(SINGLE, name="vace-A14B", release="Wan 2.2", two_experts=True, boundary=0.875, shift=12.0)
+TASKS = (SINGLE, SMALL, EXPERTS)
+
+
+PATCHES = tuple(f"vace_patch_embedding.{kind}" for kind in ("weight", "bias"))
+_PROJECTION = re.compile(r"(vace_blocks\.(?:0|[1-9]\d{0,5})\.)(\w+)\.(weight|bias)")
+_OFFICIAL = {"before_proj": "before_proj", "after_proj": "after_proj"}
+_DIFFUSERS = {"proj_in": "before_proj", "proj_out": "after_proj"}
+
+
+def vace_block_count(names: Collection[str]) -> int:
+    """One more than the highest number of a VACE block among official names."""
+    numbers = (plain.IN_BLOCK.fullmatch(name.removeprefix("vace_")) for name in names if name.startswith("vace_"))
+    return max((int(match[1]) + 1 for match in numbers if match), default=0)
+
+
+def official_names(names: Collection[str]) -> dict[str, str] | None:
+    """The official layout, which is ComfyUI's too."""
+    return _names(names, plain.official_names, _OFFICIAL)
+
+
+def diffusers_names(names: Collection[str]) -> dict[str, str] | None:
+    """Diffusers' `WanVACETransformer3DModel`."""
+    return _names(names, plain.diffusers_names, _DIFFUSERS)
+
+
+def _names(names: Collection[str], table: plain.KeyTable, projections: dict[str, str]) -> dict[str, str] | None:
+    """Names of text-to-video by `table`, and those of VACE blocks by it, too."""
+    own = {name: name for name in names if name in PATCHES}
+    for name in names:
+        if (match := _PROJECTION.fullmatch(name)) and match[2] in projections:
+            own[name] = f"{match[1]}{projections[match[2]]}.{match[3]}"
+    blocks = [name.removeprefix("vace_") for name in names if name.startswith("vace_") and name not in own]
+    if not own and not blocks:
+        return None
+    inner = table(blocks) or {}
+    main = table([name for name in names if not name.startswith("vace_")])
+    return None if main is None else {**main, **own, **{f"vace_{n}": f"vace_{ours}" for n, ours in inner.items()}}
+
+
+NAMED_EXPERT = re.compile(r"wan[ _.-]?2[._-]?2(?!\d)|(high|low)[ _-]?noise|a14b", re.IGNORECASE)
 
 
 class VaceFamily(ControlledFamily):
@@ -62,10 +133,32 @@ class VaceFamily(ControlledFamily):
     front = ("reference",)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
-        return parameter_names(names, num_layers)
+        """Every official parameter name of a transformer of `num_layers` blocks, with as many VACE blocks as `names`
+        has."""
+        main = plain.parameter_names([], num_layers)
+        block = [name.removeprefix("blocks.0.") for name in main if name.startswith("blocks.0.")]
+        projections = [f"{name}.{kind}" for name in _OFFICIAL for kind in ("weight", "bias")]
+        numbers = range(min(vace_block_count(names), num_layers))
+        return [
+            *main,
+            *PATCHES,
+            *(
+                f"vace_blocks.{n}.{name}"
+                for n in numbers
+                for name in (*block, *(projections if n == 0 else projections[2:]))
+            ),
+        ]
 
     def lora_modules(self, num_layers: int) -> dict[str, str]:
-        return diffusers_modules(num_layers)
+        """Diffusers module -> official module: those of text-to-video, and of VACE blocks."""
+        main = plain.diffusers_modules(num_layers)
+        blocks = {f"vace_{theirs}": f"vace_{ours}" for theirs, ours in main.items() if theirs.startswith("blocks.")}
+        projections = {
+            f"vace_blocks.{n}.{theirs}": f"vace_blocks.{n}.{ours}"
+            for n in range(num_layers)
+            for theirs, ours in _DIFFUSERS.items()
+        }
+        return {**main, **blocks, **projections, "vace_patch_embedding": "vace_patch_embedding"}
 
     def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> VaceConfig:
         """The transformer that official `shapes` describe. Its VACE blocks are spread evenly over its blocks. Raises
@@ -141,19 +234,10 @@ class VaceFamily(ControlledFamily):
         media = super().load_media(request, dit, size, fps, clip, hear)
         return replace(media, pixels={**media.pixels, "mask": mask_of(request, size, fps, clip.end)})
 
-    def read_conditioning(
-        self, task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]
-    ) -> Inputs:
-        from wan_core.models.wan.families.vace.inputs import read_conditioning
+    def inputs(self) -> InputReaders:
+        from wan_core.models.wan.families.vace.inputs import clip_inputs, read_conditioning
 
-        return read_conditioning(task, vae, extras, latent)
-
-    def clip_inputs(
-        self, task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
-    ) -> Inputs:
-        from wan_core.models.wan.families.vace.inputs import clip_inputs
-
-        return clip_inputs(task, vae, seen, media, clip)
+        return InputReaders(read_conditioning, clip_inputs)
 
 
 VACE = VaceFamily()

@@ -22,7 +22,7 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
 from wan_core.models.wan.families.media import WHITE, read_fitted, read_picture
-from wan_core.models.wan.families.vace.data import is_picture
+from wan_core.models.wan.families.vace import is_picture
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 
 GREY = 127

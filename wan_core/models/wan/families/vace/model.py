@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.models.wan.families.vace.data import VaceConfig
+from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.models.wan.layers import Block
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
