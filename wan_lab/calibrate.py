@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import ClassVar, cast
 
 import torch
@@ -22,6 +21,8 @@ from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, Ready, denoise
 from wan_core.sampling.plan import Branch, Expert, Plan
+
+CALIBRATION = "a calibration"  # what the refusal of a solver calls it
 
 
 class Recorder:
@@ -108,12 +109,13 @@ def measure(
     on_step: Callable[[int], None] = lambda done: None,
     on_block: Callable[[], None] = lambda: None,
 ) -> Curve:
-    """The curve of a model over `videos`, (conditioning, noise) of each. `plan` is run without any skipping.
+    """The curve of a model over `videos`, (conditioning, noise) of each. `plan` skips nothing.
 
     on_step(done) is called with the number of steps of all videos so far, on_block after every block; both may raise to
     interrupt.
     """
-    full, runs, counts, done, image = plain(plan), [], [], 0, False
+    check_cacheable(plan.solver, CALIBRATION)
+    runs, counts, done, image = [], [], 0, False
 
     def note(_: Progress) -> None:
         nonlocal done
@@ -121,15 +123,7 @@ def measure(
         on_step(done)
 
     for conditioning, noise in videos:
-        runs.append(record(full, acquire, conditioning, noise, note, on_block))
+        runs.append(record(plan, acquire, conditioning, noise, note, on_block))
         counts.append(len(noise))
         image = conditioning.known is not None
-    return calibrate(full, runs, source, counts, image=image)
-
-
-def plain(plan: Plan) -> Plan:
-    """`plan` without skipping and sparsity, because a calibration measures the full model."""
-    check_cacheable(plan.solver, "a calibration")
-    whole = {"action": "compute", "skipped": (), "order": 0, "sparsity": 0.0, "cost": 1.0}
-    steps = tuple(replace(step, **whole) for step in plan.steps)
-    return replace(plan, steps=steps, notes=(), unskipped=None, adaptive=None, sparse=None, keeps=())
+    return calibrate(plan, runs, source, counts, image=image)

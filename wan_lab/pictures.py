@@ -17,7 +17,6 @@ from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.cache.magcache import BRANCHES, PRESETS
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import Expert, Plan
-from wan_lab.calibrate import plain
 from wan_lab.compare import pareto
 
 KIND_COLOUR = {"magcache": "#f2a65a", "taylorseer": "#5aa9e6", "adaptive": "#c58af9", "guidance": "#7bc47f"}
@@ -25,7 +24,7 @@ KIND_COLOUR = {"magcache": "#f2a65a", "taylorseer": "#5aa9e6", "adaptive": "#c58
 
 def preset_plans(plan: Plan, curve: Curve) -> dict[str, Plan]:
     """`plan` with each preset of MagCache and this curve."""
-    return {name: leave_out(plain(plan), SkipOptions(magcache=preset), curve) for name, preset in PRESETS.items()}
+    return {name: leave_out(plan, SkipOptions(magcache=preset), curve) for name, preset in PRESETS.items()}
 
 
 def draw_curve(curve: Curve, plans: Mapping[str, Plan], size: tuple[int, int] = (960, 540)) -> Image.Image:

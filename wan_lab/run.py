@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -23,16 +23,18 @@ from wan_core.media.pictures import save_picture
 from wan_core.models.wan.families import family_of
 from wan_core.pipeline.images import decode_images
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.resolved_request import plan_request
 from wan_core.pipeline.sample import sample_latents
+from wan_core.sampling.build import ModelFacts, build_plan
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.curves import curve_path, is_embedded, write_curve
-from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.budgets import coverage_path, write_coverage
 from wan_core.sampling.start import Start
-from wan_lab.calibrate import measure, plain
+from wan_lab.calibrate import CALIBRATION, measure
 from wan_lab.compare import Comparison, compare, find_perceptual, pareto, summary, truth
 from wan_lab.pictures import draw_curve, draw_quality, preset_plans, side_by_side
 from wan_lab.results import envelope, result_path, write_result
@@ -102,7 +104,8 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
         named = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
         places = {e: outputs.add(f"the coverage ({e})", path, overwrite=True) for e, path in named.items()}
     samples = chosen(options, pipe)
-    plan = plain(next(batches(pipe, base, samples[:1], 1)).job.plan)
+    plan = next(batches(pipe, base, samples[:1], 1)).job.plan
+    check_cacheable(plan.solver, CALIBRATION)
     outputs.say_renamed()
     with torch.no_grad():
         videos = shown(pipe, base, samples, options.batch)
@@ -247,10 +250,11 @@ def measure_quality(
     measured.alone = {s for s, options in settings.items() if size > 1 and options is not None and options.adaptive}
     verdicts: list[bool | None] = []
     for batch in batches(pipe, base, samples, size):
-        plan = plain(batch.job.plan)
+        plan = batch.job.plan
         if not measured.seconds:
+            check_cacheable(plan.solver, CALIBRATION)
             for one in settings.values():
-                skipping(pipe, batch, plan, one)  # raises for what this model cannot skip
+                plan_with(pipe, batch, one)  # raises for what this model cannot skip
             on_checked()
             for each in dict.fromkeys([pipe, *pipes.values()]):
                 warm_up(each, batch, plan, bool(measured.alone))
@@ -265,7 +269,7 @@ def measure_quality(
             frames = exact
             if setting != FULL:
                 own, parts = pipes.get(setting, pipe), one_by_one(batch) if setting in measured.alone else [batch]
-                frames = measured.add(setting, [make(own, part, skipping(own, batch, plan, options)) for part in parts])
+                frames = measured.add(setting, [make(own, part, plan_with(own, batch, options)) for part in parts])
             videos[setting] = frames
             measured.first.setdefault(setting, frames[0])
             for video, full, sample in zip(frames, exact, batch.samples, strict=True):
@@ -284,10 +288,19 @@ def measure_quality(
     return measured
 
 
-def skipping(pipe: Pipeline, batch: Batch, plan: Plan, options: SkipOptions | None) -> Plan:
-    models = pipe.models
-    image = batch.job.request.image is not None
-    return skip_forwards(plan, options, models.checkpoint, models.low_checkpoint, image=image, loras=models.loras)
+def plan_with(pipe: Pipeline, batch: Batch, options: SkipOptions | None) -> Plan:
+    """The plan of the batch's videos with step caching and sparse attention as `options` say."""
+    job, models = batch.job, pipe.models
+    request = plan_request(replace(job.request, skip=options), job.task, job.width, job.height, job.frames)
+    facts = ModelFacts(
+        task=models.task,
+        dit=models.dit_config,
+        vae=models.vae_config,
+        high=models.checkpoint,
+        low=models.low_checkpoint,
+        loras=models.loras,
+    )
+    return build_plan(request, facts).plan
 
 
 def warm_up(pipe: Pipeline, batch: Batch, plan: Plan, alone: bool) -> None:

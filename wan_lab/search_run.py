@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from random import Random
@@ -24,13 +24,14 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.tasks import Task, find_task
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.speed_presets import FORMAT, SUFFIX, find_speed
-from wan_lab.calibrate import plain
+from wan_lab.calibrate import CALIBRATION
 from wan_lab.compare import Comparison, compare, find_perceptual, pareto, summary
 from wan_lab.results import envelope
-from wan_lab.run import chosen, make, show, skipping, source
+from wan_lab.run import chosen, make, plan_with, show, source
 from wan_lab.samples import Batch, batches, driving_frames
 from wan_lab.search import Candidate, Search, least_seconds, words_of
 
@@ -40,8 +41,11 @@ FULL_TASKS = {"t2v-tiny": "t2v-A14B", "i2v-tiny": "i2v-A14B"}
 H200_FORWARD, H200_BESIDE, H200_SIZE = 7.545, 2.06, "1280x720x81"
 
 
-def run_search(options: argparse.Namespace, pipe: Pipeline, base: Request, outputs: Outputs) -> int:
-    """Search every preset that `options` names, print them and write their files."""
+def run_search(
+    options: argparse.Namespace, load: Callable[[argparse.Namespace], tuple[Pipeline, Request]], outputs: Outputs
+) -> int:
+    """Search every preset that `options` names, print them and write their files. load: called when the options are
+    checked."""
     targets = [(name, value, True) for name, value in map(named, options.seconds or ())]
     targets += [(name, value, False) for name, value in map(named, options.psnr or ())]
     if not targets:
@@ -50,6 +54,9 @@ def run_search(options: argparse.Namespace, pipe: Pipeline, base: Request, outpu
     names = [name for name, _, _ in targets]
     if len(set(names)) < len(names):
         raise OptionError(f"presets {', '.join(names)} given: each needs a name of its own")
+    if options.of_task is not None:
+        full_size(find_task(options.of_task), options.of_size or H200_SIZE)
+    pipe, base = load(options)
     options.out.mkdir(parents=True, exist_ok=True)
     places = {name: outputs.add(f"preset {name}", options.out / f"{name}{SUFFIX}") for name in names}
     videos = Videos(pipe, base, options)
@@ -99,10 +106,15 @@ class Videos:
 
     def __init__(self, pipe: Pipeline, base: Request, options: argparse.Namespace) -> None:
         self.pipe, self.options = pipe, options
+        of_task = options.of_task or FULL_TASKS.get(pipe.models.task.name)
+        full = None if of_task is None else full_size(find_task(of_task), options.of_size or H200_SIZE)
+        if full is not None and (options.of_task or options.of_size) and not options.forward_seconds:
+            raise OptionError("--of-task and --of-size need --forward-seconds: what one dense forward takes there")
         samples = chosen(options, pipe)
         Random(options.seed).shuffle(samples)  # the first few stand for all of them
         self.batches = list(batches(pipe, base, samples, options.batch))
-        self.plan = plain(self.batches[0].job.plan)
+        self.plan = self.batches[0].job.plan
+        check_cacheable(self.plan.solver, CALIBRATION)
         self.phases = tuple(len(phase) for phase in self.plan.phases)
         self.full: list[Tensor] = []  # frames of the full runs, uint8, by batch
         self.perceptual_name, self.perceptual = find_perceptual()
@@ -120,36 +132,32 @@ class Videos:
         }
         self.rows = options.out / f"{self.plan.task}-{len(self.plan.steps)}.rows.jsonl"
         self.resume()
-        self.cost = self.costs()
+        self.cost = self.costs(full)
         self.seconds = cache(self._seconds)
 
     # ----------------------------------------------------------------------------------------------------- estimate
 
-    def costs(self) -> tuple[Any, tuple[int, int, int], float, float]:
-        """Architecture, latent frames, rows and columns, seconds of a dense forward and of all else."""
-        options, task = self.options, self.plan.task
-        job, config = self.batches[0].job, self.pipe.models.dit_config
-        of = options.of_task or FULL_TASKS.get(task)
-        if of is None:
-            _, _, T, Y, X = job.latent_shape
-            forward = options.forward_seconds or self.timed()
-            return config, (T, Y, X), forward, options.beside_seconds or 0.0
-        config, latents = full_size(find_task(of), options.of_size or H200_SIZE)
-        if (options.of_task or options.of_size) and not options.forward_seconds:
-            raise OptionError("--of-task and --of-size need --forward-seconds: what one dense forward takes there")
-        beside_seconds = H200_BESIDE if options.beside_seconds is None else options.beside_seconds
-        return config, latents, options.forward_seconds or H200_FORWARD, beside_seconds
-
-    def timed(self) -> float:
-        """Seconds of a forward of this model, of the full run of the first batch."""
-        run = make(self.pipe, self.batches[0], self.plan)
-        return run.seconds / run.forwards / len(self.batches[0].samples)
+    def costs(
+        self, full: tuple[DiTConfig, tuple[int, int, int]] | None
+    ) -> tuple[DiTConfig, tuple[int, int, int], float, float]:
+        """Architecture, latent frames, rows and columns, seconds of a dense forward and of all else. full: the first
+        two, where they are not this model's."""
+        options, batch = self.options, self.batches[0]
+        if full is not None:
+            beside_seconds = H200_BESIDE if options.beside_seconds is None else options.beside_seconds
+            return *full, options.forward_seconds or H200_FORWARD, beside_seconds
+        forward = options.forward_seconds
+        if not forward:
+            run = make(self.pipe, batch, self.plan)
+            forward = run.seconds / run.forwards / len(batch.samples)
+        _, _, T, Y, X = batch.job.latent_shape
+        return self.pipe.models.dit_config, (T, Y, X), forward, options.beside_seconds or 0.0
 
     def _seconds(self, setting: str) -> float:
         return estimated_seconds(self.planned(self.batches[0], setting), *self.cost)
 
     def planned(self, batch: Batch, setting: str) -> Plan:
-        return skipping(self.pipe, batch, self.plan, parse_setting(setting))
+        return plan_with(self.pipe, batch, parse_setting(setting))
 
     # ------------------------------------------------------------------------------------------------------ quality
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from wan_core.cli import main
 from wan_core.config import OptionError
 from wan_core.models.wan.tasks import find_task
+from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting, speed_options
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.native.plan import check_native
@@ -183,6 +184,26 @@ def test_the_command_refuses(given, tiny_assets, tmp_path, capsys):
     assert main([*SMALL, "--out", str(tmp_path / "new"), *given]) == 2
     told = capsys.readouterr().err
     assert "wan_core search" in told and ("given" in told or "no preset" in told)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--of-task", "nothing"], "nothing"),
+        (["--of-task", "t2v-tiny"], "no size of its own"),
+        (["--of-task", "t2v-A14B", "--of-size", "1280x720"], "write WIDTHxHEIGHTxFRAMES"),
+    ],
+)
+def test_an_unknown_task_is_refused_before_anything_is_loaded(words, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Pipeline, "load", lambda *_, **__: pytest.fail("loaded"))
+    assert main([*SMALL, "--seconds", "a=1", *words, "--out", str(tmp_path / "new")]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_a_full_size_without_its_seconds_is_refused_before_a_video_is_made(tiny_assets, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Pipeline, "prepare", lambda *_, **__: pytest.fail("a video"))
+    assert main([*SMALL, "--seconds", "a=1", "--of-task", "t2v-A14B", "--out", str(tmp_path / "new")]) == 2
+    assert "need --forward-seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "=", "a", "a=", "=3", "a=0", "a=-0.0", "a=-1", "a=nan", "a=x", "a b=1", "a/b=1"])

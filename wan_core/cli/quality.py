@@ -41,7 +41,7 @@ def run_search(options: argparse.Namespace) -> int:
     from wan_lab.search_run import run_search
 
     with outputs_of(options) as outputs:
-        return run_search(options, *_pipeline(options), outputs)
+        return run_search(options, _pipeline, outputs)
 
 
 def _claim_pictures(options: argparse.Namespace, outputs: Outputs) -> None:

@@ -127,8 +127,7 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     check_one_way(request.windows, request.clip_frames, request.overlap)
     if request.windows is not None:
         plan = with_windows(plan, request.windows, (frames - 1) // vae.temporal_stride + 1)
-    files = {"image": request.image, "loras": facts.loras, "stand_in": True}
-    plan = skip_forwards(plan, request.skip, facts.high, facts.low, **files)
+    plan = skip_forwards(plan, request.skip, facts.high, facts.low, image=request.image, loras=facts.loras)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
     plan = plan if request.control is None else with_control(plan, request.control)
     if request.part is not None and request.part.denoise < 1 and not request.from_noise:
@@ -194,7 +193,7 @@ def build_sampler_plan(request: SamplerRequest, model: NativeModel) -> tuple[Pla
         branches=request.branches,
     )
     plan = replace(plan, notes=(model.note,) if model.note else ())
-    plan = apply_policies(plan, skip, model.path, image=request.image, stand_in=True, part=sigmas)
+    plan = apply_policies(plan, skip, model.path, image=request.image, part=sigmas)
     if falls(sigmas):
         plan = cut(plan, part)
     elif skip != request.skip:

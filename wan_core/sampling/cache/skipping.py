@@ -55,15 +55,13 @@ def skip_forwards(
     *,
     image: bool = False,
     loras: Sequence[Path] = (),
-    stand_in: bool = False,
 ) -> Plan:
     """The part of `plan` that is to run, with `apply_policies` for the whole, and with forwards over a driving video.
     Raises OptionError, also for what the models of the task cannot do."""
     if options is None:
         return with_passes(cut_plan(plan))
     everything = with_passes(cut_plan(with_stages(plan, options.stages))).forwards
-    files = {"image": image, "loras": loras, "stand_in": stand_in}
-    plan = apply_policies(plan, options, checkpoint, low, **files)
+    plan = apply_policies(plan, options, checkpoint, low, image=image, loras=loras)
     part = with_passes(cut_plan(plan))
     if part.before and (plan.stages or plan.sparse is not None):
         said = f"steps in these notes are those of the whole schedule: this run begins at its step {len(part.before)}"
@@ -79,7 +77,6 @@ def apply_policies(
     *,
     image: bool = False,
     loras: Sequence[Path] = (),
-    stand_in: bool = False,
     part: Sequence[float] | None = None,
 ) -> Plan:
     """`plan` with the sizes of the steps, sparse attention and `leave_out`, with the model's own files.
@@ -88,7 +85,7 @@ def apply_policies(
     the task. File names tell whether the weights are step-distilled.
 
     checkpoint: of the high-noise expert or only transformer; low: of the low-noise expert. image: the video starts
-    from an image (TI2V). loras: LoRA files of both experts. stand_in: as for `leave_out`. part: sigmas of a ComfyUI
+    from an image (TI2V). loras: LoRA files of both experts. part: sigmas of a ComfyUI
     sampler, which walks a part of `plan` with a model of any variant. Raises OptionError.
     """
     task = TASKS.get(plan.task)
@@ -106,7 +103,7 @@ def apply_policies(
         check_cacheable("lcm", "the step cache")
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache and task is not None else None
     distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
-    plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]), stand_in=stand_in)
+    plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]))
     if part is None and options.stages:  # what is kept of one size is of no use at another
         plan = replace(plan, steps=without_lost_sources(plan.steps))
     return plan
@@ -125,20 +122,17 @@ def _measured_note(plan: Plan, steps: int | None) -> str:
     return f"{measured} this run has {plan.count}: set steps to {steps}, or compare it with the full run"
 
 
-def with_curve(
-    options: SkipOptions, curve: Curve | None, task: str, *, stand_in: bool = True
-) -> tuple[SkipOptions, str]:
-    """`options`, if MagCache has the curve that it needs, and a note. stand_in: without a curve its presets become the
-    TaylorSeer that computes as often, which the note says: on models with a curve, presets compute the same steps but
-    for a few of the last. Raises OptionError where there is neither."""
+def with_curve(options: SkipOptions, curve: Curve | None, task: str) -> tuple[SkipOptions, str]:
+    """`options`, if MagCache has the curve that it needs, and a note. Without a curve its presets become the TaylorSeer
+    that computes as often, which the note says: on models with a curve, presets compute the same steps but for a few of
+    the last. Raises OptionError where there is neither."""
     cache = options.magcache
     if cache is None or curve is not None:
         return options, ""
-    if not stand_in or cache not in PRESETS.values():
-        presets = f", or a preset ({', '.join(PRESETS)}), which does without one" if stand_in else ""
+    if cache not in PRESETS.values():
         raise OptionError(
             f"MagCache needs a curve, and there is none for {task}: run `{command('calibrate')}`, or use taylorseer, "
-            f"which needs no curve{presets}"
+            f"which needs no curve, or a preset ({', '.join(PRESETS)}), which does without one"
         )
     seer = TaylorSeerOptions(interval=cache.max_skips + 1, order=cache.order, retention=cache.retention)
     policy = skip_words(SkipOptions(taylorseer=seer))
@@ -146,14 +140,12 @@ def with_curve(
     return replace(options, magcache=None, taylorseer=seer), note
 
 
-def leave_out(
-    plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "", stand_in: bool = False
-) -> Plan:
+def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
     """`plan` with the guidance schedule and the step cache of `options`; its notes say what was decided.
 
     curve: for MagCache. distilled: the name of a step-distilled file, if there is one. Step caches are switched off for
-    step-distilled weights and below 10 steps, because consecutive steps differ too much. stand_in: a preset of MagCache
-    without a curve becomes another cache, as `with_curve` says. Raises OptionError if MagCache has no curve otherwise.
+    step-distilled weights and below 10 steps, because consecutive steps differ too much. A preset of MagCache without a
+    curve becomes another cache, as `with_curve` says. Raises OptionError if MagCache has no curve otherwise.
     """
     if options is None:
         return plan
@@ -176,7 +168,7 @@ def leave_out(
         note = f"{name} is off: {named if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
     check_still(plan, name)
-    options, note = with_curve(options, curve, plan.task, stand_in=stand_in)
+    options, note = with_curve(options, curve, plan.task)
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
     if options.magcache and curve is not None:
         return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)
