@@ -12,7 +12,7 @@ from wan_core.config.outputs import Outputs, keep_old
 from wan_core.execution.report import Report
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.memory_planning import Workload
-from wan_core.sampling.cache.curves import Curve, curve_path, is_embedded, write_curve
+from wan_core.sampling.cache.curves import CURVE_FILES, Curve, curve_path, is_embedded
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
 from wan_lab.calibrate import measure
@@ -90,7 +90,7 @@ class WanCoreCalibrate(io.ComfyNode):
             if path is not None:
                 # The new curve takes the name where it is found; the older one may have been tuned by hand.
                 kept = keep_old(path)
-                write_curve(curve, path)
+                CURVE_FILES.write(curve, path)
         plans = preset_plans(plan, curve)
         text = "\n".join(f"{name}: {skipping.forward_words()}" for name, skipping in plans.items())
         text += "" if path is None else f"\nsaved as {path}"

@@ -8,9 +8,9 @@ from typing import Any
 from comfy_api.latest import io, ui
 
 from wan_core.config import SkipOptions
-from wan_core.sampling.cache.curves import SUFFIX as CURVES
+from wan_core.sampling.cache.curves import CURVE_FILES
 from wan_core.sampling.cache.skipping import skip_words
-from wan_core.sampling.sparsity.budgets import SUFFIX as COVERAGES
+from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 
 from . import host
 from .sockets import SKIPPING
@@ -39,4 +39,4 @@ def joined(skipping: SkipOptions | None, **settings: Any) -> io.NodeOutput:
 def measured_files(*endings: str) -> list[tuple[str, int]]:
     """What was measured of models and lies beside them, which settings take: for `fingerprint_inputs`, so that a node
     runs again when a file changes. endings: of further files."""
-    return host.stamps("diffusion_models", CURVES, COVERAGES, *endings)
+    return host.stamps("diffusion_models", CURVE_FILES.suffix, COVERAGE_FILES.suffix, *endings)

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,12 +26,13 @@ from wan_core.pipeline.resolved_request import plan_request
 from wan_core.pipeline.sample import sample_latents
 from wan_core.sampling.build import ModelFacts, build_plan
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.curves import curve_path, is_embedded, write_curve
+from wan_core.sampling.cache.curves import CURVE_FILES, curve_path, is_embedded
 from wan_core.sampling.cache.skipping import check_cacheable
+from wan_core.sampling.calibration_files import CalibrationFiles, T
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import Expert, Plan
-from wan_core.sampling.sparsity.budgets import coverage_path, write_coverage
+from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 from wan_core.sampling.start import Start
 from wan_lab.calibrate import CALIBRATION, measure
 from wan_lab.compare import Comparison, compare, find_perceptual, pareto, summary, truth
@@ -72,7 +72,7 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     outputs.say_renamed()
     with torch.no_grad():
         curve = measure(plan, pipe.models.expert, videos, source=source(pipe))
-    replace_curve(out, options.overwrite, lambda: write_curve(curve, out))
+    write_measured(CURVE_FILES, curve, out, options.overwrite)
     plans = preset_plans(plan, curve)
     for name, plan in plans.items():
         print(f"{name:<10} {plan.forward_words()}")
@@ -82,12 +82,12 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     return 0
 
 
-def replace_curve(path: Path, overwrite: bool, write: Callable[[], Path]) -> Path:
-    """Call `write`, and keep what `path` was before, unless it is to be overwritten."""
+def write_measured(files: CalibrationFiles[T], measured: T, path: Path, overwrite: bool) -> Path:
+    """Write a file, and keep what `path` was before, unless it is to be overwritten."""
     renamed = None if overwrite else keep_old(path)
     if renamed is not None:
         show(f"the older {path.name} is kept as {renamed}")
-    return write()
+    return files.write(measured, path)
 
 
 def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Request, outputs: Outputs) -> int:
@@ -101,8 +101,11 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
     else:
         files = {"high": models.checkpoint, "low": models.low_checkpoint}
         beside(models.checkpoint, models.task.name, image=False)  # raises for random and embedded models
-        named = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
-        places = {e: outputs.add(f"the coverage ({e})", path, overwrite=True) for e, path in named.items()}
+        places = {}
+        for expert in experts:
+            if (file := files[expert]) is not None:
+                path = COVERAGE_FILES.beside(file, f"{models.task.name}.{expert}")
+                places[expert] = outputs.add(f"the coverage ({expert})", path, overwrite=True)
     samples = chosen(options, pipe)
     plan = next(batches(pipe, base, samples[:1], 1)).job.plan
     check_cacheable(plan.solver, CALIBRATION)
@@ -112,7 +115,7 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
         coverages = measure_coverage(plan, pipe.models.expert, videos, source=source(pipe))
     for expert, coverage in coverages.items():
         if expert in places:
-            print(replace_curve(places[expert], options.overwrite, partial(write_coverage, coverage, places[expert])))
+            print(write_measured(COVERAGE_FILES, coverage, places[expert], options.overwrite))
     print(coverage_words(coverages))
     if options.plot is not None:
         save_picture(draw_coverage(coverages), options.plot)

@@ -24,7 +24,7 @@ from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.curves import Curve, find_curve, read_curve
+from wan_core.sampling.cache.curves import CURVE_FILES, Curve, find_curve
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import make_plan
 from wan_lab import pictures
@@ -78,7 +78,7 @@ def test_calibrate_writes_a_curve_that_is_found_again(tmp_path, capsys):
     out, plot = tmp_path / "my.magcache.json", tmp_path / "my.png"
     command = ["calibrate", *SMALL, "--count", "3", "--batch", "2", "--out", str(out), "--plot", str(plot)]
     assert main(command) == 0
-    curve = read_curve(out)
+    curve = CURVE_FILES.read(out)
     assert (curve.task, curve.steps, curve.samples, curve.solver) == ("t2v-tiny", 10, 3, "unipc")
     assert all(0.3 < r < 3 for r in (*curve.cond, *curve.uncond)) and curve.cond != curve.uncond
     with Image.open(plot) as picture:
@@ -102,7 +102,7 @@ def test_an_image_calibrates_the_image_variant(tmp_path):
     image, out = tmp_path / "first.png", tmp_path / "mine.magcache.json"
     Image.fromarray(clip()[0].numpy()).save(image)
     assert main(["calibrate", *SMALL, "--count", "1", "--image", str(image), "--out", str(out)]) == 0
-    assert read_curve(out).task == "i2v-tiny"
+    assert CURVE_FILES.read(out).task == "i2v-tiny"
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def test_a_video_begins_anew_in_calibration():
 
 @pytest.mark.parametrize("task", ["t2v-tiny", "i2v-tiny"])
 def test_the_embedded_model_brings_its_own_curve(task, tiny_assets):
-    curve = read_curve(tiny_assets / f"{task}.magcache.json")
+    curve = CURVE_FILES.read(tiny_assets / f"{task}.magcache.json")
     assert curve.task == task and curve.steps == 40 and curve.samples
     assert curve.high_steps == sum(s.expert == "high" for s in make_plan(task=task, steps=40).steps)
     plans = preset_plans(make_plan(task=task, steps=40), curve)

@@ -12,7 +12,7 @@ import pytest
 from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
 from tools.embedded_graphs import SMALL, TINY, loaders, node, sampler
 from wan_core.pipeline.sources import TINY as FILES
-from wan_core.sampling.cache.curves import read_curve
+from wan_core.sampling.cache.curves import CURVE_FILES
 
 pytestmark = pytest.mark.comfy
 
@@ -125,7 +125,7 @@ def test_calibration_is_kept_beside_the_model_and_used(comfy: ComfyUI) -> None:
     run = comfy.run(graph)
     assert run.ok, run.status
     path = comfy.base / "models" / "diffusion_models" / "mine_high.magcache.json"
-    curve = read_curve(path)
+    curve = CURVE_FILES.read(path)
     assert (curve.steps, curve.samples) == (12, 2)
     assert "balanced" in run.outputs["calibrate"]["text"][0] and str(path) in run.outputs["calibrate"]["text"][0]
     assert comfy.output_file(run, "calibrate").is_file()

@@ -24,20 +24,19 @@ from wan_core.config import (
 )
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.curves import (
+    CURVE_FILES,
     PUBLISHED,
     Curve,
     curve_path,
     find_curve,
     nearest,
-    read_curve,
-    write_curve,
 )
 from wan_core.sampling.cache.magcache import PRESETS, parse_magcache, skip_magcache
 from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.cache.skipping import leave_out, looks_distilled, skip_forwards
 from wan_core.sampling.plan import make_plan
 
-CURVES = {path.stem: read_curve(path) for path in sorted(PUBLISHED.glob("*.json"))}
+CURVES = {path.stem: CURVE_FILES.read(path) for path in sorted(PUBLISHED.glob("*.json"))}
 
 
 # ----------------------------------------------------------------------------------------------- the published rule
@@ -389,12 +388,12 @@ def test_a_curve_beside_the_checkpoint_comes_first(tmp_path):
     assert find_curve(None, "ti2v-5B", image=True) == CURVES["ti2v-5B-image"]
     assert find_curve(checkpoint, "unknown") is None
     mine = replace(CURVES["t2v-A14B"], source="mine", cond=(0.5,) * 40)
-    path = write_curve(mine, curve_path(checkpoint, "t2v-A14B"))
+    path = CURVE_FILES.write(mine, curve_path(checkpoint, "t2v-A14B"))
     assert path.name == "wan2.2_t2v_high_noise_14B_fp16.magcache.json"
     assert find_curve(checkpoint, "t2v-A14B") == mine
     folder = tmp_path / "high_noise_model"
     folder.mkdir()
-    write_curve(mine, curve_path(folder, "t2v-A14B"))
+    CURVE_FILES.write(mine, curve_path(folder, "t2v-A14B"))
     assert find_curve(folder, "t2v-A14B") == mine
     with pytest.raises(OptionError, match="calibrate"):
         leave_out(make_plan(), SkipOptions(magcache=replace(PRESETS["fast"], threshold=0.1)), None)
@@ -440,7 +439,7 @@ def test_models_in_one_folder_have_curves_of_their_own(tmp_path):
     written = {}
     for name, task, image in models:
         mine = replace(CURVES["ti2v-5B"], task=f"{task}-image" if image and task == "ti2v-5B" else task, source=name)
-        path = write_curve(mine, curve_path(tmp_path / name, task, image=image))
+        path = CURVE_FILES.write(mine, curve_path(tmp_path / name, task, image=image))
         assert path not in written and path.parent == tmp_path
         written[path] = mine
     for (name, task, image), mine in zip(models, written.values(), strict=True):
@@ -449,12 +448,12 @@ def test_models_in_one_folder_have_curves_of_their_own(tmp_path):
 
 def test_a_curve_of_another_task_is_refused(tmp_path):
     checkpoint = tmp_path / "wan2.2_t2v.safetensors"
-    write_curve(CURVES["ti2v-5B"], curve_path(checkpoint, "t2v-A14B"))
+    CURVE_FILES.write(CURVES["ti2v-5B"], curve_path(checkpoint, "t2v-A14B"))
     with pytest.raises(OptionError, match="curve of ti2v-5B, and the model is t2v-A14B"):
         find_curve(checkpoint, "t2v-A14B")
     # without one for images, that of the same weights without an image is the next best; the reverse is another model
     assert find_curve(checkpoint, "ti2v-5B", image=True) == CURVES["ti2v-5B"]
-    write_curve(CURVES["ti2v-5B-image"], curve_path(checkpoint, "ti2v-5B"))
+    CURVE_FILES.write(CURVES["ti2v-5B-image"], curve_path(checkpoint, "ti2v-5B"))
     with pytest.raises(OptionError, match="ti2v-5B-image"):
         find_curve(checkpoint, "ti2v-5B")
 
@@ -476,10 +475,10 @@ TEXTS = ["", "[]", "{}", "1", "null", "[" * 100_000, '{"format":' * 50_000, json
 def test_a_damaged_curve_is_refused(tmp_path, text):
     path = tmp_path / "x.magcache.json"
     path.write_text(json.dumps(GOOD))
-    assert read_curve(path).cond == (1, 0.9, 0.9)
+    assert CURVE_FILES.read(path).cond == (1, 0.9, 0.9)
     path.write_text(text)
     with pytest.raises(OptionError, match="calibrate"):
-        read_curve(path)
+        CURVE_FILES.read(path)
 
 
 @pytest.mark.parametrize("key", sorted(set(GOOD) - {"format"}))
@@ -487,7 +486,7 @@ def test_a_curve_that_lacks_something_is_refused(tmp_path, key):
     path = tmp_path / "x.magcache.json"
     path.write_text(json.dumps({k: v for k, v in GOOD.items() if k != key}))
     with pytest.raises(OptionError, match="calibrate"):
-        read_curve(path)
+        CURVE_FILES.read(path)
 
 
 @pytest.mark.parametrize("option", ["--magcache", "--taylorseer", "--adaptive", "--guidance-interval"])

@@ -44,13 +44,11 @@ from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity import run as sparsity_run
 from wan_core.sampling.sparsity.budgets import (
+    COVERAGE_FILES,
     SHARES,
     Coverage,
     choose_keeps,
-    coverage_path,
     find_keeps,
-    read_coverage,
-    write_coverage,
 )
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 from wan_core.sampling.sparsity.schedule import (
@@ -219,10 +217,10 @@ def test_layers_that_need_more_get_more() -> None:
 
 def test_coverage_is_found_beside_its_checkpoint(tmp_path: Path) -> None:
     checkpoint = tmp_path / "wan2.2_t2v_high.safetensors"
-    path = coverage_path(checkpoint, "t2v-A14B", "high")
+    path = COVERAGE_FILES.beside(checkpoint, "t2v-A14B.high")
     assert path.name == "wan2.2_t2v_high.sparse.json"
     coverage = covering([1.0, 0.2])
-    found = read_coverage(write_coverage(coverage, path))
+    found = COVERAGE_FILES.read(COVERAGE_FILES.write(coverage, path))
     assert replace(found, mass=coverage.mass) == coverage
     options = parse_setting("sparse:0.75")
     plan = skip_forwards(make_plan(), options, checkpoint, None)
@@ -230,13 +228,13 @@ def test_coverage_is_found_beside_its_checkpoint(tmp_path: Path) -> None:
     assert "low" not in dict(plan.keeps)
     assert "calibrated share per layer for high" in plan.table()
     assert skip_forwards(make_plan(), parse_setting("sparse:balanced:even"), checkpoint, None).keeps == ()
-    write_coverage(covering([1.0], task="i2v-A14B"), path)
+    COVERAGE_FILES.write(covering([1.0], task="i2v-A14B"), path)
     with pytest.raises(OptionError, match="i2v-A14B"):
         find_keeps(make_plan(), PRESETS["balanced"], checkpoint, None)
     for damaged in ("", "{}", "[1]", path.read_text().replace("[[[", "[[["[:2]), '{"format": "x"}'):
         path.write_text(damaged)
         with pytest.raises(OptionError):
-            read_coverage(path)
+            COVERAGE_FILES.read(path)
 
 
 # ---------------------------------------------------------------------------------------------------------- the model

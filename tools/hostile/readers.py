@@ -29,9 +29,9 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.pipeline.images import decode_latents
 from wan_core.pipeline.pipeline import metadata
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.curves import read_curve
+from wan_core.sampling.cache.curves import CURVE_FILES
 from wan_core.sampling.presets import safetensors_metadata
-from wan_core.sampling.sparsity.budgets import read_coverage
+from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 
 CAPTION = "a red circle moving right on a blue background"
 LORA_SHAPES = expected_shapes(lora.LORA_MODEL)
@@ -91,9 +91,9 @@ def read_json(path: Path) -> None:
         file.write_bytes(content)
         try:
             if name == "x.magcache.json":
-                read_curve(file)
+                CURVE_FILES.read(file)
             elif name == "x.sparse.json":
-                read_coverage(file)
+                COVERAGE_FILES.read(file)
             else:
                 load_dit(path.parent / ("a.safetensors" if name == "config.json" else name))
         except ValueError as fault:

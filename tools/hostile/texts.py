@@ -15,8 +15,7 @@ from tools.hostile.changes import damaged, edited
 from tools.hostile.checkpoints import joined, split, stored, weights
 from wan_core.checkpoint import open_checkpoint
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.sparsity.budgets import FORMAT as COVERAGE_FORMAT
-from wan_core.sampling.sparsity.budgets import Coverage
+from wan_core.sampling.sparsity.budgets import COVERAGE_FILES, Coverage
 
 # ---------------------------------------------------------------------------------------------------------------- JSON
 
@@ -49,7 +48,7 @@ def sound_json(name: str) -> Any:
         shares=(0.25, 0.5, 1.0),
         mass=(mass, mass),
     )
-    return {"format": COVERAGE_FORMAT, **asdict(coverage)}
+    return {"format": COVERAGE_FILES.format, **asdict(coverage)}
 
 
 def json_file(random: Random, name: str) -> bytes:

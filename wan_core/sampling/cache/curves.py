@@ -10,35 +10,25 @@ A curve is a small JSON file. Published curves are in `assets/curves`, a calibra
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from wan_core.config import OptionError
-from wan_core.config.checks import check_file_size
-from wan_core.config.limits import MAX_JSON
-from wan_core.config.outputs import write_text
 from wan_core.models.wan.tasks import find_task
+from wan_core.sampling.calibration_files import CalibrationFiles, Measured
 from wan_core.sampling.plan import Branch, Expert, Plan
 
 ASSETS = Path(__file__).parents[2] / "assets"
 PUBLISHED = ASSETS / "curves"
-FORMAT = "wancore-magcache-curve/1"
-SUFFIX = ".magcache.json"
-# Only these known endings are removed: the dot of "wan2.2_t2v_high" is part of the name.
-_ENDINGS = (".index.json", ".safetensors", ".gguf", ".pth")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class Curve(Measured):
     """`cond` and `uncond` hold a ratio for every step; the first ratio of each expert has no meaning. `high_steps` is
     the number of steps of the high-noise expert; with one model, of all steps. Raises OptionError."""
 
-    task: str
-    source: str  # where the curve comes from, as text
     high_steps: int
     shift: float
     boundary: float
@@ -89,45 +79,13 @@ def nearest(values: Sequence[float], count: int) -> list[float]:
 
 # --------------------------------------------------------------------------------------------------------------- files
 
-
-def write_curve(curve: Curve, path: Path) -> Path:
-    rounded = {k: [round(r, 5) for r in v] if isinstance(v, tuple) else v for k, v in asdict(curve).items()}
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in {"format": FORMAT, **rounded}.items()]
-    return write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def read_curve(path: Path) -> Curve:
-    """Read a curve file. Raises OptionError if `path` is not one."""
-    try:
-        check_file_size(path, MAX_JSON)
-        fields = json.loads(path.read_text())
-        if fields.pop("format", None) != FORMAT:
-            raise OptionError(f"{path} is not a MagCache curve of the form {FORMAT}: calibrate it again")
-        return Curve(**_checked(fields))
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
-        if isinstance(fault, OptionError):
-            raise
-        raise OptionError(f"{path} is not a MagCache curve ({fault}): calibrate it again, or delete it") from fault
-
-
-def _checked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a curve with their types checked. Raises TypeError or OverflowError."""
-    values: dict[str, Any] = dict(fields)
-    for name in ("cond", "uncond"):
-        values[name] = tuple(_number(name, ratio) for ratio in values.get(name, ()))
-    for name in ("shift", "boundary"):
-        values[name] = _number(name, values.get(name))
-    types = {"task": str, "source": str, "solver": str, "high_steps": int, "samples": (int, type(None))}
-    for name, kind in types.items():
-        if name not in values or not isinstance(values[name], kind) or isinstance(values[name], bool):
-            raise TypeError(f"{name} is {values.get(name)!r}"[:100])
-    return values
-
-
-def _number(name: str, value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value):
-        raise TypeError(f"{name} holds {value!r}"[:100])
-    return float(value)
+CURVE_FILES = CalibrationFiles(
+    kind=Curve,
+    what="a MagCache curve",
+    format="wancore-magcache-curve/1",
+    suffix=".magcache.json",
+    digits={"cond": 5, "uncond": 5},
+)
 
 
 def curve_name(task: str, image: bool) -> str:
@@ -140,12 +98,7 @@ def curve_path(checkpoint: Path, task: str, *, image: bool = False) -> Path:
 
     image: the video starts from an image (TI2V)."""
     name = curve_name(task, image)
-    if checkpoint.is_dir():
-        return checkpoint / f"{name}{SUFFIX}"
-    stem = checkpoint.name
-    for ending in _ENDINGS:
-        stem = stem.removesuffix(ending)
-    return checkpoint.with_name(f"{stem}{name.removeprefix(task)}{SUFFIX}")
+    return CURVE_FILES.beside(checkpoint, name, name.removeprefix(task))
 
 
 def is_embedded(checkpoint: Path) -> bool:
@@ -163,15 +116,7 @@ def find_curve(checkpoint: Path | None, task: str, *, image: bool = False) -> Cu
     places: list[Path] = []
     if checkpoint is not None:
         places += [curve_path(checkpoint, task, image=n != task) for n in names]
-        places += [checkpoint.parent / f"{n}{SUFFIX}" for n in names]
-    places += [*(PUBLISHED / f"{n}.json" for n in names), ASSETS / "tiny" / f"{task}{SUFFIX}"]
-    for path in places:
-        if path.is_file():
-            curve = read_curve(path)
-            if curve.task not in names:
-                raise OptionError(
-                    f"{path} is a MagCache curve of {curve.task}, and the model is {task}: calibrate it again, or move "
-                    "the file away"
-                )
-            return curve
-    return None
+        places += [checkpoint.parent / f"{n}{CURVE_FILES.suffix}" for n in names]
+    places += [*(PUBLISHED / f"{n}.json" for n in names), ASSETS / "tiny" / f"{task}{CURVE_FILES.suffix}"]
+    path = next((path for path in places if path.is_file()), None)
+    return None if path is None else CURVE_FILES.read(path, names)

@@ -8,34 +8,26 @@ time goes to the layer whose attention mass grows most.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 
 from wan_core.config import OptionError, SparseOptions
-from wan_core.config.checks import check_file_size
-from wan_core.config.limits import MAX_JSON
-from wan_core.config.outputs import write_text
+from wan_core.sampling.calibration_files import CalibrationFiles, Measured
 from wan_core.sampling.plan import Expert, Plan
 
-FORMAT = "wancore-sparse-coverage/1"
-SUFFIX = ".sparse.json"
 SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 STEPS = 64  # a layer's blocks are distributed in parts of 1 / STEPS
 LEAST = 4  # parts that every layer reads at least
-_ENDINGS = (".index.json", ".safetensors", ".gguf", ".pth")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coverage:
+class Coverage(Measured):
     """`mass[layer][head][i]` is the share of attention that lies on the `shares[i]` of the blocks that the router
     selects. Raises OptionError for masses or shares out of range."""
 
-    task: str
-    source: str
     expert: str  # high or low
     tokens: int
     block: int
@@ -102,37 +94,13 @@ def _above(values: Sequence[float], first: int, middle: int, last: int, value: f
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def coverage_path(checkpoint: Path, task: str, expert: str) -> Path:
-    """The path of an expert's coverage file: beside its checkpoint file, or in its folder."""
-    if checkpoint.is_dir():
-        return checkpoint / f"{task}.{expert}{SUFFIX}"
-    stem = checkpoint.name
-    for ending in _ENDINGS:
-        stem = stem.removesuffix(ending)
-    return checkpoint.with_name(f"{stem}{SUFFIX}")
-
-
-def write_coverage(coverage: Coverage, path: Path) -> Path:
-    fields = asdict(coverage)
-    fields["mass"] = [[[round(m, 4) for m in head] for head in layer] for layer in coverage.mass]
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in {"format": FORMAT, **fields}.items()]
-    return write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def read_coverage(path: Path) -> Coverage:
-    """Read a coverage file. Raises OptionError if `path` is not one."""
-    try:
-        check_file_size(path, MAX_JSON)
-        fields = json.loads(path.read_text())
-        if fields.pop("format", None) != FORMAT:
-            raise OptionError(f"{path} is not a coverage of the form {FORMAT}: calibrate it again")
-        shares = tuple(float(share) for share in fields.pop("shares"))
-        mass = tuple(tuple(tuple(float(m) for m in head) for head in layer) for layer in fields.pop("mass"))
-        return Coverage(shares=shares, mass=mass, **fields)
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as fault:
-        if isinstance(fault, OptionError):
-            raise
-        raise OptionError(f"{path} is not a coverage ({fault}): calibrate it again, or delete it") from fault
+COVERAGE_FILES = CalibrationFiles(
+    kind=Coverage,
+    what="a coverage",
+    format="wancore-sparse-coverage/1",
+    suffix=".sparse.json",
+    digits={"mass": 4},
+)
 
 
 def find_keeps(
@@ -145,26 +113,19 @@ def find_keeps(
     keeps: dict[Expert, tuple[float, ...]] = {}
     checkpoints: tuple[tuple[Expert, Path | None], ...] = (("high", checkpoint), ("low", low))
     for expert, file in checkpoints:
-        path = None if file is None else coverage_path(file, plan.task, expert)
-        if path is None or not path.is_file() or expert not in plan.experts:
-            continue
-        coverage = read_coverage(path)
-        if coverage.task != plan.task:
-            raise OptionError(
-                f"{path} is a coverage of {coverage.task}, and the model is {plan.task}: calibrate it again, or move "
-                "the file away"
-            )
-        keeps[expert] = choose_keeps(coverage, 1 - options.sparsity)
+        path = None if file is None else COVERAGE_FILES.beside(file, f"{plan.task}.{expert}")
+        if path is not None and path.is_file() and expert in plan.experts:
+            keeps[expert] = choose_keeps(COVERAGE_FILES.read(path, [plan.task]), 1 - options.sparsity)
     return keeps
 
 
 def keeps_of(options: SparseOptions, checkpoint: Path | None, layers: int) -> tuple[float, ...] | None:
     """The share of the blocks per layer for a transformer of `layers` whose task is not known, if a coverage file is
     beside its checkpoint file. Raises OptionError for one that is damaged or of another model."""
-    path = None if checkpoint is None or not options.budgets else coverage_path(checkpoint, "", "")
+    path = None if checkpoint is None or not options.budgets else COVERAGE_FILES.beside(checkpoint, "")
     if path is None or not path.is_file():
         return None
-    keeps = choose_keeps(read_coverage(path), 1 - options.sparsity)
+    keeps = choose_keeps(COVERAGE_FILES.read(path), 1 - options.sparsity)
     if len(keeps) != layers:
         raise OptionError(
             f"{path} has {len(keeps)} layers, and the model has {layers}: calibrate it again, or move the file away"
