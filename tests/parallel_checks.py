@@ -337,8 +337,9 @@ def family_forward(mesh: str, name: str, grid: tuple[int, ...], motion: bool = T
     given |= changed
     x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
     attend = BACKENDS["math"].load()
-    whole = optimize(model, attend=attend)(x, time, context, **given)
-    free = model(x, time, context, **{"image": given["image"]} if "image" in given else {})
+    optimize(model, attend=attend)
+    uncontrolled = {"image": given["image"]} if "image" in given else {}
+    whole, free = of_one(mesh, lambda: (model(x, time, context, **given), model(x, time, context, **uncontrolled)))
     optimize(model, attend=attend, ranks=ranks_of(mesh))
     return relative(model(x, time, context, **given), whole), relative(free, whole)
 

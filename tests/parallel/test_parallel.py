@@ -38,7 +38,7 @@ from wan_core.pipeline.builder import TINY, load_models
 from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.sources import find_models
 
-MESHES = ("1x1x2", "2x1x1", "1x1x3", "1x3x1", "1x1x4", "1x4x1", "1x2x2", "2x1x2", "2x2x1", "2x3x1", "2x1x3")
+MESHES = ("1x1x2", "2x1x1", "1x1x3", "1x3x1", "1x2x2", "2x1x2", "2x3x1")
 ROUNDING = 3e-5  # of the largest latent, over eight blocks and several steps
 MAGCACHE = {"threshold": 0.3, "max_skips": 2, "retention": 0.2}
 
@@ -83,7 +83,7 @@ GRIDS = {"animate": [(1, 4, 3, 2)], "animate2": [(1, 4, 3, 2)], "s2v": [(1, 3, 4
 CONTROLLED = [(1, 4, 3, 2), (1, 1, 3, 3), (1, 2, 1, 5)]
 
 
-@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "1x2x2"])
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2"])
 @pytest.mark.parametrize("name", [*GRIDS, "vace", "fun-control", "fun-control 2.1", "camera"])
 def test_families_equal_one_rank(ranks, mesh, name):
     """24 tokens of 4 frames; of S2V 60 of 3, and 48 beside the video's. Shards end inside of frames, and 2 heads are
@@ -117,8 +117,8 @@ def test_sparse_attention_of_tokens_beside_the_video_equals_one_rank(ranks, mesh
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
-    """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; 50 tokens go into 3, 4 or 6 parts that differ."""
-    given = {"request": {"steps": 4, "width": 80, "height": 80, "frames": 5}, "decode": True}
+    """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; 50 tokens go into 3 or 4 parts that differ."""
+    given = {"request": {"steps": 2, "width": 80, "height": 80, "frames": 5}, "decode": True}
     answers = ranks.ask("trajectory", mesh=mesh, **given)
     equal_on_all(answers, alone(**given))
     assert answers[0][1].shape == (5, 80, 80, 3)
@@ -129,8 +129,15 @@ def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
 LAYERS = ("layers2", "layers3", "layers4")
 
 
-@pytest.mark.parametrize("mesh", LAYERS)
-@pytest.mark.parametrize("given", [{"steps": 4}, {"steps": 4, "guidance_low": 1.0}, {"steps": 3, "frames": 1}])
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    [
+        ("layers2", {"steps": 4, "guidance_low": 1.0}),
+        ("layers3", {"steps": 4}),
+        ("layers3", {"steps": 3, "frames": 1, "guidance_low": 1.0}),
+        ("layers4", {"steps": 3, "frames": 1}),
+    ],
+)
 def test_a_layer_pipeline_equals_one_rank_bit_for_bit(ranks, alone, mesh, given):
     """Steps with guidance and without."""
     request = {"width": 80, "height": 80, "frames": 5, "guidance_mode": "sequential", **given}
@@ -159,13 +166,13 @@ IN_LAYERS = {"guidance_mode": "sequential"}
 # Some steps have one branch only; MagCache's residuals of it must be where it runs next.
 UNGUIDED = {"steps": 10, "magcache": MAGCACHE, **SQUARE, "frames": 5}
 REQUESTS = {
-    "stages": (("1x1x2", "1x2x1", "2x1x1"), {**STAGES, "sparse": {"sparsity": 0.5}, "magcache": MAGCACHE}),
+    "stages": (("1x2x1", "2x1x1"), {**STAGES, "sparse": {"sparsity": 0.5}, "magcache": MAGCACHE}),
     "stages in layers": (("layers2",), {**STAGES, **IN_LAYERS}),
-    "windows": (("1x1x2", "1x2x1", "2x1x1"), WINDOWS),
+    "windows": (("1x1x2", "2x1x1"), WINDOWS),
     "windows in layers": (("layers2",), {**WINDOWS, **IN_LAYERS, "windows": "5/1", "steps": 4, "magcache": None}),
-    "105 tokens": (("1x1x3", "2x2x1", "2x1x3"), {"steps": 10, "magcache": MAGCACHE, **TALL}),
+    "105 tokens": (("1x1x3", "2x2x1"), {"steps": 10, "magcache": MAGCACHE, **TALL}),
     # A rank has all tokens of its heads, in the order of the tiles; residuals are kept beneath that order.
-    "sparse": (("1x1x3", "2x1x2"), {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE, "seed": 1}),
+    "sparse": (("1x1x3", "2x1x2"), {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE, "seed": 1, **TALL}),
     "guidance in an interval": (("2x1x1",), {**UNGUIDED, "guidance": {"low": 0.3, "high": 0.95}}),
     "guidance of one expert": (("2x1x1",), {**UNGUIDED, "guidance_low": 1.0}),
 }
@@ -216,8 +223,9 @@ def test_an_image_and_its_encoding(ranks, alone, tmp_path):
 
 @pytest.mark.parametrize(("mesh", "backend"), [("1x2x1", "eager"), ("1x1x2", "aot_eager")])
 def test_compiled_blocks(ranks, alone, mesh, backend):
-    """All that torch makes of a block before it writes kernels; those are the GPUs' tests'."""
-    request = {"steps": 2, "guidance_mode": "sequential", "width": 80, "height": 80, "frames": 5}
+    """All that torch makes of a block before it writes kernels; those are the GPUs' tests'. One expert runs both
+    steps, so that it alone is compiled."""
+    request = {"steps": 2, "boundary": 0.01, "guidance_mode": "sequential", "width": 80, "height": 80, "frames": 5}
     equal_on_all(together(ranks, mesh=mesh, request=request, compile=backend), alone(request=request))
 
 
@@ -257,10 +265,9 @@ def test_branches_run_where_they_always_run(ranks):
     assert all(answer[1:] == [[[1.0, 1.0]], [[2.0, 2.0]], [[1.0, 1.0]]] for answer in answers)
 
 
-@pytest.mark.parametrize("mesh", ["1x1x2", "1x1x3"])
 @pytest.mark.parametrize("how", ["gather", "broadcast"])
-def test_weights_that_a_host_reads_once_are_equal_bit_for_bit(ranks, mesh, how):
-    answers = ranks.ask("weights", mesh=mesh, how=how)
+def test_weights_that_a_host_reads_once_are_equal_bit_for_bit(ranks, how):
+    answers = ranks.ask("weights", mesh="1x1x3", how=how)
     assert [changed for changed, _ in answers] == [[]] * len(answers)
     total = answers[0][1]["stored"]
     assert sum(read["touched"] for _, read in answers) <= 1.05 * total
@@ -350,14 +357,10 @@ def test_experts_in_parts(ranks, alone):
 @pytest.mark.parametrize(
     ("name", "how", "meshes"),
     [
-        *(
-            (name, how, ("1x1x2", "1x2x2"))
-            for name in ("vace", "fun-control", "camera")
-            for how in ("magcache", "sparse")
-        ),
-        ("vace", "part", ("1x1x2", "1x2x2")),
-        ("s2v", "magcache", ("1x1x2", "1x2x2", "2x1x2")),
-        ("s2v", "sparse", ("1x1x2", "2x1x2")),  # does not go around a ring
+        *((name, how, ("1x2x2",)) for name in ("vace", "fun-control", "camera") for how in ("magcache", "sparse")),
+        ("vace", "part", ("1x2x2",)),
+        ("s2v", "magcache", ("1x2x2", "2x1x2")),
+        ("s2v", "sparse", ("2x1x2",)),  # does not go around a ring
     ],
 )
 def test_runs_that_skip_equal_one_rank(ranks, name, how, meshes):
@@ -379,12 +382,11 @@ def test_clips_of_a_sound_on_ranks_equal_one_rank(ranks, folder):
     request |= {"steps": 1, "width": 64, "height": 64, "clip_frames": test_sound_clips.FRAMES, "guidance_high": 2.0}
     asked = {"model": None, "request": request, **given}
     latents, frames, _ = parallel_checks.trajectory(None, **asked)
-    for mesh in ("1x1x2", "2x1x2"):
-        answers = ranks.ask("trajectory", mesh=mesh, **asked)
-        for one, shown, said in answers:
-            assert torch.equal(one, answers[0][0]) and said["mesh"] == mesh
-            assert parallel_checks.relative(one, latents) < 1e-4
-            assert int((shown.int() - frames.int()).abs().max()) <= 1
+    answers = ranks.ask("trajectory", mesh="2x1x2", **asked)
+    for one, shown, said in answers:
+        assert torch.equal(one, answers[0][0]) and said["mesh"] == "2x1x2"
+        assert parallel_checks.relative(one, latents) < 1e-4
+        assert int((shown.int() - frames.int()).abs().max()) <= 1
 
 
 def test_weights_of_vace_blocks_are_sharded_too(ranks, tmp_path):
@@ -492,11 +494,10 @@ def test_sparse_attention_over_a_ring_is_that_of_one_rank(ranks, mesh, given):
 @pytest.mark.parametrize(
     ("mesh", "request_"),
     [
-        ("1x2x1", {"steps": 4, "sparse": SPARSE}),
         ("1x3x1", {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE}),
         ("1x2x2", {"steps": 4, "sparse": {**SPARSE, "dense_layers": 1}, **TALL}),
     ],
-    ids=["plain", "magcache", "another size"],
+    ids=["magcache", "another size"],
 )
 def test_sparse_trajectories_over_a_ring(ranks, alone, mesh, request_):
     """Two blocks may be worth the same but for rounding, and then one rank reads the one and three ranks the other, on
