@@ -26,7 +26,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.parts import InPieces
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
-from wan_core.pipeline.builder import finish
+from wan_core.pipeline.load import finish
 from wan_core.pipeline.settings import (
     ModelSettings,
     check_quantization,

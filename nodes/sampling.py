@@ -14,11 +14,11 @@ from wan_core.config import Request, SkipOptions
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
+from wan_core.pipeline.check import check_tensor
 from wan_core.pipeline.comfy_conditioning import join
-from wan_core.pipeline.large_video import check_tensor
+from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.loras import notes_of
 from wan_core.pipeline.memory_planning import Workload
-from wan_core.pipeline.sample import sample_latents
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.control import nag_words

@@ -42,9 +42,10 @@ from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_form import PreparedForm
 from wan_core.models.wan.tasks import TASKS
+from wan_core.pipeline.decode import Made, Pieces, collect_images, decode_to, images_shape
 from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host
-from wan_core.pipeline.images import Made, Pieces, collect_images, decode_to, encode_images, encode_video, images_shape
 from wan_core.pipeline.loras import Wanted, lora_bytes
+from wan_core.pipeline.media import encode_images, encode_video
 from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.settings import ModelSettings

@@ -14,7 +14,7 @@ from wan_core.execution.report import Report
 from wan_core.media.mp4 import Encoder, check_frame_sides, checked_rate, write_mp4
 from wan_core.media.sound import Sound
 from wan_core.models.vae.tiling import TileSpec
-from wan_core.pipeline.images import each_once, images_shape
+from wan_core.pipeline.decode import each_once, images_shape
 
 from . import host
 from .schema import ADVANCED, schema

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from wan_core.media.pictures import clock
 from wan_core.models.wan.families import family_of
+from wan_core.pipeline.check import size_notes
 from wan_core.pipeline.comfy_conditioning import Joined
 from wan_core.pipeline.embedded import unknown_to
-from wan_core.pipeline.large_video import size_notes
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Expert, Plan
 

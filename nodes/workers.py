@@ -17,9 +17,9 @@ from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.models.wan.families.wan.inputs import known_frames
-from wan_core.pipeline.images import Made, Pieces
+from wan_core.pipeline.decode import Made, Pieces
 from wan_core.pipeline.memory_planning import Workload
-from wan_core.pipeline.watch import OnStep
+from wan_core.pipeline.run import OnStep
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.client import WorkerEngine

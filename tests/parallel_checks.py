@@ -152,8 +152,8 @@ def trajectory(
         result = pipe.generate(asked)
         latents, frames = result.latents, torch.from_numpy(result.frames)
     else:
-        job = pipe.prepare(asked)
-        latents, frames = pipe.sample(job, pipe.encode(job)), torch.empty(0, dtype=torch.uint8)
+        run = pipe.prepare(asked)
+        latents, frames = pipe.sample(run, pipe.encode(run)), torch.empty(0, dtype=torch.uint8)
     said = {**pipe.report.settings, "notes": pipe.report.notes, "held": list(pipe.models.residency.models)}
     return latents, frames, said
 
@@ -618,18 +618,18 @@ def questions(mesh: str, words: list[str]) -> tuple[list[int], int]:
     options = build_parser().parse_args([*given, *words])
     asked = request_of(options)
     pipe = Pipeline.load(load_options_of(options), request=asked, ranks=ranks_of(mesh))
-    job, counts = pipe.prepare(asked), [0]
+    run, counts = pipe.prepare(asked), [0]
 
     class Counting:
         def raise_if_interrupted(self) -> None:
             counts[-1] += 1
 
-    due = agreements(job.plan, Mesh.parse(mesh), pipe.models.dit_config.num_layers)
+    due = agreements(run.job.plan, Mesh.parse(mesh), pipe.models.dit_config.num_layers)
     between = BetweenBlocks(cast(Rank, Counting()), due)
 
     def end(*_: object) -> None:
         between.end_step()
         counts.append(0)
 
-    pipe.sample(job, pipe.encode(job), end, between)
+    pipe.sample(run, pipe.encode(run), end, between)
     return [sum(counts)] if Mesh.parse(mesh).time > 1 else counts[:-1], sum(due)

@@ -16,8 +16,8 @@ from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions, St
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.parallel import sequence
 from wan_core.parallel.vae import Strip
-from wan_core.pipeline import builder, first_use
-from wan_core.pipeline.images import decode_latents
+from wan_core.pipeline import first_use, load
+from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.pipeline import Pipeline
 
 LASTS = 0.1  # seconds that preparing takes at least
@@ -78,7 +78,7 @@ def first_use_of(
     changed = [
         mock.patch.object(first_use, "prepares", return_value=prepare),
         mock.patch.object(first_use, "forward_each_kind", watch.timed("prepare", work, LASTS)),
-        mock.patch.object(builder, "load_parts", watch.timed("load", builder.load_parts)),
+        mock.patch.object(load, "load_parts", watch.timed("load", load.load_parts)),
         mock.patch.object(sequence, "heads_for_tokens", watch.seen("dense", sequence.heads_for_tokens, 0)),
         mock.patch.object(Strip, "widen", watch.seen("vae", Strip.widen, 1)),
         mock.patch.object(SparseForward, "route", watch.seen("sparse", SparseForward.route, 3)),
@@ -89,11 +89,11 @@ def first_use_of(
             stack.enter_context(change)
         given = LoadOptions(**{"model": "tiny", "device": device, **options})
         pipe = Pipeline.load(given, request=request, ranks=ranks_of(mesh, device))
-        job = pipe.prepare(request)
-        conditioning = pipe.encode(job)
+        run = pipe.prepare(request)
+        conditioning = pipe.encode(run)
         pipe.models.wait_for_kernels(pipe.report)
         watch.begun["sample"] = time.monotonic()
-        latents = pipe.sample(job, conditioning)
+        latents = pipe.sample(run, conditioning)
         if decode:
             decode_latents(pipe.models.vae(), latents, pipe.report)
     return {"latents": latents, "notes": pipe.report.notes, **vars(watch), "main": None}

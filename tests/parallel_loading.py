@@ -22,7 +22,7 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.parallel.weights import SMALL, shared_checkpoint
-from wan_core.pipeline.loading import load_parts
+from wan_core.pipeline.reading import load_parts
 from wan_core.pipeline.sources import TINY
 
 

@@ -21,8 +21,8 @@ from tools.tiny.clips import held_out_scenes
 from wan_core import LoadOptions, Pipeline, Request
 from wan_core.config import SkipOptions, TaylorSeerOptions
 from wan_core.media.pictures import write_sheet
-from wan_core.pipeline.images import decode_latents
-from wan_core.pipeline.watch import Watch
+from wan_core.pipeline.decode import decode_latents
+from wan_core.pipeline.run import Watch
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_lab.metrics import judge
@@ -105,7 +105,7 @@ COLOURS = 48
 
 def plan() -> None:
     pipe = Pipeline.load(TINY)
-    job = pipe.prepare(REQUEST)
+    steps = pipe.prepare(REQUEST).job.plan
     predicted: list[Tensor] = []
 
     def keep(progress: Progress, _: object) -> None:  # the video as this step predicts it
@@ -116,7 +116,7 @@ def plan() -> None:
     with torch.inference_mode():
         shown = [decode_latents(vae, vae.denormalise(latents), pipe.report) for latents in predicted]
     middle = len(frames) // 2
-    drawn = draw_plan(job.plan, size=DRAWN)
+    drawn = draw_plan(steps, size=DRAWN)
     pictures = [page(drawn, Image.fromarray(one[middle]), step, len(shown)) for step, one in enumerate(shown)]
     pictures += [page(drawn, Image.fromarray(frame), len(shown), len(shown)) for frame in frames]
     durations = [STEP_MS] * len(shown) + [FRAME_MS] * (len(frames) - 1) + [PAUSE_MS]

@@ -20,10 +20,10 @@ from wan_core.execution.report import Report
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.pictures import save_picture
 from wan_core.models.wan.families import family_of
-from wan_core.pipeline.images import decode_images
+from wan_core.pipeline.check import plan_request
+from wan_core.pipeline.decode import decode_images
+from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.resolved_request import plan_request
-from wan_core.pipeline.sample import sample_latents
 from wan_core.sampling.build import ModelFacts, build_plan
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.curves import CURVE_FILES, curve_path, is_embedded

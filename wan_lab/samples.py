@@ -22,9 +22,9 @@ from torch import Tensor
 from wan_core.config import OptionError, Request
 from wan_core.media.mp4 import Encoder, write_mp4
 from wan_core.models.wan.tasks import find_task
+from wan_core.pipeline.check import Job, given
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.resolved_request import Job, given
 from wan_core.pipeline.sources import TINY_DRIVEN
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import stack_text
@@ -118,9 +118,9 @@ def batches(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int)
         for sample in group:
             request = replace(base, prompt=sample.caption, seed=sample.seed)
             with drawn_media(pipe.models.task.name, request, sample) as filled:
-                job = pipe.prepare(filled)
-                jobs.append(job)
-                conditionings.append(pipe.encode(job))
+                run = pipe.prepare(filled)
+                jobs.append(run.job)
+                conditionings.append(pipe.encode(run))
         noise = torch.cat([draw_noise(job.request.seed, job.latent_shape) for job in jobs])
         yield Batch(group, jobs[0], joined(conditionings), noise.to(pipe.models.device))
 

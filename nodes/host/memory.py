@@ -22,10 +22,9 @@ from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_form import PreparedForm
-from wan_core.pipeline.builder import apply_loras, changes_weights
+from wan_core.pipeline.applied_loras import ModelLoras, load_with_loras, merged_of
 from wan_core.pipeline.host_planning import check_attached, staying_in_file
-from wan_core.pipeline.loras import AppliedLoras, Wanted
-from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
+from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
 
@@ -71,6 +70,7 @@ class Held(ModelPatcher):
         self.copies: bool | None = None  # where blocks stream: whether weights are pinned; False: they stay in the file
         self.kept_form: PreparedForm | None = None  # how the run before kept what a transformer prepares beside text
         self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
+        self.on_model = ModelLoras(self.load_device)  # of a transformer: those on its weights in memory
         self.ahead: Ahead | None = None  # it is being read, and loaded as far as ComfyUI knows
         self.begin_ahead = False  # ComfyUI's next request to load it begins that
 
@@ -114,11 +114,12 @@ class Held(ModelPatcher):
         if self.ahead is not None and tuple(loras) != self.loras:
             self.detach()  # it is being read with others
         self.loras = tuple(loras)
-        merged, model = loras if self.part.lora_mode == "merge" else (), self._in_memory()
-        if is_packed(self.part.quantization) and model is not None and MergedLoras.of(model).writes_weights(merged):
+        merged, packed = merged_of(self.part, loras), is_packed(self.part.quantization)
+        if packed and self._in_memory() and self.on_model.merged.writes_weights(merged):
             evict_all()
             if self.in_host_memory and self.residency is not None:
                 self.residency.remove(self.name)
+                self.on_model = ModelLoras(self.load_device)
 
     def ready(self, loras: Sequence[Wanted]) -> WanModel:
         """A transformer that is loaded, with just these LoRAs on it. If its blocks stream, they come from now on."""
@@ -127,19 +128,16 @@ class Held(ModelPatcher):
         streams = self.residency if self.in_host_memory else None
         discard = (lambda: None) if streams is None else partial(streams.forget_copies, self.name)
         with _plain_tensors():
-            apply_loras(model, loras, self.part, self.load_device, discard, INTERRUPTIBLE)
+            self.on_model.apply(model, loras, self.part, discard, INTERRUPTIBLE)
         return model if streams is None else cast(WanModel, streams.use(self.name))
 
     def has_loras(self, loras: Sequence[Wanted]) -> bool:
         """Whether its weights in memory are what they are with `loras`."""
-        model = self._in_memory()
-        return model is not None and not changes_weights(model, loras, self.part, self.load_device)
+        return self._in_memory() and not self.on_model.changes_weights(loras, self.part)
 
-    def _in_memory(self) -> WanModel | None:
-        """A transformer, on the device or in host memory, from where it streams."""
-        if self.residency is not None and self.in_host_memory:
-            return cast(WanModel, self.residency.models[self.name])
-        return cast(WanModel, self.model.content) if isinstance(self.model.content, WanModel) else None
+    def _in_memory(self) -> bool:
+        """Whether it is a transformer on the device, or in host memory, from where it streams."""
+        return self.in_host_memory or isinstance(self.model.content, WanModel)
 
     def take_over(self, loras: Sequence[Wanted]) -> None:
         """Use the device memory of the other expert, with what `prefetch` has copied there. The other one is still
@@ -179,7 +177,9 @@ class Held(ModelPatcher):
         return self.residency.models[self.name]
 
     def _read(self, device: torch.device, how: Reading) -> nn.Module:
-        return self.finish(load_with_loras(self.part, self.loras, device, self.load_device, how))
+        model = self.finish(load_with_loras(self.part, self.loras, device, self.load_device, how))
+        self.on_model = ModelLoras(self.load_device, merged_of(self.part, self.loras))
+        return model
 
     # What the memory manager calls.
 
@@ -191,6 +191,7 @@ class Held(ModelPatcher):
         if self.begin_ahead:
             read = partial(_read_ahead, self.part, self.loras, self.load_device, self.finish)
             self.ahead = Ahead(self.name, self.order, read)
+            self.on_model = ModelLoras(self.load_device, merged_of(self.part, self.loras))
             log.info("WanCore reads the %s (%s) ahead", self.name, source)
         else:
             self.model.content = self._load()
@@ -212,7 +213,7 @@ class Held(ModelPatcher):
             elif self.residency is not None and self.in_host_memory:
                 if isinstance(self.model.content, WanModel):
                     self.residency.release(self.name)
-                    AppliedLoras.of(self.model.content, self.load_device).offload()
+                    self.on_model.attached.offload()
                 else:
                     self.residency.remove(self.name)
             else:
@@ -220,6 +221,8 @@ class Held(ModelPatcher):
                     tensor.data = tensor.new_empty(
                         0
                     )  # now, although a traceback or a reference cycle may still hold the module
+            if not self.in_host_memory:
+                self.on_model = ModelLoras(self.load_device)  # the attached ones would hold its linears
             self.model.content = None
             self.model.device = self.offload_device
             self.model.model_loaded_weight_memory = 0

@@ -12,6 +12,7 @@ import torch
 from tests.checkpoint.test_int8_reading import OnTheCPU, files, lora  # noqa: F401
 from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
 from tests.int8_files import inputs
+from tests.loras_on import loras_on
 from wan_core.checkpoint import load_dit, load_text_encoder, staged
 from wan_core.checkpoint.staged import Reading
 from wan_core.execution.memory.residency import Residency
@@ -21,10 +22,9 @@ from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.builder import apply_loras
+from wan_core.pipeline.applied_loras import load_with_loras
 from wan_core.pipeline.host_planning import staying_in_file
 from wan_core.pipeline.loras import Wanted, merging
-from wan_core.pipeline.merged_loras import load_with_loras
 from wan_core.pipeline.settings import PartToLoad
 from wan_core.pipeline.sources import recognise
 
@@ -75,7 +75,7 @@ def test_int8_streams_out_of_its_file(files, lora: Wanted, kind: type, attached:
         model = load_with_loras(part, [lora], device, CUDA, how)
         assert isinstance(model, WanModel)
         if attached:
-            apply_loras(model, [lora], part, CUDA)
+            loras_on(model, CUDA).apply(model, [lora], part)
         residency = Residency(CUDA, "stream" if how.stays else "resident", resident_blocks=1)
         residency.add("high", model, copy=False if how.stays else None)
         assert not how.stays or all(unit.memory is None for unit in residency.host_weights["high"].units)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.test_lora import LINEARS, lora_of, relative, shapes, wanted
+from tests.loras_on import loras_on
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.lora import merge
 from wan_core.checkpoint.lora.merge import Change
@@ -18,9 +19,8 @@ from wan_core.execution.optimize import begin_run, compilations, optimize
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.schemes import SCHEMES
-from wan_core.pipeline.builder import apply_loras
-from wan_core.pipeline.loras import AppliedLoras, merging
-from wan_core.pipeline.merged_loras import load_with_loras
+from wan_core.pipeline.applied_loras import load_with_loras
+from wan_core.pipeline.loras import merging
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, TINY_LORAS, recognise
@@ -59,12 +59,12 @@ def test_attached_is_merged_within_the_precision(precision, attention):
     exact = run(made(None, merged=True))
     plain = made(precision, attention, graphs=False)
     before = run(plain)
-    AppliedLoras.of(plain).apply([wanted(STATE)])
+    loras_on(plain).attached.apply(plain, [wanted(STATE)])
     attached, merged = run(plain), run(made(precision, attention, merged=True, graphs=False))
     allowed = 0.03 if precision is None and attention == "sdpa" else 0.15
     assert relative(attached, exact) < allowed and relative(merged, exact) < allowed
     assert relative(before, exact) > 2 * relative(attached, exact)
-    AppliedLoras.of(plain).clear()
+    loras_on(plain).attached.clear(plain)
     assert torch.equal(run(plain), before)
 
 
@@ -95,7 +95,7 @@ def test_changes_arrive_as_they_were(monkeypatch):
 def test_captured_graphs_see_another_strength(precision):
     graphed, launched = made(precision, graphs=True), made(precision, graphs=False)
     for model in (graphed, launched):
-        AppliedLoras.of(model).apply([wanted(STATE, 1.0)])
+        loras_on(model).attached.apply(model, [wanted(STATE, 1.0)])
     draw = torch.Generator().manual_seed(3)
     config = graphed.config
     x = torch.randn(1, config.in_channels, 5, 12, 12, generator=draw).to(CUDA)
@@ -111,7 +111,7 @@ def test_captured_graphs_see_another_strength(precision):
         assert len(captured) == 1
         for strength in (0.5, 0.0, -1.0):
             for model in (graphed, launched):
-                AppliedLoras.of(model).apply([wanted(STATE, strength)])
+                loras_on(model).attached.apply(model, [wanted(STATE, strength)])
             one, other = graphed(x, time, texts[0]), launched(x, time, texts[1])
             assert relative(one, other) < 0.03 and relative(one, full) > 0.02
         assert list(blocks.kept.values()) == captured
@@ -122,12 +122,12 @@ def test_compiled_blocks_are_compiled_once(precision):
     torch._dynamo.reset()
     compiled, eager = made(precision, compile="blocks", graphs=False), made(precision, graphs=False)
     for model in (compiled, eager):
-        AppliedLoras.of(model).apply([wanted(STATE, 1.0)])
+        loras_on(model).attached.apply(model, [wanted(STATE, 1.0)])
     run(compiled)
     count = compilations()
     for strength in (1.0, 0.3, -1.0):
         for model in (compiled, eager):
-            AppliedLoras.of(model).apply([wanted(STATE, strength)])
+            loras_on(model).attached.apply(model, [wanted(STATE, strength)])
         assert relative(run(compiled), run(eager)) < 0.05
     assert compilations() == count
 
@@ -151,8 +151,8 @@ def test_parameters_lie_where_they_lay():
     addresses = [p.data_ptr() for p in model.parameters()]
     difference = {"diffusion_model.blocks.0.ffn.0.diff": torch.randn(shapes()["blocks.0.ffn.0.weight"])}
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    AppliedLoras.of(model).apply([wanted({**STATE, **difference})])
-    AppliedLoras.of(model).clear()
+    loras_on(model).attached.apply(model, [wanted({**STATE, **difference})])
+    loras_on(model).attached.clear(model)
     assert addresses == [p.data_ptr() for p in model.parameters()]
     assert all(torch.equal(v.view(torch.uint8), before[n].view(torch.uint8)) for n, v in model.state_dict().items())
 
@@ -167,12 +167,13 @@ def test_a_merged_lora_is_changed_and_taken_off(tmp_path, precision, streamed):
     part = PartToLoad(recognise(tmp_path / "scaled.safetensors", "dit", load_dit), torch.bfloat16, held)
     home = torch.device("cpu") if streamed else CUDA
     model, residency = load_with_loras(part, [wanted(STATE, 0.3)], home, CUDA), Residency(CUDA, "stream")
+    loras_on(model, CUDA, [wanted(STATE, 0.3)])
     if streamed:
         residency.add("high", model)
         residency.use("high")
     for strength in (1.0, -0.5, 0.0):
         forget = (lambda: residency.forget_copies("high")) if streamed else (lambda: None)
-        apply_loras(model, [wanted(STATE, strength)], part, CUDA, forget)
+        loras_on(model, CUDA).apply(model, [wanted(STATE, strength)], part, forget)
         if streamed:
             residency.release("high")
         exact = load_with_loras(part, [wanted(STATE, strength)], CUDA, CUDA).state_dict()

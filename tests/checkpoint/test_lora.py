@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.loras_on import loras_on
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.load import StoredValues
@@ -30,7 +31,6 @@ from wan_core.ops.quant.linear import LowRank, low_rank_input
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TECurrentLinear
 from wan_core.pipeline.loras import (
-    AppliedLoras,
     Wanted,
     attachable,
     check_packed,
@@ -40,7 +40,6 @@ from wan_core.pipeline.loras import (
     merging,
     read_loras,
 )
-from wan_core.pipeline.merged_loras import MergedLoras
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, recognise
@@ -105,8 +104,8 @@ def put_on(net: WanModel, loras: list[Wanted], mode: str, precision: str | None 
     """Have just `loras` on a model of SOURCE, merged or attached, whatever was on it."""
     held = None if precision is None else quantization(precision)
     part = PartToLoad(recognise(SOURCE, "dit", load_dit), torch.float32, held)
-    MergedLoras.of(net).apply(net, loras if mode == "merge" else [], part, CPU)
-    AppliedLoras.of(net).apply(loras if mode == "attach" else [], original=StoredValues(SOURCE))
+    loras_on(net).merged.apply(net, loras if mode == "merge" else [], part)
+    loras_on(net).attached.apply(net, loras if mode == "attach" else [], original=StoredValues(SOURCE))
 
 
 def wanted(state: dict[str, Tensor], strength: float = 1.0, key: str = "a") -> Wanted:
@@ -288,7 +287,7 @@ def test_a_convolution_and_linears_that_are_not_called_are_summed():
         "time_projection.1.weight": base()["time_projection.1.weight"] + second @ first,
     }
     net = model()
-    AppliedLoras.of(net).apply([wanted(state)])
+    loras_on(net).attached.apply(net, [wanted(state)])
     torch.testing.assert_close(output(net), output(dense_model(sums)), atol=1e-5, rtol=1e-5)
 
 
@@ -335,7 +334,7 @@ def test_the_alpha_that_diffusers_notes_for_a_file(noted, scale, tmp_path):
 def test_several_share_one_pair_of_products():
     first, second = lora_of(LINEARS, 1, 4), lora_of(LINEARS[::2], 2, 8)
     net = model()
-    AppliedLoras.of(net).apply([wanted(first, 0.5, "a"), wanted(second, -1.5, "b")])
+    loras_on(net).attached.apply(net, [wanted(first, 0.5, "a"), wanted(second, -1.5, "b")])
     both = net.get_submodule(LINEARS[0])
     assert isinstance(both, LowRank) and both.lora_up.shape[1] == 12
     sums = {}
@@ -378,13 +377,13 @@ def test_attached_beside_quantised_weights(precision):
     kind = Quantization(TECurrentLinear, CPU) if precision == "te-current" else quantization(precision)
     net = load_dit(SOURCE, dtype=torch.float32, quantization=kind)
     plain = output(net)
-    AppliedLoras.of(net).apply([wanted(state)])
+    loras_on(net).attached.apply(net, [wanted(state)])
     changed = output(net)
     expected = load_dit(SOURCE, dtype=torch.float32)
-    AppliedLoras.of(expected).apply([wanted(state)])
+    loras_on(expected).attached.apply(expected, [wanted(state)])
     unquantised = output(expected)
     assert relative(changed, unquantised) < 0.12 < relative(plain, unquantised)
-    AppliedLoras.of(net).clear()
+    loras_on(net).attached.clear(net)
     assert torch.equal(output(net), plain)
 
 
@@ -432,7 +431,7 @@ def test_sums_into_encoded_weights_begin_at_the_file(form, tmp_path):
     net = model("fp8")
     for strength in (1.0, 0.4, 1.0):
         one = wanted(state, strength)
-        AppliedLoras.of(net).apply([one], original=StoredValues(SOURCE))
+        loras_on(net).attached.apply(net, [one], original=StoredValues(SOURCE))
         loras = merging([one], CPU)
         merged = load_dit(SOURCE, dtype=torch.float32, quantization=quantization("fp8"), loras=loras)
         exact = merged.get_submodule(module)
@@ -449,7 +448,7 @@ def test_the_memory_of_what_is_attached_is_counted(form):
     n, k = shapes()[f"{module}.weight"]
     one = wanted(kohya(module, **(loha(n, k, 4) if form == "LoHa" else kohya_pair(n, k))))
     net = model()
-    AppliedLoras.of(net).apply([one])
+    loras_on(net).attached.apply(net, [one])
     buffers = list(net.buffers())
     assert len(buffers) == 2 and lora_bytes([one], 4) == sum(buffer.nbytes for buffer in buffers)
 
@@ -465,7 +464,7 @@ def test_scaled_fp8_files_take_both(tmp_path):
     exact += state[f"diffusion_model.{name}.lora_up.weight"] @ state[f"diffusion_model.{name}.lora_down.weight"]
     torch.testing.assert_close(merged.get_parameter(f"{name}.weight").data, exact, atol=1e-5, rtol=1e-5)
     kept = load_dit(tmp_path / "scaled.safetensors", dtype=torch.float32, quantization=quantization("fp8"))
-    AppliedLoras.of(kept).apply([wanted(state)])
+    loras_on(kept).attached.apply(kept, [wanted(state)])
     assert torch.equal(kept.get_submodule(name).weight.view(torch.uint8), linear.weight.view(torch.uint8))
     assert relative(output(kept), output(merged)) < 0.08
 
@@ -505,15 +504,15 @@ def test_a_strength_is_a_number_that_is_read_when_the_model_runs():
         "diffusion_model.blocks.1.diff_m": torch.randn(shapes()["blocks.1.modulation"]) * 0.1
     }
     net = model()
-    loras = AppliedLoras.of(net)
-    loras.apply([wanted(state, 1.0)])
+    loras = loras_on(net).attached
+    loras.apply(net, [wanted(state, 1.0)])
     strengths = [m.lora_strength for m in attached(net).values()]
     assert len({id(t) for t in strengths}) == 1 and len(strengths) == len(LINEARS)
     full = output(net)
     tensors = {n: b.data_ptr() for n, b in net.named_buffers()}
-    loras.apply([wanted(state, 0.0)])
+    loras.apply(net, [wanted(state, 0.0)])
     assert torch.equal(output(net), output(model()))
-    loras.apply([wanted(state, 1.0)])
+    loras.apply(net, [wanted(state, 1.0)])
     assert torch.equal(output(net), full)
     assert tensors == {n: b.data_ptr() for n, b in net.named_buffers()}  # nothing was read again
     assert all(a is m.lora_strength for a, m in zip(strengths, attached(net).values(), strict=True))
@@ -529,19 +528,19 @@ def test_compiled_blocks_see_a_lora_that_comes_later_and_a_new_strength_compiles
     plain = output(net)
     for at, strength in enumerate((1.0, 0.5, -1.0)):
         for one in (net, reference):
-            AppliedLoras.of(one).apply([wanted(state, strength)])
+            loras_on(one).attached.apply(one, [wanted(state, strength)])
         torch.testing.assert_close(output(net), output(reference), atol=1e-5, rtol=1e-5)
         if at == 0:
             count = compilations()
     assert compilations() == count > 0
-    AppliedLoras.of(net).clear()
+    loras_on(net).attached.clear(net)
     torch.testing.assert_close(output(net), plain, atol=1e-6, rtol=1e-6)
     torch._dynamo.reset()
 
 
 def test_saving_leaves_an_attached_lora_out(tmp_path):
     net = model()
-    AppliedLoras.of(net).apply([wanted(lora_of(LINEARS, 14))])
+    loras_on(net).attached.apply(net, [wanted(lora_of(LINEARS, 14))])
     save(net, tmp_path / "model.safetensors")
     again = load_dit(tmp_path / "model.safetensors").state_dict()
     assert again.keys() == base().keys() and all(torch.equal(value, base()[name]) for name, value in again.items())

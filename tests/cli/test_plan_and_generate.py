@@ -20,7 +20,7 @@ from wan_core.config import Request, UserError
 from wan_core.media.video_formats import write_video
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import TASKS, Task
-from wan_core.pipeline.pipeline import check_request
+from wan_core.pipeline.check import check_request
 from wan_core.sampling.plan import Plan
 from wan_core.workers.wire import pack, unpack
 

@@ -110,9 +110,9 @@ def test_vae_in_bf16_is_close_to_fp32():
 def test_the_loop_never_waits_for_the_device():
     """`set_sync_debug_mode("error")` raises at any call that blocks the host on the device."""
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda", residency="resident"))
-    job = pipe.prepare(Request(prompt=CAPTION))
-    conditioning = pipe.encode(job)
-    noise = draw_noise(0, job.latent_shape).to(CUDA)
+    run = pipe.prepare(Request(prompt=CAPTION))
+    conditioning = pipe.encode(run)
+    noise = draw_noise(0, run.job.latent_shape).to(CUDA)
     steps = []
 
     def on_step(progress):
@@ -123,7 +123,7 @@ def test_the_loop_never_waits_for_the_device():
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.no_grad():
-            denoise(job.plan, pipe.models.expert, conditioning, noise, on_step=on_step)
+            denoise(run.job.plan, pipe.models.expert, conditioning, noise, on_step=on_step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(steps) == 20

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import forked
+from tests.loras_on import loras_on
 from tests.streamed_experts import CPU, LAYERS, SMALL, expert, experts, run, streaming
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora
@@ -33,7 +34,7 @@ from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.linear import is_attached
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TEDelayedLinear
-from wan_core.pipeline.loras import AppliedLoras, Wanted, attachable, lora_bytes
+from wan_core.pipeline.loras import Wanted, attachable, lora_bytes
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.skipping import leave_out
@@ -206,7 +207,7 @@ def with_loras(held: Quantization | None, ranks: dict[str, int]) -> dict[str, Wa
     models = experts(held)
     for name, model in models.items():
         lora = read_lora(lora_state(SMALL, ranks[name]), expected_shapes(SMALL))
-        AppliedLoras.of(model, CPU).apply([Wanted(lora, 0.7, (name, 0, 0))])
+        loras_on(model, CPU).attached.apply(model, [Wanted(lora, 0.7, (name, 0, 0))])
     return models
 
 
@@ -241,14 +242,14 @@ def test_loras_change_while_weights_stream(held, resident):
 
         def use(name, found=found):
             model = residency.use(name)
-            applied = AppliedLoras.of(model, CPU)
+            applied = loras_on(model, CPU).attached
             if applied.writes_weights(found):
                 residency.release(name)
-            applied.apply(found)
+            applied.apply(model, found)
             return residency.use(name)
 
         for model in plain.values():
-            AppliedLoras.of(model).apply(found)
+            loras_on(model).attached.apply(model, found)
         assert torch.equal(run(use, plan, prefetch=residency.prefetch), run(plain.__getitem__, plan))
     for name, model in experts(held).items():
         residency.release(name)
@@ -259,7 +260,7 @@ def test_loras_change_while_weights_stream(held, resident):
 def test_attached_loras_count_as_weights_on_the_device():
     residency, lora = streaming(None, 2), read_lora(lora_state(SMALL, 4), expected_shapes(SMALL))
     before, wanted = residency.weights_on_device(), [Wanted(lora, 1.0, ("a", 0, 0))]
-    AppliedLoras.of(residency.models["high"], CPU).apply(wanted)
+    loras_on(residency.models["high"], CPU).attached.apply(residency.models["high"], wanted)
     difference = 4 * SMALL.dim  # is summed into a norm
     assert residency.weights_on_device() - before == lora_bytes(wanted, itemsize=4) - difference
 
@@ -298,8 +299,8 @@ def memory_runs_out(model: WanModel, at: int):
 
 
 def latents_of(pipe: Pipeline, request: Request, on_step=None):
-    job = pipe.prepare(request)
-    return pipe.sample(job, pipe.encode(job), on_step), pipe.report
+    made = pipe.prepare(request)
+    return pipe.sample(made, pipe.encode(made), on_step), pipe.report
 
 
 @pytest.mark.parametrize("residency", ["auto", "stream"])

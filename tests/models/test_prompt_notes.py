@@ -67,9 +67,9 @@ def test_the_report_and_the_log_say_it(caplog: pytest.LogCaptureFixture, monkeyp
     request = Request(prompt=prompt, negative_prompt=negative, steps=1, frames=1, width=32, height=32, preset="none")
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"), request=request)
     monkeypatch.setattr(pipe.models.text_encoder().tokenizer, "max_length", 16)
-    job = pipe.prepare(request)
+    run = pipe.prepare(request)
     with caplog.at_level(logging.WARNING):
-        pipe.encode(job)
+        pipe.encode(run)
     said = [note for note in pipe.report.notes if note.startswith(("the prompt", "the negative prompt"))]
     assert len(said) == 3 and all(note in caplog.text for note in said)
     assert (

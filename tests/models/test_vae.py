@@ -23,7 +23,7 @@ from wan_core.models.vae.layers import CausalConv3d, Chunk
 from wan_core.models.vae.tiling import TileSpec, plan_tiles
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.ops.kernels import fused
-from wan_core.pipeline.builder import load_vae_only
+from wan_core.pipeline.load import load_vae_only
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan

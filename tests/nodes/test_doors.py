@@ -16,7 +16,7 @@ from wan_core.config import PlanNumbers, Request, UserError
 from wan_core.config.table import table
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import TASKS
-from wan_core.pipeline.pipeline import check_request
+from wan_core.pipeline.check import check_request
 from wan_core.workers.wire import pack
 
 pytestmark = pytest.mark.comfy

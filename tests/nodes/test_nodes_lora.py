@@ -23,9 +23,6 @@ import sys
 def count_attached(content):
     return sum(getattr(module, "lora_up", None) is not None for module in content.modules())
 
-def count_merged(content):
-    return len(content.__dict__["merged_loras"].parameters)
-
 class Look:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
     @classmethod
@@ -35,12 +32,13 @@ class Look:
     def IS_CHANGED(cls, **inputs):
         return float("nan")
     def run(self, model, latent):
-        contents = [model.held[expert].model.content for expert in ("high", "low")]
+        held = [model.held[expert] for expert in ("high", "low")]
+        contents = [one.model.content for one in held]
         facts = {
             "sum": float(latent["samples"].double().abs().sum()),
             "modules": [id(content) for content in contents],
             "attached": [content and count_attached(content) for content in contents],
-            "merged": [content and count_merged(content) for content in contents],
+            "merged": [one.model.content and len(one.on_model.merged.parameters) for one in held],
             "resident_blocks": model.held["high"].resident_blocks,
         }
         return (json.dumps(facts),)

@@ -25,7 +25,7 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, Request
 from wan_core.media.sound import read_sound
 from wan_core.media.video import load_image, read_video
-from wan_core.pipeline import hearing, sources
+from wan_core.pipeline import clips, hearing, sources
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
 
@@ -95,12 +95,13 @@ def command_line(comfy: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     pipe = Pipeline.load(
         LoadOptions(device="cpu", **{name: str(models / f"{path}.safetensors") for name, path in files.items()})
     )
-    sample = pipe.sample
+    sample = clips.sample
 
-    def seeded(job: Any, *rest: Any, clip: int) -> torch.Tensor:
-        return sample(replace(job, request=replace(job.request, seed=SEEDS[clip])), *rest)
+    def seeded(run: Any, *rest: Any, clip: int) -> torch.Tensor:
+        job = replace(run.job, request=replace(run.job.request, seed=SEEDS[clip]))
+        return sample(replace(run, job=job), *rest)
 
-    monkeypatch.setattr(pipe, "sample", seeded)
+    monkeypatch.setattr(clips, "sample", seeded)
     size = {"width": loop.SIDE, "height": loop.SIDE, "clip_frames": SIZE["frames"]}
     media = {"reference": str(given / "reference.png"), "audio": str(given / "speech.wav")}
     texts = {"prompt": PROMPTS["positive"], "negative_prompt": PROMPTS["negative"]}

@@ -34,11 +34,11 @@ from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.ops.quant.linear import is_attached
 from wan_core.pipeline import memory_planning
-from wan_core.pipeline.builder import finish, load_models
+from wan_core.pipeline.denoise import sample_latents
+from wan_core.pipeline.load import finish, load_models
 from wan_core.pipeline.loras import Wanted, read_loras
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
 from wan_core.pipeline.model_parts import Experts
-from wan_core.pipeline.sample import sample_latents
 from wan_core.pipeline.settings import PartToLoad, resolve_settings
 from wan_core.pipeline.sources import TINY, find_experts, find_models, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise

@@ -34,8 +34,8 @@ from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.report import Report
 from wan_core.parallel.mesh import Mesh
 from wan_core.parallel.weights import SMALL
-from wan_core.pipeline.builder import TINY, load_models
-from wan_core.pipeline.loading import load_parts
+from wan_core.pipeline.load import TINY, load_models
+from wan_core.pipeline.reading import load_parts
 from wan_core.pipeline.sources import find_models
 
 MESHES = ("1x1x2", "2x1x1", "1x1x3", "1x3x1", "1x2x2", "2x1x2", "2x3x1")

@@ -22,7 +22,7 @@ from wan_core.execution.memory.planning import unit_bytes
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.parallel.mesh import Group, Mesh, RankMesh
-from wan_core.pipeline import builder, first_use
+from wan_core.pipeline import first_use, load
 from wan_core.pipeline.first_use import Ended, FirstUse
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import Pipeline
@@ -154,7 +154,7 @@ def test_a_load_that_fails_ends_the_preparation(monkeypatch):
 
     monkeypatch.setattr(first_use, "prepares", lambda _: True)
     monkeypatch.setattr(first_use, "rehearse", work)
-    monkeypatch.setattr(builder, "load_parts", fail)
+    monkeypatch.setattr(load, "load_parts", fail)
     request, options = Request(prompt="a red circle", steps=2), LoadOptions(model="tiny", device="cpu")
     with pytest.raises(KeyboardInterrupt):
         Pipeline.load(options, request=request, ranks=alone())

@@ -14,7 +14,6 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-import wan_core.pipeline.clips as clips_module
 from tests.animate_references import SMALL, draw_weights
 from tests.denoised import denoise
 from tests.encoder_files import write_vision
@@ -27,10 +26,12 @@ from wan_core.models.wan.families.animate import AnimateConfig
 from wan_core.models.wan.families.animate.inputs import comfy_extras
 from wan_core.models.wan.families.animate2 import Animate2Config
 from wan_core.models.wan.families.clips import bounced, cut_clips
-from wan_core.pipeline.kept_clips import remove_kept
+from wan_core.pipeline.clips import ClipRun, remove_kept, run_key
+from wan_core.pipeline.media import clip_media, condition, load_media
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.run import Watch
 from wan_core.pipeline.sources import TINY
-from wan_core.pipeline.watch import Watch
+from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
 
 TEXT = {"text_dim": 64, "num_heads": 2, "num_layers": 2}
@@ -113,9 +114,9 @@ def reference_loop(pipe: Pipeline, given: Request, reference: np.ndarray, videos
     as all clips together. Returns frames [F, H, W, 3] in 0..255, not rounded."""
     two, overlap, F = pipe.models.task.family == "animate2", given.overlap or 1, given.clip_frames
     assert F is not None
-    vae, vision, job = pipe.models.vae(), pipe.models.clip_vision(), pipe.prepare(given)
+    vae, vision, run = pipe.models.vae(), pipe.models.clip_vision(), pipe.prepare(given)
     model = pipe.models.expert("high")
-    text = pipe.encode_text(job)
+    text = encode_text(run)
     generator = torch.Generator().manual_seed(given.seed)
     picture, found, start, last = in_pixels(reference), [], 0, None
     Y, X = HEIGHT // 8, WIDTH // 8
@@ -146,7 +147,7 @@ def reference_loop(pipe: Pipeline, given: Request, reference: np.ndarray, videos
             cond=text.cond, uncond=text.uncond, concat=torch.cat([first, rest], 2),
             image_features=vision(picture[:, :, 0]), inputs=inputs, uncond_inputs=without,
         )  # fmt: skip
-        made = denoise(job.plan, lambda _: model, conditioning, noise)
+        made = denoise(run.job.plan, lambda _: model, conditioning, noise)
         frames = vae.decode(vae.denormalise(made)[:, :, 1:]).float()
         last = frames[:, :, -overlap:]
         found.append(frames if start == 0 else frames[:, :, overlap:])
@@ -173,7 +174,7 @@ def test_clips_equal_the_reference_loop(folder: Path, family: str, overlap: int,
     videos = {name: to_and_fro(read_video(folder / f"{name}.mp4"), padded) for name in names}
     result = pipe.generate(given)
     expected = reference_loop(pipe, given, picture, videos)
-    assert len(pipe.prepare(given).clips) == (4 if overlap == 5 else 3)
+    assert len(pipe.prepare(given).job.clips) == (4 if overlap == 5 else 3)
     assert result.frames.shape == (20, HEIGHT, WIDTH, 3)
     assert np.abs(result.frames - expected).max() <= 0.5 + 0.05  # rounded to whole numbers
 
@@ -193,12 +194,12 @@ def test_image_to_video_goes_on_from_its_last_frames(folder: Path, overlap: int)
     found = pipe.generate(long)
     first = pipe.generate(replace(given, frames=9))
     assert np.array_equal(found.frames[:9], first.frames)
-    vae, job = pipe.models.vae(), pipe.prepare(long)
+    vae, run = pipe.models.vae(), pipe.prepare(long)
     tail = vae.decode(first.latents).float()[:, :, -overlap:]
     video, known = torch.zeros(1, 3, 9, HEIGHT, WIDTH), torch.zeros(9, HEIGHT // 8, WIDTH // 8)
     video[:, :, :overlap], known[:overlap] = tail, 1
     concat = torch.cat([mask_of(known), vae.normalise(vae.encode(video))], 1)
-    latents = pipe.sample(job, replace(pipe.encode_text(job), concat=concat), clip=1)
+    latents = pipe.sample(run, replace(encode_text(run), concat=concat), clip=1)
     second = (vae.decode(latents)[0, :, overlap : overlap + 4].permute(1, 2, 3, 0).float() + 1) * 127.5
     assert np.abs(found.frames[9:] - second.numpy()).max() <= 0.55
 
@@ -255,16 +256,16 @@ def test_a_video_played_to_and_fro() -> None:
 def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, family: str) -> None:
     """ComfyUI's keys, made of the media of the second clip, and read again."""
     pipe, given = loaded(folder, family), request(folder, family, replaced=family == "animate")
-    job = pipe.prepare(given)
-    clip, media = job.clips[1], clips_module.load_clip_media(pipe, job)
+    run = pipe.prepare(given)
+    clip, media = run.job.clips[1], load_media(run)
     assert media is not None
-    pixels = clips_module.given_to(pipe, job, clip, media, torch.rand(1, 3, 1, HEIGHT, WIDTH) * 2 - 1)
-    expected = clips_module.condition(pipe, job, clip, pixels, pipe.encode_text(job))
+    pixels = clip_media(run, clip, media, torch.rand(1, 3, 1, HEIGHT, WIDTH) * 2 - 1)
+    expected = condition(run, clip, pixels, encode_text(run))
     vae = pipe.models.vae()
     extras = comfy_extras(vae.encode, pixels, clip, vae.config)
     seen = SimpleNamespace(penultimate_hidden_states=expected.image_features)
-    latent = {"samples": torch.zeros(job.clip_shape(clip))}
-    found = FAMILIES[family].read_conditioning(job.task, vae.config, {**extras, "clip_vision_output": seen}, latent)
+    latent = {"samples": torch.zeros(run.job.clip_shape(clip))}
+    found = FAMILIES[family].read_conditioning(run.job.task, vae.config, {**extras, "clip_vision_output": seen}, latent)
     torch.testing.assert_close(found["concat"], expected.concat)
     for name in {"pose", "face"} & set(expected.inputs):
         torch.testing.assert_close(found["inputs"][name], expected.inputs[name])
@@ -333,17 +334,17 @@ def test_damaged_and_foreign_clips_are_left_alone(folder: Path, tmp_path: Path) 
 def test_another_models_clips_are_not_used(folder: Path, tmp_path: Path) -> None:
     """Files of the same name and size, changed since: the weights, or a driving video."""
     given, pipe = request(folder, "animate"), loaded(folder, "animate")
-    job = pipe.prepare(given)
-    key = clips_module.run_key(pipe, job)
-    assert clips_module.run_key(pipe, pipe.prepare(given)) == key
+    run = pipe.prepare(given)
+    key = run_key(run)
+    assert run_key(pipe.prepare(given)) == key
     for changed in ({"seed": 5}, {"prompt": "a"}, {"overlap": 5}, {"steps": 3}, {"frames": 19}):
-        assert clips_module.run_key(pipe, pipe.prepare(replace(given, **changed))) != key
+        assert run_key(pipe.prepare(replace(given, **changed))) != key
     other = tmp_path / "pose.mp4"
     write_mp4(other, drawn(21, HEIGHT, WIDTH, 11), fps=24)
-    assert clips_module.run_key(pipe, pipe.prepare(replace(given, pose_video=str(other)))) != key
+    assert run_key(pipe.prepare(replace(given, pose_video=str(other)))) != key
     path = folder / "animate.safetensors"
     path.touch()
-    assert clips_module.run_key(pipe, pipe.prepare(given)) != key
+    assert run_key(pipe.prepare(given)) != key
 
 
 def test_a_full_disk_is_no_error(folder: Path, tmp_path: Path) -> None:
@@ -377,7 +378,7 @@ def arguments(folder: Path, family: str, out: Path, *more: str) -> list[str]:
 
 
 def test_the_command_line_goes_on_from_kept_clips(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(clips_module.ClipRun, "note_kept", interrupted)
+    monkeypatch.setattr(ClipRun, "note_kept", interrupted)
     out, more = tmp_path / "x.mp4", ("--face-video", str(folder / "face.mp4"), "--device", "cpu")
     assert main(arguments(folder, "animate", out, *more)) == 130
     out.unlink(missing_ok=True)
@@ -390,7 +391,7 @@ def test_the_command_line_goes_on_from_kept_clips(folder: Path, tmp_path: Path, 
 
 
 def test_clips_of_a_random_seed_name_the_seed_to_use(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(clips_module.ClipRun, "note_kept", interrupted)
+    monkeypatch.setattr(ClipRun, "note_kept", interrupted)
     out, more = tmp_path / "x.mp4", ("--face-video", str(folder / "face.mp4"), "--device", "cpu")
     assert main(arguments(folder, "animate", out, *more, "--seed", "random")) == 130
     out.unlink(missing_ok=True)

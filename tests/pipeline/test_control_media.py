@@ -27,6 +27,7 @@ from wan_core.models.wan.families.fun import FunCameraConfig, FunControlConfig
 from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.models.wan.families.vace.inputs import control_of_media
 from wan_core.pipeline.clips import run_key
+from wan_core.pipeline.media import first_frames
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
 
@@ -124,12 +125,14 @@ def in_pixels(frames: np.ndarray) -> Tensor:
 def test_vace_is_given_what_stays_what_changes_and_where(folder: Path) -> None:
     pipe = loaded(folder, "vace")
     given = request(folder, control_video="video.mp4", mask="mask.png", reference="picture.png", image="picture.png")
-    job = pipe.prepare(given)
-    assert job.latent_shape == (1, 16, 3, 4, 6) and job.tokens == 3 * 2 * 3  # the reference is a frame of the latents
-    control = pipe.encode(job).inputs["control"]
+    made = pipe.prepare(given)
+    assert (
+        made.job.latent_shape == (1, 16, 3, 4, 6) and made.job.tokens == 3 * 2 * 3
+    )  # the reference is a frame of the latents
+    control = pipe.encode(made).inputs["control"]
     assert control.shape == (1, 96, 3, 4, 6)
     video = in_pixels(read_video(folder / "video.mp4")[:5])
-    first = pipe.first_frames(job)["image"]
+    first = first_frames(made)["image"]
     changes = torch.zeros(5, HEIGHT, WIDTH)
     changes[1:, :, WIDTH // 2 :] = 1  # the first frame is known
     video[:, :, :1] = first
@@ -182,7 +185,7 @@ def test_clips_are_kept_for_these_contents_of_every_picture(folder: Path, tmp_pa
     for path in (None, *files.values()):
         for number, one in enumerate(files.values()):
             Image.fromarray(drawn(1, number + 9 * (one == path))[0]).save(one)
-        keys.append(run_key(pipe, pipe.prepare(given)))
+        keys.append(run_key(pipe.prepare(given)))
     assert len(set(keys)) == 4
 
 
@@ -200,8 +203,8 @@ def test_poses_of_the_command_line_hold_for_a_list(folder: Path, tmp_path: Path)
 @torch.no_grad()
 def test_the_next_clip_of_vace_keeps_the_frames_before_it(folder: Path) -> None:
     pipe = loaded(folder, "vace")
-    job = pipe.prepare(request(folder, control_video="video.mp4", frames=13, clip_frames=9, overlap=5))
-    assert [(clip.first, clip.frames, clip.carried) for clip in job.clips] == [(0, 9, 0), (4, 9, 5)]
+    made = pipe.prepare(request(folder, control_video="video.mp4", frames=13, clip_frames=9, overlap=5))
+    assert [(clip.first, clip.frames, clip.carried) for clip in made.job.clips] == [(0, 9, 0), (4, 9, 5)]
     media = {"control_video": torch.rand(1, 3, 9, 32, 48), "mask": torch.ones(1, 3, 9, 32, 48)}
     seen: list[Tensor] = []
 
@@ -210,7 +213,7 @@ def test_the_next_clip_of_vace_keeps_the_frames_before_it(folder: Path) -> None:
         return torch.zeros(1, 16, 3, 4, 6)
 
     media["carried"] = torch.rand(1, 3, 5, 32, 48)
-    mask = control_of_media(encode, media, job.clips[1], VAE_21)[1]
+    mask = control_of_media(encode, media, made.job.clips[1], VAE_21)[1]
     assert torch.equal(seen[0][:, :, :5], media["carried"]) and not seen[0][:, :, 5:].any()
     assert torch.equal(seen[1][:, :, 5:], media["control_video"][:, :, 5:])
     assert not mask[:, :, :2].any() and (mask[:, :, 2] == 1).all()
@@ -222,8 +225,8 @@ def test_fun_is_given_its_control_and_what_is_known(folder: Path, name: str) -> 
     pipe = loaded(folder, name)
     camera = name == "camera"
     given = request(folder, **{"camera": "zoom-in"} if camera else {"control_video": "video.mp4"}, image="picture.png")
-    job = pipe.prepare(given)
-    found, first = pipe.encode(job), pipe.first_frames(pipe.prepare(given))["image"]
+    made = pipe.prepare(given)
+    found, first = pipe.encode(made), first_frames(pipe.prepare(given))["image"]
     assert found.concat is not None
     if name == "fun-control-21":
         assert found.concat.shape == (1, 32, 2, 4, 6) and found.image_features is not None
@@ -299,6 +302,6 @@ def test_the_strength_of_a_part_of_the_run_counts_in_that_part_alone(folder: Pat
     assert torch.equal(whole, made(scale=1.0))
     assert not torch.equal(part, whole) and not torch.equal(part, nothing) and not torch.equal(whole, nothing)
     video = request(folder, control_video="video.mp4", control=ControlOptions(end=0.5))
-    assert [step.control for step in pipe.prepare(video).plan.steps] == [(1.0,), (0.0,)]
+    assert [step.control for step in pipe.prepare(video).job.plan.steps] == [(1.0,), (0.0,)]
     with pytest.raises(OptionError, match="the end comes later"):
         ControlOptions(start=0.7, end=0.2)

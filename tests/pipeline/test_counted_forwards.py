@@ -25,7 +25,7 @@ from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.animate2 import ANIMATE2_14B
 from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.watch import Watch
+from wan_core.pipeline.run import Watch
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 
@@ -56,7 +56,7 @@ def counted(pipe: Pipeline, asked: Request) -> tuple[int, list[int], Plan, int]:
             lambda _, given: rows.__setitem__(0, rows[0] + len(given[0]))
         )
     made = pipe.generate(asked, Watch(step=lambda progress, _: told.append(progress.forwards)))
-    return rows[0], told, made.plan, len(pipe.prepare(asked).clips)
+    return rows[0], told, made.plan, len(pipe.prepare(asked).job.clips)
 
 
 @pytest.mark.parametrize("changed", ANIMATE2)

@@ -9,20 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-import wan_core.pipeline.clips as clips_module
 from tests.pipeline.test_clips import folder as media_folder  # noqa: F401
 from tests.pipeline.test_clips import loaded, request
 from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.pipeline.clips import run_key
+from wan_core.pipeline.media import clip_media, condition, load_media
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import stack_text
 
 
 def conditioned(pipe: Pipeline, given: Request) -> Conditioning:
-    job = pipe.prepare(given)
-    media = clips_module.load_clip_media(pipe, job)
-    pixels = clips_module.given_to(pipe, job, job.clips[0], media, None)
-    return clips_module.condition(pipe, job, job.clips[0], pixels, pipe.encode_text(job))
+    run = pipe.prepare(given)
+    media = load_media(run)
+    pixels = clip_media(run, run.job.clips[0], media, None)
+    return condition(run, run.job.clips[0], pixels, encode_text(run))
 
 
 @torch.no_grad()
@@ -81,6 +83,6 @@ def test_settings_that_a_family_does_not_take_are_refused(media_folder: Path) ->
 
 def test_kept_clips_are_of_the_same_settings(media_folder: Path) -> None:  # noqa: F811
     pipe, given = loaded(media_folder, "animate2"), request(media_folder, "animate2")
-    key = clips_module.run_key(pipe, pipe.prepare(given))
+    key = run_key(pipe.prepare(given))
     for changed in ({"pose_prompt": "a blue square"}, {"pose_strength": 0.5}, {"reference_strength": 0.5}):
-        assert clips_module.run_key(pipe, pipe.prepare(replace(given, **changed))) != key
+        assert run_key(pipe.prepare(replace(given, **changed))) != key

@@ -90,7 +90,7 @@ def test_they_come_with_a_preset_for_few_steps_and_only_then() -> None:
 
 
 def test_the_steps_are_those_that_were_distilled(pipe: Pipeline) -> None:
-    plan, trained = pipe.prepare(FOUR).plan, student_plan()
+    plan, trained = pipe.prepare(FOUR).job.plan, student_plan()
     assert [(s.timestep, s.sigma, s.expert) for s in plan.steps] == [
         (s.timestep, s.sigma, s.expert) for s in trained.steps
     ]
@@ -98,9 +98,11 @@ def test_the_steps_are_those_that_were_distilled(pipe: Pipeline) -> None:
 
 
 def test_few_steps_without_what_they_need_are_pointed_out(pipe: Pipeline) -> None:
-    assert pipe.prepare(FOUR).plan.notes == ("preset 4-step: asked for",)
+    assert pipe.prepare(FOUR).job.plan.notes == ("preset 4-step: asked for",)
     bare = Pipeline.load(LoadOptions(model="tiny", device="cpu"))  # for no request: nothing asked for LoRAs
-    assert bare.prepare(FOUR).plan.notes == ("preset 4-step: asked for, but no file says that it is step-distilled",)
+    assert bare.prepare(FOUR).job.plan.notes == (
+        "preset 4-step: asked for, but no file says that it is step-distilled",
+    )
 
 
 def test_the_committed_comparison_reaches_its_target() -> None:

@@ -48,7 +48,7 @@ def test_another_caption_makes_another_video(made):
 
 def test_every_solver_keeps_the_caption(pipe, made):
     scene = SAMPLE[1]
-    assert pipe.prepare(Request(prompt=scene.caption)).plan.solver == "unipc"
+    assert pipe.prepare(Request(prompt=scene.caption)).job.plan.solver == "unipc"
     frames = {"unipc": made(scene)}
     for solver in ("dpm++", "euler"):
         result = pipe.generate(Request(prompt=scene.caption, seed=7, solver=solver))

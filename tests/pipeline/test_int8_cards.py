@@ -15,6 +15,7 @@ from torch import nn
 from tests.checkpoint.test_int8_reading import files, lora  # noqa: F401
 from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
 from tests.int8_files import HOLD, NAMES, SMALL, inputs, stored
+from tests.loras_on import loras_on
 from tests.pipeline.test_host_planning import mappings
 from wan_core.checkpoint import Checkpoint, load_dit, load_text_encoder, load_vae
 from wan_core.checkpoint.comfyui_tensors import METADATA_KEY
@@ -37,12 +38,12 @@ from wan_core.models.wan.tasks import find_task
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline import builder, memory_planning, settings
-from wan_core.pipeline.builder import apply_loras
+from wan_core.pipeline import load as load_stage
+from wan_core.pipeline import memory_planning, settings
+from wan_core.pipeline.applied_loras import load_with_loras
 from wan_core.pipeline.host_planning import check_host, plan_host, staying_in_file
 from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
-from wan_core.pipeline.merged_loras import load_with_loras
 from wan_core.pipeline.model_parts import PackedSize, Part, Parts
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, resolve_settings
@@ -218,7 +219,7 @@ def load(part: PartToLoad, wanted: list[Wanted], how: Reading) -> WanModel:
         part = replace(part, quantization=replace(part.quantization, device=torch.device("meta")))
     model = load_with_loras(part, wanted, CPU, CPU, how)
     if part.lora_mode == "attach" and wanted:
-        apply_loras(model, wanted, part, CPU)
+        loras_on(model, CPU).apply(model, wanted, part)
     assert isinstance(model, WanModel)
     return model
 
@@ -249,7 +250,7 @@ def test_a_text_encoder_in_fp8_stays_so_beside_int8(scaled: Path) -> None:  # no
         for precision in ("int8", "checkpoint", "fp8")
     }
     held = {precision: one.parts["text_encoder"] for precision, one in resolved.items()}
-    builder.check_parts(resolved["int8"], Residency(CPU, "resident"), False)  # the layer pipeline takes it
+    load_stage.check_parts(resolved["int8"], Residency(CPU, "resident"), False)  # the layer pipeline takes it
     assert held["int8"] == held["checkpoint"] and held["int8"].stays_in_file
     assert held["fp8"].quantization is None
     packed, wide = held["int8"].load(CPU), held["fp8"].load(CPU)
@@ -271,7 +272,7 @@ def test_a_run_whose_models_all_stay_in_their_files(monkeypatch, tmp_path, scale
     )
     request = Request(prompt="a red circle moving right", width=32, height=32, frames=5, steps=2, seed=1)
     expected = latents_of(Pipeline.load(plain), request)
-    monkeypatch.setattr(builder, "make_planner", MemoryPlanner)
+    monkeypatch.setattr(load_stage, "make_planner", MemoryPlanner)
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: 8 * GIB)
     vae = recognise(TINY / "vae.safetensors", "vae", load_vae).bytes(torch.float32)
     limited = replace(plain, lora_mode="auto", host_memory_limit=1.2 * vae / GIB)
@@ -284,5 +285,5 @@ def test_a_run_whose_models_all_stay_in_their_files(monkeypatch, tmp_path, scale
 
 
 def latents_of(pipe: Pipeline, request: Request) -> torch.Tensor:
-    job = pipe.prepare(request)
-    return pipe.sample(job, pipe.encode(job))
+    run = pipe.prepare(request)
+    return pipe.sample(run, pipe.encode(run))

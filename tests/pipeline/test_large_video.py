@@ -8,8 +8,8 @@ import torch
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.tasks import TASKS, find_task
-from wan_core.pipeline import large_video
-from wan_core.pipeline.large_video import check_tensor, memory_of, size_notes
+from wan_core.pipeline import check
+from wan_core.pipeline.check import check_tensor, memory_of, size_notes
 from wan_core.pipeline.pipeline import Pipeline
 
 CPU = torch.device("cpu")
@@ -29,11 +29,11 @@ def test_no_model_is_warned_at_the_size_of_any_task_and_all_are_far_above() -> N
 def test_a_tensor_that_exceeds_all_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     room = memory_of(CPU)
     assert room is None or room > 2**28
-    monkeypatch.setattr(large_video, "total_bytes", lambda: 1000)
+    monkeypatch.setattr(check, "total_bytes", lambda: 1000)
     check_tensor("the latents", (10, 25), 4, CPU)
     with pytest.raises(OptionError, match=r"the latents of this video \(10 x 26\) alone would take .*smaller size"):
         check_tensor("the latents", (10, 26), 4, CPU)
-    monkeypatch.setattr(large_video, "total_bytes", lambda: None)
+    monkeypatch.setattr(check, "total_bytes", lambda: None)
     check_tensor("the latents", (2**40,), 4, CPU)
 
 
@@ -41,6 +41,6 @@ def test_the_command_line_refuses_before_it_draws_noise(monkeypatch: pytest.Monk
     tiny = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     request = Request(prompt=CAPTION, width=1024, height=1024, frames=17)
     tiny.prepare(request)
-    monkeypatch.setattr(large_video, "total_bytes", lambda: 2**22)
+    monkeypatch.setattr(check, "total_bytes", lambda: 2**22)
     with pytest.raises(OptionError, match="an activation of this video"):
         tiny.prepare(request)

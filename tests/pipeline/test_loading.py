@@ -13,8 +13,8 @@ from wan_core.checkpoint import staged
 from wan_core.checkpoint.staged import Reading, default_threads
 from wan_core.config import LoadOptions
 from wan_core.ops.attention.registry import AttentionError
-from wan_core.pipeline.loading import LoadingEnded, load_parts
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.reading import LoadingEnded, load_parts
 
 GPU = torch.device("cuda", 0)
 

@@ -13,6 +13,7 @@ from wan_core.config import LoadOptions, LoraOptions, OptionError, Request, Spar
 from wan_core.execution.memory.planning import GIB, factor, plan_memory
 from wan_core.execution.report import Report
 from wan_core.pipeline import memory_planning
+from wan_core.pipeline.card_choice import task_memory
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.memory_planning import (
     MemoryPlanner,
@@ -24,7 +25,6 @@ from wan_core.pipeline.memory_planning import (
 from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
 from wan_core.pipeline.sources import TINY, TINY_LORAS, find_experts, find_models
-from wan_core.pipeline.task_memory import task_memory
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import with_costs

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.checkpoint.test_lora import CONFIG, LINEARS, lora_of, shapes
+from tests.loras_on import loras_on
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import save
@@ -21,9 +22,8 @@ from wan_core.checkpoint.staged import Reading
 from wan_core.execution.memory.residency import Residency
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8_MAX, Quantized
-from wan_core.pipeline.builder import apply_loras, changes_weights
-from wan_core.pipeline.loras import AppliedLoras, Wanted
-from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
+from wan_core.pipeline.applied_loras import load_with_loras
+from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, recognise
 
@@ -96,10 +96,10 @@ def test_changed_twenty_times_and_taken_off_the_bytes_are_as_at_first(files, sto
     for at, strength in enumerate(strengths):
         loras = [replace(one(seed, everywhere=False), strength=strength)]
         loras += [one(seed + 1, everywhere=False)] if at % 3 == 0 else []
-        apply_loras(model, loras, part, CPU)
+        loras_on(model, CPU).apply(model, loras, part)
     assert equal(model, bits(load_with_loras(part, loras, CPU, CPU)))  # as if it had been read with them
-    assert not AppliedLoras.of(model, CPU).before and not list(model.named_buffers())  # nothing was kept of the model
-    apply_loras(model, [], part, CPU)
+    assert not loras_on(model, CPU).attached.before and not list(model.named_buffers())  # nothing was kept of the model
+    loras_on(model, CPU).apply(model, [], part)
     assert equal(model, first) and addresses == [p.data_ptr() for p in model.parameters()]
 
 
@@ -110,8 +110,8 @@ def test_only_what_changes_is_read_again(files):
     wanted = replace(one(2, everywhere=False), strength=0.5)
     for loras, reads in (([wanted], True), ([wanted], False), ([replace(wanted, strength=0.0)], True), ([], False)):
         read.clear()
-        assert changes_weights(model, loras, part, CPU) == reads
-        apply_loras(model, loras, part, CPU, how=Reading(on_bytes=read.append))
+        assert loras_on(model, CPU).changes_weights(loras, part) == reads
+        loras_on(model, CPU).apply(model, loras, part, how=Reading(on_bytes=read.append))
         assert equal(model, first) == (not any(one.strength for one in loras))
         changed = sum(model.get_parameter(name).nbytes for name in wanted.lora.changes)
         assert bool(read) == reads and sum(read) < 2 * changed
@@ -121,6 +121,7 @@ def test_only_what_changes_is_read_again(files):
 def test_an_interrupted_change_is_made_good(files, taken_off):
     part = part_of(files["row scales"], "fp8")
     model = load_with_loras(part, [one(1)], CPU, CPU)
+    loras_on(model, CPU, [one(1)])
     wanted = [] if taken_off else [one(2, everywhere=False)]
     left = 9
 
@@ -131,10 +132,10 @@ def test_an_interrupted_change_is_made_good(files, taken_off):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        apply_loras(model, wanted, part, CPU, how=Reading(on_bytes=stop))
-    assert MergedLoras.of(model).applied is None
-    assert changes_weights(model, [one(1)], part, CPU) and changes_weights(model, wanted, part, CPU)
-    apply_loras(model, wanted, part, CPU)
+        loras_on(model, CPU).apply(model, wanted, part, how=Reading(on_bytes=stop))
+    assert loras_on(model).merged.applied is None
+    assert loras_on(model, CPU).changes_weights([one(1)], part) and loras_on(model, CPU).changes_weights(wanted, part)
+    loras_on(model, CPU).apply(model, wanted, part)
     assert equal(model, bits(load_with_loras(part, wanted, CPU, CPU)))
 
 
@@ -146,7 +147,7 @@ def test_weights_that_stream_are_changed_in_host_memory(files, resident):
     for loras in ([one(1)], [one(2, everywhere=False)], []):
         model = residency.use("high")
         assert isinstance(model, WanModel)
-        apply_loras(model, loras, part, CPU, lambda: residency.forget_copies("high"))
+        loras_on(model, CPU).apply(model, loras, part, lambda: residency.forget_copies("high"))
         residency.release("high")
         assert equal(model, bits(load_with_loras(part, loras, CPU, CPU)))
         homes = {tensor.data_ptr() for unit in residency.host_weights["high"].units for tensor in unit.home}
@@ -165,4 +166,4 @@ def test_a_file_that_became_another_model_is_refused(files, tmp_path):
 
     save(random_module(other, device="cpu", dtype=torch.float32), path)
     with pytest.raises(CheckpointError, match="another model"):
-        apply_loras(model, [one(1)], part, CPU)
+        loras_on(model, CPU).apply(model, [one(1)], part)

@@ -14,7 +14,7 @@ from wan_core.config.host_memory import HOST_RESERVE
 from wan_core.execution.memory.planning import GIB, Beside, MemoryPlan, Sizes, limited, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.families.animate2 import Form, kept
-from wan_core.pipeline.task_memory import task_memory
+from wan_core.pipeline.card_choice import task_memory
 
 CARDS = (8, 12, 16, 24, 48, 80, 141)
 SIZES = {"480p": (832, 480), "720p": (1280, 720)}

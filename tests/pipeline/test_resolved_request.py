@@ -14,8 +14,8 @@ from wan_core.config import OptionError, Request, UserError
 from wan_core.media.mp4 import write_mp4
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.wan.tasks import Task, find_task
-from wan_core.pipeline import resolved_request
-from wan_core.pipeline.resolved_request import make_job, size_of_video
+from wan_core.pipeline import check
+from wan_core.pipeline.check import make_job, size_of_video
 
 DIT = find_task("t2v-A14B").full_size  # patches of 2 x 2 latents, as of all models
 SIDES = st.integers(16, 2000)
@@ -45,7 +45,7 @@ def test_a_video_to_start_from_gives_its_aspect_and_length(name: str, size: tupl
         return *size, min(count, most)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resolved_request, "video_size", video_size)
+        patch.setattr(check, "video_size", video_size)
         *found, frames, fps = size_of_video(Request(prompt="", from_video=source), task, DIT, vae)
         fits(task, vae, (found[0], found[1]), size, multiple)
         assert frames % 4 == 1 and frames <= min(count, task.frames) < frames + 4 and fps == task.fps

@@ -38,11 +38,13 @@ from wan_core.models.wan.families.media import pixels_to_video
 from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
 from wan_core.pipeline import clips as clips_module
 from wan_core.pipeline import hearing, sources
+from wan_core.pipeline.card_choice import task_memory
+from wan_core.pipeline.media import clip_media, condition, load_media
 from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.pipeline import Pipeline, WriteVideo
+from wan_core.pipeline.run import Watch
 from wan_core.pipeline.sources import TINY, find_models
-from wan_core.pipeline.task_memory import task_memory
-from wan_core.pipeline.watch import Watch
+from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import make_plan
 from wan_core.workers.video_list import ListedVideo
@@ -114,9 +116,9 @@ def test_three_clips_equal_the_official_loop(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(hearing, "encoded", lambda *_: loop.drawn_states())
     monkeypatch.setattr(sources, "recognise_speech", lambda *_: hearing.Speech(None, lambda _: None))
     pipe = loaded(folder, "large")
-    monkeypatch.setattr(pipe, "encode_text", lambda job: Conditioning(cond=rows[0], uncond=rows[1]))
+    monkeypatch.setattr(clips_module, "encode_text", lambda run: Conditioning(cond=rows[0], uncond=rows[1]))
     found = pipe.generate(request(folder, pose_video=str(folder / "pose.avi") if pose else None))
-    assert len(pipe.prepare(request(folder)).clips) == loop.CLIPS and len(found.frames) == loop.FRAMES
+    assert len(pipe.prepare(request(folder)).job.clips) == loop.CLIPS and len(found.frames) == loop.FRAMES
     made = pipe.models.vae().normalise(found.latents)
     latents = torch.cat(list(expected[f"latents{pose}"]), 1)[None]
     assert float((made - latents).norm() / latents.norm()) < 1e-3
@@ -129,16 +131,16 @@ def test_three_clips_equal_the_official_loop(folder: Path, monkeypatch: pytest.M
 def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, number: int) -> None:
     """ComfyUI's keys, made of the media of a clip, and read again."""
     pipe = loaded(folder)
-    job = pipe.prepare(request(folder, frames=20, pose_video=str(folder / "pose.avi")))
-    clip, media = job.clips[number], clips_module.load_clip_media(pipe, job)
+    run = pipe.prepare(request(folder, frames=20, pose_video=str(folder / "pose.avi")))
+    clip, media = run.job.clips[number], load_media(run)
     before = torch.rand(7, loop.SIDE, loop.SIDE, 3)
     pixels = pixels_to_video(motion_frames(before)) if number else None
-    given = clips_module.given_to(pipe, job, clip, media, pixels)
-    expected = clips_module.condition(pipe, job, clip, given, pipe.encode_text(job))
+    given = clip_media(run, clip, media, pixels)
+    expected = condition(run, clip, given, encode_text(run))
     vae = pipe.models.vae()
     extras, lead = comfy_extras(vae.encode, given, clip)
-    latent = {"samples": torch.zeros(job.clip_shape(clip))}
-    found = FAMILIES["s2v"].read_conditioning(job.task, vae.config, extras, latent)
+    latent = {"samples": torch.zeros(run.job.clip_shape(clip))}
+    found = FAMILIES["s2v"].read_conditioning(run.job.task, vae.config, extras, latent)
     assert found["inputs"].keys() == expected.inputs.keys() >= {"audio", "reference", "pose"}
     for name, value in expected.inputs.items():
         torch.testing.assert_close(found["inputs"][name], value)
@@ -318,7 +320,7 @@ def test_what_does_not_belong_together_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(OptionError, match=words):
             pipe.prepare(request(folder, **changed))
-    assert pipe.prepare(request(folder, frames=3)).frames == 3
+    assert pipe.prepare(request(folder, frames=3)).job.frames == 3
     made = pipe.prepare(request(folder, width=None, height=None))
     assert made.width % 64 == made.height % 64 == 0
 

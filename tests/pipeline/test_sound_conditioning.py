@@ -15,9 +15,9 @@ from wan_core.models.vae.config import VAE_21
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
 from wan_core.models.wan.tasks import find_task
+from wan_core.pipeline.check import check_request
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts
-from wan_core.pipeline.pipeline import check_request
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.plan import Plan, make_plan
 

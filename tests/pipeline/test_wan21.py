@@ -23,6 +23,7 @@ from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.tasks import find_task
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline.media import clip_features
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY, find_models
 
@@ -78,9 +79,9 @@ def test_image_to_video(files: Path, residency: str) -> None:
     assert conditioning.image_features is not None and conditioning.image_features.shape == (1, 5, 1280)
     result = pipe.generate(request)
     assert result.frames.shape == (5, 32, 48, 3) and result.latents.isfinite().all()
-    job = pipe.prepare(request)
+    run = pipe.prepare(request)
     other = replace(conditioning, image_features=conditioning.image_features.flip(1) * 2)
-    assert not torch.equal(pipe.sample(job, other).cpu(), result.latents)  # CLIP features count
+    assert not torch.equal(pipe.sample(run, other).cpu(), result.latents)  # CLIP features count
     batched = pipe.generate(replace(request, guidance_mode="batched"))
     torch.testing.assert_close(batched.latents, result.latents, rtol=1e-3, atol=1e-3)
 
@@ -90,8 +91,8 @@ def test_clip_sees_the_whole_image(files: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 255, (80, 64, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(image)
     pipe = Pipeline.load(options(files / "wan2.1_i2v_480p_14B.safetensors", clip_vision=clip))
-    job = pipe.prepare(Request(prompt="a red circle", image=str(image), **SMALL))
-    found = pipe.seen(job, {}, job.clips[0])["image"]
+    run = pipe.prepare(Request(prompt="a red circle", image=str(image), **SMALL))
+    found = clip_features(run, run.job.clips[0], {})["image"]
     whole = torch.from_numpy(pixels).movedim(-1, 0)[None] / 127.5 - 1
     assert found is not None
     with torch.no_grad():

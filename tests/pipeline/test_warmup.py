@@ -19,7 +19,6 @@ from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import resolve_settings
 from wan_core.pipeline.sources import find_models
-from wan_core.pipeline.warmup import warm_up
 from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
@@ -49,37 +48,37 @@ def test_torch_naming_its_own_folder_is_no_wish(monkeypatch, tmp_path):
 def test_both_experts_are_warm_and_nothing_changes():
     request = Request(prompt=CAPTION, steps=4, seed=3)
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", residency="stream", resident_blocks=2))
-    job = pipe.prepare(request)
-    exact = pipe.sample(job, pipe.encode(job))
+    run = pipe.prepare(request)
+    exact = pipe.sample(run, pipe.encode(run))
     phases, calls = [], dict.fromkeys(("high", "low"), 0)
     for name in calls:
         module = pipe.models.residency.models[name]
         module.register_forward_hook(lambda *_, n=name: calls.__setitem__(n, calls[n] + 1))
-    warm_up(pipe, request, phases.append)
+    pipe.warm_up(request, phases.append)
     assert phases == ["warm up low", "warm up high"] and calls == {"high": 1, "low": 1}
     assert {"warm up high", "warm up low"} <= pipe.report.phases.keys()
-    job = pipe.prepare(request)
-    assert torch.equal(pipe.sample(job, pipe.encode(job)), exact)
+    run = pipe.prepare(request)
+    assert torch.equal(pipe.sample(run, pipe.encode(run)), exact)
 
 
 def test_sparse_steps_are_warm_too():
     """One forward of each kind of step that an expert has."""
     request = Request(prompt=CAPTION, steps=4, seed=3, skip=SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0)))
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
-    job, calls = pipe.prepare(request), {}
-    exact = pipe.sample(job, pipe.encode(job))
+    run, calls = pipe.prepare(request), {}
+    exact = pipe.sample(run, pipe.encode(run))
     for name in ("high", "low"):
         block = pipe.models.residency.models[name].blocks[0]
         # The last input of a block is the call of attention.
         block.register_forward_pre_hook(
             lambda _, given, n=name: calls.setdefault(n, []).append(any(given[-1].sparse.rules))
         )
-    warm_up(pipe, request)
-    kinds = {name: {step.sparsity > 0 for step in job.plan.steps if step.expert == name} for name in calls}
+    pipe.warm_up(request)
+    kinds = {name: {step.sparsity > 0 for step in run.job.plan.steps if step.expert == name} for name in calls}
     found = {name: set(several) for name, several in calls.items()}
     assert found == kinds == {"high": {False, True}, "low": {True}} and len(calls["high"]) == 2
-    job = pipe.prepare(request)
-    assert torch.equal(pipe.sample(job, pipe.encode(job)), exact)
+    run = pipe.prepare(request)
+    assert torch.equal(pipe.sample(run, pipe.encode(run)), exact)
 
 
 def test_smaller_steps_are_warm_too():
@@ -89,7 +88,7 @@ def test_smaller_steps_are_warm_too():
     pipe, tokens = Pipeline.load(LoadOptions(model="tiny", device="cpu")), []
     block = pipe.models.expert("high").blocks[0]
     hook = block.register_forward_pre_hook(lambda _, given: tokens.append(given[0].shape[1]))
-    warm_up(pipe, request)
+    pipe.warm_up(request)
     hook.remove()
     assert sorted(set(tokens)) == [45, 180]
 
@@ -105,7 +104,7 @@ def test_a_warm_up_that_runs_out_of_memory_goes_on():
             raise torch.cuda.OutOfMemoryError("as a test wants it")
 
     pipe.models.residency.models["low"].blocks[2].register_forward_pre_hook(fail)
-    warm_up(pipe, request)
+    pipe.warm_up(request)
     assert failed and any("out of memory, going on" in note for note in pipe.report.notes)
 
 

@@ -14,9 +14,9 @@ from wan_core.cli import main
 from wan_core.config import LoadOptions, Request, SkipOptions, TaylorSeerOptions, WindowOptions
 from wan_core.media.video import read_metadata
 from wan_core.models.vae.config import VAE_21
+from wan_core.pipeline.check import make_job
 from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.resolved_request import make_job
 from wan_core.pipeline.sources import find_models
 from wan_core.sampling.cache.residual import ResidualCache
 from wan_lab.metrics import judge
@@ -33,8 +33,8 @@ def pipe() -> Pipeline:
 
 
 def latents(pipe: Pipeline, request: Request) -> torch.Tensor:
-    job = pipe.prepare(request)
-    return pipe.sample(job, pipe.encode(job))
+    run = pipe.prepare(request)
+    return pipe.sample(run, pipe.encode(run))
 
 
 def test_a_report_says_what_ran(pipe: Pipeline) -> None:
@@ -72,12 +72,12 @@ def test_an_interruption_leaves_nothing_behind(pipe: Pipeline, windows: str) -> 
         if progress.step.index == 2:
             raise Interrupted
 
-    job = pipe.prepare(request)
-    conditioning = pipe.encode(job)
-    wanted = pipe.sample(job, conditioning)
+    run = pipe.prepare(request)
+    conditioning = pipe.encode(run)
+    wanted = pipe.sample(run, conditioning)
     with pytest.raises(Interrupted):
-        pipe.sample(job, conditioning, interrupt)
-    assert torch.equal(pipe.sample(job, conditioning), wanted)
+        pipe.sample(run, conditioning, interrupt)
+    assert torch.equal(pipe.sample(run, conditioning), wanted)
     assert all(pipe.models.expert(name).runners.find(ResidualCache) is None for name in ("high", "low"))
 
 

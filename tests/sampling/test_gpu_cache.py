@@ -139,6 +139,6 @@ def test_memory_is_what_was_said_and_is_given_back():
         pipe.generate(Request(prompt=caption, seed=seed, skip=SkipOptions(magcache=MAG)))
     assert torch.cuda.memory_allocated() - held < 1 << 20
     assert (pipe.generate(cached).frames == first).all()
-    job = pipe.prepare(cached)
+    job = pipe.prepare(cached).job
     dim = pipe.models.dit_config.dim
     assert residual_bytes(job.plan, job.tokens, dim) == 2 * 2 * job.tokens * dim * 2  # two slots of two branches, bf16

@@ -17,8 +17,8 @@ CAPTION = "a red circle moving right on a blue background"
 
 def latents(device: str, setting: str, **options) -> torch.Tensor:
     pipe = Pipeline.load(LoadOptions(model="tiny", device=device, precision="fp32", **options))
-    job = pipe.prepare(Request(prompt=CAPTION, steps=12, seed=3, skip=parse_setting(setting)))
-    return pipe.sample(job, pipe.encode(job)).cpu()
+    run = pipe.prepare(Request(prompt=CAPTION, steps=12, seed=3, skip=parse_setting(setting)))
+    return pipe.sample(run, pipe.encode(run)).cpu()
 
 
 @pytest.mark.parametrize("more", ["", "+sparse:0.5/0/0:math", "+taylorseer:2/1/0.2"])
@@ -31,7 +31,7 @@ def test_a_gpu_makes_what_a_cpu_makes(more: str) -> None:
 def test_graphs_of_two_sizes_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The high expert runs at full size, twice small, at full size and small again: the last three from graphs."""
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda"))
-    job = pipe.prepare(Request(prompt=CAPTION, steps=12, seed=3, skip=parse_setting("stages:0.5/0.9-0.99:every3")))
+    run = pipe.prepare(Request(prompt=CAPTION, steps=12, seed=3, skip=parse_setting("stages:0.5/0.9-0.99:every3")))
     captured, capture = [], GraphedBlocks.capture
 
     def noted(graphs: GraphedBlocks, inputs: BlockInputs, inner: Run) -> Captured:
@@ -39,8 +39,8 @@ def test_graphs_of_two_sizes_replay(monkeypatch: pytest.MonkeyPatch) -> None:
         return capture(graphs, inputs, inner)
 
     monkeypatch.setattr(GraphedBlocks, "capture", noted)
-    found = pipe.sample(job, pipe.encode(job))
+    found = pipe.sample(run, pipe.encode(run))
     assert {*captured} == {5 * 6 * 6, 5 * 3 * 3}
     for expert in ("high", "low"):
         pipe.models.expert(expert).runners.remove(GraphedBlocks)
-    assert torch.equal(found, pipe.sample(job, pipe.encode(job))) and bool(found.isfinite().all())
+    assert torch.equal(found, pipe.sample(run, pipe.encode(run))) and bool(found.isfinite().all())

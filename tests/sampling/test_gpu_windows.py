@@ -25,8 +25,8 @@ def request(windows: str, setting: str = "full") -> Request:
 
 
 def latents(pipe: Pipeline, asked: Request) -> torch.Tensor:
-    job = pipe.prepare(asked)
-    return pipe.sample(job, pipe.encode(job)).cpu()
+    run = pipe.prepare(asked)
+    return pipe.sample(run, pipe.encode(run)).cpu()
 
 
 @pytest.mark.parametrize(

@@ -438,8 +438,9 @@ def test_the_second_of_two_videos_equals_that_of_a_fresh_process(tmp_path):
 def test_one_pipeline_makes_the_same_video_again(tiny_assets):
     """The models stay loaded: a cached video, one of another size and prompt, one in full, one with a LoRA, and the
     first again."""
+    from tests.loras_on import loras_on
     from wan_core.config import LoadOptions, LoraOptions, Request
-    from wan_core.pipeline.loras import AppliedLoras, read_loras
+    from wan_core.pipeline.loras import read_loras
     from wan_core.pipeline.pipeline import Pipeline
     from wan_core.pipeline.sources import TINY_LORAS
 
@@ -455,10 +456,10 @@ def test_one_pipeline_makes_the_same_video_again(tiny_assets):
     experts = {name: pipe.models.expert(name) for name in ("high", "low")}
     loras = [LoraOptions(path=str(path), expert=expert, strength=0.5) for expert, path in TINY_LORAS.items()]
     for name, wanted in read_loras(loras, pipe.models.dit_config, two_experts=True).items():
-        AppliedLoras.of(experts[name]).apply(wanted)
+        loras_on(experts[name]).attached.apply(experts[name], wanted)
     changed = pipe.generate(cached)
     for model in experts.values():
-        AppliedLoras.of(model).clear()
+        loras_on(model).attached.clear(model)
     assert not torch.equal(first.latents, changed.latents)
     again = pipe.generate(cached)
     assert torch.equal(first.latents, again.latents) and not torch.equal(first.latents, full.latents)

@@ -15,7 +15,7 @@ from wan_core.config import AdaptiveOptions, GuidanceOptions, OptionError, SkipO
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.statistics import normalise
-from wan_core.pipeline.sample import sample_latents
+from wan_core.pipeline.denoise import sample_latents
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.residual import BOTH, residual_program
 from wan_core.sampling.cache.skipping import skip_forwards

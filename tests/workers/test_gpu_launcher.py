@@ -13,7 +13,7 @@ import torch
 from tools.processes import below, open_no_more_files, ranks_below, wait_until, wait_until_gone
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.watch import Watch
+from wan_core.pipeline.run import Watch
 from wan_core.sampling.denoise import Progress
 from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import WorkerError, Workers

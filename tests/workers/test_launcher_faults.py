@@ -42,12 +42,13 @@ from wan_core.execution.report import Report
 from wan_core.models.text.umt5 import PromptCache
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.wan.inputs import join_image
-from wan_core.pipeline.images import decode_images, encode_images
+from wan_core.pipeline.decode import decode_images
+from wan_core.pipeline.denoise import sample_latents
+from wan_core.pipeline.media import encode_images
 from wan_core.pipeline.pipeline import Pipeline, Result
-from wan_core.pipeline.sample import sample_latents
+from wan_core.pipeline.run import Watch
 from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.pipeline.sources import find_experts
-from wan_core.pipeline.watch import Watch
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.control import with_nag
 from wan_core.sampling.cutting import cut_plan

@@ -26,7 +26,7 @@ from wan_core.media.sound import mono, read_sound
 from wan_core.media.video import load_image, picture_size, read_metadata, read_video
 from wan_core.models.audio.wav2vec2 import SAMPLE_RATE
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.pipeline.images import decode_latents
+from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.pipeline import metadata
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.curves import CURVE_FILES

@@ -24,7 +24,7 @@ from wan_core.config.table import from_values
 if TYPE_CHECKING:
     from wan_core.media.sound import Sound
     from wan_core.pipeline.pipeline import Result, WriteVideo
-    from wan_core.pipeline.watch import Watch
+    from wan_core.pipeline.run import Watch
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -40,12 +40,11 @@ def load_options_of(options: argparse.Namespace) -> LoadOptions:
 
 def run_warmup(options: argparse.Namespace) -> int:
     from wan_core.pipeline.engine import LocalEngine
-    from wan_core.pipeline.warmup import warm_up
 
     request = request_of(options)
     progress = ProgressLine()
     pipe = LocalEngine().load(load_options_of(options), request, watching(progress))
-    warm_up(pipe, request, progress.phase)
+    pipe.warm_up(request, progress.phase)
     print(pipe.report.text())
     return 0
 
@@ -92,7 +91,7 @@ def generate_files(
     progress: ProgressLine,
 ) -> int:
     """Make the video and write the files. Latents that were kept stay if a later phase fails."""
-    from wan_core.pipeline.kept_clips import remove_kept
+    from wan_core.pipeline.clips import remove_kept
 
     kept: list[Path] = []
     writing = VideoWriting(files.video, progress, request.audio)
@@ -148,7 +147,7 @@ def generate(
 
 def watching(progress: ProgressLine, on_kept: Callable[[Path], None] = lambda _: None) -> Watch:
     """What `progress` shows of a run."""
-    from wan_core.pipeline.watch import Watch
+    from wan_core.pipeline.run import Watch
 
     return Watch(
         found=progress.found,
@@ -196,8 +195,8 @@ def run_decode(options: argparse.Namespace) -> int:
     from wan_core.execution.report import Report
     from wan_core.media.mp4 import check_frame_sides
     from wan_core.media.video_formats import write_video
-    from wan_core.pipeline.builder import load_vae_only
-    from wan_core.pipeline.images import decode_latents, images_shape
+    from wan_core.pipeline.decode import decode_latents, images_shape
+    from wan_core.pipeline.load import load_vae_only
     from wan_core.pipeline.pipeline import metadata
 
     with outputs_of(options) as outputs:

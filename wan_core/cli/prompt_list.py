@@ -36,7 +36,7 @@ def run_list(options: argparse.Namespace) -> int:
     import torch
 
     from wan_core.cli.prompt_file import is_finished, read_list
-    from wan_core.pipeline.pipeline import check_request
+    from wan_core.pipeline.check import check_request
     from wan_core.pipeline.settings import choose_device
     from wan_core.workers.video_list import Outcome
 

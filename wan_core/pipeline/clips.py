@@ -1,122 +1,105 @@
-"""A long video, clip by clip: each begins with the last frames of the one before, and is kept as soon as it is
-finished.
+"""A long video, clip by clip: each begins with the last frames of the one before.
+
+The latents of a finished clip are kept in a folder until the video is complete, so that a run that was interrupted goes
+on after its last finished clip. A file's name has the start of a key: a hash of everything that decides the video. So a
+run finds its own clips only, and never writes over another's.
 
 Legend: C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wan_core.execution.report import Report
+from wan_core.checkpoint import CheckpointError
+from wan_core.checkpoint.latents import load_latents, try_to_save_latents
+from wan_core.config.outputs import model_files, numbered
 from wan_core.media.feed import Feed
 from wan_core.media.fit import Box
-from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip, ClipRules
 from wan_core.models.wan.families.family import MEDIA
-from wan_core.models.wan.families.media import Media
 from wan_core.parallel.conditioning import kept_of_all
-from wan_core.pipeline.builder import Models
-from wan_core.pipeline.hearing import hear
-from wan_core.pipeline.images import Pieces, decode_to
-from wan_core.pipeline.kept_clips import KeptClips, key_of
-from wan_core.pipeline.own_memory import OwnMemory
-from wan_core.pipeline.resolved_request import Job
-from wan_core.pipeline.watch import OnStep, Watch
+from wan_core.pipeline.check import Job
+from wan_core.pipeline.decode import Pieces, WriteFrames, decode_to
+from wan_core.pipeline.denoise import sample
+from wan_core.pipeline.media import clip_media, condition, load_media
+from wan_core.pipeline.run import OnStep, Run, Watch
+from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
-from wan_core.sampling.pace import BlockChecks
 
 log = logging.getLogger(__name__)
 # What a report says of a run that decides nothing of its result.
 FILES = (*MEDIA, "image", "last_image")  # whose contents decide, and not their names
 NOT_DECIDING = frozenset({"memory", "residency", *FILES, "models"})
-Write = Callable[[Iterator[np.ndarray]], object]
-Module = TypeVar("Module")
-
-
-class ClipMaker(Protocol):
-    """What a `Pipeline` does for one clip."""
-
-    models: Models
-    report: Report
-    memory: OwnMemory
-
-    def encode_text(self, job: Job) -> Conditioning: ...
-    def first_frames(self, job: Job) -> dict[str, Tensor]: ...
-    def seen(self, job: Job, media: Mapping[str, Tensor], clip: Clip) -> dict[str, Tensor]: ...
-    def sample(
-        self,
-        job: Job,
-        conditioning: Conditioning,
-        on_step: OnStep | None = None,
-        checks: BlockChecks | None = None,
-        *,
-        clip: int = 0,
-    ) -> Tensor: ...
+ENDING = ".latents.safetensors"  # of kept clips
 
 
 class ClipRun:
-    """One long video on the models of a pipeline."""
+    """One long video: a run whose stages media, denoise and decode repeat for each clip. keep: the folder of kept
+    clips."""
 
-    def __init__(self, pipe: ClipMaker, job: Job, keep: Path | None) -> None:
-        self.pipe, self.job = pipe, job
-        with pipe.report.phase("read media"):
-            self.media = load_clip_media(pipe, job)
-            first = pipe.models.ranks is None or pipe.models.ranks.rank == 0
-            self.kept = KeptClips(keep, run_key(pipe, job)) if keep is not None and first else None
-        self.frames = np.empty((job.frames, self.crop.height, self.crop.width, 3), np.uint8)
+    def __init__(self, run: Run, keep: Path | None) -> None:
+        self.run, self.job = run, run.job
+        with run.report.phase("read media"):
+            self.media = load_media(run)
+            first = run.models.ranks is None or run.models.ranks.rank == 0
+            self.kept = KeptClips(keep, run_key(run)) if keep is not None and first else None
+        self.frames = np.empty((self.job.frames, self.crop.height, self.crop.width, 3), np.uint8)
 
     @property
     def crop(self) -> Box:
         return Box(0, 0, self.job.width, self.job.height) if self.media is None else self.media.crop
 
-    def run(self, watch: Watch, write: Write | None) -> Tensor:
+    def make(self, watch: Watch, write: WriteFrames | None) -> Tensor:
         """The latents of all clips, one after the other [1, C, sum of T, Y, X] on the CPU; `frames` then has the video.
         write: called in a thread of its own with the frames [H, W, 3], each as soon as it is finished."""
         watch.phase("text")
-        text = self.pipe.encode_text(self.job)
+        text = encode_text(self.run)
         with Feed[np.ndarray, None](lambda frames: use_all(frames, write)) as feed:
             made, carried = [], None
             for clip in self.job.clips:
-                given = given_to(self.pipe, self.job, clip, self.media, carried)
-                latents = self.latents(clip, given, text, watch)
+                media = clip_media(self.run, clip, self.media, carried)
+                latents = self.latents(clip, media, text, watch)
                 made.append(latents.cpu())
                 watch.phase("decode")
-                carried = self.decode(clip, latents, given.get("lead"), carried, feed.put)
-            with self.pipe.report.phase("decode" if write is None else "write"):
+                carried = self.decode(clip, latents, media.get("lead"), carried, feed.put)
+            with self.run.report.phase("decode" if write is None else "write"):
                 feed.finish()
         self.note_kept()
         return torch.cat(made, 2)
 
-    def latents(self, clip: Clip, given: Mapping[str, Tensor], text: Conditioning, watch: Watch) -> Tensor:
+    def latents(self, clip: Clip, media: Mapping[str, Tensor], text: Conditioning, watch: Watch) -> Tensor:
         """Un-normalised latents of one clip: kept by an earlier run, or made now."""
-        shape = self.job.clip_shape(clip)
-        found = None if self.kept is None else self.kept.find(clip, shape)
-        found = kept_of_all(self.pipe.models.ranks, found, shape)
-        if found is not None:
-            self.pipe.report.notes.append(f"clip {clip.number + 1} was finished by an earlier run")
-            return found.to(self.pipe.models.device)
-        conditioning = condition(self.pipe, self.job, clip, given, text)
+        models, report, shape = self.run.models, self.run.report, self.job.clip_shape(clip)
+        finished = None if self.kept is None else self.kept.find(clip, shape)
+        finished = kept_of_all(models.ranks, finished, shape)
+        if finished is not None:
+            report.notes.append(f"clip {clip.number + 1} was finished by an earlier run")
+            return finished.to(models.device)
+        conditioning = condition(self.run, clip, media, text)
         watch.phase("denoise")
-        told = None if watch.step is None else self.told(clip, watch.step)
-        latents = self.pipe.sample(self.job, conditioning, told, watch.checks, clip=clip.number)
+        on_step = None if watch.step is None else self.on_step(clip, watch.step)
+        latents = sample(self.run, conditioning, on_step, watch.checks, clip=clip.number)
         if self.kept is not None:
-            with self.pipe.report.phase("save latents"):
+            with report.phase("save latents"):
                 self.kept.keep(clip, latents, self.job.fps)
         return latents
 
-    def told(self, clip: Clip, on_step: OnStep) -> OnStep:
+    def on_step(self, clip: Clip, on_step: OnStep) -> OnStep:
         """`on_step` with the place among the clips."""
-        job, tokens = self.job, self.pipe.models.dit_config.tokens
+        job, tokens = self.job, self.run.models.dit_config.tokens
         own = tokens(*job.clip_shape(clip)[2:])
         after = sum(tokens(*job.clip_shape(later)[2:]) / own for later in job.clips[clip.number + 1 :])
         later = after * sum(step.forwards * step.cost for step in job.plan.steps)
@@ -136,12 +119,12 @@ class ClipRun:
     ) -> Tensor:
         """Decode a clip after the latents `lead` and put its new frames into the video. Returns the frames that the
         next clip begins with, or that came before it [1, 3, N, H, W] in -1..1. carried: those of this clip."""
-        rules = family_of(self.job.task).clips
+        rules = self.run.family.clips
         own, (left, top, width, height) = latents[:, :, self.job.leading :], self.crop
         skipped = 0  # frames before those of the clip
         if lead is not None:
             own = torch.cat([lead.to(own), own], 2)
-            skipped = (own.shape[2] - 1) * self.pipe.models.vae_config.temporal_stride + 1 - clip.frames
+            skipped = (own.shape[2] - 1) * self.run.models.vae_config.temporal_stride + 1 - clip.frames
         kept = rules.history or self.job.clips[-1].carried
         before, tail = history(rules, carried, self.job), list[Tensor]()
 
@@ -157,8 +140,7 @@ class ClipRun:
                 for index in new:
                     self.frames[index] = shown[index - begin]
 
-        vae = self.pipe.memory.fetch("vae", self.pipe.models.vae)
-        decode_to(vae, own, self.pipe.report, collect, dtype=torch.float32)
+        decode_to(self.run.vae(), own, self.run.report, collect, dtype=torch.float32)
         for index in range(clip.first + clip.carried, min(self.job.frames, clip.end)):
             put(self.frames[index])
         return (tail[0] * 2 - 1).permute(3, 0, 1, 2)[None] if tail else torch.empty(0)
@@ -171,10 +153,10 @@ class ClipRun:
             self.kept.notes.append(f"{others} kept clips of other videos are in {self.kept.folder}, left as they are")
         for note in self.kept.notes:
             log.warning("%s", note)
-        self.pipe.report.notes += self.kept.notes
+        self.run.report.notes += self.kept.notes
 
 
-def use_all(frames: Iterator[np.ndarray], write: Write | None) -> None:
+def use_all(frames: Iterator[np.ndarray], write: WriteFrames | None) -> None:
     if write is not None:
         write(frames)
     for _ in frames:  # all of them are needed, however `write` ended
@@ -189,50 +171,82 @@ def history(rules: ClipRules, carried: Tensor | None, job: Job) -> list[Tensor]:
     return [grey if carried is None else (carried[0].permute(1, 2, 3, 0) + 1) / 2]
 
 
-def load_clip_media(pipe: ClipMaker, job: Job) -> Media | None:
-    """What drives the clips; None: nothing does."""
-    family, models = family_of(job.task), pipe.models
-    last = family.clips.driving(job.clips[-1])
-
-    def states(path: str) -> Tensor:
-        return hear(models.speech, path, models.residency, pipe.report)
-
-    return family.load_media(job.request, models.dit_config, (job.width, job.height), job.fps, last, states)
-
-
-def given_to(pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried: Tensor | None) -> dict[str, Tensor]:
-    """What a clip is made of, on the device, as `Family.clip_inputs` takes it."""
-    device, family = pipe.models.device, family_of(job.task)
-    rules = family.clips
-    given = {} if media is None else {name: part.to(device) for name, part in media.of(rules.driving(clip)).items()}
-    if carried is not None:
-        given["carried"] = carried.to(device)
-    else:
-        given |= pipe.first_frames(job)
-    if family.leads:
-        vae = pipe.memory.fetch("vae", pipe.models.vae)
-        with pipe.report.phase("encode video"):
-            given["lead"] = family.clip_lead(vae, given, clip)
-    return given
-
-
-def condition(pipe: ClipMaker, job: Job, clip: Clip, given: Mapping[str, Tensor], text: Conditioning) -> Conditioning:
-    """What the denoising loop needs for one clip."""
-    family, seen = family_of(job.task), pipe.seen(job, given, clip)
-    vae = pipe.memory.fetch("vae", pipe.models.vae)
-    with pipe.report.phase("encode video"):
-        inputs = family.clip_inputs(job.task, vae, seen, given, clip)
-    return replace(text, **family.with_settings(job.request, inputs, text.inputs.get("pose_context")))
-
-
-def run_key(pipe: ClipMaker, job: Job) -> str:
-    """The key of everything that decides the video, see `key_of`."""
-    models = pipe.models
-    settings = {name: value for name, value in pipe.report.settings.items() if name not in NOT_DECIDING}
+def run_key(run: Run) -> str:
+    """The key of everything that decides the video of a run, see `key_of`."""
+    models, job = run.models, run.job
+    settings = {name: value for name, value in run.report.settings.items() if name not in NOT_DECIDING}
     settings |= {"plan": job.plan.as_dict(), "clips": job.clips, "torch": torch.__version__}
-    settings["device"] = pipe.report.as_dict()["device"]
+    settings["device"] = run.report.as_dict()["device"]
     files = [part.part.path for part in models.settings.parts.values() if part.part.path is not None]
     if job.request.audio is not None and models.speech.path is not None:
         files.append(models.speech.path)
     media = [getattr(job.request, field) for field in FILES]
     return key_of(settings, [*files, *models.loras], [Path(path) for path in media if path is not None])
+
+
+def key_of(settings: Mapping[str, Any], models: Iterable[Path], media: Iterable[Path]) -> str:
+    """The key of a run, a hash of its settings, of its model files (name, size, time of change), and the contents of
+    its media."""
+    found = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for path in models:
+        for file in sorted(model_files(path)):
+            status = file.stat()
+            found.update(f"\n{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+    for path in media:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                found.update(piece)
+        found.update(b"\n")
+    return found.hexdigest()
+
+
+@dataclass
+class KeptClips:
+    """used: files of this run. notes: what a user should know."""
+
+    folder: Path
+    key: str
+    used: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def find(self, clip: Clip, shape: tuple[int, ...]) -> Tensor | None:
+        """The latents of a clip that an earlier run of the same video finished."""
+        for path in numbered(self._path(clip)):
+            if not path.exists():
+                return None
+            try:
+                latents, _, settings = load_latents(path)
+            except (CheckpointError, OSError) as fault:
+                self.notes.append(f"the kept clip {path} cannot be used and is made again ({fault})")
+                continue
+            if (settings.get("key"), settings.get("clip"), tuple(latents.shape)) == (self.key, clip.number, shape):
+                self.used.append(path)
+                return latents
+            self.notes.append(f"the kept clip {path} is of another video, and is left as it is")
+        return None
+
+    def keep(self, clip: Clip, latents: Tensor, fps: int) -> None:
+        """Where that is not possible, a note says so."""
+        with suppress(OSError):  # what is wrong with the folder, writing into it says
+            self.folder.mkdir(exist_ok=True)
+        path = next(path for path in numbered(self._path(clip)) if not path.exists())
+        failed = try_to_save_latents(path, latents, fps, {"key": self.key, "clip": clip.number})
+        if failed is None:
+            self.used.append(path)
+        else:
+            self.notes.append(failed)
+
+    def others(self) -> int:
+        """How many clips of other runs are in the folder."""
+        return sum(self.key[:12] not in path.name for path in self.folder.glob(f"clip-*{ENDING}"))
+
+    def _path(self, clip: Clip) -> Path:
+        return self.folder / f"clip-{clip.number + 1:03}-{self.key[:12]}{ENDING}"
+
+
+def remove_kept(clips: Iterable[Path]) -> None:
+    """Once the video is complete. Files of other runs, and the folder with them, stay."""
+    for path in clips:
+        with suppress(OSError):  # gone, or read-only by now; the folder is not empty
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()

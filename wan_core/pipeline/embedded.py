@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import Task
-from wan_core.pipeline.resolved_request import Job
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
 SHAPES = ("circle", "square", "triangle", "cross")
@@ -68,13 +67,6 @@ def parse_caption(text: str) -> Scene:
         )
     colour, shape, direction, still, background = match.groups()
     return Scene(colour, shape, direction or still, background)
-
-
-def never_seen(job: Job) -> list[str]:
-    """What `unknown_to` says of the prompt and the size of a job."""
-    windows = job.plan.context_windows
-    longest = max(clip.frames for clip in job.clips) if windows is None else 4 * windows.length - 3
-    return unknown_to(job.task, [job.request.prompt], job.width, job.height, longest)
 
 
 def unknown_to(task: Task, prompts: Sequence[str], width: int, height: int, frames: int) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Protocol
 from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline, Result, WriteVideo
+from wan_core.pipeline.run import SILENT, Watch
 from wan_core.pipeline.sources import for_request
-from wan_core.pipeline.watch import SILENT, Watch
 
 
 class Engine(Protocol):

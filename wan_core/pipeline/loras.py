@@ -4,7 +4,7 @@ There are two ways.
 
 merge    summed into the weights, in float32 and before they are quantised: costs nothing while the model runs. FP8
          weights are encoded again from the exact sum. Other strengths, other LoRAs and none: the parameters that
-         change are read again from the file (`wan_core.pipeline.merged_loras`)
+         change are read again from the file (`wan_core.pipeline.applied_loras`)
 attach   added to the result: each linear adds a product of low rank to its own (`wan_core.ops.quant.linear`). The
          strength is a number on the device, and changing it reads, compiles and captures nothing again. What is no
          product of low rank, or no linear that is called as one (norms, modulation, differences in full, DoRA), is
@@ -13,38 +13,28 @@ attach   added to the result: each linear adds a product of low rank to its own 
 `auto` merges, and attaches where weights stay packed (GGUF, NVFP4, MXFP8): these are not encoded again.
 
 Attached matrices stay on the device, also where the weights stream. What is summed into a parameter is then written
-into its host copy: all weights must be in host memory while `AppliedLoras.apply` runs (`writes_weights`).
+into its host copy: all weights must be in host memory while `ModelLoras.apply` runs (`writes_weights`).
 
 Either way parameters keep their names, and taking a LoRA away leaves every bit as it was.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.load import StoredValues
-from wan_core.checkpoint.lora.merge import Change, Merge, dense
+from wan_core.checkpoint.lora.merge import Change, Merge
 from wan_core.checkpoint.lora.names import told_experts
 from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.reader import open_checkpoint
 from wan_core.config import LoraOptions, OptionError
-from wan_core.execution.graphs import GraphedBlocks
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
-from wan_core.models.wan.model import WanModel
-from wan_core.ops.quant.linear import LowRank, QuantLinear, attach, detach, move_attached
-from wan_core.ops.quant.packed import PackedLinear
 from wan_core.pipeline.expert_names import EXPERTS, ExpertFile, lora_notes, told_by_name
-
-# ------------------------------------------------------------------------------------------------------------ which one
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,144 +140,6 @@ def merging(wanted: Iterable[Wanted], device: torch.device) -> Merge | None:
         for name, several in one.lora.changes.items():
             changes[name] = (*changes.get(name, ()), *((change, one.strength) for change in several))
     return Merge(changes, device, attention) if changes else None
-
-
-# ----------------------------------------------------------------------------------------------------- models in memory
-
-
-class AppliedLoras:
-    """The LoRAs attached to a model that is in memory. `AppliedLoras.of(model)` is the model's own."""
-
-    def __init__(self, model: WanModel, device: torch.device) -> None:
-        """device: where the model computes."""
-        self.model, self.device = weakref.ref(model), device
-        self.files: tuple[object, ...] = ()
-        self.values: tuple[float, ...] = ()
-        self.strengths: dict[tuple[tuple[int, int], ...], Tensor] = {}  # ((which LoRA, rank), ...) -> float32 [R]
-        self.attached: list[LowRank] = []
-        self.patched: dict[str, list[tuple[int, Change]]] = {}  # parameter -> (which LoRA, change)
-        self.before: dict[str, dict[str, Tensor]] = {}  # parameter -> the tensors that it was made of, on the host
-
-    @classmethod
-    def of(cls, model: WanModel, device: torch.device | None = None) -> AppliedLoras:
-        """Made when first asked for. device: None is where the weights are."""
-        found = model.__dict__.get("applied_loras")
-        if found is None:
-            found = cls(model, model.patch_embedding.weight.device if device is None else device)
-            model.__dict__["applied_loras"] = found
-        return found
-
-    def writes_weights(self, wanted: Sequence[Wanted]) -> bool:
-        """Whether `apply` would change parameters, or strengths alone."""
-        strengths = tuple(one.strength for one in wanted)
-        return _files(wanted) != self.files or (bool(self.patched) and strengths != self.values)
-
-    @torch.no_grad()
-    def apply(self, wanted: Sequence[Wanted], original: StoredValues | None = None) -> None:
-        """Have just these on the model, at their strengths. The same files again with other strengths change numbers in
-        place and nothing else. Weights that stream must all be in host memory if `writes_weights`.
-
-        original: the parameters in the precision of their file; without it, quantised weights that have to be summed
-        into are dequantised, and so rounded twice.
-        """
-        files = _files(wanted)
-        if files != self.files:
-            self.clear()
-            self._put_on(wanted)
-            self.files = files
-        else:
-            self._move(self.device)
-        strengths = tuple(one.strength for one in wanted)
-        if strengths == self.values:
-            return
-        for ranks, tensor in self.strengths.items():
-            tensor.copy_(torch.tensor([strengths[which] for which, rank in ranks for _ in range(rank)]))
-        for name, changes in self.patched.items():
-            self._patch(name, [(change, strengths[which]) for which, change in changes], original)
-        self.values = strengths
-
-    @torch.no_grad()
-    def clear(self) -> None:
-        """Take all away: every bit is as it was before."""
-        model = self._model()
-        for linear in self.attached:
-            detach(linear)
-        for tensors in self.before.values():
-            for name, value in tensors.items():
-                model.get_parameter(name).copy_(value)
-        if self.attached or self.before:
-            GraphedBlocks.clear(model)
-        self.files = self.values = ()
-        self.attached, self.strengths, self.patched, self.before = [], {}, {}, {}
-
-    def offload(self) -> None:
-        """Move attached matrices to host memory, until `apply` is called again."""
-        self._move(torch.device("cpu"))
-
-    def _move(self, device: torch.device) -> None:
-        for linear in self.attached:
-            move_attached(linear, device)
-
-    def _model(self) -> WanModel:
-        model = self.model()
-        assert model is not None
-        return model
-
-    def _put_on(self, wanted: Sequence[Wanted]) -> None:
-        model = self._model()
-        pairs: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-        linears = attachable(model.config)
-        dtype = model.patch_embedding.weight.dtype
-        for which, one in enumerate(wanted):
-            for name, changes in one.lora.changes.items():
-                module = name.removesuffix(".weight")
-                for change in changes:
-                    pair = change.low_rank(self.device) if module in linears and name != module else None
-                    if pair is None:
-                        self.patched.setdefault(name, []).append((which, change))
-                    else:
-                        up, down = (
-                            side.to(dtype) for side in pair
-                        )  # all wait here: in float32 they need twice the room
-                        pairs.setdefault(module, []).append((which, up, down))
-        for module, several in pairs.items():
-            ranks = tuple((which, up.shape[1]) for which, up, _ in several)
-            if ranks not in self.strengths:
-                with torch.inference_mode(False):  # written later, in whatever mode
-                    self.strengths[ranks] = torch.zeros(sum(rank for _, rank in ranks), device=self.device)
-            linear = cast(LowRank, model.get_submodule(module))
-            attach(linear, [(up, down) for _, up, down in several], self.strengths[ranks], dtype)
-            self.attached.append(linear)
-        GraphedBlocks.clear(model)
-
-    def _patch(self, name: str, changes: list[tuple[Change, float]], original: StoredValues | None) -> None:
-        """Write parameter `name` with `changes` summed in; the first time, keep what it was."""
-        model = self._model()
-        module = model.get_submodule(name.rpartition(".")[0])
-        if not isinstance(module, nn.Linear | QuantLinear) or not name.endswith(".weight"):
-            module = None
-        quantized = module if isinstance(module, QuantLinear) else None
-        prefix = name.rpartition(".")[0]
-        assert not isinstance(quantized, PackedLinear), "refused by check_packed"
-        names = [name] if quantized is None else [f"{prefix}.weight", f"{prefix}.weight_scale"]
-        if name not in self.before:
-            self.before[name] = {n: model.get_parameter(n).detach().to("cpu", copy=True) for n in names}
-        kept = self.before[name]
-        if quantized is None:
-            total = dense(kept[name], self.device)
-        elif original is not None:
-            total = dense(original.read(name), self.device)
-        else:
-            total = quantized.decode(*(kept[n].to(self.device) for n in names))
-        for change, strength in changes:
-            total = change.apply(total, strength)
-        made = {"weight": total} if quantized is None else quantized.encode(total)
-        for n in names:
-            model.get_parameter(n).copy_(made[n.rpartition(".")[2]] if quantized is not None else total)
-
-
-def _files(wanted: Sequence[Wanted]) -> tuple[object, ...]:
-    return tuple(one.key for one in wanted)
 
 
 def attachable(config: DiTConfig) -> frozenset[str]:

@@ -26,10 +26,10 @@ from wan_core.models.wan.families import family_of
 from wan_core.ops.attention.sparse.kernels import BLOCK
 from wan_core.ops.attention.sparse.slopes import HEADS
 from wan_core.parallel.mesh import RankMesh
+from wan_core.pipeline.check import Job
 from wan_core.pipeline.host_planning import host_room
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.model_parts import Experts, Parts
-from wan_core.pipeline.resolved_request import Job
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.plan import Plan

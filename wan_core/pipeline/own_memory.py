@@ -9,7 +9,7 @@ from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.memory.owner import RunOwner
 from wan_core.execution.report import Report
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.builder import Models
+from wan_core.pipeline.load import Models
 from wan_core.sampling.plan import Expert
 
 Module = TypeVar("Module")

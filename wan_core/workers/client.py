@@ -20,9 +20,10 @@ from wan_core.config.outputs import model_files
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
 from wan_core.models.text.tokenizer import TokenCount
-from wan_core.pipeline.images import Made, Pieces, WriteFrames, in_this_mode
-from wan_core.pipeline.pipeline import Result, WriteVideo, check_request
-from wan_core.pipeline.watch import SILENT, OnStep, Watch
+from wan_core.pipeline.check import check_request
+from wan_core.pipeline.decode import Made, Pieces, WriteFrames, in_this_mode
+from wan_core.pipeline.pipeline import Result, WriteVideo
+from wan_core.pipeline.run import SILENT, OnStep, Watch
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.start import Leftover, Start

@@ -6,7 +6,7 @@ from wan_core.config import LoadOptions
 from wan_core.execution.report import Report
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.builder import Models, finish, load_models
+from wan_core.pipeline.load import Models, finish, load_models
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Experts
 

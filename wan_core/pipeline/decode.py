@@ -17,11 +17,9 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
-from wan_core.media.video import fit_image, read_video
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.wan.families.media import pixels_to_video
 
 Made = TypeVar("Made")
 WriteFrames = Callable[[Iterator[np.ndarray]], object]
@@ -31,15 +29,6 @@ Pieces = Iterator[tuple[int, Tensor]]
 begin again at 0, in tiles."""
 
 _Arriving = tuple[int, Tensor, "torch.cuda.Event | None"]
-
-
-def load_video(path: str, size: tuple[int, int], frames: int) -> Tensor:
-    """The first frames of a video file, scaled to cover `size` (width, height) and cropped: [F, H, W, 3] in 0..1.
-    Raises OptionError where it has fewer."""
-    pixels = read_video(path, max_frames=frames)
-    if len(pixels) < frames:
-        raise OptionError(f"{path} has {len(pixels)} frames, and {frames} are asked for: use a longer video or fewer")
-    return torch.stack([torch.from_numpy(fit_image(one.astype(np.float32) / 255, size)) for one in pixels])
 
 
 def decode_latents(vae: VideoVAE, latents: Tensor, report: Report, write: WriteFrames | None = None) -> np.ndarray:
@@ -126,7 +115,7 @@ def decode_to(
     used = in_this_mode(consume)
     with Feed[_Arriving, Made](lambda items: used(_arrived(item) for item in items)) as feed:
         with report.phase("decode"):
-            if not _fits(partial(decode, tile), retry=tile is None and vae.strips is None):
+            if not fits_in_memory(partial(decode, tile), retry=tile is None and vae.strips is None):
                 report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
                 decode(TileSpec())
         with report.phase(rest):
@@ -152,7 +141,7 @@ def images_shape(config: VAEConfig, latents: Tensor) -> tuple[int, int, int, int
     return B * (config.temporal_stride * (T - 1) + 1), Y * stride, X * stride, 3
 
 
-def _fits(run: Callable[[], None], retry: bool) -> bool:
+def fits_in_memory(run: Callable[[], None], retry: bool) -> bool:
     """Whether `run` had enough memory. retry: False raises instead; ranks that share a picture cannot begin again
     alone."""
     try:
@@ -188,21 +177,3 @@ def _as_images(video: Tensor, dtype: torch.dtype) -> Tensor:
     """[1, 3, F, H, W] in -1..1 -> [F, H, W, 3] in 0..1, or 0..255 for uint8."""
     unit = (video[0].float() + 1) / 2
     return ((unit * 255).round_() if dtype == torch.uint8 else unit).to(dtype).permute(1, 2, 3, 0).contiguous()
-
-
-@torch.no_grad()
-def encode_images(vae: VideoVAE, images: Tensor) -> Tensor:
-    """Pictures [F, H, W, 3] in 0..1 -> un-normalised latents float32 [1, C, T, Y, X] on the CPU, F = 4 (T - 1) + 1.
-
-    Out of memory: once more, in tiles. Raises OptionError for a size that does not fit.
-    """
-    return encode_video(vae, pixels_to_video(images))
-
-
-@torch.no_grad()
-def encode_video(vae: VideoVAE, video: Tensor) -> Tensor:
-    """Latents of a video [1, 3, F, H, W] in -1..1, see `encode_images`."""
-    latents: list[Tensor] = []
-    if not _fits(lambda: latents.append(vae.encode(video, chunk=1)), retry=vae.strips is None):
-        latents.append(vae.encode(video, chunk=1, tile=TileSpec()))
-    return latents[0].float().cpu()

@@ -1,4 +1,5 @@
-"""A plan walked on models that are ready: the noisy sample in, finished latents out, with a report of every step.
+"""Denoise: a plan walked on models that are ready. The noisy sample in, finished latents out, with a report of every
+step.
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
 """
@@ -18,13 +19,41 @@ from wan_core.parallel.chords import TimeStretch
 from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.watch import OnStep
+from wan_core.pipeline.run import OnStep, Run
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Branching, Integrator, Owner, Progress, RunBranches, denoise
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.solvers import History
 from wan_core.sampling.start import Leftover, Start, finished
+
+
+@torch.no_grad()
+def sample(
+    run: Run,
+    conditioning: Conditioning,
+    on_step: OnStep | None = None,
+    checks: BlockChecks | None = None,
+    latents: Tensor | None = None,
+    clip: int = 0,
+) -> Tensor:
+    """Un-normalised latents float32 [1, C, T, Y, X] on the device. latents: that the run starts from. clip: of a long
+    video."""
+    models, plan = run.models, run.job.plan
+    start = run.job.start(latents, clip)
+    return sample_latents(
+        plan,
+        run.memory,
+        conditioning,
+        start.sample(plan, models.vae_config, models.device),
+        models.vae_config,
+        run.report,
+        start=start,
+        batched=run.job.batched,
+        on_step=on_step,
+        checks=checks,
+        ranks=models.ranks,
+    )
 
 
 @torch.no_grad()
@@ -111,13 +140,3 @@ def branches_over(ranks: RankMesh | None, checks: BlockChecks) -> RunBranches | 
     if ranks is not None and ranks.cfg.size == 2:
         return SplitBranches(ranks, checks.before_exchange)
     return FollowingBranches(ranks) if ranks is not None and ranks.layers.size > 1 else None
-
-
-def guidance_over(ranks: RankMesh | None, plan: Plan) -> tuple[str, str] | None:
-    """How ranks run the guidance branches of `plan` together, and why, for the report; None where each forward is of
-    all ranks, and may have both branches."""
-    if ranks is not None and plan.guided and ranks.cfg.size > 1:
-        return "parallel", "each branch has ranks of its own"
-    if ranks is not None and plan.guided and ranks.layers.size > 1:
-        return "sequential", "the branches follow each other through the layers"
-    return None

@@ -8,7 +8,6 @@ model is loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint import load_vae
-from wan_core.checkpoint.load import StoredValues
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.memory.planning import MemoryPlan
@@ -39,16 +37,16 @@ from wan_core.parallel.layers import held_layers
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint, why_not_shard
+from wan_core.pipeline.applied_loras import ModelLoras, load_with_loras
 from wan_core.pipeline.first_use import FirstUse, begin_first_use, fits_beside
 from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.host_planning import HostPlan, check_host, check_prepared, host_room, plan_host, staying_in_file
-from wan_core.pipeline.loading import load_parts
-from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
+from wan_core.pipeline.loras import lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
-from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
 from wan_core.pipeline.model_folders import vae_in
 from wan_core.pipeline.model_parts import Experts, Parts, is_packed
-from wan_core.pipeline.settings import ModelSettings, PartToLoad, choose_device, compute_dtype, resolve_settings
+from wan_core.pipeline.reading import load_parts
+from wan_core.pipeline.settings import ModelSettings, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
 
 log = logging.getLogger(__name__)
@@ -200,7 +198,7 @@ def load_models(
     for name in names:
         model, part, wanted = loaded.pop(name), settings.parts[name], settings.loras.get(name, ())
         if part.lora_mode == "attach" and name in settings.loras:
-            apply_loras(model, wanted, part, device)
+            ModelLoras(device).apply(cast(WanModel, model), wanted, part)
         report.notes += [f"{name}: the file {part.part.prefers}"] * bool(part.part.prefers)
         report.notes += [f"{name}: {one.words(part.lora_words)}" for one in wanted]
         graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
@@ -275,32 +273,6 @@ def finish(
             ranks=ranks,
         )
     return optimize_vae(model, device, ranks) if isinstance(model, VideoVAE) else model
-
-
-def apply_loras(
-    model: nn.Module,
-    wanted: Sequence[Wanted],
-    part: PartToLoad,
-    device: torch.device,
-    before_writing: Callable[[], None] = lambda: None,
-    how: Reading = USUAL,
-) -> None:
-    """Have just these LoRAs on a transformer that computes on `device`: summed in or attached, as `part` says.
-    before_writing: called before weights change; if they stream, it discards their copies on the device. how: weights
-    that change are read again."""
-    assert isinstance(model, WanModel)
-    if changes_weights(model, wanted, part, device):
-        before_writing()
-    merged, attached = (wanted, ()) if part.lora_mode == "merge" else ((), wanted)
-    MergedLoras.of(model).apply(model, merged, part, device, how)
-    original = None if part.part.path is None else StoredValues(part.part.path)
-    AppliedLoras.of(model, device).apply(attached, original)
-
-
-def changes_weights(model: WanModel, wanted: Sequence[Wanted], part: PartToLoad, device: torch.device) -> bool:
-    """Whether `apply_loras` would change parameters."""
-    merged, attached = (wanted, ()) if part.lora_mode == "merge" else ((), wanted)
-    return MergedLoras.of(model).writes_weights(merged) or AppliedLoras.of(model, device).writes_weights(attached)
 
 
 def load_vae_only(

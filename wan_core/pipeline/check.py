@@ -1,25 +1,35 @@
-"""A request with every blank filled in and every number checked against the models: known before any weights are
+"""Check: a request with every blank filled in and every number checked against the models, before any weights are
 read."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from wan_core.config import OptionError, Request
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config.host_memory import total_bytes
 from wan_core.config.table import from_values
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
+from wan_core.execution.report import GIB
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip, LongVideo
 from wan_core.models.wan.families.family import MEDIA, OTHERS, SETTINGS, given_fields
-from wan_core.models.wan.tasks import Task
+from wan_core.models.wan.tasks import TASKS, Task
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.pipeline.embedded import unknown_to
+from wan_core.pipeline.loras import lora_files
+from wan_core.pipeline.model_parts import Parts
+from wan_core.pipeline.settings import compute_dtype
+from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
@@ -27,8 +37,10 @@ from wan_core.sampling.control import control_words, nag_words
 from wan_core.sampling.denoise import choose_batched
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import Window
+from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.start import Start
 
+BEYOND = 2.0  # times the pixels of the largest size in training: from there on content is repeated or falls apart
 DENOISE = 0.7  # of video-to-video, where nothing is said
 
 
@@ -106,6 +118,29 @@ class Job:
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
+
+
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A request checked against the headers of its files. options: with what it asks of the embedded model."""
+
+    options: LoadOptions
+    models: Parts
+    job: Job
+
+
+def check_request(options: LoadOptions, request: Request, device: torch.device) -> CheckedRequest:
+    """Find the models of `request` and check it, before any weights are read. Raises what loading and `generate` on
+    `device` would refuse: CheckpointError, OptionError or AttentionError."""
+    options = for_request(options, request)
+    found = find_models(options, image=bool(request.image or request.last_image))
+    files = found.of["high"].path, found.low_path, lora_files(options.loras)
+    job = make_job(request, found.task, found.dit, found.vae, *files)
+    if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
+        head_dim, dtype = found.dit.head_dim, compute_dtype(options.precision, device)
+        attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
+        check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
+    return CheckedRequest(options, found, job)
 
 
 def make_job(
@@ -199,3 +234,44 @@ def strength(request: Request) -> float:
     if denoise >= 1:
         raise OptionError("denoise 1 given, with which nothing of the video stays: use less, or leave the video out")
     return denoise
+
+
+def never_seen(job: Job) -> list[str]:
+    """What the embedded model never saw of the prompt and the size of a job, see `unknown_to`."""
+    windows = job.plan.context_windows
+    longest = max(clip.frames for clip in job.clips) if windows is None else 4 * windows.length - 3
+    return unknown_to(job.task, [job.request.prompt], job.width, job.height, longest)
+
+
+def size_notes(task: Task | None, vae: VAEConfig, width: int, height: int) -> list[str]:
+    """A sentence where a picture is far larger than what models whose latents are of `vae` were trained on. task: None
+    where it is not known. The embedded model knows sizes of its own (`wan_core.pipeline.embedded`)."""
+    if task is not None and task.release == "embedded":
+        return []
+    trained = [task for task in TASKS.values() if task.vae.z_dim == vae.z_dim]
+    largest = max(trained, key=lambda task: task.width * task.height)
+    times = width * height / (largest.width * largest.height)
+    if times <= BEYOND:
+        return []
+    return [
+        f"{width}x{height} has {times:.3g} times the pixels of {largest.width}x{largest.height}, the largest size that "
+        f"models with these latents were trained on, and attention takes {times**2:.3g} times as long. Choose a "
+        "smaller size, and enlarge the video afterwards"
+    ]
+
+
+def check_tensor(what: str, shape: tuple[int, ...], itemsize: int, device: torch.device) -> None:
+    """Raise OptionError where one tensor of a video, called `what`, takes more than all memory of the device."""
+    size, room = math.prod(shape) * itemsize, memory_of(device)
+    if room is not None and size > room:
+        raise OptionError(
+            f"{what} of this video ({' x '.join(map(str, shape))}) alone would take {size / GIB:.3g} GiB of the "
+            f"{room / GIB:.3g} that there are: choose a smaller size or fewer frames"
+        )
+
+
+def memory_of(device: torch.device) -> int | None:
+    """All memory of a device in bytes, used or not; None where it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return total_bytes() if device.type == "cpu" else None

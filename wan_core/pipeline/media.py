@@ -1,0 +1,138 @@
+"""Media: what a family's model takes beside text, made of the pictures, videos and sound that a request names.
+
+Legend: C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wan_core.config import OptionError
+from wan_core.media.video import fit_image, load_image, read_video
+from wan_core.models.vae.tiling import TileSpec
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.media import Media, pixels_to_video
+from wan_core.pipeline.decode import fits_in_memory
+from wan_core.pipeline.hearing import hear
+from wan_core.pipeline.run import Run
+from wan_core.sampling.conditioning import Conditioning
+
+
+@torch.no_grad()
+def encode_media(run: Run, text: Conditioning) -> Conditioning:
+    """`text` with what the family makes of the media of a run; of a long video, for its first clip."""
+    job = run.job
+    if not job.alone:
+        return condition(run, job.clips[0], clip_media(run, job.clips[0], load_media(run), None), text)
+    if job.request.image is None and job.request.last_image is None:
+        return text
+    features, vae = clip_features(run, job.clips[0], {}), run.vae()
+    with run.report.phase("encode image"):
+        return replace(text, **run.family.clip_inputs(job.task, vae, features, first_frames(run), job.clips[0]))
+
+
+@torch.no_grad()
+def encode_start(run: Run) -> Tensor | None:
+    """The un-normalised latents [1, C, T, Y, X] that video-to-video starts from; None where noise alone does."""
+    job = run.job
+    if job.request.from_video is None:
+        return None
+    vae = run.vae()
+    with run.report.phase("encode video"):
+        frames = load_video(job.request.from_video, (job.width, job.height), job.frames)
+        return encode_images(vae, frames.to(run.models.device))
+
+
+def load_media(run: Run) -> Media | None:
+    """What drives the clips; None: nothing does."""
+    family, job, models = run.family, run.job, run.models
+    last = family.clips.driving(job.clips[-1])
+
+    def states(path: str) -> Tensor:
+        return hear(models.speech, path, models.residency, run.report)
+
+    return family.load_media(job.request, models.dit_config, (job.width, job.height), job.fps, last, states)
+
+
+def clip_media(run: Run, clip: Clip, whole: Media | None, carried: Tensor | None) -> dict[str, Tensor]:
+    """What a clip is made of, on the device, as `Family.clip_inputs` takes it. whole: of the video. carried: the
+    frames that the clip begins with; None for the first."""
+    device, family = run.models.device, run.family
+    media: dict[str, Tensor] = {}
+    if whole is not None:
+        media = {name: part.to(device) for name, part in whole.of(family.clips.driving(clip)).items()}
+    media |= first_frames(run) if carried is None else {"carried": carried.to(device)}
+    if family.leads:
+        vae = run.vae()
+        with run.report.phase("encode video"):
+            media["lead"] = family.clip_lead(vae, media, clip)
+    return media
+
+
+def condition(run: Run, clip: Clip, media: Mapping[str, Tensor], text: Conditioning) -> Conditioning:
+    """What the denoising loop needs for one clip. media: of `clip_media`."""
+    job, family, features = run.job, run.family, clip_features(run, clip, media)
+    vae = run.vae()
+    with run.report.phase("encode video"):
+        inputs = family.clip_inputs(job.task, vae, features, media, clip)
+    return replace(text, **family.with_settings(job.request, inputs, text.inputs.get("pose_context")))
+
+
+def clip_features(run: Run, clip: Clip, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """CLIP features [1, N, C] of the pictures that the family has CLIP look at for a clip. media: of `clip_media`."""
+    request, features = run.job.request, dict[str, Tensor]()
+    picture = partial(read_picture, run, request.image or request.last_image)
+    for name, frame in run.family.pictures_seen(run.job.task, media, clip, picture).items():
+        encoder = run.memory.fetch("CLIP vision encoder", run.models.clip_vision)
+        with run.report.phase("encode image"):
+            features[name] = encoder(frame[:, :, 0])
+    return features
+
+
+def first_frames(run: Run) -> dict[str, Tensor]:
+    """The known first and last frame [1, 3, 1, H, W] in -1..1 on the device, by field of the request."""
+    size, paths = (run.job.width, run.job.height), {n: getattr(run.job.request, n) for n in ("image", "last_image")}
+    frames = {field: read_picture(run, path, size) for field, path in paths.items()}
+    return {field: frame for field, frame in frames.items() if frame is not None}
+
+
+def read_picture(run: Run, path: str | None, size: tuple[int, int] | None = None) -> Tensor | None:
+    """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to `size` (width, height) if it is given."""
+    if path is None:
+        return None
+    pixels = torch.tensor(load_image(path, size))  # [H, W, 3]
+    return pixels_to_video(pixels[None]).to(run.models.device)
+
+
+def load_video(path: str, size: tuple[int, int], frames: int) -> Tensor:
+    """The first frames of a video file, scaled to cover `size` (width, height) and cropped: [F, H, W, 3] in 0..1.
+    Raises OptionError where it has fewer."""
+    pixels = read_video(path, max_frames=frames)
+    if len(pixels) < frames:
+        raise OptionError(f"{path} has {len(pixels)} frames, and {frames} are asked for: use a longer video or fewer")
+    return torch.stack([torch.from_numpy(fit_image(one.astype(np.float32) / 255, size)) for one in pixels])
+
+
+@torch.no_grad()
+def encode_images(vae: VideoVAE, images: Tensor) -> Tensor:
+    """Pictures [F, H, W, 3] in 0..1 -> un-normalised latents float32 [1, C, T, Y, X] on the CPU, F = 4 (T - 1) + 1.
+
+    Out of memory: once more, in tiles. Raises OptionError for a size that does not fit.
+    """
+    return encode_video(vae, pixels_to_video(images))
+
+
+@torch.no_grad()
+def encode_video(vae: VideoVAE, video: Tensor) -> Tensor:
+    """Latents of a video [1, 3, F, H, W] in -1..1, see `encode_images`."""
+    latents: list[Tensor] = []
+    if not fits_in_memory(lambda: latents.append(vae.encode(video, chunk=1)), retry=vae.strips is None):
+        latents.append(vae.encode(video, chunk=1, tile=TileSpec()))
+    return latents[0].float().cpu()
