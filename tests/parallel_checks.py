@@ -123,6 +123,12 @@ def attention(mesh: str, heads: int, tokens: int, batch: int = 1, backend: str =
     return float((whole - BACKENDS["math"].load()(q, k, v)).abs().max())
 
 
+@functools.lru_cache(maxsize=1)
+def loaded(mesh: str | None, options: LoadOptions) -> Pipeline:
+    """The models of the last question, which the next one of the same world and options uses again."""
+    return Pipeline.load(options, ranks=None if mesh is None else ranks_of(mesh, options.device))
+
+
 @torch.no_grad()
 def trajectory(
     mesh: str | None, compile: str | None = None, decode: bool = True, **options
@@ -143,8 +149,11 @@ def trajectory(
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
     given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})
-    ranks = None if mesh is None else ranks_of(mesh, given.device)
-    pipe = Pipeline.load(given, request=asked, ranks=ranks)
+    if decode or compile is not None or asked.image is not None:
+        ranks = None if mesh is None else ranks_of(mesh, given.device)
+        pipe = Pipeline.load(given, request=asked, ranks=ranks)
+    else:
+        pipe = loaded(mesh, given)
     if compile is not None:
         for name in ("high", "low"):
             compile_blocks(pipe.models.expert(name), CPU, compile)

@@ -56,6 +56,7 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
     def leave() -> None:
         """A world; all of its ranks together, because NCCL waits for all of them."""
         parallel_checks.ranks_of.cache_clear()
+        parallel_checks.loaded.cache_clear()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -83,7 +84,7 @@ class Ranks:
     def start(self) -> None:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
         # What several ranks compile with is imported once; not where it may ask a GPU's driver, which no copy can use.
-        compiler = [] if torch.cuda.is_available() else ["torch._dynamo"]
+        compiler = [] if torch.cuda.is_available() else ["functorch.compile"]
         checks = ["parallel_checks", "parallel_first_use", "parallel_loading"]
         context.set_forkserver_preload([*checks, "sentencepiece", *compiler])
         pairs = [context.Pipe() for _ in range(self.most)]
