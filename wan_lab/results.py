@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from wan_core.config.outputs import write_text
-from wan_core.config.versions import installed
-from wan_core.execution.report import device_name
+from wan_core.execution.report import device_name, installed
 
 
 def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]], program: str = "wan_core") -> dict[str, Any]:

@@ -16,10 +16,12 @@ from wan_core.config import compile_cache
 from wan_core.config.compile_cache import (
     FLASH_ATTENTION_ENABLED,
     LIBRARY_CACHES,
+    cache_folder,
+    make_private,
     set_compile_caches,
     why_not_kept,
+    why_not_private,
 )
-from wan_core.config.folders import cache_folder, make_private, why_not_private
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has access lists instead of modes")
 TRITON = "TRITON_CACHE_DIR"

@@ -7,6 +7,8 @@ import wave
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import av
 import numpy as np
@@ -25,7 +27,7 @@ from wan_core.checkpoint.encoders import load_speech
 from wan_core.cli import main
 from wan_core.cli.generate import VideoWriting
 from wan_core.cli.progress import ProgressLine
-from wan_core.cli.prompt_list import write_with_report
+from wan_core.cli.prompt_list import make_video
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.memory.planning import plan_memory
 from wan_core.execution.report import GIB, Report
@@ -219,11 +221,12 @@ def test_every_part_of_the_sound_counts_where_it_is_heard(folder: Path, two_clip
 
 
 def test_a_list_of_videos_has_the_sound_of_each(folder: Path, tmp_path: Path) -> None:
-    def run(write: WriteVideo) -> Report:
+    def generate(*_: object, write: WriteVideo) -> SimpleNamespace:
         write(iter(np.zeros((loop.FRAMES, 32, 32, 3), np.uint8)), fps=16, settings={})
-        return Report(torch.device("cpu"))
+        return SimpleNamespace(report=Report(torch.device("cpu")))
 
-    write_with_report(ListedVideo(1, request(folder), tmp_path / "x.mp4", "key"), run)
+    engine: Any = SimpleNamespace(generate=generate)
+    make_video(engine, LoadOptions(model="tiny"), ListedVideo(1, request(folder), tmp_path / "x.mp4", "key"))
     assert abs(read_sound(tmp_path / "x.mp4").seconds - loop.FRAMES / 16) <= 1 / 16
 
 

@@ -11,8 +11,7 @@ import torch
 
 from tests.stand_ins import TRANSFORMERS
 from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions, StageOptions
-from wan_core.config.compile_cache import set_compile_caches
-from wan_core.config.folders import cache_folder
+from wan_core.config.compile_cache import cache_folder, set_compile_caches
 from wan_core.pipeline import first_use
 from wan_core.pipeline.first_use import load_kernels
 from wan_core.pipeline.memory_planning import Workload

@@ -27,12 +27,12 @@ from tests.forked import forking
 from tools.processes import parents, wait_until
 from wan_core.cli import main
 from wan_core.cli.prompt_file import SAME_RESULT, key_of
-from wan_core.config import LoadOptions, OptionError, Request, claims
-from wan_core.config.claims import SharedClaims
+from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.outputs import Outputs, claim_of
 from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.workers import video_list
 from wan_core.workers.launcher import WorkerError
-from wan_core.workers.video_list import ATTEMPTS, LOSSES, ListedVideo, VideoList, make_all
+from wan_core.workers.video_list import ATTEMPTS, LOSSES, ListedVideo, SharedClaims, VideoList, make_all
 
 TINY = ["generate", "--model", "tiny", "--size", "32x32", "--frames", "5", "--steps", "1"]
 
@@ -120,12 +120,12 @@ def test_a_lost_video_goes_to_another_maker(tmp_path: Path) -> None:
 
 def test_claims_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim that is renewed is left alone, one that no longer is goes; one of another command stays for ever."""
-    monkeypatch.setattr(claims, "RENEW_SECONDS", 0.05)
-    monkeypatch.setattr(claims, "SILENT_SECONDS", 0.4)
+    monkeypatch.setattr(video_list, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(video_list, "SILENT_SECONDS", 0.4)
     path, theirs = tmp_path / "x.mp4", "ffffffff-1-ffffffff"
     claim = claim_of(path)
     with SharedClaims() as held:
-        claim.write_text(f"{theirs}\n{claims.RENEWED}")
+        claim.write_text(f"{theirs}\n{video_list.RENEWED}")
         end = time.monotonic() + 0.9
         while time.monotonic() < end:
             os.utime(claim)

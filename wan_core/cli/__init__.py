@@ -28,17 +28,23 @@ from wan_core.cli.options import (
     add_plan_options,
     add_request_options,
     add_window_options,
+    add_worker_options,
     check_inputs,
     task_table,
 )
 from wan_core.cli.parsing import Parser, add_options, program
 from wan_core.cli.prompt_list import run_list
-from wan_core.cli.quality import run_calibrate, run_quality, run_search
-from wan_core.cli.workers import add_worker_options
+from wan_core.cli.quality import (
+    add_calibrate_options,
+    add_quality_options,
+    add_search_options,
+    run_calibrate,
+    run_quality,
+    run_search,
+)
 from wan_core.config import PRECISIONS, ControlOptions, LoadOptions, Request, UserError
 from wan_core.config.table import table
 from wan_core.models.wan.tasks import TASKS
-from wan_lab.options import add_calibrate_options, add_quality_options, add_search_options
 
 PIPE_CLOSED = 141  # as a shell says of a program that SIGPIPE ended
 OUT_HELP = "the video to write: .mp4, .webm or .gif; without ending, a folder of PNG files (default %(default)s)"
@@ -160,10 +166,6 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     add_worker_options(parser)
 
 
-def run_generate_or_list(options: argparse.Namespace) -> int:
-    return run_generate(options) if options.prompts is None else run_list(options)
-
-
 def add_warmup_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = task_table()
     add_model_options(parser)
@@ -216,27 +218,6 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_memory_plan_options(parser)
 
 
-def add_calibrate_command_options(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_plan_options(parser)
-    add_calibrate_options(parser)
-    add_overwrite_option(parser)
-
-
-def add_quality_command_options(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_plan_options(parser)
-    add_quality_options(parser)
-    add_overwrite_option(parser)
-
-
-def add_search_command_options(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_plan_options(parser)
-    add_search_options(parser)
-    add_overwrite_option(parser)
-
-
 def add_check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("video", type=Path)
     parser.add_argument("--prompt", help="the caption (default: the one in the file's metadata)")
@@ -257,7 +238,11 @@ Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argpar
 
 # name -> (help, function that adds its options, function that runs it and returns the exit code)
 COMMANDS: dict[str, Command] = {
-    "generate": ("make a video from a prompt, and from an image", add_generate_options, run_generate_or_list),
+    "generate": (
+        "make a video from a prompt, and from an image",
+        add_generate_options,
+        lambda options: run_generate(options) if options.prompts is None else run_list(options),
+    ),
     "warmup": (
         "load the models and run one forward of each expert, to fill the compilers' caches",
         add_warmup_options,
@@ -268,17 +253,17 @@ COMMANDS: dict[str, Command] = {
     "plan": ("print the steps of a generation without running it", add_plan_command_options, run_plan),
     "calibrate": (
         "measure a model's MagCache curve and write it beside the checkpoint",
-        add_calibrate_command_options,
+        add_calibrate_options,
         run_calibrate,
     ),
     "quality": (
         "compare step caching, guidance schedules and sparse attention with the full run",
-        add_quality_command_options,
+        add_quality_options,
         run_quality,
     ),
     "search": (
         "find presets for a model: the most quality in so many seconds",
-        add_search_command_options,
+        add_search_options,
         run_search,
     ),
     "check": ("check whether a video of the embedded model shows its caption", add_check_options, run_check),

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from wan_core.cli.libraries import LIBRARIES, library, library_lines, line, python
-from wan_core.config.compile_cache import why_not_kept
-from wan_core.config.folders import cache_folder
+from wan_core.config.compile_cache import cache_folder, why_not_kept
 from wan_core.execution.report import GIB
 from wan_core.models.text.tokenizer import why_too_old
 from wan_core.ops.attention.library import IMPORT_FAULTS

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan_core.cli.options import outputs_of, values_of
+from wan_core.cli.options import engine_of, outputs_of, values_of
 from wan_core.cli.parsing import program
 from wan_core.cli.progress import ProgressLine
-from wan_core.cli.workers import engine_of
 from wan_core.config import RANDOM_SEED, LoadOptions, OptionError, Request
 from wan_core.config.command import command
 from wan_core.config.outputs import Outputs, is_special
@@ -23,7 +22,6 @@ from wan_core.config.table import from_values
 
 if TYPE_CHECKING:
     from wan_core.media.sound import Sound
-    from wan_core.pipeline.pipeline import Result, WriteVideo
     from wan_core.pipeline.run import Watch
 
 
@@ -96,7 +94,15 @@ def generate_files(
     kept: list[Path] = []
     writing = VideoWriting(files.video, progress, request.audio)
     try:
-        result = generate(options, load_options, request, progress, files, kept.append, writing.write)
+        with closing(engine_of(options)) as engine:
+            result = engine.generate(
+                load_options,
+                request,
+                watching(progress, kept.append),
+                keep_latents=files.latents,
+                keep_clips=files.clips,
+                write=writing.write,
+            )
         video = files.video if writing.fault is None else writing.elsewhere(result)
     except BaseException:
         progress.end()
@@ -126,23 +132,6 @@ def generate_files(
     if missing:
         print(f"{program()} generate: {'; '.join(missing)}", file=sys.stderr)
     return int(bool(missing))
-
-
-def generate(
-    options: argparse.Namespace,
-    load_options: LoadOptions,
-    request: Request,
-    progress: ProgressLine,
-    files: GeneratedFiles,
-    on_kept: Callable[[Path], None],
-    write: WriteVideo,
-) -> Result:
-    """Made here, or by several GPUs."""
-    with closing(engine_of(options)) as engine:
-        watch = watching(progress, on_kept)
-        return engine.generate(
-            load_options, request, watch, keep_latents=files.latents, keep_clips=files.clips, write=write
-        )
 
 
 def watching(progress: ProgressLine, on_kept: Callable[[Path], None] = lambda _: None) -> Watch:

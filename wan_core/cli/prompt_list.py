@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wan_core.cli.generate import load_options_of, sound_of
+from wan_core.cli.options import devices_of, worker_options
 from wan_core.cli.parsing import program
-from wan_core.cli.workers import devices_of, worker_options
 from wan_core.config import LoadOptions, OptionError
 
 if TYPE_CHECKING:
-    from wan_core.execution.report import Report
     from wan_core.pipeline.engine import Engine
-    from wan_core.pipeline.pipeline import WriteVideo
     from wan_core.workers.options import WorkerOptions
     from wan_core.workers.video_list import ListedVideo, Outcome
 
@@ -65,19 +63,19 @@ def run_list(options: argparse.Namespace) -> int:
 def make_left(left: Sequence[ListedVideo], groups: Sequence[WorkerOptions] | None, loaded: LoadOptions) -> Outcome:
     """Make the videos that are not there. The ranks of all groups end with it."""
     from wan_core.cli.prompt_file import is_finished
-    from wan_core.config.claims import SharedClaims
     from wan_core.pipeline.engine import LocalEngine
     from wan_core.workers.client import WorkerEngine
     from wan_core.workers.launcher import Workers
-    from wan_core.workers.video_list import VideoList, make_all
+    from wan_core.workers.video_list import Maker, SharedClaims, VideoList, make_all
 
     with ExitStack() as stack:
         running = [stack.enter_context(Workers(group)) for group in groups or ()]
-        makers = [
-            EngineMaker(f"group {number} ({', '.join(workers.options.devices)})", loaded, WorkerEngine(workers))
+        engines: dict[str, Engine] = {
+            f"group {number} ({', '.join(workers.options.devices)})": WorkerEngine(workers)
             for number, workers in enumerate(running, 1)
-        ]
-        makers = makers or [EngineMaker("this process", loaded, LocalEngine())]
+        }
+        engines = engines or {"this process": LocalEngine()}
+        makers = [Maker(name, partial(make_video, engine, loaded)) for name, engine in engines.items()]
         claims = stack.enter_context(SharedClaims())
         listed = VideoList(left, [maker.name for maker in makers], claims, is_finished, tell)
         return make_all(listed, makers, lambda: [workers.kill() for workers in running])
@@ -101,35 +99,21 @@ def say(outcome: Outcome, before: int) -> int:
 
 def list_groups(options: argparse.Namespace) -> list[WorkerOptions] | None:
     """The devices of each maker: one, or as many as the mesh needs. None without --gpus. Raises OptionError."""
-    if options.gpus is None:
-        worker_options(options)  # refuses options of several GPUs
-        return None
     from wan_core.parallel.mesh import Mesh
 
     devices, mesh = devices_of(options), options.mesh.strip().lower()
+    if devices is None:
+        return None
     size = 1 if mesh == "auto" else Mesh.parse(mesh).size
     if len(devices) % size:
         raise OptionError(
             f"mesh {mesh} needs {size} GPUs for each video, and {len(devices)} are given: give a multiple of {size}"
         )
-    given = [devices[first : first + size] for first in range(0, len(devices), size)]
-    one = worker_options(argparse.Namespace(**{**vars(options), "gpus": ",".join(given[0])}))
-    assert one is not None
-    return [replace(one, devices=group) for group in given]
+    return [worker_options(options, devices[first : first + size]) for first in range(0, len(devices), size)]
 
 
-class EngineMaker:
-    """Makes videos with an engine of its own: this process, or worker processes."""
-
-    def __init__(self, name: str, loaded: LoadOptions, engine: Engine) -> None:
-        self.name, self.loaded, self.engine = name, loaded, engine
-
-    def make(self, video: ListedVideo) -> None:
-        write_with_report(video, lambda write: self.engine.generate(self.loaded, video.request, write=write).report)
-
-
-def write_with_report(video: ListedVideo, run: Callable[[WriteVideo], Report]) -> None:
-    """Have `run` make the video, and write its report beside it. Raises OptionError where a file of that name came
+def make_video(engine: Engine, loaded: LoadOptions, video: ListedVideo) -> None:
+    """Have the engine make the video, and write its report beside it. Raises OptionError where a file of that name came
     meanwhile."""
     from wan_core.cli.prompt_file import KEY, report_of
     from wan_core.media.mp4 import write_mp4
@@ -141,4 +125,4 @@ def write_with_report(video: ListedVideo, run: Callable[[WriteVideo], Report]) -
         sound = sound_of(video.request.audio)
         write_mp4(video.out, frames, fps=fps, sound=sound, metadata={**metadata(settings), KEY: video.key})
 
-    run(write).save(report_of(video))
+    engine.generate(loaded, video.request, write=write).report.save(report_of(video))

@@ -2,7 +2,7 @@
 
 `loading`, `request`, `skipping` and `windows` declare each option once, with all that its doors need (`table`). Options
 are checked when built: a bad value raises `OptionError` with what was given, what is allowed and what to do. `checks`
-has the errors and the checks, `folders` the cache folder.
+has the errors and the checks, `compile_cache` the cache folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Libraries that compile (Inductor, Triton, flash-attn-4) keep their results in folders of our cache folder.
+"""This package's cache folder, in which libraries that compile (Inductor, Triton, flash-attn-4) keep their results.
 
-They do so by themselves, and ask for the folder in environment variables. A variable that the user has set stays.
+These libraries look for their folders in environment variables. A variable that the user has set stays.
 
 What is kept there is executed by the next process. So the cache folder is used only if nobody else can write to it;
 otherwise results go to a private temporary folder, which this process removes at its end, and a warning says so.
@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from wan_core.config.checks import OptionError
-from wan_core.config.folders import cache_folder, make_private, why_not_private
 
 log = logging.getLogger(__name__)
 INDUCTOR, FLASH_ATTENTION = "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -32,6 +32,63 @@ LIBRARY_CACHES = {INDUCTOR: "inductor", "TRITON_CACHE_DIR": "triton", FLASH_ATTE
 """Environment variable -> folder in the cache folder."""
 WAITS, LOOKS = 600.0, 0.05  # seconds: the longest wait for another process, between two looks whether it has ended
 FLASH_ATTENTION_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ELSEWHERE = "set WANCORE_CACHE to a folder that only you can write to."
+
+
+def cache_folder() -> Path:
+    """`$WANCORE_CACHE` if set, else `wancore` in the user's cache folder."""
+    if folder := os.environ.get("WANCORE_CACHE"):
+        return Path(folder)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "wancore"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wancore"
+
+
+def why_not_private(folder: Path) -> str | None:
+    """Why another user could put files into `folder`, and what to do; None if nobody else can.
+
+    `folder` and its parents below the home folder must belong to this user, and neither group nor others may write to
+    them. A parent elsewhere may belong to root, and others may write to it if only owners can rename entries (the
+    sticky bit, as /tmp has it). What does not exist yet is not checked. Windows keeps its own access lists: the folder
+    of a user is private there by default, and nothing is checked.
+    """
+    if sys.platform == "win32":
+        return None
+    user, resolved, home = os.geteuid(), folder.resolve(), _home()
+    for place in (resolved, *resolved.parents):
+        if place == home:
+            break
+        try:
+            found = place.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as fault:
+            return f"{place} cannot be examined ({fault.strerror}): {_ELSEWHERE}"
+        strict = place == resolved or home in place.parents
+        if found.st_uid != user and (strict or found.st_uid != 0):
+            return f"{place} belongs to another user. Run `sudo chown -R $USER '{place}'`, or {_ELSEWHERE}"
+        if found.st_mode & _OTHERS_WRITE and (strict or not found.st_mode & stat.S_ISVTX):
+            return f"other users can write to {place}. Run `chmod go-w '{place}'`, or {_ELSEWHERE}"
+    return None
+
+
+def _home() -> Path | None:
+    """The user's home folder; None where the system knows of none."""
+    try:
+        return Path.home().resolve()
+    except (RuntimeError, OSError):
+        return None
+
+
+def make_private(folder: Path) -> None:
+    """Make `folder` and its missing parents, which only this user can read or write (mode 0700). Raises OSError."""
+    for place in (*reversed(folder.parents), folder):
+        if not place.is_dir():
+            place.mkdir(mode=0o700, exist_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------- compiled kernels
 
 
 def set_compile_caches() -> None:

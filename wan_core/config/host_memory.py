@@ -10,33 +10,32 @@ HOST_RESERVE = 4 * 2**30  # beside what is prepared for a run: other programs ne
 def available_bytes() -> int | None:
     """Host memory that is available without swapping, to this process's container too; None where the system does not
     say."""
-    try:
-        with open("/proc/meminfo") as file:
-            found = next((line for line in file if line.startswith("MemAvailable:")), None)
-    except OSError:
+    free = _of_machine("MemAvailable")
+    if free is None:
         return None
-    if found is None:
-        return None
-    left = _left_in_container(Path("/sys/fs/cgroup"))
-    free = int(found.split()[1]) * 1024
-    return free if left is None else min(free, left)
+    below_limit = _left_in_container(Path("/sys/fs/cgroup"))
+    return free if below_limit is None else min(free, below_limit)
 
 
 def total_bytes() -> int | None:
     """Host memory of the machine, or of this process's container; None where the system does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            found = next((line for line in file if line.startswith("MemTotal:")), None)
-    except OSError:
+    total = _of_machine("MemTotal")
+    if total is None:
         return None
-    if found is None:
-        return None
-    total = int(found.split()[1]) * 1024
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _of_machine(name: str) -> int | None:
+    """Bytes that the system says of `name`."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:")), None)
+    except OSError:
+        return None
 
 
 def _left_in_container(folder: Path) -> int | None:

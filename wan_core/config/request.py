@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from wan_core.config.checks import OptionError, parse_size
 from wan_core.config.skipping import SkipOptions
-from wan_core.config.table import check, option, parse_slashes
+from wan_core.config.table import Checked, check, option, parse_slashes
 from wan_core.config.windows import WindowOptions
 
 GUIDANCE_MODES = ("auto", "sequential", "batched")
@@ -15,7 +15,7 @@ RANDOM_SEED = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
-class NagOptions:
+class NagOptions(Checked):
     """Normalized attention guidance: a negative prompt in steps without guidance. Raises OptionError.
 
     scale: how far cross-attention moves away from the negative prompt. tau: at most this many times the norm that it
@@ -52,9 +52,6 @@ class NagOptions:
         step=0.01,
         digits=0.001,
     )
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @classmethod
     def parse(cls, text: str) -> NagOptions:

@@ -7,11 +7,14 @@ from itertools import pairwise
 from typing import Literal
 
 from wan_core.config.checks import OptionError
-from wan_core.config.table import check, option
+from wan_core.config.table import Checked, check, option
 
 MAGCACHE_RULES = ("joint", "published")
 MAX_MARKS = 1000  # of a step pattern
-ORDERS = "0 reuses, 1, 1.5 and 2 extrapolate"
+ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
+THRESHOLD = {"low": 0, "high": 10, "step": 0.01, "digits": 0.0001, "advanced": True}
+SKIPS = {"low": 0, "high": 50}
+SIGMA = {"most": 1, "step": 0.01, "digits": 0.0001}
 RETENTION = {
     "low": 0,
     "high": 1,
@@ -24,7 +27,7 @@ RETENTION = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MagCacheOptions:
+class MagCacheOptions(Checked):
     """Reuse the residual of the transformer's blocks while a measured curve says that its magnitude changes little.
 
     Published as E012K2R20: threshold 0.12, at most 2 skips in a row, 20 % retained. rule: "joint" decides for both
@@ -34,20 +37,15 @@ class MagCacheOptions:
 
     threshold: float = option(
         name="magcache threshold",
-        low=0,
-        high=10,
         advice="published values are 0.02 to 0.24",
         tip="For custom: accumulated error of the residual's magnitude at which a step is computed again. quality "
         "has 0.06, balanced and fast 0.24.",
         shown=0.12,
-        step=0.01,
-        digits=0.0001,
-        advanced=True,
+        **THRESHOLD,
     )
     max_skips: int = option(
         name="magcache skips in a row",
-        low=0,
-        high=50,
+        **SKIPS,
         advice="published values are 2 to 4",
         tip="For custom: maximum number of steps skipped in a row. quality and balanced have 1, fast 2.",
         shown=2,
@@ -66,22 +64,16 @@ class MagCacheOptions:
     )
     order: float = option(
         0,
-        name="forecast order",
-        low=0,
-        high=2,
-        advice=ORDERS,
+        **ORDER,
         tip="For custom: what a skipped step uses. 0: the last residual, as published. 1 or 2: a forecast from the "
         "last residuals, closer to the full run, with more memory. The presets have 2.",
         shown=1,
         advanced=True,
     )
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class TaylorSeerOptions:
+class TaylorSeerOptions(Checked):
     """Compute every `interval`-th step; forecast the residual of the steps in between. Raises OptionError."""
 
     interval: int = option(
@@ -94,17 +86,11 @@ class TaylorSeerOptions:
     )
     order: float = option(
         1,
-        name="forecast order",
-        low=0,
-        high=2,
-        advice=ORDERS,
+        **ORDER,
         tip="0 reuses the last residual, 1 and 2 extrapolate.",
         shown=1,
     )
     retention: float = option(0.2, name="taylorseer retention", advice="a share of the steps", **RETENTION)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +103,7 @@ class PatternOptions:
 
     high: str
     low: str
-    order: float = option(1.5, name="forecast order", low=0, high=2, advice=ORDERS)
+    order: float = option(1.5, **ORDER)
 
     def __post_init__(self) -> None:
         check(self)
@@ -130,33 +116,25 @@ class PatternOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveOptions:
+class AdaptiveOptions(Checked):
     """Decide during the run which steps to skip, from the measured rate of change of the velocity. The plan therefore
     shows only which steps may be skipped. Raises OptionError."""
 
     threshold: float = option(
         name="adaptive threshold",
-        low=0,
-        high=10,
         advice="0.05 is careful, 0.2 is fast",
         tip="Accumulated relative change of the velocity, as estimated, up to which steps are skipped.",
         shown=0.1,
-        step=0.01,
-        digits=0.0001,
-        advanced=True,
+        **THRESHOLD,
     )
     max_skips: int = option(
         3,
         name="adaptive skips in a row",
-        low=0,
-        high=50,
+        **SKIPS,
         advice="2 to 4 are usual",
         tip="Maximum number of steps skipped in a row.",
     )
     retention: float = option(0.2, name="adaptive retention", advice="a share of the steps", **RETENTION)
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +145,8 @@ class GuidanceOptions:
     computed at every `every`-th guided step of an expert and reused in between.
     """
 
-    low: float = option(
-        0.0, tip="No guidance in steps below this sigma (share of noise).", least=0, most=1, step=0.01, digits=0.0001
-    )
-    high: float = option(
-        1.0, tip="No guidance in steps above this sigma (share of noise).", least=0, most=1, step=0.01, digits=0.0001
-    )
+    low: float = option(0.0, tip="No guidance in steps below this sigma (share of noise).", least=0, **SIGMA)
+    high: float = option(1.0, tip="No guidance in steps above this sigma (share of noise).", least=0, **SIGMA)
     every: int = option(
         1,
         name="guidance every",
@@ -339,18 +313,14 @@ class StageOptions:
         tip="Steps below this sigma (share of noise) run at full size: details come from them.",
         shown=0.9,
         least=0.01,
-        most=1,
-        step=0.01,
-        digits=0.0001,
+        **SIGMA,
     )
     high: float = option(
         1.0,
         tip="Steps above this sigma (share of noise) run at full size: the layout comes from them.",
         shown=0.98,
         least=0.01,
-        most=1,
-        step=0.01,
-        digits=0.0001,
+        **SIGMA,
     )
     positions: str = option(
         "video",

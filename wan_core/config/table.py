@@ -103,6 +103,13 @@ def check(options: Any) -> None:
             check_range(one.name, value, one.low, one.high, one.advice)
 
 
+class Checked:
+    """A dataclass of options that are checked when it is built. Raises OptionError."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
 def from_values(kind: type[T], values: Mapping[str, Any], **more: Any) -> T:
     """A dataclass from those of `values` that are its fields, and `more`; a field that is a dataclass of options from
     `FIELD_OPTION` of each. Raises OptionError."""

@@ -23,10 +23,9 @@ from wan_core import __version__
 from wan_core.checkpoint.staged import AHEAD
 from wan_core.checkpoint.switch_interval import SWITCH_INTERVAL
 from wan_core.config.compile_cache import one_goes_first
-from wan_core.config.versions import installed
 from wan_core.execution.memory.planning import MemoryPlan, unit_bytes
 from wan_core.execution.optimize import begin_run, optimize, optimize_vae
-from wan_core.execution.report import Report
+from wan_core.execution.report import Report, installed
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import IMAGE_TOKENS
 from wan_core.models.wan.model import WanModel
