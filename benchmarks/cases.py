@@ -9,9 +9,8 @@ import torch
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
 from wan_core.config import OptionError, check_size
-from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families import choose_task, find_task
 from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.tasks import find_task
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.sources import RANDOM, TINY
 

@@ -26,7 +26,6 @@ from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import UMT5_XXL, TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.sources import RANDOM, TINY
 
@@ -58,7 +57,7 @@ def write_expert(models: Path, task: str, expert: str, device: torch.device, lay
     module = random_module(config, device=device, dtype=torch.bfloat16, seed=EXPERTS.index(expert))
     assert isinstance(module, WanModel)
     values = {name: value.detach() for name, value in module.named_parameters()}
-    write_file(as_fp8(values, quantized_names(config)), path, metadata_of(module))
+    write_file(as_fp8(values, config.quantized_names()), path, metadata_of(module))
 
 
 def write_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -81,7 +80,7 @@ def write_lora(path: Path, config: DiTConfig, device: torch.device, rank: int = 
     """A random LoRA in LightX2V's spelling, bf16, on all linears of the blocks; small enough to change little."""
     draw = torch.Generator(device).manual_seed(7)
     block = replace(config, num_layers=1)
-    sides = dict.fromkeys(quantized_names(block), (config.dim, config.dim))
+    sides = dict.fromkeys(block.quantized_names(), (config.dim, config.dim))
     sides |= {"blocks.0.ffn.0": (config.ffn_dim, config.dim), "blocks.0.ffn.2": (config.dim, config.ffn_dim)}
     state: dict[str, Tensor] = {}
     for layer in range(config.num_layers):

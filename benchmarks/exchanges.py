@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.parallel import conditioning, mesh, ring, ulysses
+from wan_core.parallel import conditioning, mesh, ring, sequence
 
 
 def own(x: Tensor, group: Any) -> int:
@@ -29,7 +29,7 @@ def nbytes(x: Tensor) -> int:
 # (module, name of the function there that exchanges, the bytes that this rank sends by its arguments, what it returns
 # if it is left out)
 EXCHANGES: tuple[tuple[Any, str, Callable[..., int], Any], ...] = (
-    (ulysses, "all_to_all", leaving, None),
+    (sequence, "all_to_all", leaving, None),
     (ring, "pass_on", lambda sends, receives, group: sum(nbytes(x) for x, _ in sends), []),
     (mesh, "all_gather", lambda into, part, group: own(part, group), None),
     (conditioning, "all_gather", lambda into, part, group: own(part, group), None),

@@ -27,7 +27,7 @@ from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
 from wan_core.config import OptionError, Request, SkipOptions
 from wan_core.execution.report import GIB
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.families import find_task
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 

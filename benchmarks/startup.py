@@ -44,8 +44,8 @@ from benchmarks.rows import Row, guarded
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
 from wan_core.config import OptionError
+from wan_core.models.wan.families import find_task
 from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.tasks import find_task
 from wan_core.pipeline.sources import RANDOM, TINY
 
 

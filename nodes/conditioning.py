@@ -13,10 +13,10 @@ from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.execution.report import WARNING
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
+from wan_core.models.wan.families import TASKS, image_task
 from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
 from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames
-from wan_core.models.wan.tasks import TASKS, image_task
 from wan_core.pipeline.check import check_tensor, size_notes
 from wan_core.sampling.conditioning import Conditioning, empty_latents, latent_shape
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wan_core.config import PlanNumbers, SkipOptions
 from wan_core.config.table import table
-from wan_core.models.wan.tasks import TASKS
+from wan_core.models.wan.families import TASKS
 from wan_core.sampling.build import PlannedVideo, PlanRequest, build_plan
 from wan_core.sampling.plan import MAX_STEPS, SCHEDULES
 from wan_core.sampling.presets import CHOICES

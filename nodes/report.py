@@ -7,8 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from wan_core.config import SkipOptions
-from wan_core.execution.report import Report
-from wan_core.execution.report_drawing import draw_report
+from wan_core.execution.report import Report, draw_report
 from wan_core.media.pictures import clock
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan

@@ -37,11 +37,11 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
+from wan_core.models.wan.config import PreparedForm
+from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
 from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.prepared_form import PreparedForm
-from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.decode import Made, Pieces, collect_images, decode_to, images_shape
 from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host
 from wan_core.pipeline.loras import Wanted, lora_bytes

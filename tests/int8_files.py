@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.comfyui import find_comfyui, python_of
 from wan_core.checkpoint.random import random_module
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.formats import FP8
 from wan_core.ops.kernels.integer_weights import (
     IntegerFormat,
@@ -31,7 +30,7 @@ SMALL = DiTConfig(
     in_channels=16, out_channels=16, dim=256, ffn_dim=512, num_heads=2, num_layers=2, text_dim=48, text_len=32
 )
 NOTES = {"num_heads": "2", "text_len": "32"}
-NAMES = quantized_names(SMALL)
+NAMES = SMALL.quantized_names()
 FORMATS = {
     "tensor": IntegerFormat("int8_tensorwise"),
     "rows": IntegerFormat("int8_tensorwise"),
@@ -87,7 +86,7 @@ def stored(
     kind: str, spelling: str = "tensor", config: DiTConfig = SMALL
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
     """(the file's tensors, the numbers that they mean, the file's notes). spelling: tensor, params or metadata."""
-    state, meant, layers, names = {}, {}, {}, quantized_names(config)
+    state, meant, layers, names = {}, {}, {}, config.quantized_names()
     for name, value in random_module(config, device=CPU, dtype=torch.bfloat16, seed=1).state_dict().items():
         linear = name.rpartition(".")[0]
         if linear not in names or not name.endswith(".weight"):

@@ -8,11 +8,34 @@ from __future__ import annotations
 import torch
 
 from tests.tensors import qkv
-from wan_core.ops.attention.sparse.implementations import sparse_reference
-from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, route
+from wan_core.ops.attention.fp8 import key_mean
+from wan_core.ops.attention.sdpa import math_lse
+from wan_core.ops.attention.sparse.kernels import sparse_reference
+from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, estimate
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes
 from wan_core.ops.kernels.blocked import final_lse, finish, pool
 from wan_core.parallel.ring import Ring
+
+
+def route(q: torch.Tensor, k: torch.Tensor, block: int, rule: Rule, forced: torch.Tensor) -> Route:
+    """The choice of blocks for q, k [B, L, H, D]."""
+    sizes = block_sizes(k.shape[1], block, k.device)
+    assert rule.score != "error", "the error needs the values"
+    return choose(estimate(pool(q, block)[0], *pool(k, block), sizes, rule.score), rule, forced, sizes)
+
+
+def int8_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `triton_int8` computes, but for bf16 probabilities: q and k, its mean removed, in INT8 with a scale for
+    every token, in float32."""
+    mean = key_mean(k).float()
+    out, lse = math_lse(_rounded(q.float()), _rounded(k.float() - mean), v.float())
+    taken = (q.float() * mean).sum(-1) * q.shape[-1] ** -0.5  # [B, L, H]
+    return out.to(q.dtype), lse + taken.transpose(1, 2)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    unit = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return (x / unit + 0.5).floor() * unit
 
 
 def drawn(tokens: int, seed: int, batch: int = 2, heads: int = 3, dim: int = 16) -> tuple[torch.Tensor, ...]:

@@ -34,7 +34,6 @@ from wan_core.models.wan.families.animate2 import Animate2Config
 from wan_core.models.wan.families.fun import FunCameraConfig, FunControlConfig
 from wan_core.models.wan.families.s2v import S2VConfig
 from wan_core.models.wan.families.vace import VaceConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.formats import FP8, quantize_reference
 from wan_core.pipeline.sources import TINY
 
@@ -103,7 +102,7 @@ def write_transformer(path: Path) -> None:
         assert quantised is not None
         write_gguf(path, state, matrices(quantised[0]))
         return
-    names = {f"{name}.weight" for name in quantized_names(config)}
+    names = {f"{name}.weight" for name in config.quantized_names()}
     if quantised is not None and quantised[0] == "fp8_scaled":
         state = in_fp8(state, names)
     elif quantised is not None:

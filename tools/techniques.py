@@ -29,7 +29,7 @@ COLUMNS = {
 
 def seconds(name: str, steps: int, setting: str, forwards: float) -> float:
     """A whole video of that many forwards, each as long as those of A14B's plan in the mean."""
-    from wan_core.models.wan.tasks import find_task
+    from wan_core.models.wan.families import find_task
     from wan_core.sampling.cache.arguments import parse_setting
     from wan_core.sampling.cache.skipping import skip_forwards
     from wan_core.sampling.plan import make_plan

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError, Request
 from wan_core.media.mp4 import Encoder, write_mp4
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.families import find_task
 from wan_core.pipeline.check import Job, given
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.pipeline import Pipeline

@@ -21,7 +21,7 @@ from wan_core.config import OptionError, Request
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs, write_text
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.tasks import Task, find_task
+from wan_core.models.wan.families import Task, find_task
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.skipping import check_cacheable

@@ -1,6 +1,6 @@
 """Calibration of sparse attention: the attention that selected blocks cover in a dense run, by layer and head.
 
-Legend: B batch, L tokens, H heads, D head dim.
+Legend: B batch, L tokens, H heads, D head dim, n blocks.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
 from wan_core.config import SparseOptions
 from wan_core.media.pictures import EXPERT_COLOUR, FAINT, INK, LINE, PHASE_COLOUR, Canvas
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.attention.sparse.routing import coverage
+from wan_core.ops.attention.sparse.routing import Rule, choose, estimate
 from wan_core.ops.attention.sparse.tiles import Tiles
+from wan_core.ops.kernels.block_layout import block_sizes
+from wan_core.ops.kernels.blocked import pool
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, Ready, denoise
 from wan_core.sampling.plan import Expert, Plan, Step
@@ -24,6 +28,7 @@ from wan_core.sampling.sparsity.budgets import SHARES, Coverage, choose_keeps
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 
 MEASURED = 4  # number of evenly spaced steps of each expert that are measured
+ROWS = 16  # blocks of queries of a layer that are measured
 
 
 def measure_coverage(
@@ -149,3 +154,27 @@ def coverage_places(out: Path, experts: Sequence[Expert]) -> dict[Expert, Path]:
         return {expert: out / f"{expert}.sparse.json" for expert in experts}
     stem = out.name.removesuffix(".json").removesuffix(".sparse")
     return {expert: out.with_name(f"{stem}.{expert}.sparse.json") for expert in experts}
+
+
+def coverage(q: Tensor, k: Tensor, block: int, forced: Tensor, shares: Sequence[float]) -> Tensor:
+    """The mean mass of attention, as computed in full, on the blocks that are chosen at each share: float32
+    [H, shares]. q, k [B, L, H, D]; `ROWS` blocks of queries are looked at, evenly spread."""
+    count = forced.shape[0]
+    sizes = block_sizes(k.shape[1], block, k.device)
+    scores = estimate(pool(q, block)[0], *pool(k, block), sizes, "spread")
+    some = torch.linspace(0, count - 1, min(ROWS, count), device=q.device).long()
+    # each [B, H, rows, n]
+    selected = [choose(scores, Rule(share), forced, sizes).kept(count)[:, :, some] for share in shares]
+    shares_covered = torch.zeros(q.shape[2], len(shares), device=q.device)
+    for position, row in enumerate(some.tolist()):
+        queries = q[:, row * block : (row + 1) * block]
+        for head in range(q.shape[2]):
+            mass = block_mass(queries[:, :, head], k[:, :, head], block).mean(1)  # [B, n]
+            shares_covered[head] += torch.stack([(mass * each[:, head, position]).sum(-1).mean() for each in selected])
+    return shares_covered / len(some)
+
+
+def block_mass(q: Tensor, k: Tensor, block: int) -> Tensor:
+    """The attention of one head's queries [B, L, D] by blocks of its keys [B, S, D]: float32 [B, L, n]."""
+    weights = ((q.float() @ k.float().mT) * q.shape[-1] ** -0.5).softmax(-1)
+    return F.pad(weights, (0, -weights.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)

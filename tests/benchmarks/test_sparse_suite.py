@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import sparse
 from benchmarks.setups import find_setup
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.families import find_task
 
 
 @pytest.mark.parametrize(("task", "picture"), [("t2v-A14B", False), ("i2v-A14B", True), ("ti2v-5B", False)])

@@ -16,7 +16,6 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.cli.inspect import inspect
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.formats import FP8, quantize_reference
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
 from wan_core.ops.quant.packed import PackedLinear
@@ -31,7 +30,7 @@ KINDS = (Fp8RowLinear, Fp8TensorLinear, Fp8BlockLinear, Fp8WeightLinear, TECurre
 SMALL = DiTConfig(
     in_channels=16, out_channels=16, dim=128, ffn_dim=256, num_heads=2, num_layers=2, text_dim=48, text_len=32
 )
-NAMES = quantized_names(SMALL)
+NAMES = SMALL.quantized_names()
 
 
 def plain() -> dict[str, Tensor]:

@@ -23,7 +23,6 @@ from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.execution.optimize import compile_blocks
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
@@ -38,7 +37,7 @@ SMALL = DiTConfig(
     in_channels=16, out_channels=16, dim=256, ffn_dim=512, num_heads=2, num_layers=2, text_dim=48, text_len=32
 )
 NOTES = {"num_heads": 2, "text_len": 32}
-NAMES = quantized_names(SMALL)
+NAMES = SMALL.quantized_names()
 
 
 def plain() -> dict[str, Tensor]:
@@ -352,7 +351,7 @@ def test_a_lora_on_packed_weights(tmp_path: Path, mode: str) -> None:
     )  # fmt: skip
     loaded = Pipeline.load(options).models.expert("high")
     packed = {key for key, m in loaded.named_modules() if isinstance(m, PackedLinear)}
-    assert packed == quantized_names(model.config) - ({name} if mode == "merge" else set())
+    assert packed == model.config.quantized_names() - ({name} if mode == "merge" else set())
     meant[f"{name}.weight"] += 0.5 * up @ down
     model.load_state_dict(meant)
     generator = torch.Generator().manual_seed(2)

@@ -20,7 +20,6 @@ from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.cli import main
 from wan_core.cli.inspect import inspect
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.integer_weights import encode_int8, rotation_of
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.int8 import Int8Linear
@@ -273,7 +272,7 @@ def test_comfyui_gives_the_same_and_loads_what_quantize_writes(tmp_path: Path, c
         state: dict[str, Tensor] = {}
         for name, value in model.state_dict().items():
             linear = name.rpartition(".")[0]
-            if linear not in quantized_names(config) or not name.endswith(".weight"):
+            if linear not in config.quantized_names() or not name.endswith(".weight"):
                 state[name] = value
                 continue
             state |= {f"{linear}.{part}": t for part, t in encoded(kind, value).items()}

@@ -24,7 +24,6 @@ from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.models.wan.families.plain import diffusers_modules
-from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.quant.linear import LowRank, low_rank_input
@@ -373,7 +372,7 @@ def quantization(precision: str) -> Quantization:
 @pytest.mark.parametrize("precision", ["fp8", "fp8-tensor", "fp8-weights", "te-current", "int8"])
 def test_attached_beside_quantised_weights(precision):
     """The difference that the LoRA makes is that of the product of low rank, whatever the format of the input."""
-    state = lora_of(sorted(quantized_names(CONFIG)), 6, scale=0.3)
+    state = lora_of(sorted(CONFIG.quantized_names()), 6, scale=0.3)
     kind = Quantization(TECurrentLinear, CPU) if precision == "te-current" else quantization(precision)
     net = load_dit(SOURCE, dtype=torch.float32, quantization=kind)
     plain = output(net)
@@ -456,7 +455,7 @@ def test_the_memory_of_what_is_attached_is_counted(form):
 def test_scaled_fp8_files_take_both(tmp_path):
     stored = load_dit(SOURCE, dtype=torch.bfloat16, quantization=quantization("fp8"))
     save(stored, tmp_path / "scaled.safetensors")
-    state = lora_of(sorted(quantized_names(CONFIG)), 9, scale=0.3)
+    state = lora_of(sorted(CONFIG.quantized_names()), 9, scale=0.3)
     merged = load_dit(tmp_path / "scaled.safetensors", dtype=torch.float32, loras=merging([wanted(state)], CPU))
     name = "blocks.1.ffn.2"
     linear = stored.get_submodule(name)

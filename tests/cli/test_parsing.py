@@ -12,7 +12,7 @@ from wan_core.cli import COMMANDS, PIPE_CLOSED, build_parser, main
 from wan_core.cli.libraries import LIBRARIES
 from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions
-from wan_core.models.wan.tasks import TASKS
+from wan_core.models.wan.families import TASKS
 
 PLAN = [sys.executable, "-m", "wan_core", "plan", "--steps", "1000"]
 

@@ -18,8 +18,7 @@ from wan_core.cli import build_parser
 from wan_core.cli.generate import load_options_of, request_of
 from wan_core.config import Request, UserError
 from wan_core.media.video_formats import write_video
-from wan_core.models.wan.families import family_of
-from wan_core.models.wan.tasks import TASKS, Task
+from wan_core.models.wan.families import TASKS, Task, family_of
 from wan_core.pipeline.check import check_request
 from wan_core.sampling.plan import Plan
 from wan_core.workers.wire import pack, unpack

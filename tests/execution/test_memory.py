@@ -27,7 +27,6 @@ from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import Stage, spread, stage_bytes
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.config import T2V_A14B, DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.swap import swap_linears
 
@@ -47,7 +46,7 @@ def test_sizes_are_those_of_the_module(quantized, keep):
     )
     module = empty_module(config)
     if quantized:
-        swap_linears(module, Fp8RowLinear, quantized_names(config, keep), torch.bfloat16)
+        swap_linears(module, Fp8RowLinear, config.quantized_names(keep), torch.bfloat16)
     found = dict.fromkeys(range(5), 0)
     for name, tensor in tensors_of(module).items():
         unit = int(name.split(".")[1]) + 1 if name.startswith("blocks.") else 0

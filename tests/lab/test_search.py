@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from wan_core.cli import main
 from wan_core.config import OptionError
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.families import find_task
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting, speed_options
 from wan_core.sampling.cache.skipping import skip_forwards

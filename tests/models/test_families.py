@@ -33,7 +33,6 @@ from wan_core.models.wan.families.animate import ANIMATE_14B, CONVS
 from wan_core.models.wan.families.fun import CAMERA_A14B, CONTROL_A14B
 from wan_core.models.wan.families.s2v import S2V_14B
 from wan_core.models.wan.families.vace import VACE_14B
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.integer_weights import decode
 from wan_core.ops.quant.packed import PackedLinear
 
@@ -154,7 +153,7 @@ def test_official_comfyui_and_scaled_files_load(name, tmp_path):
 def test_int8_files_multiply_as_they_are(config):
     """With rotated rows, as ComfyUI's templates name them."""
     config = replace(config, dim=256, ffn_dim=512, num_heads=2)
-    names, kind, state, meant = quantized_names(config), "rotated 256", {}, {}
+    names, kind, state, meant = config.quantized_names(), "rotated 256", {}, {}
     for name, value in draw_weights(config).items():
         linear = name.removesuffix(".weight")
         if linear not in names:

@@ -19,7 +19,7 @@ import native_models as world
 def answer(plan_of: Any, task: str, values: dict, skip: dict | None, windows: dict | None, length: dict) -> Any:
     """The plan, or what is refused."""
     from wan_core.config import SkipOptions, UserError, WindowOptions
-    from wan_core.models.wan.tasks import TASKS
+    from wan_core.models.wan.families import TASKS
     from wan_core.sampling.build import ModelFacts
     from wan_core.workers.wire import unpack
 

@@ -80,7 +80,7 @@ def ours(natives: list[Any], kind: str, conditions: Any, latent: dict[str, Any],
     import torch
 
     from wan_core.execution.report import Report
-    from wan_core.models.wan.tasks import TASKS as KNOWN
+    from wan_core.models.wan.families import TASKS as KNOWN
     from wan_core.pipeline.comfy_conditioning import join
     from wan_core.pipeline.denoise import sample_latents
     from wan_core.sampling.context_windows import with_windows

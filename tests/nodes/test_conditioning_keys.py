@@ -10,8 +10,7 @@ import torch
 
 from wan_core.config import OptionError
 from wan_core.models.vae.config import VAE_21, VAE_22
-from wan_core.models.wan.families import FAMILIES, check_keys, family_of
-from wan_core.models.wan.tasks import TASKS, find_task, image_task
+from wan_core.models.wan.families import FAMILIES, TASKS, check_keys, family_of, find_task, image_task
 
 LATENTS = torch.zeros(1, 16, 3, 4, 6)
 IMAGE = {"concat_latent_image": torch.ones_like(LATENTS), "concat_mask": torch.ones(1, 4, 3, 4, 6)}

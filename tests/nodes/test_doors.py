@@ -14,8 +14,7 @@ from tests.comfyui import find_comfyui, printed_by
 from wan_core.cli.generate import load_options_of, request_of
 from wan_core.config import PlanNumbers, Request, UserError
 from wan_core.config.table import table
-from wan_core.models.wan.families import family_of
-from wan_core.models.wan.tasks import TASKS
+from wan_core.models.wan.families import TASKS, family_of
 from wan_core.pipeline.check import check_request
 from wan_core.workers.wire import pack
 

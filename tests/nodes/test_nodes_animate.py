@@ -16,7 +16,6 @@ from tests.comfy_animate_clip import CONFIGS, METADATA, SEED, WINDOWED, plan_of
 from tests.comfyui import find_comfyui, find_newer_comfyui, python_of
 from tests.denoised import denoise
 from wan_core.checkpoint import load_dit
-from wan_core.models.vae.statistics import denormalise
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import draw_noise
@@ -61,5 +60,5 @@ def test_a_clip_equals_comfyuis(family: str, part: tuple[str, ...], driven: int,
     assert len(model.blocks) < 10  # none of them is the one that is left out
     with torch.no_grad():
         latents = denoise(plan, lambda _: model, conditioning, noise)
-    made = denormalise(latents, found.vae)
+    made = found.vae.denormalise(latents)
     assert float((made - clip["made"]).norm() / clip["made"].norm()) < 1e-3

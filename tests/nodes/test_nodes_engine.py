@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wan_core import OptionError, load_text_encoder, load_vae, make_plan
-from wan_core.execution.report import Phase, Report
-from wan_core.execution.report_drawing import draw_report
+from wan_core.execution.report import Phase, Report, draw_report
 from wan_core.media.pictures import EXPERT_COLOUR, clock
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import WAN21, WAN22, map_of_channels

@@ -17,7 +17,6 @@ from tests.nodes.test_nodes_precisions import LOOK, facts_of, looked_at
 from tools.embedded_graphs import node, text_to_video
 from wan_core.checkpoint import load_dit, load_text_encoder
 from wan_core.checkpoint.save import save, write_safetensors
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.formats import quantize_reference
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.swap import Quantization
@@ -38,7 +37,7 @@ def make_files(models: Path) -> None:
         state = model.state_dict()
         write(models / "diffusion_models" / f"{name}-Q8_0.gguf", state, matrices("Q8_0"), notes=notes)
         scaled: dict[str, Tensor] = {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}
-        linears = quantized_names(model.config)
+        linears = model.config.quantized_names()
         for key, value in state.items():
             linear, _, last = key.rpartition(".")
             if last == "weight" and linear in linears:

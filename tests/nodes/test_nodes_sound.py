@@ -14,7 +14,6 @@ from tests.comfy_sound_clip import CONFIG, SEED, plan_of
 from tests.comfyui import find_comfyui, python_of
 from tests.denoised import denoise
 from wan_core.checkpoint import load_dit
-from wan_core.models.vae.statistics import denormalise
 from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.sources import find_experts
@@ -39,5 +38,5 @@ def test_two_clips_equal_comfyuis(tmp_path: Path) -> None:
             noise = draw_noise(SEED, tuple(clip["latent"]["samples"].shape))
             with torch.no_grad():
                 latents = denoise(plan, lambda _: model, conditioning, noise)
-            made = denormalise(latents, found.vae)
+            made = found.vae.denormalise(latents)
             assert least <= float((made - clip["made"]).norm() / clip["made"].norm()) < most

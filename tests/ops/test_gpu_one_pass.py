@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.sparse_attention import int8_reference
 from tests.tensors import relative
-from wan_core.ops.attention.dense import int8_reference
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_lse

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.always_sparse import AlwaysSparse
 from tests import tensors
-from tests.sparse_attention import LocalRing, random_route
+from tests.sparse_attention import LocalRing, random_route, route
 from tests.tensors import relative
 from wan_core.checkpoint.random import random_module
 from wan_core.execution.optimize import optimize
@@ -18,9 +18,8 @@ from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, SparseFp8Attention, read_around
-from wan_core.ops.attention.sparse.implementations import sparse_reference
-from wan_core.ops.attention.sparse.kernels import KERNELS
-from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, route
+from wan_core.ops.attention.sparse.kernels import KERNELS, sparse_reference
+from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule
 from wan_core.ops.attention.sparse.slopes import slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked, fused

@@ -18,7 +18,6 @@ from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import doctor
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.formats import FP8, quantize_reference
 from wan_core.ops.kernels.microscaling import (
     E2M1,
@@ -44,7 +43,7 @@ SMALL = DiTConfig(
     in_channels=16, out_channels=16, dim=128, ffn_dim=256, num_heads=2, num_layers=2, text_dim=48, text_len=32
 )
 NOTES = {"num_heads": "2", "text_len": "32"}
-NAMES = quantized_names(SMALL)
+NAMES = SMALL.quantized_names()
 shapes = st.tuples(st.integers(1, 300), st.integers(1, 9))
 
 

@@ -8,9 +8,8 @@ import importlib.util
 import pytest
 import torch
 
-from tests.sparse_attention import expected_sparse
+from tests.sparse_attention import expected_sparse, int8_reference
 from tests.tensors import qkv, relative, run_interpreted
-from wan_core.ops.attention.dense import int8_reference
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import math_lse
@@ -24,7 +23,8 @@ from wan_core.ops.kernels.attention_tiles import CANDIDATES, SHARED, TILES, cand
 DENSE = """
 import torch
 from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.dense import int8_reference, triton, triton_int8
+from tests.sparse_attention import int8_reference
+from wan_core.ops.attention.dense import triton, triton_int8
 from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.kernels.attention_tiles import Tile
 from wan_core.ops.kernels.triton_attention import attention
@@ -54,7 +54,7 @@ SPARSE = """
 import torch
 from tests.sparse_attention import draw_route, expected_sparse
 from tests.tensors import relative
-from wan_core.ops.attention.sparse.implementations import sparse_triton, sparse_triton_int8
+from wan_core.ops.attention.sparse.kernels import sparse_triton, sparse_triton_int8
 
 for tokens, block, mass in ((150, 32, None), (128, 32, 0.6), (97, 16, 0.5)):
     q, k, v, route, pooled = draw_route(tokens, block, mass)

@@ -17,7 +17,6 @@ from wan_core.checkpoint.random import random_module
 from wan_core.config import QUANTIZED, LoadOptions, OptionError
 from wan_core.execution.optimize import set_attention
 from wan_core.models.wan.config import T2V_A14B, DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels.formats import FP8, Quantized, quantize_reference
@@ -93,7 +92,7 @@ def test_weights_are_widened_for_fp8_weights_alone():
 
 @pytest.mark.parametrize("keep", [0, 1, 2])
 def test_what_is_quantised(keep):
-    names = quantized_names(SMALL, keep)
+    names = SMALL.quantized_names(keep)
     plain = dict(WanModel(SMALL).named_modules())
     assert all(isinstance(plain[name], nn.Linear) for name in names)
     left = {n for n, m in plain.items() if isinstance(m, nn.Linear)} - names
@@ -104,14 +103,14 @@ def test_what_is_quantised(keep):
 
 def test_bad_options_say_what_is_possible():
     with pytest.raises(OptionError, match="0 to 2 are possible"):
-        quantized_names(SMALL, 3)
+        SMALL.quantized_names(3)
     with pytest.raises(OptionError, match="quantises nothing"):
         find_quantization("bf16", CPU, keep_blocks=1)
     odd = dataclasses.replace(SMALL, dim=100, ffn_dim=100, num_heads=2)
     for kind, config, says in ((Fp8RowLinear, odd, "multiples of 16"), (Fp8BlockLinear, TOO_NARROW, "multiple of 128")):
         model = random_module(config, device=CPU, dtype=torch.float32)
         with pytest.raises(OptionError, match=says):
-            quantize_model(model, kind, quantized_names(config), torch.float32)
+            quantize_model(model, kind, config.quantized_names(), torch.float32)
 
 
 def quantize_model(model, kind, names, dtype):
@@ -145,13 +144,13 @@ def test_loading_drawing_and_converting_give_the_same_model(tmp_path, kind, keep
     save(plain, tmp_path / "dit.safetensors")
     loaded = load_dit(tmp_path / "dit.safetensors", dtype=torch.bfloat16, quantization=quantization)
     drawn = random_module(SMALL, device=CPU, dtype=torch.bfloat16, seed=3, quantization=quantization)
-    quantize_model(plain, kind, quantized_names(SMALL, quantization.keep_blocks), torch.bfloat16)
+    quantize_model(plain, kind, SMALL.quantized_names(quantization.keep_blocks), torch.bfloat16)
     states = [model.state_dict() for model in (loaded, drawn, plain)]
     assert states[0].keys() == states[1].keys() == states[2].keys()
     for name, value in states[0].items():
         assert all(value.dtype == s[name].dtype and torch.equal(value.float(), s[name].float()) for s in states[1:])
     fp8 = {name.removesuffix(".weight") for name, value in states[0].items() if value.dtype == FP8}
-    assert fp8 == quantized_names(SMALL, quantization.keep_blocks)
+    assert fp8 == SMALL.quantized_names(quantization.keep_blocks)
     assert not any(p.requires_grad for p in loaded.parameters())
 
 
@@ -184,6 +183,6 @@ def test_fp8_attention_feeds_every_kind_of_output_projection(kind):
         for block in model.blocks:
             block.self_attn.norm_q.float(), block.self_attn.norm_k.float()
         if kind is not None:
-            quantize_model(model, kind, quantized_names(SMALL), torch.bfloat16)
+            quantize_model(model, kind, SMALL.quantized_names(), torch.bfloat16)
         set_attention(model, resolve_attention("math-fp8", CPU, torch.bfloat16)[1])
         assert 0 < relative(model(x, time, context), exact) < 0.2

@@ -13,20 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.structured import structured
-from tests.sparse_attention import LocalRing, drawn, random_route, whole_block_kernel
+from tests.sparse_attention import LocalRing, drawn, random_route, route, whole_block_kernel
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import AttentionError
 from wan_core.ops.attention.sdpa import SDPA, math_lse
-from wan_core.ops.attention.sparse import implementations
+from wan_core.ops.attention.sparse import kernels
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, read_around
-from wan_core.ops.attention.sparse.implementations import block_mask, sparse_flex, sparse_reference
-from wan_core.ops.attention.sparse.kernels import KERNELS, Run, block_length, resolve_kernel
-from wan_core.ops.attention.sparse.routing import Route, Rule, block_mass, choose, coverage, estimate, gain, route
+from wan_core.ops.attention.sparse.kernels import (
+    KERNELS,
+    Run,
+    block_length,
+    block_mask,
+    resolve_kernel,
+    sparse_flex,
+    sparse_reference,
+)
+from wan_core.ops.attention.sparse.routing import Route, Rule, choose, estimate, gain
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import block_sizes, channels_first, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
+from wan_lab import sparsity
+from wan_lab.sparsity import block_mass, coverage
 
 CPU = torch.device("cpu")
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 11))
@@ -142,7 +151,7 @@ def mass_kept(q: torch.Tensor, k: torch.Tensor, kept: torch.Tensor, block: int) 
     return torch.stack(shares, 1)
 
 
-def test_routing_finds_attention_that_has_structure() -> None:
+def test_routing_finds_attention_that_has_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     """On drawn maps of attention: far more than a random choice, more in tiles than in lines, and scatter helps."""
     grid, block = (6, 16, 20), 32
     q, k, _ = structured(grid, heads=4, dim=32)
@@ -155,7 +164,8 @@ def test_routing_finds_attention_that_has_structure() -> None:
     assert found[False, "spread"] > 1.08 * found[True, "spread"]
     assert found[False, "spread"] >= found[False, "mean"]
     tiles = make_tiles(grid, block, CPU)
-    covered = coverage(q[:, tiles.order], k[:, tiles.order], block, tiles.forced, (0.25, 1.0), rows=60)
+    monkeypatch.setattr(sparsity, "ROWS", 60)
+    covered = coverage(q[:, tiles.order], k[:, tiles.order], block, tiles.forced, (0.25, 1.0))
     assert covered[:, 0].mean() == pytest.approx(found[False, "spread"].item(), abs=1e-4)
     assert torch.allclose(covered[:, 1], torch.ones(4), atol=1e-4)
 
@@ -183,9 +193,9 @@ def test_the_reference_holds_some_rows_at_a_time(block: int, monkeypatch: pytest
     chosen = random_route(60, block, 3)
     whole = sparse_reference(q, k, v, chosen, block)
     sizes: list[int] = []
-    masks = implementations.spread
-    monkeypatch.setattr(implementations, "SCORES", 2 * 60 * 2 * block)  # two blocks of queries of both samples
-    monkeypatch.setattr(implementations, "spread", lambda *given: sizes.append(given[2]) or masks(*given))
+    masks = kernels.spread
+    monkeypatch.setattr(kernels, "SCORES", 2 * 60 * 2 * block)  # two blocks of queries of both samples
+    monkeypatch.setattr(kernels, "spread", lambda *given: sizes.append(given[2]) or masks(*given))
     parts = sparse_reference(q, k, v, chosen, block)
     assert max(sizes) == 2 * block
     for a, b in zip(parts, whole, strict=True):
@@ -379,7 +389,7 @@ def test_the_log_sum_exp_is_of_all_that_is_attended_to(pooled: bool) -> None:
     out, lse = SparseAttention().with_lse(q, k, v, call)
     assert torch.equal(out, SparseAttention()(q, k, v, call))
     route = state.route(0, rule, blocked.pool(q, block)[0], state.known(rule, k, v))
-    kept = implementations.spread(route.kept(tiles.blocks), block, 70, 70)
+    kept = kernels.spread(route.kept(tiles.blocks), block, 70, 70)
     scores = torch.einsum("blhd,bshd->bhls", q, k) * 8**-0.5
     wanted = scores.masked_fill(~kept, -torch.inf)
     if pooled:

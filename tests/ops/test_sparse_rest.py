@@ -20,8 +20,7 @@ from tests.tensors import run_interpreted
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
-from wan_core.ops.attention.sparse.implementations import sparse_reference
-from wan_core.ops.attention.sparse.kernels import KERNELS
+from wan_core.ops.attention.sparse.kernels import KERNELS, sparse_reference
 from wan_core.ops.attention.sparse.routing import Rule, expected_error
 from wan_core.ops.attention.sparse.slopes import Covariances, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import make_tiles
@@ -187,7 +186,7 @@ ONE_PASS = """
 import torch
 from tests.sparse_attention import draw_route, expected_sparse, known_of
 from tests.tensors import relative
-from wan_core.ops.attention.sparse.implementations import sparse_triton, sparse_triton_int8
+from wan_core.ops.attention.sparse.kernels import sparse_triton, sparse_triton_int8
 from wan_core.ops.attention.sparse.slopes import slope_weights, slopes
 from wan_core.ops.kernels.blocked import pool
 

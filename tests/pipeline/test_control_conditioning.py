@@ -16,9 +16,7 @@ from tests.animate_references import draw_weights
 from tests.control_references import CONFIGS
 from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.vae.statistics import normalise
-from wan_core.models.wan.families import check_keys, family_of
-from wan_core.models.wan.tasks import find_task, image_task
+from wan_core.models.wan.families import check_keys, family_of, find_task, image_task
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.sources import find_experts
@@ -46,18 +44,18 @@ def read(task: str, extras: dict[str, Any], latent: dict[str, Any] = LATENT) -> 
 def test_vace_reads_every_control_video():
     found = read("vace-14B", {key: value * 3 for key, value in VACE.items()})["inputs"]
     assert found["control"].shape == (1, 3, 96, T, Y, X) and found["control_scale"].tolist() == [[0.5] * 3]
-    raw = normalise(torch.ones(1, 16, T, Y, X), VAE_21)
+    raw = VAE_21.normalise(torch.ones(1, 16, T, Y, X))
     assert torch.allclose(found["control"][:, 2, :16], raw) and torch.allclose(found["control"][:, 0, 16:32], raw)
     nothing = read("vace-A14B", {})["inputs"]["control"]
     assert torch.equal(nothing[:, 0, 32:], torch.ones(1, 64, T, Y, X))
-    assert torch.allclose(nothing[:, 0, :16], normalise(torch.zeros(1, 16, T, Y, X), VAE_21))
+    assert torch.allclose(nothing[:, 0, :16], VAE_21.normalise(torch.zeros(1, 16, T, Y, X)))
 
 
 def test_control_camera_and_inpaint_read_their_channels():
     reference = torch.full((1, 16, 1, Y, X), 2.0)
     found = read("fun-control-A14B", {**CONTROL, "reference_latents": [reference]})
     assert found["concat"].shape == (1, 36, T, Y, X) and (found["concat"][:, 16:20] == 1).all()  # known, after control
-    assert torch.equal(found["inputs"]["reference"], normalise(reference, VAE_21)[:, :, 0])
+    assert torch.equal(found["inputs"]["reference"], VAE_21.normalise(reference)[:, :, 0])
     older = read("fun-control-14B", {"concat_latent_image": CONTROL["concat_latent_image"], "clip_vision_output": SEEN})
     assert older["concat"].shape == (1, 32, T, Y, X) and older["image_features"].shape == (1, 257, 1280)
     rays = torch.ones(1, 24, T, 8 * Y, 8 * X)

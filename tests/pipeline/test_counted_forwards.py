@@ -21,9 +21,8 @@ from wan_core.config import (
     TaylorSeerOptions,
     WindowOptions,
 )
-from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families import TASKS, family_of
 from wan_core.models.wan.families.animate2 import ANIMATE2_14B
-from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import Watch
 from wan_core.sampling.plan import Plan

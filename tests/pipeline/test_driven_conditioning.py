@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
 from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.vae.statistics import normalise
+from wan_core.models.wan.families import find_task, image_task
 from wan_core.models.wan.families.animate2 import ANIMATE2_14B, DISTILLED_LOG_SCALE
-from wan_core.models.wan.tasks import find_task, image_task
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.sources import find_experts
@@ -62,7 +61,7 @@ def test_animate_is_told_pose_and_face(experts):
     found = join(positive, negative, LATENT, experts["animate"], plan_of()).conditioning
     assert found.concat is not None and found.concat.shape == (1, 20, T, Y, X)
     assert found.image_features is not None and set(found.inputs) == {"pose", "face"}
-    assert torch.equal(found.inputs["pose"], normalise(torch.full((1, 16, T - 1, Y, X), 0.25), VAE_21))
+    assert torch.equal(found.inputs["pose"], VAE_21.normalise(torch.full((1, 16, T - 1, Y, X), 0.25)))
     assert torch.equal(found.family_inputs(["cond", "uncond"], 1)["face"], torch.cat([face, face * 0 - 1]))
     assert torch.equal(found.family_inputs(["cond"], 1)["face"], face)
     alone = join(positive, negative, LATENT, experts["animate"], plan_of(1.0)).conditioning
@@ -78,7 +77,7 @@ def test_animate2_is_told_its_driving_video(experts):
     rows = torch.randn(1, 7, 24)
     own = {"cross_attn_pose": rows, "clip_vision_output_pose": SEEN_POSE, "pose_strength": 0.5}
     found = join(given(1, **own), given(2, **own), LATENT, experts["animate2"], plan_of()).conditioning
-    latents = normalise(torch.full((1, 16, T - 1, Y, X), 0.25), VAE_21)
+    latents = VAE_21.normalise(torch.full((1, 16, T - 1, Y, X), 0.25))
     expected = torch.cat([latents, torch.ones(1, 4, T - 1, Y, X), latents], 1)
     assert torch.equal(found.inputs["pose"], expected) and torch.equal(found.inputs["pose_context"], rows)
     assert float(found.inputs["pose_image"][0, 0, 0]) == -0.5 and found.inputs["pose_strength"] == 0.5

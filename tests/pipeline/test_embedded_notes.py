@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from wan_core.config import LoadOptions, Request, WindowOptions
-from wan_core.execution.report import Phase, Report
-from wan_core.execution.report_drawing import draw_report
-from wan_core.models.wan.tasks import find_task
+from wan_core.execution.report import Phase, Report, draw_report
+from wan_core.models.wan.families import find_task
 from wan_core.pipeline.check import never_seen
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.workers.client import add_report

@@ -12,8 +12,8 @@ from tests.pipeline import test_sound_clips
 from tests.pipeline.test_sound_clips import request as asked
 from wan_core.config import LoadOptions
 from wan_core.models.audio.wav2vec2 import SAMPLE_RATE, encoding_bytes
+from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.families.s2v import S2V_14B
-from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.hearing import random_speech
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY

@@ -19,8 +19,7 @@ from wan_core.execution.memory.residency import KEPT_FREE, Residency
 from wan_core.execution.report import GIB
 from wan_core.models.text.umt5 import UMT5_XXL
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.wan.config import I2V_A14B
-from wan_core.models.wan.prepared_form import PreparedForm
+from wan_core.models.wan.config import I2V_A14B, PreparedForm
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization

@@ -31,10 +31,9 @@ from wan_core.execution.memory.residency import KEPT_FREE, Residency
 from wan_core.models.text.umt5 import UMT5_XXL
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import I2V_A14B, DiTConfig
+from wan_core.models.wan.families import find_task
 from wan_core.models.wan.families.vace import with_vace
-from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.tasks import find_task
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
@@ -63,7 +62,7 @@ HELD = {"int8": Quantization(Int8Linear, CPU), "checkpoint": HOLD}
 def expert_of(config: DiTConfig, description: Mapping[str, object] = ROTATED, kept: int = 0) -> Part:
     """A transformer in INT8 as ComfyUI's files have it, recognised without a value being read. kept: matrices in
     bf16."""
-    encoded = sorted(quantized_names(config))[kept:]
+    encoded = sorted(config.quantized_names())[kept:]
     tensors = {name: TensorInfo(s, torch.bfloat16, 2 * prod(s)) for name, s in expected_shapes(config).items()}
     for name in encoded:
         n, k = tensors[f"{name}.weight"].shape
@@ -88,7 +87,7 @@ def everyday(expert: Part) -> Parts:
 def lora_of(rank: int) -> Lora:
     """For all matrices of A14B's blocks. Its memory is never touched."""
     state, shapes = {}, expected_shapes(I2V_A14B)
-    for name in quantized_names(I2V_A14B):
+    for name in I2V_A14B.quantized_names():
         n, k = shapes[f"{name}.weight"]
         state[f"{name}.lora_up.weight"] = torch.empty(n, rank, dtype=torch.bfloat16)
         state[f"{name}.lora_down.weight"] = torch.empty(rank, k, dtype=torch.bfloat16)
@@ -198,7 +197,7 @@ def test_blocks_that_are_kept_are_decoded_into_host_memory(tmp_path: Path, preci
     units = [unit.layout.nbytes for unit in residency.host_weights["high"].units]
     assert part.bytes == pytest.approx(sum(units), rel=0.02)
     assert part.units == pytest.approx(units, rel=0.06)
-    ranges, names = mappings(path), sorted(quantized_names(config))
+    ranges, names = mappings(path), sorted(config.quantized_names())
     matrices = [model.get_parameter(f"{name}.weight") for name in names]
     decoded = sum(m.nbytes for m in matrices if not any(a <= m.data_ptr() < b for a, b in ranges))
     assert part.decoded_bytes == decoded

@@ -7,7 +7,7 @@ import torch
 
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models.vae.config import VAE_21, VAE_22
-from wan_core.models.wan.tasks import TASKS, find_task
+from wan_core.models.wan.families import TASKS, find_task
 from wan_core.pipeline import check
 from wan_core.pipeline.check import check_tensor, memory_of, size_notes
 from wan_core.pipeline.pipeline import Pipeline

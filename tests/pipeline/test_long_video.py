@@ -7,8 +7,7 @@ import json
 import pytest
 
 from wan_core.cli import main
-from wan_core.models.wan.families import family_of
-from wan_core.models.wan.tasks import TASKS
+from wan_core.models.wan.families import TASKS, family_of
 
 FAMILIES_THAT_CUT = ("animate-14B", "animate2-14B", "i2v-A14B")
 

@@ -13,7 +13,7 @@ from PIL import Image
 from wan_core.config import OptionError, Request, UserError
 from wan_core.media.mp4 import write_mp4
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.tasks import Task, find_task
+from wan_core.models.wan.families import Task, find_task
 from wan_core.pipeline import check
 from wan_core.pipeline.check import make_job, size_of_video
 

@@ -12,9 +12,8 @@ from tests.animate_references import draw_weights
 from tests.s2v_references import S2V
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.vae.statistics import normalise
+from wan_core.models.wan.families import find_task
 from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
-from wan_core.models.wan.tasks import find_task
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts
@@ -54,7 +53,7 @@ def test_all_inputs_arrive(experts):
     found = join(given(1), given(2), LATENT, experts, plan_of()).conditioning
     assert set(found.inputs) == {"audio", "reference", "motion", "pose"}
     for name, raw in {"reference": REFERENCE, "motion": MOTION, "pose": POSE}.items():
-        assert torch.equal(found.inputs[name], normalise(raw, VAE_21))
+        assert torch.equal(found.inputs[name], VAE_21.normalise(raw))
     both = found.family_inputs(["cond", "uncond"], 2)
     assert torch.equal(both["audio"], torch.cat([AUDIO, AUDIO, AUDIO * 0, AUDIO * 0]))
     alone = join(given(1), given(2), LATENT, experts, plan_of(1.0)).conditioning

@@ -16,11 +16,9 @@ from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models.wan.config import I2V_14B, T2V_1_3B, T2V_A14B, DiTConfig
-from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families import choose_task, find_task
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.families.plain import diffusers_modules
-from wan_core.models.wan.linears import quantized_names
-from wan_core.models.wan.tasks import find_task
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.media import clip_features
@@ -154,9 +152,9 @@ def test_diffusers_and_comfyui_layouts_give_the_same_model(files: Path) -> None:
 
 
 def test_image_keys_and_values_are_quantised(files: Path) -> None:
-    names = quantized_names(IMAGE_TO_VIDEO)
+    names = IMAGE_TO_VIDEO.quantized_names()
     assert {"blocks.1.cross_attn.k_img", "blocks.0.cross_attn.v_img"} <= names
-    assert len(names) == len(quantized_names(TEXT_TO_VIDEO)) + 4
+    assert len(names) == len(TEXT_TO_VIDEO.quantized_names()) + 4
     plain = load_dit(files / "wan2.1_i2v_480p_14B.safetensors")
     quantised = load_dit(
         files / "wan2.1_i2v_480p_14B.safetensors", quantization=Quantization(SCHEMES["fp8-weights"].load(), CPU)

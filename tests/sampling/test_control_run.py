@@ -23,7 +23,6 @@ from wan_core.models.wan.config import T2V_A14B, DiTConfig
 from wan_core.models.wan.families.fun import CAMERA_A14B, CONTROL_A14B
 from wan_core.models.wan.families.plain import fields_of
 from wan_core.models.wan.families.vace import VACE_14B
-from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.sdpa import SDPA
@@ -175,8 +174,8 @@ def names_of_rest(weights: HostWeights) -> list[str]:
 
 
 def test_vace_blocks_are_quantised():
-    names = quantized_names(VACE_14B)
-    assert len(names) == 48 * 10 and len(quantized_names(VACE_14B, keep_blocks=1)) == 45 * 10
+    names = VACE_14B.quantized_names()
+    assert len(names) == 48 * 10 and len(VACE_14B.quantized_names(keep_blocks=1)) == 45 * 10
     whole, encoded = (sum(unit_bytes(VACE_14B, 2, quantized)) for quantized in (False, True))
     assert abs((whole - encoded) - matrix_parameters(VACE_14B)) < 1e-3 * whole
     assert whole - sum(unit_bytes(T2V_A14B, 2, False)) > 8 * 2 * matrix_parameters(T2V_A14B) / 40

@@ -17,7 +17,6 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import SkipOptions, TaylorSeerOptions
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize
-from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.sdpa import SDPA
 from wan_core.sampling.cache.skipping import skip_forwards
@@ -149,7 +148,7 @@ def test_int8_files_run_as_they_are_stored(family, layout, tmp_path):
     level = "block." if (family, layout) == ("animate2", "official") else ""
     for name, value in weights.items():
         stem, _, kind = re.sub(r"^(blocks\.\d+\.)", rf"\1{level}", name).rpartition(".")
-        if kind == "weight" and name.rpartition(".")[0] in quantized_names(config):
+        if kind == "weight" and name.rpartition(".")[0] in config.quantized_names():
             state |= {f"{stem}.{part}": tensor for part, tensor in encoded("rotated 64", value).items()}
             text = json.dumps(described("rotated 64")).encode()
             state[f"{stem}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)

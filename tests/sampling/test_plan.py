@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.config import OptionError
-from wan_core.models.wan.tasks import TASKS
+from wan_core.models.wan.families import TASKS
 from wan_core.sampling.plan import SCHEDULES, make_plan
 
 # Timesteps of the official UniPC scheduler (Wan2.2/wan/utils/fm_solvers_unipc.py)

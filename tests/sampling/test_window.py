@@ -14,7 +14,6 @@ from tests.sampling.test_denoise import EXPERTS, TEXT, small_dit
 from wan_core.config import AdaptiveOptions, GuidanceOptions, OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAE_21, VAE_22
-from wan_core.models.vae.statistics import normalise
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.residual import BOTH, residual_program
@@ -71,7 +70,7 @@ def test_through_latents_alone_solvers_of_single_steps_go_on_but_for_rounding(so
     steps begin anew, which is another result."""
     whole, _ = sample(part(solver), Start(shape=SHAPE, seed=3))
     first, left = sample(part(solver, end=3, leftover=True), Start(shape=SHAPE, seed=3))
-    torch.testing.assert_close(normalise(first, VAE_21) * (1 - left.sigma), left.x)
+    torch.testing.assert_close(VAE_21.normalise(first) * (1 - left.sigma), left.x)
     second, _ = sample(part(solver, start=3), Start(shape=SHAPE, seed=3, add_noise=False, latents=first))
     assert ((second - whole).abs().max() < 1e-4) == (solver in SINGLE)
 
@@ -89,7 +88,7 @@ def test_video_to_video_is_the_flow_from_noised_latents(denoise):
     """And a weaker one stays nearer to its video."""
     plan = part(denoise=denoise)
     made, _ = sample(plan, Start(shape=SHAPE, seed=5, latents=VIDEO))
-    x, sigma = normalise(VIDEO, VAE_21), plan.sigmas[0]
+    x, sigma = VAE_21.normalise(VIDEO), plan.sigmas[0]
     x = (1 - sigma) * x + sigma * draw_noise(5, SHAPE)
     for step in plan.steps:
         model, t = EXPERTS[step.expert], torch.full((1,), step.timestep)
@@ -99,7 +98,7 @@ def test_video_to_video_is_the_flow_from_noised_latents(denoise):
             uncond = model(x, t, TEXT.uncond)
             velocity = uncond + step.guidance * (cond - uncond)
         x = x + velocity * (step.sigma_next - step.sigma)
-    torch.testing.assert_close(normalise(made, VAE_21), x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(VAE_21.normalise(made), x, rtol=1e-4, atol=1e-4)
 
 
 def test_an_early_end_without_leftover_noise_removes_all_of_it():
@@ -172,7 +171,7 @@ def test_known_frames_have_no_noise_left_over():
     given = {"conditioning": conditioning, "experts": {"high": model}, "vae": VAE_22}
     whole, _ = sample(plan[0], Start(shape=shape, seed=3), **given)
     first, left = sample(cut_plan(plan[1]), Start(shape=shape, seed=3), **given)
-    torch.testing.assert_close(normalise(first, VAE_22)[:, :, :2], known)
+    torch.testing.assert_close(VAE_22.normalise(first)[:, :, :2], known)
     going_on = Start(shape=shape, seed=3, add_noise=False, latents=first, leftover=left)
     assert torch.equal(sample(cut_plan(plan[2]), going_on, **given)[0], whole)
     apart = replace(going_on, leftover=None)

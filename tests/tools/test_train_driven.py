@@ -24,10 +24,10 @@ from wan_core.checkpoint import load_vae
 from wan_core.checkpoint.encoders import load_vision
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
+from wan_core.models.wan.families import find_task
 from wan_core.models.wan.families.animate2.inputs import clip_inputs
 from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.families.clips import Clip
-from wan_core.models.wan.tasks import find_task
 from wan_core.ops.attention.sdpa import SDPA
 from wan_core.pipeline.sources import TINY
 from wan_lab.driving import draw_trios

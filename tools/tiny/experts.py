@@ -23,11 +23,10 @@ from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import Attention, FeedForward, RelativePosition, TextConfig, TextEncoder, UMT5Encoder
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families import family_of, find_task
 from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
-from wan_core.models.wan.tasks import find_task
 from wan_core.ops.custom_ops import allow_variants
 from wan_core.ops.kernels import fused
 from wan_core.sampling.plan import Expert

@@ -1,4 +1,5 @@
-"""Encoders on disk that serve a family: CLIP vision (image-to-video of 2.1, Animate, Fun) and wav2vec 2.0 (S2V).
+"""Encoders on disk that serve a family: CLIP vision (image-to-video of 2.1, Animate, Fun) and wav2vec 2.0 (S2V). Also
+where the tokenizer of a text encoder comes from: the file itself, or spiece.model beside it.
 
 CLIP: the official `.pth`, which holds a text encoder too and has queries, keys and values of a layer in one matrix, and
 Hugging Face's layout, which ComfyUI's `clip_vision_h.safetensors` and the `image_encoder` of Diffusers releases have.
@@ -22,13 +23,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.detect import empty_module
+from wan_core.checkpoint.detect import TOKENIZER, Detected, empty_module
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import refuse_scaled
 from wan_core.models.audio.wav2vec2 import GROUPS, STRIDES, SpeechConfig, SpeechEncoder
 from wan_core.models.audio.wav2vec2 import HEAD_DIM as SPEECH_HEAD_DIM
+from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.vision.clip import HEAD_DIM, VisionConfig, VisionEncoder
+from wan_core.models.wan.families.plain import number
 
 MAX_LAYERS = 200
 
@@ -249,3 +252,53 @@ def _position_weight(checkpoint: Checkpoint, length: str, direction: str) -> Ten
     """In float32: the length of each place of the kernel, over the norm of what is stored there, times that."""
     wide = checkpoint.read(direction).float()
     return checkpoint.read(length).float() * wide / wide.norm(dim=(0, 1), keepdim=True)
+
+
+# -------------------------------------------------------------------------------------------- the tokenizer of UMT5
+
+_BESIDE = (
+    "google/umt5-xxl/spiece.model",
+    "spiece.model",
+    "tokenizer/spiece.model",
+    "../tokenizer/spiece.model",
+    "../google/umt5-xxl/spiece.model",
+)
+
+
+def find_tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) -> Tokenizer:
+    """The tokenizer of an encoder. given: a spiece.model or a folder that holds one. Raises `CheckpointError`."""
+    where = checkpoint.describe()
+    try:
+        if given is not None:
+            return Tokenizer.from_file(_spiece(given))
+        if checkpoint.tokenizer is not None:
+            return Tokenizer(checkpoint.tokenizer())
+        if TOKENIZER in found.extras:
+            proto = _embedded(checkpoint.read(found.extras[TOKENIZER]))
+            return Tokenizer(proto, int(number(checkpoint.metadata, "max_length", 512)))
+        if checkpoint.path is not None:
+            folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+            tokenizer_file = next((folder / name for name in _BESIDE if (folder / name).is_file()), None)
+            if tokenizer_file is not None:
+                return Tokenizer.from_file(tokenizer_file)
+    except (ValueError, OSError) as fault:
+        raise CheckpointError(f"its tokenizer cannot be used: {fault}", where=where) from fault
+    raise CheckpointError(
+        "a text encoder without its tokenizer. Put spiece.model (from google/umt5-xxl) beside the file, or name it.",
+        where=where,
+    )
+
+
+def _spiece(path: Path) -> Path:
+    """The file itself, or the one in a folder: `tokenizer/`, `google/umt5-xxl/` or a whole release."""
+    if not path.is_dir():
+        return path
+    return next((path / name for name in _BESIDE[:3] if (path / name).is_file()), path / "spiece.model")
+
+
+def _embedded(stored: Tensor) -> bytes:
+    if stored.dtype not in (torch.uint8, torch.int8) or stored.ndim != 1:
+        raise ValueError(
+            f"the embedded {TOKENIZER} is {stored.dtype} {list(stored.shape)}, and a list of bytes is expected"
+        )
+    return stored.contiguous().numpy().tobytes()

@@ -10,7 +10,6 @@ from torch import nn
 from wan_core.checkpoint.detect import Detected
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant.packed import Packed, holds_tables
 from wan_core.ops.quant.swap import Quantization
@@ -20,7 +19,7 @@ def packable(model: nn.Module, config: object, quantization: Quantization) -> se
     """Names of the modules that may stay packed: the linears that would be quantised of a transformer, all linears and
     the embedding table of a text encoder."""
     if isinstance(config, DiTConfig):
-        return set(quantized_names(config, quantization.keep_blocks))
+        return set(config.quantized_names(quantization.keep_blocks))
     return {name for name, m in model.named_modules() if isinstance(m, nn.Linear) or name == "token_embedding"}
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Detected, detect, empty_module
-from wan_core.checkpoint.find_tokenizer import find_tokenizer
+from wan_core.checkpoint.encoders import find_tokenizer
 from wan_core.checkpoint.kept_packed import int8_names, is_read_ahead, kept_packed
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError
@@ -29,7 +29,6 @@ from wan_core.config import OptionError
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale
 from wan_core.ops.quant.int8 import Int8Linear
@@ -332,7 +331,7 @@ def _encoded_names(checkpoint: Checkpoint, detected: Detected, quantization: Qua
     if quantization is None:
         return frozenset()
     assert isinstance(detected.config, DiTConfig)
-    names = quantized_names(detected.config, quantization.keep_blocks)
+    names = detected.config.quantized_names(quantization.keep_blocks)
     return _stored_so(names, checkpoint, detected) if quantization.as_stored else names
 
 

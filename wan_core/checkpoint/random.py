@@ -12,7 +12,6 @@ from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.text.umt5 import UMT5Encoder
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
 
 
@@ -38,11 +37,11 @@ def random_module(
     values = _draw(module, draw_on or torch.device(device), dtype, seed)
     if loras is not None:
         assert isinstance(config, DiTConfig)
-        encoded = frozenset() if quantization is None else quantized_names(config, quantization.keep_blocks)
+        encoded = frozenset() if quantization is None else config.quantized_names(quantization.keep_blocks)
         values = loras.apply(values, encoded, [name for name, _ in module.named_parameters()])
     if quantization is not None:
         assert isinstance(config, DiTConfig)
-        names = quantized_names(config, quantization.keep_blocks)
+        names = config.quantized_names(quantization.keep_blocks)
         values = encode_values(values, quantization, names)
     # drawn before `swap_linears` changes the module
     state = {name: value.to(device) for name, value in values if how.reads(name)}

@@ -44,7 +44,7 @@ from wan_core.cli.quality import (
 )
 from wan_core.config import PRECISIONS, ControlOptions, LoadOptions, Request, UserError
 from wan_core.config.table import table
-from wan_core.models.wan.tasks import TASKS
+from wan_core.models.wan.families import TASKS
 
 PIPE_CLOSED = 141  # as a shell says of a program that SIGPIPE ended
 OUT_HELP = "the video to write: .mp4, .webm or .gif; without ending, a folder of PNG files (default %(default)s)"

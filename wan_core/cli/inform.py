@@ -12,8 +12,7 @@ from wan_core.cli.options import MEMORY, outputs_of, values_of, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.config.checks import near_file
 from wan_core.config.table import from_values
-from wan_core.models.wan.families import family_of
-from wan_core.models.wan.tasks import TASKS, find_task
+from wan_core.models.wan.families import TASKS, family_of, find_task
 from wan_core.sampling.build import ModelFacts, PlannedVideo, PlanRequest, build_plan
 
 SMALLER = "try --precision fp8, a smaller --size or fewer --frames, or a task with a smaller model"

@@ -15,8 +15,8 @@ from wan_core.config.checks import near_file
 from wan_core.config.limits import MAX_JSON
 from wan_core.config.outputs import Outputs
 from wan_core.config.table import table
+from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.families.family import NEGATIVE_SOURCE
-from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import SkipArguments, skip_options
 from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES as PRESETS

@@ -1,4 +1,4 @@
-"""The report of a run: time and memory of each phase, settings and notes, as text and as JSON."""
+"""The report of a run: time and memory of each phase, settings and notes, as text, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wan_core.config.outputs import write_text
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from wan_core.sampling.plan import Expert
 
 GIB = 1024**3
 WARNING = "warning: "  # before each of `Report.warnings` where they are shown
@@ -188,10 +193,6 @@ class StepClock:
                 return self._between(before, after) / forwards
         return None
 
-    def step_seconds(self) -> list[float]:
-        """Seconds of every step so far; the device must have finished them."""
-        return [self._between(before, after) for _, _, before, after in self.marks]
-
     def finish(self) -> None:
         """Synchronise and add the sums to the report, as phases `denoise high` and `denoise low`."""
         if self.cuda:
@@ -211,3 +212,58 @@ class StepClock:
 
     def _between(self, before: Any, after: Any) -> float:
         return before.elapsed_time(after) / 1000 if self.cuda else after - before
+
+
+# -------------------------------------------------------------------------------------------------------- as a picture
+
+WIDTH = 960  # pixels of a drawn report
+
+
+def draw_report(report: Report) -> Image.Image:
+    """A report as a picture: warnings, phases as bars of seconds with their peak memory, then settings and notes;
+    RGB."""
+    from wan_core.media.pictures import EXPERT_COLOUR, FAINT, INK, LINE, PHASE_COLOUR, Canvas, clock
+
+    facts = report.as_dict()
+    phases: dict[str, dict[str, Any]] = facts["phases"]
+    lines = [line for text in (*report.setting_lines(), *report.note_lines()) for line in _wrapped(text, 120)]
+    warnings = [line for text in report.warning_lines() for line in _wrapped(text, 100)]
+    canvas = Canvas(WIDTH, 72 + 22 * len(warnings) + 26 * len(phases) + 40 + 18 * len(lines) + 16)
+    canvas.text(24, 16, f"{clock(facts['total_seconds'])} in all", size=17)
+    memory = f"device {facts['peak_device_gib']:.2f} GiB   " if facts["peak_device_gib"] else ""
+    canvas.text(
+        WIDTH - 24, 19, f"{facts['device']}   {memory}host {facts['peak_host_gib']:.2f} GiB", FAINT, anchor="ra"
+    )
+    longest = max((phase["seconds"] for phase in phases.values()), default=0) or 1
+    y = 60.0
+    for line in warnings:
+        canvas.text(24, y, line, EXPERT_COLOUR["high"], 15, "lm")
+        y += 22
+    for name, phase in phases.items():
+        expert: Expert | None = next((e for e in ("high", "low") if name.endswith(f" {e}")), None)
+        colour = EXPERT_COLOUR[expert] if expert else PHASE_COLOUR
+        canvas.text(24, y + 8, name, INK, 13, "lm")
+        end = 160 + (WIDTH - 460) * phase["seconds"] / longest
+        canvas.box(160, y, max(end, 162), y + 16, colour)
+        canvas.text(max(end, 162) + 8, y + 8, _phase_words(phase), FAINT, 12, "lm")
+        y += 26
+    y += 16
+    canvas.line([(24, y), (WIDTH - 24, y)], LINE)
+    for line in lines:
+        y += 18
+        canvas.text(24, y, line, FAINT, 12, "lm")
+    return canvas.finish()
+
+
+def _phase_words(phase: dict[str, Any]) -> str:
+    steps = f", {phase['steps']} steps of {phase['seconds_per_step']:.3g} s" if "steps" in phase else ""
+    peak = f", peak {phase['peak_gib']:.2f} GiB" if "peak_gib" in phase else ""
+    return f"{phase['seconds']:.2f} s{steps}{peak}"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters; later ones are indented."""
+    lines = [text[:width]]
+    for start in range(width, len(text), width - 4):
+        lines.append("    " + text[start : start + width - 4])
+    return lines

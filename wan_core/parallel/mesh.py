@@ -287,3 +287,11 @@ def as_words(x: Tensor) -> Tensor:
 def as_bytes(x: Tensor) -> Tensor:
     """FP8 viewed as bytes, because not every library can send FP8; other dtypes unchanged."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def all_to_all(into: Tensor, out: Tensor, arriving: list[int], leaving: list[int], group: Group) -> None:
+    """Numbers of `out` to all ranks, and theirs into `into`. Both flat; counts of numbers by rank."""
+    if group.process is None:
+        into.zero_()
+        return
+    dist.all_to_all_single(into, out, arriving, leaving, group=group.process)

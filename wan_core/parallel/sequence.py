@@ -5,8 +5,13 @@ modulation, and gathers the tokens that come out. Everything in a block works to
 `ShardedAttention` takes: Ulysses inside, a ring around it. No shard is padded, so no token is attended to that does not
 exist; shards differ by a token, or a row of them, and by a block where sparse attention goes around a ring.
 
-Legend: B batch, L tokens of the video, n tokens of this rank, C channels, H heads, D head dim, F modulation rows per
-sample (1, or one per latent frame).
+Ulysses: ranks trade heads for tokens, so that each attends over all tokens with some of the heads. q, k and v travel in
+one exchange, packed so that what arrives needs no sorting: a rank's tokens follow one another in memory, and behind
+each token stand its query, key and value. The output goes back in one exchange more. Heads and tokens need not divide:
+every rank says how many are whose. Source: DeepSpeed Ulysses, arXiv 2309.14509.
+
+Legend: B batch, L tokens of the video, n tokens of this rank, N tokens of all ranks of the group, C channels, H heads,
+h heads of this rank, D head dim, F modulation rows per sample (1, or one per latent frame).
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.kernels import KERNELS, expected_block
 from wan_core.ops.kernels.formats import FP8, Quantized
-from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
+from wan_core.parallel.mesh import Group, Mesh, RankMesh, all_to_all, as_words, even_parts, gather_parts
 from wan_core.parallel.ring import Partial, Ring
-from wan_core.parallel.ulysses import Three, heads_for_tokens, tokens_for_heads
 
+Three = tuple[Tensor, Tensor, Tensor]
 FINE = 64  # shards of a video with a timestep for each frame are cut at units of which each has at least so many
 
 
@@ -131,6 +136,47 @@ class ShardedTokens:
 
 
 # ------------------------------------------------------------------------------------------------------- attention
+
+
+def heads_for_tokens(qkv: Three, lengths: list[int], group: Group) -> Three:
+    """q, k, v [B, n, H, D] -> q, k, v [B, N, h, D], views of what arrived. lengths: tokens of each rank of `group`."""
+    if group.size == 1:
+        return qkv
+    dtype, integers = qkv[0].dtype, [as_words(x) for x in qkv]
+    B, n, H, D = integers[0].shape
+    heads = even_parts(H, group.size)
+    sizes = [n * B * 3 * h * D for h in heads]
+    packed = integers[0].new_empty(sum(sizes))
+    for i, x in enumerate(integers):
+        x = x.transpose(0, 1)  # [n, B, H, D]
+        if H % group.size == 0:
+            into = packed.view(group.size, n, B, 3, heads[0], D)[:, :, :, i]
+            into.copy_(x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4))
+            continue
+        for part, some in zip(packed.split(sizes), x.split(heads, 2), strict=True):
+            part.view(n, B, 3, -1, D)[:, :, i].copy_(some)
+    h = heads[group.index]
+    arrived = packed.new_empty(sum(lengths), B, 3, h, D)
+    all_to_all(arrived.flatten(), packed, [length * B * 3 * h * D for length in lengths], sizes, group)
+    q, k, v = (x.transpose(0, 1) for x in arrived.view(dtype).unbind(2))
+    return q, k, v
+
+
+def tokens_for_heads(out: Tensor, heads_in_all: int, lengths: list[int], group: Group) -> Tensor:
+    """The way back of the output: [B, N, h, D] -> [B, n, H, D], contiguous."""
+    if group.size == 1:
+        return out.contiguous()
+    packed = as_words(out.transpose(0, 1).contiguous())  # [N, B, h, D]
+    _, B, h, D = packed.shape
+    heads, n = even_parts(heads_in_all, group.size), lengths[group.index]
+    sizes = [n * B * some * D for some in heads]
+    arrived = packed.new_empty(sum(sizes))
+    all_to_all(arrived, packed.flatten(), sizes, [length * B * h * D for length in lengths], group)
+    if heads_in_all % group.size == 0:
+        joined = arrived.view(group.size, n, B, h, D).permute(2, 1, 0, 3, 4)
+        return joined.flatten(2, 3).contiguous().view(out.dtype)
+    pieces = [piece.view(n, B, -1, D) for piece in arrived.split(sizes)]
+    return torch.cat(pieces, 2).transpose(0, 1).contiguous().view(out.dtype)
 
 
 class ShardedAttention(Attention):

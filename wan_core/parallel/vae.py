@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.parallel.mesh import Group, RankMesh, even_parts, gather_parts
-from wan_core.parallel.ulysses import all_to_all
+from wan_core.parallel.mesh import Group, RankMesh, all_to_all, even_parts, gather_parts
 
 CHUNK = 2  # latent frames computed together: a strip has memory for two, and communication happens half as often
 

@@ -19,8 +19,7 @@ from wan_core.execution.memory.planning import Beside, MemoryPlan, Sizes, factor
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import GIB
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of, plain_task
-from wan_core.models.wan.tasks import Task
+from wan_core.models.wan.families import Task, family_of, plain_task
 from wan_core.ops.attention.registry import BACKENDS, auto_choice
 from wan_core.ops.cards import Capability, capability, card_of, name_of
 from wan_core.ops.kernels import fused

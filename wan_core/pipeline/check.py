@@ -20,10 +20,9 @@ from wan_core.execution.report import GIB
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families import TASKS, Task, family_of
 from wan_core.models.wan.families.clips import Clip, LongVideo
 from wan_core.models.wan.families.family import MEDIA, OTHERS, SETTINGS, given_fields
-from wan_core.models.wan.tasks import TASKS, Task
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_files

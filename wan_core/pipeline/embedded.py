@@ -11,8 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wan_core.models.wan.families import family_of
-from wan_core.models.wan.tasks import Task
+from wan_core.models.wan.families import Task, family_of
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
 SHAPES = ("circle", "square", "triangle", "cross")

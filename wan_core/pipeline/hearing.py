@@ -21,8 +21,7 @@ from wan_core.execution.report import Report
 from wan_core.media.sound import mono, read_sound
 from wan_core.models.audio.wav2vec2 import SAMPLE_RATE, XLSR_LARGE, SpeechConfig, SpeechEncoder, encoding_bytes
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of
-from wan_core.models.wan.tasks import Task
+from wan_core.models.wan.families import Task, family_of
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from wan_core.config import OptionError
 from wan_core.config.host_memory import available_bytes
 from wan_core.execution.memory.residency import KEPT_FREE
 from wan_core.execution.report import GIB
-from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.prepared_form import PreparedForm
+from wan_core.models.wan.config import DiTConfig, PreparedForm
 from wan_core.pipeline.loras import Wanted, check_packed
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad

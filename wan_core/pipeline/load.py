@@ -27,10 +27,9 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
-from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.config import DiTConfig, PreparedForm
+from wan_core.models.wan.families import Task
 from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.prepared_form import PreparedForm
-from wan_core.models.wan.tasks import Task
 from wan_core.ops.kernels import fused
 from wan_core.parallel.conditioning import text_rank
 from wan_core.parallel.layers import held_layers

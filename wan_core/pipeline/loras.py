@@ -33,7 +33,6 @@ from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.reader import open_checkpoint
 from wan_core.config import LoraOptions, OptionError
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.pipeline.expert_names import EXPERTS, ExpertFile, lora_notes, told_by_name
 
 
@@ -117,7 +116,7 @@ MERGE = "merge it while they are read (--lora-mode merge)"
 def check_packed(wanted: Iterable[Wanted], config: DiTConfig, do: str = MERGE) -> None:
     """Raise OptionError where a LoRA has to be summed into weights that stay packed, which they do not allow. do: what
     helps."""
-    linears = {f"{name}.weight" for name in quantized_names(config)}
+    linears = {f"{name}.weight" for name in config.quantized_names()}
     for one in wanted:
         sums = [
             n for n, several in one.lora.changes.items() if n in linears and not all(c.has_low_rank for c in several)
@@ -144,7 +143,7 @@ def merging(wanted: Iterable[Wanted], device: torch.device) -> Merge | None:
 
 def attachable(config: DiTConfig) -> frozenset[str]:
     """Linears that the model calls as such, so that something beside their weight has an effect."""
-    return quantized_names(config) | {"text_embedding.0", "text_embedding.2"}
+    return config.quantized_names() | {"text_embedding.0", "text_embedding.2"}
 
 
 def lora_bytes(wanted: Iterable[Wanted], itemsize: int = 2) -> int:

@@ -21,9 +21,8 @@ from wan_core.config.checks import meant_hint, near_file
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import choose_task, family_of
+from wan_core.models.wan.families import Task, choose_task, family_of, find_task
 from wan_core.models.wan.families.family import Clues
-from wan_core.models.wan.tasks import Task, find_task
 from wan_core.pipeline.expert_names import ExpertFile
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
-from wan_core.models.wan.tasks import TASKS, Task
+from wan_core.models.wan.families import TASKS, Task
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import ExpertFile, transformer_notes
@@ -56,7 +55,7 @@ def is_packed(quantization: Quantization | None) -> bool:
 def matrix_parameters(config: DiTConfig, keep_blocks: int = 0) -> int:
     """Number of parameters of the linears that are quantised in a transformer."""
     shapes = expected_shapes(config)
-    return sum(prod(shapes[f"{name}.weight"]) for name in quantized_names(config, keep_blocks))
+    return sum(prod(shapes[f"{name}.weight"]) for name in config.quantized_names(keep_blocks))
 
 
 @dataclass(frozen=True)

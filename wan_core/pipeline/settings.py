@@ -21,7 +21,6 @@ from wan_core.execution.memory.planning import factor, unit_bytes
 from wan_core.execution.optimize import check_compile
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels import fused
@@ -282,6 +281,6 @@ def find_quantization(
 def check_quantization(quantization: Quantization | None, config: DiTConfig) -> None:
     """Raise OptionError where a transformer has fewer blocks than are to be kept, or matrices of unsupported shapes."""
     if quantization is not None:
-        quantized_names(config, quantization.keep_blocks)
+        config.quantized_names(quantization.keep_blocks)
         block = replace(config, num_layers=1)  # all have the same shapes
-        swap_linears(empty_module(block), quantization.kind, quantized_names(block), torch.bfloat16)
+        swap_linears(empty_module(block), quantization.kind, block.quantized_names(), torch.bfloat16)

@@ -30,10 +30,8 @@ from wan_core.models.text.umt5 import UMT5_XXL, TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vision.clip import VIT_H, VisionConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import choose_task, family_of
+from wan_core.models.wan.families import TASKS, Task, choose_task, family_of, find_task
 from wan_core.models.wan.families.family import Clues
-from wan_core.models.wan.linears import quantized_names
-from wan_core.models.wan.tasks import TASKS, Task, find_task
 from wan_core.ops.quant.int8 import row_format
 from wan_core.ops.quant.packed import holds_tables
 from wan_core.ops.quant.swap import Quantization
@@ -279,7 +277,7 @@ def recognise(
 def in_block(found: Detected, name: str) -> bool:
     """Whether a parameter is a matrix of a block, which a quantised model can hold as its file does."""
     if isinstance(found.config, DiTConfig):
-        return name.removesuffix(".weight") in quantized_names(found.config)
+        return name.removesuffix(".weight") in found.config.quantized_names()
     return name.startswith("blocks.") and "embedding" not in name
 
 

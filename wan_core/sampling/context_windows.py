@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wan_core.config import OptionError, WindowOptions
-from wan_core.models.wan.families import check_windows
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.families import check_windows, find_task
 from wan_core.sampling.plan import Plan
 
 Windows = tuple[tuple[int, ...], ...]

@@ -21,7 +21,7 @@ from wan_core.config import (
     WindowOptions,
     check_choice,
 )
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.families import find_task
 from wan_core.sampling.schedules import (
     Window,
     dpmpp_schedule,

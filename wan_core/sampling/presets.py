@@ -22,7 +22,7 @@ from typing import Any
 from wan_core.config import OptionError, PlanNumbers, check_choice
 from wan_core.config.limits import MAX_HEADER
 from wan_core.config.table import table
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.families import find_task
 from wan_core.sampling.cache.skipping import looks_distilled
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
 from wan_core.sampling.schedules import Window, given_schedule

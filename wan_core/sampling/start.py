@@ -17,7 +17,6 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.statistics import denormalise, normalise
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.solvers import History
@@ -102,7 +101,7 @@ class Start:
             return noise.to(device)
         assert self.latents is not None
         sigma = plan.sigmas[0]
-        x = normalise(self.latents.to(device, torch.float32), vae) * (1 - sigma)
+        x = vae.normalise(self.latents.to(device, torch.float32)) * (1 - sigma)
         return x if noise is None else noise.to(device) * sigma + x
 
     def history(self, plan: Plan, device: torch.device) -> History:
@@ -131,4 +130,4 @@ def finished(x: Tensor, plan: Plan, vae: VAEConfig, known: Tensor | None = None)
         x = x / (1 - sigma)
         if known is not None:
             x = torch.cat([known.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, known.shape[2] :]], 2)
-    return denormalise(x, vae)
+    return vae.denormalise(x)

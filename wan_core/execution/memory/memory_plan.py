@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from wan_core.execution.memory.residency import Policy
 from wan_core.execution.report import GIB
-from wan_core.models.wan.prepared_form import PreparedForm
+from wan_core.models.wan.config import PreparedForm
 
 CONTEXT = int(0.6 * GIB)  # what CUDA and its libraries take of a card beside torch's own memory
 RESERVE = 0.5 * GIB, 0.025  # for holes between pieces of memory: so much, and this share of the room

@@ -23,10 +23,8 @@ from wan_core.execution.memory.residency import Policy
 from wan_core.execution.memory.streaming import SLOTS, spread, stage_bytes
 from wan_core.execution.report import GIB
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.wan.config import TORCH_PER_TOKEN, DiTConfig
+from wan_core.models.wan.config import TORCH_PER_TOKEN, DiTConfig, PreparedForm
 from wan_core.models.wan.families import family_of
-from wan_core.models.wan.linears import quantized_names
-from wan_core.models.wan.prepared_form import PreparedForm
 
 # Bytes of activations over 2 L C. benchmarks/results/single-*.json, activation_gib less the prompt's keys and values.
 FACTORS = {"fused": 5.05, "compiled": 6.06, "engine": 5.66, "torch": TORCH_PER_TOKEN}
@@ -90,7 +88,7 @@ def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: i
     """Bytes of a transformer's units: first what is outside blocks, then each block. A quantised matrix has one scale
     for each output channel."""
     units = {module: layer + 1 for layer in range(config.num_layers) for module in config.modules_of(layer)}
-    encoded = {f"{name}.weight" for name in quantized_names(config, keep_blocks)} if quantized else set()
+    encoded = {f"{name}.weight" for name in config.quantized_names(keep_blocks)} if quantized else set()
     nbytes = [0] * (config.num_layers + 1)
     for name, shape in expected_shapes(config).items():
         numbers = math.prod(shape)

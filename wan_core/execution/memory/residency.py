@@ -20,8 +20,8 @@ from wan_core.execution.memory.host_weights import HostWeights, Layout, tensors_
 from wan_core.execution.memory.streaming import Stage
 from wan_core.execution.report import GIB
 from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.prepared_form import PreparedForm
 from wan_core.ops.quant.linear import is_attached
 
 __all__ = ["Policy", "Residency", "tensors_of"]

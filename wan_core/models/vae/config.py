@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,24 @@ class VAEConfig:
     def temporal_stride(self) -> int:
         """Frames per latent frame after the first, 4."""
         return 2 ** sum(self.temporal_downsample)
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """The transformer's latents of un-normalised ones: (latents - mean) / std per channel, fp32. [B, z, ...] -> [B,
+        z, ...]. Mean and standard deviation are no buffers of the VAE: `module.to(bfloat16)` would round them."""
+        mean, std = self._statistics(latents)
+        return (latents.float() - mean) / std
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """The inverse of `normalise`, fp32."""
+        mean, std = self._statistics(latents)
+        return latents.float() * std + mean
+
+    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        import torch
+
+        shape = (-1, *[1] * (latents.ndim - 2))
+        both = torch.tensor([self.latents_mean, self.latents_std]).to(latents.device, non_blocking=True)
+        return both[0].view(shape), both[1].view(shape)
 
 
 # fmt: off

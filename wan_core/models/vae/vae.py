@@ -36,7 +36,6 @@ from wan_core.models.vae.layers import (
     unfold_patches,
     unfold_repeat,
 )
-from wan_core.models.vae.statistics import denormalise, normalise
 from wan_core.models.vae.tiling import Tile, TileSpec, plan_tiles
 
 
@@ -320,11 +319,11 @@ class VideoVAE(nn.Module):
 
     def normalise(self, latents: Tensor) -> Tensor:
         """The transformer's latents: (latents - mean) / std per channel, fp32. [B, z, ...] -> [B, z, ...]."""
-        return normalise(latents, self.config)
+        return self.config.normalise(latents)
 
     def denormalise(self, latents: Tensor) -> Tensor:
         """The inverse of `normalise`, fp32."""
-        return denormalise(latents, self.config)
+        return self.config.denormalise(latents)
 
     # ---------------------------------------------------------------------------------------------------- sizes
 

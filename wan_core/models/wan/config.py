@@ -6,6 +6,7 @@ Read from the shapes of a file (`wan_core.checkpoint.detect`), never typed by a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from wan_core.config.checks import OptionError
 
@@ -53,6 +54,20 @@ class DiTConfig:
         weights travel as one."""
         return (f"blocks.{layer}",)
 
+    def quantized_names(self, keep_blocks: int = 0) -> frozenset[str]:
+        """Names of the linears that are quantised: the attention and feed-forward matrices of all blocks but the first
+        and last `keep_blocks`. Raises OptionError where nothing would be left."""
+        if not 0 <= keep_blocks * 2 < self.num_layers:
+            raise OptionError(
+                f"{keep_blocks} first and last blocks to keep were given; the model has {self.num_layers}, so 0 to "
+                f"{(self.num_layers - 1) // 2} are possible"
+            )
+        inner = range(keep_blocks, self.num_layers - keep_blocks)
+        attention = [f"{kind}.{part}" for kind in ("self_attn", "cross_attn") for part in "qkvo"]
+        attention += [] if self.image_dim is None else ["cross_attn.k_img", "cross_attn.v_img"]
+        blocks = [block for i in inner for block in self.modules_of(i)]
+        return frozenset(f"{block}.{name}" for block in blocks for name in (*attention, "ffn.0", "ffn.2"))
+
     @property
     def context_len(self) -> int:
         """Tokens that cross-attention attends to."""
@@ -73,3 +88,24 @@ I2V_A14B = replace(T2V_A14B, in_channels=36)
 I2V_14B = replace(I2V_A14B, image_dim=1280)  # Wan 2.1, whose T2V-14B is one expert of T2V-A14B in shape
 T2V_1_3B = DiTConfig(in_channels=16, out_channels=16, dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
 TI2V_5B = DiTConfig(in_channels=48, out_channels=48, dim=3072, ffn_dim=14336, num_heads=24, num_layers=30)
+
+
+class PreparedForm(NamedTuple):
+    """One of the ways in which a family may keep what it prepares beside text, as plain numbers.
+
+    form: how the family calls it. words: what is kept where. device, host: bytes there while the steps run; those in
+    host memory are pinned. copied: bytes that a forward copies to the device. exact: it changes no number.
+    activations: bytes of a forward, as a memory plan counts them.
+    """
+
+    form: Any
+    words: str
+    device: int
+    host: int
+    copied: int
+    exact: bool
+    activations: int = 0
+
+    def uses_again(self, kept: PreparedForm | None) -> bool:
+        """Whether it takes the host memory that an earlier run has left, which kept `kept`."""
+        return kept is not None and (kept.form, kept.host) == (self.form, self.host)

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.config import DiTConfig, PreparedForm
 from wan_core.models.wan.layers import Block, Head, timestep_embedding
-from wan_core.models.wan.prepared_form import PreparedForm
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, ForwardInfo, RunnerChain

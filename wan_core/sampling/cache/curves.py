@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 
 from wan_core.config import OptionError
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.families import find_task
 from wan_core.sampling.calibration_files import CalibrationFiles, Measured
 from wan_core.sampling.plan import Branch, Expert, Plan
 

@@ -18,7 +18,7 @@ from math import ceil
 
 from wan_core.config import MagCacheOptions, OptionError
 from wan_core.config.checks import meant_hint
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.families import find_task
 from wan_core.sampling.cache.curves import Curve, nearest
 from wan_core.sampling.plan import Branch, Plan, Step
 

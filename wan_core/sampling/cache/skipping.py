@@ -11,8 +11,7 @@ from pathlib import Path
 from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.config.command import command
 from wan_core.config.table import slashes
-from wan_core.models.wan.families import check_sparse, check_stages
-from wan_core.models.wan.tasks import TASKS, find_task
+from wan_core.models.wan.families import TASKS, check_sparse, check_stages, find_task
 from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.magcache import PRESETS, skip_magcache
 from wan_core.sampling.cache.policies import (

@@ -1,4 +1,4 @@
-"""The families of Wan models. Imports no torch.
+"""The families of Wan models, and the tasks that their checkpoints were trained for. Imports no torch.
 
 One folder for each, with everything that is particular to it; `family` says what a family is. A new one is a folder and
 a row here.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from wan_core.config.checks import OptionError
+from wan_core.config.checks import OptionError, unknown
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.animate import ANIMATE
 from wan_core.models.wan.families.animate2 import ANIMATE2
@@ -23,6 +23,7 @@ from wan_core.models.wan.families.wan import WAN
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (ANIMATE, S2V, VACE, FUN_CONTROL, FUN_CAMERA, WAN, ANIMATE2)
 }
+TASKS: dict[str, Task] = {task.name: task for family in FAMILIES.values() for task in family.tasks}
 # Of ComfyUI's CONDITIONING: what text encoders and FluxGuidance add, which no Wan model looks at, and what WanCore's
 # own text encoder says about a prompt.
 NEUTRAL = ("pooled_output", "attention_mask", "guidance", "wancore_seconds", "wancore_notes", "wancore_prompt")
@@ -90,3 +91,22 @@ def plain_task(task: Task) -> Task:
 def choose_task(dit: DiTConfig, clues: Clues | None = None) -> Choice:
     """The task that a transformer of this architecture was trained for. Raises OptionError."""
     return family_of(dit).choose(dit, clues or Clues())
+
+
+def find_task(name: str) -> Task:
+    """The task called `name`, any case. Raises OptionError listing the known ones."""
+    for known, task in TASKS.items():
+        if known.lower() == name.lower():
+            return task
+    raise unknown("task", name, TASKS)
+
+
+def image_task(latent_channels: int) -> Task:
+    """The first task that takes an image and works on latents of so many channels: where only the VAE is known. Raises
+    OptionError."""
+    for task in TASKS.values():
+        if task.image != "none" and not task.driven_by and task.vae.z_dim == latent_channels:
+            return task
+    raise OptionError(
+        f"no image-to-video model works on latents of {latent_channels} channels: use the model's own VAE"
+    )

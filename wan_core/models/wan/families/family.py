@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from wan_core.config import OptionError, Request
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.config import DiTConfig, PreparedForm
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import Clip, ClipRules, LongVideo, check_clips, cut_clips
 from wan_core.models.wan.families.plain import KeyTable, Shapes, diffusers_names, official_names
-from wan_core.models.wan.prepared_form import PreparedForm
 
 if TYPE_CHECKING:
     from torch import Tensor

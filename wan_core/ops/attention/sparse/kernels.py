@@ -1,4 +1,18 @@
-"""Kernels of block-sparse attention by name: what each needs, whether it runs here, and the one that `auto` takes."""
+"""Kernels of block-sparse attention by name: what each needs, whether it runs here, and the one that `auto` takes.
+
+cuDNN (nvidia-cudnn-frontend, CuTe DSL kernels, blocks of 128) computes in bf16 on Hopper and newer, in FP8 on Hopper.
+The bf16 kernel reads q, k, v [B, L, H, D] as they lie, knows where the keys end, and takes as many blocks for a row as
+the row has. The FP8 kernel is called below the library's public function, which would copy q, k and v by heads,
+quantise them anew, and keep the log-sum-exp to itself: here they are written as it reads them
+(`wan_core.ops.kernels.blocked`). It takes whole blocks only, the same number for every row, so the last block ends in
+keys of zeros; `finish` takes their weight out again, exactly, by the log-sum-exp.
+
+FlexAttention is compiled, runs on any NVIDIA GPU from Ampere on, and is slower than the kernels that are made for one.
+The formula takes blocks of any length: kernels are tested against it, and it runs where there is none (a CPU, the
+embedded model). It holds the scores of one head at a time, of `SCORES` at most.
+
+Legend: B batch, L tokens, S tokens rounded up to whole blocks, H heads, D head dim, n blocks, K selected blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +20,21 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.config.compile_cache import full_disk_explained
+from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.library import Library
 from wan_core.ops.attention.registry import HALF, AttentionError, Implementation, Needs
-from wan_core.ops.attention.sparse import implementations
-from wan_core.ops.cards import AMPERE, HOPPER, capability, card_of
+from wan_core.ops.attention.sparse.routing import Route
+from wan_core.ops.cards import AMPERE, BLACKWELL, HOPPER, capability, card_of
+from wan_core.ops.custom_ops import allow_variants
 from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.block_layout import Blocked, Pooled
 
 log = logging.getLogger(__name__)
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -47,19 +67,19 @@ class SparseKernel(Implementation):
 KERNELS: dict[str, SparseKernel] = {
     kernel.name: kernel
     for kernel in (
-        SparseKernel("cudnn-fp8", "cuDNN frontend, FP8, blocks of 128", lambda: implementations.sparse_fp8,
+        SparseKernel("cudnn-fp8", "cuDNN frontend, FP8, blocks of 128", lambda: sparse_fp8,
                      Needs(HOPPER, 9, HALF, (128,)),
-                     lambda: CUDNN_SPARSE.why_not() or implementations.why_not_fp8(), fp8=True, counts=False),
-        SparseKernel("cudnn", "cuDNN frontend, bf16, blocks of 128", lambda: implementations.sparse_bf16,
+                     lambda: CUDNN_SPARSE.why_not() or why_not_fp8(), fp8=True, counts=False),
+        SparseKernel("cudnn", "cuDNN frontend, bf16, blocks of 128", lambda: sparse_bf16,
                      Needs(HOPPER, 12, HALF, (64, 128)), CUDNN_SPARSE.why_not),
-        SparseKernel("flex", "torch's FlexAttention, blocks of 128", lambda: implementations.sparse_flex,
+        SparseKernel("flex", "torch's FlexAttention, blocks of 128", lambda: sparse_flex,
                      Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
-        SparseKernel("triton", "our own kernel, bf16, blocks of 128", lambda: implementations.sparse_triton,
+        SparseKernel("triton", "our own kernel, bf16, blocks of 128", lambda: sparse_triton,
                      Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton, means=True),
-        SparseKernel("triton-int8", "the same with q and k in int8", lambda: implementations.sparse_triton_int8,
+        SparseKernel("triton-int8", "the same with q and k in int8", lambda: sparse_triton_int8,
                      Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, means=True),
         SparseKernel("math", "the formula, blocks of any length: for tests and small videos",
-                     lambda: implementations.sparse_reference, any_block=True),
+                     lambda: sparse_reference, any_block=True),
     )
 }  # fmt: skip
 
@@ -116,3 +136,193 @@ def block_length(kernel: SparseKernel, tokens: int) -> int:
 def expected_block(name: str, tokens: int) -> int:
     """The block length of the kernel that `name` stands for, whatever runs here."""
     return block_length(KERNELS["math" if name == "auto" else name], tokens)  # auto: also where there are many
+
+
+# --------------------------------------------------------------------------------------- the functions behind the names
+
+
+def sparse_bf16(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tuple[Tensor, Tensor]:
+    """q, k, v [B, L, H, D] -> [B, L, H, D] and log-sum-exp float32 [B, H, L]."""
+    from cudnn.block_sparse_attention import (  # pyright: ignore[reportMissingImports]
+        block_sparse_attention_forward,
+    )
+
+    counts = route.counts
+    if counts is None and (capability(q.device) or (0, 0)) >= BLACKWELL:
+        # Blackwell's kernel wants an even number where it is the same for all rows.
+        counts = torch.full(route.blocks.shape[:-1], route.blocks.shape[-1], dtype=torch.int32, device=q.device)
+    # Rows must begin at multiples of 16 bytes, which a view into a fused projection's output need not.
+    q, k, v = (t if _aligned(t) else t.contiguous() for t in (q, k, v))
+    outputs = block_sparse_attention_forward(
+        q, k, v, route.blocks.contiguous(), q2k_block_nums=counts, sparse_block_size=block, layout="bshd"
+    )
+    return outputs["o_tensor"], outputs["lse_tensor"]
+
+
+def sparse_fp8(q: Blocked, k: Blocked, v: Blocked, route: Route, block: int) -> tuple[Tensor, Tensor]:
+    """q and k with memory [B, H, S, D], v with memory [B, H, D, S], one scale each, zeros after the tokens.
+
+    -> bf16, a view [B, L, H, D], and log-sum-exp float32 [B, H, S], in both of which the keys of zeros count."""
+    from cudnn.block_sparse_attention import _interface  # pyright: ignore[reportMissingImports]
+
+    batch, heads, size, dim = q.memory.shape
+    assert route.counts is None, "the FP8 kernel reads the same number of blocks for every row"
+    out, lse = _interface._bsa_attn_fwd_sm90_fp8_blk128(
+        q.memory,
+        k.memory,
+        v.memory,
+        q.scale.expand(batch * heads * size).reshape(batch, heads, size).contiguous(),
+        k.scale.expand(batch * heads * size // 16).reshape(batch, heads, size // 16).contiguous(),
+        v.scale.expand(heads * dim).reshape(heads, dim).contiguous(),
+        route.blocks.contiguous(),
+        route.blocks.shape[-1],
+        dim**-0.5,
+    )
+    return out[:, :, : q.tokens].transpose(1, 2), lse
+
+
+def why_not_fp8() -> str | None:
+    """None where the FP8 kernel can be called as it is here, below the library's public function."""
+    try:
+        from cudnn.block_sparse_attention import _interface  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as fault:
+        reason = (str(fault).splitlines() or [type(fault).__name__])[0]
+        install = "pip install nvidia-cudnn-frontend nvidia-cutlass-dsl"
+        return f"its block-sparse kernels cannot be imported ({reason}): {install}"
+    if not hasattr(_interface, "_bsa_attn_fwd_sm90_fp8_blk128"):
+        return "this version of nvidia-cudnn-frontend has other block-sparse kernels: use 1.32"
+    return None
+
+
+def _aligned(x: Tensor) -> bool:
+    outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for n, stride in outer if n > 1)
+
+
+def sparse_triton(
+    q: Tensor, k: Tensor, v: Tensor, route: Route, block: int, pooled: Pooled | None = None
+) -> tuple[Tensor, Tensor]:
+    """q, k, v [B, L, H, D] -> [B, L, H, D] and log-sum-exp float32 [B, H, L], both of the means too."""
+    from wan_core.ops.kernels import triton_attention
+
+    return triton_attention.attention(q, k, v, blocks=route.blocks, counts=route.counts, block=block, pooled=pooled)
+
+
+def sparse_triton_int8(
+    q: Tensor, k: Tensor, v: Tensor, route: Route, block: int, pooled: Pooled | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same with q and k in INT8."""
+    from wan_core.ops.kernels import triton_attention
+
+    return triton_attention.attention(
+        q, k, v, centre=key_mean(k), blocks=route.blocks, counts=route.counts, block=block, pooled=pooled
+    )
+
+
+VARIANTS = 64  # lengths of queries and of keys in one process; the parts of a ring are up to three lengths of a video
+
+
+def sparse_flex(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tuple[Tensor, Tensor]:
+    """q, k, v [B, L, H, D] -> [B, L, H, D] and log-sum-exp float32 [B, H, L]."""
+    heads = (t.transpose(1, 2) for t in (q, k, v))
+    outputs = _flex(q.device.type)(*heads, block_mask=block_mask(route, q.shape[1], k.shape[1], block), **_wanted())
+    out, more = outputs
+    return out.transpose(1, 2).contiguous(), more if isinstance(more, Tensor) else more.lse
+
+
+def block_mask(route: Route, queries: int, keys: int, block: int) -> Any:
+    """`route` as FlexAttention reads it: blocks that are whole, and a last one that is not, to be masked inside.
+
+    Inside a whole block it looks at nothing: there, keys behind the last one would count as zeros.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    blocks = route.blocks
+    counts = route.counts
+    if counts is None:
+        counts = torch.full(blocks.shape[:-1], blocks.shape[-1], dtype=torch.int32, device=blocks.device)
+    width = -(-keys // block)
+    parts, part = torch.zeros_like(counts), torch.zeros_like(counts)
+    if keys % block:
+        blocks, counts, parts = without_last(blocks, counts, width - 1)
+        part = torch.full_like(counts, width - 1)
+    selected = route.kept(width)
+    compiled = blocks.is_cuda
+
+    def inside(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        # What is not compiled asks for every pair, what is compiled only in the last block.
+        return column < keys if compiled else selected[b, h, row // block, column // block]
+
+    return BlockMask(
+        seq_lengths=(queries, keys),
+        kv_num_blocks=parts.contiguous(),
+        kv_indices=F.pad(part[..., None], (0, width - 1)).contiguous(),
+        full_kv_num_blocks=counts.contiguous(),
+        full_kv_indices=F.pad(blocks, (0, width - blocks.shape[-1])).contiguous(),
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(block, block),
+        mask_mod=inside,
+    )
+
+
+def without_last(blocks: Tensor, counts: Tensor, last: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of blocks, the first `counts` of which count, with block `last` taken out: the others, how many they are,
+    and 1 where it was there. blocks: int32 [..., K]; counts: int32 [...]."""
+    there = (blocks == last) & (torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None])
+    has_last = there.any(-1).to(counts.dtype)
+    final = blocks.gather(-1, (counts[..., None] - 1).long())  # takes its place
+    return torch.where(there, final, blocks), counts - has_last, has_last
+
+
+@functools.cache
+def _flex(device: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device == "cuda":
+        allow_variants(VARIANTS)  # uncompiled it reads more than the route says
+    # Sizes are fixed when it is compiled: a few lengths of video are seen, and kernels for any length are slower.
+    return full_disk_explained()(torch.compile(flex_attention, dynamic=False)) if device == "cuda" else flex_attention
+
+
+@functools.cache
+def _wanted() -> dict[str, Any]:
+    """How this torch is asked for the log-sum-exp."""
+    import inspect
+
+    from torch.nn.attention import flex_attention
+
+    parameters = inspect.signature(flex_attention.flex_attention).parameters
+    if "return_aux" in parameters:
+        return {"return_aux": flex_attention.AuxRequest(lse=True)}
+    return {"return_lse": True}
+
+
+SCORES = 1 << 26  # of queries and keys that are held at once, 256 MiB, in whole blocks of queries
+
+
+def sparse_reference(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tuple[Tensor, Tensor]:
+    """q, k, v [B, L, H, D] -> attention over the blocks of keys that `route` names, [B, L, H, D] in q's dtype, and its
+    log-sum-exp, float32 [B, H, L]."""
+    B, L, H, D = q.shape
+    selected = route.kept(-(-k.shape[1] // block))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(B, H, L, device=q.device)
+    rows = max(1, SCORES // (B * k.shape[1] * block)) * block
+    for head in range(H):
+        keys, values = k[:, :, head].float(), v[:, :, head].float()
+        for start in range(0, L, rows):
+            some = slice(start, start + rows)
+            mask = selected[:, head, start // block : (start + rows) // block]
+            scores = (q[:, some, head].float() @ keys.mT) * D**-0.5  # [B, rows, S]
+            scores.masked_fill_(~spread(mask, block, scores.shape[1], k.shape[1]), float("-inf"))
+            lse[:, head, some] = scores.logsumexp(-1)
+            out[:, some, head] = (scores.softmax(-1) @ values).type_as(q)
+    return out, lse
+
+
+def spread(kept: Tensor, block: int, queries: int, keys: int) -> Tensor:
+    """bool [..., n, n] of blocks -> [..., queries, keys] of tokens."""
+    return kept.repeat_interleave(block, -2)[..., :queries, :].repeat_interleave(block, -1)[..., :keys]

@@ -13,7 +13,7 @@ blocks kept, r blocks of queries: n, or those of one rank where others have the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.ops.kernels.block_layout import Pooled, block_sizes
-from wan_core.ops.kernels.blocked import pool
+from wan_core.ops.kernels.block_layout import Pooled
 
 
 class KeyMeans(NamedTuple):
@@ -188,40 +187,3 @@ def choose(
     must = (best.values >= 1).sum(-1)  # forced ones and sinks
     counts = torch.maximum(enough, must.clamp(min=floor)).clamp(max=best.indices.shape[-1])
     return Route(best.indices.int(), counts.int())
-
-
-def route(q: Tensor, k: Tensor, block: int, rule: Rule, forced: Tensor) -> Route:
-    """All of the above for q, k [B, L, H, D]."""
-    sizes = block_sizes(k.shape[1], block, k.device)
-    assert rule.score != "error", "the error needs the values"
-    return choose(estimate(pool(q, block)[0], *pool(k, block), sizes, rule.score), rule, forced, sizes)
-
-
-def coverage(
-    q: Tensor, k: Tensor, block: int, forced: Tensor, shares: Sequence[float], score: Score = "spread", rows: int = 16
-) -> Tensor:
-    """The mean mass of attention, as computed in full, on the blocks that are chosen at each share: float32
-    [H, shares]. q, k [B, L, H, D]; so many blocks of queries are looked at, evenly spread."""
-    count = forced.shape[0]
-    sizes = block_sizes(k.shape[1], block, k.device)
-    scores = estimate(pool(q, block)[0], *pool(k, block), sizes, score)
-    some = torch.linspace(0, count - 1, min(rows, count), device=q.device).long()
-    # each [B, H, rows, n]
-    selected = [choose(scores, Rule(share), forced, sizes).kept(count)[:, :, some] for share in shares]
-    shares_covered = torch.zeros(q.shape[2], len(shares), device=q.device)
-    for position, row in enumerate(some.tolist()):
-        queries = q[:, row * block : (row + 1) * block]
-        for head in range(q.shape[2]):
-            mass = block_mass(queries[:, :, head], k[:, :, head], block).mean(1)  # [B, n]
-            shares_covered[head] += torch.stack([(mass * each[:, head, position]).sum(-1).mean() for each in selected])
-    return shares_covered / len(some)
-
-
-def block_mass(q: Tensor, k: Tensor, block: int) -> Tensor:
-    """The attention of one head's queries [B, L, D] by blocks of its keys [B, S, D]: float32 [B, L, n]."""
-    return by_block(((q.float() @ k.float().mT) * q.shape[-1] ** -0.5).softmax(-1), block)
-
-
-def by_block(x: Tensor, block: int) -> Tensor:
-    """Sums of x [..., L] over blocks: [..., n]."""
-    return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
@@ -37,7 +36,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
             raise OptionError(
                 f"the pose's latents are {list(pose.shape)}, the video's {list(samples.shape)}: not one size"
             )
-        inputs["pose"] = normalise(pose, vae)
+        inputs["pose"] = vae.normalise(pose)
     if face is not None:
         inputs["face"] = face.float()
     return {**found, "inputs": inputs}

@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from wan_core.config import Request
 from wan_core.config.checks import OptionError, UserError
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.wan.config import I2V_14B, DiTConfig
+from wan_core.models.wan.config import I2V_14B, DiTConfig, PreparedForm
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import ClipRules
 from wan_core.models.wan.families.driven import DrivenFamily
 from wan_core.models.wan.families.family import STRENGTHS, Choice, Clues, InputReaders, Inputs, Task, given_fields
 from wan_core.models.wan.families.plain import Shapes
-from wan_core.models.wan.prepared_form import PreparedForm
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.animate.inputs import reference_and_clip
 from wan_core.models.wan.families.animate2 import DISTILLED, DISTILLED_LOG_SCALE
@@ -72,5 +71,5 @@ def driving_channels(pose: Tensor, samples: Tensor, vae: VAEConfig) -> Tensor:
         raise OptionError(
             f"the driving video's latents are {list(pose.shape)}, the video's {list(samples.shape)}: not one size"
         )
-    latents = normalise(pose, vae)
+    latents = vae.normalise(pose)
     return torch.cat([latents, torch.ones_like(latents[:, :4]), latents], 1)

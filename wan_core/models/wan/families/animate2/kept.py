@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from wan_core.config.host_memory import HOST_RESERVE, available_bytes
-from wan_core.models.wan.config import TORCH_PER_TOKEN
+from wan_core.models.wan.config import TORCH_PER_TOKEN, PreparedForm
 from wan_core.models.wan.families.animate2 import MORE_PER_TOKEN, PLACES, Form
-from wan_core.models.wan.prepared_form import PreparedForm
 
 PER_TOKEN = 2 * (TORCH_PER_TOKEN + MORE_PER_TOKEN)  # bytes of a forward over tokens * dim, where no plan says them
 RESERVE = 2**29  # at most what a memory plan keeps free

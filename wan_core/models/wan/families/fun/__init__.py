@@ -43,11 +43,6 @@ class FunControlConfig(DiTConfig):
     family: str = "fun-control"
     reference_channels: int = 16
 
-    @property
-    def has_mask(self) -> bool:
-        """Whether it is told which frames of the start are known: those of Wan 2.2 are."""
-        return self.in_channels > 3 * self.out_channels
-
     def most_tokens(self, frames: int, rows: int, columns: int) -> int:
         """With those of a reference picture: a frame's."""
         return self.tokens(frames, rows, columns) + self.tokens(1, rows, columns)
@@ -60,10 +55,6 @@ class FunCameraConfig(DiTConfig):
     family: str = "camera"
     camera_channels: int = 24
     residual_blocks: int = 1
-
-    @property
-    def has_mask(self) -> bool:
-        return self.in_channels > 2 * self.out_channels
 
 
 _I2V_1_3B = replace(T2V_1_3B, image_dim=I2V_14B.image_dim)

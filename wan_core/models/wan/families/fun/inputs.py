@@ -13,7 +13,6 @@ from torch import Tensor
 
 from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import IMAGE_TOKENS
 from wan_core.models.wan.families.clips import Clip
@@ -38,20 +37,20 @@ def read_control(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> 
     check_size(image, 2 * vae.z_dim, samples)
     control, start = image.split(vae.z_dim, 1)
     if task.in_channels == 3 * vae.z_dim:
-        known = normalise(start, vae)
+        known = vae.normalise(start)
     else:
         if extras.get("concat_mask_index") != vae.z_dim or extras.get("concat_mask") is None:
             raise OptionError(f"{task.name} takes a mask of what is known after the control video: connect "
                               f"{task.driven_by}, not the node of Wan 2.1")  # fmt: skip
         known = join_image(start, extras["concat_mask"], vae)
-    found = {"concat": torch.cat([normalise(control, vae), known], 1), **shared(task, vae, extras, latent)}
+    found = {"concat": torch.cat([vae.normalise(control), known], 1), **shared(task, vae, extras, latent)}
     references = extras.get("reference_latents")
     if not references:
         return found
     if len(references) > 1:
         raise OptionError(f"{len(references)} reference pictures given; {task.name} takes one")
     check_size(references[0], vae.z_dim, samples[:, :, : references[0].shape[2]])
-    return {**found, "inputs": {"reference": normalise(references[0][:, :, 0], vae)}}
+    return {**found, "inputs": {"reference": vae.normalise(references[0][:, :, 0])}}
 
 
 def read_camera(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> Inputs:
@@ -65,7 +64,7 @@ def read_camera(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> I
         check_size(image, vae.z_dim, samples)
         mask = extras.get("concat_mask")
         mask = torch.ones_like(image[:, :1]) if mask is None else mask
-        concat = normalise(image, vae) if beside == vae.z_dim else join_image(image, mask, vae)
+        concat = vae.normalise(image) if beside == vae.z_dim else join_image(image, mask, vae)
     found = {"concat": concat, **shared(task, vae, extras, latent)}
     camera = extras.get("camera_conditions")
     if camera is None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from wan_core.config.checks import OptionError
 from wan_core.models.audio.wav2vec2 import FRAMES_PER_SECOND, SAMPLE_RATE, XLSR_LARGE
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
@@ -56,7 +55,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
                 f"the latents of the {name} are {list(given.shape)}, those of the video {list(samples.shape)}: they do "
                 "not belong together"
             )
-        inputs[name] = normalise(given, vae)
+        inputs[name] = vae.normalise(given)
     if "motion" in inputs and min(Y, X) < LEAST_MOTION:
         raise OptionError(f"motion frames need a video of at least {8 * LEAST_MOTION} pixels in width and height")
     if extras.get(COMFYUI_POSITIONS):

@@ -17,7 +17,6 @@ from wan_core.config import OptionError, Request
 from wan_core.media.fit import Pixels, fit_covering
 from wan_core.media.video import video_facts
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.statistics import denormalise, normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
@@ -85,7 +84,7 @@ def control_channels(frames: Tensor, mask: Tensor, samples: Tensor, vae: VAEConf
             "WanVaceToVideo node; chained nodes need the same size, and a reference picture in all of them or in none"
         )
     rows = max(len(frames), len(mask))
-    parts = [normalise(part, vae) for part in frames.split(vae.z_dim, 1)]
+    parts = [vae.normalise(part) for part in frames.split(vae.z_dim, 1)]
     return torch.cat([x.float().expand(rows, -1, -1, -1, -1) for x in (*parts, mask.to(frames.device))], 1)
 
 
@@ -94,7 +93,7 @@ def clip_inputs(
 ) -> Inputs:
     """The fields of `Conditioning` that the media of a clip give."""
     frames, mask = control_of_media(vae.encode, media, clip, vae.config)
-    parts = [normalise(part, vae.config) for part in frames.split(vae.config.z_dim, 1)]
+    parts = [vae.config.normalise(part) for part in frames.split(vae.config.z_dim, 1)]
     return {"inputs": {"control": torch.cat([part.float() for part in (*parts, mask.to(frames.device))], 1)}}
 
 
@@ -118,7 +117,7 @@ def control_of_media(
     latents = torch.cat([encode(video * (1 - changes)), encode(video * changes)], 1)
     mask = mask_channels(changes, latents.shape[2], vae.spatial_stride)[None]
     references = [encode(picture[None]) for picture in media.get("reference", ())]
-    nothing = [denormalise(torch.zeros_like(one), vae) for one in references]
+    nothing = [vae.denormalise(torch.zeros_like(one)) for one in references]
     front = [torch.cat(pair, 1) for pair in zip(references, nothing, strict=True)]
     stays = mask.new_zeros(1, MASK_CHANNELS, len(front), *mask.shape[3:])
     return torch.cat([*front, latents], 2), torch.cat([stays, mask], 2)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
@@ -144,7 +143,7 @@ def join_image(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor:
         )
     known = 1 - unknown.float().expand(B, 4, -1, -1, -1)[:, :, :T]
     known = F.pad(known, (0, 0, 0, 0, 0, T - known.shape[2]))
-    return torch.cat([known.to(latents.device), normalise(latents, config)], dim=1)
+    return torch.cat([known.to(latents.device), config.normalise(latents)], dim=1)
 
 
 def first_latent(vae: VideoVAE, first: Tensor) -> Tensor:
@@ -189,4 +188,4 @@ def known_first(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor |
         raise OptionError(
             "the noise mask keeps something else than whole latent frames from the first on, which is not supported"
         )
-    return normalise(latents[:, :, :count], config)
+    return config.normalise(latents[:, :, :count])
