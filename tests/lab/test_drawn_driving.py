@@ -26,7 +26,7 @@ def frames(videos: Tensor) -> Tensor:
     return videos.permute(0, 2, 3, 4, 1) / 2 + 0.5
 
 
-@pytest.mark.parametrize(("curved_share", "height", "width"), [(0.0, 96, 96), (1.0, 96, 96), (1.0, 64, 96)])
+@pytest.mark.parametrize(("curved_share", "height", "width"), [(0.0, 96, 96), (1.0, 64, 96)])
 def test_the_made_video_has_one_look_and_the_others_motion(curved_share: float, height: int, width: int):
     trio = drawn(curved_share, height, width)
     assert bool(trio.is_curved.all()) == (curved_share == 1.0)

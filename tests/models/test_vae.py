@@ -271,9 +271,8 @@ def test_tiles_of_a_local_model_are_exact(config: VAEConfig) -> None:
     whole = vae.decode(latents)
     assert whole.std() > 0.1
     assert (vae.decode(latents, tile=tile) - whole).abs().max() < 1e-5
-    for chunk in (1, 2, None):
-        streamed = torch.cat(list(vae.decode_stream(latents, chunk=chunk, tile=tile)), dim=2)
-        assert (streamed - whole).abs().max() < 1e-5
+    streamed = torch.cat(list(vae.decode_stream(latents, chunk=2, tile=tile)), dim=2)
+    assert (streamed - whole).abs().max() < 1e-5
 
 
 def smooth(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from wan_core.sampling.sparsity.schedule import sparsify
 
 @pytest.fixture(scope="module")
 def ranks():
-    found = Ranks(8)
+    found = Ranks(4)
     yield found
     found.close()
 
@@ -65,7 +65,7 @@ def one_process(starts: tuple[int, ...], sigmas: tuple[float, ...]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("starts", "steps"),
-    [((0, 3), 10), ((0, 1), 5), ((0, 7), 8), ((0, 2, 4, 8), 12), ((0, 1, 5, 6), 9), ((0, 2, 4, 8, 16, 24, 32, 40), 50)],
+    [((0, 3), 10), ((0, 1), 5), ((0, 7), 8), ((0, 2, 4, 8), 12), ((0, 1, 5, 6), 9)],
 )
 def test_ranks_compute_the_rule(ranks, starts, steps):
     mesh, plan = f"time{len(starts)}", make_plan(steps=steps, solver="euler")
@@ -88,17 +88,25 @@ def test_steps_that_begin_one_after_the_other_equal_the_sequential_run(ranks, co
         assert torch.equal(found, x)
 
 
-@pytest.mark.parametrize("mesh", ["time2", "time4", "time2+1x1x2", "time2+2x1x1", "time2+layers2"])
-def test_a_trajectory(ranks, mesh):
+REQUEST = {"steps": 10, "solver": "euler", "width": 48, "height": 48, "frames": 5, "guidance_mode": "sequential"}
+
+
+@pytest.fixture(scope="module")
+def plain(ranks):
+    """The latents of two ranks that share the steps and nothing else."""
+    return ranks.ask("trajectory", mesh="time2", decode=False, request=REQUEST)[0][0]
+
+
+@pytest.mark.parametrize("mesh", ["time4", "time2+1x1x2", "time2+2x1x1", "time2+layers2"])
+def test_a_trajectory(ranks, plain, mesh):
     """Both experts. Exact meshes inside change nothing but rounding; the ranks of all agree bit for bit."""
-    request = {"steps": 10, "solver": "euler", "width": 48, "height": 48, "frames": 5, "guidance_mode": "sequential"}
+    request = REQUEST
     answers = ranks.ask("trajectory", mesh=mesh, decode=False, request=request)
     assert all(torch.equal(latents, answers[0][0]) for latents, _, _ in answers)
     alone = parallel_checks.trajectory(None, decode=False, request=request)[0]
     error = parallel_checks.relative(answers[0][0], alone)
     assert 1e-4 < error < 1, error
     if "+" in mesh:
-        plain = ranks.ask("trajectory", mesh="time2", decode=False, request=request)[0][0]
         assert parallel_checks.relative(answers[0][0], plain) < 5e-5
     forwards = Stretches.of(Mesh.parse(mesh).time, 10).forwards
     assert f"time: {forwards} forwards in a row instead of 10" in answers[0][2]["notes"]

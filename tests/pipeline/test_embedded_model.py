@@ -19,7 +19,7 @@ from wan_lab.metrics import judge
 from wan_lab.shapes import SCENES, draw, held_out
 
 HELD_OUT = [scene for scene in SCENES if held_out(scene)]
-SAMPLE = HELD_OUT[5::17][:5]
+SAMPLE = HELD_OUT[5::17][:4]
 
 
 @pytest.fixture(scope="module")
