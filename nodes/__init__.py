@@ -13,31 +13,31 @@ from comfy_api.latest import ComfyExtension, io
 from . import host
 from .accelerate import WanCoreAccelerate
 from .animate import WanCoreAnimate, WanCoreAnimate2
-from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
-from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
+from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreNAG, WanCoreTextEncode
 from .control import WanCoreCamera, WanCoreVACE
 from .from_model import WanCoreFromModel
-from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
-from .motion_positions import WanCoreMotionPositions
-from .nag import WanCoreNAG
 from .native_plan import WanCoreNativePlan
-from .parallel import WanCoreLauncher
+from .part_loaders import WanCoreTextEncoderLoader, WanCoreVAELoader, WanCoreVisionLoader
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
-from .resolution import WanCoreResolutionSchedule
 from .sampling import WanCoreSampler
 from .schema import with_finite_numbers
-from .sound import WanCoreSoundToVideo
-from .sparse import WanCoreSparseAttention
-from .speed import WanCoreSpeedPreset
-from .text_encoder_loader import WanCoreTextEncoderLoader
-from .vae_loader import WanCoreVAELoader
+from .skipping import (
+    WanCoreAdaptiveCache,
+    WanCoreGuidanceSchedule,
+    WanCoreMagCache,
+    WanCoreResolutionSchedule,
+    WanCoreSparseAttention,
+    WanCoreSpeedPreset,
+    WanCoreTaylorSeer,
+)
+from .sound import WanCoreMotionPositions, WanCoreSoundToVideo
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
-from .vision_loader import WanCoreVisionLoader
 from .windows import WanCoreContextWindows
+from .workers import WanCoreLauncher
 
 NODES: list[type[io.ComfyNode]] = [
     with_finite_numbers(node)

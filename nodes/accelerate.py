@@ -22,7 +22,7 @@ from wan_core.sampling.sparsity.schedule import PRESETS, sparse_words
 from wan_core.sampling.stages import stage_words
 
 from . import host
-from .schema import schema
+from .schema import output, schema
 from .skipping import measured_files
 from .sockets import SKIPPING
 
@@ -77,7 +77,7 @@ class WanCoreAccelerate(io.ComfyNode):
                 ),
                 *whole_run_inputs(),
             ],
-            outputs=[io.Model.Output("model_out", display_name="model", tooltip="For the sampler.")],
+            outputs=[output(io.Model, "model_out", "For the sampler.")],
         )
 
     @classmethod
@@ -110,22 +110,22 @@ class WanCoreAccelerate(io.ComfyNode):
         head_dim = transformer.dim // transformer.num_heads
         place = model.load_device, host.compute_dtype(model), head_dim
         name = attention if attention == COMFYUI else resolve_attention(attention, *place)[0]
-        words = [f"attention: {name}"]
+        lines = [f"attention: {name}"]
         keeps = None
         if options is not None:
             check_kernel(options, "sdpa" if name == COMFYUI else name, place[0], head_dim, 1 << 16)
             keeps = keeps_of(options, host.checkpoint_of(model), transformer.num_layers)
-            words.append(f"sparse attention: {sparse_words(options)}" + ", calibrated" * (keeps is not None))
+            lines.append(f"sparse attention: {sparse_words(options)}" + ", calibrated" * (keeps is not None))
         report = host.reporter()
         made = host.accelerate(model, attention, options, keeps, report, whole)
         host.attach(made, None if caching is None else host.StepCache(caching, whole, report))
         if caching is not None:
-            words.append(f"step cache: {host.cache_words(made, caching)}")
+            lines.append(f"step cache: {host.cache_words(made, caching)}")
         host.attach_stages(made, host.Stages(stages, report) if stages else None)
         if stages:
-            words.append(f"resolution schedule: {stage_words(stages)}")
-        words += host.words_before(made)
-        return io.NodeOutput(made, ui=ui.PreviewText("\n".join(words)))
+            lines.append(f"resolution schedule: {stage_words(stages)}")
+        lines += host.words_before(made)
+        return io.NodeOutput(made, ui=ui.PreviewText("\n".join(lines)))
 
 
 def sparse_options(preset: str, skipping: SkipOptions | None) -> SparseOptions | None:

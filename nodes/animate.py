@@ -21,7 +21,7 @@ from wan_core.sampling.conditioning import empty_latents
 
 from . import host
 from .conditioning import check_widgets, size_words, with_values
-from .schema import ADVANCED, schema
+from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING
 
 MAX_FRAMES = 401
@@ -58,18 +58,18 @@ def shared_inputs(frames: int, motion: str) -> list[Any]:
 
 def outputs() -> list[Any]:
     return [
-        io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
-        io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
-        io.Latent.Output("latent", display_name="latent", tooltip="For the sampler. The reference is its first frame."),
-        io.Int.Output(
+        output(io.Conditioning, "positive_out", "For the sampler."),
+        output(io.Conditioning, "negative_out", "For the sampler."),
+        output(io.Latent, "latent", "For the sampler. The reference is its first frame."),
+        output(
+            io.Int,
             "trim_latent",
-            display_name="trim_latent",
-            tooltip="Latent frames of the reference before the video: for TrimVideoLatent, before decoding.",
+            "Latent frames of the reference before the video: for TrimVideoLatent, before decoding.",
         ),
-        io.Int.Output(
+        output(
+            io.Int,
             "trim_image",
-            display_name="trim_image",
-            tooltip="Frames that the clip has from previous_frames: remove so many first frames after decoding.",
+            "Frames that the clip has from previous_frames: remove so many first frames after decoding.",
         ),
     ]
 

@@ -20,9 +20,9 @@ from wan_lab.pictures import draw_curve, preset_plans
 
 from . import host
 from .conditioning import on_device
-from .pictures import as_image, shown
 from .plan_inputs import plan_inputs, plan_of
-from .schema import schema
+from .report import as_image, shown
+from .schema import output, schema
 from .sockets import CONDITIONING, MODEL, ModelSocket
 
 BESIDE, SHOW = "save beside the model", "only show"
@@ -55,13 +55,9 @@ class WanCoreCalibrate(io.ComfyNode):
                 ),
             ],
             outputs=[
-                MODEL.Output("model_out", display_name="model", tooltip="The same model, after calibration."),
-                io.Image.Output(
-                    "image", display_name="image", tooltip="The curve, and the steps that each preset would skip."
-                ),
-                io.String.Output(
-                    "text", display_name="text", tooltip="The forwards that each preset saves with this curve."
-                ),
+                output(MODEL, "model_out", "The same model, after calibration."),
+                output(io.Image, "image", "The curve, and the steps that each preset would skip."),
+                output(io.String, "text", "The forwards that each preset saves with this curve."),
             ],
             is_output_node=True,
         )
@@ -81,7 +77,7 @@ class WanCoreCalibrate(io.ComfyNode):
         if model.windows is not None:
             raise OptionError("a curve is measured on a video in one piece: connect the model without context windows")
         path = cls._curve_path(model, image="noise_mask" in latent) if keep == BESIDE else None
-        video, kept = plan_of(model, values), None
+        video, older = plan_of(model, values), None
         plan = video.plan
         with Outputs({}) as outputs:
             if path is not None:  # before the videos are made, not after
@@ -89,12 +85,12 @@ class WanCoreCalibrate(io.ComfyNode):
             curve = cls._measure(model, plan, positive, negative, latent, seed, videos)
             if path is not None:
                 # The new curve takes the name where it is found; the older one may have been tuned by hand.
-                kept = keep_old(path)
+                older = keep_old(path)
                 CURVE_FILES.write(curve, path)
         plans = preset_plans(plan, curve)
         text = "\n".join(f"{name}: {skipping.forward_words()}" for name, skipping in plans.items())
         text += "" if path is None else f"\nsaved as {path}"
-        text += "" if kept is None else f"\nthe older curve is kept as {kept}"
+        text += "" if older is None else f"\nthe older curve is kept as {older}"
         image = as_image(draw_curve(curve, plans))
         return io.NodeOutput(model, image, text, ui=shown(image, text, cls))
 
@@ -122,10 +118,11 @@ class WanCoreCalibrate(io.ComfyNode):
         conditioning = on_device(joined.conditioning)
         shape = (1, *latent["samples"].shape[1:])
         workload, report = Workload(shape, joined.plan, batched=False), Report(host.device())
+        owner = model.engine.owner(model, workload, report)
         bar, total = host.Progress(videos * len(plan.steps)), videos * len(plan.steps)
         return measure(
             joined.plan,
-            lambda expert: model.acquire(expert, workload, report),
+            owner.acquire,
             ((conditioning, draw_noise(seed + n, shape).to(host.device())) for n in range(videos)),
             source=f"measured on {model.experts.high.source}",
             on_block=host.check_interruption,

@@ -8,12 +8,12 @@ import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from wan_core.config import OptionError, check_choice
+from wan_core.config import NagOptions, OptionError, check_choice
 from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.execution.report import WARNING
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.families import TASKS, image_task
+from wan_core.models.wan.families import NAG, TASKS, image_task
 from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
 from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames
@@ -21,7 +21,7 @@ from wan_core.pipeline.check import check_tensor, size_notes
 from wan_core.sampling.conditioning import Conditioning, empty_latents, latent_shape
 
 from . import host
-from .schema import schema
+from .schema import output, schema, widgets
 from .sockets import CONDITIONING, TextSocket, VAESocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
@@ -123,8 +123,8 @@ class WanCoreTextEncode(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Conditioning.Output("positive_out", display_name="positive", tooltip="The encoded prompt."),
-                io.Conditioning.Output("negative_out", display_name="negative", tooltip="The encoded negative prompt."),
+                output(io.Conditioning, "positive_out", "The encoded prompt."),
+                output(io.Conditioning, "negative_out", "The encoded negative prompt."),
             ],
         )
 
@@ -158,7 +158,7 @@ class WanCoreEmptyLatent(io.ComfyNode):
                 ),
                 batch_input(),
             ],
-            outputs=[io.Latent.Output("latent", display_name="latent", tooltip="For the sampler.")],
+            outputs=[output(io.Latent, "latent", "For the sampler.")],
         )
 
     @classmethod
@@ -217,9 +217,9 @@ class WanCoreImageToVideo(io.ComfyNode):
                 batch_input(),
             ],
             outputs=[
-                io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
-                io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
-                io.Latent.Output("latent", display_name="latent", tooltip="For the sampler."),
+                output(io.Conditioning, "positive_out", "For the sampler."),
+                output(io.Conditioning, "negative_out", "For the sampler."),
+                output(io.Latent, "latent", "For the sampler."),
             ],
         )
 
@@ -249,15 +249,15 @@ class WanCoreImageToVideo(io.ComfyNode):
                 raise OptionError(f"{task.name} takes a first frame and no last frame: connect first_image alone")
             check_first(first.shape[2], frames, task.vae)
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
-            held = {"samples": samples, "noise_mask": unknown}
-            return io.NodeOutput(positive, negative, held, ui=size_words(task.vae, width, height))
+            latent = {"samples": samples, "noise_mask": unknown}
+            return io.NodeOutput(positive, negative, latent, ui=size_words(task.vae, width, height))
         check_tensor("the pictures", (frames, height, width, 3), 4, torch.device("cpu"))
         if isinstance(vae, VAESocket):
-            known, unknown = vae.encode_known(first, last, frames)
+            encoded, unknown = vae.encode_known(first, last, frames)
         else:
             clip, unknown = known_frames(first, last, frames)
-            known = vae.encode(video_to_pixels(clip))
-        values = {"concat_latent_image": known, "concat_mask": frame_mask(unknown, known)}
+            encoded = vae.encode(video_to_pixels(clip))
+        values = {"concat_latent_image": encoded, "concat_mask": frame_mask(unknown, encoded)}
         if clip_vision_output is not None:
             values["clip_vision_output"] = clip_vision_output
         both = (with_values(one, values) for one in (positive, negative))
@@ -279,3 +279,28 @@ def with_values(conditioning: CONDITIONING, values: dict[str, Any]) -> CONDITION
 def on_device(conditioning: Conditioning) -> Conditioning:
     """The same where models run."""
     return Conditioning.of({name: value.to(host.device()) for name, value in conditioning.flat().items()})
+
+
+class WanCoreNAG(io.ComfyNode):
+    """A negative prompt that counts without a second forward."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreNAG",
+            "WanCore NAG",
+            aliases=("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
+            shows_text=True,
+            description="Lets a negative prompt count in steps whose guidance is 1, as with four-step LoRAs: inside "
+            "cross-attention (normalized attention guidance), which then runs once more.",
+            inputs=[
+                io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
+                *widgets(NagOptions),
+            ],
+            outputs=[output(io.Conditioning, "negative_out", "For `negative` of the WanCore Sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, negative: CONDITIONING, **numbers: float) -> io.NodeOutput:
+        nag = NagOptions(**numbers)
+        return io.NodeOutput([[rows, {**extras, NAG: nag}] for rows, extras in negative])

@@ -20,7 +20,7 @@ from wan_core.sampling.texts import TextRange, shared_range
 
 from . import host
 from .conditioning import check_widgets, size_inputs, size_words
-from .schema import schema
+from .schema import output, schema
 from .sockets import CONDITIONING
 
 
@@ -61,11 +61,11 @@ class WanCoreVACE(io.ComfyNode):
                                tooltip="The control counts up to this share of the run. Steps after it are faster."),
             ],
             outputs=[
-                io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
-                io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
-                io.Latent.Output("latent", display_name="latent", tooltip="For the sampler. References are its first "
+                output(io.Conditioning, "positive_out", "For the sampler."),
+                output(io.Conditioning, "negative_out", "For the sampler."),
+                output(io.Latent, "latent", "For the sampler. References are its first "
                                  "frames."),
-                io.Int.Output("trim_latent", display_name="trim_latent", tooltip="Latent frames of the references "
+                output(io.Int, "trim_latent", "Latent frames of the references "
                               "before the video: for TrimVideoLatent, before decoding."),
             ],
         )  # fmt: skip
@@ -118,8 +118,8 @@ class WanCoreVACE(io.ComfyNode):
         latents = empty_latents(VAE_21, width, height, frames)
         latents = torch.cat([latents[:, :, :1].repeat(1, 1, count, 1, 1), latents], 2)
         both = (in_ranges(one, extras, options) for one in (positive, negative))
-        words = size_words(VAE_21, width, height)
-        return io.NodeOutput(*both, {"samples": host.to_intermediate(latents)}, count, ui=words)
+        size_text = size_words(VAE_21, width, height)
+        return io.NodeOutput(*both, {"samples": host.to_intermediate(latents)}, count, ui=size_text)
 
 
 def in_ranges(conditioning: CONDITIONING, extras: dict[str, Tensor], options: ControlOptions) -> CONDITIONING:
@@ -127,15 +127,15 @@ def in_ranges(conditioning: CONDITIONING, extras: dict[str, Tensor], options: Co
     inside = TextRange(options.start, options.end)
     parts = [(TextRange(0.0, options.start), 0.0), (inside, options.scale), (TextRange(options.end, 1.0), 0.0)]
     made = []
-    for rows, given in conditioning:
+    for rows, extras_before in conditioning:
         for part, strength in parts:
-            both = shared_range(TextRange.of(given), part)
+            both = shared_range(TextRange.of(extras_before), part)
             if both is None:
                 continue
             own = {**extras, STRENGTH: strength}
-            lists = {key: [*(given.get(key) or []), value] for key, value in own.items()}
-            whole = both == TextRange() and "start_percent" not in given
-            made.append([rows, {**given, **lists, **({} if whole else both.percents())}])
+            lists = {key: [*(extras_before.get(key) or []), value] for key, value in own.items()}
+            whole = both == TextRange() and "start_percent" not in extras_before
+            made.append([rows, {**extras_before, **lists, **({} if whole else both.percents())}])
     return made
 
 
@@ -162,12 +162,10 @@ class WanCoreCamera(io.ComfyNode):
                 *size_inputs(),
             ],
             outputs=[
-                io.WanCameraEmbedding.Output(
-                    "camera_embedding", display_name="camera_embedding", tooltip="For WanCameraImageToVideo."
-                ),
-                io.Int.Output("width_out", display_name="width", tooltip="As given."),
-                io.Int.Output("height_out", display_name="height", tooltip="As given."),
-                io.Int.Output("length", display_name="length", tooltip="The frames, as given."),
+                output(io.WanCameraEmbedding, "camera_embedding", "For WanCameraImageToVideo."),
+                output(io.Int, "width_out", "As given."),
+                output(io.Int, "height_out", "As given."),
+                output(io.Int, "length", "The frames, as given."),
             ],
         )
 

@@ -22,8 +22,8 @@ def embedded(name: str) -> dict[str, Path]:
 
 def embedded_expert(expert: str) -> dict[str, Path]:
     """The driven variant has one transformer."""
-    found = {TINY_T2V: TINY / f"t2v_{expert}.safetensors", TINY_I2V: TINY / f"i2v_{expert}.safetensors"}
-    return found | ({TINY_DRIVEN: TINY / "driven.safetensors"} if expert == "high" else {})
+    files = {TINY_T2V: TINY / f"t2v_{expert}.safetensors", TINY_I2V: TINY / f"i2v_{expert}.safetensors"}
+    return files | ({TINY_DRIVEN: TINY / "driven.safetensors"} if expert == "high" else {})
 
 
 def locate(folder: str, name: object, inside: Mapping[str, Path]) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from comfy_api.latest import io, ui
 from torch import nn
 
@@ -24,9 +25,9 @@ from . import host
 from .files import fingerprint
 from .model_loader import check_choices, check_residency, hold, info_of, run_inputs, socket_of
 from .native_model import NativeModel, read_native
-from .schema import schema
+from .schema import output, schema
 from .sockets import MODEL
-from .workers import UNCONNECTED, WorkersSocket, workers_input
+from .workers import UNCONNECTED, WorkersSocket, engine_of, workers_input
 
 IN_MEMORY = "the weights of a MODEL"  # in place of a file's name
 
@@ -59,8 +60,8 @@ class WanCoreFromModel(io.ComfyNode):
                 workers_input(),
             ],
             outputs=[
-                MODEL.Output("model_out", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
-                io.String.Output("info", display_name="info", tooltip="What was taken over, and what was not."),
+                output(MODEL, "model_out", "For the WanCore Sampler and Plan Preview."),
+                output(io.String, "info", "What was taken over, and what was not."),
             ],
         )
 
@@ -86,16 +87,23 @@ class WanCoreFromModel(io.ComfyNode):
         natives: dict[str, NativeModel] = {"high": read_native(model, "the MODEL" if low is None else "the high MODEL")}
         if low is not None:
             natives["low"] = read_native(low, "the low MODEL")
-        _check_workers(natives, residency, workers)
+        engine = engine_of(workers)
+        check_residency(residency, engine.in_workers)
+        unknown = [native.where for native in natives.values() if not isinstance(native.source, Path)]
+        if engine.in_workers and unknown:
+            raise OptionError(
+                f"workers read files, and the file of {' and '.join(unknown)} is not known: use the WanCore Model "
+                "Loader, or ComfyUI 0.33 or newer with Load Diffusion Model"
+            )
         files = [str(native.source) if isinstance(native.source, Path) else IN_MEMORY for native in natives.values()]
         options = LoadOptions(high=files[0], low=(*files, None)[1], residency=residency, **values)
-        settings, held = _made(natives, options, workers)
-        loras = {expert: _loras(native, settings, expert, workers) for expert, native in natives.items()}
+        settings, held = _made(natives, options, engine.device)
+        loras = {expert: _loras(native, settings, expert, engine.in_workers) for expert, native in natives.items()}
         if settings.precision == PACKED:
             check_packed((one for wanted in loras.values() for one in wanted), settings.found.dit)
         shift, windows = _shift(natives), _windows(natives)
         carried = {"shift": shift, "range_shift": natives["high"].range_shift, "windows": windows}
-        socket = replace(socket_of(options, settings, held, workers), loras=loras, **carried)
+        socket = replace(socket_of(options, settings, held, engine), loras=loras, **carried)
         lines = [info_of(settings)]
         lines += [
             f"{expert}: {one.words(settings.parts[expert].lora_words)}"
@@ -109,21 +117,10 @@ class WanCoreFromModel(io.ComfyNode):
         return io.NodeOutput(socket, info, ui=ui.PreviewText(info))
 
 
-def _check_workers(natives: Mapping[str, NativeModel], residency: str, workers: WorkersSocket | None) -> None:
-    check_residency(residency, workers is not None)
-    unknown = [native.where for native in natives.values() if not isinstance(native.source, Path)]
-    if workers is not None and unknown:
-        raise OptionError(
-            f"workers read files, and the file of {' and '.join(unknown)} is not known: use the WanCore Model Loader, "
-            "or ComfyUI 0.33 or newer with Load Diffusion Model"
-        )
-
-
 def _made(
-    natives: Mapping[str, NativeModel], options: LoadOptions, workers: WorkersSocket | None
+    natives: Mapping[str, NativeModel], options: LoadOptions, device: torch.device
 ) -> tuple[ModelSettings, Mapping[Expert, host.Held]]:
     """The experts of these native models: those of the last time, where nothing but LoRAs and shift changed."""
-    device = host.device() if workers is None else workers.device
     sources = [native.source for native in natives.values()]
     stamps = fingerprint(*(source for source in sources if isinstance(source, Path)))
     owner, owners = natives["high"].owner, tuple(weakref.ref(native.owner) for native in natives.values())
@@ -134,12 +131,10 @@ def _made(
     return _MADE[owner][1:]
 
 
-def _loras(
-    native: NativeModel, settings: ModelSettings, expert: str, workers: WorkersSocket | None
-) -> tuple[Wanted, ...]:
-    """What the patches of a native model are here. Workers read them from files in ComfyUI's temporary folder."""
+def _loras(native: NativeModel, settings: ModelSettings, expert: str, in_files: bool) -> tuple[Wanted, ...]:
+    """What the patches of a native model are here. in_files: in ComfyUI's temporary folder, where workers read them."""
     config = settings.found.dit
-    if workers is None:
+    if not in_files:
         return tuple(loras_of_patches(native.patches, config, native.where))
     options = []
     for strength, checkpoint in lora_checkpoints(native.patches, native.where):
@@ -155,17 +150,17 @@ def _loras(
 def _shift(natives: Mapping[str, NativeModel]) -> float | None:
     """The shift of the first MODEL. Raises OptionError if another has a different one. ComfyUI's page sometimes writes
     8 as 8.000000000000002, which counts as equal."""
-    found = [native.shift for native in natives.values()]
-    if len({shift and round(shift, 9) for shift in found}) > 1:
-        words = " and ".join(f"{native.where} has {native.shift or 'none'}" for native in natives.values())
-        raise OptionError(f"the shift differs ({words}): put ModelSamplingSD3 with one shift behind both models")
-    return found[0]
+    shifts = [native.shift for native in natives.values()]
+    if len({shift and round(shift, 9) for shift in shifts}) > 1:
+        values = " and ".join(f"{native.where} has {native.shift or 'none'}" for native in natives.values())
+        raise OptionError(f"the shift differs ({values}): put ModelSamplingSD3 with one shift behind both models")
+    return shifts[0]
 
 
 def _windows(natives: Mapping[str, NativeModel]) -> WindowOptions | None:
     """Context windows of all MODELs. Raises OptionError where they differ."""
-    found = [native.windows for native in natives.values()]
-    if len(set(found)) > 1:
-        given = [f"{one.where} has {one.windows.words() if one.windows else 'none'}" for one in natives.values()]
-        raise OptionError(f"the context windows differ ({' and '.join(given)}): put the same behind both models")
-    return found[0]
+    windows = [native.windows for native in natives.values()]
+    if len(set(windows)) > 1:
+        values = [f"{one.where} has {one.windows.words() if one.windows else 'none'}" for one in natives.values()]
+        raise OptionError(f"the context windows differ ({' and '.join(values)}): put the same behind both models")
+    return windows[0]

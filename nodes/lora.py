@@ -17,7 +17,7 @@ from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
 from .files import fingerprint, locate
-from .schema import schema
+from .schema import output, schema
 from .sockets import MODEL, ModelSocket
 
 LORA_STACK = io.Custom("LORA_STACK")  # of other packs: [(name in models/loras, strength, strength for CLIP), ...]
@@ -82,8 +82,8 @@ class WanCoreLoRA(io.ComfyNode):
                 ),
             ],
             outputs=[
-                MODEL.Output("model_out", display_name="model", tooltip="The model with the LoRA on it."),
-                io.String.Output("info", display_name="info", tooltip="What was applied, and what was not and why."),
+                output(MODEL, "model_out", "The model with the LoRA on it."),
+                output(io.String, "info", "What was applied, and what was not and why."),
             ],
         )
 
@@ -131,13 +131,13 @@ class WanCoreLoRA(io.ComfyNode):
             for expert, path in files.items()
             if two or expert == "high"
         ]
-        found = read_loras(options, model.experts.dit, two)
+        read = read_loras(options, model.experts.dit, two)
         if model.settings.precision == PACKED and model.settings.parts["high"].lora_mode == "attach":
-            check_packed((one for wanted in found.values() for one in wanted), model.experts.dit)
-        loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in found.items()}
+            check_packed((one for wanted in read.values() for one in wanted), model.experts.dit)
+        loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in read.items()}
         parts = model.settings.parts
         lines = [
-            f"{expert}: {one.words(parts[expert].lora_words)}" for expert, wanted in found.items() for one in wanted
+            f"{expert}: {one.words(parts[expert].lora_words)}" for expert, wanted in read.items() for one in wanted
         ]
         info = "\n".join([*(WARNING + note for note in notes_of(loras)), *lines]) or "no LoRA"
         changed = replace(model, loras=loras)
@@ -160,7 +160,7 @@ def _stacked(stack: object, name: str, expert: str) -> list[LoraOptions]:
         raise OptionError(
             f"{name} is a {type(stack).__name__}; a list of (name, strength, strength for CLIP) is needed"
         )
-    found = []
+    options = []
     for place, entry in enumerate(stack, start=1):
         numbers = entry[1:] if isinstance(entry, list | tuple) and len(entry) == 3 else ()
         if not numbers or not all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers):
@@ -168,5 +168,5 @@ def _stacked(stack: object, name: str, expert: str) -> list[LoraOptions]:
                 f"entry {place} of {name} is {repr(entry)[:100]}; (name, strength, strength for CLIP) is needed"
             )
         path = locate("loras", entry[0], {})
-        found.append(LoraOptions(path=str(path), strength=float(numbers[0]), expert=expert))
-    return found
+        options.append(LoraOptions(path=str(path), strength=float(numbers[0]), expert=expert))
+    return options

@@ -38,10 +38,11 @@ from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.plan import Expert
 
 from . import host
+from .engines import Engine
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
-from .schema import schema, widgets
+from .schema import output, schema, widgets
 from .sockets import MODEL, ModelSocket
-from .workers import UNCONNECTED, WorkersSocket, workers_input
+from .workers import UNCONNECTED, WorkersSocket, engine_of, workers_input
 
 ALONE = "none"  # no second file
 
@@ -64,8 +65,8 @@ class WanCoreModelLoader(io.ComfyNode):
                 *widgets(LoadOptions, "lora_mode"),
             ],
             outputs=[
-                MODEL.Output("model", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
-                io.String.Output("info", display_name="info", tooltip="What was recognised, as text."),
+                output(MODEL, "model", "For the WanCore Sampler and Plan Preview."),
+                output(io.String, "info", "What was recognised, as text."),
             ],
         )
 
@@ -80,8 +81,8 @@ class WanCoreModelLoader(io.ComfyNode):
         residency: str | None = None,
         workers: object = UNCONNECTED,
     ) -> bool:
-        found = find_experts(*_paths(high, low)) if high is not None else None
-        check_choices(precision, keep_blocks or 0, attention, None if found is None else found.dit)
+        experts = find_experts(*_paths(high, low)) if high is not None else None
+        check_choices(precision, keep_blocks or 0, attention, None if experts is None else experts.dit)
         if residency is not None:
             check_residency(residency, workers is not UNCONNECTED)
         return True
@@ -95,13 +96,13 @@ class WanCoreModelLoader(io.ComfyNode):
         cls, high: str, low: str, residency: str, workers: WorkersSocket | None = None, **values: Any
     ) -> io.NodeOutput:
         """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
-        device = host.device() if workers is None else workers.device
-        check_residency(residency, workers is not None)
+        engine = engine_of(workers)
+        check_residency(residency, engine.in_workers)
         paths = [str(path) for path in _paths(high, low)]
         options = LoadOptions(high=paths[0], low=(*paths, None)[1], residency=residency, **values)
-        settings = resolve_settings(find_experts(*paths), options, device)
+        settings = resolve_settings(find_experts(*paths), options, engine.device)
         rgb = TINY_MAP if high in embedded_expert("high") else None
-        model = socket_of(options, settings, hold(settings), workers, rgb)
+        model = socket_of(options, settings, hold(settings), engine, rgb)
         model.read_ahead()
         info = info_of(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
@@ -109,12 +110,12 @@ class WanCoreModelLoader(io.ComfyNode):
 
 def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     """The experts, held by ComfyUI's memory manager and not loaded yet; both are one where there is one transformer."""
-    found = settings.found
+    models = settings.found
     if host.device().type == "cpu":  # one call of it can take minutes there
         settings = replace(settings, attend=InPieces(settings.attend, host.check_interruption))
     finished = partial(finish, settings=settings, device=host.device())
     streaming = Residency(host.device(), "stream")
-    names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in found.of else {"high": "transformer"}
+    names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in models.of else {"high": "transformer"}
     held = {
         expert: host.Held(name, settings.parts[expert], finished, streaming, order)
         for order, (expert, name) in enumerate(names.items(), start=1)  # after the text encoder and the VAE
@@ -126,13 +127,12 @@ def socket_of(
     options: LoadOptions,
     settings: ModelSettings,
     held: Mapping[Expert, host.Held],
-    workers: WorkersSocket | None,
+    engine: Engine,
     rgb: RGBMap | None = None,
 ) -> ModelSocket:
     """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
     colours = rgb or map_of_channels(settings.found.vae.z_dim)
-    kernels = host.prepare_kernels(settings) if workers is None else None
-    return ModelSocket(options, settings, held, colours, workers=workers, kernels=kernels)
+    return ModelSocket(options, settings, held, colours, engine=engine, kernels=engine.prepare_kernels(settings))
 
 
 def _file_inputs() -> list[Any]:
@@ -186,11 +186,12 @@ def check_residency(residency: str, with_workers: bool) -> None:
 
 
 def _computing(settings: ModelSettings) -> str:
-    dtype, kept = name_of(settings.dtype), settings.keep_blocks
+    dtype, keep_blocks = name_of(settings.dtype), settings.keep_blocks
     if settings.precision == PACKED:
         said = f"{dtype}, weights as they are stored"
     elif settings.precision in QUANTIZED:
-        said = f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
+        but = f" but the first and last {keep_blocks}" if keep_blocks else ""
+        said = f"{dtype}, blocks{but} in {settings.precision}"
     else:
         return dtype
     return said + (f" ({settings.precision_why})" if settings.precision_why else "")
@@ -205,7 +206,7 @@ def info_of(settings: ModelSettings) -> str:
         f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {settings.attention}"
         + (", compiled" if settings.compile != "off" else ""),
         *([f"{task.name}: {settings.found.why}"] if settings.found.why else []),
-        *(f"{expert}: {words}" if "low" in parts else words for expert, words in said.items()),
+        *(f"{expert}: {text}" if "low" in parts else text for expert, text in said.items()),
         f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "
         f"{task.guidance_high:g} high and {task.guidance_low:g} low, {task.width}x{task.height}, {task.frames} frames",
     ]

@@ -145,8 +145,8 @@ def _changes_results(model: Any) -> Iterator[str]:
     yield from (f"object patch {name}" for name in objects if name not in {SAMPLING, *SPEED_OBJECTS})
     if "IMG_TO_IMG_FLOW" in _kinds(model.get_model_object(SAMPLING)):
         yield "the sampling of FlowRVS, which turns a video into another"
-    options, known = model.model_options, {HANDLER, *EMPTY_OPTIONS, *SPEED_OPTIONS}
-    yield from (f"model option {name}" for name, value in options.items() if value and name not in known)
+    options, carried = model.model_options, {HANDLER, *EMPTY_OPTIONS, *SPEED_OPTIONS}
+    yield from (f"model option {name}" for name, value in options.items() if value and name not in carried)
     for name, value in options.get("transformer_options", {}).items():
         if name in ("patches", "patches_replace"):
             yield from (f"{name} {inner}" for inner, several in value.items() if several)
@@ -183,10 +183,10 @@ def _is_known(key: str) -> bool:
 
 def _keys(kinds: Mapping[str, Mapping[Any, list[Any]]]) -> list[str]:
     """The keys of wrappers or callbacks; the kind for those without."""
-    found = [
+    keys = [
         (kind, key)
         for kind, keyed in kinds.items()
         for key, several in keyed.items()
         if not all(getattr(one, "__qualname__", "").startswith(POSE_CACHE) for one in several)
     ]
-    return sorted({kind if key is None else str(key) for kind, key in found})
+    return sorted({kind if key is None else str(key) for kind, key in keys})

@@ -17,8 +17,8 @@ from wan_core.sampling.sparsity.schedule import with_costs
 
 from . import host
 from .native_windows import frames_seen, with_native_windows
-from .pictures import as_image, shown
-from .schema import schema
+from .report import as_image, shown
+from .schema import output, schema
 
 
 class WanCoreNativePlan(io.ComfyNode):
@@ -87,8 +87,8 @@ class WanCoreNativePlan(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Image.Output("image", display_name="image", tooltip="The plan, drawn."),
-                io.String.Output("text", display_name="text", tooltip="The plan as a table."),
+                output(io.Image, "image", "The plan, drawn."),
+                output(io.String, "text", "The plan as a table."),
             ],
             is_output_node=True,
         )
@@ -139,9 +139,9 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
     """The plan of what one sampler runs with `model`. size: T, Y, X of the latents."""
     cache, sparse = host.attached(model), host.sparse_of(model)
     options = replace(SkipOptions() if cache is None else cache.options, sparse=sparse, stages=host.stages_of(model))
-    found = host.describe(model)
-    if size is None and found.task is not None:
-        task = found.task
+    native = host.describe(model)
+    if size is None and native.task is not None:
+        task = native.task
         size = ((task.frames - 1) // task.vae.temporal_stride + 1,
                 task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride)  # fmt: skip
     evaluated, both = host.evaluations(model, sampler, sigmas)
@@ -156,7 +156,7 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
         windows=host.window_schedule(model.model_options),
         image=latent is not None and "noise_mask" in latent,
     )
-    plan, _ = build_sampler_plan(request, found)
+    plan, _ = build_sampler_plan(request, native)
     plan = with_evaluations(plan, sampler, evaluated)
     for high, low in host.skip_layer_ranges(model.model_options):
         note = f"skip-layer guidance runs the prompt once more where sigma is {low:.4g} to {high:.4g}: not counted"
@@ -164,4 +164,4 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
     plan = with_native_windows(plan, model, None if latent is None else latent["samples"].shape[2])
     if size is None:
         return plan
-    return with_costs(plan, found.config, (frames_seen(plan, model, size[0]), *size[1:]))
+    return with_costs(plan, native.config, (frames_seen(plan, model, size[0]), *size[1:]))

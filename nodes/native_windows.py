@@ -61,10 +61,10 @@ def with_native_windows(plan: Plan, model: Any, frames: int | None) -> Plan:
         windows = own.context_schedule.func(frames, own, model.model_options)
         steps.append(replace(step, windows=tuple(map(tuple, windows))))
     counts = sorted({step.runs for step in steps})
-    words = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    runs = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     length = f"{handler.context_length} of {frames} latent frames"
     plan = replace(plan, steps=tuple(steps), unskipped=sum(step.unskipped for step in steps))
-    return _noted(plan, f"context windows of {length}: {words} in a step, each a forward of its own")
+    return _noted(plan, f"context windows of {length}: {runs} in a step, each a forward of its own")
 
 
 def frames_seen(plan: Plan, model: Any, frames: int) -> int:

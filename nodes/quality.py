@@ -10,7 +10,7 @@ from wan_core.config import OptionError
 from wan_lab.compare import MOST_PSNR, compare, find_perceptual
 from wan_lab.pictures import side_by_side
 
-from .schema import schema
+from .schema import output, schema
 
 
 class WanCoreCompare(io.ComfyNode):
@@ -37,10 +37,8 @@ class WanCoreCompare(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Image.Output(
-                    "image", display_name="image", tooltip="Both videos and their difference, side by side."
-                ),
-                io.String.Output("text", display_name="text", tooltip="The measured numbers."),
+                output(io.Image, "image", "Both videos and their difference, side by side."),
+                output(io.String, "text", "The measured numbers."),
             ],
             is_output_node=True,
         )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfy_api.latest import io
+import numpy as np
+import torch
+from comfy_api.latest import io, ui
+from PIL import Image
+from torch import Tensor
 
 from wan_core.config import SkipOptions
 from wan_core.execution.report import Report, draw_report
@@ -12,9 +16,8 @@ from wan_core.media.pictures import clock
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
-from .pictures import as_image, shown
 from .plan_inputs import LAST, check_window, plan_inputs, plan_of, preset_input, window_inputs
-from .schema import ADVANCED, schema
+from .schema import ADVANCED, output, schema
 from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
 
@@ -61,8 +64,8 @@ class WanCorePlanPreview(io.ComfyNode):
                 *_clip_inputs(),
             ],
             outputs=[
-                io.Image.Output("image", display_name="image", tooltip="The plan, drawn."),
-                io.String.Output("text", display_name="text", tooltip="The plan as a table."),
+                output(io.Image, "image", "The plan, drawn."),
+                output(io.String, "text", "The plan as a table."),
             ],
             is_output_node=True,
         )
@@ -148,8 +151,8 @@ class WanCoreReport(io.ComfyNode):
                 REPORT.Input("report", tooltip="From the sampler, or from WanCore VAE Decode, which adds the decoding.")
             ],
             outputs=[
-                io.Image.Output("image", display_name="image", tooltip="The report, drawn."),
-                io.String.Output("text", display_name="text", tooltip="The report as text."),
+                output(io.Image, "image", "The report, drawn."),
+                output(io.String, "text", "The report as text."),
             ],
             is_output_node=True,
         )
@@ -158,5 +161,15 @@ class WanCoreReport(io.ComfyNode):
     def execute(cls, report: Report) -> io.NodeOutput:
         image = as_image(draw_report(report))
         text = "\n".join([report.text(), "settings:", *(f"  {line}" for line in report.setting_lines())])
-        words = "\n".join([*report.warning_lines(), f"{clock(report.total_seconds)} in all"])
-        return io.NodeOutput(image, text, ui=shown(image, words, cls))
+        lines = "\n".join([*report.warning_lines(), f"{clock(report.total_seconds)} in all"])
+        return io.NodeOutput(image, text, ui=shown(image, lines, cls))
+
+
+def shown(image: Tensor, words: str, cls: type[io.ComfyNode]) -> dict[str, Any]:
+    """A picture and text on the node."""
+    return {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(words).as_dict()}
+
+
+def as_image(picture: Image.Image) -> Tensor:
+    """[1, H, W, 3] in 0..1."""
+    return torch.from_numpy(np.asarray(picture).astype(np.float32) / 255)[None]

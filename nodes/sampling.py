@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -11,31 +12,29 @@ from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import Request, SkipOptions
-from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
-from wan_core.pipeline.check import check_tensor
-from wan_core.pipeline.comfy_conditioning import join
-from wan_core.pipeline.denoise import sample_latents
+from wan_core.models.wan.families import family_of
+from wan_core.pipeline.check import size_notes
+from wan_core.pipeline.comfy_conditioning import Joined, join
+from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import notes_of
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.cache.skipping import skip_words
-from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.control import nag_words
-from wan_core.sampling.denoise import choose_batched
-from wan_core.sampling.pace import BlockChecks
-from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.run import check_kernel
+from wan_core.sampling.denoise import Progress, choose_batched
+from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.start import Leftover, Start
 
 from . import host
 from .conditioning import on_device
+from .engines import Sampling
 from .files import name_of
+from .memory import plan_experts
 from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, preset_input, window_inputs
-from .schema import schema, widgets
-from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ComfyMemory, ModelSocket
-from .watching import Watcher, unknown_of
+from .schema import output, schema, widgets
+from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
 LEFTOVER = "wancore_leftover"  # of a LATENT: (Leftover, the samples that it was rounded to)
 
@@ -87,8 +86,8 @@ class WanCoreSampler(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Latent.Output("latent_out", display_name="latent", tooltip="Finished, for any VAE Decode."),
-                REPORT.Output("report", display_name="report", tooltip="Times, memory and settings so far."),
+                output(io.Latent, "latent_out", "Finished, for any VAE Decode."),
+                output(REPORT, "report", "Times, memory and settings so far."),
             ],
         )
 
@@ -113,11 +112,7 @@ class WanCoreSampler(io.ComfyNode):
     ) -> io.NodeOutput:
         frames = model.experts.vae.temporal_stride * (latent["samples"].shape[2] - 1) + 1
         video = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames)
-        shape, dit = tuple(latent["samples"].shape), model.experts.dit
-        if model.workers is None and len(shape) == 5:  # before anything of this size is made
-            seen = max(video.plan.window_sizes(shape[2]))
-            activation = shape[0] * dit.tokens(seen, *shape[3:]), dit.dim
-            check_tensor("an activation", activation, model.settings.dtype.itemsize, host.device())
+        model.engine.check(model, video.plan, tuple(latent["samples"].shape))
         joined = join(positive, negative, latent, model.experts, video.plan, model.range_shift)
         plan, conditioning = joined.plan, on_device(joined.conditioning)
         start = _start(latent, joined.latents, seed, add_noise)
@@ -126,12 +121,9 @@ class WanCoreSampler(io.ComfyNode):
         sizes, area = plan.window_sizes(shape[2]), shape[3:]
         tokens = model.experts.dit.tokens(max(sizes), *area)
         plan = with_costs(plan, model.experts.dit, (max(sizes), *area))
-        if plan.sparse is not None and model.workers is None:
-            check_kernel(plan.sparse, model.settings.attention, host.device(), model.experts.dit.head_dim, tokens)
         workload = Workload(shape, plan, batched=False)
-        blocks = model.plan(workload).staying_blocks
-        streamed = blocks is not None and tokens <= TRANSFER_TOKENS
-        batched, why = choose_batched(guidance_mode, plan, tokens, streamed=streamed)
+        blocks = plan_experts(model, workload).staying_blocks
+        batched, why = choose_batched(guidance_mode, plan, tokens, streamed=blocks is not None)
         settings = _settings(model, plan, shape, seed, batched)
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)
@@ -140,31 +132,31 @@ class WanCoreSampler(io.ComfyNode):
         of_files = [*model.experts.notes, *notes_of(model.loras)]
         report.notes += warnings
         report.warnings += [*warnings, *of_files]
-        if model.workers is None:  # they say what holds there
-            report.notes += [f"guidance: {'batched' if batched else 'sequential'} ({why})", *of_files]
+        notes = [f"guidance: {'batched' if batched else 'sequential'} ({why})", *of_files]
+        if blocks is not None:
+            notes.append(f"memory: {blocks} of {model.experts.dit.num_layers} blocks stay, the others stream")
         shown = report.warning_lines()
         if shown or plan.notes:
             host.reporter()("\n".join([*shown, *plan.notes]))
         report.phases["text"] = Phase(joined.seconds)
-        if blocks is not None and model.workers is None:
-            report.notes.append(f"memory: {blocks} of {model.experts.dit.num_layers} blocks stay, the others stream")
         if model.settings.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
-        samples, left = _sample(model, replace(workload, batched=batched), conditioning, start, report, shown)
-        words = "\n".join([*shown, plan.table().splitlines()[0], f"done in {clock(report.total_seconds)}"])
+        run = Sampling(model, replace(workload, batched=batched), conditioning, start, report, notes)
+        samples, leftover = _sample(run, shown)
+        lines = "\n".join([*shown, plan.table().splitlines()[0], f"done in {clock(report.total_seconds)}"])
         made: dict[str, Any] = {"samples": samples}
-        if left is not None:
+        if leftover is not None:
             made |= {key: latent[key] for key in ("noise_mask", "batch_index") if key in latent}
-            made[LEFTOVER] = left, samples
-        return io.NodeOutput(made, report, ui=ui.PreviewText(words))
+            made[LEFTOVER] = leftover, samples
+        return io.NodeOutput(made, report, ui=ui.PreviewText(lines))
 
 
 def _start(latent: dict[str, Any], latents: Tensor | None, seed: int, add_noise: str) -> Start:
     """What the run begins with. latents: those of `latent`, where they are not empty."""
     samples, leftover = latent["samples"], None
     if latents is not None and LEFTOVER in latent:
-        found, rounded = latent[LEFTOVER]
-        leftover = found if rounded.shape == samples.shape and bool((rounded == samples).all()) else None
+        last, rounded = latent[LEFTOVER]
+        leftover = last if rounded.shape == samples.shape and bool((rounded == samples).all()) else None
     index = latent.get("batch_index")
     return Start(
         shape=tuple(samples.shape),
@@ -176,39 +168,17 @@ def _start(latent: dict[str, Any], latents: Tensor | None, seed: int, add_noise:
     )
 
 
-def _sample(
-    model: ModelSocket,
-    workload: Workload,
-    conditioning: Conditioning,
-    start: Start,
-    report: Report,
-    warnings: Sequence[str],
-) -> tuple[Tensor, Leftover | None]:
+def _sample(run: Sampling, warnings: Sequence[str]) -> tuple[Tensor, Leftover | None]:
     """Un-normalised latents where ComfyUI keeps them, and what another run can go on with. warnings: shown meanwhile,
     above the step."""
-    plan, batched, left = workload.plan, workload.batched, list[Leftover]()
-    with closing(Watcher(model, plan, warnings)) as watcher:
-        if model.workers is not None:
-            latents = model.workers.sample(model, workload, conditioning, start, report, watcher, left.append)
-        else:
-            latents = sample_latents(
-                plan,
-                ComfyMemory(model, workload, report),
-                conditioning,
-                start.sample(plan, model.experts.vae, host.device()),
-                model.experts.vae,
-                report,
-                start=start,
-                batched=batched,
-                on_step=watcher,
-                on_leftover=left.append,
-                checks=BlockChecks(host.check_interruption),
-            )
+    model, leftovers = run.model, list[Leftover]()
+    with closing(Watcher(model, run.workload.plan, warnings)) as watcher:
+        latents = model.engine.sample(run, watcher, leftovers.append)
     model.pace.clear()
     for expert, forwards in watcher.forwards.items():  # where ranks run different steps, the first one's experts alone
-        model.pace[expert] = report.phases[f"denoise {expert}"].seconds / forwards
+        model.pace[expert] = run.report.phases[f"denoise {expert}"].seconds / forwards
     intermediate = host.to_intermediate(latents)
-    return intermediate, left[0].to(intermediate.device) if left else None
+    return intermediate, leftovers[0].to(intermediate.device) if leftovers else None
 
 
 def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int, batched: bool) -> dict[str, Any]:
@@ -243,3 +213,40 @@ def _loras(model: ModelSocket) -> dict[str, str]:
         for expert, wanted in model.loras.items()
         if wanted
     }
+
+
+def unknown_of(model: ModelSocket, joined: Joined, shape: tuple[int, ...]) -> list[str]:
+    """What the model is asked for and never saw. shape: of the latents, [B, C, T, Y, X]."""
+    task, vae = model.experts.task, model.experts.vae
+    rules = family_of(task).clips
+    leading = rules.leading  # of a reference
+    latents = max(joined.plan.window_sizes(shape[2])) - leading
+    width, height = shape[4] * vae.spatial_stride, shape[3] * vae.spatial_stride
+    unknown = unknown_to(task, joined.prompts, width, height, vae.temporal_stride * (latents - 1) + 1)
+    return [*unknown, *size_notes(task, vae, width, height)]
+
+
+class Watcher:
+    """After every step: the preview, the bar and how long the rest will take. Raises where the user interrupts.
+    `forwards`: that ran, which a plan that decides while running does not know, each as the part that it costs.
+    warnings: lines that stay above."""
+
+    def __init__(self, model: ModelSocket, plan: Plan, warnings: Sequence[str] = ()) -> None:
+        self.warnings = warnings
+        self.forwards: dict[Expert, float] = defaultdict(float)
+        self.rgb = model.rgb
+        self.frames_per_second = model.experts.task.fps / model.experts.vae.temporal_stride
+        self.progress = host.Progress(plan.count)
+
+    def __call__(self, progress: Progress, seconds: float | None) -> None:
+        step, plan = progress.step, progress.plan
+        done, total = plan.number(step), plan.count
+        self.forwards[step.expert] += progress.forwards * step.cost
+        each = 0.0 if seconds is None else seconds * len(step.branches) * step.cost
+        remaining = "" if seconds is None else f", {each:.3g} s a step, {clock(progress.left(seconds))} left"
+        pictures = self.rgb.pictures(progress.preview()) if self.rgb else []
+        line = f"step {done} of {total}, {step.expert}-noise expert{remaining}"
+        self.progress.update(done, total, "\n".join([*self.warnings, line]), pictures, self.frames_per_second)
+
+    def close(self) -> None:
+        self.progress.close()

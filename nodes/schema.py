@@ -31,6 +31,11 @@ def schema(
     return io.Schema(node_id=node_id, display_name=display_name, category="WanCore", **more)
 
 
+def output(kind: Any, name: str, tooltip: str) -> Any:
+    """An output of a socket type. Its id ends with `_out` where an input has the name that is shown."""
+    return kind.Output(name, display_name=name.removesuffix("_out"), tooltip=tooltip)
+
+
 def widgets(kind: Any, *names: str, **changed: Any) -> list[Any]:
     """The widgets of a dataclass of options: those of `names`, or all that have a tooltip. changed: other arguments of
     ComfyUI's inputs, by name of the option; `id` is another name."""

@@ -1,34 +1,59 @@
-"""Input, output and result shared by the nodes for step caching, guidance schedule and sparse attention."""
+"""Nodes whose settings say which forwards of a run need not be whole: step caching, guidance schedule, sparse
+attention, resolution schedule, and presets of all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.config import SkipOptions
+from wan_core.config import (
+    AdaptiveOptions,
+    GuidanceOptions,
+    MagCacheOptions,
+    OptionError,
+    SkipOptions,
+    SparseOptions,
+    StageOptions,
+    TaylorSeerOptions,
+    check_choice,
+)
+from wan_core.sampling.cache.arguments import speed_options
 from wan_core.sampling.cache.curves import CURVE_FILES
+from wan_core.sampling.cache.magcache import PRESETS as CACHES
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
+from wan_core.sampling.sparsity.schedule import PRESETS
+from wan_core.sampling.speed_presets import SUFFIX as SPEEDS
+from wan_core.sampling.speed_presets import speed_names
 
 from . import host
+from .schema import ADVANCED, output, schema, widgets
 from .sockets import SKIPPING
 
 CUSTOM = "custom"  # preset that uses the numbers below it
 
 
-def skipping_input() -> Any:
-    return SKIPPING.Input(
+def skipping_schema(
+    node_id: str, display_name: str, inputs: list[Any], later: Sequence[Any] = (), **more: Any
+) -> io.Schema:
+    """The schema of a node that makes settings, alone or combined with those of another. later: inputs that were added
+    when graphs had the node already."""
+    other = SKIPPING.Input(
         "skipping",
         optional=True,
         tooltip="Settings of another node of this kind, to combine with this one's. Only one step cache can be "
         "used; guidance schedule and sparse attention combine with any.",
     )
+    return schema(
+        node_id, display_name, shows_text=True, inputs=[*inputs, other, *later], outputs=[skipping_output()], **more
+    )
 
 
 def skipping_output() -> Any:
-    return SKIPPING.Output("skipping_out", display_name="skipping", tooltip="For the sampler and the plan preview.")
+    return output(SKIPPING, "skipping_out", "For the sampler and the plan preview.")
 
 
 def joined(skipping: SkipOptions | None, **settings: Any) -> io.NodeOutput:
@@ -40,3 +65,258 @@ def measured_files(*endings: str) -> list[tuple[str, int]]:
     """What was measured of models and lies beside them, which settings take: for `fingerprint_inputs`, so that a node
     runs again when a file changes. endings: of further files."""
     return host.stamps("diffusion_models", CURVE_FILES.suffix, COVERAGE_FILES.suffix, *endings)
+
+
+class WanCoreMagCache(io.ComfyNode):
+    """Reuse the blocks' last residual while a measured curve says that its magnitude changes little."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return skipping_schema(
+            "WanCoreMagCache",
+            "WanCore MagCache",
+            aliases=("magcache", "mag cache", "teacache", "easycache", "wan fast", "step caching", "cache"),
+            description="Step caching by a curve measured for the model. Skipped steps are decided before the run; the "
+            "plan preview shows them.",
+            inputs=[
+                io.Combo.Input(
+                    "preset",
+                    options=[*CACHES, CUSTOM],
+                    default="balanced",
+                    tooltip="quality, balanced or fast; custom uses the numbers below instead. The rule applies to all "
+                    "of them.",
+                ),
+                *widgets(MagCacheOptions),
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
+        return measured_files()
+
+    @classmethod
+    def execute(cls, preset: str, rule: str, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
+        custom = MagCacheOptions(**numbers)
+        options = custom if preset == CUSTOM else CACHES[preset]
+        return joined(skipping, magcache=replace(options, rule=rule))
+
+
+class WanCoreTaylorSeer(io.ComfyNode):
+    """Compute every n-th step, forecast the residual in between."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return skipping_schema(
+            "WanCoreTaylorSeer",
+            "WanCore TaylorSeer",
+            aliases=("taylorseer", "teacache", "easycache", "step caching", "cache"),
+            description="Step caching: computes every n-th step and forecasts the blocks' residual in between. Needs "
+            "no curve.",
+            inputs=widgets(TaylorSeerOptions),
+        )
+
+    @classmethod
+    def execute(cls, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
+        return joined(skipping, taylorseer=TaylorSeerOptions(**numbers))
+
+
+class WanCoreAdaptiveCache(io.ComfyNode):
+    """Decide during the run which steps to skip."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return skipping_schema(
+            "WanCoreAdaptiveCache",
+            "WanCore Adaptive Cache",
+            aliases=("teacache", "easycache", "first block cache", "step caching", "wan fast", "cache"),
+            description="Step caching by the rate of change of the velocity, measured during the run. The plan can "
+            "only show which steps may be skipped.",
+            inputs=widgets(AdaptiveOptions),
+        )
+
+    @classmethod
+    def execute(cls, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
+        return joined(skipping, adaptive=AdaptiveOptions(**numbers))
+
+
+class WanCoreGuidanceSchedule(io.ComfyNode):
+    """Steps without the unconditional branch."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return skipping_schema(
+            "WanCoreGuidanceSchedule",
+            "WanCore Guidance Schedule",
+            aliases=("cfg schedule", "cfg zero", "skip cfg", "guidance"),
+            description="Runs some steps without the unconditional branch, which halves their time.",
+            inputs=widgets(GuidanceOptions),
+        )
+
+    @classmethod
+    def validate_inputs(cls, low: float | None = None, high: float | None = None) -> bool:
+        if low is not None and high is not None:
+            GuidanceOptions(low=low, high=high)
+        return True
+
+    @classmethod
+    def execute(cls, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
+        return joined(skipping, guidance=GuidanceOptions(**numbers))
+
+
+UNSELECTED: dict[str, dict[str, Any]] = {
+    "means": {},
+    "slope": {"slope": True},
+    "slope, error": {"slope": True, "score": "error"},
+    "parts, slope, error": {"parts": 4, "slope": True, "score": "error"},
+    "error": {"score": "error"},
+}
+
+
+class WanCoreSparseAttention(io.ComfyNode):
+    """Self-attention that reads only selected key blocks."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return skipping_schema(
+            "WanCoreSparseAttention",
+            "WanCore Sparse Attention",
+            aliases=("sparse attention", "radial attention", "sage", "wan fast", "sla"),
+            description="Block-sparse self-attention: every layer selects the key blocks with the most attention and "
+            "reads only those. Saves most at 720p, where attention takes most of the time; small videos gain "
+            "nothing. The plan preview shows the share of keys per step.",
+            inputs=[
+                io.Combo.Input(
+                    "preset",
+                    options=[*PRESETS, CUSTOM],
+                    default="balanced",
+                    tooltip="quality, balanced or fast; custom uses the numbers below, which have no effect otherwise.",
+                ),
+                *widgets(SparseOptions),
+            ],
+            later=[
+                io.Combo.Input(
+                    "unselected",
+                    **ADVANCED,
+                    options=list(UNSELECTED),
+                    default="means",
+                    optional=True,
+                    tooltip="What replaces unselected blocks in any preset, and how blocks are selected. means: one "
+                    "mean for each. slope: their values follow the scores of their keys to first order. error: blocks "
+                    "are selected by the error of replacing them, instead of by their attention. parts: four means "
+                    "for each. Of the time of dense attention, error takes 1 % more, slope and parts 8. Not with "
+                    "pooled off.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
+        return measured_files()
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        preset: str | None = None,
+        mass: float | None = None,
+        pooled: bool | None = None,
+        unselected: str | None = "means",
+    ) -> bool:
+        if not (preset is None or mass is None or pooled is None or unselected is None):
+            check_choice("preset", preset, (*PRESETS, CUSTOM))
+            check_choice("unselected", unselected, tuple(UNSELECTED))
+            chosen = SparseOptions(sparsity=0.5, mass=mass or None, pooled=pooled)
+            replace(chosen if preset == CUSTOM else PRESETS[preset], **UNSELECTED[unselected])
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        preset: str,
+        mass: float,
+        kernel: str,
+        skipping: SkipOptions | None = None,
+        unselected: str = "means",
+        **numbers: Any,
+    ) -> io.NodeOutput:
+        custom = SparseOptions(mass=mass or None, **numbers)
+        chosen = custom if preset == CUSTOM else PRESETS[preset]
+        return joined(skipping, sparse=replace(chosen, kernel=kernel, **UNSELECTED[unselected]))
+
+
+class WanCoreResolutionSchedule(io.ComfyNode):
+    """Steps at a part of the video's width and height."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return skipping_schema(
+            "WanCoreResolutionSchedule",
+            "WanCore Resolution Schedule",
+            aliases=("progressive resolution", "jenga", "dynamic resolution", "wan fast"),
+            description="Runs some of the high-noise steps at a part of the width and height: at half of both a "
+            "quarter of the tokens. The video keeps its size, and details come from the other steps.",
+            inputs=widgets(StageOptions),
+        )
+
+    @classmethod
+    def validate_inputs(cls, low: float | None = None, high: float | None = None, every: int | None = None) -> bool:
+        if low is not None and high is not None:
+            StageOptions(scale=1.0, low=low, high=high, every=every or 0)
+        return True
+
+    @classmethod
+    def execute(cls, skipping: SkipOptions | None = None, **stage: Any) -> io.NodeOutput:
+        before = () if skipping is None else skipping.stages
+        return joined(skipping, stages=(*before, StageOptions(**stage)))
+
+
+class WanCoreSpeedPreset(io.ComfyNode):
+    """A whole setting that a search found."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreSpeedPreset",
+            "WanCore Speed Preset",
+            aliases=("speed", "preset", "wan fast", "teacache", "step caching", "sparse attention"),
+            shows_text=True,
+            description="Step caching, sparse attention and guidance together, as a search found them: the most "
+            "quality in a given time. For the sampler, the plan preview and, without a guidance schedule, WanCore "
+            "Accelerate.",
+            inputs=[
+                io.Combo.Input(
+                    "preset",
+                    options=[*speed_names(), *host.named_files("diffusion_models", SPEEDS)],
+                    default="balanced",
+                    tooltip="Presets of this pack were searched on the embedded model. Presets of your own, from "
+                    f"`wancore search` (README, Command line), are found in models/diffusion_models as NAME{SPEEDS}.",
+                )
+            ],
+            outputs=[skipping_output()],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, preset: str = "") -> list[tuple[str, int]]:
+        return measured_files(SPEEDS)
+
+    @classmethod
+    def validate_inputs(cls, preset: str | None = None) -> bool:
+        """Also where ComfyUI's list is older than a file."""
+        if preset is not None:
+            _options(preset)
+        return True
+
+    @classmethod
+    def execute(cls, preset: str) -> io.NodeOutput:
+        options = _options(preset)
+        return io.NodeOutput(options, ui=ui.PreviewText(skip_words(options)))
+
+
+def _options(preset: str) -> SkipOptions:
+    """Raises OptionError."""
+    files = host.named_files("diffusion_models", SPEEDS)
+    if preset not in speed_names() and preset not in files:  # a workflow may come from a stranger
+        raise OptionError(
+            f"speed preset {preset[:100]!r} is not there: put its file into models/diffusion_models and refresh, "
+            f"or choose one of {', '.join([*speed_names(), *files])}"
+        )
+    return speed_options(preset if preset in speed_names() else str(files[preset])) or SkipOptions()

@@ -14,13 +14,13 @@ from wan_core.models.audio.wav2vec2 import SAMPLE_RATE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.media import video_to_pixels
-from wan_core.models.wan.families.s2v import LEAST_SIDE, LONGER, MOTION_PIXELS, S2V
+from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS, LEAST_SIDE, LONGER, MOTION_PIXELS, S2V
 from wan_core.models.wan.families.s2v.inputs import VIDEO_RATE, comfy_extras, features_until, frames_of, motion_frames
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
 from .conditioning import check_widgets, size_words, with_values
-from .schema import schema
+from .schema import output, schema
 from .sockets import CONDITIONING
 
 MAX_FRAMES = 401
@@ -28,29 +28,17 @@ MAX_FRAMES = 401
 
 def outputs() -> list[Any]:
     return [
-        io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
-        io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
-        io.Latent.Output("latent", display_name="latent", tooltip="For the sampler."),
-        io.Latent.Output(
-            "lead",
-            display_name="lead",
-            tooltip="For LatentConcat (dim t), before the sampler's latents: they are decoded together.",
-        ),
-        io.Int.Output(
-            "trim_image",
-            display_name="trim_image",
-            tooltip="Frames of `lead` after decoding: where ImageFromBatch begins.",
-        ),
-        io.Int.Output(
+        output(io.Conditioning, "positive_out", "For the sampler."),
+        output(io.Conditioning, "negative_out", "For the sampler."),
+        output(io.Latent, "latent", "For the sampler."),
+        output(io.Latent, "lead", "For LatentConcat (dim t), before the sampler's latents: they are decoded together."),
+        output(io.Int, "trim_image", "Frames of `lead` after decoding: where ImageFromBatch begins."),
+        output(
+            io.Int,
             "new_frames",
-            display_name="new_frames",
-            tooltip="Frames of this clip, or as many as are left of the sound: the length for ImageFromBatch.",
+            "Frames of this clip, or as many as are left of the sound: the length for ImageFromBatch.",
         ),
-        io.Audio.Output(
-            "audio_out",
-            display_name="audio",
-            tooltip="The sound up to the end of this clip, for Create Video. None without `audio`.",
-        ),
+        output(io.Audio, "audio_out", "The sound up to the end of this clip, for Create Video. None without `audio`."),
     ]
 
 
@@ -131,18 +119,18 @@ class WanCoreSoundToVideo(io.ComfyNode):
     ) -> io.NodeOutput:
         check_least(width, height)
         clip, states = clip_of(frames, previous_frames), states_of(audio_encoder_output)
-        left = sound_frames(audio_encoder_output, states) - clip.first
-        if left < 1:
+        frames_left = sound_frames(audio_encoder_output, states) - clip.first
+        if frames_left < 1:
             raise OptionError(
-                f"the sound ends after {left + clip.first} frames, and {clip.first} were made already: leave this clip "
-                "out"
+                f"the sound ends after {frames_left + clip.first} frames, and {clip.first} were made already: leave "
+                "this clip out"
             )
         pictures = {"reference": reference_image, "pose_video": pose_video}
         if previous_frames is not None:
             pictures["carried"] = motion_frames(previous_frames[..., :3])
         extras, lead = conditioned(vae, (width, height), clip, pictures, states)
         silent = {**extras, "audio_embed": torch.zeros_like(extras["audio_embed"])}
-        new = min(left, clip.frames)
+        new = min(frames_left, clip.frames)
         latent = {"samples": host.to_intermediate(empty_latents(VAE_21, width, height, frames))}
         trimmed = MOTION_PIXELS if clip.number else 1 + LONGER
         return io.NodeOutput(
@@ -203,3 +191,35 @@ def cut(audio: dict[str, Any] | None, frames: int) -> dict[str, Any] | None:
         return None
     samples = -(-int(audio["sample_rate"]) * frames // VIDEO_RATE)
     return {**audio, "waveform": audio["waveform"][..., :samples]}
+
+
+class WanCoreMotionPositions(io.ComfyNode):
+    """ComfyUI's positions of motion frames, for its result."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreMotionPositions",
+            "WanCore Motion Positions",
+            aliases=("wan s2v", "sound to video", "speech to video"),
+            description="For S2V with motion frames (the frames before a clip): where they stand in time and in the "
+            "picture. Only needed to get what ComfyUI's own sampling makes.",
+            inputs=[
+                io.Conditioning.Input(
+                    "positive", tooltip="The positive output of WanSoundImageToVideo or WanSoundImageToVideoExtend."
+                ),
+                io.Combo.Input(
+                    "positions",
+                    options=["comfyui", "reference"],
+                    default="comfyui",
+                    tooltip="comfyui: as ComfyUI's own sampling has them. reference: as the released model was "
+                    "trained, which is the same as leaving this node out.",
+                ),
+            ],
+            outputs=[output(io.Conditioning, "positive_out", "For `positive` of the WanCore Sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, positive: CONDITIONING, positions: str) -> io.NodeOutput:
+        asked = positions == "comfyui"
+        return io.NodeOutput([[rows, {**extras, COMFYUI_POSITIONS: asked}] for rows, extras in positive])

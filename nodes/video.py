@@ -17,8 +17,21 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.pipeline.decode import each_once, images_shape
 
 from . import host
-from .schema import ADVANCED, schema
+from .schema import ADVANCED, output, schema
 from .sockets import REPORT, VAESocket
+
+LATENT = (
+    io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
+    io.Latent.Input("latent", tooltip="From the sampler. It can be decoded again if decoding fails."),
+)
+TILING = io.Combo.Input(
+    "tiling",
+    **ADVANCED,
+    options=["auto", "always"],
+    default="auto",
+    tooltip="'auto': the whole picture, or tiles if it does not fit into memory. 'always': tiles.",
+)
+REPORT_SO_FAR = REPORT.Input("report", optional=True, tooltip="The sampler's report, to which the decoding is added.")
 
 
 class WanCoreVAEDecode(io.ComfyNode):
@@ -32,20 +45,13 @@ class WanCoreVAEDecode(io.ComfyNode):
             aliases=("wan decode", "vae decode tiled"),
             description="Decodes a few frames at a time, in tiles if the whole picture does not fit into memory.",
             inputs=[
-                io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
-                io.Latent.Input("latent", tooltip="From the sampler. It can be decoded again if decoding fails."),
-                io.Combo.Input(
-                    "tiling",
-                    **ADVANCED,
-                    options=["auto", "always"],
-                    default="auto",
-                    tooltip="'auto': the whole picture, or tiles if it does not fit into memory. 'always': tiles.",
-                ),
-                REPORT.Input("report", optional=True, tooltip="The sampler's report, to which the decoding is added."),
+                *LATENT,
+                TILING,
+                REPORT_SO_FAR,
             ],
             outputs=[
-                io.Image.Output("image", display_name="image", tooltip="The frames, for Create Video."),
-                REPORT.Output("report_out", display_name="report", tooltip="The report with the decoding added."),
+                output(io.Image, "image", "The frames, for Create Video."),
+                output(REPORT, "report_out", "The report with the decoding added."),
             ],
         )
 
@@ -83,8 +89,7 @@ class WanCoreDecodeToVideo(io.ComfyNode):
             description="Decodes a few frames at a time and encodes them as H.264 while the next ones are decoded. "
             "Save Video stores the result without encoding it again.",
             inputs=[
-                io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
-                io.Latent.Input("latent", tooltip="From the sampler. It can be decoded again if decoding fails."),
+                *LATENT,
                 io.Float.Input(
                     "fps", default=16.0, min=0.01, max=1000.0, step=0.01, tooltip="Wan A14B: 16, TI2V-5B: 24."
                 ),
@@ -95,19 +100,13 @@ class WanCoreDecodeToVideo(io.ComfyNode):
                     tooltip="'as Save Video': the same settings (crf 23, medium). 'frame threads': the same quality, "
                     "on more CPU cores. 'fast': preset veryfast, larger files of the same quality.",
                 ),
-                io.Combo.Input(
-                    "tiling",
-                    **ADVANCED,
-                    options=["auto", "always"],
-                    default="auto",
-                    tooltip="'auto': the whole picture, or tiles if it does not fit into memory. 'always': tiles.",
-                ),
+                TILING,
                 io.Audio.Input("audio", optional=True, tooltip="Sound of the video; it is cut where the frames end."),
-                REPORT.Input("report", optional=True, tooltip="The sampler's report, to which the decoding is added."),
+                REPORT_SO_FAR,
             ],
             outputs=[
-                io.Video.Output("video", display_name="video", tooltip="For Save Video."),
-                REPORT.Output("report_out", display_name="report", tooltip="The report with the decoding added."),
+                output(io.Video, "video", "For Save Video."),
+                output(REPORT, "report_out", "The report with the decoding added."),
             ],
         )
 
@@ -178,11 +177,7 @@ class WanCoreVAEEncode(io.ComfyNode):
                     tooltip="The frames: 4n + 1 of them, width and height multiples of 8 (Wan 2.1 VAE) or 16 (2.2).",
                 ),
             ],
-            outputs=[
-                io.Latent.Output(
-                    "latent", display_name="latent", tooltip="Un-normalised latents, as everywhere in ComfyUI."
-                )
-            ],
+            outputs=[output(io.Latent, "latent", "Un-normalised latents, as everywhere in ComfyUI.")],
         )
 
     @classmethod

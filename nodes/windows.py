@@ -9,7 +9,7 @@ from comfy_api.latest import io, ui
 
 from wan_core.config import OptionError, WindowOptions
 
-from .schema import schema, widgets
+from .schema import output, schema, widgets
 from .sockets import MODEL, ModelSocket
 
 WIDGETS = ("length", "overlap", "schedule", "fuse", "freenoise", "retain_first", "closed_loop")  # their order is frozen
@@ -31,9 +31,7 @@ class WanCoreContextWindows(io.ComfyNode):
                 MODEL.Input("model", tooltip="From the WanCore Model Loader or WanCore LoRA."),
                 *widgets(WindowOptions, *WIDGETS, retain_first={"id": "retain_first_frame"}),
             ],
-            outputs=[
-                MODEL.Output("model_out", display_name="model", tooltip="For the WanCore Sampler and the Plan Preview.")
-            ],
+            outputs=[output(MODEL, "model_out", "For the WanCore Sampler and the Plan Preview.")],
         )
 
     @classmethod

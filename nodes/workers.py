@@ -1,17 +1,17 @@
-"""What workers make of sockets: a VAE and a text encoder that run there, and the workers themselves."""
+"""The launcher and its workers: several GPUs as the engine of sockets, and under ComfyUI's memory manager."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 from torch import Tensor
 
-from wan_core.config import LoraOptions
+from wan_core.config import LoraOptions, OptionError
 from wan_core.execution.report import Report
 from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.vae.tiling import TileSpec
@@ -20,14 +20,19 @@ from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.pipeline.decode import Made, Pieces
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.run import OnStep
-from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.start import Leftover, Start
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.start import Leftover
 from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import Workers
-from wan_core.workers.options import WorkerOptions
+from wan_core.workers.options import ALLOW_CPU, WorkerOptions, parse_devices
 
 from . import host
-from .sockets import ModelSocket, TextSocket, VAESocket
+from .engines import HERE, Engine, Sampling
+from .memory import plan_experts
+from .schema import ADVANCED, output, schema
+
+if TYPE_CHECKING:
+    from .sockets import ModelSocket, TextSocket, VAESocket
 
 WORKERS = io.Custom("WANCORE_WORKERS")  # WorkersSocket
 UNCONNECTED = "unconnected"  # for `validate_inputs`, which gets None where `workers` is connected
@@ -41,8 +46,16 @@ def workers_input() -> Any:
     )
 
 
+def engine_of(workers: WorkersSocket | None) -> Engine:
+    """The engine behind `workers_input`."""
+    return workers or HERE
+
+
 class WorkersSocket:
-    """Workers, and what ComfyUI's memory manager sees of them. When nothing refers to them any more, they end."""
+    """Workers. When nothing refers to them any more, they end. Models are read when workers need them, and each says
+    there what cannot run."""
+
+    in_workers = True
 
     def __init__(self, options: WorkerOptions) -> None:
         self.workers = workers = Workers(options)
@@ -51,7 +64,6 @@ class WorkersSocket:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first rank."""
         return torch.device(self.workers.options.devices[0])
 
     def ready(self, what: str, weights: int, working: int) -> WorkerEngine:
@@ -60,93 +72,147 @@ class WorkersSocket:
         self.held.use(what, weights, working)
         return self.engine
 
-    def sample(
+    def read_ahead(self, *_: object) -> None:
+        pass
+
+    def prepare_kernels(self, *_: object) -> None:
+        pass
+
+    def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[list[Tensor], list[TokenCount]]:
+        alone = len(self.workers.options.devices) == 1  # the last rank holds it, and only while it encodes
+        return self.ready("text", 0, text.held.size if alone else 0).text(text.file, prompts)
+
+    def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
+        return self._with(vae, *vae.latent_size(pixels)).encode(vae.file, pixels.contiguous())
+
+    def encode_known(
+        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int
+    ) -> tuple[Tensor, Tensor]:
+        clip, unknown = known_frames(first, last, frames)
+        return self.encode(vae, video_to_pixels(clip)), unknown
+
+    def decode_to(
         self,
-        model: ModelSocket,
-        workload: Workload,
-        conditioning: Conditioning,
-        start: Start,
+        vae: VAESocket,
+        samples: Tensor,
         report: Report,
-        on_step: OnStep,
-        on_leftover: Callable[[Leftover], None],
-    ) -> Tensor:
-        """Sample in the workers, see `sample.sample_latents`."""
-        count = len(self.workers.options.devices)
+        consume: Callable[[Pieces], Made],
+        *,
+        tile: TileSpec | None,
+        **how: Any,
+    ) -> Made:
+        tiles = None if tile is None else asdict(tile)
+        return self._with(vae, *samples.shape[-2:]).decode_to(vae.file, samples, report, consume, tile=tiles, **how)
+
+    def _with(self, vae: VAESocket, rows: int, columns: int) -> WorkerEngine:
+        return self.ready("vae", vae.held.size, vae.working_bytes(rows, columns))
+
+    def check(self, model: ModelSocket, plan: Plan, shape: tuple[int, ...]) -> None:
+        pass
+
+    def owner(self, model: ModelSocket, workload: Workload, report: Report) -> NoReturn:
+        raise OptionError("workers hold this model, and this node needs it here: use a loader without workers")
+
+    def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
+        model, workload, count = run.model, run.workload, len(self.workers.options.devices)
         loras = tuple(
             LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert)
             for expert, wanted in model.loras.items()
             for one in wanted
             if one.strength
         )
-        weights, beside = sum(held.size for held in set(model.held.values())), model.plan(workload).beside
+        weights, beside = sum(held.size for held in set(model.held.values())), plan_experts(model, workload).beside
         working = max(beside[expert] for expert in workload.plan.experts)
         return self.ready("experts", weights, working).sample(
             asdict(replace(model.options, loras=loras)),
             workload.plan,
-            conditioning.flat(),
-            start=start,
+            run.conditioning.flat(),
+            start=run.start,
             batched=workload.batched,
-            report=report,
+            report=run.report,
             fps=model.experts.task.fps,
-            keep=host.unfinished_path(start.seed),
+            keep=host.unfinished_path(run.start.seed),
             on_step=on_step,
             on_leftover=on_leftover,
             on_phase=lambda phase: host.show(f"{phase}, on {count} workers ..."),
         )
 
 
-class RemoteVAE(VAESocket):
-    """A VAE whose pictures the workers share."""
+class WanCoreLauncher(io.ComfyNode):
+    """Several GPUs for everything downstream of its output."""
 
-    def __init__(self, held: host.Held, workers: WorkersSocket, spec: dict[str, Any]) -> None:
-        super().__init__(held)
-        self.workers, self.spec = workers, spec
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreLauncher",
+            "WanCore Launcher",
+            aliases=("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
+            shows_text=True,
+            description="Starts one worker process for each GPU. Connect it to the loaders: sampling, decoding and "
+            "text then run there, on all GPUs together.",
+            inputs=[
+                io.String.Input(
+                    "devices",
+                    default="auto",
+                    tooltip="'auto': every GPU. Otherwise how many, or which: '4', '0,1', '2,3'. 'cpu,cpu' works "
+                    "without a GPU, to try it out.",
+                ),
+                io.String.Input(
+                    "mesh",
+                    **ADVANCED,
+                    default="auto",
+                    tooltip="How the GPUs share the work: guidance x ring x ulysses, for example '2x1x2' for four. "
+                    "'auto' takes the fastest for the size of the video, and refuses what one GPU would do faster.",
+                ),
+                io.Int.Input(
+                    "start_timeout",
+                    **ADVANCED,
+                    default=300,
+                    min=5,
+                    max=86400,
+                    tooltip="Seconds until all workers must be there.",
+                ),
+                io.Int.Input(
+                    "step_timeout",
+                    **ADVANCED,
+                    default=600,
+                    min=5,
+                    max=86400,
+                    tooltip="Seconds after which workers that get no further are ended, and an error says where each "
+                    "of them was. Must be longer than loading the models, and than one step.",
+                ),
+            ],
+            outputs=[
+                output(WORKERS, "workers", "For the WanCore loaders."),
+            ],
+        )
 
-    def decode_to(
-        self,
-        samples: Tensor,
-        report: Report,
-        consume: Callable[[Pieces], Made],
-        *,
-        dtype: torch.dtype = torch.float32,
-        tile: TileSpec | None,
-        on_frames: Callable[[int, int], None],
-        rest: str = "decode",
-    ) -> Made:
-        engine, tiles = self._ready(*samples.shape[-2:]), None if tile is None else asdict(tile)
-        how = {"dtype": dtype, "tile": tiles, "on_frames": on_frames, "rest": rest}
-        return engine.decode_to(self.spec, samples, report, consume, **how)
+    @classmethod
+    def validate_inputs(
+        cls,
+        devices: str | None = None,
+        mesh: str | None = None,
+        start_timeout: int | None = None,
+        step_timeout: int | None = None,
+    ) -> bool:
+        if devices is not None:
+            seconds = (300 if start_timeout is None else start_timeout, 600 if step_timeout is None else step_timeout)
+            cls._options(devices, "auto" if mesh is None else mesh, *seconds)
+        return True
 
-    def encode(self, pixels: Tensor) -> Tensor:
-        video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
-        stride = self.config.spatial_stride
-        engine = self._ready(video.shape[1] // stride, video.shape[2] // stride)
-        return host.to_intermediate(engine.encode(self.spec, video.contiguous()))
+    @classmethod
+    def execute(cls, devices: str, mesh: str, start_timeout: int, step_timeout: int) -> io.NodeOutput:
+        options = cls._options(devices, mesh, start_timeout, step_timeout)
+        socket = WorkersSocket(options)
+        socket.held.begin()
+        socket.workers.start()  # they come up while other nodes work
+        return io.NodeOutput(socket, ui=ui.PreviewText(f"{len(options.devices)} workers: {', '.join(options.devices)}"))
 
-    def encode_known(self, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
-        clip, unknown = known_frames(first, last, frames)
-        return self.encode(video_to_pixels(clip)), unknown
-
-    def _ready(self, rows: int, columns: int) -> WorkerEngine:
-        return self.workers.ready("vae", self.held.size, self.working_bytes(rows, columns))
-
-
-class RemoteText(TextSocket):
-    """A text encoder that one of the workers holds."""
-
-    def __init__(self, held: host.Held, workers: WorkersSocket, spec: dict[str, Any]) -> None:
-        super().__init__(held)
-        self.workers, self.spec = workers, spec
-
-    def encoder(self) -> Any:
-        """The text encoder in the workers, with what `PromptCache` needs."""
-        known: dict[str, TokenCount] = {}
-
-        def encode(prompts: Sequence[str]) -> Tensor:
-            alone = len(self.workers.workers.options.devices) == 1  # the last rank holds it, and only while it encodes
-            engine = self.workers.ready("text", 0, self.held.size if alone else 0)
-            rows, counts = engine.text(self.spec, prompts)
-            known.update(zip(prompts, counts, strict=True))
-            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-        return SimpleNamespace(encode=encode, tokenizer=SimpleNamespace(count=known.__getitem__))
+    @staticmethod
+    def _options(devices: str, mesh: str, start_timeout: int, step_timeout: int) -> WorkerOptions:
+        return WorkerOptions(
+            devices=parse_devices(devices, host.gpu_count(), cpu=os.environ.get(ALLOW_CPU) == "1"),
+            mesh=mesh.strip().lower(),
+            start_timeout=start_timeout,
+            step_timeout=step_timeout,
+        )

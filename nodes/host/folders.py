@@ -24,11 +24,11 @@ def model_names(folder: str) -> list[str]:
 
 def _gguf_names(folder: str) -> list[str]:
     """GGUF files, which ComfyUI does not list: packs that do so use lists of their own."""
-    found: set[str] = set()
+    files: set[str] = set()
     for root in folder_paths.get_folder_paths(folder):
         names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
-        found.update(folder_paths.filter_files_extensions(names, [".gguf"]))
-    return sorted(found)
+        files.update(folder_paths.filter_files_extensions(names, [".gguf"]))
+    return sorted(files)
 
 
 def _whole(name: str) -> str:
@@ -61,19 +61,19 @@ def _is_listed(folder: str, name: str) -> bool:
 def stamps(folder: str, *endings: str) -> list[tuple[str, int]]:
     """Files of a kind of model folder whose name ends so, with when they were written: for `fingerprint_inputs`. Links
     to folders are followed, as ComfyUI does."""
-    found: set[Path] = set()
+    files: set[Path] = set()
     for root in folder_paths.get_folder_paths(folder):
         names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
-        found.update(Path(root, name) for name in names if name.endswith(endings))
-    return [(str(path), path.stat().st_mtime_ns) for path in sorted(found) if path.is_file()]
+        files.update(Path(root, name) for name in names if name.endswith(endings))
+    return [(str(path), path.stat().st_mtime_ns) for path in sorted(files) if path.is_file()]
 
 
 def named_files(folder: str, ending: str) -> dict[str, Path]:
     """The same files by name, as a list of choices has them: two with one name are the first of them."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path, _ in stamps(folder, ending):
-        found.setdefault(Path(path).name, Path(path))
-    return found
+        files.setdefault(Path(path).name, Path(path))
+    return files
 
 
 def unfinished_path(seed: int) -> Path:

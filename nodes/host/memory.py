@@ -45,7 +45,48 @@ class Weights(nn.Module):
         self.content: nn.Module | None = None
 
 
-class Held(ModelPatcher):
+class Evictable(ModelPatcher):
+    """What ComfyUI's memory manager loads, and sends away, as one whole."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=size)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether something of it is on the device."""
+        raise NotImplementedError
+
+    def bring(self) -> int:
+        """Load it: how many bytes came."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Free what is on the device."""
+        raise NotImplementedError
+
+    # What the memory manager calls.
+
+    def partially_load(self, device_to: torch.device, extra_memory: float = 0, *_: object, **__: object) -> int:
+        """All or nothing: how many bytes were loaded."""
+        nbytes = self.bring()
+        self.model.device = self.load_device
+        self.model.model_loaded_weight_memory = self.size
+        return nbytes
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, *_: object, **__: object) -> int:
+        """Nothing: then the manager evicts the whole."""
+        return 0
+
+    def detach(self, unpatch_all: bool = True) -> nn.Module:
+        """Evict. ComfyUI calls this with False on models that stay, before it uses them again."""
+        if unpatch_all and self.is_loaded:
+            self.leave()
+            self.model.device = self.offload_device
+            self.model.model_loaded_weight_memory = 0
+        return self.model
+
+
+class Held(Evictable):
     """A model of the engine that ComfyUI's memory manager may evict; it is read from its file again when used again.
 
     Nothing is loaded before the first use. An evicted model is not in host memory either: a second load reads the
@@ -64,7 +105,7 @@ class Held(ModelPatcher):
         """finish: applied to the module after every load. residency: of a transformer or a text encoder, holds its
         weights while its blocks stream; both experts share one, so that one hands its device memory over to the
         other. order: in which models are read ahead, as of `Ahead`."""
-        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=part.bytes)
+        super().__init__(part.bytes)
         self.name, self.part, self.finish, self.residency, self.order = name, part, finish, residency, order
         self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
         self.copies: bool | None = None  # where blocks stream: whether weights are pinned; False: they stay in the file
@@ -181,10 +222,7 @@ class Held(ModelPatcher):
         self.on_model = ModelLoras(self.load_device, merged_of(self.part, self.loras))
         return model
 
-    # What the memory manager calls.
-
-    def partially_load(self, device_to: torch.device, extra_memory: float = 0, *_: object, **__: object) -> int:
-        """All or nothing: how many bytes were loaded."""
+    def bring(self) -> int:
         if self.is_loaded:
             return 0
         begin, source = time.perf_counter(), self.part.part.source
@@ -196,38 +234,25 @@ class Held(ModelPatcher):
         else:
             self.model.content = self._load()
             log.info("WanCore loaded the %s (%s) in %.2f s", self.name, source, time.perf_counter() - begin)
-        self.model.device = self.load_device
-        self.model.model_loaded_weight_memory = self.size
         return self.size
 
-    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, *_: object, **__: object) -> int:
-        """Nothing: then the manager evicts the whole."""
-        return 0
-
-    def detach(self, unpatch_all: bool = True) -> nn.Module:
-        """Evict. ComfyUI calls this with False on models that stay, before it uses them again."""
-        if unpatch_all and self.is_loaded:
-            if self.ahead is not None:
-                self.ahead.drop()
-                self.ahead = None
-            elif self.residency is not None and self.in_host_memory:
-                if isinstance(self.model.content, WanModel):
-                    self.residency.release(self.name)
-                    self.on_model.attached.offload()
-                else:
-                    self.residency.remove(self.name)
+    def leave(self) -> None:
+        if self.ahead is not None:
+            self.ahead.drop()
+            self.ahead = None
+        elif self.residency is not None and self.in_host_memory:
+            if isinstance(self.model.content, WanModel):
+                self.residency.release(self.name)
+                self.on_model.attached.offload()
             else:
-                for tensor in tensors_of(self.model.content).values():
-                    tensor.data = tensor.new_empty(
-                        0
-                    )  # now, although a traceback or a reference cycle may still hold the module
-            if not self.in_host_memory:
-                self.on_model = ModelLoras(self.load_device)  # the attached ones would hold its linears
-            self.model.content = None
-            self.model.device = self.offload_device
-            self.model.model_loaded_weight_memory = 0
-            log.info("WanCore evicted the %s", self.name)
-        return self.model
+                self.residency.remove(self.name)
+        else:  # now, although a traceback or a reference cycle may still hold the module
+            for tensor in tensors_of(self.model.content).values():
+                tensor.data = tensor.new_empty(0)
+        if not self.in_host_memory:
+            self.on_model = ModelLoras(self.load_device)  # the attached ones would hold its linears
+        self.model.content = None
+        log.info("WanCore evicted the %s", self.name)
 
     def __del__(self) -> None:
         self.detach()  # a module may be in a reference cycle: its memory must not wait for the collector

@@ -101,8 +101,8 @@ def accelerate(
     def prepare(executor: Any, model: Any, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         dit = model.model.diffusion_model
         factor = slope_factor(dit.num_heads, dit.dim // dit.num_heads, sparse)
-        kept = int(factor * tokens_of(dit, shape) * dit.dim) * compute_dtype(model).itemsize
-        return executor(model, with_room(shape, model, kept), *args, **kwargs)
+        nbytes = int(factor * tokens_of(dit, shape) * dit.dim) * compute_dtype(model).itemsize
+        return executor(model, with_room(shape, model, nbytes), *args, **kwargs)
 
     ours = {WrappersMP.OUTER_SAMPLE: sample, WrappersMP.APPLY_MODEL: partial(_apply, override)}
     for kind, wrapper in ours.items():
@@ -178,9 +178,9 @@ def _apply(
     options = {} if transformer_options is None else transformer_options
     run = options.get(RUN)
     if run is not None and x.ndim == 5:
-        found = describe(run, uncompiled_model(executor.class_obj.diffusion_model), x, options, kwargs)
+        forward = describe(run, uncompiled_model(executor.class_obj.diffusion_model), x, options, kwargs)
         lasts = run.patches.enter(run.step, options)[1]
-        options[FORWARD] = replace(found, text=0 if c_crossattn is None else c_crossattn.shape[1], lasts=lasts)
+        options[FORWARD] = replace(forward, text=0 if c_crossattn is None else c_crossattn.shape[1], lasts=lasts)
         run.began = True
         run.outer = None if options.get(OVERRIDE) is override else options.get(OVERRIDE)
     hooks = tuple(options.get("wrappers", {}).get(WrappersMP.DIFFUSION_MODEL, {}))

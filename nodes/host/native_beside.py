@@ -101,38 +101,38 @@ def check_step_cache(options: Mapping[str, Any]) -> None:
 def words_before(patcher: ModelPatcher) -> list[str]:
     """What nodes before WanCore Accelerate do beside it, for its text. patcher: with WanCore's override."""
     options = patcher.model_options["transformer_options"]
-    override, words = options[OVERRIDE], shared_words(patcher, options)
+    override, lines = options[OVERRIDE], shared_words(patcher, options)
     if override.chosen is not None:
-        words.append("Model Attention Backend, set before: computes only what WanCore leaves")
+        lines.append("Model Attention Backend, set before: computes only what WanCore leaves")
     if override.earlier is not None and not has_sparse_node(patcher):
-        words.append(
+        lines.append(
             f"{name_of(override.earlier)}, set before: gets every call first, WanCore computes what it passes on"
         )
-    return words
+    return lines
 
 
 def words_after(patcher: ModelPatcher, options: Mapping[str, Any], run: NativeRun) -> list[str]:
     """What other nodes did beside WanCore Accelerate in a run, for its report."""
-    words = shared_words(patcher, options)
+    lines = shared_words(patcher, options)
     if run.outer is not None and not has_sparse_node(patcher):
         name = f"{name_of(run.outer)} was set later"
         put = "put WanCore Accelerate after that node"
-        words.append(f"{name} and gets every call first" if run.taken else f"{name} and computes attention: {put}")
-    if run.began and not run.taken and not run.left and not words:
-        words.append(
+        lines.append(f"{name} and gets every call first" if run.taken else f"{name} and computes attention: {put}")
+    if run.began and not run.taken and not run.left and not lines:
+        lines.append(
             "no call of attention came to WanCore: another node replaced this model's attention, or it was compiled "
             "before; remove that node, or restart ComfyUI"
         )
-    return words
+    return lines
 
 
 def shared_words(patcher: ModelPatcher, options: Mapping[str, Any]) -> list[str]:
-    words, cache = [], step_cache_of(options)
+    lines, cache = [], step_cache_of(options)
     if has_sparse_node(patcher):
-        words.append(f"{SPARSE_NODE} computes the self-attention that it takes, WanCore the rest")
+        lines.append(f"{SPARSE_NODE} computes the self-attention that it takes, WanCore the rest")
     if cache is not None:
-        words.append(f"{cache} skips forwards, WanCore computes the others")
-    return words
+        lines.append(f"{cache} skips forwards, WanCore computes the others")
+    return lines
 
 
 Ids = tuple[tuple[str, str, int], ...]

@@ -39,13 +39,13 @@ def evaluations(patcher: ModelPatcher, sampler: str, sigmas: Sequence[float]) ->
     whether it runs the negative prompt whatever the scale of guidance is."""
     from comfy.samplers import sampler_object
 
-    found = sampler_object(sampler)
-    if sampler in UNSTEADY or not found.sampler_function.__module__.startswith(OWN):
+    chosen = sampler_object(sampler)
+    if sampler in UNSTEADY or not chosen.sampler_function.__module__.startswith(OWN):
         return None, False
     own = torch.tensor(sigmas)
     model = StandIn(patcher, own)
     with torch.random.fork_rng(devices=[]):
-        found.sampler_function(
-            model, torch.ones(1, 1, 1, 1, 1), own, {"seed": 0}, callback=None, disable=True, **found.extra_options
+        chosen.sampler_function(
+            model, torch.ones(1, 1, 1, 1, 1), own, {"seed": 0}, callback=None, disable=True, **chosen.extra_options
         )
     return model.seen, model.both

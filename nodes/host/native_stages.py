@@ -112,19 +112,19 @@ class StagedRun:
         else:
             self.small += len(keys)
             size = self.size(stage.scale, x, executor.class_obj.diffusion_model.patch_size[1:])
-            sample, told = size.sample(x.float(), sigma), self.told(sigma, stage.scale)
+            sample, model_sigma = size.sample(x.float(), sigma), self.told(sigma, stage.scale)
             concat = None if c_concat is None else (size.down(c_concat.float()) / size.ratio).to(c_concat)
             options = {**options, SCALE: stage.scale}
             if FORWARD in options:  # says the size of the video
                 options[FORWARD] = at_size(options[FORWARD], size)
             if stage.positions == "video":
                 options["rope_options"] = rope_options(size, options.get("rope_options"))
-            inputs = sample.to(x), torch.full_like(t, told), concat, c_crossattn, control, options
+            inputs = sample.to(x), torch.full_like(t, model_sigma), concat, c_crossattn, control, options
             with apart(options, ("stage", *options.get("rope_options", {}).values())):
                 predicted = executor(*inputs, **kwargs).float()
-            velocity, before = (sample - predicted) / told, [self.before(key) for key in keys]
-            known = None if any(one is None for one in before) else torch.cat(before)  # type: ignore[arg-type]
-            video = size.video(sample, velocity, sigma, known).to(x)
+            velocity, before = (sample - predicted) / model_sigma, [self.before(key) for key in keys]
+            previous = None if any(one is None for one in before) else torch.cat(before)  # type: ignore[arg-type]
+            video = size.video(sample, velocity, sigma, previous).to(x)
         for key, part in zip(keys, video.float().chunk(len(keys)), strict=True):
             self.videos[key] = self.videos[entry_of(key)] = part
         return video
@@ -171,10 +171,10 @@ def at_size(forward: NativeForward, size: SmallerSize) -> NativeForward:
 def attach_stages(patcher: ModelPatcher, stages: Stages | None) -> None:
     """Put `stages` on a clone of a model, in place of those that are there; None takes them away. Raises
     OptionError."""
-    found = describe(patcher)
-    if stages is not None and (not found.stages):
+    native = describe(patcher)
+    if stages is not None and (not native.stages):
         raise OptionError(
-            f"{found.name} takes inputs whose size a resolution schedule does not change: disconnect WanCore "
+            f"{native.name} takes inputs whose size a resolution schedule does not change: disconnect WanCore "
             "Resolution Schedule"
         )
     patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
@@ -184,5 +184,5 @@ def attach_stages(patcher: ModelPatcher, stages: Stages | None) -> None:
 
 def stages_of(patcher: ModelPatcher) -> tuple[StageOptions, ...]:
     """The resolution schedule of a model."""
-    found = next(iter(patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).get(KEY, [])), None)
-    return () if found is None else found.stages
+    stages = next(iter(patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).get(KEY, [])), None)
+    return () if stages is None else stages.stages

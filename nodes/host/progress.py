@@ -91,11 +91,11 @@ def running_node() -> str | None:
     return None if context is None else get_progress_state().dynprompt.get_display_node_id(context.node_id)
 
 
-def show(words: str) -> None:
+def show(text: str) -> None:
     """Text on the node that is running, in every page that is open."""
     node = running_node()
     if node is not None:
-        PromptServer.instance.send_progress_text(words, node)
+        PromptServer.instance.send_progress_text(text, node)
 
 
 def reporter() -> Callable[[str], None]:

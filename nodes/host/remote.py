@@ -7,19 +7,17 @@ from weakref import WeakSet
 
 import torch
 from comfy import model_management
-from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import get_executing_context
-from torch import nn
 
 from wan_core.execution.memory.planning import CONTEXT
 
 from .devices import device
-from .memory import Weights, log
+from .memory import Evictable, log
 
 _remotes: WeakSet[Remote] = WeakSet()
 
 
-class Remote(ModelPatcher):
+class Remote(Evictable):
     """What worker processes hold on ComfyUI's device, as one thing that its memory manager may send away: that ends
     them, so that nothing of it is left.
 
@@ -29,7 +27,7 @@ class Remote(ModelPatcher):
 
     def __init__(self, stop: Callable[[], None], is_running: Callable[[], bool], devices: Sequence[str]) -> None:
         """devices: of the workers, the first rank's first."""
-        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=1)
+        super().__init__(size=1)
         self.stop, self.is_running = stop, is_running
         self.devices = frozenset(devices)
         self.here = str(device()) in devices
@@ -66,23 +64,17 @@ class Remote(ModelPatcher):
                 model_management.free_memory(lacking, other)
         model_management.load_models_gpu([self], memory_required=0)
 
-    def partially_load(self, device_to: torch.device, extra_memory: float = 0, *_: object, **__: object) -> int:
-        more = self.size - self.model.model_loaded_weight_memory
-        self.model.device = self.load_device
-        self.model.model_loaded_weight_memory = self.size
-        return more
+    @property
+    def is_loaded(self) -> bool:
+        return bool(self.model.model_loaded_weight_memory)
 
-    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, *_: object, **__: object) -> int:
-        """Nothing: then the manager sends the whole away."""
-        return 0
+    def bring(self) -> int:
+        """The workers load for themselves; the manager counts it."""
+        return self.size - self.model.model_loaded_weight_memory
 
-    def detach(self, unpatch_all: bool = True) -> nn.Module:
-        """Free the model in the workers, see `Held.detach`."""
-        if unpatch_all and self.model.model_loaded_weight_memory:
-            self._end()
-            self.size = 1
-            self.model.device = self.offload_device
-        return self.model
+    def leave(self) -> None:
+        self._end()
+        self.size = 1
 
     def _end(self) -> None:
         self.stop()

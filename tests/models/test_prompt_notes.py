@@ -56,9 +56,9 @@ def test_the_tokens_that_are_not_read(encoder: TextEncoder) -> None:
 def test_a_cache_remembers_how_a_prompt_was_read(encoder: TextEncoder) -> None:
     cache, long = PromptCache(limit=2), "red " * 2000
     for _ in range(2):
-        cache.encode([SENTENCE, long], lambda: encoder)
+        cache.encode([SENTENCE, long], encoder.read)
         assert cache.notes(SENTENCE) == [] and "was cut" in cache.notes(long)[0]
-    cache.encode(["a (red:1.4) circle", "one"], lambda: encoder)
+    cache.encode(["a (red:1.4) circle", "one"], encoder.read)
     assert len(cache._counts) == 2 and "(red:1.4)" in cache.notes("a (red:1.4) circle")[0]
 
 

@@ -61,7 +61,8 @@ class Device:
 
     def remote(self, pack: Any, running: list[bool], devices: tuple[str, ...] = ("cuda:0", "cuda:1")) -> Any:
         module = importlib.import_module("pack.nodes.host.remote")
-        module.device = lambda: self.names[0]
+        for user in (module, importlib.import_module("pack.nodes.host.memory")):
+            user.device = lambda: self.names[0]
 
         def stop() -> None:
             self.workers, self.ended, running[0] = 0, self.ended + 1, False

@@ -66,7 +66,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
             del sys.modules[name]
 
 
-LOADERS = ("model_loader", "text_encoder_loader", "vae_loader", "lora")
+LOADERS = ("model_loader", "part_loaders", "lora")
 
 
 def folder_paths_on(base: Path) -> dict[str, Callable[..., Any]]:
@@ -96,7 +96,7 @@ def folder_paths_on(base: Path) -> dict[str, Callable[..., Any]]:
 
 def loaders(nodes: SimpleNamespace) -> dict[str, Callable[[Any], object]]:
     """Every way from a name in a workflow to a file, and where ComfyUI asks for it."""
-    text, vae = nodes.text_encoder_loader.WanCoreTextEncoderLoader, nodes.vae_loader.WanCoreVAELoader
+    text, vae = nodes.part_loaders.WanCoreTextEncoderLoader, nodes.part_loaders.WanCoreVAELoader
     model, lora = nodes.model_loader.WanCoreModelLoader, nodes.lora.WanCoreLoRA
     tiny = nodes.files.TINY_T2V
     return {
@@ -214,7 +214,7 @@ def test_a_check_of_several_inputs_is_reported_once(nodes: SimpleNamespace) -> N
             model.validate_inputs(high=nodes.files.TINY_T2V, low=nodes.files.TINY_T2V, **inputs)
     assert model.validate_inputs(high=None, low=None, precision=None, attention=None, keep_blocks=None) is True
     assert model.fingerprint_inputs(high=None) == []
-    for node in (nodes.vae_loader.WanCoreVAELoader, nodes.text_encoder_loader.WanCoreTextEncoderLoader):
+    for node in (nodes.part_loaders.WanCoreVAELoader, nodes.part_loaders.WanCoreTextEncoderLoader):
         assert node.validate_inputs(None) is True
         with pytest.raises(ValueError, match="is not a model in"):
             node.validate_inputs("/etc/passwd")

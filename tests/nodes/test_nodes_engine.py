@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from wan_core.media.pictures import EXPERT_COLOUR, clock
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import WAN21, WAN22, map_of_channels
 from wan_core.media.video import fit_image
+from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.text.umt5 import PromptCache
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.tiling import TileSpec
@@ -305,19 +306,19 @@ def test_the_estimate_counts_forwards() -> None:
 def test_a_known_prompt_never_runs_the_encoder_again() -> None:
     encoder, runs = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32), []
 
-    def load() -> object:
+    def read(prompts: Sequence[str]) -> tuple[torch.Tensor, list[TokenCount]]:
         runs.append(1)
-        return encoder
+        return encoder.read(prompts)
 
     cache = PromptCache(limit=2)
     texts = ["a red circle moving right on a blue background", ""]
-    first = cache.encode(texts, load)  # type: ignore[arg-type]
-    again = cache.encode(texts[::-1], load)  # type: ignore[arg-type]
+    first = cache.encode(texts, read)
+    again = cache.encode(texts[::-1], read)
     assert len(runs) == 1 and torch.equal(first[0], again[1]) and torch.equal(first[1], again[0])
     for text, rows in zip(texts, first, strict=True):
         torch.testing.assert_close(rows, encoder.encode([text]), atol=1e-5, rtol=1e-4)
-    cache.encode(["a green star"], load)  # type: ignore[arg-type]
-    cache.encode(texts[1:], load)  # type: ignore[arg-type]
+    cache.encode(["a green star"], read)
+    cache.encode(texts[1:], read)
     assert len(runs) == 3, "the oldest of three was dropped"
 
 

@@ -93,6 +93,7 @@ def nodes() -> Iterator[SimpleNamespace]:
     try:
         yield SimpleNamespace(
             host=importlib.import_module("nodes.host"),
+            memory=importlib.import_module("nodes.memory"),
             sockets=importlib.import_module("nodes.sockets"),
             manager=manager,
         )
@@ -128,16 +129,20 @@ def with_loras(model: Any, strength: float) -> Any:
     return replace(model, loras={name: tuple(wanted) for name, wanted in found.items()})
 
 
-def latents(model: Any, on_step: Any = None, relieve: Any = None, steps: int = 2) -> torch.Tensor:
+def owner_of(model: Any, workload: Workload = WORKLOAD) -> Any:
+    return importlib.import_module("nodes.memory").ComfyMemory(model, workload, Report(CPU))
+
+
+def latents(model: Any, on_step: Any = None, owner: Any = None, steps: int = 2) -> torch.Tensor:
     rows = [draw_noise(n, (1, 5, model.experts.dit.text_dim)) for n in (1, 2)]
-    report = Report(CPU)
+    owner = owner_of(model) if owner is None else owner
     return sample_latents(
         make_plan(task="t2v-tiny", steps=steps),
-        Varied(lambda expert: model.acquire(expert, WORKLOAD, report), model.prefetch, relieve),
+        owner,
         Conditioning(cond=rows[0], uncond=rows[1]),
         draw_noise(7, SHAPE),
         model.experts.vae,
-        report,
+        Report(CPU),
         on_step=on_step,
     )
 
@@ -157,9 +162,9 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
     workload = Workload((1, 16, 21, 60, 104), make_plan(steps=4), batched)
     room = 30 << 30
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room)
-    monkeypatch.setattr(nodes.sockets.host, "room", lambda: room)
+    monkeypatch.setattr(nodes.host, "room", lambda: room)
     planned = MemoryPlanner(settings, options).plan(workload)
-    here = model.plan(workload)
+    here = nodes.memory.plan_experts(model, workload)
     assert here.beside["high"] == planned.beside["high"] and here.form == planned.form
     assert here.staying_blocks == planned.resident_blocks < found.dit.num_layers
 
@@ -179,11 +184,13 @@ def test_blocks_that_stream_stay_while_half_of_the_reserve_is_left(
     now = Residency(CPU, "stream", resident_blocks=blocks, room=1)
     for one in held.values():
         one.resident_blocks = blocks
-    taken = model.plan(workload).beside["high"] + stage_bytes(settings.parts["high"].units, blocks)
+    taken = nodes.memory.plan_experts(model, workload).beside["high"] + stage_bytes(
+        settings.parts["high"].units, blocks
+    )
     room = (taken + (1 - share) * RESERVE[0]) / (1 - (1 - share) * RESERVE[1])
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: int(room))
-    monkeypatch.setattr(nodes.sockets.host, "room", lambda: int(room))
-    ours, here = MemoryPlanner(settings, options).plan(workload, now), model.plan(workload)
+    monkeypatch.setattr(nodes.host, "room", lambda: int(room))
+    ours, here = MemoryPlanner(settings, options).plan(workload, now), nodes.memory.plan_experts(model, workload)
     assert ours.staying_blocks == here.staying_blocks
     assert (here.staying_blocks == blocks) == stays
 
@@ -201,17 +208,17 @@ def test_nodes_tell_the_model_how_the_plan_keeps_what_it_prepares(
     model = nodes.sockets.ModelSocket(options, settings, {"high": held, "low": held}, None)
     workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
     monkeypatch.setattr(planning, "RESERVE", (0, 0))
-    on_device = model.plan(workload)
+    on_device = nodes.memory.plan_experts(model, workload)
     assert on_device.form is not None and on_device.staying_blocks is None and not on_device.form.host
     less = on_device.beside["high"] + stage_bytes(part.units, 0) - 1
-    monkeypatch.setattr(nodes.sockets.host, "room", lambda: less)
-    report = Report(CPU)
-    found = model.acquire("high", workload, report)
-    plan = model.plan(workload)
+    monkeypatch.setattr(nodes.host, "room", lambda: less)
+    owner = owner_of(model, workload)
+    found = owner.acquire("high")
+    plan = nodes.memory.plan_experts(model, workload)
     assert plan.form is not None and plan.form.host and found.prepared_form == plan.form == held.kept_form
-    assert held.resident_blocks == plan.staying_blocks and f"memory: {plan.form.words}" in report.notes
-    monkeypatch.setattr(nodes.sockets.host, "room", lambda: 1 << 40)
-    assert model.acquire("high", workload, report).prepared_form == on_device.form
+    assert held.resident_blocks == plan.staying_blocks and f"memory: {plan.form.words}" in owner.report.notes
+    monkeypatch.setattr(nodes.host, "room", lambda: 1 << 40)
+    assert owner.acquire("high").prepared_form == on_device.form
     held.detach()
 
 
@@ -225,10 +232,10 @@ def test_host_memory_that_is_short_is_said_before_anything_is_read(
     model = nodes.sockets.ModelSocket(options, settings, {"high": held, "low": held}, None)
     workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
     monkeypatch.setattr(planning, "RESERVE", (0, 0))
-    monkeypatch.setattr(nodes.sockets.host, "room", lambda: 1 << 20)  # less than any form takes
-    monkeypatch.setattr(nodes.sockets, "host_room", lambda: settings.parts["high"].bytes)
+    monkeypatch.setattr(nodes.host, "room", lambda: 1 << 20)  # less than any form takes
+    monkeypatch.setattr(nodes.memory, "host_room", lambda: settings.parts["high"].bytes)
     with pytest.raises(OptionError, match=r"driving video, FP8, in host memory, take .* make a smaller video"):
-        model.acquire("high", workload, Report(CPU))
+        owner_of(model, workload).acquire("high")
     assert not held.is_loaded and not held.in_host_memory
 
 
@@ -261,10 +268,7 @@ def test_the_pipeline_and_the_nodes_agree(nodes: SimpleNamespace, mode: str) -> 
     exact = latents(streamed)
     options = replace(streamed.options, loras=loras, residency="stream", resident_blocks=2)
     models = load_models(streamed.experts, options, Report(CPU))
-    engine = SimpleNamespace(
-        acquire=lambda expert, *_: models.expert(expert), prefetch=models.prefetch, experts=streamed.experts
-    )
-    assert torch.equal(latents(engine), exact)
+    assert torch.equal(latents(streamed, owner=Varied(models.expert, models.prefetch)), exact)
 
 
 @pytest.mark.parametrize("strength", [None, 1.0])
@@ -304,11 +308,7 @@ def test_what_is_evicted_holds_no_device_memory(nodes: SimpleNamespace) -> None:
 def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNamespace, mode: str) -> None:
     exact = latents(with_loras(socket(nodes, "resident", mode), 1.0), steps=4)
     model = with_loras(socket(nodes, "auto", mode), 1.0)
-    words: list[str | None] = []
-
-    def relieve(expert: str) -> bool:
-        words.append(model.relieve(expert, WORKLOAD))
-        return words[-1] is not None
+    owner = owner_of(model)
 
     def fail_once(progress: Any, _: float | None) -> None:
         if progress.step.index == 0:
@@ -320,8 +320,10 @@ def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNa
 
             handle = module.blocks[1].register_forward_pre_hook(fail)
 
-    assert torch.equal(latents(model, fail_once, relieve, steps=4), exact)
-    assert words and "stay, the others stream" in str(words[0])
+    assert torch.equal(latents(model, fail_once, owner, steps=4), exact)
+    assert (
+        "out of memory, going on with" in owner.report.notes[-1] and "blocks stay, the others" in owner.report.notes[-1]
+    )
     attached = sum(map(is_attached, dict(model.held["low"].model.content.named_buffers())))
     assert (attached > 0) == (mode == "attach")
 
@@ -356,7 +358,7 @@ def test_a_lora_that_has_to_be_merged_is_refused_for_packed_weights_in_a_mapped_
     name = "blocks.0.ffn.0"
     whole = from_state_dict({f"{name}.diff": torch.ones(shapes[f"{name}.weight"])}, "whole")
     loras = {expert: (Wanted(read_lora(whole, shapes), 1.0, ("whole", 0, 0)),) for expert in files}
-    monkeypatch.setattr(nodes.sockets, "host_room", lambda: 1 << 16)
+    monkeypatch.setattr(nodes.memory, "host_room", lambda: 1 << 16)
     for used in (False, True):
         model = socket(nodes, "stream", "merge", files)
         if used:
@@ -372,7 +374,7 @@ def test_packed_weights_with_merged_loras_are_read_again_where_they_come_to_stay
     model = with_loras(socket(nodes, "auto", "merge", files), 1.0)
     merged = latents(model)
     model = replace(model, options=replace(model.options, residency="stream"))
-    monkeypatch.setattr(nodes.sockets, "host_room", lambda: 1 << 16)
+    monkeypatch.setattr(nodes.memory, "host_room", lambda: 1 << 16)
     attached = latents(model)
     assert all(any(map(is_attached, dict(h.residency.models[n].named_buffers()))) for n, h in model.held.items())
     torch.testing.assert_close(attached, merged, atol=2e-2, rtol=1e-2)
@@ -420,7 +422,7 @@ def test_weights_that_do_not_fit_into_host_memory_stay_in_their_file(
     def left() -> int:
         return int(1.5 * one) - sum(u.layout.nbytes for w in weights.values() for u in w.units if u.memory is not None)
 
-    monkeypatch.setattr(nodes.sockets, "host_room", left)
+    monkeypatch.setattr(nodes.memory, "host_room", left)
     found = latents(model)
     pinned = {name: all(unit.memory is not None for unit in weights[name].units) for name in held}
     assert pinned == {"high": True, "low": False}
@@ -428,6 +430,6 @@ def test_weights_that_do_not_fit_into_host_memory_stay_in_their_file(
     assert attached == {"high": False, "low": True}
     torch.testing.assert_close(found, exact, atol=2e-4, rtol=1e-3)
     assert torch.equal(latents(model), found)
-    monkeypatch.setattr(nodes.sockets, "host_room", lambda: one // 2)
+    monkeypatch.setattr(nodes.memory, "host_room", lambda: one // 2)
     with pytest.raises(OptionError, match="GiB are available"):  # of 16 bits, and computed in 32
         latents(socket(nodes, "stream"))

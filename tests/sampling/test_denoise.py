@@ -165,7 +165,8 @@ def test_choice_of_batching_says_why():
     guided, free = make_plan(), make_plan(guidance_high=1, guidance_low=1)
     assert choose_batched("auto", guided, 75_600, False)[0] is False
     assert choose_batched("auto", guided, 180, False)[0] is True
-    assert choose_batched("auto", guided, 75_600, True)[0] is True
+    assert choose_batched("auto", guided, 8_000, True)[0] is True
+    assert choose_batched("auto", guided, 75_600, True)[0] is False
     assert choose_batched("batched", guided, 75_600, False)[0] is True
     assert choose_batched("batched", free, 180, False)[0] is False
     assert all(choose_batched(m, guided, 180, False)[1] for m in ("auto", "sequential", "batched"))

@@ -195,14 +195,14 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     text = {"path": str(TINY_FILES / "text_encoder.safetensors"), "precision": "fp32"}
     cache = PromptCache()
     for row, known in zip(
-        WorkerEngine(workers).text(text, prompts)[0], cache.encode(prompts, lambda: encoder), strict=True
+        WorkerEngine(workers).text(text, prompts)[0], cache.encode(prompts, encoder.read), strict=True
     ):
         torch.testing.assert_close(row[None], known, atol=1e-5, rtol=0)
 
     high, low = (str(TINY_FILES / f"i2v_{name}.safetensors") for name in ("high", "low"))
     found, plan = find_experts(high, low), make_plan(task="i2v-tiny", steps=4, guidance_high=1.0)
     plan = with_nag(plan, NagOptions())  # where the high-noise expert has no guidance
-    cond, uncond = cache.encode(prompts[:2], lambda: encoder)
+    cond, uncond = cache.encode(prompts[:2], encoder.read)
     concat = join_image(latents, torch.ones_like(latents[:, :1]), found.vae)
     given = {"cond": cond, "uncond": uncond, "concat": concat}
     experts = {"high": found.high.load(CPU, torch.float32, None), "low": found.low.load(CPU, torch.float32, None)}

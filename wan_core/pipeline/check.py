@@ -15,7 +15,6 @@ from torch import Tensor
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.host_memory import total_bytes
 from wan_core.config.table import from_values
-from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.execution.report import GIB
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
@@ -79,8 +78,7 @@ class Job:
 
     def streamed(self) -> Job:
         """The same where blocks come from host memory for every forward."""
-        mode, few = self.request.guidance_mode, self.tokens <= TRANSFER_TOKENS
-        batched, why = choose_batched(mode, self.plan, self.tokens, streamed=few)
+        batched, why = choose_batched(self.request.guidance_mode, self.plan, self.tokens, streamed=True)
         return replace(self, batched=batched, batched_why=why)
 
     def start(self, latents: Tensor | None = None, clip: int = 0) -> Start:

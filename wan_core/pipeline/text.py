@@ -28,7 +28,7 @@ def encode_text(run: Run) -> Conditioning:
     def encode() -> tuple[Tensor, list[TokenCount]]:
         encoder = run.memory.fetch("text encoder", run.models.text_encoder)
         with run.report.phase("text"):
-            return encoder.encode(prompts), [encoder.tokenizer.count(prompt) for prompt in prompts]
+            return encoder.read(prompts)
 
     if ranks is None or ranks.rank == text_rank(ranks):
         rows, counts = retried(encode, partial(run.memory.relieve, "text_encoder"))

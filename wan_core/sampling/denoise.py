@@ -37,6 +37,7 @@ from wan_core.sampling.windowed import in_windows
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
 BATCHED_TOKENS = 1024
+TRANSFER_TOKENS = 8192  # up to here a block's copy from the host takes longer than computing it once
 
 
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
@@ -393,7 +394,7 @@ def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool) -> tuple[
         return False, "no step is guided"
     if mode != "auto":
         return mode == "batched", "asked for"
-    if streamed:
+    if streamed and tokens <= TRANSFER_TOKENS:
         return True, "weights are streamed: one transfer serves both branches"
     if tokens <= BATCHED_TOKENS:
         return True, f"{tokens} tokens do not fill the device alone (up to {BATCHED_TOKENS})"

@@ -246,8 +246,7 @@ class Jobs:
 
             residency = self.hold("text encoder", [spec, header["files"]], load)
             encoder = cast(TextEncoder, residency.use("text encoder"))
-            rows = encoder.encode(header["prompts"])
-            counts = [encoder.tokenizer.count(prompt) for prompt in header["prompts"]]
+            rows, counts = encoder.read(header["prompts"])
             residency.release("text encoder")
         rows = rows_of_all(self.everyone, rows)
         counts = counts_of_all(self.everyone, counts, len(header["prompts"]))

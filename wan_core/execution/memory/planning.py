@@ -31,7 +31,6 @@ FACTORS = {"fused": 5.05, "compiled": 6.06, "engine": 5.66, "torch": TORCH_PER_T
 DECODE = {False: 11.5, True: 15.5}  # of a VAE's widest layer at full size, 2.1 and 2.2, measured likewise
 TEXT = int(0.15 * GIB)  # activations of encoding prompts
 LATENTS = 0.2 * GIB  # latents and their history, the rotation table, workspaces of products
-TRANSFER_TOKENS = 8192  # up to here a block's copy from the host takes longer than computing it once
 LEAST_STREAMED = SLOTS + 1  # blocks: fewer would take more memory for their slots than they free
 
 

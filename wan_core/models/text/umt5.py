@@ -10,7 +10,7 @@ https://arxiv.org/abs/1910.10683; Chung et al., https://arxiv.org/abs/2304.09151
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -209,6 +209,10 @@ class TextEncoder(nn.Module):
         ids, mask = self.tokenize(prompts)
         return self.encoder(ids, mask).masked_fill(~mask[..., None], 0)
 
+    def read(self, prompts: Sequence[str]) -> tuple[Tensor, list[TokenCount]]:
+        """The rows of `encode`, and how many tokens of each prompt were read."""
+        return self.encode(prompts), [self.tokenizer.count(prompt) for prompt in prompts]
+
 
 class PromptCache:
     """The rows of the last `limit` prompts of one encoder, on the CPU: at most 4 MB each for UMT5-XXL in bf16."""
@@ -218,18 +222,19 @@ class PromptCache:
         self._rows: OrderedDict[str, Tensor] = OrderedDict()
         self._counts: dict[str, TokenCount] = {}
 
-    def encode(self, prompts: Sequence[str], encoder: Callable[[], TextEncoder]) -> list[Tensor]:
+    def encode(
+        self,
+        prompts: Sequence[str],
+        read: Callable[[Sequence[str]], tuple[Iterable[Tensor], Sequence[TokenCount]]],
+    ) -> list[Tensor]:
         """Rows [1, L, dim] of each prompt, L its own length.
 
-        `encoder` returns the encoder, which it may have to load; it is called only if a prompt is new. New prompts are
-        encoded in one batch.
+        `read`, such as `TextEncoder.read`, is called only if a prompt is new, with all new ones.
         """
         missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._rows]
         if missing:
-            model = encoder()
-            for prompt, rows in zip(missing, model.encode(missing).cpu(), strict=True):
-                count = model.tokenizer.count(prompt)
-                self._rows[prompt] = rows[None, : count.read].clone()
+            for prompt, rows, count in zip(missing, *read(missing), strict=True):
+                self._rows[prompt] = rows[None, : count.read].to("cpu", copy=True)
                 self._counts[prompt] = count
         encoded = [self._rows[prompt] for prompt in prompts]
         for prompt in prompts:

@@ -1,0 +1,180 @@
+"""Who computes what a socket is for: this process, or the workers of a launcher (`nodes.workers`). A socket asks its
+engine and need not know which one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from wan_core.execution.memory.owner import RunOwner
+from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory
+from wan_core.execution.memory.streaming import stage_bytes
+from wan_core.execution.report import Report
+from wan_core.models.text.tokenizer import TokenCount
+from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
+from wan_core.models.wan.families.wan.inputs import known_frames
+from wan_core.pipeline.check import check_tensor
+from wan_core.pipeline.decode import Made, Pieces, decode_to
+from wan_core.pipeline.denoise import sample_latents
+from wan_core.pipeline.host_planning import host_room, plan_host
+from wan_core.pipeline.loras import Wanted
+from wan_core.pipeline.media import encode_images, encode_video
+from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.run import OnStep
+from wan_core.pipeline.settings import ModelSettings
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.pace import BlockChecks
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.sparsity.run import check_kernel
+from wan_core.sampling.start import Leftover, Start
+
+from . import host
+from .memory import ComfyMemory
+
+if TYPE_CHECKING:
+    from .sockets import ModelSocket, TextSocket, VAESocket
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A run of the sampler. `notes`: of its report, where this process runs it; workers say what holds there."""
+
+    model: ModelSocket
+    workload: Workload
+    conditioning: Conditioning
+    start: Start
+    report: Report
+    notes: Sequence[str]
+
+
+class Engine(Protocol):
+    """What sockets ask for. `in_workers`: it reads models and LoRAs from files, in other processes."""
+
+    in_workers: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where models run; that of the first rank."""
+        ...
+
+    def read_ahead(self, held: Sequence[host.Held], loras: Sequence[Sequence[Wanted]]) -> None:
+        """Begin to read models, each with its LoRAs, where there is room."""
+        ...
+
+    def prepare_kernels(self, settings: ModelSettings) -> str | None:
+        """Begin to load kernels, see `host.prepare_kernels`."""
+        ...
+
+    def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[TokenCount]]:
+        """Rows [L, dim] of each prompt, zeros at the end or none, and its tokens."""
+        ...
+
+    def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
+        """Pictures [F, H, W, 3] in 0..1 -> latents [1, C, T, Y, X]."""
+        ...
+
+    def encode_known(
+        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int
+    ) -> tuple[Tensor, Tensor]:
+        """The result of `known_frames`, with latents in place of its clip."""
+        ...
+
+    def decode_to(
+        self, vae: VAESocket, samples: Tensor, report: Report, consume: Callable[[Pieces], Made], **how: Any
+    ) -> Made:
+        """Decode and hand pictures to `consume`, see `images.decode_to`, which also takes `how`."""
+        ...
+
+    def check(self, model: ModelSocket, plan: Plan, shape: tuple[int, ...]) -> None:
+        """Raise OptionError, before anything of this size is made, for latents [B, C, T, Y, X] that cannot run."""
+        ...
+
+    def owner(self, model: ModelSocket, workload: Workload, report: Report) -> RunOwner:
+        """The experts of one run in this process. Raises OptionError where they are elsewhere."""
+        ...
+
+    def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
+        """Un-normalised latents, see `sample.sample_latents`."""
+        ...
+
+
+class ComfyEngine:
+    """This process, with models that ComfyUI's memory manager holds."""
+
+    in_workers = False
+    read_ahead = staticmethod(host.read_ahead)
+    prepare_kernels = staticmethod(host.prepare_kernels)
+
+    @property
+    def device(self) -> torch.device:
+        return host.device()
+
+    def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[Tensor, list[TokenCount]]:
+        """Blocks of the encoder stream if it does not fit on the device as a whole."""
+        held, part = text.held, text.held.part
+        sizes = Sizes(units=(0,), experts=1, text_encoder=part.bytes, text_stage=stage_bytes(part.units, 0), vae=0)
+        if plan_memory(sizes, Beside(text=TEXT, denoise=0, decode=0), host.room(), "swap").streams_text:
+            if not held.in_host_memory:
+                held.wait(part, plan_host({"text_encoder": part}, host_room()).copies("text_encoder"))
+            held.stream(0)
+        return cast(TextEncoder, held.use(TEXT)).read(prompts)
+
+    def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
+        return encode_images(_loaded(vae, *vae.latent_size(pixels)), pixels)
+
+    def encode_known(
+        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int
+    ) -> tuple[Tensor, Tensor]:
+        """The clip exists only on the device."""
+        place = {"device": host.device(), "dtype": vae.held.part.dtype}
+        ends = (None if end is None else pixels_to_video(video_to_pixels(end)).to(**place) for end in (first, last))
+        clip, unknown = known_frames(*ends, frames)
+        return encode_video(_loaded(vae, *vae.latent_size(clip[0, 0])), clip), unknown.float().cpu()
+
+    def decode_to(
+        self, vae: VAESocket, samples: Tensor, report: Report, consume: Callable[[Pieces], Made], **how: Any
+    ) -> Made:
+        return decode_to(_loaded(vae, *samples.shape[-2:]), samples, report, consume, **how)
+
+    def check(self, model: ModelSocket, plan: Plan, shape: tuple[int, ...]) -> None:
+        if len(shape) != 5:
+            return  # refused by whatever reads the latents
+        dit, settings = model.experts.dit, model.settings
+        tokens = dit.tokens(max(plan.window_sizes(shape[2])), *shape[3:])
+        check_tensor("an activation", (shape[0] * tokens, dit.dim), settings.dtype.itemsize, host.device())
+        if plan.sparse is not None:
+            check_kernel(plan.sparse, settings.attention, host.device(), dit.head_dim, tokens)
+
+    def owner(self, model: ModelSocket, workload: Workload, report: Report) -> RunOwner:
+        return ComfyMemory(model, workload, report)
+
+    def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
+        plan, vae = run.workload.plan, run.model.experts.vae
+        run.report.notes += run.notes
+        return sample_latents(
+            plan,
+            self.owner(run.model, run.workload, run.report),
+            run.conditioning,
+            run.start.sample(plan, vae, host.device()),
+            vae,
+            run.report,
+            start=run.start,
+            batched=run.workload.batched,
+            on_step=on_step,
+            on_leftover=on_leftover,
+            checks=BlockChecks(host.check_interruption),
+        )
+
+
+HERE = ComfyEngine()
+
+
+def _loaded(vae: VAESocket, rows: int, columns: int) -> VideoVAE:
+    """On the device, with room for latents of `rows` x `columns`."""
+    return cast(VideoVAE, vae.held.use(vae.working_bytes(rows, columns)))

@@ -1,0 +1,126 @@
+"""The experts of a run under ComfyUI's memory manager: what is loaded, what streams, and who leaves for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from wan_core.execution.memory.owner import RunOwner
+from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_again
+from wan_core.execution.report import Report
+from wan_core.models.wan.config import PreparedForm
+from wan_core.models.wan.model import WanModel
+from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host
+from wan_core.pipeline.loras import lora_bytes
+from wan_core.pipeline.memory_planning import Workload, beside_workload
+from wan_core.sampling.plan import Expert
+
+from . import host
+
+if TYPE_CHECKING:
+    from .sockets import ModelSocket
+
+
+def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
+    """The memory plan of the experts alone, made as on the command line. Blocks that stream now stay so where that
+    fits."""
+    high, settings = model.held["high"], model.settings
+    attached = [name for name in settings.parts if model.held[name].part.lora_mode == "attach"]
+    loras = lora_bytes(one for name in attached for one in model.loras.get(name, ()))
+    beside = beside_workload(settings.found, workload, settings.per_token(), settings.dtype.itemsize)
+    beside = replace(beside, denoise=beside.denoise + loras)
+    sizes = Sizes(units=high.part.units, experts=1, text_encoder=0, vae=0)
+    free = host_room()
+    host_memory = None if free is None else free + waiting_bytes(model)
+    asked = model.options.residency  # where no blocks stream, weights are on the device alone
+    mode = asked if asked in ("auto", "stream") else "resident"
+    blocks = None if mode == "resident" else high.resident_blocks
+    placed = None if blocks is None else Placed(policy="stream", resident_blocks=blocks)
+    return plan_again(sizes, beside, host.room(), placed, mode, None, host_memory, high.kept_form)
+
+
+def waiting_bytes(model: ModelSocket) -> int:
+    """Bytes of weights that wait in host memory, or in their files."""
+    return sum(one.part.bytes for one in set(model.held.values()) if one.in_host_memory)
+
+
+class ComfyMemory(RunOwner):
+    """The experts of one run under ComfyUI's memory manager."""
+
+    def __init__(self, model: ModelSocket, workload: Workload, report: Report) -> None:
+        super().__init__(report)
+        self.model, self.workload, self.held = model, workload, model.held
+
+    def acquire(self, expert: Expert) -> WanModel:
+        """The expert, on the device; a load is timed as a phase of the report."""
+        model, report, held = self.model, self.report, self.held[expert]
+        plan, loras, residency = self.plan(), model.loras_of(expert), model.options.residency
+        together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
+        memory, blocks = plan.beside[expert], plan.staying_blocks
+        if blocks is not None:
+            report.notes += self._plan_host(plan.form)
+        else:
+            check_prepared(plan.form, held.kept_form, waiting_bytes(model))
+        if plan.form is not None and plan.form.host:
+            report.notes.append(f"memory: {plan.form.words}")
+        for name, one in self.held.items():
+            one.expect(model.loras_of(name))
+            if blocks is not None:
+                one.stream(blocks)
+        if (residency == "swap" or blocks is not None) and not held.is_loaded:
+            if any(one.is_loaded for one in self.held.values()):
+                held.take_over(loras)
+            host.evict_all()
+        loaded = all(one.is_loaded for one in together)
+        if loaded and held.has_loras(loras):
+            host.load(together, memory)
+            return self._ready(expert, plan.form)
+        host.show(f"{'LoRAs of' if loaded else 'loading'} the {held.name} ...")
+        with report.phase(f"load {expert}"):
+            host.load(together, memory)
+            host.background.wait(model.kernels)
+            return self._ready(expert, plan.form)
+
+    def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
+        """If both experts stream, copy the weights of `following` behind them."""
+        now, then = self.held[expert], self.held[following]
+        if now.residency is None or not (now.in_host_memory and then.in_host_memory):
+            return
+        if then.has_loras(self.model.loras_of(following)):
+            now.residency.prefetch(now.name, then.name, runs)
+
+    def make_room(self, name: str) -> str | None:
+        """Everyone else leaves, and half of the blocks that stayed stream; None where no more can stream."""
+        expert = cast(Expert, name)
+        held = self.held[expert]
+        blocks = len(held.part.units) - 1
+        stay = blocks if held.resident_blocks is None else held.resident_blocks
+        if not stay:
+            return None
+        for one in self.held.values():
+            one.stream(stay // 2)
+        host.evict_all()
+        plan = self.plan()
+        host.load([held], plan.beside[expert])
+        self._ready(expert, plan.form)
+        return f"other models left the device, {stay // 2} of {blocks} blocks stay, the others stream"
+
+    def plan(self) -> MemoryPlan:
+        return plan_experts(self.model, self.workload)
+
+    def _ready(self, expert: Expert, form: PreparedForm | None) -> WanModel:
+        """One that is loaded, which keeps what it prepares as `form` says."""
+        held = self.held[expert]
+        model = held.ready(self.model.loras_of(expert))
+        held.kept_form = model.prepared_form = form
+        return model
+
+    def _plan_host(self, prepared: PreparedForm | None) -> list[str]:
+        """Decide where weights wait that are about to be read and streamed, beside what a run prepares; says which are
+        not pinned. Raises OptionError where they do not fit into host memory."""
+        parts = {name: part for name, part in self.model.settings.parts.items() if not self.held[name].in_host_memory}
+        new = None if prepared is None or prepared.uses_again(self.held["high"].kept_form) else prepared
+        plan = plan_host(parts, host_room(), new)
+        for name, part in parts.items():
+            self.held[name].wait(part, plan.copies(name))
+        return [f"{name}: weights stay in the mapped file, pinned memory is short" for name in sorted(plan.mapped)]

@@ -1,0 +1,200 @@
+"""Loaders of what is beside the transformers: text encoder, VAE and CLIP vision encoder, held by ComfyUI's memory
+manager. Weights are read when first used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from comfy_api.latest import io, ui
+from torch import nn
+
+from wan_core.checkpoint import load_text_encoder, load_vae
+from wan_core.config import PRECISIONS, QUANTIZED, VAE_PRECISIONS
+from wan_core.execution.memory.residency import Residency
+from wan_core.execution.optimize import optimize_vae
+from wan_core.models.vae.layers import AttentionBlock
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.ops.attention.parts import heads_in_pieces
+from wan_core.pipeline.model_parts import Part
+from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
+from wan_core.pipeline.sources import recognise, recognise_vision, vision_dtype
+
+from . import host
+from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
+from .schema import ADVANCED, output, schema
+from .sockets import TextSocket, VAESocket, VisionSocket
+from .workers import WorkersSocket, engine_of, workers_input
+
+FOLDERS = {"text_encoder": "text_encoders", "vae": "vae", "clip_vision": "clip_vision"}  # of ComfyUI, by widget
+PLAIN = tuple(name for name in PRECISIONS if name not in QUANTIZED)
+
+
+def file_input(widget: str, tooltip: str) -> Any:
+    files = [*embedded(widget), *host.model_names(FOLDERS[widget])]
+    return io.Combo.Input(widget, options=files, default=TINY_T2V, tooltip=tooltip)
+
+
+def file_of(widget: str, name: str) -> Path:
+    """The file behind a name of `file_input`. Raises OptionError."""
+    return locate(FOLDERS[widget], name, embedded(widget))
+
+
+class WanCoreTextEncoderLoader(io.ComfyNode):
+    """UMT5 with its tokenizer, on a CLIP socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreTextEncoderLoader",
+            "WanCore Text Encoder Loader",
+            aliases=("wan text encoder", "umt5", "clip loader", "t5"),
+            shows_text=True,
+            description="A UMT5 text encoder. Its output also feeds ComfyUI's own CLIP Text Encode.",
+            inputs=[
+                file_input(
+                    "text_encoder",
+                    "UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout, or GGUF. "
+                    "Files without a tokenizer inside need spiece.model beside them.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    **ADVANCED,
+                    options=list(PLAIN),
+                    default="checkpoint",
+                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
+                    "weights (GGUF, FP8 with scales) stay packed in memory.",
+                ),
+                workers_input(),
+            ],
+            outputs=[output(io.Clip, "clip", "The text encoder.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, text_encoder: str | None = None) -> bool:
+        if text_encoder is not None:
+            cls._part(text_encoder)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, text_encoder: str | None = None, **_: Any) -> list[tuple[str, int]]:
+        return [] if text_encoder is None else fingerprint(file_of("text_encoder", text_encoder))
+
+    @classmethod
+    async def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
+        """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
+        part, engine = cls._part(text_encoder), engine_of(workers)
+        dtype = compute_dtype(precision, engine.device)
+        quantization = holding(part, None, precision == "checkpoint", engine.device)
+        streaming = Residency(host.device(), "stream")
+        held = host.Held("text encoder", PartToLoad(part, dtype, quantization), residency=streaming)
+        engine.read_ahead([held], [()])
+        return io.NodeOutput(TextSocket(held, engine, precision), ui=ui.PreviewText(words_of(part, name_of(dtype))))
+
+    @staticmethod
+    def _part(name: str) -> Part:
+        return recognise(file_of("text_encoder", name), "text_encoder", load_text_encoder)
+
+
+class WanCoreVAELoader(io.ComfyNode):
+    """The causal video VAE, 2.1 or 2.2, on a VAE socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreVAELoader",
+            "WanCore VAE Loader",
+            aliases=("wan vae", "load vae"),
+            shows_text=True,
+            description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
+            inputs=[
+                file_input("vae", "Wan 2.1 VAE (for A14B) or Wan 2.2 VAE (for TI2V-5B) in models/vae."),
+                io.Combo.Input(
+                    "precision",
+                    **ADVANCED,
+                    options=list(VAE_PRECISIONS),
+                    default="auto",
+                    tooltip="What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU.",
+                ),
+                workers_input(),
+            ],
+            outputs=[output(io.Vae, "vae_out", "The VAE.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, vae: str | None = None) -> bool:
+        if vae is not None:
+            cls._part(vae)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, vae: str | None = None, **_: Any) -> list[tuple[str, int]]:
+        return [] if vae is None else fingerprint(file_of("vae", vae))
+
+    @classmethod
+    async def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
+        part, engine = cls._part(vae), engine_of(workers)
+        dtype = compute_dtype(precision, engine.device)
+        held = host.Held("VAE", PartToLoad(part, dtype), _optimized)
+        engine.read_ahead([held], [()])
+        return io.NodeOutput(VAESocket(held, engine, precision), ui=ui.PreviewText(words_of(part, name_of(dtype))))
+
+    @staticmethod
+    def _part(name: str) -> Part:
+        return recognise(file_of("vae", name), "vae", load_vae)
+
+
+def _optimized(module: nn.Module) -> nn.Module:
+    assert isinstance(module, VideoVAE)
+    vae = optimize_vae(module, host.device())
+    if host.device().type == "cpu":  # one frame can take minutes there
+        for layer in vae.modules():
+            layer.register_forward_pre_hook(lambda *_: host.check_interruption())
+            if isinstance(layer, AttentionBlock):
+                layer.attend = heads_in_pieces(layer.attend, host.check_interruption)
+    return vae
+
+
+class WanCoreVisionLoader(io.ComfyNode):
+    """CLIP ViT-H as Wan uses it, or the embedded model's, on a CLIP_VISION socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreVisionLoader",
+            "WanCore CLIP Vision Loader",
+            aliases=("clip vision loader", "clip_vision_h", "wan animate", "wan i2v"),
+            shows_text=True,
+            description="The CLIP vision encoder of models that look at a picture: Wan-Animate-2, Wan2.2-Animate-14B, "
+            "Wan 2.1 image-to-video. Its output feeds ComfyUI's CLIPVisionEncode, with crop none.",
+            inputs=[
+                file_input(
+                    "clip_vision",
+                    "clip_vision_h.safetensors in models/clip_vision, or the official "
+                    "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth.",
+                ),
+            ],
+            outputs=[output(io.ClipVision, "clip_vision_out", "For CLIPVisionEncode.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, clip_vision: str | None = None) -> bool:
+        if clip_vision is not None:
+            cls._part(clip_vision)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, clip_vision: str | None = None) -> list[tuple[str, int]]:
+        return [] if clip_vision is None else fingerprint(file_of("clip_vision", clip_vision))
+
+    @classmethod
+    async def execute(cls, clip_vision: str) -> io.NodeOutput:
+        part = cls._part(clip_vision)
+        dtype = vision_dtype(compute_dtype("checkpoint", host.device()))
+        held = host.Held("CLIP vision encoder", PartToLoad(part, dtype))
+        host.read_ahead([held], [()])
+        return io.NodeOutput(VisionSocket(held), ui=ui.PreviewText(words_of(part, name_of(dtype))))
+
+    @staticmethod
+    def _part(name: str) -> Part:
+        return recognise_vision(file_of("clip_vision", name))
