@@ -53,6 +53,14 @@ class Short:
             raise torch.cuda.OutOfMemoryError("no memory left, says the test")
         return self.vae.decode_stream(latents, tile=tile, **how)
 
+class ShortHeld:
+    def __init__(self, held, always):
+        self.held, self.always = held, always
+    def use(self, memory):
+        return Short(self.held.use(memory), self.always)
+    def __getattr__(self, name):
+        return getattr(self.held, name)
+
 class ShortOfMemory:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("VAE",)
     @classmethod
@@ -60,7 +68,7 @@ class ShortOfMemory:
         return {"required": {"vae": ("VAE",), "always": ("BOOLEAN", {"default": True})}}
     def run(self, vae, always):
         short = copy.copy(vae)
-        short._use = lambda *size: Short(vae._use(*size), always)
+        short.held = ShortHeld(vae.held, always)
         return (short,)
 
 NODE_CLASS_MAPPINGS = {"ShortOfMemory": ShortOfMemory}
