@@ -10,7 +10,7 @@ from torch import Tensor
 from wan_core.config import SparseOptions
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
-from wan_core.ops.attention.sparse.tiles import Grid
+from wan_core.ops.attention.tiles import Grid
 from wan_core.sampling.sparsity.run import SparseTiles
 
 

@@ -48,7 +48,7 @@ from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseBehindFp8, SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.attention.sparse.routing import Rule, Score
-from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.chords import BEGINNINGS, TimeStretch
 from wan_core.parallel.conditioning import SplitBranches

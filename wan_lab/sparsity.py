@@ -18,7 +18,7 @@ from wan_core.config import SparseOptions
 from wan_core.media.pictures import EXPERT_COLOUR, FAINT, INK, LINE, PHASE_COLOUR, Canvas
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.sparse.routing import Rule, choose, estimate
-from wan_core.ops.attention.sparse.tiles import Tiles
+from wan_core.ops.attention.tiles import Tiles
 from wan_core.ops.kernels.block_layout import block_sizes
 from wan_core.ops.kernels.blocked import pool
 from wan_core.sampling.conditioning import Conditioning

@@ -21,7 +21,7 @@ from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, sparse_reference
 from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule
 from wan_core.ops.attention.sparse.slopes import slope_weights, slopes
-from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.kernels import blocked, fused
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized

@@ -16,7 +16,7 @@ from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, SparseKernel
 from wan_core.ops.attention.sparse.routing import Rule
-from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.cards import CARDS
 from wan_core.ops.kernels.attention_tiles import CANDIDATES, SHARED, TILES, candidates, tile_for
 

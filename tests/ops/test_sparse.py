@@ -29,7 +29,7 @@ from wan_core.ops.attention.sparse.kernels import (
     sparse_reference,
 )
 from wan_core.ops.attention.sparse.routing import Route, Rule, choose, estimate, gain
-from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import block_sizes, channels_first, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized

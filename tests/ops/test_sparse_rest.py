@@ -23,7 +23,7 @@ from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, sparse_reference
 from wan_core.ops.attention.sparse.routing import Rule, expected_error
 from wan_core.ops.attention.sparse.slopes import Covariances, SlopeSum, slope_weights, slopes
-from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import Blocked, block_sizes, channels_first, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized

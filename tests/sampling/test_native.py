@@ -17,7 +17,7 @@ from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import SDPA, math_reference
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, block_length
-from wan_core.ops.attention.sparse.tiles import make_tiles, with_extra
+from wan_core.ops.attention.tiles import make_tiles, with_extra
 from wan_core.sampling.native.attention import COMFYUI, NativeAttention
 from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
 from wan_core.sampling.plan import make_plan

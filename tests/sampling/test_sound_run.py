@@ -26,7 +26,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.sdpa import SDPA
-from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.attention.tiles import make_tiles
 from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.skipping import skip_forwards

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.ops.attention.parts import merge, merge_lse
+from wan_core.ops.attention.parts import merge
 from wan_core.parallel.mesh import Group, as_words, gather_parts
 
 Partial = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -54,11 +54,6 @@ class Ring:
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """x of all ranks joined along `dim`, along which each has its length."""
         return gather_parts(x, list(lengths), self.group, dim)
-
-    def merge(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Partial outputs [B, N, h, D] with log-sum-exps float32 [B, h, N] -> the output, in their dtype, and its own.
-        Where a part's is -inf the part has no weight."""
-        return merge_lse(parts)
 
 
 def _one_way(packed: Tensor, lengths: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:

@@ -75,7 +75,7 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def merge_lse(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The result of `merge`, and the log-sum-exp of all parts together."""
+    """The result of `merge`, and the log-sum-exp of all parts together, float32 [B, h, N]."""
     if len(parts) == 1:
         return parts[0]
     return merge(parts), torch.stack([lse for _, lse in parts]).logsumexp(0)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wan_core.ops.attention.tiles import Tiles
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.kernels.fused import Agree
 
@@ -25,23 +26,14 @@ AttendLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """The same with the log-sum-exp: float32 [B, H, L], natural logarithm of the sum of exponentials of scaled scores."""
 
 
-class Order(Protocol):
-    """The order of the tokens in a sparse phase (`wan_core.ops.attention.sparse.tiles.Tiles`): the token at each place,
-    and the place of each token, int64 [L]."""
+class SparseState:
+    """What sparse attention reads in one forward: `sparse.forward.SparseForward`, of which models see the tiles."""
+
+    tiles: Tiles
 
     @property
-    def order(self) -> Tensor: ...
-    @property
-    def inverse(self) -> Tensor: ...
-
-
-class SparseState(Protocol):
-    """What sparse attention reads in one forward (`wan_core.ops.attention.sparse.forward.SparseForward`)."""
-
-    @property
-    def block(self) -> int: ...
-    @property
-    def tiles(self) -> Order: ...
+    def block(self) -> int:
+        return self.tiles.block
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,6 @@ class Ring(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
     def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]: ...
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor: ...
-    def merge(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]: ...
 
 
 class Attention:

@@ -18,7 +18,7 @@ from torch import Tensor
 from wan_core.ops.attention.sparse.kernels import SparseKernel
 from wan_core.ops.attention.sparse.routing import KeyMeans, Rule, choose, scores
 from wan_core.ops.attention.sparse.slopes import Covariances, slope_weights, slopes
-from wan_core.ops.attention.sparse.tiles import Tiles, make_tiles, with_extra
+from wan_core.ops.attention.tiles import Tiles, make_tiles, with_extra
 from wan_core.ops.kernels.block_layout import block_sizes
 from wan_core.ops.kernels.blocked import finish, pool
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from wan_core.ops.attention.sparse.tiles import Grid
+from wan_core.ops.attention.tiles import Grid
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.schedules import SchedulePart
 

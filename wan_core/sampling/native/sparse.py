@@ -22,7 +22,7 @@ from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Rule
-from wan_core.ops.attention.sparse.tiles import Grid, make_tiles, with_extra
+from wan_core.ops.attention.tiles import Grid, make_tiles, with_extra
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.native.run import SCALE, NativeForward
 from wan_core.sampling.sparsity.run import layer_rule, wider

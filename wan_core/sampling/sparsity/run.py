@@ -27,7 +27,7 @@ from wan_core.ops.attention.sparse.forward import (
 )
 from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Route, Rule
-from wan_core.ops.attention.sparse.tiles import Grid, Tiles, make_tiles, with_extra
+from wan_core.ops.attention.tiles import Grid, Tiles, make_tiles, with_extra
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.stages import smaller
 

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, empty_like_heads
+from wan_core.ops.attention.parts import merge_lse
+from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, SparseState, empty_like_heads
 from wan_core.ops.attention.sparse.kernels import Run, SparseKernel
 from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, over_rows, scores
 from wan_core.ops.attention.sparse.slopes import Keys, SlopeSum, slope_weights, slopes
-from wan_core.ops.attention.sparse.tiles import Tiles
+from wan_core.ops.attention.tiles import Tiles
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first
 from wan_core.ops.kernels.blocked import final_lse, finish, pool, quantize_heads_first, quantize_values
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
@@ -43,7 +44,7 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, Tiles], None]
 
 
 @dataclass
-class SparseForward:
+class SparseForward(SparseState):
     """One forward of a model: `rules` of its layers (None: dense), and where routes are kept for later steps.
 
     routes: (branches, layer) -> the step and the rule it was made for, and the route; used again by the same rule, up
@@ -61,10 +62,6 @@ class SparseForward:
     reuse: int = 1
     routes: dict[Any, tuple[int, Rule, Route]] = field(default_factory=dict)
     observe: Observer | None = None
-
-    @property
-    def block(self) -> int:
-        return self.tiles.block
 
     @property
     def others(self) -> slice | None:
@@ -318,7 +315,7 @@ def read_around(
         parts.append((out, lse.masked_fill(none, float("-inf"))))
         if see is not None:
             see(first, keys, values)
-    return ring.merge(parts)
+    return merge_lse(parts)
 
 
 def data(x: Numbers) -> Tensor:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.attention.sparse.routing import KeyMeans
-from wan_core.ops.attention.sparse.tiles import Tiles
+from wan_core.ops.attention.tiles import Tiles
 from wan_core.ops.kernels.block_layout import Blocked, by_parts
 from wan_core.ops.kernels.formats import Quantized
 

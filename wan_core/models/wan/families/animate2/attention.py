@@ -114,7 +114,7 @@ class DrivenAttention(Attention):
             raise OptionError("sparse attention of Animate-2 around a ring is not supported: use a mesh without a ring")
         begins = [sum(ring.lengths[:rank]) for rank in range(len(ring.lengths))]
         parts = [p for rank, keys, values in ring.around(k, v) for p in self.parts(q, keys, values, begins[rank], own)]
-        out, lse = ring.merge(parts)
+        out, lse = merge_lse(parts)
         return self.add_driving(q, out, lse, begins[ring.index], own)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, begin: int, own: Driven) -> Iterator[tuple[Tensor, Tensor]]:
