@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_linear_is_as_exact_as_its_format_can_be(name: str) -> None:
     """For Transformer Engine's precisions: the same arithmetic, computed on a CPU."""
-    error = doctor.linear_self_test(SCHEMES[name].load(), CPU)
+    error = doctor.linear_self_test(SCHEMES[name].linear, CPU)
     least = 0.005 if name == "int8" else 0.02
     assert least < error <= doctor.LINEAR, "less than this is not FP8, or not INT8"
 

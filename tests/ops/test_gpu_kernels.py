@@ -103,7 +103,7 @@ def test_products(name, rows):
     if not runs(name):
         pytest.skip(SCHEMES[name].why_not(CUDA))
     torch.manual_seed(0)
-    kind, linear = SCHEMES[name].load(), nn.Linear(512, 384, device=CUDA, dtype=torch.bfloat16)
+    kind, linear = SCHEMES[name].linear, nn.Linear(512, 384, device=CUDA, dtype=torch.bfloat16)
     x = torch.randn(1, rows, 512, device=CUDA, dtype=torch.bfloat16)
     found = kind(512, 384)
     found.load({**kind.encode(linear.weight), "bias": linear.bias})
@@ -122,7 +122,7 @@ def case(model: WanModel, size: tuple[int, int, int], batch: int = 1):
 
 
 def build(name: str | None, seed: int = 0, **options) -> WanModel:
-    quantization = None if name is None else Quantization(SCHEMES[name].load(), CUDA)
+    quantization = None if name is None else Quantization(SCHEMES[name].linear, CUDA)
     model = random_module(SMALL, device=CUDA, dtype=torch.bfloat16, seed=seed, quantization=quantization)
     attend = resolve_attention(options.pop("attention", "auto"), CUDA, torch.bfloat16, SMALL.head_dim)[1]
     return optimize(model, attend=attend, **options)

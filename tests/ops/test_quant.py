@@ -132,7 +132,7 @@ def test_transformer_engine_needs_a_gpu(name):
 
 def test_every_scheme_has_a_kind_and_words():
     assert tuple(SCHEMES) == QUANTIZED
-    assert all(issubclass(s.load(), QuantLinear) and s.summary for s in SCHEMES.values())
+    assert all(issubclass(s.linear, QuantLinear) and s.summary for s in SCHEMES.values())
     assert all(resolve_scheme(name, CPU) is None for name in ("checkpoint", "bf16", "fp32"))
 
 

@@ -157,7 +157,7 @@ def test_image_keys_and_values_are_quantised(files: Path) -> None:
     assert len(names) == len(TEXT_TO_VIDEO.quantized_names()) + 4
     plain = load_dit(files / "wan2.1_i2v_480p_14B.safetensors")
     quantised = load_dit(
-        files / "wan2.1_i2v_480p_14B.safetensors", quantization=Quantization(SCHEMES["fp8-weights"].load(), CPU)
+        files / "wan2.1_i2v_480p_14B.safetensors", quantization=Quantization(SCHEMES["fp8-weights"].linear, CPU)
     )
     text, image = torch.randn(1, 4, 64), torch.randn(1, 5, 1280)
     found = (model.prepare_text(text, image).keys_values[0] for model in (plain, quantised))

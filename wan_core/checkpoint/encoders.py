@@ -111,7 +111,7 @@ def load_vision(
     shapes = {name: value.shape for name, value in module.state_dict().items()}
     read = {theirs: checkpoint.read(theirs) for theirs, _ in vision.names.values()}
     values = {
-        ours: _part(read[theirs], third).reshape(shapes[ours]).to(device, dtype)
+        ours: (read[theirs] if third is None else read[theirs].chunk(3)[third]).reshape(shapes[ours]).to(device, dtype)
         for ours, (theirs, third) in vision.names.items()
     }
     module.load_state_dict(values, assign=True)
@@ -170,10 +170,6 @@ def _check_shapes(checkpoint: Checkpoint, vision: FoundVision, where: str) -> No
         )
 
 
-def _part(stored: Tensor, third: int | None) -> Tensor:
-    return stored if third is None else stored.chunk(3)[third]
-
-
 # ------------------------------------------------------------------------------------------------------- wav2vec 2.0
 
 PREFIX = "wav2vec2."
@@ -184,10 +180,8 @@ _SPEECH_LAYER = re.compile(r"encoder\.layers\.(\d{1,6})\..+")
 _EXPECTED = "Expected is wav2vec2-large-xlsr-53-english, or ComfyUI's wav2vec2_large_english_fp16.safetensors"
 
 
-def load_speech(
-    source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
-) -> SpeechEncoder:
-    """A speech encoder from a file, folder or state dict, in eval mode.
+def load_speech(source: Source, *, device: str | torch.device = "cpu") -> SpeechEncoder:
+    """A speech encoder from a file, folder or state dict, in eval mode, in float32.
 
     Raises CheckpointError: not a whole speech encoder of this kind.
     """
@@ -203,8 +197,11 @@ def load_speech(
     missing = [name for name in shapes if name != weight and name not in stored]
     if missing:
         raise CheckpointError(f"a speech encoder, but {counted(missing, 'missing')}. Download it again.", where=where)
-    values = {name: checkpoint.read(stored[name]).to(device, dtype) for name in shapes if name != weight}
-    values[weight] = _position_weight(checkpoint, length, direction).to(device, dtype)
+    values = {name: checkpoint.read(stored[name]).to(device, torch.float32) for name in shapes if name != weight}
+    # the length of each place of the kernel, over the norm of the direction that is stored there, times that
+    wide = checkpoint.read(direction).float()
+    position = checkpoint.read(length).float() * wide / wide.norm(dim=(0, 1), keepdim=True)
+    values[weight] = position.to(device)
     wrong = [name for name, value in values.items() if tuple(value.shape) != shapes[name]]
     if wrong:
         raise CheckpointError(f"a speech encoder, but {counted(wrong, 'of a wrong shape')}.", where=where)
@@ -246,12 +243,6 @@ def _one_of(stored: Mapping[str, str], names: tuple[str, ...], where: str) -> st
         if _POSITION + name in stored:
             return stored[_POSITION + name]
     raise CheckpointError(f"a speech encoder, but {_POSITION}{names[0]} is missing. Download it again.", where=where)
-
-
-def _position_weight(checkpoint: Checkpoint, length: str, direction: str) -> Tensor:
-    """In float32: the length of each place of the kernel, over the norm of what is stored there, times that."""
-    wide = checkpoint.read(direction).float()
-    return checkpoint.read(length).float() * wide / wide.norm(dim=(0, 1), keepdim=True)
 
 
 # -------------------------------------------------------------------------------------------- the tokenizer of UMT5

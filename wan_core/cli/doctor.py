@@ -105,7 +105,7 @@ def attention_state(name: str, device: torch.device) -> dict[str, Any]:
 
 def _precision(name: str, device: torch.device) -> dict[str, Any]:
     scheme = SCHEMES[name]
-    test = {"error": lambda: linear_self_test(scheme.load(), device)}
+    test = {"error": lambda: linear_self_test(scheme.linear, device)}
     return {"summary": scheme.summary} | _tested(scheme.why_not(device), test, LINEAR, device)
 
 

@@ -79,7 +79,6 @@ def write_mp4(
     encoder: Encoder = Encoder(),
     sound: Sound | None = None,
     metadata: Mapping[str, str] | None = None,
-    tags: Mapping[str, str] | None = None,
 ) -> Path:
     """Write H.264 (libx264, yuv420p, BT.709) atomically.
 
@@ -92,7 +91,6 @@ def write_mp4(
         fps: frames per second; a fraction such as 30000 / 1001 is kept exactly.
         sound: stored as AAC, cut where the frames end.
         metadata: the settings of this video, stored as one JSON object in the file's `comment`: see `read_metadata`.
-        tags: further metadata entries. ComfyUI reads `workflow` and `prompt` there.
 
     Returns:
         `path`.
@@ -105,9 +103,9 @@ def write_mp4(
     rate = checked_rate(fps)
     check_video_name(path)
     check_place(path)
-    tagged = {**(tags or {}), **({} if metadata is None else {"comment": json.dumps(dict(metadata))})}
+    tags = {} if metadata is None else {"comment": json.dumps(dict(metadata))}
     with written_beside(path) as temporary:
-        encode(temporary, frames, rate, Stored.mp4(encoder), tagged, sound)
+        encode(temporary, frames, rate, Stored.mp4(encoder), tags, sound)
     return path
 
 
@@ -140,7 +138,10 @@ def encode(
         stream = container.add_stream(stored.codec, rate=rate, options=dict(stored.codec_options))
         assert isinstance(stream, av.VideoStream)
         stream.codec_context.thread_type = THREADS[stored.threads]
-        track = None if sound is None else _aac(container, sound)
+        track = None
+        if sound is not None:
+            sound_rate = sound.rate if sound.rate in AAC_RATES else 48000  # another rate is resampled by the track
+            track = container.add_stream("aac", rate=sound_rate, layout=sound.layout)
         for frame in frames:
             array = checked_frame(np.asarray(frame), count, size)
             if size is None:
@@ -163,12 +164,6 @@ def _describe(stream: av.VideoStream, size: tuple[int, ...]) -> None:
     stream.codec_context.color_trc = _BT709
     stream.codec_context.colorspace = _BT709
     stream.codec_context.color_range = ColorRange.MPEG
-
-
-def _aac(container: OutputContainer, sound: Sound) -> av.AudioStream:
-    """A track that resamples what it is given where AAC does not know the rate."""
-    rate = sound.rate if sound.rate in AAC_RATES else 48000
-    return container.add_stream("aac", rate=rate, layout=sound.layout)
 
 
 def _add_sound(container: OutputContainer, track: av.AudioStream, sound: Sound, samples: int) -> None:

@@ -85,16 +85,19 @@ def save_picture(image: Image.Image, path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def write_sheet(path: str | os.PathLike[str], frames: NDArray[np.uint8], *, columns: int = 6, gap: int = 4) -> Path:
+COLUMNS, GAP = 6, 4  # frames of a sheet, and pixels between them
+
+
+def write_sheet(path: str | os.PathLike[str], frames: NDArray[np.uint8]) -> Path:
     """Frames from the first to the last side by side, as one picture.
 
-    frames: uint8 [F, H, W, 3]; `columns` of them are shown, evenly spaced, or as many as a picture has room for
+    frames: uint8 [F, H, W, 3]; `COLUMNS` of them are shown, evenly spaced, or as many as a picture has room for
     (`MAX_SIDE`). Small ones are doubled. Raises as `save_picture` does.
     """
     height, width = frames.shape[1:3]
     scale = 2 if height < 192 and 2 * width <= MAX_SIDE else 1
-    room = max(1, (MAX_SIDE + gap) // (scale * width + gap))
-    chosen = frames[np.linspace(0, len(frames) - 1, min(columns, room, len(frames))).round().astype(int)]
+    room = max(1, (MAX_SIDE + GAP) // (scale * width + GAP))
+    chosen = frames[np.linspace(0, len(frames) - 1, min(COLUMNS, room, len(frames))).round().astype(int)]
     chosen = chosen.repeat(scale, axis=1).repeat(scale, axis=2)
-    padded = np.pad(chosen, ((0, 0), (0, 0), (0, gap), (0, 0)), constant_values=255)
-    return save_picture(Image.fromarray(np.concatenate(list(padded), axis=1)[:, :-gap]), path)
+    padded = np.pad(chosen, ((0, 0), (0, 0), (0, GAP), (0, 0)), constant_values=255)
+    return save_picture(Image.fromarray(np.concatenate(list(padded), axis=1)[:, :-GAP]), path)

@@ -275,7 +275,7 @@ def find_quantization(
     scheme = resolve_scheme(precision, device)
     if scheme is None and keep_blocks:
         raise OptionError(f"{keep_blocks} blocks to keep were given, but precision {precision!r} quantises nothing")
-    return None if scheme is None else Quantization(scheme.load(), device, keep_blocks, as_stored)
+    return None if scheme is None else Quantization(scheme.linear, device, keep_blocks, as_stored)
 
 
 def check_quantization(quantization: Quantization | None, config: DiTConfig) -> None:

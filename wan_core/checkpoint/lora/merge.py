@@ -29,6 +29,7 @@ from torch import Tensor
 
 from wan_core.ops.kernels.formats import Quantized, spread_scale
 from wan_core.ops.quant.packed import Packed
+from wan_core.ops.quant.swap import device_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,7 +137,7 @@ class Merge:
                 if name not in self.changes:
                     yield name, value
                     continue
-                device = self.device if isinstance(value, Packed) else _device_of(value)
+                device = self.device if isinstance(value, Packed) else device_of(value)
                 total = dense(value, self.device)
                 for change, strength in ahead.take(name):
                     total = change.apply(total, strength)
@@ -165,7 +166,12 @@ class Ahead:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self.pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
-            self.waiting = _batches({name: listed for name, listed in changes.items() if _on_host(listed)})
+            on_host = {
+                name: listed
+                for name, listed in changes.items()
+                if all(factor.device.type == "cpu" for factor in _factors(listed))
+            }
+            self.waiting = _batches(on_host)
             self._start_copies()
 
     def __enter__(self) -> Ahead:
@@ -251,14 +257,6 @@ def _bytes(changes: tuple[tuple[Change, float], ...]) -> int:
 def _padded(factor: Tensor) -> int:
     """Bytes of a factor in a batch."""
     return -(-factor.nbytes // ALIGNED) * ALIGNED
-
-
-def _on_host(changes: tuple[tuple[Change, float], ...]) -> bool:
-    return all(factor.device.type == "cpu" for factor in _factors(changes))
-
-
-def _device_of(value: Tensor | Quantized) -> torch.device:
-    return value.data.device if isinstance(value, Quantized) else value.device
 
 
 def dense(value: Any, device: torch.device) -> Tensor:

@@ -324,7 +324,10 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
             changes[parameter] = (*changes.get(parameter, ()), change)
     if not changes:
         check_lora(checkpoint)
-        raise CheckpointError(_nothing(ignored))
+        reasons = "; ".join(f"{len(names)} are {why} ({listing(names, 2)})" for why, names in ignored.items())
+        raise CheckpointError(
+            f"it changes nothing in this model: {reasons or 'it is empty'}. It was made for another model."
+        )
     return Lora(
         where=checkpoint.describe(),
         spelling=spelling_words(spellings),
@@ -358,8 +361,3 @@ def check_lora(checkpoint: Checkpoint) -> None:
     if not is_lora(checkpoint.tensors):
         message = f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
         raise CheckpointError(message, where=checkpoint.describe())
-
-
-def _nothing(ignored: Mapping[str, list[str]]) -> str:
-    reasons = "; ".join(f"{len(names)} are {why} ({listing(names, 2)})" for why, names in ignored.items())
-    return f"it changes nothing in this model: {reasons or 'it is empty'}. It was made for another model."

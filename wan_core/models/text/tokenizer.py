@@ -58,11 +58,11 @@ class Tokenizer:
         self.max_length = max_length
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], max_length: int = 512) -> Tokenizer:
+    def from_file(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """From a `spiece.model`. Raises OSError if it cannot be read, ValueError naming the file if it is not one."""
         try:
             check_file_size(path, MAX_TOKENIZER)
-            return cls(Path(path).read_bytes(), max_length)
+            return cls(Path(path).read_bytes())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

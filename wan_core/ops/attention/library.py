@@ -36,7 +36,8 @@ class Library:
     def why_not(self) -> str | None:
         """None where it can be imported, else the reason and what to do. Imports once per process: some take
         seconds."""
-        return _probe_once(self)
+        with _importing:
+            return _probed(self)
 
 
 def probe(library: Library) -> str | None:
@@ -76,11 +77,4 @@ def load_torchs_cudnn() -> None:
 _importing = threading.Lock()  # two threads that import parts of one library can each see the other's half-made modules
 
 
-@functools.cache
-def _kept(library: Library) -> str | None:
-    return probe(library)
-
-
-def _probe_once(library: Library) -> str | None:
-    with _importing:
-        return _kept(library)
+_probed = functools.cache(probe)

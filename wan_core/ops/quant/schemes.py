@@ -5,45 +5,28 @@ A name resolves once, when a model is set up; nothing falls back afterwards.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
 from wan_core.config import QUANTIZED, OptionError
 from wan_core.config.command import command
 from wan_core.ops.cards import ADA, FP8_SINCE, capability
-from wan_core.ops.quant import int8
+from wan_core.ops.quant import fp8, int8
+from wan_core.ops.quant import transformer_engine as te
 from wan_core.ops.quant.linear import QuantLinear
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """`why_not` returns None where the scheme runs, else the reason and what to do. `load` imports what it needs."""
+    """`why_not` returns None where the scheme runs, else the reason and what to do."""
 
     name: str
     summary: str
     why_not: Callable[[torch.device], str | None]
-    load: Callable[[], type[QuantLinear]]
-
-
-def _imported(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"wan_core.ops.quant.{module}"), name)
-
-
-def _native(name: str, summary: str, why_not: Callable[[torch.device], str | None], linear: str) -> Scheme:
-    return Scheme(name, summary, why_not, lambda: _imported("fp8", linear))
-
-
-def _engine(name: str, summary: str, linear: str) -> Scheme:
-    """A scheme of Transformer Engine."""
-
-    def why_not(device: torch.device) -> str | None:
-        return _imported("transformer_engine", "why_not")(device, name)
-
-    return Scheme(name, f"Transformer Engine, {summary}", why_not, lambda: _imported("transformer_engine", linear))
+    linear: type[QuantLinear]
 
 
 def multiplies_fp8(device: torch.device) -> str | None:
@@ -73,15 +56,18 @@ def _cuda() -> tuple[int, ...]:
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        _native("fp8", "FP8 with a scale for every row", _rows_why_not, "Fp8RowLinear"),
-        _native("fp8-tensor", "FP8 with one scale for a tensor", multiplies_fp8, "Fp8TensorLinear"),
-        _native("fp8-weights", "FP8 in memory, bf16 products", lambda device: None, "Fp8WeightLinear"),
-        _engine("te-delayed", "scales from the amax history", "TEDelayedLinear"),
-        _engine("te-current", "one scale for a tensor", "TECurrentLinear"),
-        _engine("te-block", "scales for blocks of 128", "TEBlockLinear"),
-        Scheme("int8", "INT8 rows, rotated (ConvRot)", int8.why_not_multiply, lambda: int8.Int8Linear),
+        Scheme("fp8", "FP8 with a scale for every row", _rows_why_not, fp8.Fp8RowLinear),
+        Scheme("fp8-tensor", "FP8 with one scale for a tensor", multiplies_fp8, fp8.Fp8TensorLinear),
+        Scheme("fp8-weights", "FP8 in memory, bf16 products", lambda device: None, fp8.Fp8WeightLinear),
+        Scheme("te-delayed", "Transformer Engine, scales from the amax history",
+               partial(te.why_not, name="te-delayed"), te.TEDelayedLinear),
+        Scheme("te-current", "Transformer Engine, one scale for a tensor",
+               partial(te.why_not, name="te-current"), te.TECurrentLinear),
+        Scheme("te-block", "Transformer Engine, scales for blocks of 128",
+               partial(te.why_not, name="te-block"), te.TEBlockLinear),
+        Scheme("int8", "INT8 rows, rotated (ConvRot)", int8.why_not_multiply, int8.Int8Linear),
     )
-}
+}  # fmt: skip
 assert tuple(SCHEMES) == QUANTIZED
 
 

@@ -58,14 +58,14 @@ def encode_values(
         linear, _, parameter = name.rpartition(".")
         if linear in names and parameter == "weight":
             for encoded_name, encoded in _encoded(value, quantization).items():
-                target = encoded.device if isinstance(value, Packed) else _device_of(value)
+                target = encoded.device if isinstance(value, Packed) else device_of(value)
                 yield f"{linear}.{encoded_name}", encoded.to(target)
         else:
             assert isinstance(value, Tensor)
             yield name, value
 
 
-def _device_of(value: Tensor | Quantized) -> torch.device:
+def device_of(value: Tensor | Quantized) -> torch.device:
     return value.data.device if isinstance(value, Quantized) else value.device
 
 

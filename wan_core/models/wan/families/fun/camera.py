@@ -132,7 +132,7 @@ def parse_motions(text: str) -> list[tuple[str, float]]:
     return found
 
 
-def moved(motions: list[tuple[str, float]], frames: int, lens: tuple[float, ...] = (0.5, 0.5, 0.5, 0.5)) -> CameraPath:
+def moved(motions: list[tuple[str, float]], frames: int) -> CameraPath:
     """Motions at their speeds at once, evenly over the frames."""
     angles, way = (
         sum((speed * np.array(MOTIONS[name][part], np.float64) for name, speed in motions), np.zeros(3))
@@ -143,7 +143,7 @@ def moved(motions: list[tuple[str, float]], frames: int, lens: tuple[float, ...]
         share = frame / frames
         matrices[frame, :3, :3] = turned(share * ANGLE * angles)
         matrices[frame, :3, 3] = share * WAY * way
-    return CameraPath(matrices, np.tile(np.array(lens), (frames, 1)))
+    return CameraPath(matrices, np.full((frames, 4), 0.5))
 
 
 def turned(angles: Matrix) -> Matrix:

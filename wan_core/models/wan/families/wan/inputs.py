@@ -21,15 +21,6 @@ from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
 
 
-def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    """The fields of `Conditioning` that known frames give: first, last [1, 3, N, H, W] in -1..1, in a video of `frames`
-    frames."""
-    if task.image == "channels":
-        return {"concat": image_channels(vae, first, last, frames)}
-    assert task.image == "first frame" and first is not None
-    return {"known": first_latent(vae, first)}
-
-
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
     """The fields of `Conditioning` that ComfyUI's CONDITIONING (`extras`) and LATENT give. Raises OptionError for what
     does not fit the task."""
@@ -111,8 +102,11 @@ def clip_inputs(
 ) -> Inputs:
     """The fields of `Conditioning` of one clip of a long video: it begins with the image, or with the last frames of
     the clip before."""
-    first, last = media.get("carried", media.get("image")), media.get("last_image")
-    return {**image_inputs(task, vae, first, last, clip.frames), "image_features": seen.get("image")}
+    first, features = media.get("carried", media.get("image")), {"image_features": seen.get("image")}
+    if task.image == "channels":
+        return {"concat": image_channels(vae, first, media.get("last_image"), clip.frames), **features}
+    assert task.image == "first frame" and first is not None
+    return {"known": vae.normalise(vae.encode(first)), **features}  # the first latent frames: [1, C, K, Y, X]
 
 
 def frame_mask(unknown: Tensor, latents: Tensor) -> Tensor:
@@ -144,12 +138,6 @@ def join_image(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor:
     known = 1 - unknown.float().expand(B, 4, -1, -1, -1)[:, :, :T]
     known = F.pad(known, (0, 0, 0, 0, 0, T - known.shape[2]))
     return torch.cat([known.to(latents.device), config.normalise(latents)], dim=1)
-
-
-def first_latent(vae: VideoVAE, first: Tensor) -> Tensor:
-    """The known first latent frames of TI2V: [1, C, K, Y, X] normalised, from 4 (K - 1) + 1 frames [1, 3, N, H, W] in
-    -1..1."""
-    return vae.normalise(vae.encode(first))
 
 
 def check_first(known: int, frames: int, config: VAEConfig) -> None:
