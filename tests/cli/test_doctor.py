@@ -57,7 +57,7 @@ class Broken(Fp8RowLinear):
 def test_a_precision_that_fails_its_test_is_not_usable(
     monkeypatch: pytest.MonkeyPatch, kind: type[Fp8RowLinear], why_not: str
 ) -> None:
-    monkeypatch.setitem(SCHEMES, "fp8", Scheme("fp8", "broken", lambda device: None, lambda: kind))
+    monkeypatch.setitem(SCHEMES, "fp8", Scheme("fp8", "broken", lambda device: None, kind))
     found = doctor.examine("cpu")
     assert not found["precisions"]["fp8"]["usable"]
     assert why_not in found["precisions"]["fp8"]["why_not"] and "\n" not in found["precisions"]["fp8"]["why_not"]

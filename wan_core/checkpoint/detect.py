@@ -84,7 +84,9 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
     layout, official = _find_layout(names, expected, family or _claimed(checkpoint.metadata))
     if family is None and layout.kind == "dit":
         _refuse_ambiguous(official.values(), layout.family, checkpoint)
-    kind = KINDS[layout.kind] + (f" of the family {layout.family}" if layout.family not in ("", "wan") else "")
+    kind = KINDS[layout.kind] + (
+        f" of the family {layout.family}" if layout.family not in ("", DiTConfig.family) else ""
+    )
     label = f"this is {kind} ({layout.name} layout)"
     if expected is not None and layout.kind != expected:
         raise CheckpointError(f"{label}, and {KINDS[expected]} is expected here.")

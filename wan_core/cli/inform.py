@@ -25,7 +25,7 @@ def run_quantize(options: argparse.Namespace) -> int:
     import torch
 
     from wan_core.checkpoint import load_dit, open_checkpoint, save
-    from wan_core.models.wan.families.wan import NAMING
+    from wan_core.models.wan.families.family import NAMING
     from wan_core.pipeline.settings import choose_device, find_quantization
 
     device = choose_device(options.device)

@@ -27,7 +27,6 @@ from wan_core.execution.memory.planning import MemoryPlan, unit_bytes
 from wan_core.execution.optimize import begin_run, optimize, optimize_vae
 from wan_core.execution.report import Report, installed
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.wan.config import IMAGE_TOKENS
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.registry import AttentionError
@@ -157,7 +156,7 @@ def load_kernels(settings: ModelSettings, device: torch.device) -> None:
     model = random_blocks(settings, device, 1)
     config = model.config
     x = draw_noise(0, (1, config.in_channels, 1, TOKENS, TOKENS)).to(device)
-    image = None if config.image_dim is None else x.new_zeros(1, IMAGE_TOKENS, config.image_dim)
+    image = config.blank_features(x, 1)
     text = model.prepare_text(x.new_zeros(1, 8, config.text_dim), image)
     model(x, torch.full((1,), 500.0, device=device), text)
 
@@ -245,7 +244,7 @@ def forward_each_kind(
     x[:, : noise.shape[1]] = noise
     # Two prompts, of which one branch sees its part, as in a run.
     rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if plan.reads_negative else batch, -1, -1)
-    image = None if config.image_dim is None else rows.new_zeros(len(rows), IMAGE_TOKENS, config.image_dim)
+    image = config.blank_features(rows, len(rows))
     prepared = model.prepare_text(rows, image)
     text = prepared.rows(0, batch)
     kinds = {(step.scale, step.sparsity > 0, step.nag): step for step in reversed(steps)}

@@ -6,9 +6,12 @@ Read from the shapes of a file (`wan_core.checkpoint.detect`), never typed by a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wan_core.config.checks import OptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,10 @@ class DiTConfig:
     def context_len(self) -> int:
         """Tokens that cross-attention attends to."""
         return self.text_len + (0 if self.image_dim is None else IMAGE_TOKENS)
+
+    def blank_features(self, like: Tensor, videos: int) -> Tensor | None:
+        """Zeros in the place of CLIP features, [videos, N, image_dim]; None where cross-attention takes none."""
+        return None if self.image_dim is None else like.new_zeros(videos, IMAGE_TOKENS, self.image_dim)
 
     @property
     def rope_axes(self) -> tuple[int, int, int]:

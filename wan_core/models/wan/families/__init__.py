@@ -48,8 +48,8 @@ def check_keys(family: Family, name: str, extras: Mapping[str, Any]) -> None:
     """Raise OptionError for what a CONDITIONING called `name` carries and a model of the family would not see. Values
     that have no effect pass: None, and a strength of 1."""
     known = {*NEUTRAL, *TIMES, *family.conditioning_keys, *([NAG] if name == "negative" else ())}
-    given = {key: value for key, value in extras.items() if key not in known and value is not None}
-    unknown = [key for key, value in given.items() if key not in NO_EFFECT or value != NO_EFFECT[key]]
+    unexpected = {key: value for key, value in extras.items() if key not in known and value is not None}
+    unknown = [key for key, value in unexpected.items() if key not in NO_EFFECT or value != NO_EFFECT[key]]
     if unknown:
         raise OptionError(
             f"`{name}` carries {', '.join(unknown)}, which this model does not take: leave out the nodes that add it, "

@@ -41,6 +41,9 @@ SETTINGS = ("pose_prompt", *STRENGTHS, "face_guidance")
 BEGINS = ("image", "last_image", "from_video", "denoise")
 
 
+# Metadata of a file in which programs put the name of its model.
+NAMING = ("modelspec.title", "modelspec.architecture", "general.name", "general.basename")
+
 # How a known image reaches the transformer.
 ImageInput: TypeAlias = Literal[
     "none",

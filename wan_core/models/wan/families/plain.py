@@ -57,8 +57,8 @@ def transformer_settings(metadata: Mapping[str, str]) -> Mapping[str, Any]:
         config = json.loads(metadata.get("config", "{}")[:MAX_JSON])
     except (ValueError, RecursionError):
         return {}
-    found = config.get("transformer") if isinstance(config, dict) else None
-    return found if isinstance(found, dict) else {}
+    settings = config.get("transformer") if isinstance(config, dict) else None
+    return settings if isinstance(settings, dict) else {}
 
 
 def num_heads(dim: int, metadata: Mapping[str, str]) -> int:
@@ -195,10 +195,10 @@ def diffusers_names(names: Collection[str]) -> dict[str, str] | None:
 def diffusers_modules(num_layers: int) -> dict[str, str]:
     """Diffusers module -> official module of a transformer of `num_layers` blocks, with the parameters that belong to
     none: what LoRAs name."""
-    found = {theirs: ours for ours, theirs in {**_TOP, **_IMAGE_TOP}.items()} | {"scale_shift_table": "head.modulation"}
+    top = {theirs: ours for ours, theirs in {**_TOP, **_IMAGE_TOP}.items()} | {"scale_shift_table": "head.modulation"}
     modules = {**_BLOCK, **_BLOCK_NORMS, **_IMAGE_BLOCK, **_IMAGE_BLOCK_NORMS, "modulation": "scale_shift_table"}
     block = {theirs: ours for ours, theirs in modules.items()}
-    return found | {
+    return top | {
         f"blocks.{n}.{theirs}": f"blocks.{n}.{ours}" for n in range(num_layers) for theirs, ours in block.items()
     }
 
@@ -210,10 +210,10 @@ def with_own(own: Mapping[str, str], names: Collection[str], table: KeyTable = o
 
 
 def _names(names: Collection[str], top: dict[str, str], block: dict[str, str]) -> dict[str, str] | None:
-    found: dict[str, str] = {}
+    official: dict[str, str] = {}
     for name in names:
         if name in top:
-            found[name] = top[name]
+            official[name] = top[name]
         elif (match := IN_BLOCK.fullmatch(name)) and match[2] in block:
-            found[name] = f"blocks.{match[1]}.{block[match[2]]}"
-    return found if 2 * len(found) > len(names) else None
+            official[name] = f"blocks.{match[1]}.{block[match[2]]}"
+    return official if 2 * len(official) > len(names) else None

@@ -182,18 +182,18 @@ class AnimateFamily(DrivenFamily):
     def assembled(self, shapes: Shapes) -> Mapping[str, Assembled]:
         """Diffusers splits keys and values of the face into two linears, and its biases of the motion encoder have one
         axis."""
-        found: dict[str, Assembled] = {}
+        joined: dict[str, Assembled] = {}
         for name, shape in shapes.items():
             if match := re.fullmatch(r"((?:.*\.)?face_adapter\.\d{1,3}\.)to_k\.(weight|bias)", name):
                 value = f"{match[1]}to_v.{match[2]}"
                 if shapes.get(value) == shape:
-                    found[f"{match[1]}to_kv.{match[2]}"] = Assembled((name, value), (2 * shape[0], *shape[1:]))
+                    joined[f"{match[1]}to_kv.{match[2]}"] = Assembled((name, value), (2 * shape[0], *shape[1:]))
             elif (
                 re.fullmatch(r"(?:.*\.)?motion_encoder\.(conv_in|res_blocks\..+)\.act_fn\.bias", name)
                 and len(shape) == 1
             ):
-                found[name] = Assembled((name,), (1, shape[0], 1, 1))
-        return found
+                joined[name] = Assembled((name,), (1, shape[0], 1, 1))
+        return joined
 
     def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> AnimateConfig:
         dim = plain.shape_of(shapes, "patch_embedding.weight", 5)[0]

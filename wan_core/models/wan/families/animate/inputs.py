@@ -27,7 +27,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     The reference and known frames are channels beside the noise, as of image-to-video; their first latent frame is the
     reference.
     """
-    found = read_image_conditioning(task, vae, extras, latent)
+    fields = read_image_conditioning(task, vae, extras, latent)
     pose, face = extras.get("pose_video_latent"), extras.get("face_video_pixels")
     samples, inputs = latent["samples"], {}
     if pose is not None:
@@ -39,7 +39,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
         inputs["pose"] = vae.normalise(pose)
     if face is not None:
         inputs["face"] = face.float()
-    return {**found, "inputs": inputs}
+    return {**fields, "inputs": inputs}
 
 
 def clip_inputs(
@@ -61,9 +61,9 @@ def reference_and_clip(
     """Un-normalised latents [1, C, 1 + T, Y, X] of the reference and then of a clip, and the mask of what is unknown in
     them [1, 4, 1 + T, Y, X]. encode: [1, 3, F, H, W] in -1..1 -> latents."""
     video, unknown = known_clip(media, clip, vae.spatial_stride)
-    reference, rest = encode(media["reference"]), encode(video)
-    mask = mask_channels(unknown).to(rest)
-    return torch.cat([reference, rest], 2), torch.cat([torch.zeros_like(mask[:, :, :1]), mask], 2)
+    reference, clip_latents = encode(media["reference"]), encode(video)
+    mask = mask_channels(unknown).to(clip_latents)
+    return torch.cat([reference, clip_latents], 2), torch.cat([torch.zeros_like(mask[:, :, :1]), mask], 2)
 
 
 def comfy_extras(
@@ -72,8 +72,8 @@ def comfy_extras(
     """The media of a clip of Animate or Animate-2 as ComfyUI's CONDITIONING carries them. encode: as of
     `reference_and_clip`."""
     image, unknown = reference_and_clip(encode, media, clip, vae)
-    found = {"concat_latent_image": image, "concat_mask": unknown, "pose_video_latent": encode(media["pose_video"])}
-    return found | ({"face_video_pixels": media["face_video"]} if "face_video" in media else {})
+    extras = {"concat_latent_image": image, "concat_mask": unknown, "pose_video_latent": encode(media["pose_video"])}
+    return extras | ({"face_video_pixels": media["face_video"]} if "face_video" in media else {})
 
 
 def known_clip(media: Mapping[str, Tensor], clip: Clip, stride: int) -> tuple[Tensor, Tensor]:

@@ -77,8 +77,8 @@ def pinned_bytes(nbytes: int) -> int:
 def padded_frames(frames: int, clip: int, overlap: int) -> int:
     """Frames of a video padded so that the last clip is not too short, if it is one. Source: `_padding_length` of
     LightX2V's Animate-2."""
-    rest = (frames - overlap) % (clip - overlap)
-    return frames + (28 - rest if rest < 28 else 4 - rest % 4)
+    last_clip = (frames - overlap) % (clip - overlap)
+    return frames + (28 - last_clip if last_clip < 28 else 4 - last_clip % 4)
 
 
 BASE = Task(
@@ -136,8 +136,8 @@ def _renamed(changed: dict[str, str], names: Collection[str]) -> dict[str, str] 
     if not changed:
         return None
     ours = {changed.get(name, name): name for name in names}
-    found = plain.official_names(list(ours))
-    return None if found is None else {ours[name]: official for name, official in found.items()}
+    official_names_of = plain.official_names(list(ours))
+    return None if official_names_of is None else {ours[name]: official for name, official in official_names_of.items()}
 
 
 METADATA = {"config": json.dumps({"transformer": {"model_type": "animate2"}})}  # as of ComfyUI's files

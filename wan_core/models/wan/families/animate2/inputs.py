@@ -28,7 +28,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     As in the reference and unlike ComfyUI's own sampling, distilled weights have their scale, and the branch of the
     negative prompt leaves a block out.
     """
-    found = read_image_conditioning(task, vae, extras, latent)
+    fields = read_image_conditioning(task, vae, extras, latent)
     inputs = {"unconditional": False, "log_scale": log_scale(task)}
     for name in ("pose_strength", "reference_strength"):
         inputs[name] = 1.0 if extras.get(name) is None else float(extras[name])
@@ -38,7 +38,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
         inputs["pose_image"] = read_features(task, extras["clip_vision_output_pose"])
     if extras.get("cross_attn_pose") is not None:
         inputs["pose_context"] = extras["cross_attn_pose"]
-    return {**found, "inputs": inputs, "uncond_inputs": {"unconditional": True}}
+    return {**fields, "inputs": inputs, "uncond_inputs": {"unconditional": True}}
 
 
 def clip_inputs(

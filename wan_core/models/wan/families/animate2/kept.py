@@ -131,8 +131,8 @@ class HostLayers:
 
 def to_host(x: Tensor) -> Tensor:
     """x in pinned memory, copied without making the host wait. Work on the current stream finds it there."""
-    kept = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-    return kept.copy_(x, non_blocking=True)
+    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return pinned.copy_(x, non_blocking=True)
 
 
 def choose_form(

@@ -189,13 +189,13 @@ class Animate2Model(ImageWanModel):
         return torch.where(driving.stays, before, super().run_block(layer, tokens, inputs, own))
 
 
-def same_rows(videos: int, *given: Tensor) -> list[Tensor]:
+def same_rows(videos: int, *tensors: Tensor) -> list[Tensor]:
     """Driving videos, and the text and CLIP features that belong to them, with a row each for the largest number of
     them. Branches of the same videos follow one another. Raises ValueError."""
-    rows = max(map(len, given))
-    if videos % rows or any(rows % len(x) for x in given):
+    rows = max(map(len, tensors))
+    if videos % rows or any(rows % len(x) for x in tensors):
         raise ValueError(
-            f"driving videos, text and CLIP features for {', '.join(str(len(x)) for x in given)} videos given, and "
+            f"driving videos, text and CLIP features for {', '.join(str(len(x)) for x in tensors)} videos given, and "
             f"{videos} videos: give one of each, or one for every video"
         )
-    return [x.repeat(rows // len(x), *[1] * (x.ndim - 1)) for x in given]
+    return [x.repeat(rows // len(x), *[1] * (x.ndim - 1)) for x in tensors]

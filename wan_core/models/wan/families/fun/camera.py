@@ -183,9 +183,9 @@ def camera_rays(path: CameraPath, width: int, height: int) -> Tensor:
 
 def lenses_for(lenses: Matrix, width: int, height: int) -> list[list[float]]:
     """fx, fy, cx, cy of each frame in pixels. A video of another aspect sees the part that covers it."""
-    found = lenses.copy()
+    in_pixels = lenses.copy()
     if width / height < ASPECT:
-        found[:, 0] *= height * ASPECT / width
+        in_pixels[:, 0] *= height * ASPECT / width
     else:
-        found[:, 1] *= width / ASPECT / height
-    return (found * [width, height, width, height]).astype(np.float32).tolist()
+        in_pixels[:, 1] *= width / ASPECT / height
+    return (in_pixels * [width, height, width, height]).astype(np.float32).tolist()

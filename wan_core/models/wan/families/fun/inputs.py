@@ -43,14 +43,14 @@ def read_control(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> 
             raise OptionError(f"{task.name} takes a mask of what is known after the control video: connect "
                               f"{task.driven_by}, not the node of Wan 2.1")  # fmt: skip
         known = join_image(start, extras["concat_mask"], vae)
-    found = {"concat": torch.cat([vae.normalise(control), known], 1), **shared(task, vae, extras, latent)}
+    fields = {"concat": torch.cat([vae.normalise(control), known], 1), **shared(task, vae, extras, latent)}
     references = extras.get("reference_latents")
     if not references:
-        return found
+        return fields
     if len(references) > 1:
         raise OptionError(f"{len(references)} reference pictures given; {task.name} takes one")
     check_size(references[0], vae.z_dim, samples[:, :, : references[0].shape[2]])
-    return {**found, "inputs": {"reference": vae.normalise(references[0][:, :, 0])}}
+    return {**fields, "inputs": {"reference": vae.normalise(references[0][:, :, 0])}}
 
 
 def read_camera(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> Inputs:
@@ -65,17 +65,17 @@ def read_camera(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> I
         mask = extras.get("concat_mask")
         mask = torch.ones_like(image[:, :1]) if mask is None else mask
         concat = vae.normalise(image) if beside == vae.z_dim else join_image(image, mask, vae)
-    found = {"concat": concat, **shared(task, vae, extras, latent)}
+    fields = {"concat": concat, **shared(task, vae, extras, latent)}
     camera = extras.get("camera_conditions")
     if camera is None:
-        return found
+        return fields
     wanted = samples.shape[2], *(vae.spatial_stride * size for size in samples.shape[3:])
     if camera.ndim != 5 or camera.shape[2:] != wanted:
         raise OptionError(
             f"a camera of {list(camera.shape)} given for latents of {list(samples.shape)}: its frames, height and "
             f"width must be {list(wanted)}. Give WanCameraEmbedding the size and length of the video"
         )
-    return {**found, "inputs": {"camera": camera.float()}}
+    return {**fields, "inputs": {"camera": camera.float()}}
 
 
 def shared(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> Inputs:
@@ -87,12 +87,12 @@ def shared(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> Inputs
     return {"image_features": read_features(task, extras.get("clip_vision_output"))}
 
 
-def check_size(given: Tensor, channels: int, samples: Tensor) -> None:
-    """Raise OptionError unless `given` are latents [1 or B, channels, T, Y, X] of the size of `samples`."""
+def check_size(latents: Tensor, channels: int, samples: Tensor) -> None:
+    """Raise OptionError unless `latents` are [1 or B, channels, T, Y, X] of the size of `samples`."""
     wanted = channels, *samples.shape[2:]
-    if given.ndim != 5 or given.shape[1:] != wanted or len(given) not in (1, len(samples)):
+    if latents.ndim != 5 or latents.shape[1:] != wanted or len(latents) not in (1, len(samples)):
         raise OptionError(
-            f"latents of {list(given.shape)} given beside a video of {list(samples.shape)}; needed are [1 or batch, "
+            f"latents of {list(latents.shape)} given beside a video of {list(samples.shape)}; needed are [1 or batch, "
             f"{', '.join(map(str, wanted))}]: connect the LATENT of the node that made them"
         )
 
@@ -104,11 +104,11 @@ def control_inputs(
     pipeline_wan2_2_fun_control.py."""
     control = vae.normalise(vae.encode(media["control_video"]))
     masked = task.in_channels > 3 * vae.config.z_dim
-    found: Inputs = {"concat": torch.cat([control, start_channels(vae, media, control, masked=masked)], 1)}
-    found |= {} if task.image_dim is None else {"image_features": features_of(task, seen, control)}
+    fields: Inputs = {"concat": torch.cat([control, start_channels(vae, media, control, masked=masked)], 1)}
+    fields |= {} if task.image_dim is None else {"image_features": features_of(task, seen, control)}
     if "reference" in media:
-        found["inputs"] = {"reference": vae.normalise(vae.encode(media["reference"]))[:, :, 0]}
-    return found
+        fields["inputs"] = {"reference": vae.normalise(vae.encode(media["reference"]))[:, :, 0]}
+    return fields
 
 
 def camera_inputs(
@@ -124,8 +124,8 @@ def camera_inputs(
         concat = image_channels(vae, first, None, clip.frames)
     else:
         concat = start_channels(vae, media, like, masked=masked)
-    found = {"concat": concat, "inputs": {"camera": rays}}
-    return found if task.image_dim is None else {**found, "image_features": features_of(task, seen, like)}
+    fields = {"concat": concat, "inputs": {"camera": rays}}
+    return fields if task.image_dim is None else {**fields, "image_features": features_of(task, seen, like)}
 
 
 def start_channels(vae: VideoVAE, media: Mapping[str, Tensor], like: Tensor, *, masked: bool) -> Tensor:

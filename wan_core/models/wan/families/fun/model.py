@@ -49,12 +49,14 @@ def own_tokens(text: PreparedText) -> OwnTokens:
     return text.own
 
 
-def check_rows(given: Tensor, shape: Sequence[int | str], videos: int, name: str) -> None:
+def check_rows(tensor: Tensor, shape: Sequence[int | str], videos: int, name: str) -> None:
     """Raise ValueError unless `given` has rows for so many videos, and axes of the sizes in `shape`."""
-    fits = given.ndim == 1 + len(shape) and len(given) > 0 and videos % len(given) == 0
-    if not fits or any(isinstance(n, int) and n != m for n, m in zip(shape, given.shape[1:], strict=True)):
+    fits = tensor.ndim == 1 + len(shape) and len(tensor) > 0 and videos % len(tensor) == 0
+    if not fits or any(isinstance(n, int) and n != m for n, m in zip(shape, tensor.shape[1:], strict=True)):
         wanted = ", ".join(map(str, shape))
-        raise ValueError(f"a {name} of {list(given.shape)} given for {videos} videos; needed is [1 or batch, {wanted}]")
+        raise ValueError(
+            f"a {name} of {list(tensor.shape)} given for {videos} videos; needed is [1 or batch, {wanted}]"
+        )
 
 
 def check_grid(own: OwnTokens, grid: tuple[int, int, int], patch: Sequence[int], name: str) -> None:

@@ -89,12 +89,12 @@ def comfy_extras(
     """The media of a clip as ComfyUI's CONDITIONING carries them, and the latents that are decoded before the clip.
     encode: [1, 3, F, H, W] in -1..1 -> un-normalised latents."""
     lead = encode(media["carried"] if clip.number else media["reference"])
-    found: dict[str, Any] = {"audio_embed": media["audio"], "reference_latents": [lead]}
+    extras: dict[str, Any] = {"audio_embed": media["audio"], "reference_latents": [lead]}
     if clip.number:
-        found |= {"reference_latents": [encode(media["reference"])], "reference_motion": lead}
+        extras |= {"reference_latents": [encode(media["reference"])], "reference_motion": lead}
     if "pose_video" in media:
-        found["control_video"] = pose_latents(encode, media["pose_video"])
-    return found, lead
+        extras["control_video"] = pose_latents(encode, media["pose_video"])
+    return extras, lead
 
 
 def motion_frames(pictures: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ def audio_features(states: Tensor, clip_frames: int = CLIP_FRAMES) -> Tensor:
 
 def features_until(states: Tensor, clip: Clip) -> Tensor:
     """The result of `audio_features` for all frames up to the end of a `clip`."""
-    found = audio_features(states, clip.frames)
-    return F.pad(found, (0, max(0, clip.end - found.shape[3])))[..., : clip.end]
+    features = audio_features(states, clip.frames)
+    return F.pad(features, (0, max(0, clip.end - features.shape[3])))[..., : clip.end]
 
 
 def frames_of(states: int) -> int:
@@ -135,8 +135,8 @@ def frames_of(states: int) -> int:
 def resampled(states: Tensor) -> Tensor:
     """[W, n, C] -> [W, A, C]: interpolated linearly, first on first and last on last."""
     count = int(states.shape[1] / float(FRAMES_PER_SECOND) * FEATURE_RATE)
-    found = F.interpolate(states.transpose(1, 2), size=count, mode="linear", align_corners=True)
-    return found.transpose(1, 2)
+    features = F.interpolate(states.transpose(1, 2), size=count, mode="linear", align_corners=True)
+    return features.transpose(1, 2)
 
 
 def clip_count(features: int, clip_frames: int = CLIP_FRAMES) -> int:

@@ -164,10 +164,10 @@ class VaceFamily(ControlledFamily):
         """The transformer that official `shapes` describe. Its VACE blocks are spread evenly over its blocks. Raises
         UserError."""
         wan, blocks = plain.read_config(shapes, metadata), vace_block_count(shapes)
-        found = with_vace(wan, max(1, -(-wan.num_layers // max(1, blocks))), plain.shape_of(shapes, PATCHES[0], 5)[1])
-        if found.vace_blocks != blocks:
+        vace = with_vace(wan, max(1, -(-wan.num_layers // max(1, blocks))), plain.shape_of(shapes, PATCHES[0], 5)[1])
+        if vace.vace_blocks != blocks:
             raise UserError(f"its {blocks} VACE blocks cannot be spread evenly over {wan.num_layers} blocks.")
-        return found
+        return vace
 
     def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
         """The task of an architecture. An expert of Wan 2.2 has the tensors of Wan 2.1 14B: a second file, or the name,

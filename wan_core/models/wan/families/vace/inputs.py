@@ -57,7 +57,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     Without it everything is to be generated, as ComfyUI samples it. That is what the negative prompt has, too, where
     the positive one alone is controlled.
     """
-    found = read_image_conditioning(task, vae, extras, latent)
+    fields = read_image_conditioning(task, vae, extras, latent)
     samples = latent["samples"]
     frames = extras.get("vace_frames") or [torch.zeros_like(samples[:1]).repeat(1, 2, 1, 1, 1)]
     masks = extras.get("vace_mask") or [torch.ones_like(one[:, :1]).repeat(1, MASK_CHANNELS, 1, 1, 1) for one in frames]
@@ -69,7 +69,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     control = [control_channels(*one, samples, vae) for one in zip(frames, masks, strict=True)]
     rows = max(map(len, control))
     stacked = torch.stack([one.expand(rows, -1, -1, -1, -1) for one in control], 1)
-    return {**found, "inputs": {"control": stacked, "control_scale": torch.tensor([scales], dtype=torch.float32)}}
+    return {**fields, "inputs": {"control": stacked, "control_scale": torch.tensor([scales], dtype=torch.float32)}}
 
 
 def control_channels(frames: Tensor, mask: Tensor, samples: Tensor, vae: VAEConfig) -> Tensor:

@@ -97,13 +97,13 @@ class VaceModel(WanModel):
         number for all, or one for each: [N] or [1 or B, N]. Raises ValueError.
         """
         embedded = self.embed_text(context, image)
-        found = [self._keys_values(layer, embedded) for layer in range(len(self.blocks))]
+        keys_values = [self._keys_values(layer, embedded) for layer in range(len(self.blocks))]
         weights = self.runners.weights
         for n, block in enumerate(self.vace_blocks):
             weights.enter(n * self.config.vace_every, text=True)
-            found.append(block.cross_attn.kv(embedded))
+            keys_values.append(block.cross_attn.kv(embedded))
             weights.leave(n * self.config.vace_every)
-        return PreparedText(tuple(found), self.prepare_control(control, control_scale, len(context)))
+        return PreparedText(tuple(keys_values), self.prepare_control(control, control_scale, len(context)))
 
     def prepare_control(self, control: Tensor | None, scale: float | Sequence[float] | Tensor, videos: int) -> Control:
         weight, (pt, py, px) = self.vace_patch_embedding.weight, self.config.patch_size
@@ -173,10 +173,10 @@ class VaceModel(WanModel):
 
 def factors_for(factors: tuple[float, ...] | None, count: int) -> tuple[float, ...]:
     """One for each of so many control videos. Raises ValueError."""
-    found = (1.0,) * count if factors is None else factors * count if len(factors) == 1 else factors
-    if len(found) != count:
-        raise ValueError(f"the plan has factors for {len(found)} control videos, and {count} are given")
-    return found
+    of_each = (1.0,) * count if factors is None else factors * count if len(factors) == 1 else factors
+    if len(of_each) != count:
+        raise ValueError(f"the plan has factors for {len(of_each)} control videos, and {count} are given")
+    return of_each
 
 
 def apart(sparse: SparseState | None, name: str) -> SparseState | None:

@@ -19,7 +19,7 @@ from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.config import I2V_14B, I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B, DiTConfig
 from wan_core.models.wan.families.clips import ClipRules
-from wan_core.models.wan.families.family import Choice, Clues, Family, InputReaders, Task
+from wan_core.models.wan.families.family import NAMING, Choice, Clues, Family, InputReaders, Task
 
 if TYPE_CHECKING:
     from wan_core.models.wan.model import WanModel
@@ -58,23 +58,22 @@ TASKS = (
 
 
 _RELEASE = re.compile(r"wan[ _.-]?(?:video)?[ _.-]?2[._-]?([12])(?!\d)", re.IGNORECASE)
-NAMING = ("modelspec.title", "modelspec.architecture", "general.name", "general.basename")
 
 
-def _by_size(found: list[Task], clues: Clues) -> Choice:
+def _by_size(tasks: list[Task], clues: Clues) -> Choice:
     for name in _names(clues):
-        for task in found:
+        for task in tasks:
             size = task.name.rpartition("-")[2]
             if size.lower() in name.lower():
                 return Choice(task, f"{size} by its name {name}")
-    others = ", ".join(task.name for task in found[1:])
-    return Choice(found[0], f"its name does not say for which size; with --task it is {others}")
+    others = ", ".join(task.name for task in tasks[1:])
+    return Choice(tasks[0], f"its name does not say for which size; with --task it is {others}")
 
 
-def _by_release(found: list[Task], clues: Clues) -> Choice:
+def _by_release(tasks: list[Task], clues: Clues) -> Choice:
     """A second expert means 2.2. One file alone is what its name says; 2.2, as any other expert, where it says
     nothing."""
-    experts, single = (next(task for task in found if task.two_experts is two) for two in (True, False))
+    experts, single = (next(task for task in tasks if task.two_experts is two) for two in (True, False))
     if not clues.alone:
         return Choice(experts)
     for name in _names(clues):
@@ -106,24 +105,24 @@ class WanFamily(Family):
         Two things only a name tells: whether a text-to-video transformer of 14B is Wan 2.1 or an expert of 2.2, and for
         which size an image-to-video transformer of 2.1 was tuned.
         """
-        found = [
+        fitting = [
             task
             for task in TASKS
             if task.full_size is not None
             and (task.in_channels, task.image_dim) == (dit.in_channels, dit.image_dim)
             and (task.full_size.dim == T2V_1_3B.dim) == (dit.dim == T2V_1_3B.dim)
         ]
-        if not found:
+        if not fitting:
             features = "" if dit.image_dim is None else f" and CLIP features {dit.image_dim} wide"
             raise OptionError(
                 f"a transformer of {dit.in_channels} input channels{features} belongs to no known task; "
                 "name one with --task"
             )
-        if len(found) == 1:
-            return Choice(found[0])
+        if len(fitting) == 1:
+            return Choice(fitting[0])
         if dit.image_dim is not None:
-            return _by_size(found, clues)
-        return _by_release(found, clues)
+            return _by_size(fitting, clues)
+        return _by_release(fitting, clues)
 
     def model_class(self, config: DiTConfig) -> type[WanModel]:
         if config.image_dim is None:

@@ -24,7 +24,7 @@ from wan_core.models.wan.families.family import Inputs, Task
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
     """The fields of `Conditioning` that ComfyUI's CONDITIONING (`extras`) and LATENT give. Raises OptionError for what
     does not fit the task."""
-    samples, found = latent["samples"], {}
+    samples, fields = latent["samples"], {}
     image, unknown = extras.get("concat_latent_image"), extras.get("concat_mask")
     if task.image == "channels":
         if image is None:
@@ -33,18 +33,18 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
             raise OptionError(
                 f"the image's latents are {list(image.shape)}, the video's {list(samples.shape)}: not one size"
             )
-        found["concat"] = join_image(image, torch.ones_like(image[:, :1]) if unknown is None else unknown, vae)
+        fields["concat"] = join_image(image, torch.ones_like(image[:, :1]) if unknown is None else unknown, vae)
     elif image is not None:
         raise OptionError(f"{task.name} takes no image: load an image-to-video model, or leave the image out")
     if task.image_dim is not None:
-        found["image_features"] = read_features(task, extras.get("clip_vision_output"))
+        fields["image_features"] = read_features(task, extras.get("clip_vision_output"))
     if "noise_mask" in latent:
         known = known_first(samples, latent["noise_mask"], vae)
         if known is not None and task.image != "first frame":
             raise OptionError(f"{task.name} takes no known frame as latents: use WanCore Image to Video")
         if known is not None:
-            found["known"] = known
-    return found
+            fields["known"] = known
+    return fields
 
 
 def read_features(task: Task, output: Any) -> Tensor:
@@ -80,10 +80,10 @@ def known_frames(first: Tensor | None, last: Tensor | None, frames: int) -> tupl
     The unknown frames between are grey (0): so the model was trained. Raises OptionError where nothing is known, and
     where more is known than there are frames.
     """
-    given = first if first is not None else last
-    if given is None:
+    either = first if first is not None else last
+    if either is None:
         raise OptionError("image conditioning needs a first frame, a last frame or both; none was given")
-    video = given.new_zeros(1, 3, frames, *given.shape[-2:])
+    video = either.new_zeros(1, 3, frames, *either.shape[-2:])
     unknown = video.new_ones(frames)
     known = sum(image.shape[2] for image in (first, last) if image is not None)
     if known > frames:
@@ -171,8 +171,8 @@ def known_first(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor |
     if bool((unknown == 1).all()):
         return None
     count = int((unknown[0, 0, :, 0, 0] == 0).sum())
-    first, rest = unknown[:, :, :count], unknown[:, :, count:]
-    if not 0 < count < unknown.shape[2] or bool((first != 0).any()) or bool((rest != 1).any()):
+    first, later = unknown[:, :, :count], unknown[:, :, count:]
+    if not 0 < count < unknown.shape[2] or bool((first != 0).any()) or bool((later != 1).any()):
         raise OptionError(
             "the noise mask keeps something else than whole latent frames from the first on, which is not supported"
         )
