@@ -16,16 +16,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
 import pytest
-import torch
 
 gc.disable()  # until all tests are imported, see `pytest_collection`
-
-# A deadline measures the machine, not the code. CI draws the same examples every time: a failure there can be repeated.
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
-hypothesis.settings.load_profile("ci" if "CI" in os.environ else "local")
 
 # What torch's compiler writes for a CPU is here to be found again and compared, not to be fast: without them, g++ takes
 # ten seconds in every new cache folder to try vector instructions, more for headers, and a second for each kernel to
@@ -36,8 +29,6 @@ CHEAP_COMPILER = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "AOT_INDUCTOR_DEBUG_COMPILE": "1",
 }
-if not torch.cuda.is_available():
-    os.environ.update(CHEAP_COMPILER | {name: os.environ[name] for name in CHEAP_COMPILER if name in os.environ})
 
 
 HIDDEN = Path(__file__).parent / "without_triton"  # a package `triton` that cannot be imported
@@ -48,11 +39,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Small tensors lose time on many threads, and under xdist each process has one core."""
+    """Set up hypothesis and torch; xdist's controller, which runs no test, does without both. Small tensors lose time
+    on many threads, and under xdist each process has one core."""
     if config.getoption("--without-triton"):
         sys.modules["triton"] = None  # type: ignore[assignment] # here
         paths = [str(HIDDEN), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # and in processes that tests start
+    if "PYTEST_XDIST_WORKER" not in os.environ and config.getoption("dist", "no") != "no":
+        return
+    import hypothesis
+    import torch
+
+    # A deadline measures the machine, not the code. CI draws the same examples every time: a failure there can be
+    # repeated.
+    hypothesis.settings.register_profile("local", deadline=None)
+    hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+    hypothesis.settings.load_profile("ci" if "CI" in os.environ else "local")
+    if not torch.cuda.is_available():
+        os.environ.update(CHEAP_COMPILER | {name: os.environ[name] for name in CHEAP_COMPILER if name in os.environ})
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
@@ -65,6 +69,8 @@ THEN = ("test_attention", "test_stream", "test_quality", "test_lora")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate((*FIRST, *THEN))}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    import torch
+
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")
         for item in items:
@@ -81,6 +87,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     except (RuntimeError, ValueError) as fault:
+        import torch
+
         words = next((words for words in COMPILES if words in str(fault)), None)
         if words is None or not item.config.getoption("--without-triton") or not torch.cuda.is_available():
             raise

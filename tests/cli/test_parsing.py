@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import wan_core
+from tests.forked import Forked
 from wan_core.cli import COMMANDS, PIPE_CLOSED, build_parser, main
 from wan_core.cli.libraries import LIBRARIES
 from wan_core.cli.prompt_file import read_list
@@ -45,7 +46,7 @@ def test_version(capsys) -> None:
 
 def test_a_reader_that_ends_early_is_no_error() -> None:
     """`wancore plan | head -1` prints no error."""
-    with subprocess.Popen(PLAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with Forked(PLAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None and running.stderr is not None
         running.stdout.close()  # before it has written anything
         assert running.stderr.read() == ""

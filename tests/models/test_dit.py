@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wan_core
+from tests import forked
 from tests.reference_models import diffusers_transformer
 from wan_core.models.wan import layers
 from wan_core.models.wan.config import I2V_14B, T2V_1_3B, T2V_A14B, DiTConfig
@@ -181,7 +180,7 @@ with tf32(True):
     pass
 assert torch.get_float32_matmul_precision() == "high"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = forked.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr[-1000:]
 
 
