@@ -100,7 +100,7 @@ class WanCoreFromModel(io.ComfyNode):
         settings, held = _made(natives, options, engine.device)
         loras = {expert: _loras(native, settings, expert, engine.in_workers) for expert, native in natives.items()}
         if settings.precision == PACKED:
-            check_packed((one for wanted in loras.values() for one in wanted), settings.found.dit)
+            check_packed((one for wanted in loras.values() for one in wanted), settings.recognised.dit)
         shift, windows = _shift(natives), _windows(natives)
         carried = {"shift": shift, "range_shift": natives["high"].range_shift, "windows": windows}
         socket = replace(socket_of(options, settings, held, engine), loras=loras, **carried)
@@ -133,7 +133,7 @@ def _made(
 
 def _loras(native: NativeModel, settings: ModelSettings, expert: str, in_files: bool) -> tuple[Wanted, ...]:
     """What the patches of a native model are here. in_files: in ComfyUI's temporary folder, where workers read them."""
-    config = settings.found.dit
+    config = settings.recognised.dit
     if not in_files:
         return tuple(loras_of_patches(native.patches, config, native.where))
     options = []
@@ -144,7 +144,7 @@ def _loras(native: NativeModel, settings: ModelSettings, expert: str, in_files: 
             tensors = {name: checkpoint.read(name).contiguous() for name in checkpoint.tensors}
             write_safetensors(tensors, path, {})
         options.append(LoraOptions(path=str(path), strength=strength, expert=expert))
-    return tuple(read_loras(options, config, "low" in settings.found.of)[expert])
+    return tuple(read_loras(options, config, "low" in settings.recognised.of)[expert])
 
 
 def _shift(natives: Mapping[str, NativeModel]) -> float | None:

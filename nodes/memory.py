@@ -27,7 +27,7 @@ def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
     high, settings = model.held["high"], model.settings
     attached = [name for name in settings.parts if model.held[name].part.lora_mode == "attach"]
     loras = lora_bytes(one for name in attached for one in model.loras.get(name, ()))
-    beside = beside_workload(settings.found, workload, settings.per_token(), settings.dtype.itemsize)
+    beside = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize)
     beside = replace(beside, denoise=beside.denoise + loras)
     sizes = Sizes(units=high.part.units, experts=1, text_encoder=0, vae=0)
     free = host_room()

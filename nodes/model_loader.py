@@ -110,7 +110,7 @@ class WanCoreModelLoader(io.ComfyNode):
 
 def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     """The experts, held by ComfyUI's memory manager and not loaded yet; both are one where there is one transformer."""
-    models = settings.found
+    models = settings.recognised
     if host.device().type == "cpu":  # one call of it can take minutes there
         settings = replace(settings, attend=InPieces(settings.attend, host.check_interruption))
     finished = partial(finish, settings=settings, device=host.device())
@@ -131,7 +131,7 @@ def socket_of(
     rgb: RGBMap | None = None,
 ) -> ModelSocket:
     """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
-    colours = rgb or map_of_channels(settings.found.vae.z_dim)
+    colours = rgb or map_of_channels(settings.recognised.vae.z_dim)
     return ModelSocket(options, settings, held, colours, engine=engine, kernels=engine.prepare_kernels(settings))
 
 
@@ -198,14 +198,14 @@ def _computing(settings: ModelSettings) -> str:
 
 
 def info_of(settings: ModelSettings) -> str:
-    dit, task, parts = settings.found.dit, settings.found.task, settings.found.of
+    dit, task, parts = settings.recognised.dit, settings.recognised.task, settings.recognised.of
     kind = "two experts" if task.two_experts else "one transformer for every step"
     said = {expert: words_of(part, _computing(settings)) for expert, part in parts.items()}
     lines = [
-        *(WARNING + note for note in settings.found.notes),
+        *(WARNING + note for note in settings.recognised.notes),
         f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {settings.attention}"
         + (", compiled" if settings.compile != "off" else ""),
-        *([f"{task.name}: {settings.found.why}"] if settings.found.why else []),
+        *([f"{task.name}: {settings.recognised.why}"] if settings.recognised.why else []),
         *(f"{expert}: {text}" if "low" in parts else text for expert, text in said.items()),
         f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "
         f"{task.guidance_high:g} high and {task.guidance_low:g} low, {task.width}x{task.height}, {task.frames} frames",

@@ -22,7 +22,8 @@ from wan_core.pipeline.loras import notes_of
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.control import nag_words
-from wan_core.sampling.denoise import Progress, choose_batched
+from wan_core.sampling.denoise import Progress
+from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.start import Leftover, Start

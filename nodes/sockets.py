@@ -31,7 +31,7 @@ from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families import TASKS
 from wan_core.pipeline.decode import Made, Pieces, collect_images, images_shape
 from wan_core.pipeline.loras import Wanted
-from wan_core.pipeline.model_parts import Experts
+from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.build import ModelFacts
 from wan_core.sampling.plan import Expert
@@ -64,8 +64,8 @@ class ModelSocket:
     kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
 
     @property
-    def experts(self) -> Experts:
-        return cast(Experts, self.settings.found)
+    def experts(self) -> Parts:
+        return self.settings.recognised
 
     @property
     def facts(self) -> ModelFacts:

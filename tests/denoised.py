@@ -10,7 +10,8 @@ from torch import Tensor
 from wan_core.models.wan.model import WanModel
 from wan_core.sampling import denoise as loop
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Branching, Integrator, RunBranches
+from wan_core.sampling.denoise import Integrator
+from wan_core.sampling.guided import Branching, RunBranches
 from wan_core.sampling.plan import Plan
 
 

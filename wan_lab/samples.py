@@ -27,7 +27,7 @@ from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_DRIVEN
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import stack_text
+from wan_core.sampling.guided import stack_text
 from wan_lab.driving import Trio, draw_trios
 from wan_lab.shapes import SCENES, SIZE, draw, held_out, scene_table
 

@@ -104,7 +104,7 @@ def prepare_kernels(settings: ModelSettings) -> str | None:
     where there is nothing to prepare: on a CPU, and where blocks are compiled with their own weights."""
     if not prepares(settings):
         return None
-    config = settings.found.dit
+    config = settings.recognised.dit
     name = f"kernels of {config}, {settings.precision}, {settings.attention}"
     background.start(name, lambda: load_kernels(settings, settings.device))
     return name

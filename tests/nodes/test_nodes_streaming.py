@@ -38,7 +38,6 @@ from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.load import finish, load_models
 from wan_core.pipeline.loras import Wanted, read_loras
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
-from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.settings import PartToLoad, resolve_settings
 from wan_core.pipeline.sources import TINY, find_experts, find_models, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise
@@ -155,8 +154,8 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
     """What a family prepares besides text counts for both doors. Nothing is loaded."""
     options = LoadOptions(model=f"random:{task}", residency="stream", precision="bf16")
     found = find_models(options)
-    experts = Experts(found.task, found.of["high"], found.of.get("low"), found.vae)
-    settings = resolve_settings(experts, options, CPU)
+    experts = {name: part for name, part in found.of.items() if name in ("high", "low")}
+    settings = resolve_settings(replace(found, of=experts), options, CPU)
     held = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
     model = nodes.sockets.ModelSocket(options, settings, held, None)
     workload = Workload((1, 16, 21, 60, 104), make_plan(steps=4), batched)
@@ -176,8 +175,8 @@ def test_blocks_that_stream_stay_while_half_of_the_reserve_is_left(
     """Under ComfyUI's memory manager as under the engine's own. share: of the reserve, which the steps take."""
     options = LoadOptions(model="random:t2v-A14B", precision="bf16")
     found = find_models(options)
-    experts = Experts(found.task, found.of["high"], found.of.get("low"), found.vae)
-    settings = resolve_settings(experts, options, CPU)
+    experts = {name: part for name, part in found.of.items() if name in ("high", "low")}
+    settings = resolve_settings(replace(found, of=experts), options, CPU)
     held = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
     model = nodes.sockets.ModelSocket(options, settings, held, None)
     workload, blocks = Workload((1, 16, 21, 60, 104), make_plan(steps=4), False), 20

@@ -18,7 +18,7 @@ from wan_core.config import NagOptions, OptionError, SkipOptions, TaylorSeerOpti
 from wan_core.models.vae.config import VAE_22
 from wan_core.models.wan.families import NAG
 from wan_core.pipeline.comfy_conditioning import first_latents, join
-from wan_core.pipeline.model_parts import Experts
+from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import draw_noise
@@ -31,15 +31,15 @@ SHAPE = (1, 16, 2, 4, 6)
 
 
 @pytest.fixture(scope="module")
-def experts() -> Experts:
+def experts() -> Parts:
     return find_experts(TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors")
 
 
-def text(seed: int, experts: Experts, rows: int = 5, **extras: Any) -> list[Any]:
+def text(seed: int, experts: Parts, rows: int = 5, **extras: Any) -> list[Any]:
     return [draw_noise(seed, (1, rows, experts.dit.text_dim)), {"pooled_output": None, **extras}]
 
 
-def ranged(seed: int, experts: Experts, start: float, end: float, **extras: Any) -> list[Any]:
+def ranged(seed: int, experts: Parts, start: float, end: float, **extras: Any) -> list[Any]:
     return text(seed, experts, start_percent=start, end_percent=end, **extras)
 
 
@@ -137,7 +137,7 @@ def test_texts_travel_to_workers_and_are_shown() -> None:
 # --------------------------------------------------------------------------------------------------------------- runs
 
 
-def test_a_negative_text_that_nag_alone_reads_changes_too(experts: Experts) -> None:
+def test_a_negative_text_that_nag_alone_reads_changes_too(experts: Parts) -> None:
     nag = {NAG: NagOptions()}
     negative = [ranged(2, experts, 0.0, 0.5, **nag), ranged(3, experts, 0.5, 1.0, **nag)]
     joined = join([text(1, experts)], negative, LATENT, experts, plan_of(guidance_high=1.0, guidance_low=1.0))
@@ -146,7 +146,7 @@ def test_a_negative_text_that_nag_alone_reads_changes_too(experts: Experts) -> N
     assert texts == sorted(texts) and set(texts) == {(0, 0), (0, 1)}
 
 
-def run(experts: Experts, positive: list[Any], negative: list[Any], plan: Plan) -> torch.Tensor:
+def run(experts: Parts, positive: list[Any], negative: list[Any], plan: Plan) -> torch.Tensor:
     joined = join(positive, negative, LATENT, experts, plan)
     models = {name: part.load(torch.device("cpu"), torch.float32, None) for name, part in experts.of.items()}
     return denoise(joined.plan, models.__getitem__, joined.conditioning, draw_noise(7, SHAPE))  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def run(experts: Experts, positive: list[Any], negative: list[Any], plan: Plan) 
 
 @pytest.mark.parametrize(("cut", "inside"), [(0.15, True), (0.8, True), (0.5, False)])
 @pytest.mark.parametrize("batched", [False, True])
-def test_every_step_attends_to_the_text_of_its_range(experts: Experts, cut: float, inside: bool, batched: bool) -> None:
+def test_every_step_attends_to_the_text_of_its_range(experts: Parts, cut: float, inside: bool, batched: bool) -> None:
     """Against runs with one text, of which each gives some of the steps; texts of several lengths."""
     plan, negative = plan_of(solver="euler"), [text(9, experts)]
     one, two = text(1, experts), text(2, experts, rows=9)
@@ -195,7 +195,7 @@ def test_every_step_attends_to_the_text_of_its_range(experts: Experts, cut: floa
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-3)
 
 
-def test_one_text_is_what_it_was(experts: Experts) -> None:
+def test_one_text_is_what_it_was(experts: Parts) -> None:
     """A range over the whole run, and the same text in two ranges, change no bit."""
     plan, negative = plan_of(4), [text(9, experts)]
     exact = run(experts, [text(1, experts)], negative, plan)
@@ -222,7 +222,7 @@ def test_one_text_is_what_it_was(experts: Experts) -> None:
         {"camera_conditions": torch.zeros(1)},
     ],
 )
-def test_what_the_model_would_not_see_is_refused_by_name(experts: Experts, extras: dict[str, Any]) -> None:
+def test_what_the_model_would_not_see_is_refused_by_name(experts: Parts, extras: dict[str, Any]) -> None:
     plan = plan_of()
     for pair in (
         ([text(1, experts, **extras)], [text(2, experts)]),
@@ -232,7 +232,7 @@ def test_what_the_model_would_not_see_is_refused_by_name(experts: Experts, extra
             join(*pair, LATENT, experts, plan)
 
 
-def test_what_has_no_effect_passes(experts: Experts) -> None:
+def test_what_has_no_effect_passes(experts: Parts) -> None:
     neutral = {"strength": 1.0, "set_area_to_bounds": False, "wancore_seconds": 2.0, "attention_mask": torch.ones(1, 5)}
     joined = join(
         [text(1, experts, **neutral)], [text(2, experts, guidance=3.5, mask=None)], LATENT, experts, plan_of()
@@ -240,7 +240,7 @@ def test_what_has_no_effect_passes(experts: Experts) -> None:
     assert joined.seconds == 2.0 and joined.notes == []
 
 
-def test_texts_that_cannot_be_one_run_are_refused(experts: Experts) -> None:
+def test_texts_that_cannot_be_one_run_are_refused(experts: Parts) -> None:
     plan, negative = plan_of(), [text(2, experts)]
     cases = [
         ([text(1, experts), text(3, experts)], "2 texts are combined in `positive`"),
@@ -261,7 +261,7 @@ def test_texts_that_cannot_be_one_run_are_refused(experts: Experts) -> None:
         join([text(1, experts, **image)], [text(2, experts, **other)], LATENT, experts, plan)
 
 
-def test_latents_that_hold_a_video_are_refused(experts: Experts) -> None:
+def test_latents_that_hold_a_video_are_refused(experts: Parts) -> None:
     """Empty are zeros, and the mean of each channel, which Wan22ImageToVideoLatent gives."""
     plan, positive, negative = plan_of(), [text(1, experts)], [text(2, experts)]
     with pytest.raises(OptionError, match="holds a video"):
@@ -289,7 +289,7 @@ def test_latents_are_taken_where_the_plan_starts_from_them(known: int, filled: i
         assert first_latents(plan, samples, known) is (samples if holds_video else None)
 
 
-def test_a_known_first_frame_is_no_video(experts: Experts) -> None:
+def test_a_known_first_frame_is_no_video(experts: Parts) -> None:
     """TI2V's image conditioning; the experts are only asked for their shapes here."""
     wide = replace(experts, task=replace(experts.task, image="first frame"))
     samples, unknown = torch.zeros(SHAPE), torch.ones(1, 1, *SHAPE[2:])

@@ -18,7 +18,7 @@ from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import check_keys, family_of, find_task, image_task
 from wan_core.pipeline.comfy_conditioning import join
-from wan_core.pipeline.model_parts import Experts
+from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import Plan, make_plan
@@ -113,7 +113,7 @@ def test_lists_of_both_prompts_are_compared_by_what_they_hold(tmp_path):
         join(positive, negative, LATENT, replace(experts), plan)
 
 
-def vace_experts(folder: Path) -> Experts:
+def vace_experts(folder: Path) -> Parts:
     path = folder / "wan_vace.safetensors"
     save_file(draw_weights(CONFIGS["vace"]), path, {"num_heads": "2"})
     return find_experts(path)

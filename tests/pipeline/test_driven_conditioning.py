@@ -17,7 +17,7 @@ from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import find_task, image_task
 from wan_core.models.wan.families.animate2 import ANIMATE2_14B, DISTILLED_LOG_SCALE
 from wan_core.pipeline.comfy_conditioning import join
-from wan_core.pipeline.model_parts import Experts
+from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import Plan, make_plan
@@ -32,7 +32,7 @@ SEEN, SEEN_POSE = (
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory) -> dict[str, Experts]:
+def experts(tmp_path_factory) -> dict[str, Parts]:
     folder, found = tmp_path_factory.mktemp("models"), {}
     claimed = {"config": '{"transformer": {"model_type": "animate2"}}', "num_heads": "2"}
     for name, config, said in (("animate", TINY_ANIMATE, {}), ("animate2", ANIMATE2, claimed)):

@@ -17,7 +17,7 @@ from wan_core.pipeline.media import clip_media, condition, load_media
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import stack_text
+from wan_core.sampling.guided import stack_text
 
 
 def conditioned(pipe: Pipeline, given: Request) -> Conditioning:

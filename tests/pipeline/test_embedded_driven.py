@@ -116,7 +116,7 @@ def test_a_small_card_makes_the_same_latents(
     """The memory limit is emulated: the plan is that of a card with so much room, and the run follows it on a CPU."""
     pipe, request = Pipeline.load(DRIVEN), with_media(drawn)
     planner = MemoryPlanner(pipe.models.settings, DRIVEN)
-    beside = beside_workload(pipe.models.settings.found, Workload.of(pipe.prepare(request).job), 20.1, 4)
+    beside = beside_workload(pipe.models.settings.recognised, Workload.of(pipe.prepare(request).job), 20.1, 4)
     on_device, on_host = (beside.kept_as(one).denoise for one in beside.forms[:2])
     assert on_host < on_device
     room = (on_host + on_device) // 2 + stage_bytes(pipe.models.settings.parts["high"].units, 0)

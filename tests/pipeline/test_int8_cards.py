@@ -81,7 +81,8 @@ def everyday(expert: Part) -> Parts:
 
     text = part(UMT5_XXL, TEXT, scaled=True, packed=PackedSize("fp8", TEXT - TABLE, TEXT - TABLE))
     task = find_task("i2v-A14B")
-    return Parts(task, {"high": expert, "low": expert, "text_encoder": text, "vae": part(VAE_21, 127_000_000)})
+    models = {"high": expert, "low": expert, "text_encoder": text, "vae": part(VAE_21, 127_000_000)}
+    return Parts(task, models, VAE_21)
 
 
 def lora_of(rank: int) -> Lora:

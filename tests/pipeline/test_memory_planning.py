@@ -22,7 +22,7 @@ from wan_core.pipeline.memory_planning import (
     choose_residency,
     model_sizes,
 )
-from wan_core.pipeline.model_parts import Experts, Parts
+from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
 from wan_core.pipeline.sources import TINY, TINY_LORAS, find_experts, find_models
 from wan_core.sampling.denoise import Progress
@@ -34,7 +34,7 @@ LARGE = LoadOptions(model="random:t2v-A14B", precision="bf16")
 WORKLOAD = Workload((1, 16, 21, 60, 104), make_plan(), batched=False)
 
 
-def large(found: Parts | Experts, options: LoadOptions = LARGE) -> ModelSettings:
+def large(found: Parts, options: LoadOptions = LARGE) -> ModelSettings:
     return resolve_settings(found, options, CPU)
 
 
@@ -44,8 +44,8 @@ def whole() -> Parts:
 
 
 @pytest.fixture(scope="module")
-def experts(whole: Parts) -> Experts:
-    return Experts(whole.task, whole.of["high"], whole.of["low"], whole.vae)
+def experts(whole: Parts) -> Parts:
+    return Parts(whole.task, {name: whole.of[name] for name in ("high", "low")}, whole.vae)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_task_that_needs_an_image_plans_for_what_sees_it(task: str, sees: bool
     assert ("CLIP" in phases["encode image"].what) == sees
 
 
-def test_transformers_alone_plan_for_nothing_else(whole: Parts, experts: Experts, room) -> None:
+def test_transformers_alone_plan_for_nothing_else(whole: Parts, experts: Parts, room) -> None:
     room(66)
     alone, all_of_it = (MemoryPlanner(large(found), LARGE).plan(WORKLOAD) for found in (experts, whole))
     assert model_sizes(large(experts)).text_encoder == model_sizes(large(experts)).vae == 0
@@ -97,7 +97,7 @@ def test_transformers_alone_plan_for_nothing_else(whole: Parts, experts: Experts
     assert alone.beside["high"] == all_of_it.beside["high"] and alone.beside["vae"] == 0
 
 
-def test_several_videos_take_more(experts: Experts, room) -> None:
+def test_several_videos_take_more(experts: Parts, room) -> None:
     room(80)
     planner = MemoryPlanner(large(experts), LARGE)
     one, two = (planner.plan(replace(WORKLOAD, latent_shape=(n, 16, 21, 60, 104))).beside["high"] for n in (1, 2))
@@ -105,7 +105,7 @@ def test_several_videos_take_more(experts: Experts, room) -> None:
 
 
 @pytest.mark.parametrize("ranks", [False, True])
-def test_transformers_that_stream_keep_the_blocks_that_fit(experts: Experts, room, ranks: bool) -> None:
+def test_transformers_that_stream_keep_the_blocks_that_fit(experts: Parts, room, ranks: bool) -> None:
     """On one device, and on ranks, which agree on the fullest one's."""
     room(24)
     options = replace(LARGE, residency="stream")
@@ -124,7 +124,7 @@ def test_on_a_cpu_the_report_says_how_blocks_are_run(given: dict[str, Any], said
     assert report.notes == [f"residency: {said} (weights are in host memory on a CPU)"] and residency.policy == said
 
 
-def test_ranks_hold_the_experts_in_parts_where_they_do_not_fit(experts: Experts, room) -> None:
+def test_ranks_hold_the_experts_in_parts_where_they_do_not_fit(experts: Parts, room) -> None:
     room(40)
     plan = MemoryPlanner(large(experts), LARGE).plan(WORKLOAD)
     ranks, report = SimpleNamespace(agree=lambda value, largest=True: value), Report(CPU)

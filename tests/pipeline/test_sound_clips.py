@@ -324,7 +324,7 @@ def test_what_does_not_belong_together_is_refused(folder: Path) -> None:
         with pytest.raises(OptionError, match=words):
             pipe.prepare(request(folder, **changed))
     assert pipe.prepare(request(folder, frames=3)).job.frames == 3
-    made = pipe.prepare(request(folder, width=None, height=None))
+    made = pipe.prepare(request(folder, width=None, height=None)).job
     assert made.width % 64 == made.height % 64 == 0
 
 

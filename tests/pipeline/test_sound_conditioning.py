@@ -16,7 +16,7 @@ from wan_core.models.wan.families import find_task
 from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.comfy_conditioning import join
-from wan_core.pipeline.model_parts import Experts
+from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.plan import Plan, make_plan
 
@@ -27,7 +27,7 @@ REFERENCE, MOTION, POSE = (torch.randn(1, 16, frames, Y, X) for frames in (1, 19
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory) -> Experts:
+def experts(tmp_path_factory) -> Parts:
     path = tmp_path_factory.mktemp("models") / "wan2.2_s2v.safetensors"
     save_file(draw_weights(S2V), path, {"num_heads": "2"})
     return find_experts(path)

@@ -129,7 +129,7 @@ def test_a_block_of_the_model_runs_the_way_the_model_will(image: bool, precision
     """Its width, its linears and its attention, without its weights."""
     options = LoadOptions(model="tiny", precision=precision)
     settings = resolve_settings(find_models(options), options, CPU)
-    config = replace(settings.found.dit, **({"image_dim": 24, "in_channels": 36} if image else {}))
+    config = replace(settings.recognised.dit, **({"image_dim": 24, "in_channels": 36} if image else {}))
     seen: list[tuple[int, ...]] = []
     attend = settings.attend
 
@@ -138,7 +138,7 @@ def test_a_block_of_the_model_runs_the_way_the_model_will(image: bool, precision
             seen.append(tuple(q.shape))
             return attend(q, k, v, *rest)
 
-    monkeypatch.setattr(type(settings.found), "dit", property(lambda _: config))
+    monkeypatch.setattr(type(settings.recognised), "dit", property(lambda _: config))
     seer = Seen.__new__(Seen)
     vars(seer).update(vars(attend))
     load_kernels(replace(settings, attend=seer), CPU)

@@ -36,7 +36,8 @@ from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.context_windows import fuse_weights, window_weights, windows_of, with_windows
-from wan_core.sampling.denoise import last_runs, model_inputs
+from wan_core.sampling.denoise import last_runs
+from wan_core.sampling.guided import model_inputs
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.solvers import SOLVERS

@@ -11,7 +11,8 @@ from tests.denoised import denoise
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import NonFiniteError, choose_batched
+from wan_core.sampling.denoise import NonFiniteError
+from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import NOISY, SOLVERS, History
 

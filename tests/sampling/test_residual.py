@@ -31,7 +31,7 @@ from wan_core.sampling.cache.policies import mark_adaptive
 from wan_core.sampling.cache.residual import residual_program, residuals, weights
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import Guided
+from wan_core.sampling.guided import Guided
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import SOLVERS, History
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify

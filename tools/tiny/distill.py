@@ -31,7 +31,8 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.wan.model import WanModel
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Branching, Progress, Ready, denoise
+from wan_core.sampling.denoise import Progress, Ready, denoise
+from wan_core.sampling.guided import Branching
 from wan_core.sampling.plan import Expert, Plan, make_plan
 
 TASK = "t2v-tiny"

@@ -32,7 +32,7 @@ from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 from wan_core.sampling.control import control_words, nag_words
-from wan_core.sampling.denoise import choose_batched
+from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.run import check_kernel

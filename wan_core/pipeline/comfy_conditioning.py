@@ -16,7 +16,7 @@ from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, check_sparse, check_stages, family_of
 from wan_core.models.wan.families.family import Family
-from wan_core.pipeline.model_parts import Experts
+from wan_core.pipeline.model_parts import Parts
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.control import Scales, drive_by_text, scale_by_text, with_nag, with_passes
 from wan_core.sampling.plan import Plan
@@ -57,7 +57,7 @@ def join(
     positive: CONDITIONING,
     negative: CONDITIONING,
     latent: Mapping[str, Any],
-    experts: Experts,
+    experts: Parts,
     plan: Plan,
     range_shift: float | None = None,
 ) -> Joined:

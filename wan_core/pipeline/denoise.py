@@ -21,7 +21,8 @@ from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.run import OnStep, Run
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Branching, Integrator, Owner, Progress, RunBranches, denoise
+from wan_core.sampling.denoise import Integrator, Owner, Progress, denoise
+from wan_core.sampling.guided import Branching, RunBranches
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.solvers import History

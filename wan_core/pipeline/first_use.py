@@ -38,7 +38,7 @@ from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import ModelSettings, PartToLoad
 from wan_core.pipeline.sources import random_part
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.denoise import nag_numbers
+from wan_core.sampling.guided import nag_numbers
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.sparsity.run import sparse_attention
 from wan_core.sampling.stages import smaller
@@ -126,7 +126,7 @@ def prepares(settings: ModelSettings) -> bool:
 def fits_beside(settings: ModelSettings, workload: Workload, memory: MemoryPlan) -> bool:
     """Whether a rehearsal of `workload` fits beside weights that are being read. Activations are planned for, but not
     these blocks, nor weights that are read ahead before they are encoded."""
-    config, transformers = settings.found.dit, sum(name in ("high", "low") for name in settings.parts)
+    config, transformers = settings.recognised.dit, sum(name in ("high", "low") for name in settings.parts)
     rest, block, *_ = unit_bytes(config, settings.dtype.itemsize, False)
     ahead = 0 if settings.quantization is None else 2 * AHEAD * transformers
     return memory.peak + rest + count_of_blocks(settings, workload) * block + ahead <= memory.room
@@ -135,7 +135,7 @@ def fits_beside(settings: ModelSettings, workload: Workload, memory: MemoryPlan)
 def count_of_blocks(settings: ModelSettings, workload: Workload) -> int:
     """So many have one of each kind."""
     sparse = workload.plan.sparse
-    return 1 if sparse is None else min(settings.found.dit.num_layers, sparse.dense_layers + 1)
+    return 1 if sparse is None else min(settings.recognised.dit.num_layers, sparse.dense_layers + 1)
 
 
 def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> str:
@@ -143,8 +143,8 @@ def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) 
     decides who waits: Triton, torch and flash-attn-4 find what they kept by keys that hold their own versions."""
     card = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "cpu"
     plan, (T, *area) = workload.plan, workload.latent_shape[2:]
-    tokens = {settings.found.dit.tokens(size, *area) % 16 for size in plan.window_sizes(T)}
-    words = [torch.__version__, installed(COMPILERS), __version__, card, settings.found.dit, settings.precision]
+    tokens = {settings.recognised.dit.tokens(size, *area) % 16 for size in plan.window_sizes(T)}
+    words = [torch.__version__, installed(COMPILERS), __version__, card, settings.recognised.dit, settings.precision]
     words += [settings.attention, ranks.mesh, sorted(tokens), plan.sparse, sorted({step.scale for step in plan.steps})]
     return ", ".join(map(str, words))
 
@@ -190,7 +190,7 @@ def rehearse_vae(settings: ModelSettings, workload: Workload, ranks: RankMesh) -
     """Decode the beginning of a video of `workload` as this rank will, in its strip of the picture: every piece has the
     size of the first, the second or the last. If there is an image, encode as much too."""
     part, device = settings.parts["vae"], settings.device
-    config = settings.found.vae
+    config = settings.recognised.vae
     vae = optimize_vae(cast(VideoVAE, PartToLoad(random_part(config, 0), part.dtype).load(device)), device, ranks)
     chunk = 1 if vae.strips is None else vae.strips.chunk
     _, C, T, Y, X = workload.latent_shape
@@ -204,7 +204,7 @@ def rehearse_vae(settings: ModelSettings, workload: Workload, ranks: RankMesh) -
 
 def load_libraries(settings: ModelSettings, plan: Plan) -> None:
     """Import the libraries of kernels and attention, and what they load at their first call."""
-    device, dtype, dim = settings.device, settings.dtype, settings.found.dit.head_dim
+    device, dtype, dim = settings.device, settings.dtype, settings.recognised.dit.head_dim
     fused.why_not(device)
     tokens = torch.zeros(1, 256, 2, dim, dtype=dtype, device=device)
     settings.attend(tokens, tokens, tokens)
@@ -215,7 +215,7 @@ def load_libraries(settings: ModelSettings, plan: Plan) -> None:
 
 def random_blocks(settings: ModelSettings, device: torch.device, count: int, ranks: RankMesh | None = None) -> WanModel:
     """So many blocks of the transformer of `settings`, with random weights, that compute as it will."""
-    config, quantization = replace(settings.found.dit, num_layers=count), settings.quantization
+    config, quantization = replace(settings.recognised.dit, num_layers=count), settings.quantization
     if quantization is not None:
         quantization = None if is_packed(quantization) else replace(quantization, keep_blocks=0)
     blocks = cast(WanModel, PartToLoad(random_part(config, 0), settings.dtype, quantization).load(device))

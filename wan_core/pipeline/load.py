@@ -1,4 +1,4 @@
-"""From recognised files to the models of a run, ready to compute.
+"""Load: from recognised files to the models of a run, ready to compute.
 
 The one way for the command line, worker processes and ComfyUI: `resolve_settings` (what the options mean here), a
 memory plan, `load_parts`, `finish`. ComfyUI's nodes call these one by one, because its memory manager decides when a
@@ -27,7 +27,7 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
-from wan_core.models.wan.config import DiTConfig, PreparedForm
+from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import Task
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels import fused
@@ -43,7 +43,7 @@ from wan_core.pipeline.host_planning import HostPlan, check_host, check_prepared
 from wan_core.pipeline.loras import lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
 from wan_core.pipeline.model_folders import vae_in
-from wan_core.pipeline.model_parts import Experts, Parts, is_packed
+from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.reading import load_parts
 from wan_core.pipeline.settings import ModelSettings, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
@@ -70,7 +70,7 @@ class Models:
 
     @property
     def task(self) -> Task:
-        return self.settings.found.task
+        return self.settings.recognised.task
 
     @property
     def attention(self) -> str:
@@ -131,101 +131,150 @@ class Models:
     @property
     def speech(self) -> Speech:
         """The speech encoder of a task that takes sound."""
-        found = self.settings.found
-        assert isinstance(found, Parts) and found.speech is not None
-        return found.speech
+        speech = self.settings.recognised.speech
+        assert speech is not None
+        return speech
 
     @property
     def vae_config(self) -> VAEConfig:
-        return self.settings.found.vae
+        return self.settings.recognised.vae
 
     @property
     def dit_config(self) -> DiTConfig:
-        return self.settings.found.dit
+        return self.settings.recognised.dit
 
 
 def load_models(
-    found: Parts | Experts,
+    parts: Parts,
     options: LoadOptions,
     report: Report,
     workload: Workload | None = None,
     ranks: RankMesh | None = None,
     how: Reading = USUAL,
 ) -> Models:
-    """Load what was found, or the transformers alone. workload: what memory is planned for (None: the task's own size).
-    ranks: those that load and run it together. how: files are read. Raises OptionError or AttentionError for what
-    cannot run here, before any weights are read."""
-    device = report.device
-    settings = resolve_settings(found, options, device)
-    if device.type == "cpu":
-        check_host(settings.parts, host_room(options.host_memory_limit))
-    layers = held_layers(found.dit.num_layers, ranks)
-    planner = make_planner(settings, options, layers)
-    plan = None if planner is None or options.residency == "shard" else planner.plan(workload)
-    why_not = why_not_sharded(settings, ranks)
-    residency, sharded = choose_residency(options, report, plan, found.dit.num_layers, ranks, why_not)
-    if layers is not None:
-        check_parts(settings, residency, sharded)
-    shares = ranks is not None and residency.policy == "resident"
-    waits = HostPlan()
-    if planner is not None and ranks is None:
-        waits, settings = wait_on_host(settings, options, residency, None if workload is None else residency.form)
-        planner = replace(planner, settings=settings)
-
-    def load(name: str, how: Reading) -> nn.Module:
-        part, config = settings.parts[name], settings.parts[name].part.config
-        if sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
-            return load_sharded_dit(part.part.path, ranks, part.dtype, config.family, how.turn)
-        here = layers if isinstance(config, DiTConfig) else None  # ranks read different blocks: none is shared
-        alone = name == "text_encoder" or here is not None
-        share = partial(shared_checkpoint, ranks=ranks, turn=how.turn) if ranks and shares and not alone else None
-        stays = name in waits.mapped
-        how = replace(how, mapped=how.mapped or stays, stays=stays, layers=here, share=share)
-        return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, how)
-
-    names = [name for name in found.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
-    first_use = None
-    if ranks is not None:
-        roomy = plan is None or workload is None or fits_beside(settings, workload, plan)
-        first_use = begin_first_use(settings, workload if shares and not sharded and roomy else None, ranks)
+    """Load what was recognised, or the transformers alone. workload: what memory is planned for (None: the task's own
+    size). ranks: those that load and run it together. how: files are read. Raises OptionError or AttentionError for
+    what cannot run here, before any weights are read."""
+    placement = place_weights(resolve_settings(parts, options, report.device), options, report, workload, ranks)
+    settings = placement.settings
+    names = [name for name in parts.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
+    first_use = None if ranks is None else placement.prepare_kernels(workload, ranks)
     try:
-        loaded = load_parts(names, load, device, in_order=shares, how=how)
+        loaded = load_parts(names, placement.read, report.device, in_order=placement.shares, how=how)
     except BaseException:
         if first_use is not None:
             first_use.end()
         raise
     for name in names:
-        model, part, wanted = loaded.pop(name), settings.parts[name], settings.loras.get(name, ())
-        if part.lora_mode == "attach" and name in settings.loras:
-            ModelLoras(device).apply(cast(WanModel, model), wanted, part)
+        placement.add(name, loaded.pop(name), report)
+    note_models(settings, placement.residency, report, ranks)
+    files = lora_files(options.loras)
+    return Models(settings, placement.residency, files, placement.planner, placement.sharded, ranks, first_use)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the weights of models are held, and which of them this process reads: decided before any are read.
+
+    waits: where those wait that do not stay on the device. sharded: ranks hold the experts in parts. layers: the blocks
+    of a transformer that this rank holds; None: all."""
+
+    settings: ModelSettings
+    residency: Residency
+    planner: MemoryPlanner | None
+    plan: MemoryPlan | None
+    waits: HostPlan
+    sharded: bool
+    layers: range | None
+    ranks: RankMesh | None
+
+    @property
+    def shares(self) -> bool:
+        """Whether each rank reads a part of every file, and has the rest from the others."""
+        return self.ranks is not None and self.residency.policy == "resident"
+
+    def prepare_kernels(self, workload: Workload | None, ranks: RankMesh) -> FirstUse | None:
+        """Begin to prepare kernels beside reading; at the size of `workload` where that fits."""
+        roomy = self.plan is None or workload is None or fits_beside(self.settings, workload, self.plan)
+        return begin_first_use(self.settings, workload if self.shares and not self.sharded and roomy else None, ranks)
+
+    def read(self, name: str, how: Reading) -> nn.Module:
+        """Read a model to where its weights are held."""
+        settings, ranks, part = self.settings, self.ranks, self.settings.parts[name]
+        config = part.part.config
+        if self.sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
+            return load_sharded_dit(part.part.path, ranks, part.dtype, config.family, how.turn)
+        layers = self.layers if isinstance(config, DiTConfig) else None  # ranks read different blocks: none is shared
+        alone = name == "text_encoder" or layers is not None
+        share = partial(shared_checkpoint, ranks=ranks, turn=how.turn) if ranks and self.shares and not alone else None
+        stays = name in self.waits.mapped
+        how = replace(how, mapped=how.mapped or stays, stays=stays, layers=layers, share=share)
+        loras = settings.loras.get(name, ())
+        return load_with_loras(part, loras, self.residency.load_device, settings.device, how)
+
+    def add(self, name: str, model: nn.Module, report: Report) -> None:
+        """Attach the LoRAs of a model that was read, optimise it, and give it to the residency."""
+        settings, part, loras = self.settings, self.settings.parts[name], self.settings.loras.get(name, ())
+        if part.lora_mode == "attach" and loras:
+            ModelLoras(settings.device).apply(cast(WanModel, model), loras, part)
         report.notes += [f"{name}: the file {part.part.prefers}"] * bool(part.part.prefers)
-        report.notes += [f"{name}: {one.words(part.lora_words)}" for one in wanted]
-        graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
-        residency.add(name, finish(model, settings, device, graphs=graphs, ranks=ranks), copy=waits.copies(name))
-        del model
+        report.notes += [f"{name}: {one.words(part.lora_words)}" for one in loras]
+        graphs = self.residency.policy == "resident"  # a graph knows addresses, and launches no copies
+        model = finish(model, settings, settings.device, graphs=graphs, ranks=self.ranks)
+        self.residency.add(name, model, copy=self.waits.copies(name))
+
+
+def place_weights(
+    settings: ModelSettings,
+    options: LoadOptions,
+    report: Report,
+    workload: Workload | None,
+    ranks: RankMesh | None,
+) -> Placement:
+    """Plan memory, and choose where weights are held. Raises OptionError where they do not fit."""
+    num_layers = settings.recognised.dit.num_layers
+    if settings.device.type == "cpu":
+        check_host(settings.parts, host_room(options.host_memory_limit))
+    layers = held_layers(num_layers, ranks)
+    planner = make_planner(settings, options, layers)
+    plan = None if planner is None or options.residency == "shard" else planner.plan(workload)
+    why_not = why_not_sharded(settings, ranks)
+    residency, sharded = choose_residency(options, report, plan, num_layers, ranks, why_not)
+    if layers is not None:
+        check_parts(settings, residency, sharded)
+    waits = HostPlan()
+    if planner is not None and ranks is None:
+        waiting = settings.parts if residency.policy != "resident" else {}
+        prepared = None if workload is None else residency.form
+        waits = plan_host(waiting, host_room(options.host_memory_limit), prepared)
+        mapped = {n: staying_in_file(settings.parts[n], settings.loras.get(n, ())) for n in waits.mapped}
+        settings = replace(settings, parts={**settings.parts, **mapped})
+        planner = replace(planner, settings=settings)
+    return Placement(
+        settings=settings,
+        residency=residency,
+        planner=planner,
+        plan=plan,
+        waits=waits,
+        sharded=sharded,
+        layers=layers,
+        ranks=ranks,
+    )
+
+
+def note_models(settings: ModelSettings, residency: Residency, report: Report, ranks: RankMesh | None) -> None:
+    """Say in the report what was loaded, and warn of files that may be the wrong ones."""
+    parts = settings.recognised
     report.notes += residency.notes
     if settings.device.type == "cuda" and (reason := fused.why_not(settings.device)) is not None:
         report.notes.append(f"fused kernels: {reason}. {fused.WITHOUT}")
-    for note in (*found.notes, *notes_of(settings.loras)):
+    for note in (*parts.notes, *notes_of(settings.loras)):
         report.warn(note)
         if ranks is None or ranks.rank == 0:
             log.warning("%s", note)
-    if found.why:
-        report.notes.append(f"task: {found.task.name} ({found.why})")
+    if parts.why:
+        report.notes.append(f"task: {parts.task.name} ({parts.why})")
     report.settings |= settings.describe()
-    return Models(settings, residency, lora_files(options.loras), planner, sharded, ranks, first_use)
-
-
-def wait_on_host(
-    settings: ModelSettings, options: LoadOptions, residency: Residency, prepared: PreparedForm | None
-) -> tuple[HostPlan, ModelSettings]:
-    """Where weights wait that do not stay on the device, beside what a run prepares, and `settings` with the parts that
-    stay in their files. Raises OptionError where host memory has no room."""
-    waiting = settings.parts if residency.policy != "resident" else {}
-    waits = plan_host(waiting, host_room(options.host_memory_limit), prepared)
-    loras = settings.loras
-    parts = {n: staying_in_file(p, loras.get(n, ())) if n in waits.mapped else p for n, p in settings.parts.items()}
-    return waits, replace(settings, parts=parts)
 
 
 def check_parts(settings: ModelSettings, residency: Residency, sharded: bool) -> None:

@@ -29,7 +29,7 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import Job
 from wan_core.pipeline.host_planning import host_room
 from wan_core.pipeline.loras import lora_bytes
-from wan_core.pipeline.model_parts import Experts, Parts
+from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.plan import Plan
@@ -70,7 +70,7 @@ class MemoryPlanner:
         `workload` fits."""
         settings, options = self.settings, self.options
         extra = lora_bytes(settings.attached_loras)
-        beside = beside_workload(settings.found, workload, settings.per_token(), settings.dtype.itemsize)
+        beside = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize)
         beside = beside_attached(beside, extra)
         sizes = model_sizes(settings, self.layers)
         available = device_room(settings.device, options.memory_limit)
@@ -162,7 +162,7 @@ def model_sizes(settings: ModelSettings, layers: range | None = None) -> Sizes:
     return Sizes(units=units, experts=experts, text_stage=stage, **others)
 
 
-def beside_workload(found: Parts | Experts, workload: Workload | None, per_token: float, itemsize: int) -> Beside:
+def beside_workload(found: Parts, workload: Workload | None, per_token: float, itemsize: int) -> Beside:
     """Device memory of a run besides weights. workload: None is the task's own size. Transformers alone encode and
     decode nothing."""
     if workload is None:
@@ -185,7 +185,7 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
         )
         outside = outside_bytes(found.dit, workload.latent_shape, max(sizes))
         beside = replace(beside, denoise=beside.denoise + outside)
-    if isinstance(found, Parts) and found.speech is not None:
+    if found.speech is not None:
         seconds = found.task.frames / found.task.fps if workload is None else workload.seconds
         beside = replace(beside, sound=encoding_bytes(found.speech.config, seconds) if seconds else 0)
     return beside if "vae" in found.of else replace(beside, text=0, decode=0, image=0)

@@ -15,7 +15,6 @@ from wan_core.checkpoint import Checkpoint
 from wan_core.checkpoint.detect import Config, expected_shapes
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.staged import USUAL, Reading
-from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS, Task
@@ -108,64 +107,38 @@ class Part:
 @dataclass(frozen=True)
 class Parts:
     """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae,
-    clip_vision (where the task needs it). why: what decided which task it is, where tensors do not. speech: the
-    encoder of sound of a task that hears, which is loaded while it is used."""
+    clip_vision (where the task needs it); or its transformers alone. Of one transformer of a task with two experts, the
+    boundary is 0.
+
+    vae: the architecture whose latents they work on. why: what decided which task it is, where tensors do not. speech:
+    the encoder of sound of a task that takes some, which is loaded while it is used."""
 
     task: Task
     of: Mapping[str, Part]
+    vae: VAEConfig
     why: str = ""
     speech: Speech | None = None
 
     @property
-    def dit(self) -> DiTConfig:
-        return cast(DiTConfig, self.of["high"].config)
+    def high(self) -> Part:
+        """The high-noise expert, or the only transformer."""
+        return self.of["high"]
 
     @property
-    def low_path(self) -> Path | None:
-        return self.of["low"].path if "low" in self.of else None
-
-    @property
-    def notes(self) -> list[str]:
-        """What the user should know of the transformers' files: swapped, or one for both."""
-        return expert_notes(self.of, self.task)
-
-    @property
-    def text(self) -> TextConfig:
-        return cast(TextConfig, self.of["text_encoder"].config)
-
-    @property
-    def vae(self) -> VAEConfig:
-        return cast(VAEConfig, self.of["vae"].config)
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The transformers of a task without its other parts. `low` is None where one transformer runs every step, and the
-    task's boundary is 0 then; `vae` is the architecture whose latents they work on."""
-
-    task: Task
-    high: Part
-    low: Part | None
-    vae: VAEConfig
-    why: str = ""  # as of `Parts`
-
-    @property
-    def of(self) -> Mapping[str, Part]:
-        """By name, as in `Parts`."""
-        return {"high": self.high} if self.low is None else {"high": self.high, "low": self.low}
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes on what was recognised, see `Parts.notes`."""
-        return expert_notes(self.of, self.task)
+    def low(self) -> Part | None:
+        return self.of.get("low")
 
     @property
     def dit(self) -> DiTConfig:
         return cast(DiTConfig, self.high.config)
 
+    @property
+    def low_path(self) -> Path | None:
+        return None if self.low is None else self.low.path
 
-def expert_notes(of: Mapping[str, Part], task: Task) -> list[str]:
-    """What the user should know of the transformers' files."""
-    high, low = (ExpertFile.of(of[name].path, of[name].metadata) if name in of else None for name in ("high", "low"))
-    assert high is not None
-    return transformer_notes(high, low, task.two_experts or TASKS[task.name].two_experts)
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the transformers' files: swapped, or one for both."""
+        high, low = (None if one is None else ExpertFile.of(one.path, one.metadata) for one in (self.high, self.low))
+        assert high is not None
+        return transformer_notes(high, low, self.task.two_experts or TASKS[self.task.name].two_experts)

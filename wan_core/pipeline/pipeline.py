@@ -189,7 +189,7 @@ class Pipeline:
         for expert in reversed(run.job.plan.experts):
             on_phase(f"{'compile' if self.models.compiles else 'warm up'} {expert}")
             with run.report.phase(f"warm up {expert}"):
-                retried(partial(forward, expert), partial(run.memory.relieve, expert))
+                retried(run.memory, expert, forward, expert)
 
 
 def generate_clips(run: Run, watch: Watch, write: WriteFrames | None, keep: Path | None) -> Result:

@@ -33,7 +33,7 @@ from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.ops.quant.swap import Quantization, swap_linears
 from wan_core.pipeline.loras import Wanted, check_packed, choose_mode, read_loras
-from wan_core.pipeline.model_parts import Experts, Part, Parts, is_packed
+from wan_core.pipeline.model_parts import Part, Parts, is_packed
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class PartToLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """How the models of a run are held and computed. `parts`: by name, as in `found`. `attention`: the backend that
-    `attend` is. `loras`: of each expert, in order."""
+    """How the models of a run are held and computed. `parts`: by name, as in `recognised`. `attention`: the backend
+    that `attend` is. `loras`: of each expert, in order."""
 
-    found: Parts | Experts
+    recognised: Parts
     parts: Mapping[str, PartToLoad]
     device: torch.device
     precision: str
@@ -138,7 +138,7 @@ class ModelSettings:
     def per_token(self) -> float:
         """Bytes of activations over 2 L C, as `planning.factor`. Without fused kernels a GPU takes what plain torch
         does."""
-        config, itemsize = self.found.dit, self.dtype.itemsize
+        config, itemsize = self.recognised.dit, self.dtype.itemsize
         kind = "cuda" if fused.why_not(self.device) is None else "cpu"
         return factor(config, itemsize=itemsize, device=kind, compile=self.compile, precision=self.precision)
 
@@ -168,17 +168,17 @@ class ModelSettings:
         return said
 
 
-def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch.device) -> ModelSettings:
+def resolve_settings(models: Parts, options: LoadOptions, device: torch.device) -> ModelSettings:
     """Raises OptionError or AttentionError for what cannot run on `device`, also for a LoRA that packed weights do not
     take; CheckpointError for a LoRA of another model."""
-    high, low = found.of["high"], found.of.get("low")
+    high, low = models.of["high"], models.of.get("low")
     precision = precision_of(options.precision, high, device, low)
     stored = options.precision == "checkpoint"
     why = stored_precision(high, device, low)[1] if stored else ""
     dtype = compute_dtype(precision, device)
-    attention, attend = resolve_attention(options.attention, device, dtype, found.dit.head_dim)
+    attention, attend = resolve_attention(options.attention, device, dtype, models.dit.head_dim)
     quantization = find_quantization(precision, device, options.keep_blocks, as_stored=stored)
-    check_quantization(quantization, found.dit)
+    check_quantization(quantization, models.dit)
     check_compile(options.compile, device)
     if options.compile != "off":
         set_compile_caches()
@@ -189,13 +189,13 @@ def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch
             holding(part, quantization, stored, device),
             *choose_mode(options.lora_mode, packed=is_packed(quantization)),
         )
-        for name, part in found.of.items()
+        for name, part in models.of.items()
     }
-    loras = read_loras(options.loras, found.dit, low is not None)
+    loras = read_loras(options.loras, models.dit, low is not None)
     if is_packed(quantization) and parts["high"].lora_mode == "attach":
-        check_packed((one for several in loras.values() for one in several), found.dit)
+        check_packed((one for several in loras.values() for one in several), models.dit)
     return ModelSettings(
-        found=found,
+        recognised=models,
         parts=parts,
         device=device,
         precision=precision,

@@ -26,7 +26,7 @@ from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.models.text.tokenizer import Tokenizer
-from wan_core.models.text.umt5 import UMT5_XXL, TextEncoder, UMT5Encoder
+from wan_core.models.text.umt5 import UMT5_XXL, TextConfig, TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vision.clip import VIT_H, VisionConfig
 from wan_core.models.wan.config import DiTConfig
@@ -38,7 +38,7 @@ from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import difference
 from wan_core.pipeline.hearing import random_speech, recognise_speech
 from wan_core.pipeline.model_folders import parts_in
-from wan_core.pipeline.model_parts import Experts, PackedSize, Part, Parts
+from wan_core.pipeline.model_parts import PackedSize, Part, Parts
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
@@ -64,14 +64,14 @@ def find_models(options: LoadOptions, *, image: bool = False) -> Parts:
 
 
 def find_transformers(options: LoadOptions, *, image: bool = False) -> Parts:
-    """Find the transformers like `find_models`. The other parts are left out, and may be missing."""
+    """Find the transformers like `find_models`. Other parts are left out, and may be missing."""
     if options.model is not None and options.model.startswith("random:"):
         return random_parts(options)
     paths = resolve_paths(options, image, transformers_only=True)
     family = None if options.task is None else find_task(options.task).family
     found = {name: recognise(paths[name], "dit", load_dit, family) for name in ("high", "low") if name in paths}
     task, why = task_of(options, found, image)
-    return Parts(task, found, why)
+    return Parts(task, found, task.vae, why)
 
 
 def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> LoadOptions:
@@ -115,7 +115,7 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     if options.audio_encoder is None and family_of(dit).speech_states(dit) is None:
         audio_encoder = None  # of another model in the same folder
     speech = recognise_speech(audio_encoder, task, dit)
-    return Parts(task, found, why, speech)
+    return Parts(task, found, cast(VAEConfig, found["vae"].config), why, speech)
 
 
 def task_of(options: LoadOptions, found: Mapping[str, Part], image: bool) -> tuple[Task, str]:
@@ -183,7 +183,7 @@ def clues_of(part: Part, *, alone: bool) -> Clues:
     return Clues(part.path, part.metadata, alone)
 
 
-def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | None = None) -> Experts:
+def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | None = None) -> Parts:
     """Recognise one or two transformers by the headers of their files, or by their names and shapes where the weights
     are in memory. Raises CheckpointError or OptionError."""
     first = recognise(high, "dit", load_dit)
@@ -198,7 +198,7 @@ def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | N
         task, why = choose_task(dit, clues_of(first, alone=second is None))
         vae = task.vae
     task = task if second is not None else replace(task, two_experts=False, boundary=0.0)
-    return Experts(task, first, second, vae, why)
+    return Parts(task, {"high": first} if second is None else {"high": first, "low": second}, vae, why)
 
 
 def resolve_paths(options: LoadOptions, image: bool, transformers_only: bool = False) -> dict[str, Path]:
@@ -325,7 +325,7 @@ def random_parts(options: LoadOptions) -> Parts:
     if task.image_dim is not None:
         configs["clip_vision"] = VIT_H
     parts = {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())}
-    return Parts(task, parts, speech=random_speech(task, dit))
+    return Parts(task, parts, vae, speech=random_speech(task, dit))
 
 
 def random_part(config: Config, seed: int) -> Part:
@@ -357,7 +357,7 @@ def different_experts(high: Part, low: Part) -> OptionError:
 
 def check_fit(parts: Parts) -> None:
     """Raise OptionError unless the parts belong together: equal experts, text width, latent channels."""
-    dit, text, vae = parts.dit, parts.text, parts.vae
+    dit, text, vae = parts.dit, cast(TextConfig, parts.of["text_encoder"].config), parts.vae
     low = parts.of.get("low")
     if low is not None and low.config != dit:
         raise different_experts(parts.of["high"], low)

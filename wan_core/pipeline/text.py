@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,7 @@ def encode_text(run: Run) -> Conditioning:
             return encoder.read(prompts)
 
     if ranks is None or ranks.rank == text_rank(ranks):
-        rows, counts = retried(encode, partial(run.memory.relieve, "text_encoder"))
+        rows, counts = retried(run.memory, "text_encoder", encode)
     with run.report.phase("text"):
         rows = rows_of_all(ranks, rows)
         for (name, text), count in zip(texts.items(), counts_of_all(ranks, counts, len(prompts)), strict=True):

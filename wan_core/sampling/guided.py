@@ -1,0 +1,227 @@
+"""One expert in its phase: the forwards of each guidance branch, and the guided velocity of them.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.config import NagOptions
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.runners import ForwardInfo
+from wan_core.sampling.cache.adaptive_run import Adaptive
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.plan import Branch, Plan, Step
+from wan_core.sampling.resolution import Resolution
+from wan_core.sampling.windowed import in_windows
+
+# One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
+# benchmarks/results/guidance-*.json and docs/performance.md.
+BATCHED_TOKENS = 1024
+TRANSFER_TOKENS = 8192  # up to here a block's copy from the host takes longer than computing it once
+BOTH: tuple[Branch, ...] = ("cond", "uncond")
+
+RunBranches = Callable[[Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]], dict[Branch, Tensor]]
+"""(branches, forward of a branch, shape of a velocity) -> the velocity of every branch, float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branching:
+    """How the guidance branches of a step run. batched: both as one forward (see `choose_batched`). run: splits them
+    over ranks; None: here, one after the other or batched. together: several ranks run the loop with the same
+    arguments, and all return the same latents."""
+
+    batched: bool = False
+    run: RunBranches | None = None
+    together: bool = False
+
+
+ALONE = Branching()
+
+
+class Guided:
+    """One expert in its phase, with its prompts prepared: turns latents into a guided velocity."""
+
+    def __init__(
+        self,
+        model: WanModel,
+        resolution: Resolution,
+        plan: Plan,
+        phase: tuple[Step, ...],
+        batch: int,
+        branching: Branching,
+        after_block: Callable[[], None] | None,
+    ) -> None:
+        self.model = model
+        self.after_block = after_block
+        self.resolution, self.conditioning = resolution, resolution.conditioning
+        self.run_branches = branching.run
+        self.batched = branching.batched and branching.run is None
+        self.windows = plan.context_windows
+        self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
+        self.batch = batch
+        both = any("uncond" in step.branches or step.nag for step in phase)
+        self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
+        device, nag = next(iter(model.parameters())).device, plan.nag
+        self.nag_numbers = None if nag is None else nag_numbers(nag, device)
+        self.driving_inputs = family_of(model.config).driving_inputs
+        self.prepared: tuple[tuple[int, int], bool] | None = None
+        self.passes = 0  # forwards over driving videos since the last step
+        self.prepare(phase[0])
+        self.adaptive = None
+        if plan.adaptive is not None and any(step.action == "adaptive" for step in phase):
+            self.adaptive = Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
+
+    def prepare(self, step: Step) -> None:
+        """Prepare the texts of a step and what drives its video, unless they are: once for a phase, and again where a
+        text changes or the driving video is read or not."""
+        if self.prepared == (step.texts, step.undriven):
+            return
+        if self.prepared is not None:
+            del self.both, self.text, self.nag_text  # keys and values of all blocks: make room for the next
+            self.prepared = None
+        texts = zip(self.named, step.texts, strict=False)
+        rows = [self.conditioning.text(branch, number) for branch, number in texts]
+        features = self.conditioning.image_features  # [1 or B, N, D]; both branches see the image
+        if features is not None:
+            features = features.expand(self.batch, -1, -1).repeat(len(rows), 1, 1)
+        # cond before uncond along the batch
+        own = self.conditioning.family_inputs(self.named, self.batch)
+        if step.undriven:
+            own = {name: value for name, value in own.items() if name not in self.driving_inputs}
+        self.both = self.model.prepare_text(stack_text(rows, self.batch), features, **own)
+        self.text = {"cond": self.both.rows(0, self.batch), "uncond": self.both.rows(self.batch, 2 * self.batch)}
+        self.nag_text = None
+        if self.nag_numbers is not None and len(rows) == 2:
+            self.nag_text = self.text["cond"].with_negative(self.text["uncond"], self.nag_numbers)
+        self.passes += self.both.passes and max(1, self.both.passes // self.batch)
+        self.prepared = step.texts, step.undriven
+
+    def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
+        """float32 [B, C, T, Y, X], and how many forwards of a video ran, with those that `prepare` took; guidance
+        arithmetic in float32, because it amplifies a difference."""
+        size, conditioning = self.resolution.of(step, x, self.model.config.patch_size[1:])
+        seen = x if size is None else hold_known(size.sample(x, step.sigma), conditioning)
+        inputs, time = model_inputs(seen, timestep, conditioning)
+        skipped = step.skipped
+        if self.adaptive is not None and not self.adaptive.decide(step):
+            skipped = ()
+        spacing = (1.0, 1.0) if size is None or step.own_positions else size.spacing
+        predictions = self.branches(inputs, time, step, skipped, spacing)
+        velocity = self.resolution.whole(x, seen, self.guide(predictions, step), step, size)
+        if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
+            self.adaptive.note(step, predictions["cond"])
+        passes, self.passes = self.passes, 0
+        return velocity, (len(predictions) - len(skipped)) * step.runs + passes
+
+    def guide(self, found: dict[Branch, Tensor], step: Step) -> Tensor:
+        """The guided velocity, of the velocity of each branch."""
+        cond = found["cond"]
+        if step.delta:
+            assert self.delta is not None, "the first guided step of a phase runs both branches"
+            return cond + (step.guidance - 1) * self.delta
+        if "uncond" not in found:
+            return cond
+        self.delta = cond - found["uncond"]
+        return found["uncond"] + step.guidance * self.delta
+
+    def branches(
+        self,
+        inputs: Tensor,
+        time: Tensor,
+        step: Step,
+        skipped: tuple[Branch, ...],
+        spacing: tuple[float, float],
+    ) -> dict[Branch, Tensor]:
+        """The velocity of each branch that the step has. spacing: of rows and columns (`ForwardInfo`)."""
+
+        def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
+            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, spacing, step.control)
+
+        def forward(branch: Branch) -> Tensor:
+            text = self.nag_text if step.nag else self.text[branch]
+            assert text is not None
+            return self.predict(inputs, time, text, step, info((branch,), branch in skipped))
+
+        if self.run_branches is not None:
+            config = self.model.config
+            return self.run_branches(step.branches, forward, (inputs.shape[0], config.out_channels, *inputs.shape[2:]))
+        if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
+            run = info(step.branches, bool(skipped))
+            both = self.predict(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both, step, run)
+            return dict(zip(step.branches, both.chunk(2), strict=True))
+        return {branch: forward(branch) for branch in step.branches}
+
+    def predict(self, inputs: Tensor, time: Tensor, text: PreparedText, step: Step, info: ForwardInfo) -> Tensor:
+        """The velocity float32 [B, C, T, Y, X] of `inputs`: one forward, or one for each context window."""
+        if self.windows is None or not step.windows:
+            return self.model(inputs, time, text, info)
+
+        def forward(some: Tensor, some_time: Tensor, window: int) -> Tensor:
+            return self.model(some, some_time, text, replace(info, window=window))
+
+        return in_windows(forward, inputs, time, step, self.windows, self.model.config.out_channels)
+
+
+def host_numbers(values: list[float], device: torch.device) -> Tensor:
+    """float32 on the device without waiting for it. Never bf16, which would make a timestep of 999 a 1000."""
+    host = torch.tensor(values, dtype=torch.float32)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def nag_numbers(nag: NagOptions, device: torch.device) -> Tensor:
+    """The numbers of NAG as the tensor that `PreparedText` takes."""
+    return host_numbers([nag.scale, nag.tau, nag.alpha], device)
+
+
+def stack_text(rows: list[Tensor], batch: int) -> Tensor:
+    """Text rows [1 or B, S_i, D] of the branches -> [branches * B, max S, D]; zero rows at the end, as the model
+    itself pads."""
+    longest = max(r.shape[1] for r in rows)
+    return torch.cat([F.pad(r, (0, 0, 0, longest - r.shape[1])).expand(batch, -1, -1) for r in rows])
+
+
+def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
+    """The transformer's input [B, C_in, T, Y, X] and its timesteps: [B], or [B, T] where the first latent frames are
+    known."""
+    B, _, T = x.shape[:3]
+    if conditioning.concat is not None:
+        x = torch.cat([x, conditioning.concat.to(x).expand(B, -1, -1, -1, -1)], dim=1)
+    if conditioning.known is None:
+        return x, timestep.expand(B)
+    frames = timestep.repeat(B, T)
+    frames[:, : conditioning.known.shape[2]] = 0
+    return x, frames
+
+
+def hold_known(x: Tensor, conditioning: Conditioning) -> Tensor:
+    """Put the known first latent frames back (TI2V): the model is told that they are free of noise."""
+    clean = conditioning.known
+    if clean is None:
+        return x
+    return torch.cat([clean.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, clean.shape[2] :]], dim=2)
+
+
+def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool) -> tuple[bool, str]:
+    """Whether to run both guidance branches as one forward, and why, in words for the report.
+
+    mode: "sequential", "batched" or "auto". tokens: of one video. streamed: weights come from host memory for every
+    forward.
+    """
+    if not plan.guided:
+        return False, "no step is guided"
+    if mode != "auto":
+        return mode == "batched", "asked for"
+    if streamed and tokens <= TRANSFER_TOKENS:
+        return True, "weights are streamed: one transfer serves both branches"
+    if tokens <= BATCHED_TOKENS:
+        return True, f"{tokens} tokens do not fill the device alone (up to {BATCHED_TOKENS})"
+    return False, f"{tokens} tokens fill the device: batching would only cost memory"
