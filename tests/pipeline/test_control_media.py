@@ -126,9 +126,8 @@ def test_vace_is_given_what_stays_what_changes_and_where(folder: Path) -> None:
     pipe = loaded(folder, "vace")
     given = request(folder, control_video="video.mp4", mask="mask.png", reference="picture.png", image="picture.png")
     made = pipe.prepare(given)
-    assert (
-        made.job.latent_shape == (1, 16, 3, 4, 6) and made.job.tokens == 3 * 2 * 3
-    )  # the reference is a frame of the latents
+    # The reference is a frame of the latents.
+    assert made.job.latent_shape == (1, 16, 3, 4, 6) and made.job.tokens == 3 * 2 * 3
     control = pipe.encode(made).inputs["control"]
     assert control.shape == (1, 96, 3, 4, 6)
     video = in_pixels(read_video(folder / "video.mp4")[:5])
