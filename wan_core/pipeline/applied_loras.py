@@ -211,13 +211,13 @@ class AttachedLoras:
         names = [name] if quantized is None else [f"{prefix}.weight", f"{prefix}.weight_scale"]
         if name not in self.before:
             self.before[name] = {n: model.get_parameter(n).detach().to("cpu", copy=True) for n in names}
-        kept = self.before[name]
+        original_values = self.before[name]
         if quantized is None:
-            total = dense(kept[name], self.device)
+            total = dense(original_values[name], self.device)
         elif original is not None:
             total = dense(original.read(name), self.device)
         else:
-            total = quantized.decode(*(kept[n].to(self.device) for n in names))
+            total = quantized.decode(*(original_values[n].to(self.device) for n in names))
         for change, strength in changes:
             total = change.apply(total, strength)
         made = {"weight": total} if quantized is None else quantized.encode(total)

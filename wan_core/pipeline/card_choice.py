@@ -44,12 +44,12 @@ class Choice:
     why: str
 
 
-def card_choices(found: Capability, gib: float, runs: Runs) -> tuple[Choice, ...]:
+def card_choices(card: Capability, gib: float, runs: Runs) -> tuple[Choice, ...]:
     """For a card of this compute capability with so many GiB. Raises OptionError for less memory than CUDA takes."""
     kernels = runs("kernels", "fused")
-    precision = _precision(found, gib, runs)
+    precision = _precision(card, gib, runs)
     plan = _plan(precision.value, gib, kernels)
-    return precision, _attention(found, runs), _residency(plan, gib), _cache(precision.value, plan, gib, kernels)
+    return precision, _attention(card, runs), _residency(plan, gib), _cache(precision.value, plan, gib, kernels)
 
 
 def runs_on(device: torch.device) -> Runs:
@@ -68,11 +68,11 @@ def runs_on(device: torch.device) -> Runs:
 
 def choices_on(device: torch.device, gib: float | None = None) -> tuple[Choice, ...]:
     """For the card that is there, or one like it with `gib` GiB; none for a device that is no NVIDIA GPU."""
-    found = capability(device)
-    if found is None:
+    card = capability(device)
+    if card is None:
         return ()
     gib = torch.cuda.get_device_properties(device).total_memory / GIB if gib is None else gib
-    return card_choices(found, gib, runs_on(device))
+    return card_choices(card, gib, runs_on(device))
 
 
 def choice_lines(choices: Sequence[Choice]) -> list[str]:
@@ -81,12 +81,12 @@ def choice_lines(choices: Sequence[Choice]) -> list[str]:
     return ["on this card, for Wan 2.2 A14B at 1280x720 and 81 frames", *lines]
 
 
-def _precision(found: Capability, gib: float, runs: Runs) -> Choice:
-    card = card_of(found)
+def _precision(gpu: Capability, gib: float, runs: Runs) -> Choice:
+    card = card_of(gpu)
     name = next((name for name in card.precision if runs("precision", name)), None)
     if name is not None:
         units = "INT8" if name == "int8" else "FP8"
-        why = f"{name_of(found)} has {units} units, weights take half the memory; {card.measured}"
+        why = f"{name_of(gpu)} has {units} units, weights take half the memory; {card.measured}"
         return Choice("precision", name, why)
     missing = f"{' and '.join(card.precision)} cannot run" if card.precision else f"{card.name} has no faster one"
     if _plan("bf16", gib, runs("kernels", "fused")).policy != "stream":
@@ -94,11 +94,11 @@ def _precision(found: Capability, gib: float, runs: Runs) -> Choice:
     return Choice("precision", "fp8-weights", f"{missing}; weights take half the memory, products are in bf16")
 
 
-def _attention(found: Capability, runs: Runs) -> Choice:
-    card = card_of(found)
-    name = auto_choice(found, torch.bfloat16, HEAD_DIM, lambda name: runs("attention", name))
+def _attention(gpu: Capability, runs: Runs) -> Choice:
+    card = card_of(gpu)
+    name = auto_choice(gpu, torch.bfloat16, HEAD_DIM, lambda name: runs("attention", name))
     why = f"the fastest exact one that runs; {card.measured}"
-    fast = auto_choice(found, torch.bfloat16, HEAD_DIM, lambda name: runs("attention", name), rounding=True)
+    fast = auto_choice(gpu, torch.bfloat16, HEAD_DIM, lambda name: runs("attention", name), rounding=True)
     if fast != name:
         why += f". `fast` takes {fast}, which rounds"
     return Choice("attention", f"auto ({name})", why)

@@ -130,14 +130,14 @@ def check_request(options: LoadOptions, request: Request, device: torch.device) 
     """Find the models of `request` and check it, before any weights are read. Raises what loading and `generate` on
     `device` would refuse: CheckpointError, OptionError or AttentionError."""
     options = for_request(options, request)
-    found = find_models(options, image=bool(request.image or request.last_image))
-    files = found.of["high"].path, found.low_path, lora_files(options.loras)
-    job = make_job(request, found.task, found.dit, found.vae, *files)
+    models = find_models(options, image=bool(request.image or request.last_image))
+    files = models.of["high"].path, models.low_path, lora_files(options.loras)
+    job = make_job(request, models.task, models.dit, models.vae, *files)
     if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
-        head_dim, dtype = found.dit.head_dim, compute_dtype(options.precision, device)
+        head_dim, dtype = models.dit.head_dim, compute_dtype(options.precision, device)
         attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
         check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
-    return CheckedRequest(options, found, job)
+    return CheckedRequest(options, models, job)
 
 
 def make_job(

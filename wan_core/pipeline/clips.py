@@ -125,7 +125,7 @@ class ClipRun:
         if lead is not None:
             own = torch.cat([lead.to(own), own], 2)
             skipped = (own.shape[2] - 1) * self.run.models.vae_config.temporal_stride + 1 - clip.frames
-        kept = rules.history or self.job.clips[-1].carried
+        count = rules.history or self.job.clips[-1].carried
         before, tail = history(rules, carried, self.job), list[Tensor]()
 
         def collect(pieces: Pieces) -> None:
@@ -133,7 +133,7 @@ class ClipRun:
                 if not first:  # also again, after out of memory
                     tail[:] = before
                 mine = piece[max(0, skipped - first) :]
-                tail[:] = [torch.cat([*tail, mine])[-kept:]] if kept else []
+                tail[:] = [torch.cat([*tail, mine])[-count:]] if count else []
                 shown = (piece[:, top : top + height, left : left + width] * 255).round_().to(torch.uint8).numpy()
                 begin = clip.first + first - skipped
                 new = range(max(clip.first + clip.carried, begin), min(self.job.frames, begin + len(piece)))
@@ -187,17 +187,17 @@ def run_key(run: Run) -> str:
 def key_of(settings: Mapping[str, Any], models: Iterable[Path], media: Iterable[Path]) -> str:
     """The key of a run, a hash of its settings, of its model files (name, size, time of change), and the contents of
     its media."""
-    found = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for path in models:
         for file in sorted(model_files(path)):
             status = file.stat()
-            found.update(f"\n{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+            digest.update(f"\n{file.name} {status.st_size} {status.st_mtime_ns}".encode())
     for path in media:
         with path.open("rb") as file:
             while piece := file.read(1 << 20):
-                found.update(piece)
-        found.update(b"\n")
-    return found.hexdigest()
+                digest.update(piece)
+        digest.update(b"\n")
+    return digest.hexdigest()
 
 
 @dataclass

@@ -176,9 +176,9 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Fa
 
 def check_same(key: str, values: Sequence[Any], where: str, missing: bool = False) -> None:
     """Raise OptionError where the values of a key differ. missing: whether a value that is not there differs."""
-    found = values if missing else [value for value in values if value is not None]
-    for value in found[1:]:
-        if not _equal(found[0], value):
+    compared = values if missing else [value for value in values if value is not None]
+    for value in compared[1:]:
+        if not _equal(compared[0], value):
             raise OptionError(
                 f"{where} carry different values of {key}; a run takes one: add it to all of them, or none"
             )
@@ -225,8 +225,8 @@ def first_latents(plan: Plan, samples: Tensor, known: int) -> Tensor | None:
     """The latents that `plan` begins with, None where that is noise, or where latents are empty after their first
     `known` frames: 0, or in ComfyUI's Wan22ImageToVideoLatent the mean of each channel. Raises OptionError for a video
     that the run would not see."""
-    rest = samples[:, :, known:]
-    empty = not rest.numel() or bool((rest == rest[:, :, :1, :1, :1]).all())
+    unknown = samples[:, :, known:]
+    empty = not unknown.numel() or bool((unknown == unknown[:, :, :1, :1, :1]).all())
     if not empty and not plan.from_latents:
         raise OptionError(
             "`latent` holds a video, and the sampler starts from noise alone: lower denoise for video to video (fewer "

@@ -127,9 +127,9 @@ def fits_beside(settings: ModelSettings, workload: Workload, memory: MemoryPlan)
     """Whether a rehearsal of `workload` fits beside weights that are being read. Activations are planned for, but not
     these blocks, nor weights that are read ahead before they are encoded."""
     config, transformers = settings.recognised.dit, sum(name in ("high", "low") for name in settings.parts)
-    rest, block, *_ = unit_bytes(config, settings.dtype.itemsize, False)
+    outside, block, *_ = unit_bytes(config, settings.dtype.itemsize, False)
     ahead = 0 if settings.quantization is None else 2 * AHEAD * transformers
-    return memory.peak + rest + count_of_blocks(settings, workload) * block + ahead <= memory.room
+    return memory.peak + outside + count_of_blocks(settings, workload) * block + ahead <= memory.room
 
 
 def count_of_blocks(settings: ModelSettings, workload: Workload) -> int:
@@ -144,9 +144,9 @@ def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) 
     card = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "cpu"
     plan, (T, *area) = workload.plan, workload.latent_shape[2:]
     tokens = {settings.recognised.dit.tokens(size, *area) % 16 for size in plan.window_sizes(T)}
-    words = [torch.__version__, installed(COMPILERS), __version__, card, settings.recognised.dit, settings.precision]
-    words += [settings.attention, ranks.mesh, sorted(tokens), plan.sparse, sorted({step.scale for step in plan.steps})]
-    return ", ".join(map(str, words))
+    facts = [torch.__version__, installed(COMPILERS), __version__, card, settings.recognised.dit, settings.precision]
+    facts += [settings.attention, ranks.mesh, sorted(tokens), plan.sparse, sorted({step.scale for step in plan.steps})]
+    return ", ".join(map(str, facts))
 
 
 @torch.no_grad()

@@ -111,11 +111,11 @@ class Models:
         if self.planner is None or self.sharded or self.planner.layers is not None:
             return None
         plan = self.planner.plan(workload, self.residency)
-        held, limit = self.residency, self.planner.options.host_memory_limit
+        residency, limit = self.residency, self.planner.options.host_memory_limit
         form = plan.form if self.ranks is None else None
-        check_prepared(form, held.kept_form, held.weights_in_host_memory(), limit)
+        check_prepared(form, residency.kept_form, residency.weights_in_host_memory(), limit)
         room = plan.room if plan.together else None
-        held.follow(plan.policy, plan.resident_blocks, room, plan.beside, plan.streams_text, form)
+        residency.follow(plan.policy, plan.resident_blocks, room, plan.beside, plan.streams_text, form)
         return plan
 
     def text_encoder(self) -> TextEncoder:

@@ -72,7 +72,7 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
 
     Raises CheckpointError: no LoRA, or of another model; OptionError: one for an expert that there is not.
     """
-    found: dict[str, list[Wanted]] = {expert: [] for expert in (EXPERTS if two_experts else EXPERTS[:1])}
+    by_expert: dict[str, list[Wanted]] = {expert: [] for expert in (EXPERTS if two_experts else EXPERTS[:1])}
     shapes = expected_shapes(config) if loras else {}
     for options in loras:
         path = Path(options.path)
@@ -80,16 +80,16 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
             raise OptionError(f"{path.name} is given for the low-noise expert, and this model has one transformer only")
         checkpoint = open_checkpoint(path)
         meant = expert_of(options, checkpoint.metadata)
-        told = told_file(path, checkpoint.metadata, checkpoint.tensors)
+        file = told_file(path, checkpoint.metadata, checkpoint.tensors)
         if options.expert == "auto" and told_experts(checkpoint.tensors) == ("low",):
             meant = "low"
-        for expert, wanted in found.items():
+        for expert, wanted in by_expert.items():
             if two_experts and meant not in (None, expert):
                 continue
             lora = read_lora(checkpoint, shapes, expert if two_experts else None)
             stat = path.stat()
-            wanted.append(Wanted(lora, options.strength, (str(path), stat.st_mtime_ns, stat.st_size), told))
-    return found
+            wanted.append(Wanted(lora, options.strength, (str(path), stat.st_mtime_ns, stat.st_size), file))
+    return by_expert
 
 
 def notes_of(loras: Mapping[str, Sequence[Wanted]]) -> list[str]:

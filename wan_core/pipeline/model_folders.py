@@ -110,14 +110,14 @@ def in_models_folder(root: Path, options: LoadOptions, transformers_only: bool =
     """The files of the one model that `options` mean. Raises OptionError where several could be meant."""
     if options.high or options.low:
         config = cast(DiTConfig, detect(options.high or str(options.low), "dit").config)
-        found: dict[str, Path] = {}
+        chosen: dict[str, Path] = {}
     else:
         model = one_model(root, options.task)
-        config, found = model.config, {"high": model.high}
+        config, chosen = model.config, {"high": model.high}
         if model.low is not None:
-            found["low"] = model.low
+            chosen["low"] = model.low
     if transformers_only:
-        return found
+        return chosen
     searched: dict[str, list[Path]] = {}
     if options.text_encoder is None:
         searched["text_encoder"] = [
@@ -131,7 +131,7 @@ def in_models_folder(root: Path, options: LoadOptions, transformers_only: bool =
         searched["clip_vision"] = [path for path in files(root, ("clip_vision",)) if is_vision(path)]
     if options.audio_encoder is None and (states := family_of(config).speech_states(config)) is not None:
         searched["audio_encoder"] = [path for path in files(root, ("audio_encoders",)) if speech_states(path) == states]
-    return found | {part: largest(part, paths) for part, paths in searched.items() if paths}
+    return chosen | {part: largest(part, paths) for part, paths in searched.items() if paths}
 
 
 def vaes(root: Path, channels: int) -> list[Path]:
@@ -147,16 +147,16 @@ def vae_in(model: str, channels: int) -> Path | None:
     root = models_root(folder)
     if root is None:
         return find_parts(folder).get("vae")
-    found = vaes(root, channels)
-    return largest("vae", found) if found else None
+    fitting = vaes(root, channels)
+    return largest("vae", fitting) if fitting else None
 
 
 def largest(part: str, paths: Sequence[Path]) -> Path:
     """The largest of several files of one model, which is the most exact."""
-    found = max(paths, key=lambda path: (path.stat().st_size, path.name))
+    file = max(paths, key=lambda path: (path.stat().st_size, path.name))
     if len(paths) > 1:
-        log.info("%s: %s, the largest of %d files; the option names another", part, found, len(paths))
-    return found
+        log.info("%s: %s, the largest of %d files; the option names another", part, file, len(paths))
+    return file
 
 
 def one_model(root: Path, task: str | None) -> Model:
@@ -197,20 +197,20 @@ def models_in(root: Path) -> tuple[list[Model], list[Path]]:
     for path, config in recognised(root, TRANSFORMERS, "dit"):
         config = cast(DiTConfig, config)
         metadata = open_checkpoint(path).metadata
-        told = ExpertFile.of(path, metadata).told
-        if told is not None:
+        expert = ExpertFile.of(path, metadata).told
+        if expert is not None:
             pair = re.sub("high|low", "*", str(path.relative_to(root)).lower())
-            experts.setdefault((config, pair), {})[told] = path
+            experts.setdefault((config, pair), {})[expert] = path
         elif (task := task_of(config, Clues(path, metadata, True))) is not None:
             models.append(Model(task, config, path))
-    for (config, _), found in experts.items():
-        if len(found) < 2:
-            halves += found.values()
+    for (config, _), pair_files in experts.items():
+        if len(pair_files) < 2:
+            halves += pair_files.values()
             continue
-        high = found["high"]
+        high = pair_files["high"]
         task = task_of(config, Clues(high, open_checkpoint(high).metadata, False))
         if task is not None:
-            models.append(Model(task, config, high, found["low"]))
+            models.append(Model(task, config, high, pair_files["low"]))
     return models, halves
 
 
@@ -248,5 +248,5 @@ def speech_states(path: Path) -> tuple[int, int] | None:
 
 
 def files(root: Path, folders: Sequence[str]) -> list[Path]:
-    found = (path for folder in folders for path in (root / folder).rglob("*"))
-    return sorted(path for path in found if path.suffix.lower() in ENDINGS and path.is_file())
+    paths = (path for folder in folders for path in (root / folder).rglob("*"))
+    return sorted(path for path in paths if path.suffix.lower() in ENDINGS and path.is_file())

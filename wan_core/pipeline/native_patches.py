@@ -66,10 +66,10 @@ def lora_checkpoints(patches: Patches, where: str) -> list[tuple[float, Checkpoi
         for group, strength, tensors in several:
             at = order.index((group, strength), at + 1)
             files[at].update(_named(key, tensors))
-    found = _with_differences([(*one, tensors) for one, tensors in zip(order, files, strict=True)])
+    loras = _with_differences([(*one, tensors) for one, tensors in zip(order, files, strict=True)])
     return [
         (strength, from_state_dict(tensors, f"#{number} of {where} ({_identity(tensors)})"))
-        for number, (strength, tensors) in enumerate(found, start=1)
+        for number, (strength, tensors) in enumerate(loras, start=1)
     ]
 
 
@@ -126,8 +126,9 @@ def _translated(key: str, patch: tuple[Any, ...], where: str) -> tuple[int, floa
     ]
     if odd:
         raise OptionError(f"{where} has a {name} patch on {key} in Tucker form or with another shape: not supported")
-    given = {role: one for role, one in zip(roles, weights, strict=True) if role is not None and one is not None}
-    return id(getattr(value, "loaded_keys", None)), float(strength), {role: _tensor(one) for role, one in given.items()}
+    pairs = zip(roles, weights, strict=True)
+    tensors = {role: _tensor(one) for role, one in pairs if role is not None and one is not None}
+    return id(getattr(value, "loaded_keys", None)), float(strength), tensors
 
 
 def _tensor(value: Any) -> Tensor:

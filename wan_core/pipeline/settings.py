@@ -80,20 +80,20 @@ class PartToLoad:
         then every block."""
         config = self.part.config
         if isinstance(config, TextConfig):
-            rest = config.vocab_size * config.dim * self.dtype.itemsize
+            outside = config.vocab_size * config.dim * self.dtype.itemsize
             if (packed := self.part.packed) is not None and is_packed(self.quantization) and packed.fmt in FORMATS:
-                rest = config.vocab_size * config.dim * packed.bytes // packed.parameters
-            return (rest, *[max(0, self.bytes - rest) // config.num_layers] * config.num_layers)
+                outside = config.vocab_size * config.dim * packed.bytes // packed.parameters
+            return (outside, *[max(0, self.bytes - outside) // config.num_layers] * config.num_layers)
         assert isinstance(config, DiTConfig)
         if not is_packed(self.quantization):
-            kept = 0 if self.quantization is None else self.quantization.keep_blocks
-            return unit_bytes(config, self.dtype.itemsize, self.quantization is not None, kept)
+            whole_blocks = 0 if self.quantization is None else self.quantization.keep_blocks
+            return unit_bytes(config, self.dtype.itemsize, self.quantization is not None, whole_blocks)
         assert self.quantization is not None
-        rest, *blocks = unit_bytes(config, self.dtype.itemsize, False)
+        outside, *blocks = unit_bytes(config, self.dtype.itemsize, False)
         inner = range(self.quantization.keep_blocks, len(blocks) - self.quantization.keep_blocks)
-        packed = self.bytes - rest - sum(size for i, size in enumerate(blocks) if i not in inner)
+        packed = self.bytes - outside - sum(size for i, size in enumerate(blocks) if i not in inner)
         share = max(0, packed) / sum(blocks[i] for i in inner)
-        return (rest, *[int(size * share) if i in inner else size for i, size in enumerate(blocks)])
+        return (outside, *[int(size * share) if i in inner else size for i, size in enumerate(blocks)])
 
     def load(self, device: torch.device, loras: Merge | None = None, how: Reading = USUAL) -> nn.Module:
         return self.part.load(device, self.dtype, self.quantization, loras, how)

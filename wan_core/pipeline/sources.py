@@ -69,9 +69,9 @@ def find_transformers(options: LoadOptions, *, image: bool = False) -> Parts:
         return random_parts(options)
     paths = resolve_paths(options, image, transformers_only=True)
     family = None if options.task is None else find_task(options.task).family
-    found = {name: recognise(paths[name], "dit", load_dit, family) for name in ("high", "low") if name in paths}
-    task, why = task_of(options, found, image)
-    return Parts(task, found, task.vae, why)
+    parts = {name: recognise(paths[name], "dit", load_dit, family) for name in ("high", "low") if name in paths}
+    task, why = task_of(options, parts, image)
+    return Parts(task, parts, task.vae, why)
 
 
 def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> LoadOptions:
@@ -100,48 +100,48 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     loaders["text_encoder"] = partial(load_text_encoder, tokenizer=tokenizer)
     kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
     family = None if options.task is None else find_task(options.task).family
-    found = {name: recognise(path, kinds[name], loaders[name], family) for name, path in paths.items()}
-    task, why = task_of(options, found, image)
+    parts = {name: recognise(path, kinds[name], loaders[name], family) for name, path in paths.items()}
+    task, why = task_of(options, parts, image)
     if task.image_dim is not None:
         if clip_vision is None:
             raise OptionError(
                 f"{task.name} needs a CLIP vision encoder for the image: add --clip-vision FILE, "
                 "clip_vision_h.safetensors or models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
             )
-        found["clip_vision"] = recognise_vision(clip_vision)
+        parts["clip_vision"] = recognise_vision(clip_vision)
     elif options.clip_vision is not None:
         raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
-    dit = cast(DiTConfig, found["high"].config)
+    dit = cast(DiTConfig, parts["high"].config)
     if options.audio_encoder is None and family_of(dit).speech_states(dit) is None:
         audio_encoder = None  # of another model in the same folder
     speech = recognise_speech(audio_encoder, task, dit)
-    return Parts(task, found, cast(VAEConfig, found["vae"].config), why, speech)
+    return Parts(task, parts, cast(VAEConfig, parts["vae"].config), why, speech)
 
 
-def task_of(options: LoadOptions, found: Mapping[str, Part], image: bool) -> tuple[Task, str]:
+def task_of(options: LoadOptions, parts: Mapping[str, Part], image: bool) -> tuple[Task, str]:
     """The task of the transformers in `found`, and what decided it where their tensors do not. Raises OptionError."""
-    dit, why = cast(DiTConfig, found["high"].config), ""
+    dit, why = cast(DiTConfig, parts["high"].config), ""
     if options.task is not None:
         task = find_task(options.task)
     elif options.model == "tiny":
         task = find_task(embedded_variant(None, image))
     else:
-        task, why = choose_task(dit, clues_of(found["high"], alone="low" not in found))
+        task, why = choose_task(dit, clues_of(parts["high"], alone="low" not in parts))
     if task.in_channels != dit.in_channels:
         raise OptionError(
-            f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}: "
+            f"task {task.name} needs {task.in_channels} input channels; {parts['high'].source} has {dit.in_channels}: "
             "give files of that task, or leave the task out"
         )
-    check_features(task, dit, found["high"].source)
-    if task.two_experts and "low" not in found:
+    check_features(task, dit, parts["high"].source)
+    if task.two_experts and "low" not in parts:
         raise OptionError(f"{task.name} has two experts: give both --high and --low" + (f" ({why})" if why else ""))
     return task, why
 
 
 def recognise_vision(path: Path) -> Part:
     """The CLIP vision encoder in `path`. Raises CheckpointError for a file of another kind."""
-    checkpoint, found = find_vision_file(path)
-    infos = [checkpoint.tensors[theirs] for theirs, _ in found.names.values()]
+    checkpoint, detected = find_vision_file(path)
+    infos = [checkpoint.tensors[theirs] for theirs, _ in detected.names.values()]
 
     def load(
         device: torch.device,
@@ -153,10 +153,10 @@ def recognise_vision(path: Path) -> Part:
         source = checkpoint if how.share is None else how.share(checkpoint)
         return load_vision(source, device=device, dtype=vision_dtype(dtype))
 
-    parameters = parameter_count(found.config)
+    parameters = parameter_count(detected.config)
     stored = max(infos, key=lambda info: info.nbytes).dtype
-    label, size = f"{checkpoint.describe()} ({found.layout})", sum(info.nbytes for info in infos)
-    return Part(label, found.config, stored, parameters, load, path=path, stored_bytes=size)
+    label, size = f"{checkpoint.describe()} ({detected.layout})", sum(info.nbytes for info in infos)
+    return Part(label, detected.config, stored, parameters, load, path=path, stored_bytes=size)
 
 
 def vision_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -210,8 +210,8 @@ def resolve_paths(options: LoadOptions, image: bool, transformers_only: bool = F
         paths = {part: TINY / f"{name}.safetensors" for part, name in names.items()}
     else:
         paths = parts_in(options, transformers_only=transformers_only) if options.model is not None else {}
-    given = {part: getattr(options, part) for part in (*PARTS, HEARS, "tokenizer")}
-    paths |= {part: Path(path) for part, path in given.items() if path is not None}
+    named = {part: getattr(options, part) for part in (*PARTS, HEARS, "tokenizer")}
+    paths |= {part: Path(path) for part, path in named.items() if path is not None}
     if "high" not in paths and "low" in paths:
         paths["high"] = paths.pop("low")  # one file alone, whichever option named it
     needed = ("high",) if transformers_only else ("high", "text_encoder", "vae")
@@ -227,10 +227,10 @@ def embedded_variant(task: str | None, image: bool) -> str:
     """The embedded model's task that is meant by a name, or by whether an image is given. Raises OptionError."""
     if task is None:
         return "i2v-tiny" if image else "t2v-tiny"
-    found = [name for name in TINY_FILES if name[:3] == task.lower()[:3]]
-    if not found:
+    variants = [name for name in TINY_FILES if name[:3] == task.lower()[:3]]
+    if not variants:
         raise OptionError(f"task {task} is not one of the embedded model's: {', '.join(TINY_FILES)}")
-    return found[0]
+    return variants[0]
 
 
 def recognise(
@@ -239,18 +239,18 @@ def recognise(
     """Read the file's header and check that it is a whole model of `kind`. family: of a transformer, where a task was
     named."""
     checkpoint = open_checkpoint(source)
-    found = detect(checkpoint, kind, family)
-    infos = [checkpoint.tensors[name] for name in found.names.values()]
+    detected = detect(checkpoint, kind, family)
+    infos = [checkpoint.tensors[name] for name in detected.names.values()]
     stored = max(infos, key=lambda info: info.nbytes).dtype
     parameters = sum(prod(info.shape) for info in infos)
     quantized = [
         checkpoint.tensors[theirs]
-        for ours, theirs in found.names.items()
-        if (ours in found.scales or checkpoint.tensors[theirs].packing) and in_block(found, ours)
+        for ours, theirs in detected.names.items()
+        if (ours in detected.scales or checkpoint.tensors[theirs].packing) and in_block(detected, ours)
     ]
     return Part(
-        f"{checkpoint.describe()} ({found.layout})",
-        found.config,
+        f"{checkpoint.describe()} ({detected.layout})",
+        detected.config,
         stored,
         parameters,
         lambda device, dtype, quantization, loras=None, how=USUAL: load(
@@ -266,34 +266,34 @@ def recognise(
         memory=source if isinstance(source, Checkpoint) and source.path is None else None,
         metadata=checkpoint.metadata,
         stored_bytes=sum(info.nbytes for info in infos),
-        scaled=bool(found.scales),
-        packed=packed_size(checkpoint, found),
+        scaled=bool(detected.scales),
+        packed=packed_size(checkpoint, detected),
         quantized_parameters=sum(prod(info.shape) for info in quantized),
         int8_parameters=sum(prod(info.shape) for info in quantized if info.packing == row_format(info.shape[-1])),
-        prefers=preference_note(found.attention),
+        prefers=preference_note(detected.attention),
     )
 
 
-def in_block(found: Detected, name: str) -> bool:
+def in_block(detected: Detected, name: str) -> bool:
     """Whether a parameter is a matrix of a block, which a quantised model can hold as its file does."""
-    if isinstance(found.config, DiTConfig):
-        return name.removesuffix(".weight") in found.config.quantized_names()
+    if isinstance(detected.config, DiTConfig):
+        return name.removesuffix(".weight") in detected.config.quantized_names()
     return name.startswith("blocks.") and "embedding" not in name
 
 
-def packed_size(checkpoint: Checkpoint, found: Detected) -> PackedSize | None:
+def packed_size(checkpoint: Checkpoint, detected: Detected) -> PackedSize | None:
     """The size of the matrices that can stay packed in memory: those of the blocks, and a text encoder's table. FP8
     with scales is one of the formats where others are, and in a text encoder, which has no use for FP8 products."""
     sizes: dict[str, int] = {}
     parameters = 0
-    for ours, theirs in found.names.items():
+    for ours, theirs in detected.names.items():
         info = checkpoint.tensors[theirs]
-        fmt = info.packing or ("fp8" if ours in found.scales else None)
+        fmt = info.packing or ("fp8" if ours in detected.scales else None)
         table = ours == "token_embedding.weight" and holds_tables(info.packing)
-        if fmt is not None and (table or in_block(found, ours)):
+        if fmt is not None and (table or in_block(detected, ours)):
             sizes[fmt] = sizes.get(fmt, 0) + info.nbytes
             parameters += prod(info.shape)
-    if not sizes or (found.kind == "dit" and set(sizes) == {"fp8"}):
+    if not sizes or (detected.kind == "dit" and set(sizes) == {"fp8"}):
         return None
     return PackedSize(max(sizes, key=lambda fmt: sizes[fmt]), sum(sizes.values()), parameters)
 
@@ -301,9 +301,9 @@ def packed_size(checkpoint: Checkpoint, found: Detected) -> PackedSize | None:
 def random_parts(options: LoadOptions) -> Parts:
     """Full-size models of a task with random weights, drawn on the device."""
     assert options.model is not None
-    given = [part for part in (*PARTS, HEARS, "tokenizer") if getattr(options, part) is not None]
-    if given:
-        flags = ", ".join("--" + part.replace("_", "-") for part in given)
+    named = [part for part in (*PARTS, HEARS, "tokenizer") if getattr(options, part) is not None]
+    if named:
+        flags = ", ".join("--" + part.replace("_", "-") for part in named)
         raise OptionError(f"{options.model} makes every part itself: leave out {flags}")
     name, _, layers = options.model.removeprefix("random:").partition(":")
     task = find_task(name)

@@ -122,16 +122,16 @@ class Guided:
         passes, self.passes = self.passes, 0
         return velocity, (len(predictions) - len(skipped)) * step.runs + passes
 
-    def guide(self, found: dict[Branch, Tensor], step: Step) -> Tensor:
+    def guide(self, velocities: dict[Branch, Tensor], step: Step) -> Tensor:
         """The guided velocity, of the velocity of each branch."""
-        cond = found["cond"]
+        cond = velocities["cond"]
         if step.delta:
             assert self.delta is not None, "the first guided step of a phase runs both branches"
             return cond + (step.guidance - 1) * self.delta
-        if "uncond" not in found:
+        if "uncond" not in velocities:
             return cond
-        self.delta = cond - found["uncond"]
-        return found["uncond"] + step.guidance * self.delta
+        self.delta = cond - velocities["uncond"]
+        return velocities["uncond"] + step.guidance * self.delta
 
     def branches(
         self,
