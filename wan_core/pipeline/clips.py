@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from wan_core.models.wan.families.clips import Clip, ClipRules
 from wan_core.models.wan.families.family import MEDIA
 from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.check import Job
-from wan_core.pipeline.decode import Pieces, WriteFrames, decode_to
+from wan_core.pipeline.decode import Pieces, WriteFrames, decode_to, use_all
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.media import clip_media, condition, load_media
 from wan_core.pipeline.run import OnStep, Run, Watch
@@ -154,13 +154,6 @@ class ClipRun:
         for note in self.kept.notes:
             log.warning("%s", note)
         self.run.report.notes += self.kept.notes
-
-
-def use_all(frames: Iterator[np.ndarray], write: WriteFrames | None) -> None:
-    if write is not None:
-        write(frames)
-    for _ in frames:  # all of them are needed, however `write` ended
-        pass
 
 
 def history(rules: ClipRules, carried: Tensor | None, job: Job) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Between latents and pictures: decoding and encoding whole videos, streamed, in tiles where memory is short.
+"""Decode: latents become the pictures of whole videos, streamed, in tiles where memory is short.
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width. Pictures are
 [F, H, W, 3] on the CPU: float32 in 0..1, as on ComfyUI's IMAGE socket, or uint8.
@@ -41,15 +41,19 @@ def decode_latents(vae: VideoVAE, latents: Tensor, report: Report, write: WriteF
 
     def collect(pieces: Pieces) -> None:
         copied = ((first, images[first : first + len(piece)].copy_(piece)) for first, piece in pieces)
-        frames = each_once(copied)
-        if write is not None:
-            write(frames)
-        for _ in frames:  # all of them are needed, however `write` ended
-            pass
+        use_all(each_once(copied), write)
 
     rest = "decode" if write is None else "write"
     decode_to(vae, latents, report, collect, dtype=torch.uint8, rest=rest)
     return images.numpy()
+
+
+def use_all(frames: Iterator[np.ndarray], write: WriteFrames | None) -> None:
+    """Hand `frames` to `write`, and make those that it leaves, too: all of them are needed, however it ended."""
+    if write is not None:
+        write(frames)
+    for _ in frames:
+        pass
 
 
 @torch.no_grad()
