@@ -15,7 +15,7 @@ from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.cache.curves import CURVE_FILES, Curve, curve_path, is_embedded
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
-from wan_lab.calibrate import measure
+from wan_lab.calibrate import measure_curve
 from wan_lab.pictures import draw_curve, preset_plans
 
 from . import host
@@ -120,7 +120,7 @@ class WanCoreCalibrate(io.ComfyNode):
         workload, report = Workload(shape, joined.plan, batched=False), Report(host.device())
         owner = model.engine.owner(model, workload, report)
         bar, total = host.Progress(videos * len(plan.steps)), videos * len(plan.steps)
-        return measure(
+        return measure_curve(
             joined.plan,
             owner.acquire,
             ((conditioning, draw_noise(seed + n, shape).to(host.device())) for n in range(videos)),

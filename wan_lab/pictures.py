@@ -17,8 +17,10 @@ from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.cache.magcache import BRANCHES, PRESETS
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.sparsity.budgets import Coverage, choose_keeps
 from wan_lab.compare import pareto
 
+SIZE = (960, 540)  # of the pictures of a calibration
 KIND_COLOUR = {"magcache": "#f2a65a", "taylorseer": "#5aa9e6", "adaptive": "#c58af9", "guidance": "#7bc47f"}
 
 
@@ -27,14 +29,14 @@ def preset_plans(plan: Plan, curve: Curve) -> dict[str, Plan]:
     return {name: leave_out(plan, SkipOptions(magcache=preset), curve) for name, preset in PRESETS.items()}
 
 
-def draw_curve(curve: Curve, plans: Mapping[str, Plan], size: tuple[int, int] = (960, 540)) -> Image.Image:
+def draw_curve(curve: Curve, plans: Mapping[str, Plan]) -> Image.Image:
     """The ratio of every step by branch, the boundary, and a row of cells for each plan, filled for computed steps.
 
     plans: by name; with as many steps as the curve.
     """
     rows = 30 * len(plans)
-    canvas = Canvas(*size)
-    left, right, top, bottom = 72, size[0] - 24, 84, size[1] - 64 - rows
+    canvas = Canvas(*SIZE)
+    left, right, top, bottom = 72, SIZE[0] - 24, 84, SIZE[1] - 64 - rows
     samples = "" if curve.samples is None else f", {curve.samples} videos"
     canvas.text(24, 16, f"{curve.task}   MagCache curve   {curve.steps} steps   shift {curve.shift:g}", size=17)
     canvas.text(24, 40, f"{curve.source}{samples}"[:130], FAINT, 12)
@@ -78,7 +80,7 @@ def draw_curve(curve: Curve, plans: Mapping[str, Plan], size: tuple[int, int] = 
     saved = "   ".join(f"{name}: {100 * plan.saved:.0f} % saved" for name, plan in plans.items())
     canvas.text(
         left,
-        size[1] - 16,
+        SIZE[1] - 16,
         f"coloured: conditional   grey: unconditional   hollow: skipped   {saved}",
         FAINT,
         11,
@@ -87,9 +89,46 @@ def draw_curve(curve: Curve, plans: Mapping[str, Plan], size: tuple[int, int] = 
     return canvas.finish()
 
 
-def draw_quality(rows: Sequence[Mapping[str, Any]], title: str, size: tuple[int, int] = (960, 600)) -> Image.Image:
+def draw_coverage(coverages: Mapping[Expert, Coverage]) -> Image.Image:
+    """A panel for each expert: the attention mass that selected blocks cover over their share, a line per layer, and
+    each layer's share at 25 % on average."""
+    canvas = Canvas(*SIZE)
+    first = next(iter(coverages.values()))
+    title = f"{first.task}   attention covered by chosen blocks   {first.tokens} tokens, blocks of {first.block}"
+    canvas.text(24, 16, title, size=17)
+    canvas.text(
+        24, 40, f"{first.source}: a line for each layer, its heads' mean; below, what each reads at 25 %", FAINT, 12
+    )
+    width = (SIZE[0] - 48) / len(coverages)
+    for number, (expert, one) in enumerate(coverages.items()):
+        left, right = 24 + number * width + 44, 24 + (number + 1) * width - 12
+        top, bottom = 84, SIZE[1] - 130
+
+        def at(share: float, mass: float, box: tuple[float, ...] = (left, right, top, bottom)) -> tuple[float, float]:
+            return box[0] + share * (box[1] - box[0]), box[3] - mass * (box[3] - box[2])
+
+        for mark in (0, 0.25, 0.5, 0.75, 1):
+            canvas.line([at(0, mark), at(1, mark)], LINE)
+            canvas.text(left - 8, at(0, mark)[1], f"{mark:g}", FAINT, 11, "rm")
+            canvas.text(at(mark, 0)[0], bottom + 14, f"{100 * mark:g} %", FAINT, 11, "mm")
+        canvas.text(left, top - 8, f"{expert}-noise expert", INK, 12, "ls")
+        for layer in range(len(one.mass)):
+            points = [at(share, one.of_layer(layer, share)) for share in (0, *one.shares)]
+            canvas.line(points, EXPERT_COLOUR[expert])
+        keeps = choose_keeps(one, 0.25)
+        step = (right - left) / len(keeps)
+        for layer, keep in enumerate(keeps):
+            x = left + layer * step
+            canvas.box(x + 1, SIZE[1] - 24 - 70 * keep, x + step - 1, SIZE[1] - 24, PHASE_COLOUR)
+        canvas.text(left - 8, SIZE[1] - 24, "0", FAINT, 11, "rm")
+        canvas.text(left - 8, SIZE[1] - 94, "1", FAINT, 11, "rm")
+    return canvas.finish()
+
+
+def draw_quality(rows: Sequence[Mapping[str, Any]], title: str) -> Image.Image:
     """Mean PSNR of every setting (and the worst, as a tail) over its time in percent of the full run's; the line is the
     Pareto front. Points have numbers, and the names are in a list."""
+    size = (960, 600)
     canvas = Canvas(*size)
     left, right, top, bottom = 64, size[0] - 330, 64, size[1] - 56
     canvas.text(24, 16, title, size=17)

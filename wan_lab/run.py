@@ -34,9 +34,9 @@ from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 from wan_core.sampling.start import Start
-from wan_lab.calibrate import CALIBRATION, measure
+from wan_lab.calibrate import CALIBRATION, coverage_places, coverage_words, measure_coverage, measure_curve
 from wan_lab.compare import Comparison, compare, find_perceptual, pareto, summary, truth
-from wan_lab.pictures import draw_curve, draw_quality, preset_plans, side_by_side
+from wan_lab.pictures import draw_coverage, draw_curve, draw_quality, preset_plans, side_by_side
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.samples import (
     Batch,
@@ -47,8 +47,6 @@ from wan_lab.samples import (
     one_by_one,
     read_samples,
 )
-from wan_lab.sparsity import coverage_places, draw_coverage, measure_coverage
-from wan_lab.sparsity import words as coverage_words
 
 FULL = "full"
 ALONE = "full, one video at a time"
@@ -71,7 +69,7 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     videos = shown(pipe, base, samples, options.batch)
     outputs.say_renamed()
     with torch.no_grad():
-        curve = measure(plan, pipe.models.expert, videos, source=source(pipe))
+        curve = measure_curve(plan, pipe.models.expert, videos, source=source(pipe))
     write_measured(CURVE_FILES, curve, out, options.overwrite)
     plans = preset_plans(plan, curve)
     for name, plan in plans.items():

@@ -18,11 +18,9 @@ from itertools import pairwise, product
 from random import Random
 from statistics import fmean
 
-from wan_core.config import OptionError, PatternOptions, SkipOptions
+from wan_core.config import OptionError, PatternOptions
 from wan_core.config.table import slashes
-from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.policies import parse_pattern, pattern_steps
-from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.plan import Plan
 
 # What a setting may have beside its computed steps: words of `quality --setting`, "" for nothing. Another way to save
@@ -44,6 +42,7 @@ FIRST = ("sparse",)  # axes that all candidates cover; the others are tried on t
 ORDERS = (1, 1.5)
 EARLY = (1.0, 1.35)  # how much denser the computed steps are at the beginning
 LEAST = 6  # computed steps
+BISECTIONS = 5  # of the seconds of a preset for a quality
 KEPT = 0.34  # of the candidates of a round of halving
 
 Seconds = Callable[[str], float]
@@ -141,7 +140,7 @@ class Search:
     changes: int = 8  # in a round
     axes: Mapping[str, Sequence[str]] = field(default_factory=lambda: AXES)
     starts: Sequence[Candidate] = ()  # further candidates, such as what another search found
-    tell: Callable[[str], None] = lambda words: None
+    tell: Callable[[str], None] = lambda message: None
 
     def within(self, target: float) -> Candidate:
         """The candidate of at most `target` seconds with the highest mean PSNR found. Raises OptionError where no
@@ -152,8 +151,7 @@ class Search:
             raise OptionError(
                 f"no setting of the search takes {target:.1f} s: the fastest takes {self.fastest():.1f} s; allow more"
             )
-        best = self.halved(candidates, self.rungs())
-        return self.changed(best, target)
+        return self.changed(self.halved(candidates), target)
 
     def candidates(self, target: float) -> Iterator[Candidate]:
         """Every choice of the first axes, with as many computed steps as the seconds allow."""
@@ -181,30 +179,22 @@ class Search:
         return fits
 
     def fastest(self) -> float:
-        least = [replace(c, steps=spread(LEAST, self.phases, 1.0)) for c in self.plain()]
-        return min(self.seconds(one.setting) for one in least)
+        steps = spread(LEAST, self.phases, 1.0)
+        return min(
+            self.seconds(Candidate(values, self.phases, steps).setting) for values in product(*self.axes.values())
+        )
 
-    def plain(self) -> Iterator[Candidate]:
-        for values in product(*self.axes.values()):
-            yield Candidate(values, self.phases)
-
-    def rungs(self) -> list[int]:
-        """Numbers of videos, each twice the one before, up to `count`."""
-        rungs = [min(self.first, self.count)]
-        while rungs[-1] < self.count:
-            rungs.append(min(2 * rungs[-1], self.count))
-        return rungs
-
-    def halved(self, found: Sequence[Candidate], rungs: Sequence[int]) -> Candidate:
-        """The best of `found` by successive halving."""
-        remaining = list(found)
-        for videos in rungs:
+    def halved(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The best of `candidates` by successive halving: each round has twice the videos, up to `count`."""
+        remaining, videos = list(candidates), min(self.first, self.count)
+        while True:
             scores = {one.setting: self.score(one, videos) for one in remaining}
             remaining.sort(key=lambda one: -scores[one.setting])
             self.tell(f"{len(remaining)} settings on {videos} videos, best {scores[remaining[0].setting]:.2f} dB")
-            if videos != rungs[-1]:
-                remaining = remaining[: max(2, round(len(remaining) * KEPT))]
-        return remaining[0]
+            if videos == self.count:
+                return remaining[0]
+            remaining = remaining[: max(2, round(len(remaining) * KEPT))]
+            videos = min(2 * videos, self.count)
 
     def score(self, one: Candidate, videos: int) -> float:
         return fmean(self.measure(one.setting, videos)[:videos])
@@ -217,10 +207,9 @@ class Search:
             tried = random.sample(around, min(self.changes, len(around)))
             if not tried:
                 return best
-            won = self.halved(tried, self.rungs())
-            if self.score(won, self.count) <= self.score(best, self.count):
-                continue
-            best = won
+            winner = self.halved(tried)
+            if self.score(winner, self.count) > self.score(best, self.count):
+                best = winner
         return best
 
     def around(self, best: Candidate, target: float) -> list[Candidate]:
@@ -245,11 +234,11 @@ class Search:
         return list(changes.values())
 
 
-def least_seconds(search: Search, bound: float, full: float, tries: int = 5) -> Candidate:
+def least_seconds(search: Search, bound: float, full: float) -> Candidate:
     """The fastest candidate found whose mean PSNR reaches `bound`, by bisection of the seconds of a target; the full
     run where none does. full: its seconds."""
     low, high, best = search.fastest(), full, Candidate(tuple("" for _ in search.axes), search.phases)
-    for _ in range(tries):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         try:
             candidate = search.within(middle)
@@ -261,8 +250,3 @@ def least_seconds(search: Search, bound: float, full: float, tries: int = 5) -> 
         else:
             low = middle
     return best
-
-
-def words_of(setting: str) -> str:
-    """A setting as a user may read it."""
-    return skip_words(parse_setting(setting) or SkipOptions())

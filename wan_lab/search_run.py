@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.config import OptionError, Request
+from wan_core.config import OptionError, Request, SkipOptions
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs, write_text
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import Task, find_task
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.skipping import check_cacheable
+from wan_core.sampling.cache.skipping import check_cacheable, skip_words
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.speed_presets import FORMAT, SUFFIX, find_speed
@@ -33,7 +33,7 @@ from wan_lab.compare import Comparison, compare, find_perceptual, pareto, summar
 from wan_lab.results import envelope
 from wan_lab.run import chosen, make, plan_with, show, source
 from wan_lab.samples import Batch, batches, driving_frames
-from wan_lab.search import Candidate, Search, least_seconds, words_of
+from wan_lab.search import Candidate, Search, least_seconds
 
 # Seconds of a dense forward and of what is beside the forwards, for the estimate of the embedded model's presets: A14B
 # at 1280x720x81 in FP8 on one H200 (benchmarks/results/sparse-videos-h200-20261123.json).
@@ -50,6 +50,8 @@ def run_search(
     targets += [(name, value, False) for name, value in map(named, options.psnr or ())]
     if not targets:
         raise OptionError("no preset to search: give --seconds NAME=SECONDS or --psnr NAME=DECIBELS")
+    if options.first < 1:
+        raise OptionError(f"--first {options.first} given; the first round takes at least 1 video")
     starts = [find_speed(name).setting for name in options.start or ()]
     names = [name for name, _, _ in targets]
     if len(set(names)) < len(names):
@@ -85,7 +87,7 @@ def run_search(
         preset = {"format": FORMAT, "name": name, "setting": one.setting, "source": source(pipe)}
         described = envelope("search", pipe.models.device, front)
         text = json.dumps({**preset, **videos.row(one.setting), "of": of, **described}, indent=1)
-        print(f"{write_text(places[name], text + chr(10))}: {words_of(one.setting)}")
+        print(f"{write_text(places[name], text + chr(10))}: {skip_words(parse_setting(one.setting) or SkipOptions())}")
     print(table(front, [one.setting for one in winners.values()]))
     return 0
 
@@ -118,7 +120,7 @@ class Videos:
         self.phases = tuple(len(phase) for phase in self.plan.phases)
         self.full: list[Tensor] = []  # frames of the full runs, uint8, by batch
         self.perceptual_name, self.perceptual = find_perceptual()
-        self.found: dict[str, list[Comparison]] = {}
+        self.comparisons: dict[str, list[Comparison]] = {}
         job = self.batches[0].job
         self.described = {
             "task": self.plan.task,
@@ -164,7 +166,7 @@ class Videos:
     @torch.no_grad()
     def measure(self, setting: str, count: int) -> Sequence[float]:
         """The PSNR of the first `count` videos in `setting`, and of those that fill their batch."""
-        done = self.found.setdefault(setting, [])
+        done = self.comparisons.setdefault(setting, [])
         size = self.options.batch
         while len(done) < count:
             n = len(done) // size
@@ -203,17 +205,17 @@ class Videos:
         for line in lines[1:-1]:  # what follows the last line break was broken off
             try:
                 row = json.loads(line)
-                self.found.setdefault(row["setting"], []).extend(Comparison(**one) for one in row["videos"])
+                self.comparisons.setdefault(row["setting"], []).extend(Comparison(**one) for one in row["videos"])
             except (ValueError, KeyError, TypeError) as fault:
                 raise OptionError(f"{self.rows} is damaged ({fault}): delete it to measure again") from fault
         self.rows.write_text("\n".join([*lines[:-1], ""]), encoding="utf-8")
-        show(f"search: {len(self.found)} settings were measured before")
+        show(f"search: {len(self.comparisons)} settings were measured before")
 
     # ------------------------------------------------------------------------------------------------------- results
 
     def row(self, setting: str) -> dict[str, Any]:
         """What is said of a setting: seconds, forwards, quality with the standard errors of its means."""
-        comparisons = self.found[setting]
+        comparisons = self.comparisons[setting]
         row = {"setting": setting, "seconds": round(self.seconds(setting), 2)}
         return row | {
             "forwards": self.planned(self.batches[0], setting).forwards,
@@ -223,8 +225,8 @@ class Videos:
 
     def front(self) -> list[dict[str, Any]]:
         """The Pareto front of seconds and PSNR of all settings that were measured on all videos, fastest first."""
-        whole = {s: found for s, found in self.found.items() if len(found) >= self.options.count}
-        points = {s: (-self.seconds(s), fmean(one.psnr for one in found)) for s, found in whole.items()}
+        whole = {s: videos for s, videos in self.comparisons.items() if len(videos) >= self.options.count}
+        points = {s: (-self.seconds(s), fmean(one.psnr for one in videos)) for s, videos in whole.items()}
         return [self.row(setting) for setting in reversed(pareto(points))]
 
 
@@ -239,11 +241,11 @@ def full_size(task: Task, size: str) -> tuple[DiTConfig, tuple[int, int, int]]:
 
 
 def estimated_seconds(
-    plan: Plan, config: DiTConfig, latents: tuple[int, int, int], forward: float, beside: float
+    plan: Plan, config: DiTConfig, latents: tuple[int, int, int], forward: float, others: float
 ) -> float:
-    """The seconds of a whole video by a plan. forward: seconds of a dense forward; beside: of all else."""
+    """The seconds of a whole video by a plan. forward: seconds of a dense forward; others: of all else."""
     seconds: dict[Expert, float] = {"high": forward, "low": forward}
-    return (with_costs(plan, config, latents).estimate(seconds) or 0.0) + beside
+    return (with_costs(plan, config, latents).estimate(seconds) or 0.0) + others
 
 
 def size_of(text: str) -> tuple[int, int, int]:

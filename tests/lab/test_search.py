@@ -189,12 +189,13 @@ def test_the_command_refuses(given, tiny_assets, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--first", "0"], "at least 1 video"),
         (["--of-task", "nothing"], "nothing"),
         (["--of-task", "t2v-tiny"], "no size of its own"),
         (["--of-task", "t2v-A14B", "--of-size", "1280x720"], "write WIDTHxHEIGHTxFRAMES"),
     ],
 )
-def test_an_unknown_task_is_refused_before_anything_is_loaded(words, said, tmp_path, capsys, monkeypatch):
+def test_options_are_refused_before_anything_is_loaded(words, said, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Pipeline, "load", lambda *_, **__: pytest.fail("loaded"))
     assert main([*SMALL, "--seconds", "a=1", *words, "--out", str(tmp_path / "new")]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "new").exists()

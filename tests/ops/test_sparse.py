@@ -35,7 +35,7 @@ from wan_core.ops.kernels.block_layout import block_sizes, channels_first, heads
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
 from wan_lab import sparsity
-from wan_lab.sparsity import block_mass, coverage
+from wan_lab.calibrate import block_mass, coverage
 
 CPU = torch.device("cpu")
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 11))

@@ -61,7 +61,8 @@ from wan_core.sampling.sparsity.schedule import (
     step_cost,
     with_costs,
 )
-from wan_lab.sparsity import draw_coverage, measure_coverage, words
+from wan_lab.calibrate import coverage_words, measure_coverage
+from wan_lab.pictures import draw_coverage
 
 CPU = torch.device("cpu")
 A14B = RANDOM["t2v-A14B"][0]
@@ -561,5 +562,5 @@ def test_coverage_of_the_embedded_model(experts: dict[str, WanModel]) -> None:
                 assert head[-1] == pytest.approx(1, abs=1e-3)
                 assert head[SHARES.index(0.5)] > 0.5
     assert experts["high"].runners.runners == []
-    assert words(found).count("\n") == 6
+    assert coverage_words(found).count("\n") == 6
     assert draw_coverage(found).size == (960, 540)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wan_core.workers.explain import explain
+from wan_core.workers.faults import explain
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
 

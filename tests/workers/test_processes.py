@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from wan_core.workers import processes
-from wan_core.workers.explain import describe_failure
-from wan_core.workers.faults import describe_fault
+from wan_core.workers.faults import describe_failure, describe_fault
 from wan_core.workers.options import WorkerOptions
 
 

@@ -25,8 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from wan_core.workers.control import Channel, ChannelError
-from wan_core.workers.explain import place
-from wan_core.workers.faults import EXIT_FAILED, EXIT_ORPHANED, describe_fault, write_error_file
+from wan_core.workers.faults import EXIT_FAILED, EXIT_ORPHANED, describe_fault, place, write_error_file
 
 log = logging.getLogger(__name__)
 

@@ -90,7 +90,7 @@ class Jobs:
             self.held.pop(kind, None)
             self.clean()
             self.rank.progress("load")
-            self.rank.send({"kind": "event", "name": "phase", "phase": "load"})
+            self.rank.event("phase", phase="load")
             self.held[kind] = key, make()
         return self.held[kind][1]
 
@@ -125,7 +125,7 @@ class Jobs:
         def planned(plan: Plan) -> None:
             pipe.report.notes += [f"mesh: {choice.words()}"] * (choice.seconds is not None)
             pipe.report.notes += [choice.note] * bool(choice.note)
-            self.rank.send({"kind": "event", "name": "plan", "plan": asdict(plan)})
+            self.rank.event("plan", plan=asdict(plan))
 
         def keep(latents: Tensor) -> None:
             self.keep(header["keep"], latents, job.fps, pipe.report)
@@ -160,18 +160,18 @@ class Jobs:
         with report.phase("load"):
             make = partial(LoadedExperts, options, found, workload, ranks)
             spec = [asdict(options), header["files"]]
-            held = self.hold("experts", spec, make)
-            if not held.fits(ranks):
-                del held, self.held["experts"]
-                held = self.hold("experts", spec, make)
-            held.arrange(ranks)
-        models = held.models
+            experts = self.hold("experts", spec, make)
+            if not experts.fits(ranks):
+                del experts, self.held["experts"]
+                experts = self.hold("experts", spec, make)
+            experts.arrange(ranks)
+        models = experts.models
         models.place(workload)
         report.settings["mesh"] = str(choice.mesh)
         mode, why = guidance_over(ranks, plan) or ("batched" if batched else "sequential", "")
         report.settings["guidance_mode"] = mode
         report.notes += [f"guidance: {mode}" + (f" ({why})" if why else "")] * plan.guided
-        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *held.notes]
+        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *experts.notes]
         given = Conditioning.of({name: value.to(self.rank.device) for name, value in tensors.items()})
         models.wait_for_kernels(report)
         self.phase("denoise")
@@ -205,12 +205,13 @@ class Jobs:
         tile = unpack(TileSpec, header["tile"])
         latents = tensors["latents"].to(self.rank.device)
         dtype = torch.uint8 if header["uint8"] else torch.float32
-        decode_to(vae, latents, report, self.send_pieces, dtype=dtype, tile=tile, on_frames=self.on_frames)
-        return {"report": report_data(report)}, {}
 
-    def send_pieces(self, pieces: Pieces) -> None:
-        for first, images in pieces:
-            self.rank.send({"kind": "event", "name": "piece", "first": first}, {"images": images})
+        def send(pieces: Pieces) -> None:
+            for first, images in pieces:
+                self.rank.event("piece", {"images": images}, first=first)
+
+        decode_to(vae, latents, report, send, dtype=dtype, tile=tile, on_frames=self.on_frames)
+        return {"report": report_data(report)}, {}
 
     def encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Pictures [F, H, W, 3] in 0..1 to latents [1, C, T, Y, X]."""
@@ -311,7 +312,7 @@ class Jobs:
         """A part of the request begins; the place to stop between parts."""
         self.rank.progress(name)
         self.rank.raise_if_interrupted()
-        self.rank.send({"kind": "event", "name": "phase", "phase": name})
+        self.rank.event("phase", phase=name)
 
     def on_step(self, between: BetweenBlocks, preview: bool = False) -> OnStep:
         """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.
@@ -333,17 +334,14 @@ class Jobs:
                     ready.synchronize()
                 done = progress.step.index + 1
                 self.rank.progress(f"denoise {progress.step.expert}", done, progress.total)
-                self.rank.send(
-                    {
-                        "kind": "event",
-                        "name": "step",
-                        "step": progress.step.index,
-                        "forwards": progress.forwards,
-                        "seconds": seconds,
-                        "clip": progress.clip,
-                        "later": progress.later,
-                    },
+                self.rank.event(
+                    "step",
                     {} if picture is None else {"preview": picture},
+                    step=progress.step.index,
+                    forwards=progress.forwards,
+                    seconds=seconds,
+                    clip=progress.clip,
+                    later=progress.later,
                 )
 
             behind.append(say)
@@ -358,13 +356,13 @@ class Jobs:
         """For `decode_images`, on every rank."""
         self.rank.progress("decode", done, total)
         self.rank.raise_if_interrupted()
-        self.rank.send({"kind": "event", "name": "frames", "done": done, "total": total})
+        self.rank.event("frames", done=done, total=total)
 
     def send_video(self, frames: Iterator[np.ndarray], /, *, fps: int, settings: Mapping[str, Any]) -> None:
         """For `Pipeline.generate`: each frame uint8 [H, W, 3] as soon as it is decoded."""
-        self.rank.send({"kind": "event", "name": "video", "fps": fps, "settings": dict(settings)})
+        self.rank.event("video", fps=fps, settings=dict(settings))
         for frame in frames:
-            self.rank.send({"kind": "event", "name": "frame"}, {"frame": torch.from_numpy(frame)})
+            self.rank.event("frame", {"frame": torch.from_numpy(frame)})
 
     def keep(
         self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None
@@ -376,10 +374,10 @@ class Jobs:
         self.rank.progress("save latents")
         failed = try_to_save_latents(path, latents, fps, report.settings if settings is None else settings)
         if failed is None:
-            self.rank.send({"kind": "event", "name": "kept", "path": path})
+            self.rank.event("kept", path=path)
         else:
             report.notes.append(failed)
-            self.rank.send({"kind": "event", "name": "not kept", "path": path, "text": failed})
+            self.rank.event("not kept", path=path, text=failed)
 
 
 def _first(latents: Tensor) -> Tensor:

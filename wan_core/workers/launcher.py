@@ -22,7 +22,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError, UserError
 from wan_core.workers.control import ChannelError
-from wan_core.workers.explain import describe_failure, end_of_logs, explain, place, places, rank_name
+from wan_core.workers.faults import describe_failure, end_of_logs, explain, place, places, rank_name
 from wan_core.workers.options import WorkerOptions
 from wan_core.workers.processes import STOP_SECONDS, Frame, WorkerProcesses
 

@@ -86,6 +86,10 @@ class Rank:
         if self.channel is not None:
             self.channel.send({**header, "number": self.request}, tensors)
 
+    def event(self, name: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> None:
+        """Tell the program what happened in the current request."""
+        self.send({"kind": "event", "name": name, **fields}, tensors)
+
     def share(self, header: Mapping[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> tuple[Any, Any]:
         """Rank 0's request on all ranks, as JSON and safetensors without pickle."""
         if self.rank == 0:
