@@ -34,7 +34,7 @@ from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import block_sizes, channels_first, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
-from wan_lab import sparsity
+from wan_lab import calibrate
 from wan_lab.calibrate import block_mass, coverage
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_routing_finds_attention_that_has_structure(monkeypatch: pytest.MonkeyPa
     assert found[False, "spread"] > 1.08 * found[True, "spread"]
     assert found[False, "spread"] >= found[False, "mean"]
     tiles = make_tiles(grid, block, CPU)
-    monkeypatch.setattr(sparsity, "ROWS", 60)
+    monkeypatch.setattr(calibrate, "ROWS", 60)
     covered = coverage(q[:, tiles.order], k[:, tiles.order], block, tiles.forced, (0.25, 1.0))
     assert covered[:, 0].mean() == pytest.approx(found[False, "spread"].item(), abs=1e-4)
     assert torch.allclose(covered[:, 1], torch.ones(4), atol=1e-4)
