@@ -195,7 +195,7 @@ def chords(mesh: str, starts: tuple[int, ...], steps: int) -> tuple[Tensor, int]
     return stretch.finish(x), len(stretch.plan.steps)
 
 
-def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:
+def weights(mesh: str) -> tuple[list[str], dict[str, int]]:
     """Names of tensors that a shared read changed, of all files of the embedded model; and bytes: those stored, and
     those that this rank took from a file."""
     ranks, changed = ranks_of(mesh), []
@@ -203,7 +203,7 @@ def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:
     for path in sorted(TINY.glob("*.safetensors")):
         plain = open_checkpoint(path)
         with CountedCopies(counts):
-            shared = shared_checkpoint(plain, ranks, how)
+            shared = shared_checkpoint(plain, ranks)
             found = {name: shared.read(name) for name in plain.tensors}
         for name, info in plain.tensors.items():
             stored, counts["stored"] = plain.read(name), counts["stored"] + info.nbytes

@@ -3,8 +3,7 @@
 **Shared reading** reads every byte of a file once per host. Each rank of a host reads a part of every tensor, copies it
 to its device and gathers the other parts over NVLink. All ranks must read the same tensors in the same order, which is
 that of the file; each converts a value itself. A loader with reader threads (`checkpoint.staged`) reads the parts of
-many tensors ahead; otherwise, and on a CPU, files are mapped. Small tensors, or all if parts cannot be gathered, are
-read by one rank and broadcast.
+many tensors ahead; otherwise, and on a CPU, files are mapped. Small tensors are read by one rank and broadcast.
 
 **Sharded experts** are for models too large for one GPU: every rank holds a part of each block's weights. This is
 torch's FSDP2 (`fully_shard`) over the ranks of one sequence, which run the same blocks at the same time. A block's
@@ -18,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,12 +33,9 @@ from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import Group, RankMesh, all_gather
 
 SMALL = 1 << 16  # bytes: smaller tensors are not divided
-Sharing = Literal["gather", "broadcast"]
 
 
-def shared_checkpoint(
-    checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "gather", turn: Callable[[], None] = lambda: None
-) -> Checkpoint:
+def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, turn: Callable[[], None] = lambda: None) -> Checkpoint:
     """`checkpoint` with a `read` that returns a tensor on this rank's device and reads it once per host. All ranks of
     the host must read the same tensors in the same order; several checkpoints take turns (`Reading.turn`)."""
     if ranks.host.size == 1:
@@ -57,11 +53,10 @@ def shared_checkpoint(
     def read(name: str) -> Tensor:
         turn()
         stored = checkpoint.read(name)
-        if how == "gather" and checkpoint.info(name).nbytes > SMALL:
+        if checkpoint.info(name).nbytes > SMALL:
             return gather_read(stored, readers)
         return broadcast_read(stored, host, ranks.device, order[name] % host.size)
 
-    gathers = how == "gather"
     return Checkpoint(
         checkpoint.describe(),
         checkpoint.path,
@@ -70,8 +65,8 @@ def shared_checkpoint(
         read,
         checkpoint.read_packed,
         checkpoint.tokenizer,
-        checkpoint.places if gathers else None,
-        readers if gathers else None,
+        checkpoint.places,
+        readers,
         checkpoint.parts,
         checkpoint.attention,
     )
