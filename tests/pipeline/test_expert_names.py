@@ -11,9 +11,9 @@ import torch
 
 from wan_core.config import LoadOptions, LoraOptions, OptionError
 from wan_core.execution.report import Report
-from wan_core.pipeline.expert_names import ExpertFile, told_by_name
 from wan_core.pipeline.load import load_models
 from wan_core.pipeline.loras import notes_of, read_loras
+from wan_core.pipeline.model_parts import ExpertFile, told_by_name
 from wan_core.pipeline.sources import TINY, TINY_LORAS, find_experts, find_models
 
 HIGH, LOW = TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors"

@@ -33,7 +33,7 @@ from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.reader import open_checkpoint
 from wan_core.config import LoraOptions, OptionError
 from wan_core.models.wan.config import DiTConfig
-from wan_core.pipeline.expert_names import EXPERTS, ExpertFile, lora_notes, told_by_name
+from wan_core.pipeline.model_parts import EXPERTS, ExpertFile, told_by_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +96,20 @@ def notes_of(loras: Mapping[str, Sequence[Wanted]]) -> list[str]:
     """What the user should know of the LoRAs of each expert: files for the other one, and half of a pair."""
     used = {name: [one.told for one in wanted if one.strength and one.told] for name, wanted in loras.items()}
     return lora_notes(used) if set(EXPERTS) <= used.keys() else []
+
+
+def lora_notes(used: Mapping[str, Sequence[ExpertFile]]) -> list[str]:
+    """What the user should know of the LoRAs of a model with two experts. used: by expert."""
+    notes = []
+    for expert, other in (EXPERTS, EXPERTS[::-1]):
+        for one in used.get(expert, ()):
+            if one.told == other:
+                notes.append(f"LoRA {one.says}, and is used for the {expert}-noise expert")
+        mine = [one for one in used.get(expert, ()) if one.told == expert]
+        if mine and not any(one.told == other for several in used.values() for one in several):
+            lacking = f"none is for the {other}-noise expert: if it is one of a pair, add the other file"
+            notes.append(f"LoRA {mine[0].says}, and {lacking}")
+    return notes
 
 
 def lora_files(loras: Iterable[LoraOptions]) -> tuple[Path, ...]:

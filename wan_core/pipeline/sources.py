@@ -8,7 +8,7 @@ weights are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -35,7 +35,6 @@ from wan_core.models.wan.families.family import Clues
 from wan_core.ops.quant.int8 import row_format
 from wan_core.ops.quant.packed import holds_tables
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.expert_names import difference
 from wan_core.pipeline.hearing import random_speech, recognise_speech
 from wan_core.pipeline.model_folders import parts_in
 from wan_core.pipeline.model_parts import PackedSize, Part, Parts
@@ -132,7 +131,11 @@ def task_of(options: LoadOptions, parts: Mapping[str, Part], image: bool) -> tup
             f"task {task.name} needs {task.in_channels} input channels; {parts['high'].source} has {dit.in_channels}: "
             "give files of that task, or leave the task out"
         )
-    check_features(task, dit, parts["high"].source)
+    if task.image_dim != dit.image_dim:
+        needs, has = ("no" if dim is None else f"{dim} wide" for dim in (task.image_dim, dit.image_dim))
+        raise OptionError(
+            f"task {task.name} needs {needs} CLIP features of an image; {parts['high'].source} takes {has}"
+        )
     if task.two_experts and "low" not in parts:
         raise OptionError(f"{task.name} has two experts: give both --high and --low" + (f" ({why})" if why else ""))
     return task, why
@@ -164,20 +167,6 @@ def vision_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
-def check_features(task: Task, dit: DiTConfig, source: str) -> None:
-    """Raise OptionError where a task is named that takes CLIP features and the transformer does not, or the reverse."""
-    if task.image_dim != dit.image_dim:
-        needs, has = ("no" if dim is None else f"{dim} wide" for dim in (task.image_dim, dit.image_dim))
-        raise OptionError(f"task {task.name} needs {needs} CLIP features of an image; {source} takes {has}")
-
-
-def embedded_task(dit: DiTConfig) -> Task:
-    """The task of a transformer of the embedded model."""
-    same = dit.family, dit.in_channels
-    embedded = (task for task in TASKS.values() if task.release == "embedded")
-    return next(task for task in embedded if (task.family, task.in_channels) == same)
-
-
 def clues_of(part: Part, *, alone: bool) -> Clues:
     """What besides its shapes tells what a transformer is for. alone: no second expert is given."""
     return Clues(part.path, part.metadata, alone)
@@ -192,7 +181,9 @@ def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | N
     if second is not None and second.config != dit:
         raise different_experts(first, second)
     if first.path is not None and first.path.parent == TINY:
-        task, why = embedded_task(dit), ""
+        same, why = (dit.family, dit.in_channels), ""
+        embedded = (task for task in TASKS.values() if task.release == "embedded")
+        task = next(task for task in embedded if (task.family, task.in_channels) == same)
         vae = cast(VAEConfig, recognise(TINY / "vae.safetensors", "vae", load_vae).config)
     else:
         task, why = choose_task(dit, clues_of(first, alone=second is None))
@@ -348,7 +339,11 @@ def random_part(config: Config, seed: int) -> Part:
 
 
 def different_experts(high: Part, low: Part) -> OptionError:
-    numbers = difference(cast(DiTConfig, high.config), cast(DiTConfig, low.config))
+    """The error for two transformers of different architectures, with the numbers in which these differ."""
+    pairs = (
+        (field.name, getattr(high.config, field.name), getattr(low.config, field.name)) for field in fields(DiTConfig)
+    )
+    numbers = ", ".join(f"{name} {one} and {two}" for name, one, two in pairs if one != two)
     return OptionError(
         f"use the two files of one model: {high.source} and {low.source} are of two. In numbers, the experts differ: "
         f"{numbers} (high is {high.source}, low is {low.source})"
