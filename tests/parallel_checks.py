@@ -499,7 +499,7 @@ def cached_tokens(mesh: str) -> tuple[int, int, bool]:
         model(torch.randn(1, 16, 5, 10, 14), torch.tensor([500.0]), torch.randn(1, 4, model.config.text_dim))
     lengths, _ = shard_lengths(5 * 5 * 7, 1, ranks.mesh.shards)
     left = [type(runner) for runner in model.runners.runners]
-    return cache.buffers["cond"].shape[2], lengths[ranks.shard], left == [ShardedTokens]
+    return cache.kept["cond", 0].buffer.shape[2], lengths[ranks.shard], left == [ShardedTokens]
 
 
 @torch.no_grad()

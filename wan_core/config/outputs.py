@@ -127,7 +127,7 @@ class Outputs:
 
     def _check_apart(self, option: str, path: Path) -> None:
         for other, taken in self.asked.items():
-            if _same_name(path, taken) or _same_file(path, taken):
+            if folded(path) == folded(taken) or _same_file(path, taken):
                 raise OptionError(f"{other} and {option} both write {path}: choose another name for one of them")
         for other, read in self.inputs.items():
             for file in model_files(read):
@@ -178,11 +178,6 @@ def _same_file(one: Path, other: Path) -> bool:
         return os.path.samefile(one, other)
     except OSError:
         return False
-
-
-def _same_name(one: Path, other: Path) -> bool:
-    """Whether both will be one file."""
-    return folded(one) == folded(other)
 
 
 def folded(path: Path) -> str:

@@ -128,12 +128,7 @@ def preset_plan(
     if numbers.boundary is None and find_task(task).two_experts and values["steps"] > 1:
         make = SCHEDULES[values["solver"]]
         _, timesteps = make(values["steps"], values["shift"]) if sigmas is None else given_schedule(sigmas)
-        values["boundary"] = halfway(timesteps)
+        half = len(timesteps) // 2  # the high-noise expert runs the first half of the steps
+        values["boundary"] = round((timesteps[half - 1] + timesteps[half]) / 2000, 6)
         plan = make_plan(task=task, sigmas=sigmas, window=window, **values)
     return replace(plan, notes=(*plan.notes, f"preset {preset.name}: {reason}"))
-
-
-def halfway(timesteps: Sequence[float]) -> float:
-    """The boundary (0..1) with which the high-noise expert runs the first half of the steps."""
-    half = len(timesteps) // 2
-    return round((timesteps[half - 1] + timesteps[half]) / 2000, 6)

@@ -137,17 +137,13 @@ class VideoList:
         case they are lost."""
         with self.changed:
             while not self.stopped and (self.waiting or self.making):
-                for video in [video for video in self.waiting if self._may_take(video, maker)]:
-                    if self._claim(video):
+                for video in list(self.waiting):
+                    lost = self.lost_by.get(video.line, [])  # a maker leaves a video that it lost to those that did not
+                    if (maker not in lost or self.makers <= set(lost)) and self._claim(video):
                         self.making += 1
                         return video
                 self.changed.wait(POLL_SECONDS)
             return None
-
-    def _may_take(self, video: ListedVideo, maker: str) -> bool:
-        """A maker leaves a video that it lost to those that did not lose it."""
-        lost = self.lost_by.get(video.line, [])
-        return maker not in lost or self.makers <= set(lost)
 
     def _claim(self, video: ListedVideo) -> bool:
         """Whether to make it now: nobody has made it, and no other program is making it."""

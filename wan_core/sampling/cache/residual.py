@@ -162,14 +162,6 @@ class ResidualCache:
         self.programs = programs
         self.kept: dict[tuple[Branch, int], Residuals] = {}  # by branch and context window
 
-    @property
-    def buffers(self) -> dict[Branch, Tensor]:
-        """[S, B, L, C] of every branch that has stored something, of the first context window."""
-        first: dict[Branch, Tensor | None] = {
-            b: stored.buffer for (b, window), stored in self.kept.items() if not window
-        }
-        return {branch: buffer for branch, buffer in first.items() if buffer is not None}
-
     def of(self, branch: Branch, window: int) -> Residuals:
         """What a branch keeps of a context window."""
         if (branch, window) not in self.kept:

@@ -114,13 +114,6 @@ def check_cacheable(solver: str, name: str) -> None:
         raise OptionError(f"{name} does not fit the solver {solver}, {UNCACHED[solver]}: leave one of them out")
 
 
-def _measured_note(plan: Plan, steps: int | None) -> str:
-    measured = f"the speed preset was measured with {steps} steps, and"
-    if plan.window is not None:  # with a denoise below 1 the schedule has more steps than were asked for
-        return f"{measured} the schedule, of which this run is a part, has {plan.count}: compare it with the full run"
-    return f"{measured} this run has {plan.count}: set steps to {steps}, or compare it with the full run"
-
-
 def with_curve(options: SkipOptions, curve: Curve | None, task: str) -> tuple[SkipOptions, str]:
     """`options`, if MagCache has the curve that it needs, and a note. Without a curve its presets become the TaylorSeer
     that computes as often, which the note says: on models with a curve, presets compute the same steps but for a few of
@@ -150,7 +143,12 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         return plan
     full, steps = plan.forwards, len(plan.steps)
     if options.measured_steps not in (None, plan.count):
-        plan = replace(plan, notes=(*plan.notes, _measured_note(plan, options.measured_steps)))
+        # With a denoise below 1 the schedule has more steps than were asked for.
+        whole = f"the schedule, of which this run is a part, has {plan.count}"
+        here = f"this run has {plan.count}: set steps to {options.measured_steps}, or"
+        note = f"the speed preset was measured with {options.measured_steps} steps, and "
+        note += f"{here if plan.window is None else f'{whole}:'} compare it with the full run"
+        plan = replace(plan, notes=(*plan.notes, note))
     if options.guidance is not None:
         if options.guidance.every > 1 and plan.solver == "lcm":
             raise OptionError(f"the reused guidance does not fit the solver lcm, {UNCACHED['lcm']}: use every 1")

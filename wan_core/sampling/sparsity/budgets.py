@@ -77,18 +77,17 @@ def _concave(values: Sequence[float]) -> list[float]:
     it."""
     hull: list[int] = []
     for i, value in enumerate(values):
-        while len(hull) >= 2 and _above(values, hull[-2], hull[-1], i, value):
-            hull.pop()
+        while len(hull) >= 2:
+            first, middle = hull[-2:]
+            if (values[middle] - values[first]) * (i - first) > (value - values[first]) * (middle - first):
+                break
+            hull.pop()  # it is below the line from the first to this one
         hull.append(i)
     curve = []
     for left, right in pairwise(hull):
         slope = (values[right] - values[left]) / (right - left)
         curve += [values[left] + slope * j for j in range(right - left)]
     return [*curve, values[hull[-1]]]
-
-
-def _above(values: Sequence[float], first: int, middle: int, last: int, value: float) -> bool:
-    return (values[middle] - values[first]) * (last - first) <= (value - values[first]) * (middle - first)
 
 
 # --------------------------------------------------------------------------------------------------------------- files
