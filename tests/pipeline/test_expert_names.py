@@ -13,7 +13,7 @@ from wan_core.config import LoadOptions, LoraOptions, OptionError
 from wan_core.execution.report import Report
 from wan_core.pipeline.load import load_models
 from wan_core.pipeline.loras import notes_of, read_loras
-from wan_core.pipeline.model_parts import ExpertFile, told_by_name
+from wan_core.pipeline.model_parts import ExpertFile, expert_by_name
 from wan_core.pipeline.sources import TINY, TINY_LORAS, find_experts, find_models
 
 HIGH, LOW = TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors"
@@ -45,9 +45,9 @@ HIGH, LOW = TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors"
     ],
 )
 def test_what_the_files_of_releases_say(path: str, expert: str | None) -> None:
-    assert ExpertFile.of(Path(path), {}).told == expert
+    assert ExpertFile.of(Path(path), {}).expert == expert
     assert ExpertFile.of(Path(path), {"expert": "low"})[1:] == ("low", "metadata")
-    assert told_by_name("") is None and ExpertFile.of(None, {}).told is None
+    assert expert_by_name("") is None and ExpertFile.of(None, {}).expert is None
 
 
 def test_experts_that_are_not_what_they_are_used_for(tmp_path: Path) -> None:

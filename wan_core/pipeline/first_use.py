@@ -69,7 +69,7 @@ class FirstUse:
         self.work, self.device = work, device
         self.ended = threading.Event()
         self.seconds, self.fault = 0.0, "an unexpected error, see above"
-        self.told = False
+        self.noted = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -77,8 +77,8 @@ class FirstUse:
         """Until it has ended. Says in `report` once what it took."""
         begin = time.perf_counter()
         self.thread.join()
-        if not self.told:
-            self.told = True
+        if not self.noted:
+            self.noted = True
             waited = time.perf_counter() - begin
             how = f"not prepared before they are needed: {self.fault}"
             how = how if self.fault else f"prepared in {self.seconds:.1f} s beside loading"

@@ -33,7 +33,7 @@ from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.reader import open_checkpoint
 from wan_core.config import LoraOptions, OptionError
 from wan_core.models.wan.config import DiTConfig
-from wan_core.pipeline.model_parts import EXPERTS, ExpertFile, told_by_name
+from wan_core.pipeline.model_parts import EXPERTS, ExpertFile, expert_by_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Wanted:
     lora: Lora
     strength: float
     key: tuple[str, int, int]
-    told: ExpertFile | None = None  # which expert its file is for
+    file: ExpertFile | None = None  # which expert its file is for
 
     def words(self, how: str) -> str:
         """The line for the report: what was applied, what was ignored and why."""
@@ -54,17 +54,17 @@ def expert_of(options: LoraOptions, metadata: Mapping[str, str]) -> str | None:
     """The expert that a LoRA is for; None: both. A user's word counts before metadata, and metadata before the name."""
     if options.expert != "auto":
         return options.expert
-    return told_file(Path(options.path), metadata).told
+    return expert_file(Path(options.path), metadata).expert
 
 
-def told_file(path: Path, metadata: Mapping[str, str], tensors: Collection[str] = ()) -> ExpertFile:
+def expert_file(path: Path, metadata: Mapping[str, str], tensors: Collection[str] = ()) -> ExpertFile:
     """Which expert a LoRA's file is for, by its metadata, its own name, or the names of its tensors."""
     if metadata.get("expert") in EXPERTS:
         return ExpertFile(path, metadata["expert"], "metadata")
     named = told_experts(tensors)
     if named:
         return ExpertFile(path, named[0] if len(named) == 1 else None, "tensors")
-    return ExpertFile(path, told_by_name(path.stem))
+    return ExpertFile(path, expert_by_name(path.stem))
 
 
 def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: bool) -> dict[str, list[Wanted]]:
@@ -80,7 +80,7 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
             raise OptionError(f"{path.name} is given for the low-noise expert, and this model has one transformer only")
         checkpoint = open_checkpoint(path)
         meant = expert_of(options, checkpoint.metadata)
-        file = told_file(path, checkpoint.metadata, checkpoint.tensors)
+        file = expert_file(path, checkpoint.metadata, checkpoint.tensors)
         if options.expert == "auto" and told_experts(checkpoint.tensors) == ("low",):
             meant = "low"
         for expert, wanted in by_expert.items():
@@ -94,7 +94,7 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
 
 def notes_of(loras: Mapping[str, Sequence[Wanted]]) -> list[str]:
     """What the user should know of the LoRAs of each expert: files for the other one, and half of a pair."""
-    used = {name: [one.told for one in wanted if one.strength and one.told] for name, wanted in loras.items()}
+    used = {name: [one.file for one in wanted if one.strength and one.file] for name, wanted in loras.items()}
     return lora_notes(used) if set(EXPERTS) <= used.keys() else []
 
 
@@ -103,10 +103,10 @@ def lora_notes(used: Mapping[str, Sequence[ExpertFile]]) -> list[str]:
     notes = []
     for expert, other in (EXPERTS, EXPERTS[::-1]):
         for one in used.get(expert, ()):
-            if one.told == other:
+            if one.expert == other:
                 notes.append(f"LoRA {one.says}, and is used for the {expert}-noise expert")
-        mine = [one for one in used.get(expert, ()) if one.told == expert]
-        if mine and not any(one.told == other for several in used.values() for one in several):
+        mine = [one for one in used.get(expert, ()) if one.expert == expert]
+        if mine and not any(one.expert == other for several in used.values() for one in several):
             lacking = f"none is for the {other}-noise expert: if it is one of a pair, add the other file"
             notes.append(f"LoRA {mine[0].says}, and {lacking}")
     return notes

@@ -197,7 +197,7 @@ def models_in(root: Path) -> tuple[list[Model], list[Path]]:
     for path, config in recognised(root, TRANSFORMERS, "dit"):
         config = cast(DiTConfig, config)
         metadata = open_checkpoint(path).metadata
-        expert = ExpertFile.of(path, metadata).told
+        expert = ExpertFile.of(path, metadata).expert
         if expert is not None:
             pair = re.sub("high|low", "*", str(path.relative_to(root)).lower())
             experts.setdefault((config, pair), {})[expert] = path

@@ -158,10 +158,10 @@ class Parts:
 
 
 class ExpertFile(NamedTuple):
-    """A file that is used for an expert. path: None for random weights. told: the expert that it says it is for."""
+    """A file that is used for an expert. path: None for random weights. expert: the one that it says it is for."""
 
     path: Path | None
-    told: str | None
+    expert: str | None
     by: str = "name"  # or "metadata"
 
     @classmethod
@@ -176,15 +176,15 @@ class ExpertFile(NamedTuple):
             name = name.removesuffix(ending)
         folder = path.parent.name
         diffusers = "low" if "transformer_2" in (name, folder) else None
-        return cls(path, told_by_name(name) or told_by_name(folder) or diffusers)
+        return cls(path, expert_by_name(name) or expert_by_name(folder) or diffusers)
 
     @property
     def says(self) -> str:
         assert self.path is not None
-        return f"{short_path(self.path)} is for the {self.told}-noise expert by its {self.by}"
+        return f"{short_path(self.path)} is for the {self.expert}-noise expert by its {self.by}"
 
 
-def told_by_name(name: str) -> str | None:
+def expert_by_name(name: str) -> str | None:
     """The expert that a name speaks of; None if it speaks of none or of both."""
     named = {(match[1] or match[2]).lower() for match in _EXPERT.finditer(name)}
     return named.pop() if len(named) == 1 else None
@@ -194,11 +194,11 @@ def transformer_notes(high: ExpertFile, low: ExpertFile | None, two_experts: boo
     """What the user should know of the files of a model. low: None where one file runs every step. two_experts: whether
     the model has two."""
     if low is None:
-        partial = high.told is not None and two_experts
+        partial = high.expert is not None and two_experts
         return [f"{high.says}, and runs every step here: load the other expert's file as well"] if partial else []
     if high.path is not None and low.path is not None and high.path.resolve() == low.path.resolve():
         return [f"both experts are one file, {short_path(high.path)}: load the high-noise and the low-noise file"]
-    wrong = [one for expert, one in zip(EXPERTS, (high, low), strict=True) if one.told not in (None, expert)]
+    wrong = [one for expert, one in zip(EXPERTS, (high, low), strict=True) if one.expert not in (None, expert)]
     if len(wrong) == 2:
         return [f"the experts are swapped: {high.says}, {low.says}. Exchange the two files"]
     used = "high" if wrong == [high] else "low"

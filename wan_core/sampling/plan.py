@@ -7,7 +7,7 @@ a GPU. The same plan drives the sampler, the progress bar, the time estimate and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
@@ -43,6 +43,18 @@ SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = 
     "res_multistep": euler_schedule,
     "lcm": euler_schedule,
 }
+RARE = (
+    "texts",
+    "correction",
+    "nag",
+    "own_positions",
+    "undriven",
+    "scale",
+    "evaluations",
+    "control",
+    "windows",
+    "passes",
+)
 MAX_STEPS = 1000
 PURE_NOISE = 0.999  # a schedule that is given and begins below begins with latents
 
@@ -108,18 +120,10 @@ class Step:
         return len(self.branches) * self.runs
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings; what few plans use (texts, marks, sizes) only where it is used."""
-        texts = {"texts": list(self.texts)} if any(self.texts) else {}
-        marks = ("correction", "nag", "own_positions", "undriven")
-        used: dict[str, Any] = {name: True for name in marks if getattr(self, name)}
-        used |= {} if self.scale == 1 else {"scale": self.scale}
-        used |= {} if self.evaluations == 1 else {"evaluations": self.evaluations}
-        used |= {} if self.control is None else {"control": list(self.control)}
-        used |= {} if not self.windows else {"windows": [list(window) for window in self.windows]}
-        used |= {} if not self.passes else {"passes": self.passes}
-        rare = ("texts", "scale", "control", "windows", "passes", "evaluations", *marks)
-        fields = {name: value for name, value in asdict(self).items() if name not in rare}
-        return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts, **used}
+        """Plain numbers, strings and lists; what few plans use (`RARE`) only where it is used."""
+        values, usual = asdict(self), {one.name: one.default for one in fields(self)}
+        names = [name for name in values if name not in RARE] + [name for name in RARE if values[name] != usual[name]]
+        return {name: as_lists(values[name]) for name in names}
 
     def words(self) -> str:
         """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
@@ -133,6 +137,11 @@ class Step:
         driving = f", {self.passes} over the driving video" if self.passes else ", undriven" * self.undriven
         often = "" if self.evaluations == 1 else f", {self.evaluations} evaluations"
         return f"{self.action}{skipped}{marks}{keys}{texts}{control}{windows}{driving}{often}"
+
+
+def as_lists(value: Any) -> Any:
+    """`value` with lists in place of tuples."""
+    return [as_lists(one) for one in value] if isinstance(value, tuple) else value
 
 
 def step_numbers(steps: Sequence[Step]) -> list[int]:
