@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.test_lora import LINEARS, lora_of, relative, shapes, wanted
+from tests.lora_models import LINEARS, lora_of, relative, shapes, wanted
 from tests.loras_on import loras_on
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.lora import merge

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,101 +11,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.lora_models import (
+    CONFIG,
+    CPU,
+    FORMS,
+    LINEARS,
+    RANK,
+    SOURCE,
+    attached,
+    base,
+    dense_model,
+    kohya,
+    latents,
+    lora_of,
+    model,
+    output,
+    put_on,
+    relative,
+    shapes,
+    wanted,
+)
 from tests.loras_on import loras_on
-from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint
-from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.load import StoredValues
+from wan_core.checkpoint import CheckpointError, load_dit
 from wan_core.checkpoint.lora.merge import Change
 from wan_core.checkpoint.lora.read import read_lora
-from wan_core.checkpoint.save import save, write_safetensors
-from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.config import LoraOptions, OptionError
 from wan_core.models.wan.families.plain import diffusers_modules
-from wan_core.models.wan.model import WanModel
-from wan_core.ops.kernels.formats import Quantized
-from wan_core.ops.quant.linear import LowRank, low_rank_input
-from wan_core.ops.quant.swap import Quantization
-from wan_core.ops.quant.transformer_engine import TECurrentLinear
+from wan_core.ops.quant.linear import LowRank
 from wan_core.pipeline.loras import (
-    Wanted,
-    attachable,
     check_packed,
     choose_mode,
     expert_of,
-    lora_bytes,
     merging,
     read_loras,
 )
-from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.settings import PartToLoad, find_quantization
-from wan_core.pipeline.sources import TINY, recognise
-
-CPU = torch.device("cpu")
-SOURCE = TINY / "t2v_high.safetensors"
-RANK = 4
-
-
-@cache
-def base() -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in load_dit(SOURCE, dtype=torch.float32).state_dict().items()}
-
-
-@cache
-def loaded(precision: str | None = None) -> WanModel:
-    return load_dit(SOURCE, dtype=torch.float32, quantization=None if precision is None else quantization(precision))
-
-
-def model(precision: str | None = None) -> WanModel:
-    return copy.deepcopy(loaded(precision))
-
-
-CONFIG = loaded().config
-
-
-def attached(net: WanModel) -> dict[str, LowRank]:
-    """The linears that have a LoRA, by name."""
-    return {n: m for n, m in net.named_modules() if isinstance(m, LowRank) and m.lora_down is not None}
-
-
-@cache
-def shapes() -> dict[str, tuple[int, ...]]:
-    return expected_shapes(CONFIG)
-
-
-LINEARS = sorted(attachable(CONFIG))
-
-
-def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    config = CONFIG
-    return (
-        torch.randn(1, config.in_channels, 3, 4, 4, generator=draw),
-        torch.tensor([700.0]),
-        torch.randn(1, 7, config.text_dim, generator=draw),
-    )
-
-
-@torch.no_grad()
-def output(net: WanModel) -> Tensor:
-    return net(*inputs())
-
-
-def dense_model(changed: dict[str, Tensor]) -> WanModel:
-    net = model()
-    net.load_state_dict({**base(), **changed})
-    return net
-
-
-def put_on(net: WanModel, loras: list[Wanted], mode: str, precision: str | None = None) -> None:
-    """Have just `loras` on a model of SOURCE, merged or attached, whatever was on it."""
-    held = None if precision is None else quantization(precision)
-    part = PartToLoad(recognise(SOURCE, "dit", load_dit), torch.float32, held)
-    loras_on(net).merged.apply(net, loras if mode == "merge" else [], part)
-    loras_on(net).attached.apply(net, loras if mode == "attach" else [], original=StoredValues(SOURCE))
-
-
-def wanted(state: dict[str, Tensor], strength: float = 1.0, key: str = "a") -> Wanted:
-    return Wanted(read_lora(state, shapes()), strength, (key, 0, 0))
-
 
 # ------------------------------------------------------------------------------------------------------------ spellings
 
@@ -161,31 +97,6 @@ def test_every_spelling_is_the_dense_sum(modules, prefix, pair, diffusers, alpha
     assert relative(output(net), output(dense_model(sums))) < 1e-5
 
 
-def kohya(module: str, **roles: Tensor) -> dict[str, Tensor]:
-    name = "lora_unet_" + module.replace(".", "_")
-    return {f"{name}.{role}": value for role, value in roles.items()}
-
-
-def kohya_pair(n: int, k: int) -> dict[str, Tensor]:
-    return {"lora_down.weight": torch.randn(3, k) * 0.1, "lora_up.weight": torch.randn(n, 3)}
-
-
-def loha(n: int, k: int, r: int) -> dict[str, Tensor]:
-    sizes = {"w1_a": (n, r), "w1_b": (r, k), "w2_a": (n, r), "w2_b": (r, k)}
-    return {f"hada_{name}": torch.randn(size) * 0.2 for name, size in sizes.items()}
-
-
-def lokr(n: int, k: int, r: int, first: bool, second: bool) -> dict[str, Tensor]:
-    a, b = 4, 8
-    found = {}
-    for name, split, (rows, columns) in (("w1", first, (a, b)), ("w2", second, (n // a, k // b))):
-        if split:
-            found |= {f"lokr_{name}_a": torch.randn(rows, r) * 0.2, f"lokr_{name}_b": torch.randn(r, columns) * 0.2}
-        else:
-            found[f"lokr_{name}"] = torch.randn(rows, columns) * 0.1
-    return found
-
-
 def lycoris_weight(roles: dict[str, Tensor], weight: Tensor, alpha: float) -> Tensor:
     """The weight that LyCORIS itself makes of one of its files, at multiplier 1."""
     functional = pytest.importorskip("lycoris.functional")
@@ -209,18 +120,6 @@ def lycoris_weight(roles: dict[str, Tensor], weight: Tensor, alpha: float) -> Te
     return functional.general.weight_decompose(
         weight + delta, roles["dora_scale"], wd_on_out=roles["dora_scale"].shape[1] == 1, backend="torch"
     )
-
-
-FORMS: dict[str, Callable[[int, int], dict[str, Tensor]]] = {
-    "LoHa": lambda n, k: loha(n, k, 3),
-    "LoHa of a large rank": lambda n, k: loha(n, k, 12),
-    "LoKr": lambda n, k: lokr(n, k, 3, False, False),
-    "LoKr, second split": lambda n, k: lokr(n, k, 3, False, True),
-    "LoKr, both split": lambda n, k: lokr(n, k, 3, True, True),
-    "DoRA": lambda n, k: {**kohya_pair(n, k), "dora_scale": torch.rand(n, 1) + 0.5},
-    "DoRA of columns": lambda n, k: {**kohya_pair(n, k), "dora_scale": torch.rand(1, k) + 0.5},
-    "DoRA of a LoKr": lambda n, k: {**lokr(n, k, 3, False, True), "dora_scale": torch.rand(n, 1) + 0.5},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -290,16 +189,6 @@ def test_a_convolution_and_linears_that_are_not_called_are_summed():
     torch.testing.assert_close(output(net), output(dense_model(sums)), atol=1e-5, rtol=1e-5)
 
 
-def lora_of(modules: list[str], seed: int, rank: int = RANK, scale: float = 0.1) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    state = {}
-    for module in modules:
-        n, k = shapes()[f"{module}.weight"]
-        state[f"diffusion_model.{module}.lora_down.weight"] = torch.randn(rank, k, generator=draw) * k**-0.5
-        state[f"diffusion_model.{module}.lora_up.weight"] = torch.randn(n, rank, generator=draw) * scale
-    return state
-
-
 @pytest.mark.parametrize(
     ("noted", "scale"),
     [
@@ -363,186 +252,7 @@ def test_bf16_merged_is_the_dense_sum_within_rounding():
 # ----------------------------------------------------------------------------------------------------------- precisions
 
 
-def quantization(precision: str) -> Quantization:
-    found = find_quantization(precision, CPU)
-    assert found is not None
-    return found
-
-
-@pytest.mark.parametrize("precision", ["fp8", "fp8-tensor", "fp8-weights", "te-current", "int8"])
-def test_attached_beside_quantised_weights(precision):
-    """The difference that the LoRA makes is that of the product of low rank, whatever the format of the input."""
-    state = lora_of(sorted(CONFIG.quantized_names()), 6, scale=0.3)
-    kind = Quantization(TECurrentLinear, CPU) if precision == "te-current" else quantization(precision)
-    net = load_dit(SOURCE, dtype=torch.float32, quantization=kind)
-    plain = output(net)
-    loras_on(net).attached.apply(net, [wanted(state)])
-    changed = output(net)
-    expected = load_dit(SOURCE, dtype=torch.float32)
-    loras_on(expected).attached.apply(expected, [wanted(state)])
-    unquantised = output(expected)
-    assert relative(changed, unquantised) < 0.12 < relative(plain, unquantised)
-    loras_on(net).attached.clear(net)
-    assert torch.equal(output(net), plain)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
-@pytest.mark.parametrize("fmt", ["row", "tensor", "block"])
-def test_low_rank_product_of_fp8_inputs(fmt):
-    from wan_core.ops.kernels.formats import quantize_reference
-
-    torch.manual_seed(7)
-    x = quantize_reference(torch.randn(2, 5, 256), fmt)
-    down = torch.randn(4, 256)
-    torch.testing.assert_close(low_rank_input(x, down), x.dequantize() @ down.t(), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("precision", ["fp8", "fp8-tensor", "fp8-weights", "int8"])
-def test_merged_before_quantisation(precision):
-    """Encoded from the sum of the file's own numbers: the same bits as a checkpoint of the sum."""
-    state = lora_of(LINEARS, 8)
-    sums = {
-        f"{m}.weight": base()[f"{m}.weight"]
-        + state[f"diffusion_model.{m}.lora_up.weight"] @ state[f"diffusion_model.{m}.lora_down.weight"]
-        for m in LINEARS
-    }
-    loras = merging([wanted(state)], CPU)
-    net = load_dit(SOURCE, dtype=torch.float32, quantization=quantization(precision), loras=loras)
-    whole = dense_model(sums).state_dict()
-    metadata = {"num_heads": str(CONFIG.num_heads), "text_len": str(CONFIG.text_len)}
-    checkpoint = open_checkpoint(whole).replaced(metadata=metadata)
-    other = load_dit(checkpoint, dtype=torch.float32, quantization=quantization(precision))
-    for name, value in other.state_dict().items():
-        torch.testing.assert_close(net.state_dict()[name].float(), value.float(), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("form", ["DoRA", "LoKr", "difference"])
-def test_sums_into_encoded_weights_begin_at_the_file(form, tmp_path):
-    """Afterwards as while it is loaded, at every strength: rounded once."""
-    module = "blocks.1.ffn.2"
-    n, k = shapes()[f"{module}.weight"]
-    torch.manual_seed(3)
-    roles = {"diff": torch.randn(n, k) * 0.05} if form == "difference" else FORMS[form](n, k)
-    state = kohya(module, **roles)
-    net = model("fp8")
-    for strength in (1.0, 0.4, 1.0):
-        one = wanted(state, strength)
-        loras_on(net).attached.apply(net, [one], original=StoredValues(SOURCE))
-        loras = merging([one], CPU)
-        merged = load_dit(SOURCE, dtype=torch.float32, quantization=quantization("fp8"), loras=loras)
-        exact = merged.get_submodule(module)
-        assert torch.equal(net.get_submodule(module).weight.float(), exact.weight.float())
-        assert torch.equal(net.get_submodule(module).weight_scale, exact.weight_scale)
-    write_safetensors(state, tmp_path / "style.safetensors", {})
-    options = {"loras": (LoraOptions(path=str(tmp_path / "style.safetensors")),), "precision": "fp8"}
-    assert torch.equal(latents(**options, lora_mode="attach")[0], latents(**options, lora_mode="merge")[0])
-
-
-@pytest.mark.parametrize("form", ["LoHa", "LoRA"])
-def test_the_memory_of_what_is_attached_is_counted(form):
-    module = "blocks.2.ffn.0"
-    n, k = shapes()[f"{module}.weight"]
-    one = wanted(kohya(module, **(loha(n, k, 4) if form == "LoHa" else kohya_pair(n, k))))
-    net = model()
-    loras_on(net).attached.apply(net, [one])
-    buffers = list(net.buffers())
-    assert len(buffers) == 2 and lora_bytes([one], 4) == sum(buffer.nbytes for buffer in buffers)
-
-
-def test_scaled_fp8_files_take_both(tmp_path):
-    stored = load_dit(SOURCE, dtype=torch.bfloat16, quantization=quantization("fp8"))
-    save(stored, tmp_path / "scaled.safetensors")
-    state = lora_of(sorted(CONFIG.quantized_names()), 9, scale=0.3)
-    merged = load_dit(tmp_path / "scaled.safetensors", dtype=torch.float32, loras=merging([wanted(state)], CPU))
-    name = "blocks.1.ffn.2"
-    linear = stored.get_submodule(name)
-    exact = Quantized(linear.weight, linear.weight_scale).dequantize()
-    exact += state[f"diffusion_model.{name}.lora_up.weight"] @ state[f"diffusion_model.{name}.lora_down.weight"]
-    torch.testing.assert_close(merged.get_parameter(f"{name}.weight").data, exact, atol=1e-5, rtol=1e-5)
-    kept = load_dit(tmp_path / "scaled.safetensors", dtype=torch.float32, quantization=quantization("fp8"))
-    loras_on(kept).attached.apply(kept, [wanted(state)])
-    assert torch.equal(kept.get_submodule(name).weight.view(torch.uint8), linear.weight.view(torch.uint8))
-    assert relative(output(kept), output(merged)) < 0.08
-
-
 # ------------------------------------------------------------------------------------------------ strengths and undoing
-
-
-@settings(max_examples=8, deadline=None)
-@given(
-    precision=st.sampled_from([None, "fp8", "fp8-weights"]),
-    steps=st.lists(st.tuples(st.sampled_from(["attach", "merge"]), st.floats(-2, 2)), min_size=1, max_size=4),
-    seed=st.integers(0, 9),
-)
-def test_taken_away_every_bit_is_as_before(precision, steps, seed):
-    mixed = lora_of(LINEARS[::3], seed) | {
-        "diffusion_model.blocks.1.norm3.diff": torch.randn(shapes()["blocks.1.norm3.weight"]),
-        "diffusion_model.blocks.0.cross_attn.o.diff": torch.randn(shapes()["blocks.0.cross_attn.o.weight"]),
-        "diffusion_model.blocks.0.cross_attn.o.diff_b": torch.randn(shapes()["blocks.0.cross_attn.o.bias"]),
-    }
-    net = model(precision)
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    kinds = {name: type(m) for name, m in net.named_modules()}
-    addresses = [p.data_ptr() for p in net.parameters()]
-    for mode, strength in steps:
-        put_on(net, [wanted(mixed, strength)], mode, precision)
-        assert [p.data_ptr() for p in net.parameters()] == addresses  # what was captured goes on
-        assert net.state_dict().keys() == before.keys()
-    put_on(net, [], mode, precision)
-    assert {name: type(m) for name, m in net.named_modules()} == kinds
-    assert not list(net.named_buffers())
-    for name, value in net.state_dict().items():
-        assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name
-
-
-def test_a_strength_is_a_number_that_is_read_when_the_model_runs():
-    state = lora_of(LINEARS, 11) | {
-        "diffusion_model.blocks.1.diff_m": torch.randn(shapes()["blocks.1.modulation"]) * 0.1
-    }
-    net = model()
-    loras = loras_on(net).attached
-    loras.apply(net, [wanted(state, 1.0)])
-    strengths = [m.lora_strength for m in attached(net).values()]
-    assert len({id(t) for t in strengths}) == 1 and len(strengths) == len(LINEARS)
-    full = output(net)
-    tensors = {n: b.data_ptr() for n, b in net.named_buffers()}
-    loras.apply(net, [wanted(state, 0.0)])
-    assert torch.equal(output(net), output(model()))
-    loras.apply(net, [wanted(state, 1.0)])
-    assert torch.equal(output(net), full)
-    assert tensors == {n: b.data_ptr() for n, b in net.named_buffers()}  # nothing was read again
-    assert all(a is m.lora_strength for a, m in zip(strengths, attached(net).values(), strict=True))
-
-
-@pytest.mark.parametrize("precision", [None, "fp8"])
-def test_compiled_blocks_see_a_lora_that_comes_later_and_a_new_strength_compiles_nothing(precision):
-    from wan_core.execution.optimize import compilations, compile_blocks
-
-    torch._dynamo.reset()
-    state, net, reference = lora_of(LINEARS, 12), model(precision), model(precision)
-    compile_blocks(net, CPU, backend="eager")
-    plain = output(net)
-    for at, strength in enumerate((1.0, 0.5, -1.0)):
-        for one in (net, reference):
-            loras_on(one).attached.apply(one, [wanted(state, strength)])
-        torch.testing.assert_close(output(net), output(reference), atol=1e-5, rtol=1e-5)
-        if at == 0:
-            count = compilations()
-    assert compilations() == count > 0
-    loras_on(net).attached.clear(net)
-    torch.testing.assert_close(output(net), plain, atol=1e-6, rtol=1e-6)
-    torch._dynamo.reset()
-
-
-def test_saving_leaves_an_attached_lora_out(tmp_path):
-    net = model()
-    loras_on(net).attached.apply(net, [wanted(lora_of(LINEARS, 14))])
-    save(net, tmp_path / "model.safetensors")
-    again = load_dit(tmp_path / "model.safetensors").state_dict()
-    assert again.keys() == base().keys() and all(torch.equal(value, base()[name]) for name, value in again.items())
 
 
 # --------------------------------------------------------------------------------------------- what is said and refused
@@ -631,15 +341,6 @@ def test_how_it_is_applied():
 def lora_file(tmp_path: Path) -> Path:
     write_safetensors(lora_of(LINEARS, 20, scale=0.5), tmp_path / "style.safetensors", {})
     return tmp_path / "style.safetensors"
-
-
-REQUEST = Request(prompt="a red circle moving right on a blue background", steps=3, width=32, height=32, frames=5)
-
-
-def latents(**options) -> tuple[Tensor, SimpleNamespace]:
-    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", **options))
-    result = pipe.generate(REQUEST)
-    return result.latents, SimpleNamespace(**result.report.as_dict())
 
 
 def test_a_video_with_a_lora(lora_file):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.checkpoint.test_lora import CONFIG, LINEARS, lora_of, shapes
+from tests.lora_models import CONFIG, LINEARS, lora_of, shapes
 from tests.loras_on import loras_on
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.lora.read import read_lora

@@ -3,37 +3,30 @@ inputs."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wan_core.cli import main
 from wan_core.config import (
     AdaptiveOptions,
     GuidanceOptions,
     MagCacheOptions,
-    OptionError,
     SkipOptions,
     TaylorSeerOptions,
 )
-from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.curves import (
     CURVE_FILES,
     PUBLISHED,
     Curve,
-    curve_path,
-    find_curve,
     nearest,
 )
-from wan_core.sampling.cache.magcache import PRESETS, parse_magcache, skip_magcache
+from wan_core.sampling.cache.magcache import parse_magcache, skip_magcache
 from wan_core.sampling.cache.residual import residual_program
-from wan_core.sampling.cache.skipping import leave_out, looks_distilled, skip_forwards
+from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan
 
 CURVES = {path.stem: CURVE_FILES.read(path) for path in sorted(PUBLISHED.glob("*.json"))}
@@ -335,184 +328,3 @@ def test_the_dip_at_the_boundary_is_in_no_phase():
 
 
 # ------------------------------------------------------------------------------------------------ options and files
-
-
-def test_ways_to_write_the_same():
-    assert parse_magcache("0.12/2/0.2") == parse_magcache("E012K2R20") == parse_magcache("e012k2r20")
-    assert (
-        parse_magcache("fast", order=1).order == 1
-        and PRESETS["fast"].order == 2
-        and parse_magcache("balanced") == PRESETS["balanced"]
-    )
-    assert parse_magcache("0.12/2/0.2").order == 0 and parse_magcache("0.12/2/0.2", order=2).order == 2
-    for bad in ("", "0.12", "0.1/2", "slow", "0.1/x/0.2", "1.2.3/2/0.2", "99/2/0.2", "0.1/2/1.5"):
-        with pytest.raises(OptionError, match=r"use |allowed are"):
-            parse_magcache(bad)
-
-
-def test_it_switches_itself_off_and_says_so(tmp_path):
-    options = SkipOptions(magcache=PRESETS["fast"])
-    few = leave_out(make_plan(steps=9), options, CURVES["t2v-A14B"])
-    assert few.saved == 0 and "fewer than 10" in few.table()
-    assert leave_out(make_plan(steps=10), options, CURVES["t2v-A14B"]).saved > 0
-    plain, fast = tmp_path / "high_noise_14B_fp8.safetensors", tmp_path / "wan_4steps_high.safetensors"
-    assert skip_forwards(make_plan(steps=20), options, plain, plain).saved > 0
-    for high, low in ((fast, plain), (plain, fast), (fast, fast)):
-        plan = skip_forwards(make_plan(steps=20), options, high, low)
-        assert plan.saved == 0 and "step-distilled" in plan.notes[0] and "wan_4steps_high" in plan.notes[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "distilled"),
-    [
-        ("Wan2.2-Lightning_high.safetensors", True),
-        ("wan_4steps_high.safetensors", True),
-        ("t2v_distill.pth", True),
-        ("wan2.2_t2v_lightx2v_high.safetensors", True),
-        ("wan2.2-i2v-4-step.safetensors", True),
-        ("wan_4steps_1080p.safetensors", True),
-        ("wan2.2_t2v_high_noise_14B_fp16.safetensors", False),
-        ("epoch-3-step-1200.safetensors", False),
-        ("epoch_3_step_1200.safetensors", False),
-        ("step-4000.safetensors", False),
-        ("wan_40steps.safetensors", False),
-    ],
-)
-def test_names_of_distilled_weights(name, distilled):
-    assert looks_distilled(Path("models") / name) == distilled
-
-
-def test_a_curve_beside_the_checkpoint_comes_first(tmp_path):
-    checkpoint = tmp_path / "wan2.2_t2v_high_noise_14B_fp16.safetensors"
-    assert find_curve(checkpoint, "t2v-A14B") == CURVES["t2v-A14B"]
-    assert find_curve(None, "ti2v-5B", image=True) == CURVES["ti2v-5B-image"]
-    assert find_curve(checkpoint, "unknown") is None
-    mine = replace(CURVES["t2v-A14B"], source="mine", cond=(0.5,) * 40)
-    path = CURVE_FILES.write(mine, curve_path(checkpoint, "t2v-A14B"))
-    assert path.name == "wan2.2_t2v_high_noise_14B_fp16.magcache.json"
-    assert find_curve(checkpoint, "t2v-A14B") == mine
-    folder = tmp_path / "high_noise_model"
-    folder.mkdir()
-    CURVE_FILES.write(mine, curve_path(folder, "t2v-A14B"))
-    assert find_curve(folder, "t2v-A14B") == mine
-    with pytest.raises(OptionError, match="calibrate"):
-        leave_out(make_plan(), SkipOptions(magcache=replace(PRESETS["fast"], threshold=0.1)), None)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B"])
-def test_a_preset_without_a_curve_computes_nearly_the_same_steps(task, preset):
-    """TaylorSeer stands in for a preset, for any number of steps. Numbers that are no preset are
-    refused."""
-    options = SkipOptions(magcache=PRESETS[preset])
-    for steps in range(10, 61, 5):
-        plan = make_plan(task=task, steps=steps)
-        curved, without = leave_out(plan, options, CURVES[task]), leave_out(plan, options, None)
-        differing = sum(bool(a.skipped) != bool(b.skipped) for a, b in zip(curved.steps, without.steps, strict=True))
-        assert differing <= max(2, steps // 12) and abs(curved.saved - without.saved) <= 0.08
-        [note] = without.notes
-        assert (
-            note.startswith(f"MagCache has no curve for {task}: taylorseer ") and without.unskipped == curved.unskipped
-        )
-    own = SkipOptions(magcache=replace(PRESETS[preset], threshold=0.1))
-    with pytest.raises(OptionError, match=f"none for {task}"):
-        leave_out(plan, own, None)
-
-
-def test_the_command_line_takes_a_preset_without_a_curve(capsys):
-    assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "balanced"]) == 0
-    assert "MagCache has no curve for t2v-14B: taylorseer 2/2/0.1 runs in its place" in capsys.readouterr().out
-    assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "0.12/2/0.2"]) != 0
-    assert "or a preset (quality, balanced, fast), which does without one" in capsys.readouterr().err
-
-
-def test_models_in_one_folder_have_curves_of_their_own(tmp_path):
-    """Names as ComfyUI's, with a dot in the version, and TI2V with and without an image."""
-    models = [
-        ("wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors", "t2v-A14B", False),
-        ("wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors", "i2v-A14B", True),
-        ("wan2.2_ti2v_5B_fp16.safetensors", "ti2v-5B", False),
-        ("wan2.2_ti2v_5B_fp16.safetensors", "ti2v-5B", True),
-        ("Wan2.2-TI2V-5B-Q8_0.gguf", "ti2v-5B", False),
-        ("diffusion_pytorch_model.safetensors.index.json", "t2v-A14B", False),
-    ]
-    written = {}
-    for name, task, image in models:
-        mine = replace(CURVES["ti2v-5B"], task=f"{task}-image" if image and task == "ti2v-5B" else task, source=name)
-        path = CURVE_FILES.write(mine, curve_path(tmp_path / name, task, image=image))
-        assert path not in written and path.parent == tmp_path
-        written[path] = mine
-    for (name, task, image), mine in zip(models, written.values(), strict=True):
-        assert find_curve(tmp_path / name, task, image=image) == mine
-
-
-def test_a_curve_of_another_task_is_refused(tmp_path):
-    checkpoint = tmp_path / "wan2.2_t2v.safetensors"
-    CURVE_FILES.write(CURVES["ti2v-5B"], curve_path(checkpoint, "t2v-A14B"))
-    with pytest.raises(OptionError, match="curve of ti2v-5B, and the model is t2v-A14B"):
-        find_curve(checkpoint, "t2v-A14B")
-    # without one for images, that of the same weights without an image is the next best; the reverse is another model
-    assert find_curve(checkpoint, "ti2v-5B", image=True) == CURVES["ti2v-5B"]
-    CURVE_FILES.write(CURVES["ti2v-5B-image"], curve_path(checkpoint, "ti2v-5B"))
-    with pytest.raises(OptionError, match="ti2v-5B-image"):
-        find_curve(checkpoint, "ti2v-5B")
-
-
-GOOD = {
-    "format": "wancore-magcache-curve/1", "task": "t2v-A14B", "source": "x", "high_steps": 1, "shift": 5,
-    "boundary": 0.9, "solver": "unipc", "samples": None, "cond": [1, 0.9, 0.9], "uncond": [1, 0.9, 0.9],
-}  # fmt: skip
-BAD = [
-    {"cond": [1]}, {"cond": [1, True, 0.9]}, {"cond": [1, "x", 0.9]}, {"cond": [1, 10**400, 0.9]}, {"cond": "abc"},
-    {"cond": {"a": 1}}, {"cond": None}, {"high_steps": 26.5}, {"high_steps": True}, {"high_steps": "1"},
-    {"high_steps": -1}, {"shift": "x"}, {"shift": 10**400}, {"shift": None}, {"boundary": [1]}, {"task": 5},
-    {"source": None}, {"solver": {}}, {"samples": 1.5}, {"samples": False}, {"format": 3}, {"more": 1},
-]  # fmt: skip
-TEXTS = ["", "[]", "{}", "1", "null", "[" * 100_000, '{"format":' * 50_000, json.dumps(GOOD | {"shift": float("nan")})]
-
-
-@pytest.mark.parametrize("text", [*TEXTS, *(json.dumps(GOOD | bad) for bad in BAD)], ids=lambda text: text[-40:])
-def test_a_damaged_curve_is_refused(tmp_path, text):
-    path = tmp_path / "x.magcache.json"
-    path.write_text(json.dumps(GOOD))
-    assert CURVE_FILES.read(path).cond == (1, 0.9, 0.9)
-    path.write_text(text)
-    with pytest.raises(OptionError, match="calibrate"):
-        CURVE_FILES.read(path)
-
-
-@pytest.mark.parametrize("key", sorted(set(GOOD) - {"format"}))
-def test_a_curve_that_lacks_something_is_refused(tmp_path, key):
-    path = tmp_path / "x.magcache.json"
-    path.write_text(json.dumps({k: v for k, v in GOOD.items() if k != key}))
-    with pytest.raises(OptionError, match="calibrate"):
-        CURVE_FILES.read(path)
-
-
-@pytest.mark.parametrize("option", ["--magcache", "--taylorseer", "--adaptive", "--guidance-interval"])
-def test_an_empty_option_is_refused(option, capsys):
-    """A variable of a script that is empty must not run every forward without a word."""
-    assert main(["plan", option, ""]) == 2
-    assert "given" in capsys.readouterr().err
-
-
-def test_plan_knows_images_and_refuses_a_file_that_is_not_there(tmp_path, capsys):
-    command = ["plan", "--task", "ti2v-5B", "--magcache", "0.06/2/0.2", "--json"]
-    found = []
-    for more in ([], ["--image"]):
-        assert main([*command, *more]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    for image, said in zip((False, True), found, strict=True):
-        plan = skip_forwards(make_plan(task="ti2v-5B"), parse_setting("magcache:0.06/2/0.2"), None, image=image)
-        assert said == json.loads(json.dumps(plan.as_dict()))
-    assert found[0]["unskipped"] == 100 and found[0]["forwards"] != found[1]["forwards"]
-    for option in ("--high", "--low"):
-        assert main([*command, option, str(tmp_path / "typo.safetensors")]) == 2
-        assert "does not exist" in capsys.readouterr().err
-
-
-def test_one_policy_at_a_time():
-    with pytest.raises(OptionError, match="choose one"):
-        SkipOptions(magcache=PRESETS["fast"], taylorseer=TaylorSeerOptions(interval=2))
-    with pytest.raises(OptionError, match="lower one first"):
-        GuidanceOptions(low=0.9, high=0.2)

@@ -1,0 +1,204 @@
+"""Sparse attention in a plan: options, refusals, estimates, budgets of layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.config import OptionError, SparseOptions
+from wan_core.pipeline.sources import RANDOM
+from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_words
+from wan_core.sampling.plan import make_plan
+from wan_core.sampling.sparsity.budgets import (
+    COVERAGE_FILES,
+    SHARES,
+    Coverage,
+    choose_keeps,
+    find_keeps,
+)
+from wan_core.sampling.sparsity.schedule import (
+    PRESETS,
+    attention_share,
+    parse_sparse,
+    rest_cost,
+    sparse_words,
+    sparsify,
+    step_cost,
+    with_costs,
+)
+
+A14B = RANDOM["t2v-A14B"][0]
+
+
+FINER = st.fixed_dictionaries(
+    {"parts": st.sampled_from([1, 2, 4, 8]), "slope": st.booleans(), "score": st.sampled_from(["spread", "error"])}
+)
+
+OPTIONS = st.builds(
+    SparseOptions,
+    sparsity=st.sampled_from([0.25, 0.5, 0.75, 0.875]),
+    dense_steps=st.sampled_from([0.0, 0.1, 0.33, 1.0]),
+    dense_layers=st.integers(0, 3),
+    ramp=st.sampled_from([0.0, 0.3, 0.55, 1.0]),
+    mass=st.sampled_from([None, 0.8, 0.95]),
+    score=st.sampled_from(["mean", "spread"]),
+    pooled=st.booleans(),
+    reuse=st.integers(1, 4),
+    budgets=st.booleans(),
+    kernel=st.sampled_from(["auto", "math", "cudnn", "flex"]),
+)
+
+
+@given(OPTIONS, FINER)
+def test_options_are_what_their_words_say(options: SparseOptions, finer: dict[str, Any]) -> None:
+    assert parse_sparse(sparse_words(options)) == options
+    options = replace(options, pooled=True, mass=None, **finer)
+    assert parse_sparse(sparse_words(options)) == options
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "some",
+        "2",
+        "0.5/0.1/1/1",
+        "0.5/x",
+        "balanced:fp4",
+        "0.5:reuse0",
+        "0.5:massive",
+        "-0.5",
+        "nan",
+        "0.5:parts3",
+        "0.5:slope:alone",
+        "0.5:parts2:alone",
+        "0.5:error:mass0.8",
+        "0.5:parts",
+    ],
+)
+def test_what_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"given|not known"):
+        parse_sparse(text)
+
+
+@given(OPTIONS, st.integers(1, 60))
+def test_first_steps_read_more(options: SparseOptions, steps: int) -> None:
+    plan = make_plan(steps=steps)
+    found = sparsify(plan, options)
+    sparse = [step.sparsity > 0 for step in found.steps]
+    assert sparse == sorted(sparse)
+    assert steps - sum(sparse) >= options.dense_steps * steps - 1e-6
+    ramp = max(
+        min(0.5, options.sparsity), 1 - 2 * (1 - options.sparsity)
+    )  # half of the blocks, or twice those of later
+    assert {round(step.sparsity, 9) for step in found.steps} <= {round(s, 9) for s in (0.0, ramp, options.sparsity)}
+    assert [step.sparsity for step in found.steps] == sorted(step.sparsity for step in found.steps)
+    assert steps - sum(s.sparsity == options.sparsity for s in found.steps) >= (
+        options.ramp * steps - 1e-6 if options.sparsity > 0.5 else 0
+    )
+    dense = tuple(replace(step, sparsity=0.0) for step in found.steps)
+    assert replace(found, steps=dense, sparse=None, notes=()) == plan
+    assert found.forwards == plan.forwards
+
+
+def test_the_estimate_counts_what_is_read() -> None:
+    """Measured on an H200 at 720p: attention is 72 % of the work, half of the keys a forward at about 2/3."""
+    assert attention_share(A14B, 75600) == pytest.approx(0.72, abs=0.01)
+    assert step_cost(0.0, 0.72) == 1.0
+    share = attention_share(A14B, 75600)
+    for keep, seconds in ((0.5, 5.345), (0.375, 4.578), (0.25, 3.79), (0.1875, 3.378), (0.125, 2.964)):
+        found = step_cost(1 - keep, share, rest_cost(parse_sparse("0.5/0/0:error")))  # forwards, dense 7.537 s
+        assert found == pytest.approx(seconds / 7.537, rel=0.01)
+    for keep, seconds in ((0.5, 5.309), (0.25, 3.716), (0.125, 2.87)):  # with one mean alone, dense 7.581 s
+        assert step_cost(1 - keep, share) == pytest.approx(seconds / 7.581, rel=0.025)
+    ways = {"": 0.0288, ":error": 0.0299, ":slope": 0.0391, ":parts2": 0.0329, ":parts4": 0.0412}
+    ways |= {":parts4:error": 0.0475, ":parts4:slope:error": 0.0703}  # attention of a layer, dense 0.1454 s
+    for ending, seconds in ways.items():
+        more = step_cost(0.875, 1.0, rest_cost(parse_sparse(f"0.875/0{ending}"))) - step_cost(0.875, 1.0)
+        assert more == pytest.approx((seconds - 0.0288) / 0.1454, abs=0.012)
+    dense = make_plan(steps=40)
+    for name, before in (("quality", 1.0), ("balanced", 0.85), ("fast", 0.65)):
+        plan = with_costs(sparsify(dense, PRESETS[name]), A14B, (21, 90, 160))
+        found = plan.estimate({"high": 1.0, "low": 1.0})
+        assert found is not None
+        assert found < before * 80
+        assert found == pytest.approx(sum(s.forwards * s.cost for s in plan.steps))
+    layers = A14B.num_layers
+    none, half = (
+        with_costs(sparsify(dense, parse_sparse(f"0.5/0/{n}")), A14B, (21, 90, 160)).steps[-1].cost
+        for n in (layers, layers // 2)
+    )
+    assert none == 1.0
+    assert half == pytest.approx((1 + step_cost(0.5, attention_share(A14B, 75600))) / 2, abs=1e-3)
+
+
+def test_budgets_of_another_model_are_refused_before_work() -> None:
+    plan = sparsify(make_plan(steps=4), PRESETS["balanced"], {"low": (0.25,) * 30})
+    with pytest.raises(OptionError, match="low-noise expert has 30 layers, and the model has 40"):
+        with_costs(plan, A14B, (21, 90, 160))
+
+
+def test_a_plan_shows_it_beside_what_is_skipped() -> None:
+    options = parse_setting("taylorseer:2/1+sparse:0.75/0.05/0:reuse2")
+    assert options is not None
+    plan = skip_forwards(make_plan(steps=20), options, None)
+    table = plan.table()
+    assert "0.75/0.05/0:reuse2" in table
+    for share, sparsity in (("25 %", 0.75), ("50 %", 0.5)):
+        assert table.count(f"{share} of keys") == sum(s.sparsity == sparsity and s.forwards > 0 for s in plan.steps) > 0
+    assert "forecast" in table
+    assert "sparse 0.75/0.05/0:reuse2" in skip_words(options)
+    shown = json.loads(json.dumps(plan.as_dict()))
+    assert [s["sparsity"] for s in shown["steps"]] == [s.sparsity for s in plan.steps]
+    assert leave_out(plan, None, None) is plan
+
+
+def covering(powers: list[float], task: str = "t2v-A14B") -> Coverage:
+    """Layers whose mass grows as a power of the share."""
+    mass = tuple((tuple(share**power for share in SHARES),) for power in powers)
+    return Coverage(task=task, source="drawn", expert="high", tokens=1000, block=8, samples=1, shares=SHARES, mass=mass)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.05, 1.0), min_size=1, max_size=12), st.floats(0.1, 0.9))
+def test_budgets_keep_the_average_and_cover_no_less(powers: list[float], keep: float) -> None:
+    coverage = covering(powers)
+    keeps = choose_keeps(coverage, keep)
+    assert sum(keeps) / len(keeps) == pytest.approx(keep, abs=1 / 64)
+    even = sum(coverage.of_layer(n, keep) for n in range(len(powers)))
+    assert sum(coverage.of_layer(n, k) for n, k in enumerate(keeps)) >= even - 0.03 * len(powers)
+
+
+def test_layers_that_need_more_get_more() -> None:
+    """A layer that is nearly uniform gains by every block, a peaked one by the first few."""
+    flat, peaked = choose_keeps(covering([1.0, 0.1]), 0.5)
+    assert flat > peaked
+
+
+def test_coverage_is_found_beside_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "wan2.2_t2v_high.safetensors"
+    path = COVERAGE_FILES.beside(checkpoint, "t2v-A14B.high")
+    assert path.name == "wan2.2_t2v_high.sparse.json"
+    coverage = covering([1.0, 0.2])
+    found = COVERAGE_FILES.read(COVERAGE_FILES.write(coverage, path))
+    assert replace(found, mass=coverage.mass) == coverage
+    options = parse_setting("sparse:0.75")
+    plan = skip_forwards(make_plan(), options, checkpoint, None)
+    assert dict(plan.keeps)["high"] == choose_keeps(found, 0.25)
+    assert "low" not in dict(plan.keeps)
+    assert "calibrated share per layer for high" in plan.table()
+    assert skip_forwards(make_plan(), parse_setting("sparse:balanced:even"), checkpoint, None).keeps == ()
+    COVERAGE_FILES.write(covering([1.0], task="i2v-A14B"), path)
+    with pytest.raises(OptionError, match="i2v-A14B"):
+        find_keeps(make_plan(), PRESETS["balanced"], checkpoint, None)
+    for damaged in ("", "{}", "[1]", path.read_text().replace("[[[", "[[["[:2]), '{"format": "x"}'):
+        path.write_text(damaged)
+        with pytest.raises(OptionError):
+            COVERAGE_FILES.read(path)
