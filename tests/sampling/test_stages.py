@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.sampling.test_denoise import EXPERTS, TEXT, run, small_dit
-from tests.sampling.test_sparse_run import A14B
+from tests.sampling.test_sparse_plan import A14B
 from tests.sampling.test_window import sample
 from wan_core.cli import main
 from wan_core.config import OptionError, Request, SkipOptions, StageOptions
