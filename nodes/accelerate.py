@@ -75,7 +75,21 @@ class WanCoreAccelerate(io.ComfyNode):
                     "curve (all but Wan 2.2 text and image to video and 5B), TaylorSeer skips nearly the same steps, "
                     "and the report says so. Needs 10 steps or more.",
                 ),
-                *whole_run_inputs(),
+                io.Int.Input(
+                    "steps",
+                    default=0,
+                    min=0,
+                    max=MAX_STEPS,
+                    optional=True,
+                    tooltip="Steps of the whole run where several samplers share it, as in KSampler (Advanced). 0 "
+                    "estimates it from the sampler's sigmas: exact for the schedulers simple, normal, sgm_uniform and "
+                    "ddim_uniform.",
+                ),
+                io.Sigmas.Input(
+                    "sigmas",
+                    optional=True,
+                    tooltip="The sigmas of the whole run, before they were split, for samplers that take SIGMAS.",
+                ),
             ],
             outputs=[output(io.Model, "model_out", "For the sampler.")],
         )
@@ -106,7 +120,7 @@ class WanCoreAccelerate(io.ComfyNode):
         stages = () if skipping is None else skipping.stages
         skipping = None if skipping is None else replace(skipping, stages=())
         options, caching = sparse_options(sparse, skipping), cache_options(cache, skipping)
-        whole = whole_run(steps, sigmas)
+        whole = WholeRun(steps, () if sigmas is None else tuple(sigmas.tolist()))
         head_dim = transformer.dim // transformer.num_heads
         place = model.load_device, host.compute_dtype(model), head_dim
         name = attention if attention == COMFYUI else resolve_attention(attention, *place)[0]
@@ -143,27 +157,3 @@ def cache_options(preset: str, skipping: SkipOptions | None) -> SkipOptions | No
     if custom is not None and preset != OFF:
         raise OptionError(f"cache is {preset!r} and skipping has {skip_words(custom)} too: set cache to {OFF!r}")
     return custom if preset == OFF else SkipOptions(magcache=CACHES[preset])
-
-
-def whole_run_inputs() -> list[Any]:
-    """What a sampler does not say of the run of which it walks a part."""
-    return [
-        io.Int.Input(
-            "steps",
-            default=0,
-            min=0,
-            max=MAX_STEPS,
-            optional=True,
-            tooltip="Steps of the whole run where several samplers share it, as in KSampler (Advanced). 0 estimates it "
-            "from the sampler's sigmas: exact for the schedulers simple, normal, sgm_uniform and ddim_uniform.",
-        ),
-        io.Sigmas.Input(
-            "sigmas",
-            optional=True,
-            tooltip="The sigmas of the whole run, before they were split, for samplers that take SIGMAS.",
-        ),
-    ]
-
-
-def whole_run(steps: int, sigmas: Tensor | None) -> WholeRun:
-    return WholeRun(steps, () if sigmas is None else tuple(sigmas.tolist()))

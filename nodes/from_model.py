@@ -14,8 +14,7 @@ from torch import nn
 
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, LoraOptions, OptionError, WindowOptions
-from wan_core.ops.quant.packed import PRECISION as PACKED
-from wan_core.pipeline.loras import Wanted, check_packed, read_loras
+from wan_core.pipeline.loras import Wanted, read_loras
 from wan_core.pipeline.native_patches import lora_checkpoints, loras_of_patches
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
 from wan_core.pipeline.sources import find_experts
@@ -99,17 +98,11 @@ class WanCoreFromModel(io.ComfyNode):
         options = LoadOptions(high=files[0], low=(*files, None)[1], residency=residency, **values)
         settings, held = _made(natives, options, engine.device)
         loras = {expert: _loras(native, settings, expert, engine.in_workers) for expert, native in natives.items()}
-        if settings.precision == PACKED:
-            check_packed((one for wanted in loras.values() for one in wanted), settings.recognised.dit)
+        settings.check_loras(loras)
         shift, windows = _shift(natives), _windows(natives)
         carried = {"shift": shift, "range_shift": natives["high"].range_shift, "windows": windows}
         socket = replace(socket_of(options, settings, held, engine), loras=loras, **carried)
-        lines = [info_of(settings)]
-        lines += [
-            f"{expert}: {one.words(settings.parts[expert].lora_words)}"
-            for expert, wanted in loras.items()
-            for one in wanted
-        ]
+        lines = [info_of(settings), *settings.lora_lines(loras)]
         lines += [f"shift {shift:g}, as ModelSamplingSD3 set it" if shift else "no ModelSamplingSD3: its own shift"]
         lines += [f"context windows {windows.words()}"] if windows else []
         lines += [note for native in natives.values() for note in native.notes]

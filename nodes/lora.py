@@ -11,8 +11,7 @@ from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.lora.read import check_lora
 from wan_core.config import LoraOptions, OptionError
 from wan_core.execution.report import WARNING
-from wan_core.ops.quant.packed import PRECISION as PACKED
-from wan_core.pipeline.loras import check_packed, notes_of, read_loras
+from wan_core.pipeline.loras import notes_of, read_loras
 from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
@@ -132,14 +131,10 @@ class WanCoreLoRA(io.ComfyNode):
             if two or expert == "high"
         ]
         read = read_loras(options, model.experts.dit, two)
-        if model.settings.precision == PACKED and model.settings.parts["high"].lora_mode == "attach":
-            check_packed((one for wanted in read.values() for one in wanted), model.experts.dit)
+        model.settings.check_loras(read)
         loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in read.items()}
-        parts = model.settings.parts
-        lines = [
-            f"{expert}: {one.words(parts[expert].lora_words)}" for expert, wanted in read.items() for one in wanted
-        ]
-        info = "\n".join([*(WARNING + note for note in notes_of(loras)), *lines]) or "no LoRA"
+        lines = [*(WARNING + note for note in notes_of(loras)), *model.settings.lora_lines(read)]
+        info = "\n".join(lines) or "no LoRA"
         changed = replace(model, loras=loras)
         changed.read_ahead()
         return io.NodeOutput(changed, info, ui=ui.PreviewText(info))

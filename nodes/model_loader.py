@@ -52,6 +52,7 @@ class WanCoreModelLoader(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        files = host.model_names("diffusion_models")
         return schema(
             "WanCoreModelLoader",
             "WanCore Model Loader",
@@ -59,7 +60,19 @@ class WanCoreModelLoader(io.ComfyNode):
             shows_text=True,
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[
-                *_file_inputs(),
+                io.Combo.Input(
+                    "high",
+                    options=[*embedded_expert("high"), *files],
+                    default=TINY_T2V,
+                    tooltip="The high-noise expert's file in models/diffusion_models, or the only file of a model with "
+                    "one transformer. A folder of shards appears as one entry.",
+                ),
+                io.Combo.Input(
+                    "low",
+                    options=[ALONE, *embedded_expert("low"), *files],
+                    default=TINY_T2V,
+                    tooltip="The low-noise expert's file. 'none': the file above runs every step.",
+                ),
                 *run_inputs(),
                 workers_input(),
                 *widgets(LoadOptions, "lora_mode"),
@@ -133,25 +146,6 @@ def socket_of(
     """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
     colours = rgb or map_of_channels(settings.recognised.vae.z_dim)
     return ModelSocket(options, settings, held, colours, engine=engine, kernels=engine.prepare_kernels(settings))
-
-
-def _file_inputs() -> list[Any]:
-    files = host.model_names("diffusion_models")
-    return [
-        io.Combo.Input(
-            "high",
-            options=[*embedded_expert("high"), *files],
-            default=TINY_T2V,
-            tooltip="The high-noise expert's file in models/diffusion_models, or the only file of a model with "
-            "one transformer. A folder of shards appears as one entry.",
-        ),
-        io.Combo.Input(
-            "low",
-            options=[ALONE, *embedded_expert("low"), *files],
-            default=TINY_T2V,
-            tooltip="The low-noise expert's file. 'none': the file above runs every step.",
-        ),
-    ]
 
 
 def run_inputs() -> list[Any]:

@@ -61,7 +61,34 @@ class WanCorePlanPreview(io.ComfyNode):
                 ),
                 *preset_input(),
                 *window_inputs(),
-                *_clip_inputs(),
+                io.Int.Input(
+                    "frames",
+                    **ADVANCED,
+                    default=0,
+                    min=0,
+                    max=100000,
+                    optional=True,
+                    tooltip="Of a video that is made clip by clip: shows how many clips, and the time of all. In "
+                    "context windows: how many of them. 0: one clip, of the model's own length.",
+                ),
+                io.Int.Input(
+                    "clip_frames",
+                    **ADVANCED,
+                    default=0,
+                    min=0,
+                    max=1001,
+                    optional=True,
+                    tooltip="Of a clip, a multiple of 4 plus 1. 0: the model's own.",
+                ),
+                io.Int.Input(
+                    "overlap",
+                    **ADVANCED,
+                    default=0,
+                    min=0,
+                    max=13,
+                    optional=True,
+                    tooltip="So many of them are the last frames of the clip before. 0: the model's own.",
+                ),
             ],
             outputs=[
                 output(io.Image, "image", "The plan, drawn."),
@@ -102,39 +129,6 @@ class WanCorePlanPreview(io.ComfyNode):
         image = as_image(draw_plan(plan, estimate, clips=clips))
         text = plan.table() + (f"\nclips: {clips}" if clips else "")
         return io.NodeOutput(image, text, ui=shown(image, text.splitlines()[0], cls))
-
-
-def _clip_inputs() -> list[Any]:
-    return [
-        io.Int.Input(
-            "frames",
-            **ADVANCED,
-            default=0,
-            min=0,
-            max=100000,
-            optional=True,
-            tooltip="Of a video that is made clip by clip: shows how many clips, and the time of all. In context "
-            "windows: how many of them. 0: one clip, of the model's own length.",
-        ),
-        io.Int.Input(
-            "clip_frames",
-            **ADVANCED,
-            default=0,
-            min=0,
-            max=1001,
-            optional=True,
-            tooltip="Of a clip, a multiple of 4 plus 1. 0: the model's own.",
-        ),
-        io.Int.Input(
-            "overlap",
-            **ADVANCED,
-            default=0,
-            min=0,
-            max=13,
-            optional=True,
-            tooltip="So many of them are the last frames of the clip before. 0: the model's own.",
-        ),
-    ]
 
 
 class WanCoreReport(io.ComfyNode):

@@ -18,7 +18,7 @@ from wan_core.models.wan.families import family_of
 from wan_core.pipeline.check import size_notes
 from wan_core.pipeline.comfy_conditioning import Joined, join
 from wan_core.pipeline.embedded import unknown_to
-from wan_core.pipeline.loras import notes_of
+from wan_core.pipeline.loras import lora_words, notes_of
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.control import nag_words
@@ -189,7 +189,7 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "task": plan.task,
         "models": {name: part.source for name, part in model.experts.of.items()},
         "precision": dict.fromkeys(model.held, precision),
-        **({"loras": _loras(model)} if model.lora_files else {}),
+        **({"loras": lora_words(model.loras)} if model.lora_files else {}),
         "size": [shape[4] * config.spatial_stride, shape[3] * config.spatial_stride],
         "frames": config.temporal_stride * (shape[2] - 1) + 1,
         "steps": plan.count,
@@ -205,14 +205,6 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "attention": settings.attention,
         "compile": settings.compile,
         "residency": model.options.residency,
-    }
-
-
-def _loras(model: ModelSocket) -> dict[str, str]:
-    return {
-        expert: ", ".join(f"{one.lora.where} {one.strength:g}" for one in wanted)
-        for expert, wanted in model.loras.items()
-        if wanted
     }
 
 

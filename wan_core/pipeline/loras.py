@@ -124,6 +124,15 @@ def choose_mode(mode: str, *, packed: bool) -> tuple[str, str]:
     return ("attach", "the weights stay packed") if packed else ("merge", "costs nothing while the model runs")
 
 
+def lora_words(loras: Mapping[str, Sequence[Wanted]]) -> dict[str, str]:
+    """By expert, for reports."""
+    return {
+        expert: ", ".join(f"{one.lora.where} {one.strength:g}" for one in wanted)
+        for expert, wanted in loras.items()
+        if wanted
+    }
+
+
 MERGE = "merge it while they are read (--lora-mode merge)"
 
 

@@ -32,7 +32,7 @@ from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.ops.quant.swap import Quantization, swap_linears
-from wan_core.pipeline.loras import Wanted, check_packed, choose_mode, read_loras
+from wan_core.pipeline.loras import Wanted, check_packed, choose_mode, lora_words, read_loras
 from wan_core.pipeline.model_parts import Part, Parts, is_packed
 
 
@@ -135,6 +135,16 @@ class ModelSettings:
             one for name, several in self.loras.items() if self.parts[name].lora_mode == "attach" for one in several
         ]
 
+    def check_loras(self, loras: Mapping[str, Sequence[Wanted]]) -> None:
+        """Raise OptionError for one that weights which stay packed do not take. loras: by expert."""
+        if is_packed(self.quantization) and self.parts["high"].lora_mode == "attach":
+            check_packed((one for wanted in loras.values() for one in wanted), self.recognised.dit)
+
+    def lora_lines(self, loras: Mapping[str, Sequence[Wanted]]) -> list[str]:
+        """What was applied of each, in words. loras: by expert."""
+        parts = self.parts
+        return [f"{name}: {one.words(parts[name].lora_words)}" for name, wanted in loras.items() for one in wanted]
+
     def per_token(self) -> float:
         """Bytes of activations over 2 L C, as `planning.factor`. Without fused kernels a GPU takes what plain torch
         does."""
@@ -160,11 +170,7 @@ class ModelSettings:
             "compile": self.compile,
         }
         if self.all_loras:
-            said["loras"] = {
-                name: ", ".join(f"{one.lora.where} {one.strength:g}" for one in several)
-                for name, several in self.loras.items()
-                if several
-            }
+            said["loras"] = lora_words(self.loras)
         return said
 
 
@@ -192,9 +198,7 @@ def resolve_settings(models: Parts, options: LoadOptions, device: torch.device) 
         for name, part in models.of.items()
     }
     loras = read_loras(options.loras, models.dit, low is not None)
-    if is_packed(quantization) and parts["high"].lora_mode == "attach":
-        check_packed((one for several in loras.values() for one in several), models.dit)
-    return ModelSettings(
+    settings = ModelSettings(
         recognised=models,
         parts=parts,
         device=device,
@@ -206,6 +210,8 @@ def resolve_settings(models: Parts, options: LoadOptions, device: torch.device) 
         compile=options.compile,
         loras=loras,
     )
+    settings.check_loras(loras)
+    return settings
 
 
 def choose_device(name: str) -> torch.device:
