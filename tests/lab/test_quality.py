@@ -165,6 +165,23 @@ def test_numbers_are_written_before_pictures(tmp_path, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("setting", ["magcache:fast", "sparse:balanced+every:2", "stages:0.5/0.8-0.98"])
+def test_a_setting_is_planned_as_by_every_door(tiny_assets, setting):
+    """With all else that the request has: its negative prompt counts in the steps that guidance leaves out."""
+    from wan_core.config import LoadOptions, NagOptions, Request
+    from wan_core.pipeline.pipeline import Pipeline
+    from wan_lab.run import plan_with
+    from wan_lab.samples import batches
+
+    pipe, skip = Pipeline.load(LoadOptions(model="tiny", device="cpu")), parse_setting(setting)
+    base = Request(prompt="", steps=12, frames=5, width=64, height=48, guidance_low=1.0, nag=NagOptions())
+    [sample] = choose_samples(None, 1, 0, tiny=True)
+    [batch] = batches(pipe, base, [sample], 1)
+    asked = dataclasses.replace(base, prompt=sample.caption, seed=sample.seed, skip=skip)
+    assert plan_with(pipe, batch, skip) == pipe.prepare(asked).job.plan != batch.job.plan
+
+
+@torch.no_grad()
 def test_videos_count_alike_in_batches_of_any_size(tiny_assets):
     """An adaptive policy decides for each video; what a setting runs is the mean over videos, one by one or in batches
     of two and one."""
