@@ -237,15 +237,17 @@ def measure_quality(
     *,
     pipes: Mapping[str, Pipeline] = MappingProxyType({}),
     judged: Callable[[Tensor, str], bool | None] = truth,
+    full_run: Callable[[Pipeline, Batch, Plan], Run] | None = None,
     on_batch: Callable[[Batch, Mapping[str, Tensor]], None] = lambda batch, videos: None,
 ) -> Measured:
     """Make every sample in full and in each setting, in batches of `size`, from the same noise.
 
     The adaptive cache decides from norms over the whole batch, so its videos are made one at a time, and so is the full
     run that their seconds are compared with. on_checked: called before the first run, after every check. pipes: of
-    settings that have a model of their own. judged: whether a video shows its caption. on_batch: called with a batch
-    and its videos [B, F, H, W, 3] by setting.
+    settings that have a model of their own. judged: whether a video shows its caption. full_run: what makes a batch in
+    full, if not `make`. on_batch: called with a batch and its videos [B, F, H, W, 3] by setting.
     """
+    full_run = full_run or make
     name, perceptual = find_perceptual()
     measured = Measured(name, {s: [] for s in settings})
     measured.alone = {s for s, options in settings.items() if size > 1 and options is not None and options.adaptive}
@@ -258,9 +260,9 @@ def measure_quality(
                 plan_with(pipe, batch, one)  # raises for what this model cannot skip
             on_checked()
             for each in dict.fromkeys([pipe, *pipes.values()]):
-                warm_up(each, batch, plan, bool(measured.alone))
+                warm_up(each, batch, plan, bool(measured.alone), full_run if each is pipe else make)
             measured.plan_words = f"{plan.task}   {len(plan.steps)} steps"
-        exact = measured.add(FULL, [make(pipe, batch, plan)])
+        exact = measured.add(FULL, [full_run(pipe, batch, plan)])
         if measured.alone:
             measured.add(ALONE, [make(pipe, one, plan) for one in one_by_one(batch)])
         measured.first.setdefault(FULL, exact[0])
@@ -304,10 +306,12 @@ def plan_with(pipe: Pipeline, batch: Batch, options: SkipOptions | None) -> Plan
     return build_plan(request, facts).plan
 
 
-def warm_up(pipe: Pipeline, batch: Batch, plan: Plan, alone: bool) -> None:
+def warm_up(
+    pipe: Pipeline, batch: Batch, plan: Plan, alone: bool, full_run: Callable[[Pipeline, Batch, Plan], Run]
+) -> None:
     """A full run that is not timed, so that loading, compiling and tuning do not count for any setting."""
     show("warming up")
-    make(pipe, batch, plan)
+    full_run(pipe, batch, plan)
     if alone:
         make(pipe, next(one_by_one(batch)), plan)
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tools.testbed import full_runs
 from tools.testbed.__main__ import main
 from tools.testbed.drawing import FRAMES, NEAR, Drawing, Layout, Size
-from tools.testbed.folders import without_image
+from tools.testbed.experts import CONFIG
+from tools.testbed.folders import KEPT, without_image
 from tools.testbed.scenes import colour_shares, parse_world, sample_worlds, shows_colours
 from tools.testbed.words import TEXT_LEN, silent_prompts, token_rows, train_tokenizer
 from wan_core.checkpoint import load_dit
 from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.sampling.plan import Plan
+from wan_lab.run import Run, make
+from wan_lab.samples import Batch
 
 SMALL = ["--size", "64x48", "--frames", "5"]
 
@@ -25,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train = ["train", "--out", str(folder), *SMALL, "--device", "cpu", "--layers", "2", "--steps"]
     main([*train, "3"])
     main([*train, "2", "--seed", "1"])  # goes on
-    main(["folders", "--out", str(folder), *SMALL, "--samples", "2"])
+    main(["folders", "--out", str(folder), "--to", str(folder), *SMALL, "--samples", "2"])
     return folder
 
 
@@ -116,3 +124,52 @@ def test_its_folders_are_evaluated_and_the_quality_command_takes_them(trained: P
     samples = ["--samples", str(folder / "samples.jsonl"), "--negative-prompt", ""]
     assert wancore(["quality", *common, *samples, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["rows"][0]["psnr"] == pytest.approx(every["psnr"], abs=0.02)
+
+
+def test_full_runs_are_made_once_and_read_the_next_time(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = []
+
+    def count(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
+        made.append(batch.samples[0].seed)
+        return make(pipe, batch, plan)
+
+    monkeypatch.setattr(full_runs, "make", count)
+    command = ["eval", "--model", str(trained / "t2v"), "--out", str(tmp_path), "--keep", str(tmp_path / "full")]
+    command += [
+        "--quick",
+        "--size",
+        "64x48",
+        "--frames",
+        "5",
+        "--device",
+        "cpu",
+        "--setting",
+        "every:2",
+        "--count",
+        "2",
+    ]
+
+    def rows(*more: str) -> list[dict[str, Any]]:
+        main([*command, *more])
+        result = json.loads(next(tmp_path.glob("testbed-t2v-*.json")).read_text())
+        assert result["cpu_seconds"] >= 0 and [len(clips) for clips in result["clips"].values()] == [2, 2]
+        return [{key: row.get(key) for key in ("name", "psnr", "ssim", "colours", "saved")} for row in result["rows"]]
+
+    first = rows("--steps", "2")
+    assert made == [0, 1]
+    assert rows("--steps", "2") == first and made == [0, 1]
+    assert rows("--steps", "3") != first and made == [0, 1, 0, 1], "another run is not read for this one"
+
+
+def test_the_kept_weights_are_small_and_give_both_folders(tmp_path: Path):
+    assert sum(path.stat().st_size for path in KEPT.iterdir()) < 16e6
+    main(["folders", "--to", str(tmp_path), "--samples", "1"])
+    for task, channels in (("t2v", 16), ("i2v", 36)):
+        for name in ("high", "low"):
+            expert = load_dit(tmp_path / task / f"{name}_noise_model.safetensors")
+            assert expert.config == replace(CONFIG, in_channels=channels)
+
+
+def test_the_kept_weights_do_not_travel_in_the_pack():
+    root = KEPT.parents[1]
+    assert f"{KEPT.relative_to(root).as_posix()}/" in (root / ".comfyignore").read_text().splitlines()

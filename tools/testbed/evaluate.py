@@ -7,6 +7,7 @@ Frames are uint8 [F, H, W, 3] on the CPU.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -17,27 +18,35 @@ from PIL import Image
 from torch import Tensor
 
 from tools.testbed.folders import SAMPLES
+from tools.testbed.full_runs import FullRuns, digest
 from tools.testbed.scenes import parse_world, shows_colours
 from wan_core.config import LoadOptions, Request
 from wan_core.config.checks import parse_size
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
+from wan_lab.compare import Comparison
 from wan_lab.metrics import psnr
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.run import FULL, Measured, measure_quality
 from wan_lab.samples import Batch, read_samples
 
 SHEET_CLIPS, SHEET_FRAMES = 8, 6
-LOADED = ("precision", "attention")  # kinds of settings that are options of loading
+QUICK = 6  # clips
+FULL_RUNS = "full-runs"
+LOADED = ("precision", "attention", "model")  # kinds of settings that are options of loading
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, help="the folder t2v or i2v that `folders` wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder of the result and of pictures")
-    help_text = "repeatable: as of `wancore quality`, or how the model is loaded, precision:fp8 or attention:NAME; "
-    parser.add_argument("--setting", action="append", default=[], help=f"{help_text}several joined by +")
-    parser.add_argument("--count", type=int, default=24, help="videos (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=8)
+    help_text = "repeatable: as of `wancore quality`, or how the model is loaded, precision:fp8, attention:NAME or"
+    parser.add_argument("--setting", action="append", default=[], help=f"{help_text} model:FOLDER; several joined by +")
+    quick = f"for a CPU of two cores: {QUICK} videos one at a time, full runs kept in --keep"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--count", type=int, help=f"videos (default: 24, {QUICK} with --quick)")
+    parser.add_argument("--batch", type=int, help="made at once (default: 8, 1 with --quick)")
+    keep = f"folder of full runs, made once and read the next time (default with --quick: MODEL/{FULL_RUNS})"
+    parser.add_argument("--keep", type=Path, help=keep)
     parser.add_argument("--steps", type=int, help="default: the task's")
     parser.add_argument("--guidance", type=float, help="for both experts (default: the task's)")
     parser.add_argument("--seed", type=int, default=0)
@@ -50,12 +59,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Print a table, write the result and pictures: videos of the full run, and of each setting the worst beside it."""
+    began = time.process_time()
     options.out.mkdir(parents=True, exist_ok=True)
+    count, size = options.count or (QUICK if options.quick else 24), options.batch or (1 if options.quick else 8)
     width, height = parse_size(options.size)
     sides = {"width": width, "height": height, "frames": options.frames, "steps": options.steps}
     guidance = {"guidance_high": options.guidance, "guidance_low": options.guidance}
     base = Request(prompt="", negative_prompt="", **sides, **guidance)
-    samples = read_samples(options.model / SAMPLES, options.count, options.seed)
+    samples = read_samples(options.model / SAMPLES, count, options.seed)
     full, pipes, settings = load(options, {}), {}, {FULL: None}
     for setting in options.setting:
         parts = [part.split(":", 1) for part in setting.split("+")]
@@ -84,7 +95,11 @@ def evaluate(options: argparse.Namespace) -> None:
     def judged(frames: Tensor, caption: str) -> bool:
         return shows_colours(frames.to(device), parse_world(caption))
 
-    measured = measure_quality(full, base, samples, settings, options.batch, pipes=pipes, judged=judged, on_batch=look)
+    keep = options.keep or (options.model / FULL_RUNS if options.quick else None)
+    about = {**sides, **guidance, "precision": options.precision, "attention": options.attention}
+    run = None if keep is None else FullRuns(keep, {**about, "weights": digest(options.model)}).run
+    hooks = {"judged": judged, "full_run": run, "on_batch": look}
+    measured = measure_quality(full, base, samples, settings, size, pipes=pipes, **hooks)
     name, rows = options.model.name, rows_of(measured)
     for line in rows:
         print("  ".join(f"{key} {value}" for key, value in line.items()))
@@ -93,13 +108,15 @@ def evaluate(options: argparse.Namespace) -> None:
         save(torch.cat([pixels for _, pixels in worst.values()]), options.out / f"testbed_{name}_worst.png")
     result = envelope(f"testbed-{name}", device, rows, program="tools.testbed")
     result |= {"first_frame_psnr": round(fmean(first), 2)} if first else {}
+    result["clips"] = {name: [clip_words(clip) for clip in clips] for name, clips in measured.comparisons.items()}
+    result["cpu_seconds"] = round(time.process_time() - began)
     print(write_result(result, result_path(options.out, result["suite"], device)))
 
 
 def load(options: argparse.Namespace, changes: dict[str, str]) -> Pipeline:
     """The model as the command line says, but for `changes`. Its VAE is the same in all: it is not what is compared."""
-    said = {"precision": options.precision, "attention": options.attention, **changes}
-    return Pipeline.load(LoadOptions(model=str(options.model), device=options.device, vae_precision="fp32", **said))
+    said = {"model": str(options.model), "precision": options.precision, "attention": options.attention, **changes}
+    return Pipeline.load(LoadOptions(device=options.device, vae_precision="fp32", **said))
 
 
 def rows_of(measured: Measured) -> list[dict[str, Any]]:
@@ -109,6 +126,11 @@ def rows_of(measured: Measured) -> list[dict[str, Any]]:
     rows = [{names.get(key, key): row[key] for key in row if key not in left_out} for row in measured.rows()]
     compared = {"saved", "psnr", "psnr_worst", "psnr_se", "ssim", "ssim_se", "perceptual", "flicker"}
     return [{key: value for key, value in rows[0].items() if key not in compared}, *rows[1:]]
+
+
+def clip_words(clip: Comparison) -> str:
+    """PSNR of one clip, and whether it shows its colours: `23.41 right`."""
+    return f"{clip.psnr:.2f} {'right' if clip.truth else 'wrong'}"
 
 
 def pick(frames: Tensor) -> Tensor:

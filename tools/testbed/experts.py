@@ -45,7 +45,7 @@ CONFIG = DiTConfig(
     dim=256,
     ffn_dim=1024,
     num_heads=2,
-    num_layers=6,
+    num_layers=5,
     text_dim=TEXT_DIM,
     text_len=TEXT_LEN,
 )

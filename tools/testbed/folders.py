@@ -4,9 +4,13 @@ for `wancore quality --samples`."""
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from PIL import Image
@@ -18,12 +22,31 @@ from wan_core.checkpoint import load_dit, save
 from wan_core.models.wan.model import WanModel
 
 SHARED = ("text_encoder.safetensors", "vae.safetensors")
+KEPT = Path(__file__).parents[2] / "benchmarks" / "testbed"  # experts in INT8, all files packed by xz
 SAMPLES = "samples.jsonl"
 SAMPLE_SEED = 7_000_000  # of captions and first frames; training draws others
 
 
-def write_folders(trained: Path, out: Path, *, size: Size, samples: int) -> None:
-    """`out`/t2v and `out`/i2v of the parts that training left in `trained`."""
+@contextmanager
+def unpacked(folder: Path) -> Iterator[Path]:
+    """The folder, or one of its .xz files unpacked."""
+    packed = sorted(folder.glob("*.safetensors.xz"))
+    if not packed:
+        yield folder
+        return
+    with TemporaryDirectory() as name:
+        for path in packed:
+            (Path(name) / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
+        yield Path(name)
+
+
+def write_folders(source: Path, out: Path, *, size: Size, samples: int) -> None:
+    """`out`/t2v and `out`/i2v of the parts that training left in `source`, the experts in fp16."""
+    with unpacked(source) as trained:
+        _write(trained, out, size, samples)
+
+
+def _write(trained: Path, out: Path, size: Size, samples: int) -> None:
     device = torch.device("cpu")
     worlds = sample_worlds(samples, SAMPLE_SEED)
     for task in ("t2v", "i2v"):
@@ -34,10 +57,8 @@ def write_folders(trained: Path, out: Path, *, size: Size, samples: int) -> None
         lines: list[dict[str, str]] = [{"prompt": world.caption} for world in worlds]
         for part in PARTS.values():
             path = f"{part}.safetensors"
-            if task == "i2v":
-                shutil.copyfile(trained / path, folder / path)
-            else:
-                save(without_image(load_dit(trained / path, device=device)), folder / path)
+            expert = load_dit(trained / path, device=device, dtype=torch.float32)
+            save(expert if task == "i2v" else without_image(expert), folder / path, torch.float16)
         if task == "i2v":
             for number, world in enumerate(worlds):
                 lines[number]["image"] = f"first_{number:03}.png"
