@@ -184,8 +184,15 @@ class Templates:
 
     def graph(self, template: str, scale: Scale | None = None) -> Graph:
         """The template as it runs, and its files written. scale: another than that of all templates."""
-        workflow = json.loads((self.folder / f"{template}.json").read_text(encoding="utf-8"))
-        graph = reduced(expand(workflow, self.info), scale or self.scale)
+        return self.runnable(expand(self.workflow(template), self.info), template, scale)
+
+    def workflow(self, template: str) -> dict[str, Any]:
+        """The template in the page's form."""
+        return json.loads((self.folder / f"{template}.json").read_text(encoding="utf-8"))
+
+    def runnable(self, graph: Graph, template: str, scale: Scale | None = None) -> Graph:
+        """A graph of the template as it runs, and its files written."""
+        graph = reduced(graph, scale or self.scale)
         self._write(files_of(observed(graph, ""), TEMPLATES[template], self.base / "models"))
         return graph
 

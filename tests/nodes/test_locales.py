@@ -64,3 +64,14 @@ def test_every_node_has_a_help_page_whose_tables_are_the_tooltips(schemas: dict[
         assert HELP[name] == with_tables(HELP[name], *texts), name
         rows = re.findall(r"^\| `(\w+)` \|", HELP[name], re.MULTILINE)
         assert len(rows) == len(schema.inputs) + len(schema.outputs), f"{name} describes what it does not have: {rows}"
+
+
+@pytest.mark.parametrize("language", LOCALES)
+def test_commands_and_settings_of_the_page_are_covered(language: str) -> None:
+    script = (ROOT / "web" / "js" / "accelerate.js").read_text(encoding="utf-8")
+    commands = re.findall(r'\{ id: "([\w.]+)", label:', script)
+    settings = re.findall(r'const OFFER = "([\w.]+)"', script)
+    for name, ids in (("commands", commands), ("settings", settings)):
+        texts = json.loads((ROOT / "locales" / language / f"{name}.json").read_text(encoding="utf-8"))
+        assert list(texts) == [one.replace(".", "_") for one in ids] != []
+        assert not any(IN_MESSAGES.search(word) for word in words(texts))

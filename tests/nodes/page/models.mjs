@@ -1,0 +1,222 @@
+// web/js/models.js on small graphs. Run by test_page_script.py.
+import assert from "node:assert/strict";
+import test from "node:test";
+import { accelerated, freePlace, graphsOf, plan, visible } from "./extensions/wancore/js/models.js";
+
+// A graph of [id, type, inputs, outputs, more]. inputs: name -> [node, slot, type], or a type alone for a loose one.
+// outputs: types. more: texts of widgets, mode, a subgraph. ends: [node, slot] of what leaves a subgraph.
+function graph(entries, inputs = [], ends = []) {
+  const links = new Map();
+  const nodes = entries.map(([id, type, from, outputs, { texts = [], ...more } = {}]) => ({
+    id, type, title: `${type} ${id}`, mode: 0, pos: [id * 400, 0], size: [300, 200], ...more,
+    widgets: texts.map((value, n) => ({ name: `w${n}`, value })),
+    inputs: Object.entries(from).map(([name, one]) => ({ name, type: typeof one === "string" ? one : one[2], link: null })),
+    outputs: outputs.map((kind) => ({ type: kind, links: [] })),
+  }));
+  const made = {
+    nodes,
+    inputs: inputs.map((name) => ({ name, linkIds: [] })),
+    outputs: [],
+    getNodeById: (id) => nodes.find((node) => node.id === id) ?? null,
+    getLink: (id) => links.get(id),
+  };
+  const link = (origin_id, origin_slot, target_id, target_slot) => {
+    const id = links.size + 1;
+    links.set(id, { id, origin_id, origin_slot, target_id, target_slot });
+    return id;
+  };
+  entries.forEach(([id, , from], at) => {
+    Object.values(from).forEach((one, slot) => {
+      if (typeof one === "string") return;
+      const number = link(one[0], one[1], id, slot);
+      const input = nodes[at].inputs[slot];
+      input.link = number;
+      if (one[3]) input.widget = { name: one[3] };
+      if (one[0] === -10) made.inputs[one[1]].linkIds.push(number);
+      else made.getNodeById(one[0]).outputs[one[1]].links.push(number);
+    });
+  });
+  made.outputs = ends.map(([node, slot], at) => ({ linkIds: [link(node, slot, -20, at)] }));
+  return made;
+}
+
+const loader = (id, file, more = {}) => [id, "UNETLoader", {}, ["MODEL"], { texts: [file, "default"], ...more }];
+const through = (id, type, from, more = {}) => [id, type, { model: [...from, "MODEL"] }, ["MODEL"], more];
+const sampler = (id, from, more = {}, type = "KSampler") => [id, type, { model: [...from, "MODEL"] }, ["LATENT"], more];
+const wires = (found) => found.wires.map((wire) => [wire.node.id, wire.slot, wire.ends.map(([node]) => node.id)]);
+const HIGH = "wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors";
+
+test("files are known by their names, and no others are", () => {
+  const known = [HIGH, "Wan2_1-I2V-14B-480p_fp8_e4m3fn_scaled_KJ.safetensors", "wan_animate_2_int8_convrot.safetensors",
+    "Wan21-WanMove_fp8.safetensors", "sub/FastWan2.2-TI2V-5B.gguf", "WanVideo_2_1.safetensors", "WanT2V.gguf",
+    "Phantom-Wan-14B.safetensors", "SCAIL_2_fp16.safetensors", "wan\\low.safetensors"];
+  const others = ["flux1-dev.safetensors", "swan_lake.safetensors", "taiwan.safetensors", "wander.safetensors",
+    "qwen_image.safetensors", "ltxv-13b.safetensors", "sam3.1_multiplex_fp16.safetensors", "wanted.safetensors"];
+  const of = (file) => plan(graph([loader(1, file), sampler(2, [1, 0])]));
+  for (const file of known) assert.equal(of(file).wires.length, 1, file);
+  for (const file of others) {
+    assert.deepEqual([of(file).wires, of(file).left], [[], [`KSampler 2: ${file} is not known to be a Wan model`]]);
+  }
+});
+
+test("the wire is taken just before the sampler; schedulers and other users of it are left as they are", () => {
+  const found = plan(graph([
+    loader(1, HIGH),
+    through(2, "LoraLoaderModelOnly", [1, 0]),
+    through(3, "ModelSamplingSD3", [2, 0]),
+    sampler(4, [3, 0]),
+    [5, "BasicScheduler", { model: [3, 0, "MODEL"] }, ["SIGMAS"]],
+    [6, "ModelSave", { model: [3, 0, "MODEL"] }, []],
+  ]));
+  assert.deepEqual(wires(found), [[3, 0, [4]]]);
+  assert.equal(accelerated(found),
+    "1 node added, before 1 sampler. The video stays the same but for rounding; Ctrl+Z takes it back.");
+});
+
+test("one node for each wire: two experts, of which one has two samplers, and a guider", () => {
+  const found = plan(graph([
+    loader(1, HIGH),
+    loader(2, "wan2.2_i2v_low_noise_14B.safetensors"),
+    sampler(3, [1, 0], {}, "KSamplerAdvanced"),
+    sampler(4, [1, 0], {}, "KSamplerAdvanced"),
+    sampler(5, [2, 0], {}, "KSamplerAdvanced"),
+    [6, "CFGGuider", { model: [2, 0, "MODEL"] }, ["GUIDER"]],
+    [7, "SamplerCustomAdvanced", { guider: [6, 0, "GUIDER"] }, ["LATENT"]],
+  ]));
+  assert.deepEqual(wires(found), [[1, 0, [3, 4]], [2, 0, [5, 6]]]);
+  assert.match(accelerated(found), /^2 nodes added, before 4 samplers\./);
+});
+
+test("nothing is put on a wire that has it, however far before; a bypassed one is named", () => {
+  const nodes = [loader(1, HIGH), through(2, "WanCoreAccelerate", [1, 0]), through(3, "LoraLoader", [2, 0]), sampler(4, [3, 0])];
+  const found = plan(graph(nodes));
+  assert.deepEqual([found.wires, found.left, found.there], [[], [], 1]);
+  assert.equal(accelerated(found), "Nothing to add: it is there already.");
+  nodes[1] = through(2, "WanCoreAccelerate", [1, 0], { mode: 4 });
+  nodes[3] = sampler(4, [2, 0]);
+  assert.deepEqual(plan(graph(nodes)).left, ["WanCoreAccelerate 2 is there and bypassed"]);
+});
+
+test("switches, merges and nodes that are not known: every model that may come must be Wan's", () => {
+  const switched = (file) => plan(graph([
+    loader(1, HIGH),
+    loader(2, file),
+    [3, "ComfySwitchNode", { on_false: [1, 0, "*"], on_true: [2, 0, "*"] }, ["*"]],
+    sampler(4, [3, 0]),
+  ]));
+  assert.deepEqual(wires(switched("wan2.1.safetensors")), [[3, 0, [4]]]);
+  assert.deepEqual(switched("sdxl.safetensors").left, ["KSampler 4: sdxl.safetensors is not known to be a Wan model"]);
+});
+
+test("a file without the name: a LoRA on the wire, Wan's own nodes or its text encoder in front of the sampler say it", () => {
+  const file = "smooth_mix_high.safetensors";
+  const conditioned = (entries, type = "CONDITIONING") => plan(graph([
+    loader(1, file), ...entries, [9, "KSampler", { model: [1, 0, "MODEL"], positive: [8, 0, type] }, ["LATENT"]],
+  ])).wires.length;
+  const lora = through(2, "LoraLoaderModelOnly", [1, 0], { texts: ["wan2.2_lightx2v.safetensors"] });
+  assert.equal(plan(graph([loader(1, file), lora, sampler(3, [2, 0])])).wires.length, 1);
+  assert.equal(conditioned([[8, "WanImageToVideo", {}, ["CONDITIONING"]]]), 1);
+  const encode = [8, "CLIPTextEncode", { clip: [7, 0, "CLIP"] }, ["CONDITIONING"]];
+  assert.equal(conditioned([[7, "CLIPLoader", {}, ["CLIP"], { texts: ["umt5.safetensors", "wan"] }], encode]), 1);
+  assert.equal(conditioned([[7, "CLIPLoader", {}, ["CLIP"], { texts: ["t5.safetensors", "sd3"] }], encode]), 0);
+  // The latents of a Wan sampler, and pictures of one, go to other models too.
+  const wan = [6, "WanImageToVideo", {}, ["CONDITIONING"]];
+  const first = [7, "KSampler", { model: "MODEL", positive: [6, 0, "CONDITIONING"] }, ["LATENT"]];
+  assert.equal(conditioned([wan, first, [8, "LatentUpscale", { samples: [7, 0, "LATENT"] }, ["LATENT"]]], "LATENT"), 0);
+});
+
+test("what is off is left: samplers, loaders, subgraphs", () => {
+  const found = plan(graph([
+    loader(1, HIGH), sampler(2, [1, 0], { mode: 4 }), sampler(3, [1, 0], { mode: 2 }),
+    [4, "sub", { model: [1, 0, "MODEL"] }, ["LATENT"], {
+      mode: 4, subgraph: graph([sampler(5, [-10, 0])], ["model"], [[5, 0]]),
+    }],
+    loader(6, HIGH, { mode: 2 }), sampler(7, [6, 0]), [8, "KSampler", { model: "MODEL" }, ["LATENT"]],
+  ]));
+  assert.deepEqual([found.wires, found.off], [[], 3]);
+  assert.deepEqual(found.left, ["KSampler 7: no model is connected", "KSampler 8: no model is connected"]);
+  assert.match(accelerated(found), /^Nothing to add: no Wan model .*; 3 samplers that are muted or bypassed\.$/);
+});
+
+test("a bypassed node hands on its model; SetNode and GetNode are one wire", () => {
+  const found = plan(graph([
+    loader(1, HIGH),
+    through(2, "LoraLoader", [1, 0], { mode: 4 }),
+    through(3, "SetNode", [2, 0], { texts: ["high"] }),
+    [4, "GetNode", {}, ["MODEL"], { texts: ["high"] }],
+    sampler(5, [4, 0]),
+  ]));
+  assert.deepEqual(wires(found), [[4, 0, [5]]]);
+});
+
+test("into subgraphs and out of them: the node stands where the wire begins", () => {
+  const load = graph([loader(11, "?", {})], ["unet_name"], [[11, 0]]);
+  load.nodes[0].inputs.push({ name: "w0", type: "COMBO", link: null, widget: { name: "w0" } });
+  const inner = graph([sampler(21, [-10, 0]), through(22, "LoraLoader", [-10, 0])], ["model"], [[21, 0]]);
+  const outer = graph([[31, "sub", { model: [-10, 0, "MODEL"] }, ["LATENT"], { subgraph: inner }]], ["model"], [[31, 0]]);
+  const root = graph([
+    [1, "load", { unet_name: "COMBO" }, ["MODEL"], { subgraph: load }],
+    [2, "sub", { model: [1, 0, "MODEL"] }, ["LATENT"], { subgraph: outer }],
+    sampler(3, [1, 0]),
+  ]);
+  assert.deepEqual(plan(root).left.length, 2); // the file is not known
+  // its name is the subgraph's own widget
+  const input = load.nodes[0].inputs[0];
+  input.link = 99;
+  const getLink = load.getLink;
+  load.getLink = (id) => (id === 99 ? { id, origin_id: -10, origin_slot: 0, target_id: 11, target_slot: 0 } : getLink(id));
+  root.nodes[0].widgets = [{ name: "unet_name", value: HIGH }];
+  const found = plan(root);
+  assert.deepEqual([wires(found), found.left], [[[1, 0, [2, 3]]], []]);
+  assert.deepEqual(found.wires[0].samplers.map((node) => node.id), [3, 21]);
+  assert.equal(found.wires[0].graph, root);
+  assert.equal(graphsOf(root).length, 4);
+  assert.deepEqual([visible(root, root, inner.nodes[0]).id, visible(root, inner, inner.nodes[0]).id], [2, 21]);
+  assert.equal(visible(root, load, inner.nodes[0]), null);
+});
+
+test("a subgraph that is used twice is counted once, and its wires are Wan's only if both uses are", () => {
+  const both = (file) => {
+    const shared = graph([through(11, "ModelSamplingSD3", [-10, 0]), sampler(12, [11, 0])], ["model"], [[12, 0]]);
+    return plan(graph([
+      loader(1, HIGH), loader(2, file),
+      [3, "sub", { model: [1, 0, "MODEL"] }, ["LATENT"], { subgraph: shared }],
+      [4, "sub", { model: [2, 0, "MODEL"] }, ["LATENT"], { subgraph: shared }],
+    ]));
+  };
+  assert.deepEqual(wires(both(HIGH)), [[11, 0, [12]]]);
+  assert.match(accelerated(both(HIGH)), /^1 node added in sub 3, before 1 sampler\./);
+  assert.deepEqual(wires(both("flux.safetensors")), []);
+});
+
+test("what other packs do with a Wan model is left and named", () => {
+  const found = plan(graph([
+    loader(1, HIGH), loader(2, "sam3.safetensors"),
+    [3, "UltimateSDUpscale", { model: [1, 0, "MODEL"] }, ["IMAGE"]],
+    [4, "SAM3_Detect", { model: [2, 0, "MODEL"] }, ["MASK"]],
+    [5, "WanVideoSampler", { model: "WANVIDEOMODEL" }, ["LATENT"]],
+    [6, "WanCoreFromModel", { model: [1, 0, "MODEL"] }, ["WANCORE_MODEL"]],
+  ]));
+  const known = "is no sampler that is known here";
+  assert.deepEqual([found.wires, found.left], [[], [`UltimateSDUpscale 3 ${known}`, `WanVideoSampler 5 ${known}`]]);
+});
+
+test("a graph with loops ends", () => {
+  const nodes = [
+    loader(1, HIGH),
+    [2, "forLoopStart", { a: [1, 0, "*"], flow: [3, 0, "*"] }, ["*", "*"]],
+    [3, "Any Switch", { one: [2, 0, "*"], two: [3, 0, "*"] }, ["MODEL"]],
+    sampler(4, [3, 0]),
+    through(5, "LoraLoader", [6, 0], { mode: 4 }), through(6, "LoraLoader", [5, 0], { mode: 4 }), sampler(7, [5, 0]),
+  ];
+  const found = plan(graph(nodes));
+  assert.deepEqual(wires(found), [[3, 0, [4]]]);
+  assert.deepEqual(found.left, ["KSampler 7: no model is connected"]);
+});
+
+test("an added node covers no other", () => {
+  const box = (x, y) => ({ pos: [x, y], size: [300, 200] });
+  assert.deepEqual(freePlace([box(400, 0)], box(400, 0), [300, 200]), [60, 0]);
+  const [x, y] = freePlace([box(400, 0), box(60, 0), box(60, -300)], box(400, 0), [300, 200]);
+  assert.ok(y >= 270 || x <= -280, `${x}, ${y}`);
+});

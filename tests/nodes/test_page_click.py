@@ -1,0 +1,208 @@
+"""WanCore Accelerate by a click in ComfyUI's page, in both of its renderers: into ComfyUI's official templates and a
+graph with three KSampler (Advanced), run on tiny random weights, undone and taken out again. COMFYUI_FRONTEND: as for
+test_page.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.comfyui import Graph
+from benchmarks.templates.our_sampler import SAMPLERS
+from benchmarks.templates.run import Templates, observed
+from tests.browser import Browser, find_browser
+from tests.comfyui import find_newer_comfyui
+from tests.nodes.test_page import LOAD, NEST, OPEN, RUN, SETTINGS, SHOWN
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+
+# Template -> nodes that a click adds, samplers whose model they are, samplers that are off.
+CLICKS = {
+    "video_wan2_2_14B_i2v": (2, 2, 0),
+    "video_wan2_2_14B_t2v": (2, 2, 0),
+    "video_wan2_2_14B_flf2v": (2, 2, 2),
+    "video_wan_animate2": (1, 1, 1),
+    "video_wan_vace_inpainting": (1, 1, 0),
+    "video_wan2_2_14B_s2v": (1, 3, 5),
+}
+EXACT = {"attention": "auto", "sparse": "off", "cache": "off", "steps": 0}
+COMMAND = """await app.extensionManager.command.execute(arguments[0]);
+await new Promise((done) => setTimeout(done, 500));"""
+PROMPT = "return (await app.graphToPrompt()).output"
+# What a graph is, without what the page counts up.
+STATE = """const plain = ({ nodes, links, definitions }) => ({
+  nodes: nodes.map((node) => [node.id, node.type, node.pos, node.widgets_values]),
+  links: links.map((one) => Array.isArray(one) ? one.slice(1, 5) : [one.origin_id, one.origin_slot, one.target_id,
+    one.target_slot]).map(String).sort(),
+  subgraphs: (definitions?.subgraphs ?? []).map(plain),
+});
+return JSON.stringify(plain(app.rootGraph.serialize()));"""
+ANOTHER = """for (const node of app.rootGraph.nodes) for (const widget of node.widgets ?? [])
+  if (widget.name === "text") widget.value += arguments[0];"""  # another prompt
+SELECTED = "return [...app.canvas.selectedItems].map((one) => one.type)"
+TOASTS = "return [...document.querySelectorAll('.p-toast-message, [data-sonner-toast]')].map((one) => one.innerText)"
+OFFER = "return document.getElementById('wancore-offer')?.innerText ?? null"
+THREE = """const make = (type, x, y, values = {}) => {
+  const node = LiteGraph.createNode(type);
+  app.graph.add(node);
+  node.pos = [x, y];
+  for (const [name, value] of Object.entries(values)) node.widgets.find((one) => one.name === name).value = value;
+  return node;
+};
+await app.loadGraphData({ nodes: [], links: [], version: 0.4 }, true, true, "three");
+const high = make("UNETLoader", 0, 0), low = make("UNETLoader", 0, 200), lora = make("LoraLoaderModelOnly", 400, 0);
+high.widgets[0].value = "wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors";
+low.widgets[0].value = "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors";
+high.connect(0, lora, 0);
+[high, lora, low].forEach((source, n) => source.connect(0, make("KSamplerAdvanced", 800 + 400 * n, 0), 0));
+await new Promise((done) => setTimeout(done, 500));"""
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
+    find_browser()
+    front = os.environ.get("COMFYUI_FRONTEND")
+    try:
+        made = Templates(
+            find_newer_comfyui(),
+            tmp_path_factory.mktemp("comfyui"),
+            arguments=["--front-end-root", front] if front else [],
+        )
+    except FileNotFoundError as fault:
+        pytest.skip(str(fault))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes 2.0"])
+def page(templates: Templates, request: pytest.FixtureRequest) -> Iterator[Browser]:
+    templates.server.post("/api/settings", SETTINGS | {"Comfy.VueNodes.Enabled": request.param})
+    browser = Browser(*find_browser())
+    try:
+        browser.open(f"http://127.0.0.1:{templates.server.port}")
+        time.sleep(2)
+        yield browser
+        assert [fault for fault in browser.faults() if "wancore" in fault.lower()] == []
+    finally:
+        browser.stop()
+
+
+def accelerated(prompt: Graph) -> dict[str, Any]:
+    """What WanCore Accelerate's inputs are in front of every sampler; None: it is not there."""
+    found = {}
+    for name, one in prompt.items():
+        if one["class_type"] in SAMPLERS:
+            before = prompt[one["inputs"]["model"][0]]
+            own = before["class_type"] == "WanCoreAccelerate"
+            found[name] = {key: value for key, value in before["inputs"].items() if key != "model"} if own else None
+    return found
+
+
+def shown(page: Browser, words: str) -> bool:
+    return any(words in text for text in page.script(TOASTS))
+
+
+@pytest.mark.parametrize("name", CLICKS)
+def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str) -> None:
+    added, samplers, off = CLICKS[name]
+    page.script(LOAD, templates.workflow(name), name)
+    before, plain = page.script(STATE), page.script(PROMPT)
+    assert set(map(str, accelerated(plain).values())) == {"None"}
+    page.script(COMMAND, "WanCore.Accelerate")
+    clicked = page.script(PROMPT)
+    assert list(accelerated(clicked).values()) == [EXACT] * samplers
+    assert len(clicked) == len(plain) + added
+    assert shown(page, f"{added} node{'s' * (added > 1)} added")
+    assert not off or shown(page, f"{off} sampler{'s' * (off > 1)} that")
+    assert len(page.script(SELECTED)) >= 1
+    after = page.script(STATE)
+    page.script(COMMAND, "WanCore.Accelerate")
+    assert page.script(STATE) == after and shown(page, "it is there already")
+    page.script(COMMAND, "Comfy.Undo")
+    page.wait(f"{STATE.replace('return', 'const now =')} return now === {before!r}")
+    page.script(COMMAND, "WanCore.Accelerate")
+    page.script(COMMAND, "WanCore.TakeOut")
+    assert page.script(STATE) == before and page.script(PROMPT) == plain
+
+
+def test_three_samplers_and_two_models(page: Browser) -> None:
+    page.script(THREE)
+    page.script(COMMAND, "WanCore.Accelerate")
+    assert shown(page, "3 nodes added, before 3 samplers")
+    assert page.script(SELECTED) == ["WanCoreAccelerate"] * 3
+    assert list(accelerated(page.script(PROMPT)).values()) == [EXACT] * 3
+
+
+@pytest.mark.parametrize("name", CLICKS)
+def test_a_clicked_template_runs_and_gives_the_same(templates: Templates, page: Browser, name: str) -> None:
+    made = {}
+    page.script(LOAD, templates.workflow(name), name)
+    for run in ("plain", "clicked"):
+        graph = templates.runnable(page.script(PROMPT), name)
+        done = templates.server.run(observed(graph, run))
+        assert done.ok, f"{name}, {run}: {done.status}"
+        paths = sorted((templates.base / "output").glob(f"{run}-*.pt"))
+        made[run] = {path.name.removeprefix(run): torch.load(path) for path in paths}
+        for path in paths:
+            path.unlink()
+        page.script(COMMAND, "WanCore.Accelerate")
+    assert made["plain"].keys() == made["clicked"].keys() and made["plain"]
+    for key, one in made["plain"].items():
+        assert (one - made["clicked"][key]).abs().max() <= 1e-5 * one.abs().max()
+    words = [line for line in templates.server.log().splitlines() if "WanCore Accelerate: " in line]
+    assert len(words) >= len(made["plain"])
+
+
+def test_nodes_say_what_they_did_inside_a_subgraph_too(templates: Templates, page: Browser) -> None:
+    """The two experts of the text-to-video template as a graph of the page; clicked, put into a
+    subgraph, run."""
+    api = observed(templates.graph("video_wan2_2_14B_t2v"), "page")
+    names = {name: str(number) for number, name in enumerate(api, start=1)}
+    for one in api.values():
+        linked = {key: [names[value[0]], value[1]] for key, value in one["inputs"].items() if isinstance(value, list)}
+        one["inputs"] |= linked
+    page.script(
+        "await app.loadApiJson(arguments[0], 'said'); await new Promise((done) => setTimeout(done, 1000));",
+        {names[name]: one for name, one in api.items()},
+    )
+    page.script(COMMAND, "WanCore.Accelerate")
+    page.script(NEST, ["UNETLoader", "ModelSamplingSD3", "WanCoreAccelerate", "KSamplerAdvanced"])
+    for run in range(2):  # the second time with the node from the cache
+        page.script(ANOTHER, str(run))
+        assert page.script(RUN) == "execution_success"
+    page.script(OPEN)
+    page.script(COMMAND, "Comfy.Canvas.FitView")
+    page.wait(f"return {SHOWN.removeprefix('return ')}.length == 2")
+    for text in page.script(SHOWN):
+        pace, *_, counts = [" ".join(line.split()) for line in text.replace("\ufeff", "").strip().splitlines()]
+        assert pace.endswith("s a step; attention by sdpa")
+        assert counts.startswith("WanCore Accelerate: self-attention calls: ")
+
+
+def test_it_is_offered_once_and_not_where_it_is_switched_off(templates: Templates, page: Browser) -> None:
+    def opened(setting: bool) -> str | None:
+        templates.server.post("/api/settings", {"WanCore.Accelerate.Offer": setting})
+        page.open(f"http://127.0.0.1:{templates.server.port}")
+        time.sleep(2)
+        page.script(LOAD, templates.workflow("video_wan2_2_14B_t2v"), "offered")
+        return page.script(OFFER)
+
+    assert opened(False) is None
+    assert "make this Wan workflow faster" in (opened(True) or "")
+    before = page.script(STATE)
+    page.script("document.querySelectorAll('#wancore-offer button')[1].click()")  # not now
+    assert page.script(OFFER) is None and page.script(STATE) == before
+    page.script(LOAD, templates.workflow("video_wan2_2_14B_i2v"), "again")
+    assert page.script(OFFER) is None
+    assert opened(True)
+    page.script("document.querySelectorAll('#wancore-offer button')[0].click()")
+    page.wait("return app.rootGraph.nodes.length && [...app.rootGraph.subgraphs.values()].some((one) =>"
+              " one.nodes.some((node) => node.type === 'WanCoreAccelerate'))")  # fmt: skip
+    assert opened(True)
+    page.script("document.querySelectorAll('#wancore-offer button')[2].click()")
+    page.wait("return app.extensionManager.setting.get('WanCore.Accelerate.Offer') === false")

@@ -1,0 +1,266 @@
+// Where WanCore Accelerate belongs in a graph: the MODEL wires on which a Wan model is on its way to a sampler. Nothing
+// here changes the graph or asks the page.
+//
+// A sampler is a node that takes a MODEL and gives LATENT or a GUIDER, but no MODEL unless it is called one. Its wire
+// is followed upstream, out of subgraphs and into them, through every node that takes and gives a MODEL (LoRAs,
+// ModelSamplingSD3, switches), to the nodes that load. The model is Wan
+// - if each of these names a file of a Wan model, or else
+// - if a LoRA on the wire does, or
+// - if what conditions the sampler is Wan's: a node Wan..., or the text encoder of the type wan, in front of it.
+// Everything else is left, and named: a model that is not known to be Wan, a sampler that is switched off.
+export const ACCELERATE = "WanCoreAccelerate";
+const NEVER = 2; // modes of a node: muted, and bypassed
+const BYPASS = 4;
+const INSIDE = -10; // the origin of links that come into a subgraph
+const WAN = /(?<![a-z])(fast)?wan(?=[^a-z]|$|animate|dancer|fun|move|vace|video|[its]{1,2}2v)/i; // in a file's name
+const KINDS = /(?<![a-z])(humo|scail)(?![a-z])/i;
+const CONDITIONS = ["CONDITIONING", "LATENT", "CLIP"];
+
+// The graph, or what is inside of one subgraph node. outer: where that node is.
+class Place {
+  constructor(graph, node = null, outer = null) {
+    Object.assign(this, { graph, node, outer, inner: new Map() });
+    this.path = outer === null ? "" : `${outer.path}${node.id}:`;
+    this.on = outer === null || (outer.on && isOn(node));
+    for (const each of graph.nodes) if (each.subgraph) this.inner.set(each, new Place(each.subgraph, each, this));
+  }
+
+  all() {
+    return [this, ...[...this.inner.values()].flatMap((place) => place.all())];
+  }
+
+  // What a link into `input` comes from: { place, node, slot }, outside of this subgraph where it comes from there.
+  origin(input) {
+    const link = input?.link == null ? null : this.graph.getLink(input.link);
+    if (!link) return null;
+    if (Number(link.origin_id) === INSIDE) return this.outer?.origin(this.node.inputs[link.origin_slot]) ?? null;
+    const node = this.graph.getNodeById(link.origin_id);
+    return node ? { place: this, node, slot: link.origin_slot } : null;
+  }
+
+  // What is written on a node: the values of its widgets, or what is linked in their places.
+  texts(node) {
+    const linked = (node.inputs ?? []).filter((input) => input.widget && input.link != null);
+    const values = (node.widgets ?? [])
+      .filter((widget) => !linked.some((input) => input.widget.name === widget.name))
+      .map((widget) => widget.value);
+    values.push(...linked.flatMap((input) => this.given(input)));
+    return values.filter((value) => typeof value === "string");
+  }
+
+  given(input) {
+    const link = this.graph.getLink(input.link);
+    if (!link) return [];
+    if (Number(link.origin_id) !== INSIDE) {
+      return (this.graph.getNodeById(link.origin_id)?.widgets ?? []).map((widget) => widget.value);
+    }
+    const own = this.node.inputs[link.origin_slot];
+    if (own?.link != null) return this.outer.given(own);
+    const name = own?.widget?.name ?? own?.name;
+    return (this.node.widgets ?? []).filter((widget) => widget.name === name).map((widget) => widget.value);
+  }
+}
+
+const isOn = (node) => node.mode !== NEVER && node.mode !== BYPASS;
+
+function gives(node, ...types) {
+  return (node.outputs ?? []).some((output) => types.includes(output.type));
+}
+
+const namesWan = (text) => WAN.test(text) || KINDS.test(text);
+const isModel = (slot) => slot.type === "MODEL";
+
+function isSampler(node) {
+  const takes = !node.subgraph && (node.inputs ?? []).some(isModel);
+  return takes && gives(node, "LATENT", "GUIDER") && (!gives(node, "MODEL") || /sampler/i.test(node.type));
+}
+
+// Whether a link into this slot of a node goes to a sampler, itself or inside of a subgraph.
+function leads(node, slot) {
+  if (!node?.subgraph) return Boolean(node) && isSampler(node) && isModel(node.inputs[slot]);
+  return (node.subgraph.inputs[slot]?.linkIds ?? []).some((id) => {
+    const link = node.subgraph.getLink(id);
+    return link && leads(node.subgraph.getNodeById(link.target_id), link.target_slot);
+  });
+}
+
+// The node that makes what comes out at `at`: behind bypassed nodes, in subgraphs, behind the pair SetNode and GetNode.
+function maker(at) {
+  for (let hops = 0; at && hops < 1000; hops++) {
+    const { place, node, slot } = at;
+    if (node.mode === NEVER) return null;
+    if (node.mode === BYPASS) {
+      const type = node.outputs[slot]?.type;
+      const same = node.inputs[slot]?.type === type ? node.inputs[slot] : node.inputs.find((one) => one.type === type);
+      at = place.origin(same);
+    } else if (node.subgraph) {
+      const inner = place.inner.get(node);
+      at = inner.origin({ link: node.subgraph.outputs[slot]?.linkIds?.[0] });
+    } else if (node.type === "GetNode") {
+      const name = node.widgets?.[0]?.value;
+      const set = place.graph.nodes.find((one) => one.type === "SetNode" && one.widgets?.[0]?.value === name);
+      at = set ? place.origin(set.inputs[0]) : null;
+    } else {
+      return at;
+    }
+  }
+  return null;
+}
+
+// Whether a link may carry a MODEL. Switches and loops have slots of any type.
+const carries = (to, from) => to === "MODEL" || from === "MODEL" || (to === "*" && from === "*");
+
+// All nodes on a MODEL wire. found: { loaders, texts, on }: where it begins, what is written behind that, and whether
+// WanCore Accelerate is on it.
+function trace(from, found = { loaders: [], texts: [], seen: new Set(), accelerated: null }) {
+  if (from?.node.type === ACCELERATE) found.accelerated = from.node; // a bypassed one too
+  const at = maker(from);
+  if (!at) {
+    found.loaders.push(null);
+  } else if (at.node.type === ACCELERATE) {
+    found.accelerated = at.node;
+  } else if (!found.seen.has(at.place.path + at.node.id)) {
+    found.seen.add(at.place.path + at.node.id);
+    const models = (at.node.inputs ?? [])
+      .map((input) => ({ type: input.type, origin: at.place.origin(input) }))
+      .filter(({ type, origin }) => origin && carries(type, origin.node.outputs[origin.slot]?.type));
+    if (models.length) found.texts.push(...at.place.texts(at.node));
+    else found.loaders.push({ node: at.node, texts: at.place.texts(at.node) });
+    for (const { origin } of models) trace(origin, found);
+  }
+  return found;
+}
+
+// Whether what conditions a sampler is Wan's. Not through other samplers, nor through pictures: these may be another
+// model's.
+function conditioned(place, node, seen = new Set()) {
+  seen.add(place.path + node.id);
+  return (node.inputs ?? []).some((input) => {
+    const at = CONDITIONS.includes(input.type) ? maker(place.origin(input)) : null;
+    if (!at || seen.has(at.place.path + at.node.id) || isSampler(at.node)) return false;
+    if (/^Wan[A-Z0-9]/.test(at.node.type)) return true;
+    if (/CLIPLoader/.test(at.node.type) && at.place.texts(at.node).includes("wan")) return true;
+    return conditioned(at.place, at.node, seen);
+  });
+}
+
+// Why the model of a sampler is left; null for a Wan model.
+function refusal({ loaders, texts }, place, node) {
+  if (!loaders.length || loaders.includes(null)) return "no model is connected";
+  const unknown = loaders.filter((loader) => !loader.texts.some(namesWan));
+  if (!unknown.length || texts.some(namesWan) || conditioned(place, node)) return null;
+  const name = unknown[0].texts.find((text) => /\.\w+$/.test(text)) ?? titleOf(unknown[0].node);
+  return `${name} is not known to be a Wan model`;
+}
+
+export function titleOf(node) {
+  return node.title || node.type;
+}
+
+// What a click would do in a graph: { wires, left, there, off }.
+// wires: { graph, inside, node, slot, ends, samplers } of outputs that lead to samplers; inside: the subgraph node that
+// shows the graph; ends: [node, slot] of the links to take.
+// left: why samplers are left. there: how many have WanCore Accelerate. off: how many are muted or bypassed.
+export function plan(root) {
+  const wires = [], left = new Set(), refused = new Set();
+  let there = 0, off = 0;
+  for (const place of new Place(root).all()) {
+    for (const node of place.graph.nodes) {
+      const on = place.on && isOn(node);
+      if (!isSampler(node)) {
+        if (on && isStranger(place, node)) left.add(`${titleOf(node)} is no sampler that is known here`);
+        continue;
+      }
+      if (!on) off++;
+      for (const input of on ? node.inputs.filter(isModel) : []) {
+        const origin = place.origin(input), found = trace(origin);
+        if (found.accelerated) {
+          there++;
+          if (!isOn(found.accelerated)) left.add(`${titleOf(found.accelerated)} is there and bypassed`);
+          continue;
+        }
+        const why = refusal(found, place, node);
+        if (why) left.add(`${titleOf(node)}: ${why}`);
+        if (!origin) continue;
+        let wire = wires.find((one) => one.node === origin.node && one.slot === origin.slot);
+        if (!wire) wires.push((wire = wireFrom(origin)));
+        wire.samplers.push(node);
+        if (why) refused.add(wire);
+      }
+    }
+  }
+  return { wires: wires.filter((wire) => !refused.has(wire) && wire.ends.length), left: [...left], there, off };
+}
+
+function wireFrom({ place: { graph, node: inside }, node, slot }) {
+  const links = (node.outputs[slot].links ?? []).map((id) => graph.getLink(id)).filter(Boolean);
+  const ends = links.map((link) => [graph.getNodeById(link.target_id), link.target_slot]);
+  return { graph, inside, node, slot, ends: ends.filter((end) => leads(...end)), samplers: [] };
+}
+
+// Whether a node of another pack does something with a Wan model: it has one, and gives neither MODEL nor SIGMAS; or it
+// samples the models of another pack, which are no MODEL.
+function isStranger(place, node) {
+  if (/^WanVideo.*Sampler/.test(node.type)) return true;
+  const input = (node.inputs ?? []).find(isModel);
+  const passes = node.subgraph || node.type?.startsWith("WanCore") || gives(node, "MODEL", "SIGMAS");
+  if (!input || passes || !node.outputs?.length) return false;
+  const { loaders } = trace(place.origin(input));
+  return loaders.length > 0 && loaders.every((loader) => loader?.texts.some(namesWan));
+}
+
+// All graphs there are, each subgraph once.
+export function graphsOf(root) {
+  return [...new Set(new Place(root).all().map((place) => place.graph))];
+}
+
+// Which node of the graph `shown` a node is, or is inside of; null: none.
+export function visible(root, shown, node) {
+  for (const place of new Place(root).all()) {
+    if (!place.graph.nodes.includes(node)) continue;
+    for (let at = place, one = node; at; one = at.node, at = at.outer) if (at.graph === shown) return one;
+  }
+  return null;
+}
+
+// A point near a node, to its left if there is room, where a box of `size` covers no other.
+export function freePlace(nodes, beside, size) {
+  const [width, height] = size, gap = 40, title = 30;
+  const [left, top] = [beside.pos[0] - width - gap, beside.pos[1]];
+  const covers = ([x, y]) =>
+    nodes.some(
+      ({ pos, size: other }) =>
+        x < pos[0] + other[0] + gap && pos[0] < x + width + gap &&
+        y < pos[1] + other[1] + gap + title && pos[1] < y + height + gap + title,
+    );
+  const points = [];
+  for (let column = -2; column <= 3; column++) {
+    for (let row = -12; row <= 12; row++) points.push([left + column * (width + gap), top + row * 80]);
+  }
+  const distance = ([x, y]) => Math.hypot(x - left, y - top);
+  points.sort((a, b) => distance(a) - distance(b));
+  return points.find((point) => !covers(point)) ?? [left, top];
+}
+
+// One line of what a click did.
+export function accelerated({ wires, left, there, off }) {
+  const samplers = new Set(wires.flatMap((wire) => wire.samplers));
+  const inside = new Set(wires.flatMap((wire) => (wire.inside ? [titleOf(wire.inside)] : [])));
+  const where = inside.size ? ` in ${[...inside].join(", ")}` : "";
+  const done = wires.length
+    ? `${counted(wires.length, "node")} added${where}, before ${counted(samplers.size, "sampler")}. ` +
+      "The video stays the same but for rounding; Ctrl+Z takes it back."
+    : there
+      ? "Nothing to add: it is there already."
+      : "Nothing to add: no Wan model was found on its way to a sampler.";
+  const rest = [
+    ...(there && wires.length ? [`${counted(there, "sampler")} with it before`] : []),
+    ...left,
+    ...(off ? [`${counted(off, "sampler")} that ${off > 1 ? "are" : "is"} muted or bypassed`] : []),
+  ];
+  return done + (rest.length ? ` Left: ${rest.join("; ")}.` : "");
+}
+
+export function counted(count, noun) {
+  return `${count} ${noun}${count === 1 ? "" : "s"}`;
+}
