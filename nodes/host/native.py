@@ -21,12 +21,15 @@ from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
 
 from wan_core.config import OptionError, SparseOptions
+from wan_core.ops.attention.registry import CHOSEN
+from wan_core.ops.cards import capability
 from wan_core.pipeline.memory_planning import slope_factor
 from wan_core.sampling.native.attention import NativeAttention
 from wan_core.sampling.native.plan import WholeRun, falls
 from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
+from wan_core.sampling.native.summary import advice_for, missing_kernels, report_text
 from wan_core.sampling.schedules import find_part
-from wan_core.sampling.sparsity.schedule import step_sparsities
+from wan_core.sampling.sparsity.schedule import attention_share, step_sparsities
 
 from .native_beside import (
     OVERRIDE,
@@ -156,10 +159,18 @@ def _sample(
             callback(step, *arguments)
 
     result = executor(noise, latent, sampler, sigmas, denoise_mask, stepped, *args, **kwargs)
+    if noise.device.type == "cuda" or result.device.type == "cuda":
+        torch.cuda.synchronize()
+    run.end()
     run.notes += words_after(guider.model_patcher, options, run)
     if sparse is not None and sparse.reuse > 1:
         run.notes += run.patches.words("let every step select its blocks (reuse 1)")
-    report(f"WanCore Accelerate: {run.words()}")
+    dit = uncompiled_model(guider.model_patcher.model.diffusion_model)
+    card = capability(guider.model_patcher.load_device)
+    kernels = missing_kernels(card) if override.attention in CHOSEN else []
+    each = guider.model_patcher.model_size() / sum(one.numel() for one in dit.parameters())
+    share = attention_share(dit, tokens_of(dit, noise.shape))
+    report(report_text(run, sparse, share, advice_for(run, kernels, card, each)))
     return result
 
 
@@ -181,7 +192,7 @@ def _apply(
         forward = describe(run, uncompiled_model(executor.class_obj.diffusion_model), x, options, kwargs)
         lasts = run.patches.enter(run.step, options)[1]
         options[FORWARD] = replace(forward, text=0 if c_crossattn is None else c_crossattn.shape[1], lasts=lasts)
-        run.began = True
+        run.begin()
         run.outer = None if options.get(OVERRIDE) is override else options.get(OVERRIDE)
     hooks = tuple(options.get("wrappers", {}).get(WrappersMP.DIFFUSION_MODEL, {}))
     with apart(options, ("attention", *hooks)):

@@ -24,7 +24,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from wan_core.config import OptionError, SparseOptions
 from wan_core.sampling.native.attention import NativeAttention, name_of, qualified
-from wan_core.sampling.native.run import NativeRun
+from wan_core.sampling.native.run import WARNING, NativeRun
 
 try:
     from comfy import model_prefetch
@@ -117,11 +117,12 @@ def words_after(patcher: ModelPatcher, options: Mapping[str, Any], run: NativeRu
     if run.outer is not None and not has_sparse_node(patcher):
         name = f"{name_of(run.outer)} was set later"
         put = "put WanCore Accelerate after that node"
-        lines.append(f"{name} and gets every call first" if run.taken else f"{name} and computes attention: {put}")
+        first, all_of_it = f"{name} and gets every call first", f"{WARNING}{name} and computes attention: {put}"
+        lines.append(first if run.taken else all_of_it)
     if run.began and not run.taken and not run.left and not lines:
         lines.append(
-            "no call of attention came to WanCore: another node replaced this model's attention, or it was compiled "
-            "before; remove that node, or restart ComfyUI"
+            f"{WARNING}no call of attention came to WanCore: another node replaced this model's attention, or it was "
+            "compiled before; remove that node, or restart ComfyUI"
         )
     return lines
 

@@ -31,7 +31,7 @@ from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import skip_words, with_curve
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, falls, rising_words
-from wan_core.sampling.native.run import RUN
+from wan_core.sampling.native.run import RUN, WARNING
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.stages import runs
 
@@ -81,10 +81,13 @@ class StepCache:
         guider = executor.class_obj
         hooks = guider.model_options["transformer_options"]
         check_step_cache(hooks)
-        report = hooks[RUN].notes.append if RUN in hooks else self.report  # one text for all that a node does
+        native = hooks.get(RUN)
+        report = self.report if native is None else native.note  # one text for all that a node does
+        if native is not None:
+            native.caching = True
         own = sigmas.tolist()
         if not falls(own):
-            report(f"step cache: every step is computed; {rising_words(own)}")
+            report(f"{WARNING}step cache: every step is computed; {rising_words(own)}")
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         model = describe(guider.model_patcher)
         solver = getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_")
@@ -102,7 +105,7 @@ class StepCache:
         )
         plan, part = build_sampler_plan(request, model)
         if not any(step.skipped for step in plan.steps):
-            report("; ".join(["step cache: every step is computed", *plan.notes]))
+            report("; ".join([f"{WARNING}step cache: every step is computed", *plan.notes]))
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         level = BLOCKS if model.variant in PLAIN and "double_block" not in hooks.get("patches", {}) else OUTPUT
         run = CachedRun(plan, part, level, noise.shape, prompts_of(guider, names), Patches(hooks))
@@ -112,6 +115,8 @@ class StepCache:
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         finally:
             words = f"step cache ({skip_words(self.options)}): {run.finish(self.pace)}"
+            if native is not None:
+                native.skipped = run.reused, run.forwards
             report("; ".join([words, *plan.notes]))
 
 

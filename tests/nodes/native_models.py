@@ -149,14 +149,18 @@ def sample(model: Any, extra: dict[str, Any], size: tuple[int, ...], steps: int 
 
 
 class Accelerated:
-    """Models through the node's own function; keeps what it reports."""
+    """Models through the node's own function; keeps the warnings and the counts of what it reports."""
 
     def __init__(self, pack: types.ModuleType) -> None:
         self.native = importlib.import_module("pack.nodes.host.native")
         self.said: list[str] = []
 
     def __call__(self, model: Any, attention: str = "auto", sparse: Any = None) -> Any:
-        return self.native.accelerate(model, attention, sparse, None, self.said.append)
+        return self.native.accelerate(model, attention, sparse, None, self.report)
+
+    def report(self, text: str) -> None:
+        begins = "warning: ", "WanCore Accelerate: "
+        self.said.append("\n".join(line for line in text.splitlines() if line.startswith(begins)))
 
 
 def error(found: Any, expected: Any) -> float:

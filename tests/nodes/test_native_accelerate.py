@@ -73,8 +73,10 @@ def test_an_override_before_gets_what_is_left_and_one_after_is_reported(found: d
     assert run["before"] <= SAME and run["after"] <= SAME
     before, after = run["words"]
     assert before == said("9 by sdpa", 9)
-    assert "self-attention calls: none; an attention override (comfy.model_patcher" in after
-    assert after.endswith("was set later and computes attention: put WanCore Accelerate after that node")
+    warning, counts = after.splitlines()
+    assert warning.startswith("warning: an attention override (comfy.model_patcher")
+    assert warning.endswith("was set later and computes attention: put WanCore Accelerate after that node")
+    assert counts.startswith("WanCore Accelerate: self-attention calls: none")
 
 
 def test_the_second_of_two_nodes_replaces_the_first(found: dict[str, Any]) -> None:

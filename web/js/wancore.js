@@ -11,6 +11,7 @@ import { errorToast, findNode, readable, warningToast, warningsOf, withoutTexts 
 const said = new WeakMap(); // node -> { id, text } of what it said last
 let before = new Set(); // warnings of the prompt before: a toast for each prompt of a queue would be too many
 let warned = new Set(); // and of this one
+let cached = new Set(); // nodes whose result it takes from the cache: what they said since then stays
 
 const root = () => app.rootGraph ?? app.graph;
 
@@ -55,11 +56,15 @@ app.registerExtension({
     });
     api.addEventListener("executed", ({ detail }) => {
       const id = String(detail.display_node ?? detail.node);
-      const text = [detail.output?.text ?? []].flat().join("\n");
+      let text = [detail.output?.text ?? []].flat().join("\n");
+      if (text && cached.has(String(detail.node))) text = said.get(findNode(root(), id))?.text ?? text;
       if (text && keep(id, text)) show({ id, text });
     });
     api.addEventListener("execution_start", () => {
-      [before, warned] = [warned, new Set()];
+      [before, warned, cached] = [warned, new Set(), new Set()];
+    });
+    api.addEventListener("execution_cached", ({ detail }) => {
+      cached = new Set(detail.nodes?.map(String));
     });
     api.addEventListener("execution_error", ({ detail }) => {
       const toast = errorToast(detail, findNode(root(), detail.node_id));

@@ -60,6 +60,21 @@ test("a text is shown as it comes, and stays when the prompt has ended", async (
   }
 });
 
+test("what a node said after its result is not replaced by the result from the cache", () => {
+  const [node7, node8] = [node(7, "WanCoreAccelerate"), node(8, "WanCoreModelLoader")];
+  load([node7, node8]);
+  executed("7", ["attention: sdpa"]);
+  say("7", "2 s a step");
+  api.dispatchCustomEvent("execution_start", {});
+  api.dispatchCustomEvent("execution_cached", { nodes: ["7", "8"] });
+  executed("7", ["attention: sdpa"]);
+  executed("8", ["two experts"]);
+  assert.deepEqual([node7, node8].map((one) => plain(one.shown)), ["2 s a step", "two experts"]);
+  api.dispatchCustomEvent("execution_start", {});
+  executed("7", ["attention: flash4"]);
+  assert.equal(plain(node7.shown), "attention: flash4");
+});
+
 test("other packs' texts are left as they are", async () => {
   const other = node(8, "KSampler");
   load([other]);

@@ -28,6 +28,7 @@ from wan_core.sampling.native.sparse import NativeSparse
 
 Override = Callable[..., Tensor]
 COMFYUI = "comfyui"  # in the place of a backend's name: attention to all keys stays ComfyUI's
+CROSS, AS_CHOSEN = "cross-attention calls", "self-attention, as chosen"  # why calls are left
 SHORT = 1024  # keys below which a backend that rounds is not used: nothing to gain
 # What ComfyUI may pass beside q, k and v without changing what is computed.
 KNOWN = {"heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape", "transformer_options"}
@@ -156,7 +157,7 @@ class NativeAttention:
     def _backend(self, q: Tensor, keys: int) -> tuple[str, Attention] | str:
         """The name and the backend for q [B, L, H, D], or why there is none."""
         if self.attention == COMFYUI:
-            return "self-attention, as chosen"
+            return AS_CHOSEN
         key = q.device, q.dtype, q.shape[-1]
         if key not in self._backends:
             name = self.attention
@@ -182,7 +183,7 @@ def why_left(forward: NativeForward, args: tuple[Any, ...], kwargs: Mapping[str,
     length, keys = (x.shape[2 if kwargs.get("skip_reshape") else 1] for x in (q, k))
     # Animate-2 attends frame by frame, to the keys of all frames.
     if keys != length and not (keys >= forward.tokens and length == forward.frame):
-        return "cross-attention calls"
+        return CROSS
     if kwargs.get("mask") is not None:
         return "calls with a mask"
     if kwargs.get("low_precision_attention", True) is False or kwargs.get("attn_precision") is not None:

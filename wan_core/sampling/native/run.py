@@ -7,6 +7,7 @@ forward, so nothing is left when they are dropped.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from wan_core.sampling.schedules import SchedulePart
 # Keys in ComfyUI's transformer_options: a run, a forward, and the part of width and height at which it runs.
 RUN, FORWARD, SCALE = "wancore_run", "wancore_forward", "wancore_scale"
 SELF = "self-attention"
+WARNING = "warning: "  # begins a note that a page shows first, with a sign and as a toast
 
 
 class NativeRun:
@@ -34,7 +36,10 @@ class NativeRun:
         self.sparse_steps: list[int] = []  # computed so far
         self.routes: dict[Any, Any] = {}
         self.notes: list[str] = []
-        self.began = False  # whether a forward did
+        self.began = 0.0  # when its first forward did; 0: none did
+        self.seconds = 0.0  # from there to the end
+        self.caching = False  # whether the model has a step cache
+        self.skipped = (0, 0)  # by it: how many of how many forwards
         self.patches: Any = None  # what other nodes put on the model meanwhile
         self.outer: Any = None  # the attention override of another node that is called in place of ours
         self._taken: Counter[str] = Counter()
@@ -57,6 +62,14 @@ class NativeRun:
             if self.index not in self.sparse_steps:
                 self.sparse_steps.append(self.index)
             return len(self.sparse_steps)
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self.began = self.began or time.perf_counter()
+
+    def end(self) -> None:
+        """The sampler has ended."""
+        self.seconds = time.perf_counter() - self.began if self.began else 0.0
 
     def take(self, by: str) -> None:
         """Count a call of self-attention that `by` computes."""
@@ -86,8 +99,9 @@ class NativeRun:
         """What was accelerated and what was not, in one line."""
         taken = ", ".join(f"{count} by {by}" for by, count in self._taken.items()) or "none"
         refused = ", ".join(f"{count} {why}" for why, count in self._left.items())
+        notes = [note for note in self.notes if not note.startswith(WARNING)]
         return "; ".join(
-            [f"self-attention calls: {taken}", *([f"left to ComfyUI: {refused}"] if refused else []), *self.notes]
+            [f"self-attention calls: {taken}", *([f"left to ComfyUI: {refused}"] if refused else []), *notes]
         )
 
 

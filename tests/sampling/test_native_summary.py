@@ -1,0 +1,106 @@
+"""What WanCore Accelerate says after a run, in a user's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from wan_core.sampling.native.run import NativeRun
+from wan_core.sampling.native.summary import advice_for, missing_kernels, report_text
+from wan_core.sampling.schedules import SchedulePart
+from wan_core.sampling.sparsity.schedule import PRESETS
+
+CALLS = {"sdpa": 20}
+
+
+def run_of(
+    steps: int = 20,
+    sparsities: tuple[float, ...] = (),
+    taken: dict[str, int] = CALLS,
+    left: dict[str, int] = {},  # noqa: B006
+    **changed: Any,
+) -> NativeRun:
+    run = NativeRun(SchedulePart(0, steps, steps), sparsities)
+    run.began, run.seconds = 1.0, 284.0
+    for counter, calls in ((run.take, taken), (run.leave, left)):
+        for name, count in calls.items():
+            for _ in range(count):
+                counter(name)
+    for name, value in changed.items():
+        setattr(run, name, value)
+    return run
+
+
+def lines(run: NativeRun, sparse: str | None = None, advice: str | None = None) -> list[str]:
+    return report_text(run, None if sparse is None else PRESETS[sparse], 0.72, advice).splitlines()
+
+
+def test_the_users_words_stand_first_and_the_counts_last() -> None:
+    assert lines(run_of(left={"cross-attention calls": 3}), advice="a better card") == [
+        "14.2 s a step; attention by sdpa",
+        "next: a better card",
+        "WanCore Accelerate: self-attention calls: 20 by sdpa; left to ComfyUI: 3 cross-attention calls",
+    ]
+
+
+def test_what_was_saved_and_what_it_is_worth() -> None:
+    """Half of the forwards and 81 % of the keys: 0.5 * (0.28 + 0.72 * (1.16 * 0.19 + 0.006)) of the time."""
+    sparsities = (0.8125,) * 20
+    half = run_of(sparsities=sparsities, sparse_steps=list(range(10)), skipped=(20, 40))
+    assert lines(half, "balanced")[0] == (
+        "20 of 40 forwards skipped, attention reads 19 % of the keys: about 4.5 times as fast, estimated"
+    )
+    assert lines(run_of(skipped=(10, 20)))[0] == "10 of 20 forwards skipped: about 2.0 times as fast, estimated"
+    some = run_of(sparsities=sparsities, sparse_steps=list(range(15)))
+    assert lines(some, "balanced")[0].startswith("attention reads 19 % of the keys in 15 of 20 steps: about 1.7 times")
+    assert lines(run_of(skipped=(0, 20)))[0] == "14.2 s a step; attention by sdpa"
+
+
+def test_warnings_come_first_and_once() -> None:
+    run = run_of(notes=["step cache (x): 0 of 20", "warning: every step is computed"])
+    assert lines(run)[0] == "warning: every step is computed"
+    assert lines(run)[-1] == "WanCore Accelerate: self-attention calls: 20 by sdpa; step cache (x): 0 of 20"
+
+
+@pytest.mark.parametrize(
+    ("left", "first"),
+    [
+        ({}, "warning: self-attention stayed with ComfyUI: no call came to WanCore"),
+        ({"calls with a mask": 2}, "warning: self-attention stayed with ComfyUI: 2 calls with a mask"),
+        ({"self-attention, as chosen": 2}, "14.2 s a step; attention by ComfyUI"),
+    ],
+)
+def test_a_run_that_was_not_accelerated_says_why(left: dict[str, int], first: str) -> None:
+    assert lines(run_of(taken={}, left={**left, "cross-attention calls": 9}))[0] == first
+
+
+def test_calls_of_self_attention_that_were_left_are_named() -> None:
+    assert "left to ComfyUI: 2 calls with a mask" in lines(run_of(left={"calls with a mask": 2}))
+
+
+HOPPER, ADA = (9, 0), (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "kernels", "card", "bytes_each", "cache", "words"),
+    [
+        (20, ["flash4"], HOPPER, 2.0, False, "pip install --pre flash-attn-4"),
+        (20, [], HOPPER, 2.0, False, "cache 'balanced' skips about half of the forwards; a four-step LoRA"),
+        (20, [], HOPPER, 2.0, True, "a four-step LoRA (lightx2v) needs 4 steps in place of 20"),
+        (4, [], ADA, 2.0, False, "the FP8 file of this model"),
+        (4, [], ADA, 1.0, False, None),
+        (4, [], (8, 6), 2.0, False, None),
+        (4, [], None, 2.0, False, None),
+    ],
+)
+def test_what_would_help_next(
+    steps: int, kernels: list[str], card: tuple[int, int] | None, bytes_each: float, cache: bool, words: str | None
+) -> None:
+    advice = advice_for(run_of(steps, caching=cache), kernels, card, bytes_each)
+    assert advice == words if words is None else str(advice).startswith(words)
+
+
+def test_only_libraries_of_measured_cards_are_recommended() -> None:
+    assert set(missing_kernels(HOPPER)) <= {"flash4", "cudnn"}
+    assert missing_kernels(ADA) == missing_kernels(None) == []
