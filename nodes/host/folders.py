@@ -12,6 +12,7 @@ import folder_paths
 from comfy_api.latest import InputImpl
 
 from wan_core.config import OptionError
+from wan_core.config.model_files import download_hint
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 
@@ -48,6 +49,7 @@ def model_path(folder: str, name: object) -> Path:
                 return path
     raise OptionError(
         f"{repr(name)[:200]} is not a model in {' or '.join(roots)}: put the file there and refresh, or choose another"
+        + download_hint(str(name)[:200])
     )
 
 

@@ -1,4 +1,5 @@
-"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, search, check, inspect, doctor.
+"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, search, check, inspect, models,
+doctor.
 
 User errors (a number out of range, a wrong file) end with one line on stderr and exit code 2. Everything is checked
 before work starts. Finished latents are written to disk before decoding, and stay there if a later phase fails.
@@ -20,6 +21,7 @@ from wan_core import __version__
 from wan_core.cli.generate import run_decode, run_generate, run_warmup
 from wan_core.cli.inform import PLANNED_TASK, run_check, run_doctor, run_inspect, run_plan, run_quantize
 from wan_core.cli.libraries import missing_library
+from wan_core.cli.models import add_models_options, run_models
 from wan_core.cli.options import (
     add_lora_options,
     add_memory_plan_options,
@@ -268,5 +270,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "check": ("check whether a video of the embedded model shows its caption", add_check_options, run_check),
     "inspect": ("show a file's model, layout, precision, LoRA rank and problems", add_inspect_options, run_inspect),
+    "models": (
+        "say which files a task needs and which are there; download them into ComfyUI's folders",
+        add_models_options,
+        run_models,
+    ),
     "doctor": ("test what this machine can run; give the reason for what it cannot", add_doctor_options, run_doctor),
 }

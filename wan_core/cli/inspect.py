@@ -17,13 +17,14 @@ from wan_core.checkpoint.lora.names import OTHER_EXPERT, is_lora, told_experts
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.config import LoadOptions, LoraOptions, OptionError, UserError
+from wan_core.config.model_files import TEXT_ENCODERS, TRANSFORMERS, models_root
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B, DiTConfig
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.family import Clues
 from wan_core.pipeline.loras import expert_of
-from wan_core.pipeline.model_folders import TEXT_ENCODERS, TRANSFORMERS, files, models_in, models_root
+from wan_core.pipeline.model_folders import files, models_in
 from wan_core.pipeline.sources import TINY, find_models
 from wan_core.sampling.presets import distilled_steps
 

@@ -13,6 +13,7 @@ from wan_core.cli.parsing import add_options, argument
 from wan_core.config import LoadOptions, LoraOptions, OptionError, PlanNumbers, Request
 from wan_core.config.checks import near_file
 from wan_core.config.limits import MAX_JSON
+from wan_core.config.model_files import download_hint
 from wan_core.config.outputs import Outputs
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
@@ -161,7 +162,7 @@ def check_inputs(options: argparse.Namespace) -> None:
     for name, given in inputs_of(options).items():
         path = Path(given)
         if name != "--model" and not path.exists():
-            hint = near_file(path) or ": give an existing file or folder"
+            hint = near_file(path) or download_hint(path) or ": give an existing file or folder"
             raise OptionError(f"{f'{name} ' if name.startswith('--') else ''}{given} does not exist{hint}")
 
 

@@ -18,6 +18,7 @@ from wan_core.checkpoint.detect import Kind
 from wan_core.checkpoint.encoders import find_speech, find_vision_file
 from wan_core.config import LoadOptions, OptionError, UserError
 from wan_core.config.checks import meant_hint, near_file
+from wan_core.config.model_files import TEXT_ENCODERS, TRANSFORMERS, models_root, task_hint
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -27,7 +28,6 @@ from wan_core.pipeline.model_parts import ExpertFile
 
 log = logging.getLogger(__name__)
 
-TRANSFORMERS, TEXT_ENCODERS = ("diffusion_models", "unet"), ("text_encoders", "clip")  # folders, new and old names
 ENDINGS = (".safetensors", ".sft", ".gguf")
 RELEASES = (  # repositories of whole releases on Hugging Face
     "Wan-AI/Wan2.2-T2V-A14B",
@@ -81,15 +81,6 @@ def no_folder(model: str) -> OptionError:
         f"downloads it from Hugging Face{several}; then give --model {folder}"
         + (meant_hint(model, RELEASES) if known is None and model.lower().startswith("wan") else "")
     )
-
-
-def models_root(folder: Path) -> Path | None:
-    """ComfyUI's models folder in `folder`, which may be that, ComfyUI's own folder, or a download of Comfy-Org; None
-    where there is none."""
-    for root in (folder, folder / "models", folder / "split_files"):
-        if all(any((root / name).is_dir() for name in names) for names in (TRANSFORMERS, TEXT_ENCODERS)):
-            return root
-    return None
 
 
 @dataclass(frozen=True)
@@ -179,7 +170,7 @@ def one_model(root: Path, task: str | None) -> Model:
     for_task = "" if task is None else f" for {task}"
     others = f". There are {names}" if names else ""
     lacking = "".join(f". {half.relative_to(root)} lacks the other expert's file" for half in halves)
-    raise OptionError(f"no whole transformer{for_task} is in {root}{others}{lacking}")
+    raise OptionError(f"no whole transformer{for_task} is in {root}{others}{lacking}{task_hint(task)}")
 
 
 def fits(model: Model, task: Task) -> bool:

@@ -25,6 +25,7 @@ from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.config.model_files import task_hint
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import UMT5_XXL, TextConfig, TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
@@ -210,7 +211,8 @@ def resolve_paths(options: LoadOptions, image: bool, transformers_only: bool = F
     if missing:
         flags = ", ".join("--" + part.replace("_", "-") for part in missing)
         where = "given" if options.model is None else f"given or found in {options.model}"
-        raise OptionError(f"no {' and no '.join(CALLED.get(part, part) for part in missing)} {where}: add {flags}")
+        names = " and no ".join(CALLED.get(part, part) for part in missing)
+        raise OptionError(f"no {names} {where}: add {flags}{task_hint(options.task)}")
     return paths
 
 
