@@ -191,7 +191,10 @@ def become(
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
             assert kind == "-c", command
-            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+            with tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as script:
+                script.write(what)
+                script.flush()
+                runpy.run_path(script.name, run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -3,6 +3,7 @@ stands in for the library, which needs a GPU to compile."""
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import subprocess
@@ -78,7 +79,7 @@ print(flash_attn.cute.told)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "cache" / "flash-attention"
-    assert eval(done.stdout) == {FLASH_ATTENTION: str(folder), FLASH_ATTENTION_ENABLED: "1"}
+    assert ast.literal_eval(done.stdout) == {FLASH_ATTENTION: str(folder), FLASH_ATTENTION_ENABLED: "1"}
     assert folder.is_dir()
 
 
