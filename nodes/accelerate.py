@@ -37,7 +37,7 @@ class WanCoreAccelerate(io.ComfyNode):
         return schema(
             "WanCoreAccelerate",
             "WanCore Accelerate",
-            aliases=("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage"),
+            aliases=("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage", "vram"),
             shows_text=True,
             description="Makes any Wan model of ComfyUI faster where it is: attention by WanCore's kernels, "
             "sparse attention, and step caching. Place it just before the sampler; graphs with two models need one for "

@@ -56,7 +56,7 @@ class WanCoreModelLoader(io.ComfyNode):
         return schema(
             "WanCoreModelLoader",
             "WanCore Model Loader",
-            aliases=("wan", "wan 2.2", "wan fast", "unet loader", "gguf", "fp8", "block swap"),
+            aliases=("wan", "wan 2.2", "wan fast", "unet loader", "gguf", "fp8", "block swap", "vram", "low vram"),
             shows_text=True,
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[

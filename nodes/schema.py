@@ -17,6 +17,18 @@ from wan_core.config.table import Option, table
 # For inputs that few change: the page shows them when asked to.
 ADVANCED: dict[str, Any] = {"advanced": True} if "advanced" in inspect.signature(io.Int.Input).parameters else {}
 
+NODES = {  # part of the page's menu -> its nodes, which begin with WanCore
+    "load": "ModelLoader TextEncoderLoader VAELoader VisionLoader FromModel LoRA",
+    "prompt": "TextEncode ImageToVideo NAG",
+    "sample": "EmptyLatent Sampler ContextWindows VAEEncode VAEDecode DecodeToVideo",
+    "speed": "Accelerate SpeedPreset SparseAttention MagCache TaylorSeer AdaptiveCache GuidanceSchedule "
+    "ResolutionSchedule Launcher",
+    "control": "VACE Camera Animate Animate2 SoundToVideo MotionPositions",
+    "tools": "PlanPreview NativePlan Report Compare Calibrate",
+}
+CATEGORIES = {f"WanCore{name}": f"WanCore/{part}" for part, names in NODES.items() for name in names.split()}
+WORDS = {"WanCore/speed": ("speed", "faster", "speed up wan")}  # by which the page's search finds a whole part
+
 INPUTS: dict[type, Any] = {int: io.Int, float: io.Float, bool: io.Boolean, str: io.Combo}  # by a widget's default
 
 
@@ -26,9 +38,10 @@ def schema(
     """A node's schema. aliases: words by which the page's search finds it. shows_text: a node that is no output and
     shows text, which is shown again when its result comes from the cache."""
     fields = getattr(io.Schema, "__dataclass_fields__", {})
-    newer = {"search_aliases": list(aliases), "has_intermediate_output": shows_text}
+    category = CATEGORIES[node_id]
+    newer = {"search_aliases": [*aliases, *WORDS.get(category, ())], "has_intermediate_output": shows_text}
     more |= {name: value for name, value in newer.items() if name in fields}
-    return io.Schema(node_id=node_id, display_name=display_name, category="WanCore", **more)
+    return io.Schema(node_id=node_id, display_name=display_name, category=category, **more)
 
 
 def output(kind: Any, name: str, tooltip: str) -> Any:

@@ -37,12 +37,16 @@ def schema_of(info: dict[str, Any]) -> Schema:
 
 
 def extended(before: Schema | None, now: Schema) -> Schema:
-    """What was frozen, and what is new behind it."""
+    """What was frozen, and what is new behind it. A combo has its new values, unless it lost one: a test says so."""
     if before is None:
         return now
     both = {}
     for kind in ("inputs", "outputs"):
-        known = {entry["name"] for entry in before[kind]}
+        known = {entry["name"]: entry for entry in before[kind]}
+        for entry in now[kind]:
+            options = known.get(entry["name"], {}).get("options")
+            if options is not None and set(options) <= set(entry.get("options", ())):
+                known[entry["name"]]["options"] = entry["options"]
         both[kind] = [*before[kind], *(entry for entry in now[kind] if entry["name"] not in known)]
     return both
 
