@@ -8,7 +8,7 @@ import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from wan_core.config import NagOptions, OptionError, check_choice
+from wan_core.config import NagOptions, OptionError, check_choice, check_known
 from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.execution.report import WARNING
 from wan_core.media.video import fit_image
@@ -189,9 +189,10 @@ class WanCoreImageToVideo(io.ComfyNode):
         return schema(
             "WanCoreImageToVideo",
             "WanCore Image to Video",
-            aliases=("wan i2v", "wan image to video", "first last frame", "flf2v"),
+            aliases=("wan i2v", "wan image to video", "first last frame", "flf2v", "keyframes", "first middle last"),
             shows_text=True,
-            description="Adds a first frame, a last frame or both to the conditioning of an image-to-video model.",
+            description="Adds a first frame, a last frame, others between them or all of these to the conditioning of "
+            "an image-to-video model.",
             inputs=[
                 io.Conditioning.Input("positive", tooltip="The encoded prompt."),
                 io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
@@ -215,6 +216,19 @@ class WanCoreImageToVideo(io.ComfyNode):
                     "2.1 image-to-video needs it; other models do not use it.",
                 ),
                 batch_input(),
+                io.Image.Input(
+                    "keyframes",
+                    optional=True,
+                    tooltip="Pictures of frames between the first and the last, as one batch (Batch Images), in the "
+                    "order of keyframe_numbers (A14B only).",
+                ),
+                io.String.Input(
+                    "keyframe_numbers",
+                    default="",
+                    optional=True,
+                    tooltip="Which frame of the video each picture of 'keyframes' is, counted from 0: '20, 40, 60'. "
+                    "Multiples of 4 are best: there a keyframe is to the model as a last frame is.",
+                ),
             ],
             outputs=[
                 output(io.Conditioning, "positive_out", "For the sampler."),
@@ -224,7 +238,15 @@ class WanCoreImageToVideo(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+    def validate_inputs(
+        cls,
+        width: int | None = None,
+        height: int | None = None,
+        frames: int | None = None,
+        keyframe_numbers: str | None = "",
+    ) -> bool:
+        if frames is not None:
+            check_known(frame_numbers(keyframe_numbers or ""), frames)
         return check_widgets(VAE_21, width, height, frames)
 
     @classmethod
@@ -240,22 +262,25 @@ class WanCoreImageToVideo(io.ComfyNode):
         last_image: Tensor | None = None,
         clip_vision_output: Any = None,
         batch_size: int = 1,
+        keyframes: Tensor | None = None,
+        keyframe_numbers: str = "",
     ) -> io.NodeOutput:
-        first, last = (_frames(image, (width, height)) for image in (first_image, last_image))
+        first, last, others = (_frames(image, (width, height)) for image in (first_image, last_image, keyframes))
+        between = by_number(others, frame_numbers(keyframe_numbers))
         task = image_task(vae.latent_channels)
         latents = host.to_intermediate(empty_latents(task.vae, width, height, frames)).repeat(batch_size, 1, 1, 1, 1)
         if task.image == "first frame":
-            if first is None or last is not None:
-                raise OptionError(f"{task.name} takes a first frame and no last frame: connect first_image alone")
+            if first is None or last is not None or between:
+                raise OptionError(f"{task.name} takes a first frame and no others: connect first_image alone")
             check_first(first.shape[2], frames, task.vae)
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
             latent = {"samples": samples, "noise_mask": unknown}
             return io.NodeOutput(positive, negative, latent, ui=size_words(task.vae, width, height))
         check_tensor("the pictures", (frames, height, width, 3), 4, torch.device("cpu"))
         if isinstance(vae, VAESocket):
-            encoded, unknown = vae.encode_known(first, last, frames)
+            encoded, unknown = vae.encode_known(first, last, frames, between)
         else:
-            clip, unknown = known_frames(first, last, frames)
+            clip, unknown = known_frames(first, last, frames, between)
             encoded = vae.encode(video_to_pixels(clip))
         values = {"concat_latent_image": encoded, "concat_mask": frame_mask(unknown, encoded)}
         if clip_vision_output is not None:
@@ -270,6 +295,24 @@ def _frames(image: Tensor | None, size: tuple[int, int]) -> Tensor | None:
         return None
     pixels = (fit_image(one, size) for one in image[..., :3].cpu().float().numpy())
     return pixels_to_video(torch.stack([torch.from_numpy(one) for one in pixels]))
+
+
+def frame_numbers(text: str) -> list[int]:
+    """The numbers of `20, 40, 60`. Raises OptionError."""
+    numbers = [one.strip() for one in text.replace(";", ",").split(",") if one.strip()]
+    if not all(one.isdecimal() and len(one) <= 9 for one in numbers):
+        raise OptionError(f"keyframe_numbers {text[:60]!r} given; write numbers of frames, from 0, such as 20, 40, 60")
+    return [int(one) for one in numbers]
+
+
+def by_number(pictures: Tensor | None, numbers: list[int]) -> dict[int, Tensor]:
+    """Keyframes [1, 3, N, H, W] by their frame of the video, as `known_frames` takes them. Raises OptionError."""
+    count = 0 if pictures is None else pictures.shape[2]
+    if count != len(numbers):
+        raise OptionError(f"{count} pictures of keyframes and {len(numbers)} keyframe_numbers given: give one for each")
+    if len(set(numbers)) < count:
+        raise OptionError(f"keyframe_numbers {', '.join(map(str, numbers))} given: each frame once")
+    return {} if pictures is None else dict(zip(numbers, pictures.split(1, dim=2), strict=True))
 
 
 def with_values(conditioning: CONDITIONING, values: dict[str, Any]) -> CONDITIONING:

@@ -3,7 +3,7 @@ engine and need not know which one it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -80,7 +80,7 @@ class Engine(Protocol):
         ...
 
     def encode_known(
-        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int
+        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """The result of `known_frames`, with latents in place of its clip."""
         ...
@@ -129,12 +129,16 @@ class ComfyEngine:
         return encode_images(_loaded(vae, *vae.latent_size(pixels)), pixels)
 
     def encode_known(
-        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int
+        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """The clip exists only on the device."""
         place = {"device": host.device(), "dtype": vae.held.part.dtype}
-        ends = (None if end is None else pixels_to_video(video_to_pixels(end)).to(**place) for end in (first, last))
-        clip, unknown = known_frames(*ends, frames)
+
+        def there(pictures: Tensor) -> Tensor:
+            return pixels_to_video(video_to_pixels(pictures)).to(**place)
+
+        ends = (None if end is None else there(end) for end in (first, last))
+        clip, unknown = known_frames(*ends, frames, {number: there(one) for number, one in keyframes.items()})
         return encode_video(_loaded(vae, *vae.latent_size(clip[0, 0])), clip), unknown.float().cpu()
 
     def decode_to(

@@ -13,12 +13,13 @@ from torch import Tensor
 from wan_core.config import SkipOptions
 from wan_core.execution.report import Report, draw_report
 from wan_core.media.pictures import clock
+from wan_core.models.wan.families.wan.inputs import known_of
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
 from .plan_inputs import LAST, check_window, plan_inputs, plan_of, preset_input, window_inputs
 from .schema import ADVANCED, output, schema
-from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
+from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
 
 class WanCorePlanPreview(io.ComfyNode):
@@ -89,6 +90,11 @@ class WanCorePlanPreview(io.ComfyNode):
                     optional=True,
                     tooltip="So many of them are the last frames of the clip before. 0: the model's own.",
                 ),
+                io.Conditioning.Input(
+                    "positive",
+                    optional=True,
+                    tooltip="What the sampler gets from WanCore Image to Video: shows which frames are known pictures.",
+                ),
             ],
             outputs=[
                 output(io.Image, "image", "The plan, drawn."),
@@ -117,10 +123,15 @@ class WanCorePlanPreview(io.ComfyNode):
         frames: int = 0,
         clip_frames: int = 0,
         overlap: int = 0,
+        positive: CONDITIONING | None = None,
         **values: Any,
     ) -> io.NodeOutput:
         cut = model.windows is None and bool(frames or clip_frames or overlap)
         length = {"frames": frames or None, "clip_frames": clip_frames or None, "overlap": overlap or None, "cut": cut}
+        masks = [extras["concat_mask"] for _, extras in positive or () if extras.get("concat_mask") is not None]
+        if masks:
+            length["frames"] = length["frames"] or 4 * masks[0].shape[2] - 3
+            length["known"] = known_of(masks[0])
         video = plan_of(model, values, skipping, from_image, **length)
         plan, clips = video.plan, video.long.words(video.plan.count) if cut else ""
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)

@@ -29,6 +29,7 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families import TASKS
+from wan_core.models.wan.families.wan.inputs import NO_KEYFRAMES
 from wan_core.pipeline.decode import Made, Pieces, collect_images, images_shape
 from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.model_parts import Parts
@@ -216,9 +217,11 @@ class VAESocket:
         video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
         return host.to_intermediate(self.engine.encode(self, video))
 
-    def encode_known(self, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
+    def encode_known(
+        self, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor] = NO_KEYFRAMES
+    ) -> tuple[Tensor, Tensor]:
         """The result of `known_frames`, with latents in place of its clip."""
-        latents, unknown = self.engine.encode_known(self, first, last, frames)
+        latents, unknown = self.engine.encode_known(self, first, last, frames, keyframes)
         return host.to_intermediate(latents), unknown
 
     def encode_tiled(self, pixels: Tensor, **_: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -86,9 +86,9 @@ class WorkersSocket:
         return self._with(vae, *vae.latent_size(pixels)).encode(vae.file, pixels.contiguous())
 
     def encode_known(
-        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int
+        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        clip, unknown = known_frames(first, last, frames)
+        clip, unknown = known_frames(first, last, frames, keyframes)
         return self.encode(vae, video_to_pixels(clip)), unknown
 
     def decode_to(

@@ -253,6 +253,12 @@ def test_native_conditioning_is_the_same_as_ours(comfy: ComfyUI) -> None:
     )
     graph["size"]["inputs"] |= {"first_image": ["scaled", 0], "last_image": ["scaled", 0]}
     ours = comfy.run(graph)
+    ends = {name: graph["size"]["inputs"].pop(name) for name in ("first_image", "last_image")}
+    graph["both"] = node("ImageBatch", image1=["scaled", 0], image2=["scaled", 0])
+    graph["size"]["inputs"] |= {"keyframes": ["both", 0], "keyframe_numbers": "0, 4"}
+    assert_same_pictures(comfy, ours, comfy.run(graph))
+    graph["size"]["inputs"] |= ends
+    assert "frame 0 is known twice" in str(comfy.run(graph).status)
     graph["size"] = node(
         "WanFirstLastFrameToVideo",
         positive=["text", 0],

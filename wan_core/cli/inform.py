@@ -87,8 +87,9 @@ def run_plan(options: argparse.Namespace) -> int:
 def asked_plan(options: argparse.Namespace, loras: list[Path]) -> PlannedVideo:
     """The plan of what the arguments describe, at the task's own size. Raises OptionError."""
     task = find_task(options.task)
-    family_of(task).check_begins(task, ["image"] * options.image)
+    family_of(task).check_begins(task, ["image"] * options.image + ["keyframes"] * bool(options.keyframes))
     changed = {"part": window_of(options), "from_noise": options.denoise == 1, "width": None, "height": None}
+    changed["known"] = tuple(sorted(options.keyframes or ()))
     request = from_values(PlanRequest, values_of(options), **changed)
     files = {"high": options.high, "low": options.low, "loras": tuple(loras)}
     return build_plan(request, ModelFacts(task=task, dit=task.full_size, vae=task.vae, **files))
@@ -151,7 +152,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     task = None if model.startswith("random:") else options.task
     memory = {name: getattr(options, name) for name in ("precision", "compile", *MEMORY)}
     load_options = LoadOptions(model=model, task=task, **memory)
-    others = dict.fromkeys(("image", "denoise", "clip_frames", "overlap"))
+    others = dict.fromkeys(("image", "keyframes", "denoise", "clip_frames", "overlap"))
     request = from_values(Request, values_of(options), prompt="", **others)
     image = bool(options.image) or options.task.startswith("i2v")
     kernels = not torch.cuda.is_available() or fused.why_not(cuda) is None  # another machine is taken to have them

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan_core.cli.parsing import add_options, argument
-from wan_core.config import LoadOptions, LoraOptions, OptionError, PlanNumbers, Request
+from wan_core.config import Keyframe, LoadOptions, LoraOptions, OptionError, PlanNumbers, Request
 from wan_core.config.checks import near_file
 from wan_core.config.limits import MAX_JSON
 from wan_core.config.model_files import download_hint
@@ -150,6 +150,9 @@ def inputs_of(options: argparse.Namespace) -> dict[str, str | Path]:
         given = getattr(options, name, None)
         if isinstance(given, (str, Path)) and given != "tiny":
             inputs[f"the {name}" if name in ("latents", "source") else f"--{name.replace('_', '-')}"] = given
+    for one in getattr(options, "keyframes", None) or ():
+        if isinstance(one, Keyframe):
+            inputs[f"--keyframe {one.frame}={one.path}: the picture"] = one.path
     for number, lora in enumerate(getattr(options, "loras", ())):
         option = "--lora" if lora.expert == "auto" else f"--lora-{lora.expert}"
         inputs[option if number == 0 else f"{option} (number {number + 1})"] = lora.path

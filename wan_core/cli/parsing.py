@@ -59,6 +59,15 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+class Several(argparse.Action):
+    """For an option that may be repeated: a tuple of all of its values. Those of a list's line take the place of the
+    command line's."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, (value,) if before is parser.get_default(self.dest) else (*before, value))
+
+
 class Parser(argparse.ArgumentParser):
     """Ends with one line on errors, a short usage, and the option or command that may be meant."""
 
@@ -136,6 +145,7 @@ def add_options(
         one = table(kind)[name]
         if one.help is not None:
             arguments = {**_arguments(one, None if prefix else one.default), **changed.get(name, {})}
+            arguments |= {"dest": name} if one.several else {}
             group.add_argument(f"--{prefix}{one.flag}".replace("_", "-"), **arguments)
         elif one.nested:
             add_options(group, one.type, prefix=f"{name}_")
@@ -149,7 +159,7 @@ def _arguments(one: Option, default: Any) -> dict[str, Any]:
         made["action"] = argparse.BooleanOptionalAction if default is None else "store_true"
     else:
         made["type"] = argument(parse) if parse is not None else one.type if one.type in (int, float) else None
-        made |= {"action": Once if one.once else None, "default": default}
+        made |= {"action": Once if one.once else Several if one.several else None, "default": default}
     return {name: value for name, value in made.items() if value not in (None, "", ())}
 
 

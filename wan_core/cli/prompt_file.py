@@ -18,12 +18,14 @@ from wan_core.cli.parsing import finite, plain_words
 from wan_core.config import RANDOM_SEED, LoadOptions, OptionError, Request
 from wan_core.config.checks import meant_hint, near_file
 from wan_core.config.outputs import check_place, folded
+from wan_core.config.table import table
 from wan_core.media.mp4 import check_video_name
 from wan_core.media.video import read_metadata
 from wan_core.workers.video_list import ListedVideo
 
 MOST_VIDEOS = 100_000
 TEXTS = ("prompt", "negative_prompt", "pose_prompt")  # fields that may hold any characters
+REPEATED = tuple(name for name, one in table(Request).items() if one.several)  # that may be a list of texts
 KEY = "list_entry"  # in the metadata of a finished video
 HASHED_LAST = ("control_video", "audio")  # in keys, which stay as they are: their videos are not made again
 SAME_RESULT = ("device", "residency", "resident_blocks", "memory_limit", "host_memory_limit")  # options of loading
@@ -103,11 +105,12 @@ def _video(
         if name not in known:
             hint = meant_hint(name, known) or f"; allowed are {', '.join(sorted(known))}"
             raise OptionError(f"field {name!r} is not known{hint}")
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}; write a text or a number")
-        if name not in TEXTS and not can_be_a_path(str(value)):
-            raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}: no name of a file has such characters")
-        words.append(f"{known[name]}={value}")  # with =, so that a text may begin with a dash
+        for one in value if name in REPEATED and isinstance(value, list) else [value]:
+            if isinstance(one, bool) or not isinstance(one, (str, int, float)):
+                raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}; write a text or a number")
+            if name not in TEXTS and not can_be_a_path(str(one)):
+                raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}: no name of a file has such characters")
+            words.append(f"{known[name]}={one}")  # with =, so that a text may begin with a dash
     given = parser.parse_args(words)
     if not (given.prompt or "").strip():
         raise OptionError("field 'prompt' is missing or empty")
@@ -134,6 +137,8 @@ def key_of(request: Request, loaded: LoadOptions) -> str:
     media = [contents(Path(asked[name])) for name in sorted(files, key=HASHED_LAST.__contains__)]
     if asked["skip"] is not None:
         del asked["skip"]["measured_steps"]  # what a preset's file says of itself is no option
+    if (keyframes := asked.pop("keyframes")) is not None:
+        media += [[one["frame"], contents(Path(one["path"]))] for one in keyframes]
     text = json.dumps([asked, models, *media], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -19,7 +19,16 @@ from wan_core.config.loading import (
     LoadOptions,
     LoraOptions,
 )
-from wan_core.config.request import GUIDANCE_MODES, RANDOM_SEED, ControlOptions, NagOptions, PlanNumbers, Request
+from wan_core.config.request import (
+    GUIDANCE_MODES,
+    RANDOM_SEED,
+    ControlOptions,
+    Keyframe,
+    NagOptions,
+    PlanNumbers,
+    Request,
+    check_known,
+)
 from wan_core.config.skipping import (
     MAGCACHE_RULES,
     SPARSE_KERNELS,
@@ -55,6 +64,7 @@ __all__ = [
     "AdaptiveOptions",
     "ControlOptions",
     "GuidanceOptions",
+    "Keyframe",
     "LoadOptions",
     "LoraOptions",
     "MagCacheOptions",
@@ -70,5 +80,6 @@ __all__ = [
     "UserError",
     "WindowOptions",
     "check_choice",
+    "check_known",
     "check_size",
 ]

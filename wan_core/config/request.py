@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wan_core.config.checks import OptionError, parse_size
@@ -95,6 +96,35 @@ class ControlOptions:
         check(self)
         if not self.start < self.end:
             raise OptionError(f"control from {self.start:g} to {self.end:g} of the run given: the end comes later")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keyframe:
+    """A frame of the video, from 0, that is known: the picture in a file. Raises OptionError."""
+
+    frame: int
+    path: str
+
+    def __post_init__(self) -> None:
+        if self.frame < 0 or not self.path.strip():
+            raise OptionError(f"keyframe {self.frame}={self.path} given; write FRAME=PICTURE, as 40=middle.png")
+
+    @classmethod
+    def parse(cls, text: str) -> Keyframe:
+        """`FRAME=PICTURE`. Raises OptionError."""
+        number, _, path = text.partition("=")
+        if not number.isdecimal() or len(number) > 9:
+            raise OptionError(f"keyframe {text[:60]!r} given; write FRAME=PICTURE, as 40=middle.png")
+        return cls(frame=int(number), path=path)
+
+
+def check_known(known: Sequence[int], frames: int) -> None:
+    """Raise OptionError unless these are frames of a video of so many, each once."""
+    for frame in known:
+        if not 0 <= frame < frames:
+            raise OptionError(f"keyframe {frame} given for a video of {frames} frames, which are 0 to {frames - 1}")
+        if known.count(frame) > 1:
+            raise OptionError(f"frame {frame} is known twice, by two keyframes, or the first or last image: give one")
 
 
 def check_outpaint(pixels: tuple[int, ...]) -> None:
@@ -199,11 +229,11 @@ class PlanNumbers:
 class Request(PlanNumbers):
     """One video to make. Fields that are None take the task's default; with an image the size follows its aspect ratio.
 
-    Media are paths. Sizes in pixels, `fps` frames per second (1 to 240), `boundary` a share of the noise (0 to 1).
-    denoise: None is 0.7 with `from_video`. outpaint: pixels on the left, top, right and bottom of `control_video` that
-    are made. camera: motions, or the lines of a file of poses. clip_frames: a longer video is made in clips of so many
-    frames, of which `overlap` are the last of the clip before; windows: each forward sees some frames of it. skip: None
-    where every forward runs. Raises OptionError.
+    Media are paths. keyframes: known frames beside the first and the last. Sizes in pixels, `fps` frames per second (1
+    to 240), `boundary` a share of the noise (0 to 1). denoise: None is 0.7 with `from_video`. outpaint: pixels on the
+    left, top, right and bottom of `control_video` that are made. camera: motions, or the lines of a file of poses.
+    clip_frames: a longer video is made in clips of so many frames, of which `overlap` are the last of the clip before;
+    windows: each forward sees some frames of it. skip: None where every forward runs. Raises OptionError.
     """
 
     prompt: str
@@ -212,6 +242,15 @@ class Request(PlanNumbers):
     )
     image: str | None = option(None, help="first frame (image-to-video, Fun, VACE)", once=True, path=True)
     last_image: str | None = option(None, help="last frame (image-to-video, Fun inpaint, VACE)", once=True, path=True)
+    keyframes: tuple[Keyframe, ...] | None = option(
+        None,
+        flag="keyframe",
+        help="picture of another frame, counted from 0; may be repeated (image-to-video, Fun inpaint, VACE). Multiples "
+        "of 4 are best, as a last frame is one",
+        metavar="FRAME=PICTURE",
+        parse=Keyframe.parse,
+        several=True,
+    )
     from_video: str | None = option(None, help="video to start from (video-to-video)", once=True, path=True)
     denoise: float | None = option(
         None, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
@@ -318,3 +357,16 @@ class Request(PlanNumbers):
             raise OptionError("only one of width and height given; give both, or neither for the task's own size")
         if self.outpaint is not None:
             check_outpaint(self.outpaint)
+
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        """The files of the frames that are known, in their order."""
+        between = sorted(self.keyframes or (), key=lambda one: one.frame)
+        paths = (self.image, *(one.path for one in between), self.last_image)
+        return tuple(path for path in paths if path is not None)
+
+    def known_frames(self, frames: int) -> tuple[int, ...]:
+        """Which frames of a video of so many are known, where any beside the first and the last is."""
+        between = [one.frame for one in self.keyframes or ()]
+        first, last = [0] * (self.image is not None), [frames - 1] * (self.last_image is not None)
+        return (*first, *sorted(between), *last) if between else ()

@@ -28,7 +28,8 @@ class Option:
 
     help, metavar: of the command line, which has no option for a field without help. flag: its name there, where it is
     not the field's. parse: text -> value, where the type alone does not say it. once: it names one file, and a second
-    one is refused. path: it names a file or folder that is read.
+    one is refused. several: it may be repeated, and the field is a tuple of what `parse` returns. path: it names a file
+    or folder that is read.
 
     tip: the widget's tooltip. shown, least, most: the widget's default and range where they are not those of the field.
     step, digits: the widget's step and rounding. advanced: the page folds it away. added: it came after others, so that
@@ -47,6 +48,7 @@ class Option:
     metavar: str | None = None
     parse: Callable[[str], Any] | None = None
     once: bool = False
+    several: bool = False
     path: bool = False
     tip: str = ""
     shown: Any = None

@@ -90,6 +90,7 @@ class Job:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
         images = {"image": request.image, "last_image": request.last_image, "video": request.from_video}
+        images |= {"keyframes": {one.frame: one.path for one in request.keyframes or ()} or None}
         images |= {field: getattr(request, field) for field in (*MEDIA, *SETTINGS)}
         return {
             "task": plan.task,
@@ -130,7 +131,7 @@ def check_request(options: LoadOptions, request: Request, device: torch.device) 
     """Find the models of `request` and check it, before any weights are read. Raises what loading and `generate` on
     `device` would refuse: CheckpointError, OptionError or AttentionError."""
     options = for_request(options, request)
-    models = find_models(options, image=bool(request.image or request.last_image))
+    models = find_models(options, image=bool(request.pictures))
     files = models.of["high"].path, models.low_path, lora_files(options.loras)
     job = make_job(request, models.task, models.dit, models.vae, *files)
     if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
@@ -187,7 +188,8 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
     frames, fps = given(request.frames, task.frames), given(request.fps, task.fps)
     if (driven := family_of(task).video_size(request, task, multiple)) is not None:
         return driven
-    picture = picture_size(request.image) if request.image is not None else None
+    first = request.image or (request.pictures[0] if request.keyframes else None)
+    picture = None if first is None else picture_size(first)
     if request.from_video is not None:
         columns, rows, count = video_size(request.from_video, max(1, frames))
         picture = columns, rows
@@ -216,6 +218,7 @@ def plan_request(request: Request, task: Task, width: int, height: int, frames: 
         height=height,
         frames=frames,
         from_noise=request.last_image is None and request.from_video is None,
+        known=request.known_frames(frames),
         front=len(given_fields(request, family.front)),
         beside=len(given_fields(request, family.beside)),
     )

@@ -41,7 +41,7 @@ from wan_core.sampling.denoise import Progress
 
 log = logging.getLogger(__name__)
 # What a report says of a run that decides nothing of its result.
-FILES = (*MEDIA, "image", "last_image")  # whose contents decide, and not their names
+FILES = (*MEDIA, "image", "last_image", "keyframes")  # whose contents decide, and not their names
 NOT_DECIDING = frozenset({"memory", "residency", *FILES, "models"})
 ENDING = ".latents.safetensors"  # of kept clips
 
@@ -173,7 +173,7 @@ def run_key(run: Run) -> str:
     files = [part.part.path for part in models.settings.parts.values() if part.part.path is not None]
     if job.request.audio is not None and models.speech.path is not None:
         files.append(models.speech.path)
-    media = [getattr(job.request, field) for field in FILES]
+    media = [*(getattr(job.request, field) for field in MEDIA), *job.request.pictures]
     return key_of(settings, [*files, *models.loras], [Path(path) for path in media if path is not None])
 
 

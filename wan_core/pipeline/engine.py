@@ -39,7 +39,7 @@ class LocalEngine:
 
     def load(self, options: LoadOptions, request: Request, watch: Watch = SILENT) -> Pipeline:
         """The models for `request`: those of the request before where they fit."""
-        spec = for_request(options, request), bool(request.image or request.last_image)
+        spec = for_request(options, request), bool(request.pictures)
         if self.loaded is None or self.loaded[0] != spec:
             self.loaded = None  # gone before the next is loaded
             self.loaded = spec, Pipeline.load(options, request=request, watch=watch, how=Reading(on_bytes=watch.read))

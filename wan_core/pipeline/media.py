@@ -31,11 +31,12 @@ def encode_media(run: Run, text: Conditioning) -> Conditioning:
     job = run.job
     if not job.alone:
         return condition(run, job.clips[0], clip_media(run, job.clips[0], load_media(run), None), text)
-    if job.request.image is None and job.request.last_image is None:
+    if not job.request.pictures:
         return text
-    features, vae = clip_features(run, job.clips[0], {}), run.vae()
+    features, vae, clip = clip_features(run, job.clips[0], {}), run.vae(), job.clips[0]
     with run.report.phase("encode image"):
-        return replace(text, **run.family.clip_inputs(job.task, vae, features, first_frames(run), job.clips[0]))
+        media = first_frames(run) | keyframes(run, clip)
+        return replace(text, **run.family.clip_inputs(job.task, vae, features, media, clip))
 
 
 @torch.no_grad()
@@ -69,6 +70,7 @@ def clip_media(run: Run, clip: Clip, whole: Media | None, carried: Tensor | None
     if whole is not None:
         media = {name: part.to(device) for name, part in whole.of(family.clips.driving(clip)).items()}
     media |= first_frames(run) if carried is None else {"carried": carried.to(device)}
+    media |= keyframes(run, clip)
     if family.leads:
         vae = run.vae()
         with run.report.phase("encode video"):
@@ -88,7 +90,7 @@ def condition(run: Run, clip: Clip, media: Mapping[str, Tensor], text: Condition
 def clip_features(run: Run, clip: Clip, media: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """CLIP features [1, N, C] of the pictures that the family has CLIP look at for a clip. media: of `clip_media`."""
     request, features = run.job.request, dict[str, Tensor]()
-    picture = partial(read_picture, run, request.image or request.last_image)
+    picture = partial(read_picture, run, next(iter(request.pictures), None))
     for name, frame in run.family.pictures_seen(run.job.task, media, clip, picture).items():
         encoder = run.memory.fetch("CLIP vision encoder", run.models.clip_vision)
         with run.report.phase("encode image"):
@@ -101,6 +103,17 @@ def first_frames(run: Run) -> dict[str, Tensor]:
     size, paths = (run.job.width, run.job.height), {n: getattr(run.job.request, n) for n in ("image", "last_image")}
     frames = {field: read_picture(run, path, size) for field, path in paths.items()}
     return {field: frame for field, frame in frames.items() if frame is not None}
+
+
+def keyframes(run: Run, clip: Clip) -> dict[str, Tensor]:
+    """The keyframes of a clip, as `keyframes_of` takes them; those among the frames that are carried over were known
+    in the clip before."""
+    size, begin = (run.job.width, run.job.height), clip.first + clip.carried
+    within = [one for one in run.job.request.keyframes or () if begin <= one.frame < clip.end]
+    pictures = [picture for one in within if (picture := read_picture(run, one.path, size)) is not None]
+    if not pictures:
+        return {}
+    return {"keyframes": torch.cat(pictures, 2), "keyframes_at": torch.tensor([o.frame - clip.first for o in within])}
 
 
 def read_picture(run: Run, path: str | None, size: tuple[int, int] | None = None) -> Tensor | None:

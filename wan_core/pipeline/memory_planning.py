@@ -51,8 +51,7 @@ class Workload:
 
     @classmethod
     def of(cls, job: Job) -> Workload:
-        image = job.request.image is not None or job.request.last_image is not None
-        image = image or family_of(job.task).driven
+        image = bool(job.request.pictures) or family_of(job.task).driven
         seconds = job.frames / job.fps if job.request.audio is not None else 0.0
         return cls(job.latent_shape, job.plan, job.batched, image, seconds)
 

@@ -178,8 +178,7 @@ class Pipeline:
         on_phase: called with "warm up high", "warm up low"; "compile ..." for the forward that compiles the blocks.
         """
         run = self.prepare(request)
-        image = request.image is not None or request.last_image is not None
-        workload = replace(Workload.of(run.job), image=image)
+        workload = replace(Workload.of(run.job), image=bool(request.pictures))
         known = self.models.dit_config.out_channels == 48 and request.image is not None
 
         def forward(expert: Expert) -> None:

@@ -89,7 +89,7 @@ def for_request(options: LoadOptions, request: Request) -> LoadOptions:
     """`options` with what a request asks of the embedded model: its driven variant, or its LoRAs."""
     if options.model == "tiny" and options.task is None and request.pose_video is not None:
         return replace(options, task=TINY_DRIVEN)
-    return own_loras(options, request.preset, image=bool(request.image or request.last_image))
+    return own_loras(options, request.preset, image=bool(request.pictures))
 
 
 def file_parts(options: LoadOptions, image: bool) -> Parts:

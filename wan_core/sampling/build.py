@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wan_core.config import ControlOptions, NagOptions, OptionError, PlanNumbers, SkipOptions, WindowOptions
+from wan_core.config import (
+    ControlOptions,
+    NagOptions,
+    OptionError,
+    PlanNumbers,
+    SkipOptions,
+    WindowOptions,
+    check_known,
+)
 from wan_core.config.checks import check_size
 from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
@@ -35,7 +43,7 @@ from wan_core.sampling.native.plan import (
     rising_words,
     without_moving_windows,
 )
-from wan_core.sampling.plan import Branch, Plan
+from wan_core.sampling.plan import Branch, KnownFrames, Plan
 from wan_core.sampling.presets import preset_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.schedule import with_costs
@@ -65,7 +73,7 @@ class PlanRequest(PlanNumbers):
     sigmas: a schedule in place of steps and shift. part: the steps of the schedule that run. image: the video starts
     from one. frames: of the whole video. cut: it is made in clips where it is longer than one; False: it is one clip.
     from_noise: neither a last picture nor a video is given. front: latent frames before those of the video, beside
-    those of its family. beside: frames of tokens that the transformer adds.
+    those of its family. beside: frames of tokens that the transformer adds. known: video frames that are, to be shown.
     """
 
     sigmas: Sequence[float] | None = None
@@ -84,6 +92,7 @@ class PlanRequest(PlanNumbers):
     from_noise: bool = True
     front: int = 0
     beside: int = 0
+    known: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +134,8 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     plan = schedule(request, facts)
     frames = task.frames if request.frames is None else request.frames
     check_one_way(request.windows, request.clip_frames, request.overlap)
+    check_known(request.known, frames)
+    plan = replace(plan, known=KnownFrames(request.known, frames)) if request.known else plan
     if request.windows is not None:
         plan = with_windows(plan, request.windows, (frames - 1) // vae.temporal_stride + 1)
     plan = skip_forwards(plan, request.skip, facts.high, facts.low, image=request.image, loras=facts.loras)

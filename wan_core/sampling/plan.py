@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from wan_core.config import (
     AdaptiveOptions,
@@ -152,6 +152,16 @@ def step_numbers(steps: Sequence[Step]) -> list[int]:
     return numbers
 
 
+class KnownFrames(NamedTuple):
+    """Which frames of a video of so many are known pictures, from 0."""
+
+    at: tuple[int, ...]
+    frames: int
+
+    def words(self) -> str:
+        return f"known frames: {', '.join(map(str, self.at))} of {self.frames}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The steps of one run and the settings that determine them."""
@@ -172,6 +182,7 @@ class Plan:
     before: tuple[float, ...] = ()  # sigmas of the schedule before the first step of this run
     from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
     context_windows: WindowOptions | None = None  # of steps that have windows
+    known: KnownFrames | None = None  # beside the first and the last; None: no others are
 
     @property
     def count(self) -> int:
@@ -260,6 +271,7 @@ class Plan:
             **({"nag": asdict(self.nag)} if self.nag else {}),
             **({"before": list(self.before)} if self.before else {}),
             **({"context_windows": asdict(self.context_windows)} if self.context_windows else {}),
+            **({"known": list(self.known.at)} if self.known else {}),
             **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
             "steps": [s.as_dict() for s in self.steps],
         }
@@ -270,6 +282,7 @@ class Plan:
         lines = [
             f"{self.task}: {self.step_words()}, {self.solver}, shift {self.shift:g}, boundary {self.boundary:g} "
             f"({', '.join(f'{n} {e}-noise' for e, n in count.items())}), {self.forward_words()}",
+            *([self.known.words()] if self.known else []),
             *self.notes,
             f"{'step':>4}  {'timestep':>8}  {'sigma':>7}  {'expert':<6}  {'guidance':>8}  {'branches':<11}  action",
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from PIL import Image
 
 from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, Canvas, clock
-from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.plan import KnownFrames, Plan, Step
 from wan_core.sampling.stages import runs
 
 
@@ -24,6 +24,9 @@ def draw_plan(
     if clips:
         canvas.text(24, 40, f"clips: {clips}", FAINT, 11)
 
+    if plan.known is not None:
+        _draw_known(canvas, plan.known, right)
+
     step_width = (right - left) / len(plan.steps)
     for step in plan.steps:  # whose step it is, behind everything
         x = left + step.index * step_width
@@ -41,6 +44,20 @@ def draw_plan(
         _draw_sparsity(canvas, plan, left, step_width, bottom + 88)
     _draw_legend(canvas, plan, size[1] - 24)
     return canvas.finish()
+
+
+def _draw_known(canvas: Canvas, known: KnownFrames, right: float) -> None:
+    """The frames of the video as a line above the schedule, with a mark and its number for each that is known; numbers
+    that have no room are left out."""
+    left, y, last = right - 400, 46, -40.0
+    canvas.text(left - 8, y, f"known of {known.frames} frames", FAINT, 11, "rm")
+    canvas.line([(left, y), (right, y)], LINE)
+    for frame in known.at:
+        x = left + (right - left) * frame / max(1, known.frames - 1)
+        canvas.dot(x, y, 3, INK, INK)
+        if x - last >= 24:
+            canvas.text(x, y - 5, f"{frame}", INK, 11, "ms")
+            last = x
 
 
 def _draw_axes(canvas: Canvas, plan: Plan, area: tuple[float, float, float, float]) -> None:

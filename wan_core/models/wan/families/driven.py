@@ -172,7 +172,7 @@ class ControlledFamily(MediaFamily):
         """Raise OptionError for pictures that cannot be read."""
         from wan_core.media.video import picture_size
 
-        for path in (request.reference, request.image, request.last_image):
+        for path in (request.reference, *request.pictures):
             if path is not None:
                 picture_size(path)
 
@@ -189,8 +189,7 @@ class ControlledFamily(MediaFamily):
 
         if request.control_video is not None:
             return video_facts(request.control_video)[:2]
-        path = request.image or request.last_image
-        return None if path is None else picture_size(path)
+        return picture_size(request.pictures[0]) if request.pictures else None
 
     def fit_control(self, request: Request, size: tuple[int, int], frame: Pixels) -> Pixels:
         """A frame of the control video [H, W, 3] in `size` (width, height)."""

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from wan_core.config import OptionError, Request
+from wan_core.config.table import table
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig, PreparedForm
 from wan_core.models.wan.families import plain
@@ -32,13 +33,13 @@ Inputs: TypeAlias = "dict[str, Any]"
 Hear: TypeAlias = "Callable[[str], Tensor]"  # the states [W, n, C] that a speech encoder makes of a sound file
 
 # Fields of a request: videos; all files that may drive a video; what drives it and is no file; settings beside them;
-# what a video begins with.
+# what a video begins with, and frames of it that are known.
 VIDEOS = ("pose_video", "face_video", "background", "mask")
 MEDIA = ("reference", *VIDEOS, "control_video", "audio")
 OTHERS = ("outpaint", "camera")
 STRENGTHS = ("pose_strength", "reference_strength")
 SETTINGS = ("pose_prompt", *STRENGTHS, "face_guidance")
-BEGINS = ("image", "last_image", "from_video", "denoise")
+BEGINS = ("image", "last_image", "keyframes", "from_video", "denoise")
 
 
 # Metadata of a file in which programs put the name of its model.
@@ -132,7 +133,7 @@ class InputReaders(NamedTuple):
 
 def option(field: str) -> str:
     """The option of the command line for a field of a request."""
-    return "--" + field.replace("_", "-")
+    return "--" + table(Request)[field].flag.replace("_", "-")
 
 
 def given_fields(request: Request, fields: Iterable[str]) -> list[str]:
@@ -257,14 +258,13 @@ class Family(ABC):
             raise OptionError(
                 f"denoise {request.denoise:g} given without a video to start from: give --from-video as well"
             )
-        if task.image == "channels" and not (request.image or request.last_image):
+        if task.image == "channels" and not request.pictures:
             raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
         self.check_begins(task, given_fields(request, BEGINS))
         from wan_core.media.video import picture_size
 
-        for path in (request.image, request.last_image):
-            if path is not None:
-                picture_size(path)  # a picture that cannot be read is found now
+        for path in request.pictures:
+            picture_size(path)  # a picture that cannot be read is found now
 
     def check_fields(self, request: Request, task: Task) -> None:
         """Raise OptionError for media and settings that a task does not take."""
@@ -276,10 +276,11 @@ class Family(ABC):
 
     def check_begins(self, task: Task, fields: list[str]) -> None:
         """Raise OptionError for what no video of a task begins with. fields: those of `BEGINS` that are given."""
-        if task.image == "none" and any("image" in field for field in fields):
-            raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
-        if task.image != "channels" and "last_image" in fields:
-            raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
+        pictures = [option(field) for field in fields if field in ("image", "last_image", "keyframes")]
+        if task.image == "none" and pictures:
+            raise OptionError(f"{task.name} takes no image: leave {pictures[0]} out, or load an image-to-video model")
+        if task.image != "channels" and pictures not in ([], ["--image"]):
+            raise OptionError(f"{task.name} takes a first frame only: leave {pictures[-1]} out")
 
     def video_size(self, request: Request, task: Task, multiple: int) -> VideoSize | None:
         """What the video is where media say what the request leaves open: sides are multiples of so many pixels. None:

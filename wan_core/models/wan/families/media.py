@@ -59,6 +59,15 @@ def as_video(pixels: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(pixels).permute(3, 0, 1, 2)[None] / 127.5 - 1
 
 
+def keyframes_of(media: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """The keyframes of a clip, by their place in it: each [1, 3, 1, H, W] in -1..1. media: `keyframes` is all of them,
+    `keyframes_at` their places."""
+    if "keyframes" not in media:
+        return {}
+    places = [int(place) for place in media["keyframes_at"]]
+    return dict(zip(places, media["keyframes"].split(1, dim=2), strict=True))
+
+
 def pixels_to_video(pixels: Tensor) -> Tensor:
     """Pictures [F, H, W, 3] in 0..1, as on ComfyUI's IMAGE socket -> a video [1, 3, F, H, W] in -1..1."""
     return (pixels.float() * 2 - 1).permute(3, 0, 1, 2)[None]

@@ -129,7 +129,7 @@ class VaceFamily(ControlledFamily):
     branch_keys = conditioning_keys
     strength_key = STRENGTH
     clips = ClipRules(overlaps=(5, 1, 9, 13), padded=whole_latents)
-    takes = ("control_video", "mask", "outpaint", "reference", "image", "last_image")
+    takes = ("control_video", "mask", "outpaint", "reference", "image", "last_image", "keyframes")
     front = ("reference",)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
@@ -204,7 +204,7 @@ class VaceFamily(ControlledFamily):
         for field in ("mask", "outpaint"):
             if getattr(request, field) is not None and request.control_video is None:
                 raise OptionError(f"--{field} says what of a video is made anew: give --control-video as well")
-        if request.outpaint is not None and (request.image or request.last_image):
+        if request.outpaint is not None and request.pictures:
             raise OptionError(
                 "--outpaint and --image given: frames that are known are not as large as the padded video"
             )

@@ -20,7 +20,7 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.media import WHITE, read_fitted, read_picture
+from wan_core.models.wan.families.media import WHITE, keyframes_of, read_fitted, read_picture
 from wan_core.models.wan.families.vace import is_picture
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 
@@ -104,8 +104,8 @@ def control_of_media(
     ComfyUI's CONDITIONING carries them. A latent frame of each reference picture is in front.
 
     encode: [1, 3, F, H, W] in -1..1 -> latents. media: `mask` of what changes; `control_video`, grey where there is
-    none; the known frames `image`, `last_image` and `carried`; `reference` pictures [N, 3, 1, H, W]. Source:
-    VACE/vace/models/wan/wan_vace.py.
+    none; the known frames `image`, `last_image`, `carried` and those of `keyframes_of`; `reference` pictures [N, 3, 1,
+    H, W]. Source: VACE/vace/models/wan/wan_vace.py.
     """
     changes = (media["mask"][0, 0] >= 0).to(media["mask"].dtype)  # [F, H, W]
     video = media["control_video"].clone() if "control_video" in media else torch.zeros_like(media["mask"])
@@ -114,6 +114,8 @@ def control_of_media(
             count = media[name].shape[2]
             known = slice(clip.frames - count, None) if name == "last_image" else slice(count)
             video[:, :, known], changes[known] = media[name], 0
+    for frame, picture in keyframes_of(media).items():
+        video[:, :, frame], changes[frame] = picture[:, :, 0], 0
     latents = torch.cat([encode(video * (1 - changes)), encode(video * changes)], 1)
     mask = mask_channels(changes, latents.shape[2], vae.spatial_stride)[None]
     references = [encode(picture[None]) for picture in media.get("reference", ())]

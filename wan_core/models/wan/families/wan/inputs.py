@@ -8,17 +8,21 @@ Source: Wan2.2/wan/image2video.py, textimage2video.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.config.checks import OptionError
+from wan_core.config import OptionError, check_known
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.media import keyframes_of
+
+NO_KEYFRAMES: Mapping[int, Tensor] = MappingProxyType({})
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
@@ -64,28 +68,35 @@ def read_features(task: Task, output: Any) -> Tensor:
     return features.float()
 
 
-def image_channels(vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Tensor:
-    """The 4 mask and C image channels of I2V: [1, 4 + C, T, Y, X], float32, normalised.
-
-    first, last: known frames at the beginning and the end, [1, 3, N, H, W] in -1..1, either may be None.
-    """
-    video, unknown = known_frames(first, last, frames)
+def image_channels(
+    vae: VideoVAE,
+    first: Tensor | None,
+    last: Tensor | None,
+    frames: int,
+    keyframes: Mapping[int, Tensor] = NO_KEYFRAMES,
+) -> Tensor:
+    """The 4 mask and C image channels of I2V: [1, 4 + C, T, Y, X], float32, normalised. first, last, keyframes: see
+    `known_frames`."""
+    video, unknown = known_frames(first, last, frames, keyframes)
     latents = vae.encode(video)
     return join_image(latents, frame_mask(unknown, latents), vae.config)
 
 
-def known_frames(first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
-    """A clip [1, 3, F, H, W] of which the first frames, the last or both are known, and which are not [F] (1: unknown).
+def known_frames(
+    first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor] = NO_KEYFRAMES
+) -> tuple[Tensor, Tensor]:
+    """A clip [1, 3, F, H, W] of which some frames are known, and which are not [F] (1: unknown).
 
-    The unknown frames between are grey (0): so the model was trained. Raises OptionError where nothing is known, and
-    where more is known than there are frames.
+    first, last: known frames at the beginning and the end, [1, 3, N, H, W] in -1..1, either may be None. keyframes: by
+    their place, [1, 3, 1, H, W] each. The unknown frames between are grey (0): so the model was trained. Raises
+    OptionError where nothing is known, one frame twice, and more than there are frames.
     """
-    either = first if first is not None else last
-    if either is None:
+    pictures = [*(image for image in (first, last) if image is not None), *keyframes.values()]
+    if not pictures:
         raise OptionError("image conditioning needs a first frame, a last frame or both; none was given")
-    video = either.new_zeros(1, 3, frames, *either.shape[-2:])
+    video = pictures[0].new_zeros(1, 3, frames, *pictures[0].shape[-2:])
     unknown = video.new_ones(frames)
-    known = sum(image.shape[2] for image in (first, last) if image is not None)
+    known = sum(image.shape[2] for image in pictures)
     if known > frames:
         raise OptionError(f"{known} known frames given for a video of {frames}: give fewer, or make a longer video")
     if first is not None:
@@ -94,7 +105,19 @@ def known_frames(first: Tensor | None, last: Tensor | None, frames: int) -> tupl
     if last is not None:
         video[:, :, -last.shape[2] :] = last
         unknown[-last.shape[2] :] = 0
+    if keyframes:
+        check_known([*(int(place) for place in (unknown == 0).nonzero()), *keyframes], frames)
+    for place, picture in keyframes.items():
+        video[:, :, place : place + 1] = picture
+        unknown[place] = 0
     return video, unknown
+
+
+def known_of(unknown: Tensor) -> tuple[int, ...]:
+    """The video frames that are known by a mask of latents, as ComfyUI's CONDITIONING carries it: [1 or B, 1 or 4, T,
+    Y, X]. The first frame is four channels, as in `mask_channels`."""
+    each = (unknown[0].float().mean((-2, -1)) < 0.5).expand(4, -1).T.flatten()[3:]  # [F]
+    return tuple(int(place) for place in each.nonzero())
 
 
 def clip_inputs(
@@ -104,7 +127,8 @@ def clip_inputs(
     the clip before."""
     first, features = media.get("carried", media.get("image")), {"image_features": seen.get("image")}
     if task.image == "channels":
-        return {"concat": image_channels(vae, first, media.get("last_image"), clip.frames), **features}
+        known = first, media.get("last_image"), clip.frames, keyframes_of(media)
+        return {"concat": image_channels(vae, *known), **features}
     assert task.image == "first frame" and first is not None
     return {"known": vae.normalise(vae.encode(first)), **features}  # the first latent frames: [1, C, K, Y, X]
 
