@@ -26,8 +26,9 @@ def guarded(name: str, size: str, reason: str | None, make: Callable[[], Row]) -
 
 COLUMNS = (
     "seconds", "spread", "ratio", "ratio_to_native_gpus", "times_diffusers", "moved_gib", "exchange_share", "tflops",
-    "of_peak", "peak_gib", "weights_gib", "activation_gib", "compile_seconds", "compilations", "error", "outliers",
-    "share", "forwards", "gb_s", "host_gib", "slowdown", "planned_gib", "plan_error", "resident_blocks",
+    "of_peak", "peak_gib", "weights_gib", "activation_gib", "compile_seconds", "compilations", "error",
+    "largest_error", "outliers", "share", "forwards", "gb_s", "host_gib", "slowdown", "planned_gib", "plan_error",
+    "resident_blocks",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Suite `sparse`: whole videos with sparse attention.
 
-SETTING           a whole video, by phase, as `quality --setting` writes it: magcache:balanced+sparse:balanced
+SETTING           a whole video, by phase, as `quality --setting` writes it: magcache:balanced+sparse:balanced.
+                  With a bound (sparse:bound:0.06) also the share of the blocks and the errors of each step
 SETTING@STEPS     the same in so many steps without guidance, as step-distilled weights are run
 native            one forward of ComfyUI's own transformer, compiled, and what a run of the task's steps with guidance
                   takes at that, our encoding and decoding included
@@ -11,7 +12,7 @@ Weights are random: times mean something, videos do not.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -118,11 +119,12 @@ class Trial:
         # What is compiled and tuned on first use is no part of a video: two steps, one of each expert, come before.
         stages = request.skip.stages if request.skip else ()
         sparse = request.skip.sparse if request.skip else None
-        ways = sparse and replace(sparse, sparsity=0.875, dense_steps=0.0)
+        ways = sparse and (sparse if sparse.bound else replace(sparse, sparsity=0.875, dense_steps=0.0))
         kind = size, ways, *(stage.scale for stage in stages)
         if kind not in self.warm:
             skip = SkipOptions(sparse=ways) if ways else None
-            pipe.generate(Request(**{**vars(request), "steps": 2, "boundary": 0.9, "skip": skip}))
+            few_steps = 4 if ways and ways.bound else 2  # a bounded run begins dense, and then with half of the blocks
+            pipe.generate(Request(**{**vars(request), "steps": few_steps, "boundary": 0.9, "skip": skip}))
             for stage in stages:
                 skip = SkipOptions(sparse=skip and skip.sparse, stages=(replace(stage, low=0.9, high=1.0),))
                 pipe.generate(Request(**{**vars(request), "steps": 3, "skip": skip}))
@@ -132,13 +134,24 @@ class Trial:
         name = f"{entry}, {setup.name}"
         for phase, numbers in found["phases"].items():
             yield {"name": f"{name}: {phase}", "size": size, **numbers}
+        for step in result.report.attention:
+            yield {"name": f"{name}: {step['expert']} step {step['step']}", "size": size, **step_numbers(step)}
         total = sum(p.seconds for key, p in result.report.phases.items() if key != "load")
         row: Row = {"name": f"{name}: total", "size": size, "seconds": round(total, 3)}
         row["peak_gib"] = round(max((p.peak for p in result.report.phases.values()), default=0) / GIB, 3)
         row |= {"forwards": result.plan.forwards, "notes": result.report.notes}
+        row |= {"attention": result.report.attention} if result.report.attention else {}
         if size in self.native_forward and not few:
             default = find_task(result.plan.task)
             ours = sum(p.seconds for key, p in result.report.phases.items() if key in ("text", "decode"))
             native = 2 * (steps or default.steps) * self.native_forward[size] + ours
             row |= {"native_seconds": round(native, 2), "ratio": round(native / total, 3), "ratio_to": NATIVE}
         yield row
+
+
+def step_numbers(step: Mapping[str, Any]) -> Row:
+    """The mean share of the blocks that a step read, its error (the mean over the layers), and the largest."""
+    errors = [error or 0.0 for error in step["errors"]]
+    shares = step["shares"]
+    mean = sum(errors) / len(errors)
+    return {"share": round(sum(shares) / len(shares), 4), "error": round(mean, 5), "largest_error": max(errors)}

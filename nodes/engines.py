@@ -173,6 +173,7 @@ class ComfyEngine:
             on_step=on_step,
             on_leftover=on_leftover,
             checks=BlockChecks(host.check_interruption),
+            files={expert: part.path for expert, part in run.model.experts.of.items()},
         )
 
 

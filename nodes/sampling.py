@@ -25,6 +25,7 @@ from wan_core.sampling.control import nag_words
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.sparsity.bounds import run_words
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.start import Leftover, Start
 
@@ -144,12 +145,14 @@ class WanCoreSampler(io.ComfyNode):
             host.show("compiling in the first step ...")
         run = Sampling(model, replace(workload, batched=batched), conditioning, start, report, notes)
         samples, leftover = _sample(run, shown)
-        lines = "\n".join([*shown, plan.table().splitlines()[0], f"done in {clock(report.total_seconds)}"])
+        lines = [*shown, plan.table().splitlines()[0]]
+        lines += [run_words(report.attention, plan.bound)] if report.attention and plan.bound else []
+        text = "\n".join([*lines, f"done in {clock(report.total_seconds)}"])
         made: dict[str, Any] = {"samples": samples}
         if leftover is not None:
             made |= {key: latent[key] for key in ("noise_mask", "batch_index") if key in latent}
             made[LEFTOVER] = leftover, samples
-        return io.NodeOutput(made, report, ui=ui.PreviewText(lines))
+        return io.NodeOutput(made, report, ui=ui.PreviewText(text))
 
 
 def _start(latent: dict[str, Any], latents: Tensor | None, seed: int, add_noise: str) -> Start:
@@ -239,6 +242,7 @@ class Watcher:
         remaining = "" if seconds is None else f", {each:.3g} s a step, {clock(progress.left(seconds))} left"
         pictures = self.rgb.pictures(progress.preview()) if self.rgb else []
         line = f"step {done} of {total}, {step.expert}-noise expert{remaining}"
+        line += "" if progress.attention is None else f", attention {progress.attention.words()}"
         self.progress.update(done, total, "\n".join([*self.warnings, line]), pictures, self.frames_per_second)
 
     def close(self) -> None:

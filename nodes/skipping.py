@@ -20,12 +20,13 @@ from wan_core.config import (
     TaylorSeerOptions,
     check_choice,
 )
+from wan_core.config.table import table
 from wan_core.sampling.cache.arguments import speed_options
 from wan_core.sampling.cache.curves import CURVE_FILES
 from wan_core.sampling.cache.magcache import PRESETS as CACHES
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
-from wan_core.sampling.sparsity.schedule import PRESETS
+from wan_core.sampling.sparsity.schedule import BOUND, PRESETS, bounded
 from wan_core.sampling.speed_presets import SUFFIX as SPEEDS
 from wan_core.sampling.speed_presets import speed_names
 
@@ -187,11 +188,12 @@ class WanCoreSparseAttention(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "preset",
-                    options=[*PRESETS, CUSTOM],
+                    options=[*PRESETS, CUSTOM, BOUND],
                     default="balanced",
-                    tooltip="quality, balanced or fast; custom uses the numbers below, which have no effect otherwise.",
+                    tooltip="quality, balanced or fast; custom uses the numbers below, which have no effect otherwise. "
+                    "bound: as much as keeps the error of attention within `bound`.",
                 ),
-                *widgets(SparseOptions),
+                *widgets(SparseOptions, *(name for name in table(SparseOptions) if name != BOUND)),
             ],
             later=[
                 io.Combo.Input(
@@ -206,6 +208,7 @@ class WanCoreSparseAttention(io.ComfyNode):
                     "for each. Of the time of dense attention, error takes 1 % more, slope and parts 8. Not with "
                     "pooled off.",
                 ),
+                *widgets(SparseOptions, BOUND),
             ],
         )
 
@@ -220,12 +223,13 @@ class WanCoreSparseAttention(io.ComfyNode):
         mass: float | None = None,
         pooled: bool | None = None,
         unselected: str | None = "means",
+        bound: float | None = 0.06,
     ) -> bool:
-        if not (preset is None or mass is None or pooled is None or unselected is None):
-            check_choice("preset", preset, (*PRESETS, CUSTOM))
+        if not (preset is None or mass is None or pooled is None or unselected is None or bound is None):
+            check_choice("preset", preset, (*PRESETS, CUSTOM, BOUND))
             check_choice("unselected", unselected, tuple(UNSELECTED))
-            chosen = SparseOptions(sparsity=0.5, mass=mass or None, pooled=pooled)
-            replace(chosen if preset == CUSTOM else PRESETS[preset], **UNSELECTED[unselected])
+            chosen = sparse_options(preset, bound, sparsity=0.5, mass=mass or None, pooled=pooled)
+            replace(chosen, **UNSELECTED[unselected])
         return True
 
     @classmethod
@@ -236,11 +240,17 @@ class WanCoreSparseAttention(io.ComfyNode):
         kernel: str,
         skipping: SkipOptions | None = None,
         unselected: str = "means",
+        bound: float = 0.06,
         **numbers: Any,
     ) -> io.NodeOutput:
-        custom = SparseOptions(mass=mass or None, **numbers)
-        chosen = custom if preset == CUSTOM else PRESETS[preset]
+        chosen = sparse_options(preset, bound, mass=mass or None, **numbers)
         return joined(skipping, sparse=replace(chosen, kernel=kernel, **UNSELECTED[unselected]))
+
+
+def sparse_options(preset: str, bound: float, **numbers: Any) -> SparseOptions:
+    """What a preset stands for; of custom, `numbers`. Raises OptionError."""
+    custom = SparseOptions(**numbers)
+    return bounded(bound) if preset == BOUND else custom if preset == CUSTOM else PRESETS[preset]
 
 
 class WanCoreResolutionSchedule(io.ComfyNode):

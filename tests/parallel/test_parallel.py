@@ -513,6 +513,35 @@ def test_sparse_trajectories_over_a_ring(ranks, alone, mesh, request_):
     assert parallel_checks.relative(alone(request={**request, "sparse": None})[0], wanted[0]) > 5e-2
 
 
+BOUNDED = {"sparsity": 0.75, "dense_steps": 0, "ramp": 0, "bound": 0.12, "slope": True, "score": "error"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "request_"),
+    [
+        ("1x1x3", {}),  # 2, 1 and 1 of 4 heads
+        ("1x2x1", {}),
+        ("1x2x2", TALL),
+        ("2x1x1", {"guidance": {"low": 0.5, "high": 0.97}}),  # one branch runs alone, before and after
+        ("2x1x2", {"steps": 12, "magcache": {**MAGCACHE, "rule": "published"}}),  # a branch is skipped
+    ],
+    ids=["ulysses", "ring", "both", "guidance", "cache"],
+)
+def test_ranks_measure_what_one_rank_measures(ranks, alone, mesh, request_):
+    """And read as much, in every layer and step. Sums are added in another order."""
+    request = {"steps": 8, "sparse": BOUNDED, **request_}
+    answers, wanted = together(ranks, mesh=mesh, request=request), alone(request=request)
+    found, expected = answers[0][2]["attention"], wanted[2]["attention"]
+    assert all(said["attention"] == found for _, _, said in answers)
+    assert [(step["step"], step["shares"]) for step in found] == [(step["step"], step["shares"]) for step in expected]
+    assert len({share for step in found for share in step["shares"]}) > 3
+    for name in ("errors", "worst_heads"):
+        for one, other in zip(found, expected, strict=True):
+            mine, theirs = ([number or 0.0 for number in step[name]] for step in (one, other))
+            assert mine == pytest.approx(theirs, rel=0.02)
+    equal_on_all(answers, wanted)
+
+
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x2x2"])
 @pytest.mark.parametrize("attention", ["sdpa", "math-fp8"])
 def test_a_sparse_forward_with_frames_of_their_own_timesteps(ranks, mesh, attention):

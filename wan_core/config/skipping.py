@@ -182,6 +182,8 @@ class SparseOptions:
     mean, or by those of `parts` parts of them; slope: their values follow the scores of their keys, to first order.
     reuse: number of computed steps that use one selection, the step that made it included. budgets: use calibrated
     shares of blocks per layer if the checkpoint has a coverage file beside it.
+    bound: the run measures the relative error of attention's output and reads as much as keeps it at most so large, in
+    every layer; `sparsity` is what is expected then, and `floor` the least share of the blocks that is read.
 
     `wan_core.sampling.sparsity` has the presets and the schedule, `wan_core.ops.attention.sparse` the computation.
     """
@@ -273,9 +275,27 @@ class SparseOptions:
         tip="auto uses the fastest kernel that runs here: FP8 if the loader's attention is FP8 (Hopper).",
         words={name: name for name in SPARSE_KERNELS},
     )
+    bound: float | None = option(
+        None,
+        name="bound on the error of attention",
+        low=0.001,
+        high=1,
+        advice="0.03 is careful, 0.12 fast",
+        tip="For the preset bound: the run measures how far each layer's attention is from dense attention, and reads "
+        "as much as keeps this relative error. 0.03 is careful, 0.12 fast. The steps are not known beforehand.",
+        shown=0.06,
+        step=0.01,
+        digits=0.0001,
+        added=True,
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        if self.bound is not None and (self.mass is not None or self.dense_steps or self.ramp or not self.sparsity):
+            raise OptionError(
+                "a bound on the error of attention decides in the run how much is read: leave attention mass, dense "
+                "steps and ramp out"
+            )
         if self.parts not in SPARSE_PARTS:
             raise OptionError(f"{self.parts} parts of a block given; allowed are {', '.join(map(str, SPARSE_PARTS))}")
         if self.mass is not None and self.score == "error":

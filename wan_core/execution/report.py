@@ -70,6 +70,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     workers: str | None = None  # the device that ran it, if it was not this process's
     warnings: list[str] = field(default_factory=list)  # those of `notes` that are shown before everything else
+    attention: list[dict[str, Any]] = field(default_factory=list)  # what bounded attention read and measured, by step
 
     def branch(self) -> Report:
         """A copy to which phases can be added without changing this report."""
@@ -130,6 +131,7 @@ class Report:
             "peak_host_gib": round(host_peak_bytes() / GIB, 3),
             "notes": self.notes,
             "warnings": self.warnings,
+            **({"attention": self.attention} if self.attention else {}),
         }
 
     def save(self, path: str | Path) -> None:

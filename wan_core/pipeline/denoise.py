@@ -6,7 +6,9 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,16 +18,18 @@ from wan_core.execution.report import Report, StepClock
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.chords import TimeStretch
-from wan_core.parallel.conditioning import SplitBranches
+from wan_core.parallel.conditioning import SplitBranches, SumsOverRanks
 from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.run import OnStep, Run
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Integrator, Owner, Progress, denoise
-from wan_core.sampling.guided import Branching, RunBranches
+from wan_core.sampling.guided import Branching
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.solvers import History
+from wan_core.sampling.sparsity.last_run import write_last
+from wan_core.sampling.sparsity.measured import Measurements
 from wan_core.sampling.start import Leftover, Start, finished
 
 
@@ -54,6 +58,7 @@ def sample(
         on_step=on_step,
         checks=checks,
         ranks=models.ranks,
+        files={"high": models.checkpoint, "low": models.low_checkpoint},
     )
 
 
@@ -72,16 +77,17 @@ def sample_latents(
     on_leftover: Callable[[Leftover], None] = lambda _: None,
     checks: BlockChecks | None = None,
     ranks: RankMesh | None = None,
+    files: Mapping[Expert, Path | None] | None = None,
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X], the noisy sample at its first sigma, to un-normalised latents of the
     same shape, float32, timing every step.
 
     start: what `noise` was made of, for solvers that need more than that. ranks: those that run this together. vae: of
     the VAE whose latents these are. on_step and checks may raise to interrupt. on_leftover: told what another run can
-    go on with, where noise is left over.
+    go on with, where noise is left over. files: of the experts, beside which it is kept what a bounded run took.
     """
     checks = checks or BlockChecks()
-    clock, forwards = StepClock(report), 0
+    clock, forwards, measurements = StepClock(report), 0, Measurements()
 
     def note(progress: Progress) -> None:
         nonlocal forwards
@@ -104,8 +110,9 @@ def sample_latents(
         Timed(owner, clock),
         conditioning,
         noise,
-        branching=Branching(batched=batched, run=branches_over(ranks, checks), together=ranks is not None),
+        branching=branching_over(ranks, checks, batched),
         integrator=integrator,
+        measurements=measurements,
         on_step=note,
         on_block=checks.after_block,
     )
@@ -116,6 +123,9 @@ def sample_latents(
             f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
         )
     report.notes += plan.notes
+    measurements.add_to(report.attention, report.notes)
+    if ranks is None or ranks.rank == 0:
+        write_last(plan.task, plan.sparse, files or {}, report.attention)
     if plan.sigmas[-1] > 0:
         on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, integrator.history._replace(noise=None)))
     return finished(x, plan, vae, conditioning.known)
@@ -136,8 +146,13 @@ class Timed:
         return model
 
 
-def branches_over(ranks: RankMesh | None, checks: BlockChecks) -> RunBranches | None:
-    """How ranks run the guidance branches of a step; None: each runs both, or shares each forward."""
-    if ranks is not None and ranks.cfg.size == 2:
-        return SplitBranches(ranks, checks.before_exchange)
-    return FollowingBranches(ranks) if ranks is not None and ranks.layers.size > 1 else None
+def branching_over(ranks: RankMesh | None, checks: BlockChecks, batched: bool) -> Branching:
+    """How ranks run the guidance branches of a step: each runs both, or shares each forward, but where branches have
+    ranks of their own or go through the layers of several."""
+    if ranks is None:
+        return Branching(batched=batched)
+    branching = Branching(batched=batched, together=True, sums=SumsOverRanks(ranks))
+    if ranks.cfg.size == 2:
+        split = SplitBranches(ranks, checks.before_exchange)
+        return replace(branching, run=split, mine=split.mine)
+    return replace(branching, run=FollowingBranches(ranks)) if ranks.layers.size > 1 else branching

@@ -257,6 +257,8 @@ def forward_each_kind(
         if step.nag and plan.nag is not None:
             seen = text.with_negative(text, nag_numbers(plan.nag, device))
         alike = [other for other in steps if other.scale == step.scale]
-        with sparse_attention(model, plan, alike, grid):
+        with sparse_attention(model, plan, alike, grid) as bounded:
+            if bounded is not None and step.sparsity:
+                bounded.begin(-1)  # the first step, which is dense
             model(x[..., :rows, :columns], timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
     begin_run(model)

@@ -19,6 +19,7 @@ from wan_core.config.outputs import write_text
 
 # Only these known endings are removed: the dot of "wan2.2_t2v_high" is part of the name.
 _ENDINGS = (".index.json", ".safetensors", ".gguf", ".pth")
+ASSETS = Path(__file__).parents[1] / "assets"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,11 @@ class CalibrationFiles(Generic[T]):
                 "the file away"
             )
         return measured
+
+
+def is_embedded(checkpoint: Path) -> bool:
+    """Whether a checkpoint is part of this package: nothing is written there."""
+    return ASSETS in checkpoint.absolute().parents
 
 
 def rounded(value: Any, digits: int | None) -> Any:

@@ -27,6 +27,8 @@ from wan_core.sampling.pace import Pace
 from wan_core.sampling.plan import Expert, Plan, Step
 from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.solvers import NOISY, SOLVERS, History, Solver
+from wan_core.sampling.sparsity.bounds import StepErrors
+from wan_core.sampling.sparsity.measured import Measurements
 from wan_core.sampling.sparsity.run import sparse_attention
 from wan_core.sampling.stages import runs
 
@@ -48,6 +50,7 @@ class Progress:
     forwards: int  # runs of all blocks in this step, and over a driving video before it
     latents: Tensor | None = None  # normalised, at step.sigma_next; of workers what `preview` returns, if they send it
     velocity: Tensor | None = None  # predicted at step.sigma; None: it ran in workers
+    attention: StepErrors | None = None  # of the newest step whose error is known, where attention's has a bound
     clip: tuple[int, int] = (1, 1)  # of a long video: which one, from 1, of how many
     later: float = 0.0  # later clips take so many forwards of this one
 
@@ -129,6 +132,7 @@ def denoise(
     *,
     branching: Branching = ALONE,
     integrator: Integrator | None = None,
+    measurements: Measurements | None = None,
     on_step: Callable[[Progress], None] | None = None,
     on_block: Callable[[], None] | None = None,
 ) -> Tensor:
@@ -137,6 +141,7 @@ def denoise(
     noise: the noisy sample at the first step's sigma. Where the plan ends above 0, what is returned is noisy too.
     owner: where memory runs out and it finds some, the step is run again, from the latents of the one before.
     integrator: None is a new one; its history is that of the end then.
+    measurements: gets what bounded sparse attention measures.
     on_step: called after every step; may raise to interrupt.
     on_block: called after every block; may raise to interrupt. With it, the host is only a few blocks ahead of a GPU.
     Raises NonFiniteError within a few steps of the first non-finite latent.
@@ -155,7 +160,9 @@ def denoise(
         guided = attempt(Guided, model, resolution, plan, phase, len(x), branching, pace)
         for run in runs(phase):
             # Sparse attention orders the tokens around everything else; residuals are kept in that order.
-            with sparse_attention(model, plan, run, tuple(x.shape[2:])), residuals(model, run):
+            shape, sums = tuple(x.shape[2:]), branching.sums
+            attention = sparse_attention(model, plan, run, shape, measurements, sums)
+            with attention as guided.bounded, residuals(model, run):
                 for step in run:
                     attempt(guided.prepare, step)
                     if step.index in changes:
@@ -164,7 +171,8 @@ def denoise(
                     x = hold_known(integrator.step(x, velocity, step), conditioning)
                     watch.note(step.index, x)
                     if on_step is not None:
-                        on_step(Progress(step, plan, forwards, x, velocity))
+                        errors = None if guided.bounded is None else guided.bounded.newest()
+                        on_step(Progress(step, plan, forwards, x, velocity, errors))
         del guided, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     integrator.history = integrator.history._replace(video=resolution.video)

@@ -21,6 +21,7 @@ from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.resolution import Resolution
+from wan_core.sampling.sparsity.measured import Bounded, RankSums
 from wan_core.sampling.windowed import in_windows
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
@@ -36,12 +37,15 @@ RunBranches = Callable[[Sequence[Branch], Callable[[Branch], Tensor], tuple[int,
 @dataclass(frozen=True, kw_only=True)
 class Branching:
     """How the guidance branches of a step run. batched: both as one forward (see `choose_batched`). run: splits them
-    over ranks; None: here, one after the other or batched. together: several ranks run the loop with the same
-    arguments, and all return the same latents."""
+    over ranks; None: here, one after the other or batched. mine: the branch of this rank where each has ranks of its
+    own. together: several ranks run the loop with the same arguments, and all return the same latents. sums: over these
+    ranks."""
 
     batched: bool = False
     run: RunBranches | None = None
+    mine: Branch | None = None
     together: bool = False
+    sums: RankSums | None = None
 
 
 ALONE = Branching()
@@ -63,7 +67,8 @@ class Guided:
         self.model = model
         self.after_block = after_block
         self.resolution, self.conditioning = resolution, resolution.conditioning
-        self.run_branches = branching.run
+        self.run_branches, self.mine = branching.run, branching.mine
+        self.bounded: Bounded | None = None  # of the steps that follow
         self.batched = branching.batched and branching.run is None
         self.windows = plan.context_windows
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
@@ -143,8 +148,13 @@ class Guided:
     ) -> dict[Branch, Tensor]:
         """The velocity of each branch that the step has. spacing: of rows and columns (`ForwardInfo`)."""
 
+        computed: tuple[Branch, ...] = tuple(branch for branch in step.branches if branch not in skipped)
+        each_apart = self.mine is not None and len(computed) == 2
+
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
-            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, spacing, step.control)
+            return ForwardInfo(
+                step.index, branches, skip, step.sparsity, self.after_block, spacing, step.control, both=each_apart
+            )
 
         def forward(branch: Branch) -> Tensor:
             text = self.nag_text if step.nag else self.text[branch]
@@ -153,7 +163,11 @@ class Guided:
 
         if self.run_branches is not None:
             config = self.model.config
-            return self.run_branches(step.branches, forward, (inputs.shape[0], config.out_channels, *inputs.shape[2:]))
+            shape = inputs.shape[0], config.out_channels, *inputs.shape[2:]
+            velocities = self.run_branches(step.branches, forward, shape)
+            if self.bounded is not None and self.mine is not None and len(computed) == 1:
+                self.bounded.share_branch(step.index, config.num_layers, computed[0], self.mine in computed)
+            return velocities
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
             run = info(step.branches, bool(skipped))
             both = self.predict(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both, step, run)

@@ -190,6 +190,11 @@ class Plan:
         return sum(not step.correction for step in self.steps)
 
     @property
+    def bound(self) -> float | None:
+        """On the error of attention, if the run keeps one."""
+        return None if self.sparse is None else self.sparse.bound
+
+    @property
     def reads_negative(self) -> bool:
         """Whether any step needs the negative prompt."""
         return self.guided or any(step.nag for step in self.steps)

@@ -26,6 +26,7 @@ from wan_core.pipeline.pipeline import Result, WriteVideo
 from wan_core.pipeline.run import SILENT, OnStep, Watch
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
+from wan_core.sampling.sparsity.bounds import StepErrors
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.launcher import Workers
 from wan_core.workers.wire import pack, report_from, unpack
@@ -78,6 +79,7 @@ class WorkerEngine:
             elif header["name"] == "step" and watch.step is not None:
                 assert plan is not None
                 place = {"clip": tuple(header["clip"]), "later": header["later"]}
+                place["attention"] = unpack(StepErrors | None, header["attention"])
                 watch.step(Progress(plan.steps[header["step"]], plan, header["forwards"], **place), header["seconds"])
 
         fields = {
@@ -125,7 +127,9 @@ class WorkerEngine:
                 log.warning("%s", header["text"])
             elif header["name"] == "step" and on_step is not None:
                 step = plan.steps[header["step"]]
-                on_step(Progress(step, plan, header["forwards"], tensors.get("preview")), header["seconds"])
+                errors = unpack(StepErrors | None, header["attention"])
+                picture = tensors.get("preview")
+                on_step(Progress(step, plan, header["forwards"], picture, attention=errors), header["seconds"])
 
         tensors: dict[str, Tensor] = {}
         fields = {
@@ -261,6 +265,7 @@ def add_report(report: Report, data: Mapping[str, Any]) -> None:
     report.settings |= other.settings
     report.notes += other.notes
     report.warnings += other.warnings
+    report.attention += other.attention
     for name, phase in other.phases.items():
         if name in report.phases:
             phase.seconds += report.phases[name].seconds

@@ -190,6 +190,7 @@ class Jobs:
             on_step=self.on_step(between, preview=True),
             checks=between,
             ranks=ranks,
+            files={"high": models.checkpoint, "low": models.low_checkpoint},
         )
         self.keep(header["keep"], latents, header["fps"], report, header["settings"])
         answer = {"report": report_data(report), "attention": models.attention}
@@ -342,6 +343,7 @@ class Jobs:
                     seconds=seconds,
                     clip=progress.clip,
                     later=progress.later,
+                    attention=None if progress.attention is None else asdict(progress.attention),
                 )
 
             behind.append(say)

@@ -78,6 +78,7 @@ def report_data(report: Report) -> dict[str, Any]:
         "phases": {name: asdict(phase) for name, phase in report.phases.items()},
         "notes": report.notes,
         "warnings": report.warnings,
+        "attention": report.attention,
     }
 
 
@@ -85,4 +86,5 @@ def report_from(data: Mapping[str, Any]) -> Report:
     """A report that the ranks sent. It continues with the clock of this process and uses no GPU."""
     phases = unpack(dict[str, Phase], data["phases"])
     notes, warnings = list(data["notes"]), list(data["warnings"])
-    return Report(torch.device("cpu"), dict(data["settings"]), phases, notes, data["device"], warnings)
+    attention = list(data["attention"])
+    return Report(torch.device("cpu"), dict(data["settings"]), phases, notes, data["device"], warnings, attention)

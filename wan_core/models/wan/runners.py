@@ -48,6 +48,7 @@ class ForwardInfo:
     spacing: from one row of tokens to the next, and one column, in rotary positions; 2 at half the size of the video.
     window: which of the step's context windows.
     control: factors of how much each control video counts, or one for all; None: all count as prepared.
+    both: the ranks of the other guidance branch run their blocks in this step, too.
     """
 
     step: int = 0
@@ -58,6 +59,7 @@ class ForwardInfo:
     spacing: tuple[float, float] = (1.0, 1.0)
     control: tuple[float, ...] | None = None
     window: int = 0
+    both: bool = False
 
 
 SINGLE_FORWARD = ForwardInfo()

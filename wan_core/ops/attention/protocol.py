@@ -61,6 +61,8 @@ class Ring(Protocol):
     def index(self) -> int: ...
     @property
     def lengths(self) -> Sequence[int]: ...
+    @property
+    def partial(self) -> AttendLse: ...
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
     def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]: ...
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor: ...
@@ -109,6 +111,10 @@ class Attention:
     ) -> Quantized:
         """Ring attention in FP8, see `over_ring`."""
         return Quantized(ring.attend(q.data, k.data, v.data), v.scale)
+
+    def heads_here(self, heads: int) -> slice:
+        """Those of so many heads that this rank attends with."""
+        return slice(0, heads)
 
     @property
     def local(self) -> Attention:

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from wan_core.config import OptionError
 from wan_core.models.wan.families import find_task
-from wan_core.sampling.calibration_files import CalibrationFiles, Measured
+from wan_core.sampling.calibration_files import ASSETS, CalibrationFiles, Measured
 from wan_core.sampling.plan import Branch, Expert, Plan
 
-ASSETS = Path(__file__).parents[2] / "assets"
 PUBLISHED = ASSETS / "curves"
 
 
@@ -99,11 +98,6 @@ def curve_path(checkpoint: Path, task: str, *, image: bool = False) -> Path:
     image: the video starts from an image (TI2V)."""
     name = curve_name(task, image)
     return CURVE_FILES.beside(checkpoint, name, name.removeprefix(task))
-
-
-def is_embedded(checkpoint: Path) -> bool:
-    """Whether a checkpoint is part of this package, as is its curve: nothing is written there."""
-    return ASSETS in checkpoint.absolute().parents
 
 
 def find_curve(checkpoint: Path | None, task: str, *, image: bool = False) -> Curve | None:

@@ -4,11 +4,11 @@ cache."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
+from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.config.command import command
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import TASKS, check_sparse, check_stages, find_task
@@ -23,8 +23,9 @@ from wan_core.sampling.cache.policies import (
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.cutting import cut_plan, without_lost_sources
-from wan_core.sampling.plan import Plan
+from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.budgets import find_keeps
+from wan_core.sampling.sparsity.last_run import read_last
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
 from wan_core.sampling.stages import stage_words, with_stages
 
@@ -91,7 +92,11 @@ def apply_policies(
     if part is None and options.stages:
         check_stages(find_task(plan.task))
     plan = with_stages(plan, options.stages, part)
-    if part is None and options.sparse is not None:
+    if options.sparse is not None and options.sparse.bound is not None:
+        if part is None:
+            check_sparse(find_task(plan.task))
+        plan = with_bound(plan, options.sparse, {"high": checkpoint, "low": low if part is None else checkpoint})
+    elif part is None and options.sparse is not None:
         if options.sparse.sparsity:
             check_sparse(find_task(plan.task))
         keeps = find_keeps(plan, options.sparse, checkpoint, low) if options.sparse.budgets else {}
@@ -106,6 +111,19 @@ def apply_policies(
     if part is None and options.stages:  # what is kept of one size is of no use at another
         plan = replace(plan, steps=without_lost_sources(plan.steps))
     return plan
+
+
+def with_bound(plan: Plan, options: SparseOptions, files: Mapping[Expert, Path | None]) -> Plan:
+    """`plan` whose attention keeps a bound on its error; its estimates are for what the last run with these files
+    read, where that is known."""
+    known = {expert: read_last(files[expert], plan.task, expert, options) for expert in plan.experts}
+    last = {expert: run for expert, run in known.items() if run is not None}
+    if last:
+        share = sum(run.share for run in last.values()) / len(last)
+        options = replace(options, sparsity=min(0.99, round(1 - share, 4)))
+    plan = sparsify(plan, options)
+    notes = (f"last run with these weights, {expert}-noise expert: {run.words()}" for expert, run in last.items())
+    return replace(plan, notes=(*plan.notes, *notes))
 
 
 def check_cacheable(solver: str, name: str) -> None:

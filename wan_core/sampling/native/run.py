@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from wan_core.ops.attention.tiles import Grid
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.schedules import SchedulePart
+from wan_core.sampling.sparsity.measured import Bounded, Measurements
 
 # Keys in ComfyUI's transformer_options: a run, a forward, and the part of width and height at which it runs.
 RUN, FORWARD, SCALE = "wancore_run", "wancore_forward", "wancore_scale"
@@ -41,6 +42,8 @@ class NativeRun:
         self.caching = False  # whether the model has a step cache
         self.skipped = (0, 0)  # by it: how many of how many forwards
         self.patches: Any = None  # what other nodes put on the model meanwhile
+        self.bounded: dict[float, Bounded] = {}  # by the part of width and height
+        self.measurements = Measurements()
         self.outer: Any = None  # the attention override of another node that is called in place of ours
         self._taken: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
@@ -70,6 +73,30 @@ class NativeRun:
     def end(self) -> None:
         """The sampler has ended."""
         self.seconds = time.perf_counter() - self.began if self.began else 0.0
+
+    def bounded_at(self, scale: float, make: Callable[[], Bounded]) -> Bounded:
+        """What keeps the bound of steps at `scale`, in the current step. make: the first time."""
+        with self._lock:
+            if scale not in self.bounded:
+                self.bounded[scale] = make()
+                self.measurements.runs.append(("high", self.bounded[scale]))
+        self.bounded[scale].begin(self.index)
+        return self.bounded[scale]
+
+    @property
+    def reads(self) -> list[float]:
+        """The share of the keys that each sparse step read, the mean over the layers."""
+        if not self.bounded:
+            return [1 - self.sparsities[index] for index in self.sparse_steps]
+        steps = [step for run in self.bounded.values() for step in run.finished()]
+        return [step.read for step in steps if step.read < 1]
+
+    def measured(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """What bounded attention read and measured in each step, and a line about it; waits for the device."""
+        attention: list[dict[str, Any]] = []
+        notes: list[str] = []
+        self.measurements.add_to(attention, notes)
+        return attention, notes
 
     def take(self, by: str) -> None:
         """Count a call of self-attention that `by` computes."""

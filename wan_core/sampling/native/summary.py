@@ -39,7 +39,7 @@ def saved(run: NativeRun, sparse: SparseOptions | None, share: float) -> str:
     words = [f"{skipped} of {forwards} forwards skipped"] if skipped else []
     computed = run.part.steps * (1 - skipped / max(forwards, 1))
     costs = 0.0
-    reads = [1 - run.sparsities[index] for index in run.sparse_steps]
+    reads = run.reads
     if sparse is not None and reads:
         some = "" if len(reads) >= round(computed) else f" in {len(reads)} of {round(computed)} steps"
         words.append(f"attention reads {100 * sum(reads) / len(reads):.0f} % of the keys{some}")

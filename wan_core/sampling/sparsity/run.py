@@ -5,7 +5,7 @@ Legend: B batch, L tokens, C channels, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -20,6 +20,7 @@ from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.forward import (
     Observer,
+    Rules,
     SparseAttention,
     SparseBehindFp8,
     SparseForward,
@@ -29,7 +30,18 @@ from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Route, Rule
 from wan_core.ops.attention.tiles import Grid, Tiles, make_tiles, with_extra
 from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.sparsity.measured import Bounded, Measurements, RankSums
 from wan_core.sampling.stages import smaller
+
+
+class Chosen:
+    """The rules of layers by a function, asked when a layer comes."""
+
+    def __init__(self, rule: Callable[[int], Rule | None]) -> None:
+        self.rule = rule
+
+    def __getitem__(self, layer: int) -> Rule | None:
+        return self.rule(layer)
 
 
 class SparseTiles:
@@ -53,7 +65,9 @@ class SparseTiles:
         grid: Grid,
         *,
         observe: Observer | None = None,
+        ranks: RankSums | None = None,
     ) -> None:
+        """ranks: those that run the video together, of whose sums a bound is kept."""
         self.options, self.observe = options, observe
         self.attentions = [block.self_attn for block in model.blocks]
         self.around = [attention.attend for attention in self.attentions]
@@ -74,6 +88,11 @@ class SparseTiles:
         made = {id(attend): attend.around(sparse) for attend in self.around}
         self.sparse = [made[id(attend)] for attend in self.around]
         self.keeps = keeps
+        self.bounded: Bounded | None = None
+        if options.bound is not None and observe is None:
+            heads = model.config.num_heads
+            own = None if ranks is None else (self.around[0].heads_here(heads), heads)
+            self.bounded = Bounded(options, -(-tokens // self.block), ranks, own)
         self.routes: dict[Any, tuple[int, Rule, Route]] = {}
         self.table: tuple[Tensor, Tiles, Tensor] | None = None
         self.computed: list[int] = []  # sparse steps so far
@@ -89,12 +108,16 @@ class SparseTiles:
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [B, L, C] in their own order, which are overwritten -> [B, L, C] in their own order."""
-        info, tokens = inputs.info, inputs.tokens
-        if info.sparsity and not info.skip and info.step not in self.computed:
+        info, tokens, bounded = inputs.info, inputs.tokens, self.bounded
+        sparse = info.sparsity > 0
+        if bounded is not None and not info.skip:
+            bounded.begin(info.step, info.both)
+            sparse = bounded.measures
+        if sparse and not info.skip and info.step not in self.computed:
             self.computed.append(info.step)
-        self.install(self.observe is not None or info.sparsity > 0)
+        self.install(self.observe is not None or sparse)
         tiles, rules = self.arranged(inputs)
-        sparse = SparseForward(
+        forward = SparseForward(
             kernel=self.kernel,
             dense=self.dense,
             tiles=tiles,
@@ -106,15 +129,17 @@ class SparseTiles:
             reuse=self.options.reuse,
             routes=self.routes,
             observe=self.observe,
+            samples=None if bounded is None else bounded.samples,
         )
         tokens.copy_(tokens[:, tiles.order])  # in their own memory, which the caller holds: no copy for all blocks
-        result = inner(replace(inputs, rope=self.turned(inputs.rope, tiles), sparse=sparse, order=tiles.order))
+        result = inner(replace(inputs, rope=self.turned(inputs.rope, tiles), sparse=forward, order=tiles.order))
         return result[:, tiles.inverse]
 
-    def arranged(self, inputs: BlockInputs) -> tuple[Tiles, list[Rule | None]]:
+    def arranged(self, inputs: BlockInputs) -> tuple[Tiles, Rules]:
         """The order of all tokens, and the rules of all layers. Tokens behind the video's come last, are read by every
         block, and read all. Raises OptionError for such tokens around a ring."""
-        length, rules = inputs.tokens.shape[1], self.rules(inputs.info.sparsity)
+        length = inputs.tokens.shape[1]
+        rules = self.rules(inputs.info.sparsity) if self.bounded is None else Chosen(self.bounded.rule)
         others = length > prod(inputs.grid)
         frames_apart = inputs.modulation.shape[1] > 1 and not others
         device, parts = inputs.tokens.device, min(self.options.parts, self.block)
@@ -127,8 +152,12 @@ class SparseTiles:
                 "use a mesh without a ring, or leave sparse attention off"
             )
         count = -(-length // self.block)
-        wide = [None if rule is None else wider(rule, tiles.blocks, count) for rule in rules]
-        return with_extra(tiles, 0, length), wide
+
+        def wide(layer: int) -> Rule | None:
+            rule = rules[layer]
+            return None if rule is None else wider(rule, tiles.blocks, count)
+
+        return with_extra(tiles, 0, length), Chosen(wide)
 
     def turned(self, rope: Tensor, tiles: Tiles) -> Tensor:
         """The rotation table [L, 1, D / 2, 2] in the order of the tiles, made once."""
@@ -179,18 +208,29 @@ def ring_note(options: SparseOptions, attention: str, device: torch.device, head
 
 
 @contextmanager
-def sparse_attention(model: WanModel, plan: Plan, phase: Sequence[Step], latents: tuple[int, ...]) -> Iterator[None]:
+def sparse_attention(
+    model: WanModel,
+    plan: Plan,
+    phase: Sequence[Step],
+    latents: tuple[int, ...],
+    measurements: Measurements | None = None,
+    ranks: RankSums | None = None,
+) -> Iterator[Bounded | None]:
     """Sparse attention on `model` while `phase` runs, whose steps have one size; nothing where no step of it has any.
-    latents: (T, Y, X) of the video's. Nothing stays behind, whatever happens."""
+    latents: (T, Y, X) of the video's. Yields what measures its error where that has a bound, which is added to
+    `measurements`. ranks: as for `SparseTiles`. Nothing stays behind, whatever happens."""
     if plan.sparse is None or not any(step.sparsity for step in phase):
-        yield
+        yield None
         return
     patch = model.config.patch_size
     rows, columns = smaller((latents[1], latents[2]), phase[0].scale, patch[1:])
     grid = max(plan.window_sizes(latents[0])) // patch[0], rows // patch[1], columns // patch[2]
     keeps = dict(plan.keeps).get(phase[0].expert) if plan.sparse.budgets else None
-    with in_tiles(model, SparseTiles(model, plan.sparse, keeps, grid)):
-        yield
+    tiles = SparseTiles(model, plan.sparse, keeps, grid, ranks=ranks)
+    if tiles.bounded is not None and measurements is not None:
+        measurements.runs.append((phase[0].expert, tiles.bounded))
+    with in_tiles(model, tiles):
+        yield tiles.bounded
 
 
 @contextmanager

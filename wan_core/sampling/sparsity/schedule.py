@@ -21,6 +21,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.plan import Expert, Plan, Step
+from wan_core.sampling.sparsity.bounds import LEVELS
 from wan_core.sampling.stages import smaller
 
 PRESETS: dict[str, SparseOptions] = {
@@ -29,6 +30,7 @@ PRESETS: dict[str, SparseOptions] = {
     "fast": SparseOptions(sparsity=0.875, dense_steps=0.0),
 }
 HALF = 0.5  # least sparsity of a ramp
+BOUND, TYPICAL = "bound", 0.75  # the word for a bound on the error, and the sparsity that is expected under one
 # Time of attention over a share of the blocks, relative to dense FP8 attention: KERNEL * share + CHOICE. The
 # block-sparse kernel is slower per block; selecting blocks and the means of unselected ones cost the constant. Measured
 # on an H200 at 75,600 tokens (benchmarks/results/sparse-cost-h200-*.json): a forward is at most 1 % off for shares from
@@ -38,7 +40,10 @@ KERNEL, CHOICE = 1.16, 0.006
 # part of it, for each part of the choice by error. From benchmarks/results/sparse-rest-h200-*.json; the slope of one
 # part together, 0.43 s of a forward at 720p, from sparse-slope-h200-*.json.
 PART, SLOPE, SLOPE_PART, ERROR_PART = 0.0285, 0.052, 0.028, 0.0105
-FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options after a colon: "
+FORM = (
+    "quality, balanced, fast, bound:0.06, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options "
+    "after a colon: "
+)
 WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, parts4, slope, error, even, alone, mean, or a kernel"
 
 
@@ -54,6 +59,8 @@ def sparsify(
         return plan
     if options.reuse > 1:
         check_still(plan, "a selection of blocks that several steps use")
+    if options.bound is not None:
+        return bounded_plan(replace(plan, notes=(*plan.notes, bound_note(options))), options)
     sparsities = step_sparsities(options, len(plan.steps))
     steps = tuple(replace(step, sparsity=at_scale(sparsities[step.index], step.scale)) for step in plan.steps)
     dense = sparsities.count(0.0)
@@ -63,6 +70,34 @@ def sparsify(
         note += "; calibrated share per layer for " + " and ".join(expert for expert, _ in calibrated)
     notes = (*plan.notes, note) if note else plan.notes
     return replace(plan, steps=steps, sparse=options, keeps=calibrated, notes=notes)
+
+
+def bounded(bound: float) -> SparseOptions:
+    """Sparse attention whose error is at most `bound`. Raises OptionError."""
+    return SparseOptions(sparsity=TYPICAL, dense_steps=0.0, ramp=0.0, budgets=False, bound=bound)
+
+
+def bounded_plan(plan: Plan, options: SparseOptions) -> Plan:
+    """`plan` with the sparsity that is expected of every step: that of `options`, but for the first two computed steps
+    of each run (expert and size), which read everything and half."""
+    steps, computed = [], 0
+    for step, before in zip(plan.steps, (None, *plan.steps), strict=False):
+        if before is None or (before.expert, before.kind) != (step.expert, step.kind):
+            computed = 0
+        expected = (0.0, HALF)[computed] if computed < 2 else at_scale(options.sparsity, step.scale)
+        steps.append(replace(step, sparsity=expected))
+        computed += step.computed > 0
+    return replace(plan, steps=tuple(steps), sparse=options)
+
+
+def bound_note(options: SparseOptions) -> str:
+    """What a plan says that does not know how much its steps read."""
+    lowest = max(options.floor, LEVELS[0])
+    return (
+        f"sparse attention: {bound_words(options)}: the run measures the error of each layer's attention and reads "
+        f"{100 * lowest:.3g} to 100 % of the keys, so that it is at most {options.bound:g}; keys and times of this "
+        f"plan are estimates, for {100 * (1 - options.sparsity):.3g} % after the first steps of each expert"
+    )
 
 
 def step_sparsities(options: SparseOptions, steps: int) -> tuple[float, ...]:
@@ -84,6 +119,8 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
     latents: frames, rows and columns of one video. Raises OptionError if the calibrated shares are for another number
     of layers.
     """
+    if plan.sparse is not None and plan.bound is not None:
+        plan = bounded_plan(plan, plan.sparse)  # a part of a schedule begins anew
     for expert, keeps in plan.keeps:
         if len(keeps) != config.num_layers:
             raise OptionError(
@@ -147,13 +184,18 @@ def step_cost(sparsity: float, share: float, rest: float = 0.0) -> float:
 
 
 def parse_sparse(text: str) -> SparseOptions:
-    """A preset or numbers, then options after colons: `balanced`, `0.8125/0/0:reuse2:cudnn`. Raises OptionError."""
+    """A preset, a bound or numbers, then options after colons: `balanced`, `bound:0.06:slope`,
+    `0.8125/0/0:reuse2:cudnn`. Raises OptionError."""
     first, *settings = text.split(":")
     try:
         names = ("sparsity", "dense_steps", "dense_layers")
+        if first == BOUND:
+            return replace(bounded(float(settings[0])), **parse_words(SparseOptions, settings[1:], again=True))
         values = {} if first in PRESETS else read_slashes(SparseOptions, first, *names, read=float)
         values |= parse_words(SparseOptions, settings, again=True)
-    except ValueError as fault:
+    except (ValueError, IndexError) as fault:
+        if isinstance(fault, OptionError):
+            raise
         raise _unknown(text) from fault
     return replace(PRESETS[first], **values) if first in PRESETS else SparseOptions(**values)
 
@@ -165,6 +207,14 @@ def _unknown(text: str) -> OptionError:
 
 def sparse_words(options: SparseOptions) -> str:
     """The options in the form that `parse_sparse` reads: `0.75/0.1/0:reuse2`."""
+    if options.bound is not None:
+        return bound_words(options)
     settings = [slashes(options, "sparsity", "dense_steps", "dense_layers"), *spelled(options, "ramp", "mass")]
     settings += [] if options.mass is None else [f"floor{options.floor:g}"]
     return ":".join([*settings, *spelled(options, "reuse", "score", "parts", "slope", "budgets", "pooled", "kernel")])
+
+
+def bound_words(options: SparseOptions) -> str:
+    """Options with a bound in the form that `parse_sparse` reads: `bound:0.06:slope:error`."""
+    settings = spelled(options, "floor", "reuse", "parts", "slope", "score", "pooled", "kernel")
+    return ":".join([BOUND, f"{options.bound:g}", *settings])

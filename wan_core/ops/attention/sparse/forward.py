@@ -15,11 +15,13 @@ rank.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from wan_core.ops.attention.parts import merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, SparseState, empty_like_heads
 from wan_core.ops.attention.sparse.kernels import Run, SparseKernel
 from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, over_rows, scores
+from wan_core.ops.attention.sparse.sampled import Samples, finished_rows, rounding_of, squares, taken
 from wan_core.ops.attention.sparse.slopes import Keys, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.tiles import Tiles
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first
@@ -43,18 +46,25 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, Tiles], None]
 """(layer, q, k, v [B, L, H, D] in the order of the tiles, tiles)"""
 
 
+class Rules(Protocol):
+    """The rule of every layer; None: the layer reads all keys."""
+
+    def __getitem__(self, layer: int, /) -> Rule | None: ...
+
+
 @dataclass
 class SparseForward(SparseState):
     """One forward of a model: `rules` of its layers (None: dense), and where routes are kept for later steps.
 
     routes: (branches, layer) -> the step and the rule it was made for, and the route; used again by the same rule, up
     to `reuse` - 1 steps later.
+    samples: rows that attend to all keys too, whose difference is noted; None: none do.
     """
 
     kernel: SparseKernel
     dense: Sequence[Attention]
     tiles: Tiles
-    rules: Sequence[Rule | None]
+    rules: Rules
     pooled: bool = True
     slope: bool = False
     step: int = 0
@@ -62,6 +72,7 @@ class SparseForward(SparseState):
     reuse: int = 1
     routes: dict[Any, tuple[int, Rule, Route]] = field(default_factory=dict)
     observe: Observer | None = None
+    samples: Samples | None = None
 
     @property
     def others(self) -> slice | None:
@@ -74,6 +85,7 @@ class SparseForward(SparseState):
         """[B, L, H, D] -> contiguous [B, L, H, D]."""
         layer, rule, block = call.layer, self.rules[call.layer], self.block
         if not q.numel():  # of fewer heads than devices, some have none
+            self.note_nothing(layer, rule, q)
             return empty_like_heads(q)
         if self.observe is not None:
             self.observe(layer, q, k, v, self.tiles)
@@ -87,6 +99,7 @@ class SparseForward(SparseState):
         else:
             out, lse, pooled = self._read(layer, rule, q, k, v)
             out = finish(out, lse, q, block, pooled=pooled)
+            self.compare(layer, out, q, k, v)
         if self.others is not None:
             out[:, self.others] = self.dense[layer](q[:, self.others], k, v)
         return out
@@ -97,15 +110,20 @@ class SparseForward(SparseState):
         assert self.others is None, "the log-sum-exp of tokens beside the video's is not computed"
         layer, rule, block = call.layer, self.rules[call.layer], self.block
         if not q.numel():
+            self.note_nothing(layer, rule, q)
             return empty_like_heads(q), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         if rule is None:
             return self.dense[layer].with_lse(q, k, v)
         if not self.kernel.fp8:
             out, lse, pooled = self._read(layer, rule, q, k, v)
-            return finish(out, lse, q, block, pooled=pooled), final_lse(lse, q, block, pooled=pooled)
+            total = final_lse(lse, q, block, pooled=pooled)
+            out = finish(out, lse, q, block, pooled=pooled)
+            self.compare(layer, out, q, k, v)
+            return out, total
         mean, values = key_mean(k), quantize_values(v.flatten(-2), v.shape[2], block)
-        queries = quantize_heads_first(q, block)
-        out, lse, how = self._read_fp8(layer, rule, queries, quantize_heads_first(k, block, mean), values)
+        queries, keys = quantize_heads_first(q, block), quantize_heads_first(k, block, mean)
+        out, lse, how = self._read_fp8(layer, rule, queries, keys, values)
+        self.compare_fp8(layer, out, lse, how, queries, keys, values)
         taken = (q * mean).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, L, H]: of the mean that was removed
         total = final_lse(lse, queries.data, block, **how) + taken.transpose(1, 2)
         out = finish(out, lse, queries.data, block, **how, scale=values.scale)
@@ -125,6 +143,7 @@ class SparseForward(SparseState):
         """FP8 [B, L, H, D] in units of v's scale."""
         rule = self.rules[call.layer]
         if not q.data.numel():
+            self.note_nothing(call.layer, rule, q.data)
             return empty_like_heads(q.data)
         if rule is None:
             queries, keys, values = (Quantized(x.data, x.scale) for x in (q, k, v))
@@ -140,7 +159,55 @@ class SparseForward(SparseState):
         q, k = (x if isinstance(x, Blocked) else heads_first(x, self.block) for x in (q, k))
         v = v if isinstance(v, Blocked) else channels_first(v, self.block)
         out, lse, how = self._read_fp8(layer, rule, q, k, v)
+        self.compare_fp8(layer, out, lse, how, q, k, v)
         return finish(out, lse, q.data, self.block, **how, scale=v.scale)
+
+    # ---------------------------------------------------------------------------------------------- measured error
+
+    def compare(self, layer: int, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Note how far some rows of `out` [B, L, H, D] are from attention to all keys."""
+        if self.samples is None:
+            return
+        rows, dense = self.samples.rows(layer, prod(self.tiles.grid), q.device).here, self.dense[layer]
+        exact = dense(q[:, rows], k, v)
+        rounding = rounding_of(exact) if dense.takes_fp8 else 0.0
+        self.samples.note(layer, self.branches, squares(out[:, rows], exact, rounding))
+
+    def compare_fp8(
+        self, layer: int, out: Tensor, lse: Tensor, how: dict[str, Any], q: Blocked, k: Blocked, v: Blocked
+    ) -> None:
+        """The same for what the FP8 kernel gave, before it is finished and rounded. In units of v's scale."""
+        if self.samples is None:
+            return
+        rows = self.samples.rows(layer, prod(self.tiles.grid), out.device).here
+        some, keys, values = Quantized(taken(q.data, rows), q.scale), *(Quantized(x.data, x.scale) for x in (k, v))
+        exact = self.dense[layer].quantized(some, keys, values).data
+        found = finished_rows(out, lse, q.data, rows, self.block, **how) / v.scale
+        self.samples.note(layer, self.branches, squares(found, exact, rounding_of(exact)))
+
+    def compare_around(self, layer: int, out: Tensor, q: Numbers, k: Numbers, v: Numbers, ring: Ring) -> None:
+        """The same for `out` of `over_ring`: each rank attends to its own keys with the sampled rows of all."""
+        if self.samples is None:
+            return
+        rows = self.samples.rows(layer, prod(self.tiles.grid), out.device)
+        edges = [0, *accumulate(ring.lengths)]
+        begins = [bisect_left(rows.host, edge) for edge in edges]
+        counts, mine = [end - begin for begin, end in pairwise(begins)], slice(*begins[ring.index : ring.index + 2])
+        here = rows.here[mine] - edges[ring.index]
+        part, lse = ring.partial(ring.gather(taken(data(q), here), counts, 1), data(k), data(v))
+        parts, lses = (ring.gather(x.float()[None], [1] * len(counts), 0) for x in (part, lse))
+        weights = lses.softmax(0).transpose(2, 3)[..., None]  # [R, B, s, h, 1]
+        exact = (weights * parts).sum(0)
+        if isinstance(v, Tensor):
+            scale, rounding = 1.0, 0.0
+        else:
+            scale, rounding = v.scale, (weights.square() * rounding_of(parts)).sum(0)[:, mine]
+        self.samples.note(layer, self.branches, squares(out[:, here] / scale, exact[:, mine], rounding))
+
+    def note_nothing(self, layer: int, rule: Rule | None, q: Tensor) -> None:
+        """A rank without heads takes part where ranks add what they measured."""
+        if self.samples is not None and rule is not None:
+            self.samples.note(layer, self.branches, q.new_zeros(2, q.shape[2], dtype=torch.float32))
 
     def _read_fp8(
         self, layer: int, rule: Rule, q: Blocked, k: Blocked, v: Blocked
@@ -172,7 +239,9 @@ class SparseForward(SparseState):
         slope = SlopeSum(slope_weights(queries, means, selected), means.keys, self.tiles) if self.slope else None
         out, lse = read_around(self.kernel.load(), mine, k, v, route, block, ring, slope and slope.add)
         pooled = means.pooled(selected)._replace(slopes=slope and slope.total) if self.pooled else None
-        return finish(out, lse, mine, block, pooled=pooled)
+        out = finish(out, lse, mine, block, pooled=pooled)
+        self.compare_around(layer, out, q, k, v, ring)
+        return out
 
     def known(self, rule: Rule, k: Keys, v: Keys, ring: Ring | None = None) -> KeyMeans:
         """What choice and replacement need of all keys and values. ring: of whose keys these are this rank's."""
@@ -238,6 +307,7 @@ class SparseAttention(Attention):
         state = state_of(call)
         rule = state.rules[call.layer]
         if rule is None or not q.numel():  # of fewer heads than devices, some have none, all around a ring
+            state.note_nothing(call.layer, rule, q)
             return ring.attend(q, k, v)
         return state.over_ring(call.layer, rule, q, k, v, ring)
 
@@ -272,6 +342,7 @@ class SparseBehindFp8(SparseAttention):
         state = state_of(call)
         rule = state.rules[call.layer]
         if rule is None or not q.data.numel():
+            state.note_nothing(call.layer, rule, q.data)
             return super().quantized_over_ring(q, k, v, ring, call)
         return _narrow(state.over_ring(call.layer, rule, q, k, v, ring), v.scale)
 
