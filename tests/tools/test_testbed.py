@@ -168,8 +168,3 @@ def test_the_kept_weights_are_small_and_give_both_folders(tmp_path: Path):
         for name in ("high", "low"):
             expert = load_dit(tmp_path / task / f"{name}_noise_model.safetensors")
             assert expert.config == replace(CONFIG, in_channels=channels)
-
-
-def test_the_kept_weights_do_not_travel_in_the_pack():
-    root = KEPT.parents[1]
-    assert f"{KEPT.relative_to(root).as_posix()}/" in (root / ".comfyignore").read_text().splitlines()
