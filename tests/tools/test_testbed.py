@@ -168,3 +168,8 @@ def test_the_kept_weights_are_small_and_give_both_folders(tmp_path: Path):
         for name in ("high", "low"):
             expert = load_dit(tmp_path / task / f"{name}_noise_model.safetensors")
             assert expert.config == replace(CONFIG, in_channels=channels)
+
+
+def test_the_kept_weights_do_not_travel_in_the_pack():
+    root = KEPT.parents[1]
+    assert f"/{KEPT.relative_to(root).parts[0]}/" in (root / ".comfyignore").read_text().splitlines()
