@@ -14,6 +14,7 @@ from . import host
 from .accelerate import WanCoreAccelerate
 from .animate import WanCoreAnimate, WanCoreAnimate2
 from .calibration import WanCoreCalibrate
+from .card import WanCoreReportCard
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreNAG, WanCoreTextEncode
 from .control import WanCoreCamera, WanCoreVACE
 from .from_model import WanCoreFromModel
@@ -77,6 +78,7 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreSpeedPreset,
         WanCoreContextWindows,
         WanCoreVisionLoader,
+        WanCoreReportCard,
     )
 ]
 

@@ -30,7 +30,7 @@ FOLDERS = {"parallel.md": "Wan2.2-TI2V-5B"}  # what FOLDER is on a page: its lis
 MEDIA = {"image", "last-image", "reference", "pose-video", "face-video", "background", "mask", "control-video", "audio"}
 OUTPUTS = {"out", "plot", "video", "sheet", "report", "save-latents"}
 SMALLER = {"--size": "64x64", "--frames": "5", "--count": "1", "--gpus": "cpu,cpu"}
-RUN_MODELS = ("generate", "warmup", "calibrate", "quality", "search")
+RUN_MODELS = ("generate", "warmup", "calibrate", "quality", "search", "report-card")
 
 
 def write_weights(folder: Path) -> None:
@@ -77,7 +77,7 @@ def on_a_cpu(words: list[str]) -> list[str]:
             found[name] = "auto"
     if "tiny" not in found:
         found += [word for name in ("--size", "--frames") if name not in found for word in (name, SMALLER[name])]
-    if words[0] in ("quality", "search", "calibrate") and "--count" not in found:
+    if words[0] in ("quality", "search", "calibrate", "report-card") and "--count" not in found:
         found += ["--count", "1"]
     return found if "--gpus" in found else [*found, "--device", "cpu"]
 

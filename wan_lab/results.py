@@ -18,20 +18,25 @@ from wan_core.execution.report import device_name, installed
 
 def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]], program: str = "wan_core") -> dict[str, Any]:
     """What every committed result says about itself. program: the module whose command line measured it."""
+    return {
+        "suite": suite,
+        "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
+        "commit": commit(),
+        "device": device_name(device),
+        "versions": versions(device),
+        "rows": rows,
+    }
+
+
+def versions(device: torch.device) -> dict[str, str | None]:
+    """Python and the libraries that decide results and times on a device."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         versions |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
         versions |= installed(
             ("triton", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine", "comfy-kitchen")
         )
-    return {
-        "suite": suite,
-        "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
-        "commit": commit(),
-        "device": device_name(device),
-        "versions": versions,
-        "rows": rows,
-    }
+    return versions
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:

@@ -61,7 +61,7 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     if options.sparsity:
         return calibrate_sparsity(options, pipe, base, outputs)
     models, out = pipe.models, options.out
-    samples = chosen(options, pipe)
+    samples = chosen(options, tiny=pipe.models.task.name.endswith("-tiny"))
     if out is None:
         image = base.image is not None or samples[0].image is not None
         out = outputs.add("the curve", beside(models.checkpoint, models.task.name, image=image), overwrite=True)
@@ -104,7 +104,7 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
             if (file := files[expert]) is not None:
                 path = COVERAGE_FILES.beside(file, f"{models.task.name}.{expert}")
                 places[expert] = outputs.add(f"the coverage ({expert})", path, overwrite=True)
-    samples = chosen(options, pipe)
+    samples = chosen(options, tiny=pipe.models.task.name.endswith("-tiny"))
     plan = next(batches(pipe, base, samples[:1], 1)).job.plan
     check_cacheable(plan.solver, CALIBRATION)
     outputs.say_renamed()
@@ -153,7 +153,7 @@ def run_quality(
     if out is not None:
         named = result_path(out, "quality", pipe.models.device)
         out = outputs.add("--out", named, overwrite=None if named == out else True)  # that name is of this day alone
-    samples = chosen(options, pipe)
+    samples = chosen(options, tiny=pipe.models.task.name.endswith("-tiny"))
     measured = measure_quality(pipe, base, samples, settings, options.batch, outputs.say_renamed)
     rows = measured.rows()
     print(table(rows, measured.perceptual_name))
@@ -346,14 +346,15 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
 # ------------------------------------------------------------------------------------------------------------- shared
 
 
-def chosen(options: argparse.Namespace, pipe: Pipeline) -> list[Sample]:
+def chosen(options: argparse.Namespace, *, tiny: bool) -> list[Sample]:
+    """The samples that the options name. tiny: for the embedded model. Raises OptionError."""
     if options.count < 1 or options.batch < 1:
         raise OptionError(f"count {options.count} and batch {options.batch} given; both must be at least 1")
     if options.samples is not None:
         if options.prompts or options.image:
             raise OptionError("--samples has prompts and images: leave --prompt and --image out")
         return read_samples(options.samples, options.count, options.seed)
-    return choose_samples(options.prompts, options.count, options.seed, pipe.models.task.name.endswith("-tiny"))
+    return choose_samples(options.prompts, options.count, options.seed, tiny)
 
 
 def show(words: str) -> None:

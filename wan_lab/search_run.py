@@ -112,7 +112,7 @@ class Videos:
         full = None if of_task is None else full_size(find_task(of_task), options.of_size or H200_SIZE)
         if full is not None and (options.of_task or options.of_size) and not options.forward_seconds:
             raise OptionError("--of-task and --of-size need --forward-seconds: what one dense forward takes there")
-        samples = chosen(options, pipe)
+        samples = chosen(options, tiny=pipe.models.task.name.endswith("-tiny"))
         Random(options.seed).shuffle(samples)  # the first few stand for all of them
         self.batches = list(batches(pipe, base, samples, options.batch))
         self.plan = self.batches[0].job.plan

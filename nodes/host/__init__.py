@@ -9,6 +9,7 @@ from .folders import (
     model_names,
     model_path,
     named_files,
+    output_folder,
     stamps,
     temporary_folder,
     temporary_video,

@@ -82,10 +82,15 @@ def unfinished_path(seed: int) -> Path:
     """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
     and `wancore decode` makes a video of it. In a folder that is read-only nothing is kept, and the run
     says so."""
-    folder = Path(folder_paths.get_output_directory()) / "WanCore"
+    folder = output_folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
+
+
+def output_folder() -> Path:
+    """This pack's folder among ComfyUI's outputs. Whoever writes there makes it."""
+    return Path(folder_paths.get_output_directory()) / "WanCore"
 
 
 def temporary_folder() -> Path:

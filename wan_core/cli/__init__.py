@@ -1,5 +1,5 @@
-"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, search, check, inspect, models,
-doctor.
+"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, search, report-card, check, inspect,
+models, doctor.
 
 User errors (a number out of range, a wrong file) end with one line on stderr and exit code 2. Everything is checked
 before work starts. Finished latents are written to disk before decoding, and stay there if a later phase fails.
@@ -38,9 +38,11 @@ from wan_core.cli.parsing import Parser, add_options, program
 from wan_core.cli.prompt_list import run_list
 from wan_core.cli.quality import (
     add_calibrate_options,
+    add_card_options,
     add_quality_options,
     add_search_options,
     run_calibrate,
+    run_card,
     run_quality,
     run_search,
 )
@@ -269,6 +271,11 @@ COMMANDS: dict[str, Command] = {
         "find presets for a model: the most quality in so many seconds",
         add_search_options,
         run_search,
+    ),
+    "report-card": (
+        "measure seconds and quality of the speed presets on this model and machine, for posting",
+        add_card_options,
+        run_card,
     ),
     "check": ("check whether a video of the embedded model shows its caption", add_check_options, run_check),
     "inspect": ("show a file's model, layout, precision, LoRA rank and problems", add_inspect_options, run_inspect),

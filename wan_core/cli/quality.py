@@ -1,4 +1,5 @@
-"""The commands calibrate, quality and search, which measure the effect of step caching and sparse attention."""
+"""The commands calibrate, quality, search and report-card, which measure the effect of step caching and sparse
+attention."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from wan_core.cli.generate import load_options_of
+from wan_core.cli.generate import load_options_of, watching
 from wan_core.cli.options import add_model_options, add_overwrite_option, add_plan_options, outputs_of, values_of
+from wan_core.cli.progress import ProgressLine
 from wan_core.config import OptionError, Request
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs
@@ -104,7 +106,18 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     add_overwrite_option(parser)
 
 
-def _add_shared_options(parser: argparse.ArgumentParser, count: int) -> None:
+def add_card_options(parser: argparse.ArgumentParser) -> None:
+    _add_shared_options(parser, count=3, size="832x480; of the embedded model its own", batch=False)
+    parser.add_argument(
+        "--out", type=Path, default=Path("."), help="folder for report-card.md and report-card.png (default: this one)"
+    )
+    parser.add_argument("--with-prompts", action="store_true", help="write the prompts into the card (default: none)")
+    add_overwrite_option(parser)
+
+
+def _add_shared_options(
+    parser: argparse.ArgumentParser, count: int, size: str = "the task's own", batch: bool = True
+) -> None:
     add_model_options(parser)
     add_plan_options(parser)
     group = parser.add_argument_group("sample videos")
@@ -119,11 +132,15 @@ def _add_shared_options(parser: argparse.ArgumentParser, count: int) -> None:
     )
     group.add_argument("--negative-prompt", help="default: the task's own, as of `generate`")
     group.add_argument("--image", help="first frame, for models that take one")
-    group.add_argument("--size", help="WIDTHxHEIGHT (default: the task's own)")
+    group.add_argument("--size", help=f"WIDTHxHEIGHT (default: {size})")
     group.add_argument("--frames", type=int, help="4n + 1")
     group.add_argument("--count", type=int, default=count, help="number of videos (default %(default)s)")
     group.add_argument("--seed", type=int, default=0, help="of the first video; it increases by 1 for each video")
-    group.add_argument("--batch", type=int, default=1, help="videos per batch, for small models (default %(default)s)")
+    if batch:
+        help = "videos per batch, for small models (default %(default)s)"
+        group.add_argument("--batch", type=int, default=1, help=help)
+    else:
+        parser.set_defaults(batch=1)
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
@@ -155,6 +172,13 @@ def run_search(options: argparse.Namespace) -> int:
         return run_search(options, _pipeline, outputs)
 
 
+def run_card(options: argparse.Namespace) -> int:
+    from wan_lab.card import run_card
+
+    with outputs_of(options) as outputs:
+        return run_card(options, load_options_of(options), _request(options), outputs, watching(ProgressLine()))
+
+
 def _claim_pictures(options: argparse.Namespace, outputs: Outputs) -> None:
     """Check and claim what `--plot` names. Raises OptionError."""
     from wan_core.media.pictures import check_picture_name
@@ -168,11 +192,16 @@ def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
     """The loaded models, and the request that all samples share except for caption and seed. Raises OptionError."""
     from wan_core.pipeline.pipeline import Pipeline
 
+    request = _request(options)
+    # Loading needs the request only to select the embedded model's image-to-video variant.
+    return Pipeline.load(load_options_of(options), request=request if request.image else None), request
+
+
+def _request(options: argparse.Namespace) -> Request:
+    """What all samples share except for caption and seed. Raises OptionError."""
     if skip_options(vars(options)) is not None:
         raise OptionError(
             f"{options.command} measures the full run: omit options for step caching, guidance schedule and sparsity"
         )
     width, height = parse_size(options.size) if options.size else (None, None)
-    request = from_values(Request, values_of(options), prompt="", width=width, height=height)
-    # Loading needs the request only to select the embedded model's image-to-video variant.
-    return Pipeline.load(load_options_of(options), request=request if request.image else None), request
+    return from_values(Request, values_of(options), prompt="", width=width, height=height)

@@ -1,0 +1,195 @@
+"""Node that measures a report card: seconds and quality of the speed presets on this model and machine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from wan_core.config import OptionError, Request, SkipOptions
+from wan_core.config.limits import MAX_VIDEO_SIDE
+from wan_core.config.outputs import Outputs
+from wan_core.execution.report import Report
+from wan_core.media.video import load_image
+from wan_core.sampling.conditioning import empty_latents
+from wan_core.sampling.plan import MAX_STEPS, Plan
+from wan_lab.card import card_settings, card_size, make_card
+from wan_lab.samples import Sample, choose_samples, drawn_media
+
+from . import host
+from .conditioning import MAX_FRAMES, WanCoreImageToVideo, WanCoreTextEncode
+from .plan_inputs import plan_of
+from .report import as_image, shown
+from .sampling import WanCoreSampler
+from .schema import ADVANCED, output, schema
+from .sockets import CONDITIONING, MODEL, ModelSocket
+from .video import WanCoreVAEDecode
+
+OWN_SIZE = "0: {own}, of the embedded model its own."
+
+
+class WanCoreReportCard(io.ComfyNode):
+    """Measure the speed presets on a model."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreReportCard",
+            "WanCore Report Card",
+            aliases=("benchmark", "speed test", "report card", "quality"),
+            description="Makes three videos in full and with each speed preset, and writes seconds, memory and the "
+            "distance from the full run as a Markdown file and a picture that can be posted.",
+            inputs=[
+                MODEL.Input("model", tooltip="From the WanCore Model Loader, with LoRAs if there are any."),
+                io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan."),
+                io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
+                _number("width", MAX_VIDEO_SIDE, 16, OWN_SIZE.format(own="832")),
+                _number("height", MAX_VIDEO_SIDE, 16, OWN_SIZE.format(own="480")),
+                _number("frames", MAX_FRAMES, 1, "4n + 1. 0: the model's own; fewer where they do not fit."),
+                _number("steps", MAX_STEPS, 1, "0: the model's own."),
+                _number("seed", 2**64 - 1, 1, "Of the first video; it increases by 1 for each video."),
+                io.String.Input(
+                    "prompts",
+                    multiline=True,
+                    default="",
+                    tooltip="One prompt a line. Empty: three of WanCore's own.",
+                ),
+                io.Boolean.Input("with_prompts", default=False, tooltip="Write the prompts into the card."),
+                io.Image.Input(
+                    "image", optional=True, tooltip="The first frame of all videos, for models that take one."
+                ),
+                io.ClipVisionOutput.Input(
+                    "clip_vision_output",
+                    **ADVANCED,
+                    optional=True,
+                    tooltip="Of that image, for Wan 2.1 image-to-video.",
+                ),
+            ],
+            outputs=[
+                output(io.Image, "image_out", "Frames of all videos, under what was measured of each."),
+                output(io.String, "text", "The card as Markdown."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelSocket,
+        clip: Any,
+        vae: Any,
+        width: int,
+        height: int,
+        frames: int,
+        steps: int,
+        seed: int,
+        prompts: str,
+        with_prompts: bool,
+        image: Tensor | None = None,
+        clip_vision_output: Any = None,
+    ) -> io.NodeOutput:
+        task = model.experts.task
+        tiny = task.name.endswith("-tiny")
+        if bool(width) != bool(height):
+            raise OptionError(f"width {width} and height {height} given: set both, or leave both at 0")
+        wide, high = card_size(task, width or None, height or None)
+        if task.image == "channels" and image is None and not tiny:
+            raise OptionError(f"{task.name} makes videos from an image: connect one")
+        if task.image == "none" and image is not None:
+            raise OptionError(f"{task.name} takes no image: leave it out")
+        size = wide or task.width, high or task.height, frames or task.frames
+        lines = [line.strip() for line in prompts.splitlines() if line.strip()]
+        samples = choose_samples(lines, len(lines) or 3, seed, tiny)
+        settings = card_settings(task.image == "channels" or image is not None)
+        maker = NodeMaker(model, clip, vae, samples, size, steps, image, clip_vision_output)
+        with Outputs({}) as outputs:
+            text, picture, _ = make_card(
+                maker,
+                samples,
+                settings,
+                size,
+                host.device(),
+                host.output_folder(),
+                outputs,
+                host.reporter(),
+                maker.identity(),
+                with_prompts,
+            )
+        pixels = as_image(picture)
+        return io.NodeOutput(pixels, text, ui=shown(pixels, text, cls))
+
+
+def _number(name: str, most: int, step: int, tooltip: str) -> Any:
+    return io.Int.Input(name, default=0, min=0, max=most, step=step, tooltip=tooltip)
+
+
+class NodeMaker:
+    """Makes the videos of a card by the nodes that a user would connect."""
+
+    def __init__(
+        self,
+        model: ModelSocket,
+        clip: Any,
+        vae: Any,
+        samples: Sequence[Sample],
+        size: tuple[int, int, int],
+        steps: int,
+        image: Tensor | None,
+        vision: Any,
+    ) -> None:
+        self.samples = samples
+        self.model, self.clip, self.vae, self.size, self.image, self.vision = model, clip, vae, size, image, vision
+        self.values: dict[str, Any] = {"steps": steps, "preset": "auto"}
+
+    def identity(self) -> object:
+        """Decides with the settings of a card which videos are its own."""
+        model = self.model
+        files = [(part.path, part.path and part.path.stat().st_mtime_ns) for part in model.experts.of.values()]
+        loras = {name: [(one.key, one.strength) for one in wanted] for name, wanted in model.loras.items()}
+        parts = [getattr(part, "file", type(part).__name__) for part in (self.clip, self.vae)]
+        picture = None if self.image is None else hash_of(self.image)
+        return model.options, files, loras, parts, picture, self.values, model.windows, model.shift
+
+    def plan(self, skip: SkipOptions | None, frames: int) -> Plan:
+        width, height, _ = self.size
+        first = self.model.experts.task.image == "first frame" and self.image is not None
+        return plan_of(self.model, self.values, skip, first, width=width, height=height, frames=frames).plan
+
+    def forward_seconds(self, frames: int) -> float:
+        """Of the first step, run a second time: the first brings the weights to the device."""
+        for _ in range(2):
+            self._sample(self.samples[0], None, frames, end_step=1)
+        return next(iter(self.model.pace.values()))
+
+    def make(self, sample: Sample, skip: SkipOptions | None, frames: int) -> tuple[Tensor, Report]:
+        latent, report = self._sample(sample, skip, frames)
+        images, report = WanCoreVAEDecode.execute(self.vae, latent, "auto", report).result
+        return (images.cpu().float() * 255).round().clamp(0, 255).byte(), report
+
+    def _sample(self, sample: Sample, skip: SkipOptions | None, frames: int, **window: int) -> Any:
+        negative = self.model.experts.task.negative_prompt
+        texts = WanCoreTextEncode.execute(self.clip, sample.caption, negative).result
+        *texts, latent = self._with_image(sample, *texts, frames)
+        values = {**self.values, **window}
+        return WanCoreSampler.execute(self.model, *texts, latent, sample.seed, "auto", skip, **values).result
+
+    def _with_image(self, sample: Sample, positive: CONDITIONING, negative: CONDITIONING, frames: int) -> Any:
+        width, height, _ = self.size
+        task, image = self.model.experts.task, self.image
+        if image is None and task.image == "channels":  # the embedded model, whose first frames are drawn
+            with drawn_media(task.name, Request(prompt="", width=width, height=height), sample) as filled:
+                image = torch.from_numpy(load_image(filled.image or ""))[None]
+        if image is None:
+            samples = host.to_intermediate(empty_latents(self.model.experts.vae, width, height, frames))
+            return positive, negative, {"samples": samples}
+        return WanCoreImageToVideo.execute(
+            positive, negative, self.vae, width, height, frames, image[:1], None, self.vision
+        ).result
+
+
+def hash_of(image: Tensor) -> str:
+    return hashlib.sha256(image.cpu().float().numpy().tobytes()).hexdigest()

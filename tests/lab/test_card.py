@@ -1,0 +1,233 @@
+"""The report card: what it says and does not say, what it does where videos do not fit or a run is broken off."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from wan_core.cli import main
+from wan_core.config import OptionError
+from wan_core.config.outputs import Outputs
+from wan_core.execution.report import Phase, Report
+from wan_core.media.pictures import Canvas
+from wan_core.models.wan.families import find_task
+from wan_core.pipeline.sources import TINY
+from wan_core.sampling.plan import make_plan
+from wan_lab import card as card_module
+from wan_lab import pictures
+from wan_lab.card import FULL, SPEEDS, Video, card_settings, card_size, make_card
+from wan_lab.samples import Sample
+
+CPU = torch.device("cpu")
+ATTENTION = [{"expert": "high", "errors": [None, 0.04], "shares": [1.0, 0.5]}]
+SAMPLES = [Sample("waves", 1), Sample("dogs", 2)]
+
+
+class DrawnMaker:
+    """Videos of noise, and reports as of a GPU. fits: frames that fit. odd: settings of the reports besides."""
+
+    def __init__(self, fits: int = 81, **odd: Any) -> None:
+        self.fits, self.odd, self.made, self.fail = fits, odd, [], {}
+
+    def plan(self, skip, frames):
+        if "plan" in self.fail and skip == self.fail["plan"]:
+            raise OptionError("/home/me/model.safetensors is step-distilled")
+        return make_plan()
+
+    def forward_seconds(self, frames):
+        if frames > self.fits:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return 0.5
+
+    def make(self, sample, skip, frames):
+        self.made.append((sample.caption, skip, frames))
+        if fault := self.fail.get(len(self.made)):
+            raise fault
+        pixels = torch.randint(0, 255, (frames, 32, 48, 3), generator=torch.Generator().manual_seed(len(self.made)))
+        said = {"task": "t2v-A14B", "size": [48, 32], "frames": frames, "steps": 40, "precision": {"high": "fp8"}}
+        phases = {"load": Phase(9.0, 9 * 2**30), "denoise high": Phase(1.0, 2**31, 4), "text": Phase(0.0)}
+        return pixels.byte(), Report(CPU, {**said, **self.odd}, phases, attention=ATTENTION if skip else [])
+
+
+def made(maker: DrawnMaker, out: Path, samples=SAMPLES, prompts: bool = False, frames: int = 9):
+    """The text of a card, and what was told."""
+    told: list[str] = []
+    with Outputs({}) as outputs:
+        size = 48, 32, frames
+        settings = card_settings(image=False)
+        text, _, files = make_card(maker, samples, settings, size, CPU, out, outputs, told.append, maker.odd, prompts)
+    assert files[0].read_text() == text
+    return text, told
+
+
+def test_a_card_has_a_row_for_each_setting_and_says_before_how_long_it_takes(tmp_path: Path):
+    text, told = made(DrawnMaker(), tmp_path)
+    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
+    assert next(iter(rows)) == "setting" and list(rows)[2:] == [FULL, *SPEEDS]
+    assert "| 2.0 |" in rows["fast"], "the peak of the run, not of loading"
+    assert "| 0.020 | 75 % |" in rows["fast"] and "0.020" not in rows[FULL], "the error that the run measured"
+    assert "about 5:20 min by a timed forward of 0.5 s" in told[0], "2 x 4 videos of 80 forwards"
+    assert told[-1].endswith("done") and sorted(os.listdir(tmp_path)) == ["report-card.md", "report-card.png"]
+    with Image.open(tmp_path / "report-card.png") as picture:
+        assert picture.size[0] == 4 * 240 and not picture.info
+    made(DrawnMaker(), tmp_path)
+    assert (tmp_path / "report-card-1.md").exists() and "(report-card-1.png)" in (
+        tmp_path / "report-card-1.md"
+    ).read_text()
+
+
+@pytest.mark.parametrize("stop", [1, 4, 6])
+def test_a_card_that_was_broken_off_goes_on(tmp_path: Path, stop: int):
+    maker = DrawnMaker()
+    maker.fail[stop] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        made(maker, tmp_path)
+    assert not (tmp_path / "report-card.md").exists() and (tmp_path / ".report-card").exists() == (stop > 1)
+    again = DrawnMaker()
+    text, told = made(again, tmp_path)
+    assert len(again.made) == 8 - (stop - 1) and (f"{stop - 1} finished videos are there" in told[0]) == (stop > 1)
+    assert not (tmp_path / ".report-card").exists() and "| fast |" in text
+
+
+def test_videos_of_another_model_or_damaged_ones_are_not_taken(tmp_path: Path):
+    maker = DrawnMaker(model="one")
+    maker.fail[4] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        made(maker, tmp_path)
+    other = DrawnMaker(model="other")
+    made(other, tmp_path)
+    assert len(other.made) == 8 and len(list(tmp_path.glob(".report-card/*/*.npz"))) == 3, "the first one's stay"
+    next(tmp_path.glob(".report-card/*/0-full-*.npz")).write_bytes(b"PK\3\4 broken")
+    again = DrawnMaker(model="one")
+    made(again, tmp_path)
+    assert len(again.made) == 6
+
+
+def test_a_small_card_takes_what_fits_and_says_so(tmp_path: Path):
+    maker = DrawnMaker(fits=40)
+    maker.fail[4] = torch.cuda.OutOfMemoryError("out of memory")
+    text, told = made(maker, tmp_path, frames=81)
+    assert {frames for _, _, frames in maker.made} == {33} and len(maker.made) == 7
+    assert "33 frames: a forward of 81 did not fit" in text and "fast: left out, it did not fit" in text
+    assert "| fast |" not in text and "| balanced |" in text and any("fast is left out" in line for line in told)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        made(DrawnMaker(fits=5), tmp_path)
+
+
+def test_a_refused_preset_is_left_out_without_the_words_of_the_refusal(tmp_path: Path):
+    maker = DrawnMaker()
+    maker.fail["plan"] = card_settings(image=False)["balanced"]
+    text, told = made(maker, tmp_path)
+    assert "balanced: left out, it cannot run" in text and "/home/me" not in text and "/home/me" in told[0]
+    maker.fail["plan"] = None
+    with pytest.raises(OptionError):
+        made(maker, tmp_path)
+
+
+# Names that are no part of other words of a card.
+ODD = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=4, max_size=30).map(
+    lambda name: f"Zq{name}|`<"
+)
+
+
+@given(ODD, ODD, ODD)
+def test_a_card_is_the_same_whatever_models_prompts_and_users_are_called(model: str, prompt: str, user: str):
+    """Of what a run's report says only what is listed gets into a card."""
+    odd = {"models": {"high": model}, "prompt": prompt, "image": f"/home/{user}/x.png", "memory": user}
+    frames = torch.zeros(1, 16, 16, 3, dtype=torch.uint8)
+    usual, named = (
+        Video.measured(frames, Report(CPU, {"task": "t2v-A14B", "precision": {"high": "bf16"}, **settings}), 1.0)
+        for settings in ({}, odd)
+    )
+    assert {**named.facts, "host": 0} == {**usual.facts, "host": 0}
+
+
+def test_no_name_is_in_the_files_of_a_command(tmp_path: Path, monkeypatch, capsys):
+    """With the embedded model under an odd name: the files, and every text that is drawn."""
+    drawn: list[str] = []
+    text, caption = Canvas.text, pictures._caption
+    monkeypatch.setattr(
+        Canvas,
+        "text",
+        lambda self, x, y, words, *more, **how: drawn.append(words) or text(self, x, y, words, *more, **how),
+    )
+    monkeypatch.setattr(pictures, "_caption", lambda name, *size: drawn.append(name) or caption(name, *size))
+    monkeypatch.setenv("USER", "Zqänne")
+    monkeypatch.setattr("platform.node", lambda: "Zqhost")
+    monkeypatch.setattr("socket.gethostname", lambda: "Zqhost")
+    folder = tmp_path / "Zq home" / "Zqmodels"
+    folder.mkdir(parents=True)
+    names = {"high": "Zq_high", "low": "Zq_low", "vae": "Zqvae", "text-encoder": "Zqtext"}
+    files = {"high": "t2v_high", "low": "t2v_low", "vae": "vae", "text-encoder": "text_encoder"}
+    command = [
+        "report-card",
+        "--device",
+        "cpu",
+        "--task",
+        "t2v-tiny",
+        "--steps",
+        "10",
+        "--size",
+        "48x48",
+        "--frames",
+        "1",
+    ]
+    for option, name in names.items():
+        shutil.copy(TINY / f"{files[option]}.safetensors", folder / f"{name}.safetensors")
+        command += [f"--{option}", str(folder / f"{name}.safetensors")]
+    command += ["--count", "1", "--prompt", "a red circle moving right on a Zqblue background"]
+    assert main([*command, "--out", str(tmp_path / "Zqout")]) == 0
+    card = (tmp_path / "Zqout" / "report-card.md").read_text()
+    said = card + "\n".join(drawn)
+    assert "Zq" not in said and str(tmp_path) not in said
+    assert chunks(tmp_path / "Zqout" / "report-card.png") == {b"IHDR", b"IDAT", b"IEND"}, "no metadata"
+    assert all(name in said for name in (FULL, *SPEEDS)) and "about" in capsys.readouterr().err
+    monkeypatch.setattr(card_module, "card_settings", lambda image: {FULL: None})
+    assert main([*command, "--out", str(tmp_path / "Zqout"), "--with-prompts"]) == 0
+    assert "- prompt 1: a red circle moving right on a Zqblue" in (tmp_path / "Zqout" / "report-card-1.md").read_text()
+
+
+def chunks(path: Path) -> set[bytes]:
+    """The kinds of chunks of a PNG file."""
+    content, place, kinds = path.read_bytes(), 8, set()
+    while place < len(content):
+        kinds.add(content[place + 4 : place + 8])
+        place += 12 + int.from_bytes(content[place : place + 4], "big")
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--count", "0"], "at least 1"),
+        (["--size", "50x48"], "50"),
+        (["--out", "/proc/nowhere"], "choose another"),
+        (["--magcache", "fast"], "measures the full run"),
+        (["--frames", "6"], "frames"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_before_work(arguments, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(card_module.LocalEngine, "load", lambda *_: pytest.fail("weights were read"))
+    assert main(["report-card", "--model", "tiny", "--device", "cpu", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err and not os.listdir(tmp_path)
+
+
+def test_sizes_and_settings_are_those_of_the_model():
+    tiny, a14b = find_task("t2v-tiny"), find_task("i2v-A14B")
+    assert card_size(a14b, None, None) == (832, 480) and card_size(tiny, None, None) == (None, None)
+    assert card_size(a14b, 640, 384) == (640, 384)
+    with pytest.raises(OptionError, match="text-to-video"):
+        card_size(replace(a14b, family="vace"), None, None)
+    text, image = card_settings(image=False), card_settings(image=True)
+    assert list(text) == list(image) == [FULL, *SPEEDS] and text["fast"] != image["fast"] and text[FULL] is None

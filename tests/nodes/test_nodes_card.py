@@ -1,0 +1,51 @@
+"""The report card in a running ComfyUI: of text and of an image, and again after it was broken off."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tools.embedded_graphs import TINY, TINY_I2V, loaders, node
+
+pytestmark = pytest.mark.comfy
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")))
+    yield server
+    server.stop()
+
+
+def card(expert: str = TINY, **changed: Any) -> Graph:
+    inputs = {"width": 48, "height": 48, "frames": 5, "steps": 10, "seed": 3, "with_prompts": False}
+    links = {"model": ["model", 0], "clip": ["encoder", 0], "vae": ["vae", 0]}
+    prompts = "a red circle moving right on a blue background"
+    graph = loaders(expert, expert)
+    del graph["text"]
+    graph["card"] = node("WanCoreReportCard", **{**links, **inputs, "prompts": prompts, **changed})
+    graph["words"] = node("PreviewAny", source=["card", 1])
+    return graph
+
+
+@pytest.mark.parametrize("expert", [TINY, TINY_I2V])
+def test_a_card_of_text_and_of_an_image(comfy: ComfyUI, expert: str) -> None:
+    run = comfy.run(card(expert))
+    assert run.ok, run.status
+    text = run.outputs["words"]["text"][0]
+    task = "i2v-tiny" if expert == TINY_I2V else "t2v-tiny"
+    assert f"{task}, 48x48, 5 frames, 10 steps" in text and "red circle" not in text
+    assert re.findall(r"^\| (\w+) \| \d", text, re.MULTILINE) == ["full", "careful", "balanced", "fast"]
+    assert len(run.outputs["card"]["images"]) == 1
+    files = sorted(path.name for path in (comfy.base / "output" / "WanCore").iterdir())
+    assert "report-card.md" in files and "report-card.png" in files and ".report-card" not in files
+
+
+def test_what_does_not_fit_the_model_is_refused(comfy: ComfyUI) -> None:
+    for changed, says in (({"width": 48, "height": 0}, "set both"), ({"width": 40, "height": 48}, "40")):
+        run = comfy.run(card(**changed))
+        assert not run.ok and says in run.message("execution_error")["exception_message"]

@@ -1,0 +1,444 @@
+"""The report card of a model on a machine: prompts x (full run, speed presets), as one Markdown file and one picture.
+
+Both can be posted as they are: what goes into them is named here (`SAID`), and paths, names of files and prompts are
+not. Finished videos are kept in a folder until the card is written, so that a card that was broken off goes on there.
+
+Legend: F frames, H rows, W columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from wan_core import __version__
+from wan_core.config import LoadOptions, OptionError, Request, SkipOptions
+from wan_core.config.outputs import Outputs, write_text, written_beside
+from wan_core.execution.report import GIB, Report, device_name, host_peak_bytes
+from wan_core.media.pictures import FAINT, Canvas, clock, save_picture
+from wan_core.models.wan.families import Task
+from wan_core.pipeline.check import check_request
+from wan_core.pipeline.engine import LocalEngine
+from wan_core.pipeline.first_use import forward_each_kind
+from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.run import Watch
+from wan_core.pipeline.settings import choose_device
+from wan_core.pipeline.sources import find_models, for_request
+from wan_core.sampling.cache.arguments import speed_options
+from wan_core.sampling.cache.skipping import skip_words
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.speed_presets import speed_names
+from wan_lab.compare import Comparison, compare, find_perceptual, summary
+from wan_lab.pictures import side_by_side
+from wan_lab.results import commit, versions
+from wan_lab.run import chosen, show
+from wan_lab.samples import Sample, drawn_media
+
+FULL = "full"
+SPEEDS = ("careful", "balanced", "fast")  # presets of `--speed`; from an image NAME-i2v, where there is one
+SIZE = (832, 480)
+SHORTER = (49, 33, 17)  # frames that are tried where more do not fit
+SHOWN = 3  # frames of each video in the picture
+THUMB = 320  # pixels across, at most
+SAID = (  # settings of a run that a card says
+    "task", "size", "frames", "steps", "shift", "guidance", "guidance_mode", "solver", "precision", "attention",
+    "compile", "residency",
+)  # fmt: skip
+TOO_LARGE = "did not fit into this card's memory"
+REFUSED = "cannot run with these weights and steps"
+
+
+class Maker(Protocol):
+    """Makes videos of one model at one size, with so many frames."""
+
+    def plan(self, skip: SkipOptions | None, frames: int) -> Plan:
+        """The plan of a video, checked without weights. Raises OptionError."""
+        ...
+
+    def forward_seconds(self, frames: int) -> float:
+        """Seconds of one dense forward. Raises torch.cuda.OutOfMemoryError where it does not fit."""
+        ...
+
+    def make(self, sample: Sample, skip: SkipOptions | None, frames: int) -> tuple[Tensor, Report]:
+        """The frames, uint8 [F, H, W, 3], and the report of the run."""
+        ...
+
+
+class PipelineMaker:
+    """Of files, by the command line. watch: of every run."""
+
+    def __init__(
+        self, options: LoadOptions, base: Request, samples: Sequence[Sample], task: Task, watch: Watch
+    ) -> None:
+        self.options, self.base, self.samples, self.task, self.watch = options, base, samples, task, watch
+        self.device, self.engine = choose_device(options.device), LocalEngine()
+
+    @contextmanager
+    def request(self, sample: Sample, skip: SkipOptions | None, frames: int) -> Iterator[Request]:
+        request = replace(self.base, prompt=sample.caption, seed=sample.seed, frames=frames, skip=skip)
+        with drawn_media(self.task.name, request, sample) as filled:
+            yield filled
+
+    def plan(self, skip: SkipOptions | None, frames: int) -> Plan:
+        with self.request(self.samples[0], skip, frames) as request:
+            return check_request(self.options, request, self.device).job.plan
+
+    def forward_seconds(self, frames: int) -> float:
+        """Of the expert that begins: the first forward brings the weights to the device, the second is timed."""
+        with self.request(self.samples[0], None, frames) as request, torch.no_grad():
+            pipe = self.engine.load(self.options, request, self.watch)
+            pipe.warm_up(request, self.watch.phase)
+            job, report = pipe.prepare(request).job, Report(self.device)
+            model, first = pipe.models.expert(job.plan.experts[0]), job.plan.steps[:1]
+            with report.phase("forward") as phase:
+                forward_each_kind(model, Workload.of(job), first, self.device)
+            return phase.seconds / (2 if job.batched else 1)
+
+    def make(self, sample: Sample, skip: SkipOptions | None, frames: int) -> tuple[Tensor, Report]:
+        with self.request(sample, skip, frames) as request:
+            result = self.engine.generate(self.options, request, self.watch)
+        return torch.from_numpy(result.frames), result.report
+
+
+def card_settings(image: bool) -> dict[str, SkipOptions | None]:
+    """The settings of a card. image: videos start from one."""
+    known = speed_names()
+    presets = {name: f"{name}-i2v" if image and f"{name}-i2v" in known else name for name in SPEEDS}
+    return {FULL: None, **{name: speed_options(preset) for name, preset in presets.items()}}
+
+
+def card_size(task: Task, width: int | None, height: int | None) -> tuple[int | None, int | None]:
+    """Width and height of a card's videos: 480p; None, its own, of the embedded model. Raises OptionError for a model
+    that needs more than a prompt and an image."""
+    if task.family != "wan":
+        raise OptionError(f"{task.name} given; a report card is made of text-to-video and image-to-video models")
+    return SIZE if width is None and task.release != "embedded" else (width, height)
+
+
+@dataclass(frozen=True)
+class Video:
+    """A finished video: frames uint8 [F, H, W, 3], and what is measured of its run as plain numbers and words."""
+
+    frames: Tensor
+    facts: dict[str, Any]
+
+    @classmethod
+    def measured(cls, frames: Tensor, report: Report, seconds: float) -> Video:
+        """seconds: of the whole run, its text included."""
+        text = sum(phase.seconds for name, phase in report.phases.items() if name == "text")
+        peak = max((p.peak for name, p in report.phases.items() if not name.startswith(("load", "warm"))), default=0)
+        facts = {"seconds": seconds - text, "peak": peak / GIB, "host": host_peak_bytes() / GIB}
+        for name in ("errors", "shares"):  # of bounded sparse attention: by computed step, each by layer
+            values = [value or 0.0 for step in report.attention for value in step[name]]
+            facts |= {name: fmean(values)} if values else {}
+        said: dict[str, Any] = {name: report.settings[name] for name in SAID if name in report.settings}
+        if isinstance(said.get("precision"), Mapping):
+            said["precision"] = said["precision"]["high"]
+        return cls(frames, facts | {"said": said, "loras": "loras" in report.settings})
+
+    @classmethod
+    def read(cls, path: Path) -> Video | None:
+        """One that was kept; None where there is none, or its file is damaged."""
+        with suppress(OSError, ValueError, KeyError, BadZipFile), path.open("rb") as stored, np.load(stored) as file:
+            return cls(torch.from_numpy(file["frames"]), json.loads(str(file["facts"])))
+        return None
+
+    def write(self, path: Path) -> None:
+        with written_beside(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, frames=self.frames.numpy(), facts=np.array(json.dumps(self.facts)))
+
+
+@dataclass
+class Card:
+    """What is measured so far. left_out: settings, and why."""
+
+    settings: Mapping[str, SkipOptions | None]
+    plans: dict[str, Plan]
+    perceptual: str
+    device: torch.device
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
+    facts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    sheets: list[dict[str, tuple[str, Tensor]]] = field(default_factory=list)  # by prompt and setting: caption, frames
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self.comparisons if name not in self.left_out]
+
+    def mean(self, name: str, fact: str) -> float | None:
+        values = [facts[fact] for facts in self.facts[name] if fact in facts]
+        return fmean(values) if values else None
+
+    def add(self, name: str, video: Video, compared: Comparison) -> None:
+        self.comparisons.setdefault(name, []).append(compared)
+        self.facts.setdefault(name, []).append(video.facts)
+        decibels = "" if name == FULL else f"  {compared.psnr:.1f} dB"
+        shown = video.frames[np.linspace(0, len(video.frames) - 1, SHOWN).round().astype(int)]
+        height, width = shown.shape[1:3]
+        if width > THUMB:
+            small = [Image.fromarray(one).resize((THUMB, round(THUMB * height / width))) for one in shown.numpy()]
+            shown = torch.from_numpy(np.stack([np.asarray(one) for one in small]))
+        self.sheets[-1][name] = f"{name}  {clock(video.facts['seconds'])}{decibels}", shown
+
+    def title(self) -> str:
+        said = self.facts[FULL][0]["said"]
+        return f"{said['task']}, {'x'.join(map(str, said['size']))}, {said['frames']} frames, {said['steps']} steps"
+
+    def markdown(self, picture: str, prompts: Sequence[str] = ()) -> str:
+        """picture: the name of its file. prompts: that are told."""
+        lines = [f"# WanCore report card: {device_name(self.device)}", "", self.title(), "", f"![frames]({picture})"]
+        columns = ["setting", "s a video", "faster", "forwards", "PSNR dB", "worst", "SSIM", self.perceptual.upper()]
+        columns += ["captions true", "error of attention", "keys read", "peak GiB"]
+        rows = [self.row(name) for name in self.names]
+        used = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+        table = [[cells[number] for number in used] for cells in (columns, ["---", *["---:"] * 11], *rows)]
+        lines += ["", *(f"| {' | '.join(cells)} |" for cells in table), ""]
+        lines.append(
+            f"Means of {len(self.sheets)} videos, each compared with the full run of the same seed. Seconds are those "
+            "of denoising and decoding."
+        )
+        for name in self.names[1:]:
+            lines.append(f"- {name}: {skip_words(self.settings[name] or SkipOptions())}")
+        lines += [f"- {name}: left out, it {why}" for name, why in self.left_out.items()]
+        lines += [f"- {note}" for note in self.notes]
+        lines += ["", *(f"- {name}: {value}" for name, value in self.described().items())]
+        lines += ["", *(f"- prompt {number}: {prompt}" for number, prompt in enumerate(prompts, 1))] * bool(prompts)
+        return "\n".join(lines) + "\n"
+
+    def row(self, name: str) -> list[str]:
+        """A cell for each column, empty where nothing was measured."""
+        videos, seconds = summary(self.comparisons[name]), self.mean(name, "seconds") or 0.0
+        other, true, peak = name != FULL, videos.get("truth"), self.mean(name, "peak")
+        errors, shares = self.mean(name, "errors"), self.mean(name, "shares")
+        ratio, most = (self.mean(FULL, "seconds") or 0.0) / seconds, "up to " * (self.plans[name].adaptive is not None)
+        return [
+            name,
+            f"{seconds:.1f}",
+            f"{ratio:.2f}" if other else "",
+            f"{most}{self.plans[name].forwards}",
+            f"{videos['psnr']:.1f}" if other else "",
+            f"{videos['psnr_worst']:.1f}" if other else "",
+            f"{videos['ssim']:.3f}" if other else "",
+            f"{videos['perceptual']:.3f}" if other else "",
+            "" if true is None else f"{100 * true:.0f} %",
+            "" if errors is None else f"{errors:.3f}",
+            "" if shares is None else f"{100 * shares:.0f} %",
+            f"{peak:.1f}" if peak else "",
+        ]
+
+    def described(self) -> dict[str, str]:
+        """The machine, the libraries and the run."""
+        memory = ""
+        if self.device.type == "cuda":
+            memory = f", {torch.cuda.get_device_properties(self.device).total_memory / GIB:.0f} GiB"
+        said = {name: value for name, value in self.facts[FULL][0]["said"].items() if name not in ("task", "frames")}
+        words = {
+            name: " ".join(f"{k} {v}" for k, v in one.items()) for name, one in said.items() if isinstance(one, dict)
+        }
+        words |= {name: "x".join(map(str, one)) for name, one in said.items() if isinstance(one, list)}
+        host = max(facts["host"] for facts in self.facts[FULL])
+        return {
+            "device": f"{device_name(self.device)}{memory}, {platform.system()}",
+            "host memory at peak": f"{host:.1f} GiB",
+            "libraries": ", ".join(f"{name} {version}" for name, version in versions(self.device).items()),
+            "WanCore": f"{__version__}, commit {commit() or 'not known'}",
+            "run": ", ".join(f"{name.replace('_', ' ')} {words.get(name, value)}" for name, value in said.items()),
+            **({"LoRAs": "yes"} if self.facts[FULL][0]["loras"] else {}),
+        }
+
+    def picture(self) -> Image.Image:
+        """A row of settings for each frame that is shown of each prompt, under what was measured of its video."""
+        sheets = [dict(sheet[name] for name in self.names) for sheet in self.sheets]
+        frames = [frame for sheet in sheets for frame in side_by_side(sheet)]
+        width = frames[0].shape[1]
+        head = Canvas(width, 56)
+        head.text(8, 8, f"WanCore {__version__}   {device_name(self.device)}", size=17)
+        head.text(8, 34, self.title(), FAINT, 12)
+        return Image.fromarray(np.concatenate([np.asarray(head.finish()), *(frame.numpy() for frame in frames)]))
+
+
+def measure_card(
+    maker: Maker,
+    samples: Sequence[Sample],
+    settings: Mapping[str, SkipOptions | None],
+    frames: int,
+    device: torch.device,
+    kept: Path,
+    tell: Callable[[str], None],
+    on_checked: Callable[[], None] = lambda: None,
+) -> Card:
+    """Make every video that is not in the folder `kept` yet, and compare. Raises OptionError before the weights are
+    read where the full run is refused. on_checked: called before that."""
+    name, perceptual = find_perceptual()
+    card = Card(settings, {}, name, device)
+
+    def plan_all() -> None:
+        for name, skip in settings.items():
+            try:
+                card.plans[name] = maker.plan(skip, frames)
+            except OptionError as fault:
+                if name == FULL:
+                    raise
+                card.left_out[name] = REFUSED
+                tell(f"{name} is left out: {fault}")
+
+    plan_all()
+    on_checked()
+    asked, (frames, forward) = frames, fitting(maker, frames, tell)
+    if frames != asked:
+        card.notes.append(f"{frames} frames: a forward of {asked} {TOO_LARGE}")
+        plan_all()
+    expected = {name: plan.estimate(dict.fromkeys(plan.experts, forward)) or 0.0 for name, plan in card.plans.items()}
+    planned = [name for name in settings if name not in card.left_out]
+    paths = {(n, name): kept / f"{n}-{name}-{frames}.npz" for n in range(len(samples)) for name in planned}
+    needed = [key for key, path in paths.items() if not path.is_file()]
+    left = sum(expected[name] for _, name in needed)
+    there = len(paths) - len(needed)
+    tell(
+        f"{len(samples)} prompts x {', '.join(planned)}: about {clock(left)} by a timed forward of {forward:.3g} s, "
+        f"without text and decoding{f'; {there} finished videos are there' * bool(there)}"
+    )
+    exact = torch.empty(0)
+    for n, sample in enumerate(samples):
+        card.sheets.append({})
+        for name in planned:
+            if name in card.left_out:
+                continue
+            video = Video.read(paths[n, name])
+            if video is None:
+                begin = time.perf_counter()
+                try:
+                    made = maker.make(sample, settings[name], frames)
+                except torch.cuda.OutOfMemoryError:
+                    if name == FULL:
+                        raise
+                    card.left_out[name] = TOO_LARGE
+                    tell(f"{name} is left out: it {TOO_LARGE}")
+                    continue
+                video = Video.measured(*made, time.perf_counter() - begin)
+                video.write(paths[n, name])
+            exact = video.frames if name == FULL else exact
+            card.add(name, video, compare(video.frames, exact, sample.caption, perceptual, device=device))
+            left -= expected[name] if (n, name) in needed else 0.0
+            more = f"about {clock(left)} left" if left > 0.5 else "done"
+            tell(f"prompt {n + 1} of {len(samples)}, {name}: {clock(video.facts['seconds'])}; {more}")
+    return card
+
+
+def fitting(maker: Maker, frames: int, tell: Callable[[str], None]) -> tuple[int, float]:
+    """The most frames up to `frames` of which a forward fits, and its seconds. Raises torch.cuda.OutOfMemoryError where
+    none does."""
+    lengths = [frames, *(fewer for fewer in SHORTER if fewer < frames)]
+    for length in lengths:
+        try:
+            return length, maker.forward_seconds(length)
+        except torch.cuda.OutOfMemoryError:
+            if length == lengths[-1]:
+                raise
+            tell(f"{length} frames: a forward {TOO_LARGE}")
+        torch.cuda.empty_cache()
+    raise AssertionError("unreachable")
+
+
+def make_card(
+    maker: Maker,
+    samples: Sequence[Sample],
+    settings: Mapping[str, SkipOptions | None],
+    size: tuple[int, int, int],
+    device: torch.device,
+    out: Path,
+    outputs: Outputs,
+    tell: Callable[[str], None],
+    identity: object,
+    with_prompts: bool,
+) -> tuple[str, Image.Image, list[Path]]:
+    """Measure a card and write its files into the folder `out`, which is made. size: width, height and frames.
+    identity: decides with all else whether videos that were kept are of this card. Returns the text, the picture, and
+    their files. Raises OptionError before weights are read, as `measure_card` does."""
+    whole = repr((__version__, commit(), device_name(device), samples, settings, size, identity))
+    kept = out / ".report-card" / hashlib.sha256(whole.encode()).hexdigest()[:16]
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise OptionError(f"cannot write into the folder {out} ({fault.strerror}): choose another") from fault
+    try:
+        picture, text = (outputs.add("the card", out / f"report-card.{ending}") for ending in ("png", "md"))
+
+        def on_checked() -> None:
+            check_room(kept, len(samples) * len(settings) * math.prod(size) * 3)
+            outputs.say_renamed()
+
+        card = measure_card(maker, samples, settings, size[2], device, kept, tell, on_checked)
+    except BaseException:
+        if finished := len(list(kept.glob("*.npz"))):
+            tell(f"{finished} finished videos are kept in {kept}: the same card goes on from them")
+        else:
+            remove_kept(kept)
+        raise
+    words, image = card.markdown(picture.name, [s.caption for s in samples if with_prompts]), card.picture()
+    save_picture(image, picture)
+    write_text(text, words)
+    remove_kept(kept)
+    return words, image, [text, picture]
+
+
+def check_room(kept: Path, needed: int) -> None:
+    """Raise OptionError where the disk has no room for so many bytes, less those that are in `kept`."""
+    needed -= sum(path.stat().st_size for path in kept.glob("*.npz"))
+    if needed > (free := shutil.disk_usage(kept).free):
+        raise OptionError(
+            f"the finished videos take {needed / GIB:.2g} GiB until the card is written, and the disk has "
+            f"{free / GIB:.2g}: choose another folder, or fewer frames"
+        )
+
+
+def remove_kept(kept: Path) -> None:
+    shutil.rmtree(kept, ignore_errors=True)
+    with suppress(OSError):  # of another card, whose videos stay
+        kept.parent.rmdir()
+
+
+def run_card(options: argparse.Namespace, load: LoadOptions, base: Request, outputs: Outputs, watch: Watch) -> int:
+    """The command `report-card`. base: what all videos share except for caption, seed, frames and settings."""
+    load = for_request(load, base)
+    parts = find_models(load, image=base.image is not None)
+    task = parts.task
+    samples = chosen(options, tiny=task.name.endswith("-tiny"))
+    width, height = card_size(task, base.width, base.height)
+    base = replace(base, width=width, height=height)
+    size = width or task.width, height or task.height, base.frames or task.frames
+    settings = card_settings(task.image == "channels" or any(one.image or base.image for one in samples))
+    files = [(part.path, part.path and part.path.stat().st_mtime_ns) for part in parts.of.values()]
+    maker = PipelineMaker(load, base, samples, task, watch)
+    words, _, written = make_card(
+        maker,
+        samples,
+        settings,
+        size,
+        maker.device,
+        options.out,
+        outputs,
+        show,
+        (load, base, files),
+        options.with_prompts,
+    )
+    print(words, *written, sep="\n")
+    return 0
