@@ -153,7 +153,7 @@ def is_name(words: list[str]) -> bool:
 # -------------------------------------------------------------------------------------------------------- weights table
 
 FOLDERS = {  # what is in the name of a file -> its folder in ComfyUI's models folder; the first that fits
-    r"lora": "loras",
+    r"lora|lightx2v": "loras",
     r"^umt5": "text_encoders",
     r"_vae\.safetensors$": "vae",
     r"^clip_vision": "clip_vision",

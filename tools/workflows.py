@@ -1,9 +1,15 @@
-"""Derive the API form of the workflows, `workflows/api/<name>.json`, from what ComfyUI's page saved in `workflows/`.
+"""Derive from the workflows, as ComfyUI's page saved them in `workflows/`, what is made of them.
 
-    python -m tools.workflows             write the API forms
+    python -m tools.workflows             write all of it
     python -m tools.workflows --check     exit 1, naming the files, if one is not what this would write
     python -m tools.workflows --native http://127.0.0.1:8188
                                           first learn those of ComfyUI's own nodes that are not described yet
+
+Made are the API form of each, `workflows/api/<name>.json`; the addresses of the files that its loaders name, in
+`properties.models` of the loader, by which ComfyUI offers to download them (from wan_core/assets/models.json); and
+`subgraphs/<name>.json`, the boxes of four templates, which ComfyUI offers as blueprints. `workflows/*.json` are the
+templates of ComfyUI's browser; those in `workflows/more/` are for the API, for dropping on the page, and by their
+names of version 0.1.
 
 A node's inputs are in tests/nodes/node_schemas.json and tools/native_nodes.json. ComfyUI's own nodes stay
 described as the oldest ComfyUI has them: newer ones add inputs and outputs, and take a graph without them.
@@ -13,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +30,7 @@ from benchmarks.templates.expand import expand
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = ROOT / "workflows"
+MODELS = ROOT / "wan_core" / "assets" / "models.json"
 OWN_SCHEMAS, NATIVE_SCHEMAS = ROOT / "tests" / "nodes" / "node_schemas.json", ROOT / "tools" / "native_nodes.json"
 UPLOADS = ("image_upload", "audio_upload")  # marks of inputs that list the files of one machine
 FILE_LISTS = ("clip_name", "audio_encoder_name")  # inputs that do so without a mark
@@ -29,21 +38,93 @@ FILE_LISTS = ("clip_name", "audio_encoder_name")  # inputs that do so without a 
 Schema = dict[str, Any]
 
 
+TITLE = re.compile(r"WanCore \d\d - ")  # numbered, so that the browser's order from A to Z is this one
+KEPT = {  # template -> the name that its API form had before it was numbered
+    "WanCore 15 - Test without download, text to video": "text_to_video",
+    "WanCore 16 - Test without download, picture to video": "image_to_video",
+    "WanCore 17 - Test without download, a picture moves as a video": "embedded_driven",
+}
+BLUEPRINTS = (
+    "WanCore 02 - Wan 2.2 14B image to video, 4 steps",
+    "WanCore 03 - Wan 2.2 14B text to video, 4 steps",
+    "WanCore 04 - Wan 2.2 14B first and last frame, 4 steps",
+    "WanCore 06 - Wan 2.2 5B text or picture to video",
+)
+
+
+def api_name(title: str) -> str:
+    plain = TITLE.sub("", title).lower().replace("wan 2.", "wan2").replace(",", "").replace(" ", "_")
+    return KEPT.get(title, plain)
+
+
 def pages() -> dict[str, Path]:
     """Name of the API form -> the page's form, whose file name is the title in ComfyUI's template browser."""
-    return {
-        path.stem.lower().replace("wan 2.", "wan2").replace(" ", "_"): path for path in sorted(WORKFLOWS.glob("*.json"))
+    return {api_name(path.stem): path for path in sorted([*WORKFLOWS.glob("*.json"), *WORKFLOWS.glob("more/*.json")])}
+
+
+def all_nodes(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Those of the workflow and of its subgraphs."""
+    for graph in (page, *page.get("definitions", {}).get("subgraphs", [])):
+        yield from graph["nodes"]
+
+
+def model_files() -> dict[str, dict[str, Any]]:
+    """Name of a file -> {"name", "folder", "gb", "repository", "path"}."""
+    return {one["name"]: one for one in json.loads(MODELS.read_text(encoding="utf-8"))}
+
+
+def address(file: dict[str, Any]) -> str:
+    return f"https://huggingface.co/{file['repository']}/resolve/main/{file['path']}"
+
+
+def files_of(node: dict[str, Any]) -> list[str]:
+    """The model files that a node's widgets name."""
+    values = node.get("widgets_values") or []
+    return list(dict.fromkeys(one for one in values if re.fullmatch(r"\S+\.(safetensors|gguf)", str(one))))
+
+
+def with_addresses(page: dict[str, Any]) -> dict[str, Any]:
+    """The workflow with the addresses of what its loaders name. Raises KeyError for a file that is not in the table."""
+    known, boxes = model_files(), {one["id"] for one in page.get("definitions", {}).get("subgraphs", [])}
+    for node in all_nodes(page):
+        node["properties"].pop("models", None)
+        if (names := files_of(node)) and node["type"] not in boxes:
+            node["properties"]["models"] = [
+                {"name": name, "url": address(known[name]), "directory": known[name]["folder"]} for name in names
+            ]
+    return page
+
+
+def blueprint(page: dict[str, Any]) -> dict[str, Any]:
+    """The workflow's box alone."""
+    [subgraph] = page["definitions"]["subgraphs"]
+    [box] = (node for node in page["nodes"] if node["type"] == subgraph["id"])
+    alone = {
+        **box,
+        "pos": [0, 0],
+        "order": 0,
+        "inputs": [{**one, "link": None} for one in box["inputs"]],
+        "outputs": [{**one, "links": None} for one in box["outputs"]],
     }
+    return {**page, "nodes": [alone], "links": [], "groups": [], "extra": {}, "last_node_id": box["id"]}
 
 
-def api_forms() -> dict[Path, str]:
-    """File below `workflows/api` -> what it should hold."""
+def derived() -> dict[Path, str]:
+    """File -> what it should hold."""
     info = {name: _info(schema) for name, schema in read_schemas().items()}
     files = {}
     for name, path in pages().items():
-        graph = expand(json.loads(path.read_text(encoding="utf-8")), info)
-        files[WORKFLOWS / "api" / f"{name}.json"] = json.dumps(graph, indent=1, ensure_ascii=False) + "\n"
+        page = with_addresses(json.loads(path.read_text(encoding="utf-8")))
+        files[path] = _text(page)
+        files[WORKFLOWS / "api" / f"{name}.json"] = _text(expand(page, info))
+        if path.stem in BLUEPRINTS:
+            title = re.sub(r"^WanCore \d\d - ", "WanCore ", path.stem)
+            files[ROOT / "subgraphs" / f"{title}.json"] = _text(blueprint(page))
     return files
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 def read_schemas() -> dict[str, Schema]:
@@ -73,7 +154,7 @@ def native_schema(info: dict[str, Any]) -> Schema:
             options = kind if isinstance(kind, list) else settings.get("options")
             entry: dict[str, Any] = {"name": name, "type": "COMBO" if isinstance(kind, list) else kind}
             entry["optional"] = group == "optional"
-            entry |= {key: settings[key] for key in ("default", "multiline", *UPLOADS) if key in settings}
+            entry |= {key: settings[key] for key in ("default", "multiline", "control_after_generate", *UPLOADS) if key in settings}
             of_one_machine = name in FILE_LISTS or any(settings.get(key) for key in UPLOADS)
             if options is not None and not of_one_machine:
                 entry["options"] = options
@@ -88,7 +169,7 @@ def learn(address: str) -> None:
     with direct.open(f"{address.rstrip('/')}/object_info", timeout=60) as answer:
         info: dict[str, Any] = json.load(answer)
     schemas, described = json.loads(NATIVE_SCHEMAS.read_text()), read_schemas()
-    kinds = {node["type"] for path in pages().values() for node in json.loads(path.read_text())["nodes"]}
+    kinds = {node["type"] for path in pages().values() for node in all_nodes(json.loads(path.read_text()))}
     schemas |= {kind: native_schema(info[kind]) for kind in kinds if kind in info and kind not in described}
     rows = [f" {json.dumps(name)}: {json.dumps(schemas[name])}" for name in sorted(schemas)]
     NATIVE_SCHEMAS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
@@ -101,15 +182,17 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.native:
         learn(options.native)
-    files = api_forms()
+    files = derived()
     stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    unknown = [path for path in sorted((WORKFLOWS / "api").glob("*.json")) if path not in files]
+    made = [*(WORKFLOWS / "api").glob("*.json"), *(ROOT / "subgraphs").glob("*.json")]
+    unknown = [path for path in sorted(made) if path not in files]
     names = ", ".join(str(path.relative_to(ROOT)) for path in [*stale, *unknown])
     if options.check:
         if names:
-            print(f"not what the page's form says: {names}. Run python -m tools.workflows", file=sys.stderr)
+            print(f"not what the pages' forms and the table of models say: {names}. Run python -m tools.workflows", file=sys.stderr)
         return bool(names)
     for path in stale:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(files[path], encoding="utf-8")
     print(f"wrote {names or 'nothing: all files are current'}")
     return 0
