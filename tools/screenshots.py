@@ -5,9 +5,9 @@ well, and take its picture for docs/images/.
     python tools/screenshots.py http://127.0.0.1:8188 --check    check only
     --run runs each before its picture is taken, and checks that what it then saves holds no more values than before.
 
-Written: workflows/<workflow>.jpg for the template browser; for those in PICTURED docs/images/<workflow>.png, of Nodes
-2.0 docs/images/<workflow>_nodes2.png, and docs/images/shown.json: which inputs of which nodes the pictures show. A
-test compares that file with the schemas, so that no picture is older than its nodes.
+Written, for those in PICTURED: docs/images/<workflow>.png, of Nodes 2.0 docs/images/<workflow>_nodes2.png, and
+docs/images/shown.json: which inputs of which nodes the pictures show. A test compares that file with the schemas, so
+that no picture is older than its nodes. The template browser's pictures are drawn by `tools.thumbnails`.
 
 Needs `pip install playwright` and a Chromium (`--chromium PATH`, by default the `chromium` of the system). The ComfyUI
 must have this pack in custom_nodes, run with WANCORE_ALLOW_CPU_WORKERS=1 and, in its models and input folders, have a
@@ -39,7 +39,6 @@ from tools.workflows import ROOT, WORKFLOWS, pages
 
 IMAGES, PAGES = ROOT / "docs" / "images", pages()
 WIDTH, HEIGHT, EDGE = 1920, 1080, 16  # pixels: of a picture, of the page, around a graph
-THUMBNAIL = 512  # pixels of the picture that ComfyUI's template browser shows
 PICTURED = {  # workflows in docs/images, and how they are drawn there
     "text_to_video": ("classic", "nodes2"),
     "image_to_video": ("classic",),
@@ -138,8 +137,9 @@ def check(name: str, found: dict[str, Any]) -> list[str]:
     ]
     if sorted(found["links"]) != sorted(page["links"]):
         wrong.append(f"links: {found['links']} instead of {page['links']}")
+    boxes = {one["id"] for one in page.get("definitions", {}).get("subgraphs", [])}
     for node in page["nodes"]:
-        own, kind = node["type"].startswith("WanCore"), node["type"]
+        own, kind = node["type"].startswith("WanCore") or node["type"] in boxes, node["type"]
         given = [[entry["name"], entry["link"]] for entry in node["inputs"]]
         inputs = [entry for entry in found["inputs"][str(node["id"])] if own or entry in given]
         if inputs != given:
@@ -209,12 +209,12 @@ def run(page: Page, workflow: dict[str, Any]) -> list[str]:
 def shown(name: str, found: dict[str, Any]) -> dict[str, list[str]]:
     """The inputs that each node of this pack has in the page, by its type."""
     page = json.loads(PAGES[name].read_text(encoding="utf-8"))
-    own = [node for node in page["nodes"] if node["type"].startswith("WanCore")]
+    own = [node for node in page["nodes"] if node["type"].startswith("WanCore")]  # those in boxes have no picture
     return {node["type"]: [entry[0] for entry in found["inputs"][str(node["id"])]] for node in own}
 
 
 def picture(page: Page, name: str, renderer: str) -> None:
-    """The whole graph without the page's bars: a small PNG, and a thumbnail for ComfyUI's template browser."""
+    """The whole graph without the page's bars, as a small PNG."""
     left, top, right, bottom = page.evaluate(BOUNDS)
     scale = min((WIDTH - 2 * EDGE) / (right - left), 1.0)
     view = {"width": WIDTH, "height": round((bottom - top) * scale) + 2 * EDGE}
@@ -222,12 +222,8 @@ def picture(page: Page, name: str, renderer: str) -> None:
     page.evaluate(BARE)
     page.evaluate(FIT, [left - EDGE / scale, top - EDGE / scale, scale])
     raw = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    if renderer in PICTURED.get(name, ()):
-        path = IMAGES / f"{name}{RENDERERS[renderer]}.png"
-        raw.quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
-    if renderer == "classic":
-        raw.thumbnail((THUMBNAIL, THUMBNAIL))
-        raw.save(PAGES[name].with_suffix(".jpg"), quality=80, optimize=True)
+    path = IMAGES / f"{name}{RENDERERS[renderer]}.png"
+    raw.quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
 
 
 def open_page(context: BrowserContext, address: str) -> Page:
@@ -260,7 +256,7 @@ def visit(page: Page, name: str, renderer: str, options: argparse.Namespace) -> 
         FIT, [left, top, min(WIDTH / (right - left), HEIGHT / (bottom - top))]
     )  # only what is in view is drawn
     wrong += layout_faults(page.evaluate(MEASURE, renderer == "nodes2"), page.evaluate(GROUPS))
-    if not options.check and renderer in ("classic", *PICTURED.get(name, ())):
+    if not options.check and renderer in PICTURED.get(name, ()):
         picture(page, name, renderer)
         page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     return wrong, shown(name, found)

@@ -154,7 +154,11 @@ def native_schema(info: dict[str, Any]) -> Schema:
             options = kind if isinstance(kind, list) else settings.get("options")
             entry: dict[str, Any] = {"name": name, "type": "COMBO" if isinstance(kind, list) else kind}
             entry["optional"] = group == "optional"
-            entry |= {key: settings[key] for key in ("default", "multiline", "control_after_generate", *UPLOADS) if key in settings}
+            entry |= {
+                key: settings[key]
+                for key in ("default", "multiline", "control_after_generate", *UPLOADS)
+                if key in settings
+            }
             of_one_machine = name in FILE_LISTS or any(settings.get(key) for key in UPLOADS)
             if options is not None and not of_one_machine:
                 entry["options"] = options
@@ -189,7 +193,10 @@ def main(argv: list[str] | None = None) -> int:
     names = ", ".join(str(path.relative_to(ROOT)) for path in [*stale, *unknown])
     if options.check:
         if names:
-            print(f"not what the pages' forms and the table of models say: {names}. Run python -m tools.workflows", file=sys.stderr)
+            print(
+                f"not what the pages' forms and the table of models say: {names}. Run python -m tools.workflows",
+                file=sys.stderr,
+            )
         return bool(names)
     for path in stale:
         path.parent.mkdir(exist_ok=True)
