@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from PIL import Image, ImageDraw, ImageFont
 
-from tools.workflows import TITLE, WORKFLOWS, all_nodes, files_of, model_files
+from tools.workflows import TITLE, WORKFLOWS, all_nodes, files_of, known_files
 
 SIDE, SCALE = 400, 3  # pixels of the picture, and how many times larger it is drawn
 INK, PAPER, GREEN, RED, BLUE, YELLOW, GREY = "#f4f4f0", "#1d232b", "#55b36a", "#e05252", "#4f8fd9", "#f0c04a", "#8b94a1"
@@ -277,13 +277,13 @@ def draw(number: int, gigabytes: float) -> Image.Image:
 
 
 def main() -> None:
-    sizes = {name: one["gb"] for name, one in model_files().items()}
+    known = known_files()
     for path in sorted(WORKFLOWS.glob("*.json")):
         title = TITLE.match(path.stem)
         assert title is not None, f"{path.name} has no number"
         page = json.loads(path.read_text(encoding="utf-8"))
         names = {name for node in all_nodes(page) for name in files_of(node)}
-        draw(int(path.stem[8:10]), sum(sizes[name] for name in names)).save(
+        draw(int(path.stem[8:10]), sum(known[name].gb for name in names)).save(
             path.with_suffix(".jpg"), quality=88, optimize=True
         )
 

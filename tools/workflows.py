@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.templates.expand import expand
+from wan_core.config.model_files import ModelFile, model_files
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = ROOT / "workflows"
-MODELS = ROOT / "wan_core" / "assets" / "models.json"
 OWN_SCHEMAS, NATIVE_SCHEMAS = ROOT / "tests" / "nodes" / "node_schemas.json", ROOT / "tools" / "native_nodes.json"
 UPLOADS = ("image_upload", "audio_upload")  # marks of inputs that list the files of one machine
 FILE_LISTS = ("clip_name", "audio_encoder_name")  # inputs that do so without a mark
@@ -68,13 +68,8 @@ def all_nodes(page: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from graph["nodes"]
 
 
-def model_files() -> dict[str, dict[str, Any]]:
-    """Name of a file -> {"name", "folder", "gb", "repository", "path"}."""
-    return {one["name"]: one for one in json.loads(MODELS.read_text(encoding="utf-8"))}
-
-
-def address(file: dict[str, Any]) -> str:
-    return f"https://huggingface.co/{file['repository']}/resolve/main/{file['path']}"
+def known_files() -> dict[str, ModelFile]:
+    return {one.name: one for one in model_files()}
 
 
 def files_of(node: dict[str, Any]) -> list[str]:
@@ -85,12 +80,12 @@ def files_of(node: dict[str, Any]) -> list[str]:
 
 def with_addresses(page: dict[str, Any]) -> dict[str, Any]:
     """The workflow with the addresses of what its loaders name. Raises KeyError for a file that is not in the table."""
-    known, boxes = model_files(), {one["id"] for one in page.get("definitions", {}).get("subgraphs", [])}
+    known, boxes = known_files(), {one["id"] for one in page.get("definitions", {}).get("subgraphs", [])}
     for node in all_nodes(page):
         node["properties"].pop("models", None)
         if (names := files_of(node)) and node["type"] not in boxes:
             node["properties"]["models"] = [
-                {"name": name, "url": address(known[name]), "directory": known[name]["folder"]} for name in names
+                {"name": name, "url": known[name].address, "directory": known[name].folder} for name in names
             ]
     return page
 

@@ -25,11 +25,10 @@ from tools.workflows import (
     TITLE,
     WORKFLOWS,
     Schema,
-    address,
     all_nodes,
     files_of,
+    known_files,
     main,
-    model_files,
     native_schema,
     pages,
     read_schemas,
@@ -126,11 +125,11 @@ def test_every_name_of_before_still_has_its_api_form_and_docs_say_what_took_its_
 
 
 def test_every_file_has_an_address() -> None:
-    files = model_files()
+    files = known_files()
     for one in files.values():
-        assert re.fullmatch(r"https://huggingface\.co/[\w.-]+/[\w.-]+/resolve/main/[\w./-]+", address(one))
-        assert address(one).endswith("/" + one["name"]) and one["gb"] > 0
-        assert one["folder"] in ("diffusion_models", "loras", "text_encoders", "vae", "clip_vision", "audio_encoders")
+        assert re.fullmatch(r"https://huggingface\.co/[\w.-]+/[\w.-]+/resolve/main/[\w./-]+", one.address)
+        assert one.address.endswith("/" + one.name) and one.gb > 0
+        assert one.folder in ("diffusion_models", "loras", "text_encoders", "vae", "clip_vision", "audio_encoders")
     named = {name for page in PAGES for node in all_nodes(page_form(page)) for name in files_of(node)}
     assert named <= files.keys()
 
