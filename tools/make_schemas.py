@@ -3,9 +3,10 @@
     python tools/make_schemas.py http://127.0.0.1:8188
 
 It adds new nodes and new inputs to tests/nodes/node_schemas.json; what is there already stays as it is: the tests
-compare the nodes with it. And it writes the tables of web/docs, whose rows are the tooltips. The texts in other
-languages (locales) are written by hand; `tests/nodes/test_locales.py` says what is missing in them. Start that ComfyUI
-without models of its own, or their names would be written.
+compare the nodes with it. And it writes the lists of web/docs, whose lines are the tooltips, and those of the pages in
+Chinese (web/docs/NODE/zh.md) from locales/zh, which is written by hand; `tests/nodes/test_locales.py` says what is
+missing there. `--chinese` in place of the address writes these alone. Start that ComfyUI without models of its own, or
+their names would be written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.workflows import OWN_SCHEMAS, Schema, native_schema
 
 KEYS = ("default", "multiline", "control_after_generate")
-PAGES = Path(__file__).resolve().parents[1] / "web" / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES, CHINESE_TEXTS = ROOT / "web" / "docs", ROOT / "locales" / "zh" / "nodeDefs.json"
 
 
 def schema_of(info: dict[str, Any]) -> Schema:
@@ -63,14 +65,46 @@ def written(schemas: dict[str, Schema]) -> str:
     return "{\n" + ",\n".join(nodes) + "\n}\n"
 
 
-def with_tables(page: str, inputs: Iterable[tuple[str, str]], outputs: Iterable[tuple[str, str]]) -> str:
-    """A page of web/docs with the tables of these names and tooltips, in which 'words' become `words`."""
-    for kind, entries in (("input", inputs), ("output", outputs)):
-        texts = {name: re.sub(r"(?<!\w)'([^']+)'(?!\w)", r"`\1`", tooltip) for name, tooltip in entries}
-        rows = "".join(f"| `{name}` | {text} |\n" for name, text in texts.items())
-        table = f"| {kind} | what it is |\n|---|---|\n"
-        page = re.sub(re.escape(table) + r"(\|.*\n)*", lambda _, rows=table + rows: rows, page)
+def with_lists(page: str, inputs: Iterable[tuple[str, str]], outputs: Iterable[tuple[str, str]]) -> str:
+    """A page of web/docs with the lists of these names and tooltips, in which 'words' become `words`."""
+    for heading, entries in (("Inputs", inputs), ("Outputs", outputs)):
+        lines = (f"- **`{name}`**: {_as_code(text, APOSTROPHES)}" for name, text in entries)
+        page = _with_list(page, heading, lines)
     return page
+
+
+def chinese_page(page: str, texts: dict[str, Any]) -> str:
+    """A page of web/docs in Chinese, from a node of locales/zh/nodeDefs.json. Text after the lists of `page` stays."""
+    page = page if CHINESE["inputs"] in page else f"\n\n## {CHINESE['inputs']}\n\n\n## {CHINESE['outputs']}\n\n"
+    _, _, lists = page.partition(f"## {CHINESE['inputs']}\n")
+    page = f"# {texts['display_name']}\n\n{texts['description']}\n\n## {CHINESE['inputs']}\n{lists}"
+    for kind, heading in CHINESE.items():
+        entries = texts[kind].items()
+        named = ((one["name"], f"（`{name}`）" if kind == "inputs" else "", one["tooltip"]) for name, one in entries)
+        lines = (f"- **{name}**{also}：{_as_code(text, QUOTES)}" for name, also, text in named)
+        page = _with_list(page, heading, lines)
+    return page
+
+
+APOSTROPHES, QUOTES = re.compile(r"(?<!\w)'([^']+)'(?!\w)"), re.compile(r"“([ -~]+)”")
+CHINESE = {"inputs": "输入", "outputs": "输出"}
+
+
+def _as_code(text: str, quotes: re.Pattern[str]) -> str:
+    return quotes.sub(r"`\1`", text)
+
+
+def _with_list(page: str, heading: str, lines: Iterable[str]) -> str:
+    text = f"## {heading}\n\n" + "".join(f"{line}\n" for line in lines)
+    return re.sub(rf"## {heading}\n\n(- .*\n)*", lambda _: text, page)
+
+
+def write_chinese_pages() -> None:
+    for name, texts in json.loads(CHINESE_TEXTS.read_text(encoding="utf-8")).items():
+        path = PAGES / name / "zh.md"
+        path.parent.mkdir(exist_ok=True)
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        path.write_text(chinese_page(before, texts), encoding="utf-8")
 
 
 def texts_of(info: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -89,11 +123,12 @@ def main(address: str) -> None:
         if name.startswith("WanCore"):
             schemas[name] = extended(schemas.get(name), schema_of(info[name]))
             page = PAGES / f"{name}.md"
-            page.write_text(with_tables(page.read_text(encoding="utf-8"), *texts_of(info[name])), encoding="utf-8")
+            page.write_text(with_lists(page.read_text(encoding="utf-8"), *texts_of(info[name])), encoding="utf-8")
     OWN_SCHEMAS.write_text(written(schemas), encoding="utf-8")
+    write_chinese_pages()
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    main(sys.argv[1])
+    write_chinese_pages() if sys.argv[1] == "--chinese" else main(sys.argv[1])

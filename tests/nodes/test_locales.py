@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.nodes import test_nodes_schemas
-from tools.make_schemas import with_tables
+from tools.make_schemas import chinese_page, with_lists
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCALES = {
@@ -55,14 +55,14 @@ def test_chinese_is_chinese(schemas: dict[str, Any]) -> None:
             assert set(numbers[0]) <= set(numbers[1]), f"{name}.{entry['name']}: {numbers}"
 
 
-def test_every_node_has_a_help_page_whose_tables_are_the_tooltips(schemas: dict[str, Any]) -> None:
+def test_every_node_has_a_help_page_whose_lists_are_the_tooltips(schemas: dict[str, Any]) -> None:
     """Written by tools/make_schemas.py: run it after a change of a tooltip, and mend the other languages."""
     assert set(HELP) == set(schemas)
     for name, schema in schemas.items():
         assert HELP[name].startswith(f"# {schema.display_name}\n")
         texts = [[(entry["name"], entry["tooltip"]) for entry in kind] for kind in (schema.inputs, schema.outputs)]
-        assert HELP[name] == with_tables(HELP[name], *texts), name
-        rows = re.findall(r"^\| `(\w+)` \|", HELP[name], re.MULTILINE)
+        assert HELP[name] == with_lists(HELP[name], *texts), name
+        rows = re.findall(r"^- \*\*`(\w+)`\*\*: ", HELP[name], re.MULTILINE)
         assert len(rows) == len(schema.inputs) + len(schema.outputs), f"{name} describes what it does not have: {rows}"
 
 
@@ -75,3 +75,20 @@ def test_commands_and_settings_of_the_page_are_covered(language: str) -> None:
         texts = json.loads((ROOT / "locales" / language / f"{name}.json").read_text(encoding="utf-8"))
         assert list(texts) == [one.replace(".", "_") for one in ids] != []
         assert not any(IN_MESSAGES.search(word) for word in words(texts))
+
+
+def test_every_node_has_a_help_page_in_chinese(schemas: dict[str, Any]) -> None:
+    """The frontend asks for NODE/LANGUAGE.md first. `python tools/make_schemas.py --chinese` writes the lists."""
+    pages = {path.parent.name: path.read_text(encoding="utf-8") for path in (ROOT / "web" / "docs").glob("*/zh.md")}
+    assert set(pages) == set(schemas)
+    for name, page in pages.items():
+        assert page == chinese_page(page, LOCALES["zh"][name]), name
+        for entry in schemas[name].inputs:
+            assert f"（`{entry['name']}`）：" in page, f"{name}.{entry['name']}"
+
+
+def test_help_pages_have_no_wide_tables() -> None:
+    """The panel that shows them is 300 pixels wide: only tables of numbers stay tables."""
+    for name, page in HELP.items():
+        rows = [line for line in page.splitlines() if line.startswith("|")]
+        assert not [row for row in rows if len(row) > 80], name

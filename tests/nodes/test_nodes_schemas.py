@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -160,6 +161,14 @@ def test_everything_is_explained(schemas: dict[str, Any]) -> None:
     for schema in schemas.values():
         assert schema.node_id.startswith("WanCore") and schema.category in CATEGORIES and schema.description
         assert all(entry.get("tooltip") for entry in [*schema.inputs, *schema.outputs]), schema.node_id
+
+
+def test_every_socket_of_this_pack_has_a_colour(schemas: dict[str, Any]) -> None:
+    script = (Path(__file__).resolve().parents[2] / "web" / "js" / "colours.js").read_text(encoding="utf-8")
+    kinds = {entry["type"] for schema in schemas.values() for entry in [*schema.inputs, *schema.outputs]}
+    assert {kind for kind in kinds if kind.startswith("WANCORE_")} == set(
+        re.findall(r"  (WANCORE_\w+): \"#\w{6}\"", script)
+    )
 
 
 def test_shards_appear_as_one_entry_and_the_embedded_model_first(schemas: dict[str, Any]) -> None:

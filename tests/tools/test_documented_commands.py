@@ -65,7 +65,7 @@ def test_comfyui_names_the_command_that_runs_in_any_folder(pattern: str) -> None
     pages = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern))]
     assert pages and not [text for text in pages if "python -m wan_core" in text]
     told = [text[at.end() :] for text in pages for at in re.finditer(r"`wancore [^`]+`", text) if "web" in pattern]
-    assert all(after.startswith(" (README, Command line)") for after in told)
+    assert all(after.startswith((" (README, Command line)", "（见 README“命令行”）")) for after in told)
     assert all(heading in readme for heading, readme in zip(("**Command line**", "**命令行**"), READMES, strict=True))
 
 
