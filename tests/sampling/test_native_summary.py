@@ -63,6 +63,11 @@ def test_warnings_come_first_and_once() -> None:
     assert lines(run)[-1] == "WanCore Accelerate: self-attention calls: 20 by sdpa; step cache (x): 0 of 20"
 
 
+def test_a_sampler_without_a_step_warns_of_nothing() -> None:
+    run = run_of(taken={}, began=0.0, notes=["warning: the sampler has no step"])
+    assert lines(run) == ["WanCore Accelerate: self-attention calls: none; the sampler has no step"]
+
+
 @pytest.mark.parametrize(
     ("left", "first"),
     [

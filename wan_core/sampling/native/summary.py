@@ -20,9 +20,9 @@ INSTALLED_BY = {"flash4": "pip install --pre flash-attn-4"}
 
 def report_text(run: NativeRun, sparse: SparseOptions | None, share: float, advice: str | None) -> str:
     """The lines for a finished run. share: of self-attention in a dense forward's time. advice: for the next run."""
-    if not run.began:
-        return f"WanCore Accelerate: {run.words()}"
     warnings = [note for note in run.notes if note.startswith(WARNING)]
+    if not run.began:  # a part of a schedule without a step: nothing to warn of
+        return "; ".join([f"WanCore Accelerate: {run.words()}", *(note.removeprefix(WARNING) for note in warnings)])
     elsewhere = ", ".join(f"{count} {why}" for why, count in run.left.items() if why not in (CROSS, AS_CHOSEN))
     if not run.taken and AS_CHOSEN not in run.left and not warnings:
         warnings.append(f"{WARNING}self-attention stayed with ComfyUI: {elsewhere or 'no call came to WanCore'}")
