@@ -200,6 +200,8 @@ class Templates:
         if files == self.written:
             return
         shutil.rmtree(self.base / "models", ignore_errors=True)
+        for folder in ("diffusion_models", "vae", "loras"):  # without one the server does not tell of its loader
+            (self.base / "models" / folder).mkdir(parents=True)
         command = [self.python, str(HERE / "files.py"), str(self.checkout), json.dumps(files)]
         command += [] if self.scale.layers is None else [str(self.scale.layers)]
         subprocess.run(command, check=True, capture_output=True, cwd=self.checkout)
