@@ -30,7 +30,7 @@ from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
 from wan_core.sampling.native.summary import advice_for, missing_kernels, report_text
 from wan_core.sampling.schedules import find_part
 from wan_core.sampling.sparsity.last_run import write_last
-from wan_core.sampling.sparsity.schedule import attention_share, step_sparsities
+from wan_core.sampling.sparsity.schedule import attention_share, step_bounds, step_sparsities
 
 from .native_beside import (
     OVERRIDE,
@@ -149,7 +149,8 @@ def _sample(
     shift = getattr(sampling, "shift", 1.0)
     own = sigmas.tolist()
     part = whole.place(own, shift) if whole != WholeRun() and falls(own) else find_part(own, shift)
-    run = NativeRun(part, () if sparse is None else step_sparsities(sparse, part.total))
+    steps = (step_sparsities, step_bounds)
+    run = NativeRun(part, *(() if sparse is None else each(sparse, part.total) for each in steps))
     options = guider.model_options["transformer_options"]  # this run's own copy
     run.patches = Patches(options)
     options[RUN] = run

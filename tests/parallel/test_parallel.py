@@ -539,7 +539,10 @@ def test_ranks_measure_what_one_rank_measures(ranks, alone, mesh, request_):
         for one, other in zip(found, expected, strict=True):
             mine, theirs = ([number or 0.0 for number in step[name]] for step in (one, other))
             assert mine == pytest.approx(theirs, rel=0.02)
-    equal_on_all(answers, wanted)
+    assert all(torch.equal(latents, answers[0][0]) for latents, _, _ in answers)
+    assert (
+        parallel_checks.relative(answers[0][0], wanted[0]) < 1e-3
+    )  # two blocks may be worth the same but for rounding
 
 
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x2x2"])

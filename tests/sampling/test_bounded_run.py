@@ -213,7 +213,9 @@ def test_a_lora_is_measured_too() -> None:
 # --------------------------------------------------------------------------------------- options, plans and last runs
 
 
-@pytest.mark.parametrize("text", ["bound:0.06", "bound:0.03:slope:error", "bound:0.12:floor0.25:parts4:cudnn-fp8"])
+@pytest.mark.parametrize(
+    "text", ["bound:0.06", "bound:0.03:slope:error", "bound:0.12:ramp0.1:floor0.25:parts4:cudnn-fp8"]
+)
 def test_words_of_a_bound(text: str) -> None:
     options = parse_sparse(text)
     assert parse_sparse(sparse_words(options)) == options and options.bound == float(text.split(":")[1])
@@ -259,3 +261,13 @@ def test_nothing_is_written_for_the_embedded_model_or_into_a_folder_that_is_not_
 def test_levels_are_as_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "sparse.md").read_text()
     assert "1/16, 3/32, 1/8, 3/16, 1/4, 3/8, 1/2, 3/4" in text and len(LEVELS) == 9
+
+
+def test_the_first_steps_have_a_third_of_the_bound(experts: dict[str, WanModel]) -> None:
+    plan = bounded_plan("0.06:slope", 20)
+    assert [step.bound for step in plan.steps] == [pytest.approx(0.02)] * 6 + [0.06] * 14
+    assert "attention's error at most 0.02" in plan.table() and "first 30 % of the steps" in plan.table()
+    assert {step.bound for step in bounded_plan("0.06:ramp0").steps} == {0.06}
+    attention = run(experts, plan)[1]
+    assert_kept(attention[:6], 0.02)
+    assert max(error or 0.0 for step in attention[8:] for error in step["errors"]) > 0.03

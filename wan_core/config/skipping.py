@@ -183,7 +183,8 @@ class SparseOptions:
     reuse: number of computed steps that use one selection, the step that made it included. budgets: use calibrated
     shares of blocks per layer if the checkpoint has a coverage file beside it.
     bound: the run measures the relative error of attention's output and reads as much as keeps it at most so large, in
-    every layer; `sparsity` is what is expected then, and `floor` the least share of the blocks that is read.
+    every layer; `sparsity` is what is expected then, `ramp` the share of the run, from its first step, in which a third
+    of the bound holds, and `floor` the least share of the blocks that is read.
 
     `wan_core.sampling.sparsity` has the presets and the schedule, `wan_core.ops.attention.sparse` the computation.
     """
@@ -291,10 +292,10 @@ class SparseOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.bound is not None and (self.mass is not None or self.dense_steps or self.ramp or not self.sparsity):
+        if self.bound is not None and (self.mass is not None or self.dense_steps or not self.sparsity):
             raise OptionError(
-                "a bound on the error of attention decides in the run how much is read: leave attention mass, dense "
-                "steps and ramp out"
+                "a bound on the error of attention decides in the run how much is read: leave attention mass and dense "
+                "steps out"
             )
         if self.parts not in SPARSE_PARTS:
             raise OptionError(f"{self.parts} parts of a block given; allowed are {', '.join(map(str, SPARSE_PARTS))}")

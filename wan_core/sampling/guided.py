@@ -153,8 +153,9 @@ class Guided:
 
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
             return ForwardInfo(
-                step.index, branches, skip, step.sparsity, self.after_block, spacing, step.control, both=each_apart
-            )
+                step.index, branches, skip, step.sparsity, self.after_block, spacing, step.control,
+                both=each_apart, bound=step.bound,
+            )  # fmt: skip
 
         def forward(branch: Branch) -> Tensor:
             text = self.nag_text if step.nag else self.text[branch]
@@ -166,7 +167,8 @@ class Guided:
             shape = inputs.shape[0], config.out_channels, *inputs.shape[2:]
             velocities = self.run_branches(step.branches, forward, shape)
             if self.bounded is not None and self.mine is not None and len(computed) == 1:
-                self.bounded.share_branch(step.index, config.num_layers, computed[0], self.mine in computed)
+                self.bounded.begin(step.index, step.bound)
+                self.bounded.share_branch(config.num_layers, computed[0], self.mine in computed)
             return velocities
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
             run = info(step.branches, bool(skipped))

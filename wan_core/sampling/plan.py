@@ -45,6 +45,7 @@ SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = 
 }
 RARE = (
     "texts",
+    "bound",
     "correction",
     "nag",
     "own_positions",
@@ -77,6 +78,7 @@ class Step:
     order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
     delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
     sparsity: float = 0.0  # share of the key blocks that attention does not read
+    bound: float = 0.0  # on the relative error of attention, which decides what is read; 0: `sparsity` does
     cost: float = 1.0  # estimated time of a forward (the mean of all), relative to one with dense attention
     texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
@@ -129,6 +131,8 @@ class Step:
         """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
         skipped = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
         keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
+        if self.bound and self.forwards:
+            keys = f", attention's error at most {self.bound:.3g}, about {100 * (1 - self.sparsity):g} % of keys"
         keys += "" if self.scale == 1 else f", {self.scale:g} of the size"
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag

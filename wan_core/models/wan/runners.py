@@ -48,7 +48,7 @@ class ForwardInfo:
     spacing: from one row of tokens to the next, and one column, in rotary positions; 2 at half the size of the video.
     window: which of the step's context windows.
     control: factors of how much each control video counts, or one for all; None: all count as prepared.
-    both: the ranks of the other guidance branch run their blocks in this step, too.
+    both: the ranks of the other guidance branch run their blocks in this step, too. bound: on the error of attention.
     """
 
     step: int = 0
@@ -60,6 +60,7 @@ class ForwardInfo:
     control: tuple[float, ...] | None = None
     window: int = 0
     both: bool = False
+    bound: float = 0.0
 
 
 SINGLE_FORWARD = ForwardInfo()

@@ -30,9 +30,9 @@ class NativeRun:
     Forwards of several GPUs run in threads: what they count goes through a lock.
     """
 
-    def __init__(self, part: SchedulePart, sparsities: Sequence[float] = ()) -> None:
-        """sparsities: of every step of the whole schedule; empty: dense."""
-        self.part, self.sparsities = part, sparsities
+    def __init__(self, part: SchedulePart, sparsities: Sequence[float] = (), bounds: Sequence[float] = ()) -> None:
+        """sparsities, bounds: of every step of the whole schedule; empty: dense, and without bounds."""
+        self.part, self.sparsities, self.bounds = part, sparsities, bounds
         self.step = 0
         self.sparse_steps: list[int] = []  # computed so far
         self.routes: dict[Any, Any] = {}
@@ -80,7 +80,7 @@ class NativeRun:
             if scale not in self.bounded:
                 self.bounded[scale] = make()
                 self.measurements.runs.append(("high", self.bounded[scale]))
-        self.bounded[scale].begin(self.index)
+        self.bounded[scale].begin(self.index, self.bounds[self.index] if self.bounds else 0.0)
         return self.bounded[scale]
 
     @property

@@ -4,7 +4,8 @@ Pure functions of numbers, without torch.
 A *run* is the computed steps of one expert at one size. A layer's share of the blocks is one of a few levels, from 1/16
 to all (`LEVELS`; those below the floor, and those that are the same number of blocks, are left out).
 
-1. The first computed step of a run reads everything, the second half of the blocks.
+1. The first computed step of a run reads everything, the second half of the blocks. The bound may change from step to
+   step: the plan gives the first steps of a video a part of it (`schedule.step_bounds`).
 2. From then on a layer reads the lowest level whose expected error is at most `MARGIN` times the bound: at most two
    levels lower than in the step before, as much higher as is needed.
 3. The expected error at another share follows from the newest measured one: log(error) falls linearly with

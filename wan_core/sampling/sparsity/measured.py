@@ -85,18 +85,18 @@ class Bounded:
         """ranks: those that run the video together. heads: those of this rank, and how many there are; None: it has
         all."""
         assert options.bound is not None
-        self.options, self.ranks, self.heads = options, ranks, heads
+        self.options, self.ranks, self.heads, self.bound = options, ranks, heads, options.bound
         self.chosen = Shares(options.bound, blocks, options.floor)
         self.steps: list[StepRecord] = []
         self.both = False  # both branches run in this step, each on ranks of its own
         self.placed: dict[tuple[int, int, torch.device], Rows] = {}  # of this step
         self.lock = threading.RLock()
 
-    def begin(self, step: int, both: bool = False) -> None:
-        """A computed step of the plan; several forwards of one step say it each. both: each of the two branches runs on
-        ranks of its own."""
+    def begin(self, step: int, bound: float = 0.0, both: bool = False) -> None:
+        """A computed step of the plan; several forwards of one step say it each. bound: that of the step; 0: that of
+        the run. both: each of the two branches runs on ranks of its own."""
         with self.lock:
-            self.both = both
+            self.both, self.chosen.bound = both, bound or self.bound
             if not self.steps or self.steps[-1].step != step:
                 self.steps.append(StepRecord(step))
                 self.placed.clear()
@@ -139,12 +139,11 @@ class Bounded:
             sums = whole
         self._arrive(layer, forward, sums if self.ranks is None else self.ranks.over_forward(sums, self.both))
 
-    def share_branch(self, step: int, layers: int, branch: Branch, here: bool) -> None:
+    def share_branch(self, layers: int, branch: Branch, here: bool) -> None:
         """After a step in which only the ranks of `branch` ran blocks: those of the other branch choose as they did,
         and get what they measured. here: this rank is one of the former."""
         if self.ranks is None or self.heads is None:
             return
-        self.begin(step)
         chosen = [self.rule(layer) for layer in range(layers)]
         if not self.measures:
             return
@@ -197,4 +196,4 @@ class Measurements:
         steps = [{"expert": expert, **step.as_dict()} for expert, run in self.runs for step in run.finished()]
         attention += steps
         if steps:
-            notes.append(run_words(steps, self.runs[0][1].chosen.bound))
+            notes.append(run_words(steps, self.runs[0][1].bound))

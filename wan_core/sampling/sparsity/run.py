@@ -111,7 +111,7 @@ class SparseTiles:
         info, tokens, bounded = inputs.info, inputs.tokens, self.bounded
         sparse = info.sparsity > 0
         if bounded is not None and not info.skip:
-            bounded.begin(info.step, info.both)
+            bounded.begin(info.step, info.bound, info.both)
             sparse = bounded.measures
         if sparse and not info.skip and info.step not in self.computed:
             self.computed.append(info.step)

@@ -31,6 +31,7 @@ PRESETS: dict[str, SparseOptions] = {
 }
 HALF = 0.5  # least sparsity of a ramp
 BOUND, TYPICAL = "bound", 0.75  # the word for a bound on the error, and the sparsity that is expected under one
+EARLY = 1 / 3  # part of the bound that the first steps have
 # Time of attention over a share of the blocks, relative to dense FP8 attention: KERNEL * share + CHOICE. The
 # block-sparse kernel is slower per block; selecting blocks and the means of unselected ones cost the constant. Measured
 # on an H200 at 75,600 tokens (benchmarks/results/sparse-cost-h200-*.json): a forward is at most 1 % off for shares from
@@ -59,10 +60,13 @@ def sparsify(
         return plan
     if options.reuse > 1:
         check_still(plan, "a selection of blocks that several steps use")
-    if options.bound is not None:
-        return bounded_plan(replace(plan, notes=(*plan.notes, bound_note(options))), options)
     sparsities = step_sparsities(options, len(plan.steps))
     steps = tuple(replace(step, sparsity=at_scale(sparsities[step.index], step.scale)) for step in plan.steps)
+    if options.bound is not None:
+        bounds = step_bounds(options, len(steps))
+        steps = tuple(replace(step, bound=bounds[step.index]) for step in steps)
+        notes = *plan.notes, bound_note(options)
+        return with_expected(replace(plan, steps=steps, sparse=options, notes=notes))
     dense = sparsities.count(0.0)
     calibrated = tuple((expert, keeps[expert]) for expert in plan.experts if keeps and expert in keeps)
     note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
@@ -74,29 +78,38 @@ def sparsify(
 
 def bounded(bound: float) -> SparseOptions:
     """Sparse attention whose error is at most `bound`. Raises OptionError."""
-    return SparseOptions(sparsity=TYPICAL, dense_steps=0.0, ramp=0.0, budgets=False, bound=bound)
+    return SparseOptions(sparsity=TYPICAL, dense_steps=0.0, budgets=False, bound=bound)
 
 
-def bounded_plan(plan: Plan, options: SparseOptions) -> Plan:
-    """`plan` with the sparsity that is expected of every step: that of `options`, but for the first two computed steps
-    of each run (expert and size), which read everything and half."""
+def step_bounds(options: SparseOptions, steps: int) -> tuple[float, ...]:
+    """The bound of every one of `steps` steps; () without one. The first steps have a part of it: they fix the layout
+    of the video, and what they lose grows until its end."""
+    if options.bound is None:
+        return ()
+    ramp = math.ceil(options.ramp * steps - 1e-9)
+    return tuple(options.bound * (EARLY if i < ramp else 1) for i in range(steps))
+
+
+def with_expected(plan: Plan) -> Plan:
+    """A bounded `plan` whose first two computed steps of each run (expert and size) read everything and half."""
     steps, computed = [], 0
     for step, before in zip(plan.steps, (None, *plan.steps), strict=False):
         if before is None or (before.expert, before.kind) != (step.expert, step.kind):
             computed = 0
-        expected = (0.0, HALF)[computed] if computed < 2 else at_scale(options.sparsity, step.scale)
-        steps.append(replace(step, sparsity=expected))
+        most = (0.0, HALF, 1.0)[min(computed, 2)]
+        steps.append(replace(step, sparsity=min(most, step.sparsity)))
         computed += step.computed > 0
-    return replace(plan, steps=tuple(steps), sparse=options)
+    return replace(plan, steps=tuple(steps))
 
 
 def bound_note(options: SparseOptions) -> str:
     """What a plan says that does not know how much its steps read."""
     lowest = max(options.floor, LEVELS[0])
+    early = f" (a third of it in the first {100 * options.ramp:g} % of the steps)" if options.ramp else ""
     return (
         f"sparse attention: {bound_words(options)}: the run measures the error of each layer's attention and reads "
-        f"{100 * lowest:.3g} to 100 % of the keys, so that it is at most {options.bound:g}; keys and times of this "
-        f"plan are estimates, for {100 * (1 - options.sparsity):.3g} % after the first steps of each expert"
+        f"{100 * lowest:.3g} to 100 % of the keys, so that it is at most {options.bound:g}{early}; keys and times of "
+        f"this plan are estimates, for {100 * (1 - options.sparsity):.3g} % after the first steps of each expert"
     )
 
 
@@ -119,8 +132,8 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
     latents: frames, rows and columns of one video. Raises OptionError if the calibrated shares are for another number
     of layers.
     """
-    if plan.sparse is not None and plan.bound is not None:
-        plan = bounded_plan(plan, plan.sparse)  # a part of a schedule begins anew
+    if plan.bound is not None:
+        plan = with_expected(plan)  # a part of a schedule begins anew
     for expert, keeps in plan.keeps:
         if len(keeps) != config.num_layers:
             raise OptionError(
@@ -216,5 +229,5 @@ def sparse_words(options: SparseOptions) -> str:
 
 def bound_words(options: SparseOptions) -> str:
     """Options with a bound in the form that `parse_sparse` reads: `bound:0.06:slope:error`."""
-    settings = spelled(options, "floor", "reuse", "parts", "slope", "score", "pooled", "kernel")
+    settings = spelled(options, "ramp", "floor", "reuse", "parts", "slope", "score", "pooled", "kernel")
     return ":".join([BOUND, f"{options.bound:g}", *settings])
