@@ -1,38 +1,30 @@
 """The report card of a model on a machine: prompts x (full run, speed presets), as one Markdown file and one picture.
 
-Both can be posted as they are: what goes into them is named here (`SAID`), and paths, names of files and prompts are
-not. Finished videos are kept in a folder until the card is written, so that a card that was broken off goes on there.
-
-Legend: F frames, H rows, W columns.
+Finished videos are kept in a folder until the card is written, so that a card that was broken off goes on there.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Protocol
-from zipfile import BadZipFile
+from typing import Protocol
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from wan_core import __version__
 from wan_core.config import LoadOptions, OptionError, Request, SkipOptions
-from wan_core.config.outputs import Outputs, write_text, written_beside
-from wan_core.execution.report import GIB, Report, device_name, host_peak_bytes
-from wan_core.media.pictures import FAINT, Canvas, clock, save_picture
+from wan_core.config.outputs import Outputs, write_text
+from wan_core.execution.report import GIB, Report, device_name
+from wan_core.media.pictures import clock, save_picture
 from wan_core.models.wan.families import Task
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.engine import LocalEngine
@@ -42,25 +34,17 @@ from wan_core.pipeline.run import Watch
 from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.cache.arguments import speed_options
-from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.speed_presets import speed_names
-from wan_lab.compare import Comparison, compare, find_perceptual, summary
-from wan_lab.pictures import side_by_side
-from wan_lab.results import commit, versions
+from wan_lab.card_page import FULL, Card, Video
+from wan_lab.compare import compare, find_perceptual
+from wan_lab.results import commit
 from wan_lab.run import chosen, show
 from wan_lab.samples import Sample, drawn_media
 
-FULL = "full"
 SPEEDS = ("careful", "balanced", "fast")  # presets of `--speed`; from an image NAME-i2v, where there is one
 SIZE = (832, 480)
 SHORTER = (49, 33, 17)  # frames that are tried where more do not fit
-SHOWN = 3  # frames of each video in the picture
-THUMB = 320  # pixels across, at most
-SAID = (  # settings of a run that a card says
-    "task", "size", "frames", "steps", "shift", "guidance", "guidance_mode", "solver", "precision", "attention",
-    "compile", "residency",
-)  # fmt: skip
 TOO_LARGE = "did not fit into this card's memory"
 REFUSED = "cannot run with these weights and steps"
 
@@ -130,149 +114,6 @@ def card_size(task: Task, width: int | None, height: int | None) -> tuple[int | 
     if task.family != "wan":
         raise OptionError(f"{task.name} given; a report card is made of text-to-video and image-to-video models")
     return SIZE if width is None and task.release != "embedded" else (width, height)
-
-
-@dataclass(frozen=True)
-class Video:
-    """A finished video: frames uint8 [F, H, W, 3], and what is measured of its run as plain numbers and words."""
-
-    frames: Tensor
-    facts: dict[str, Any]
-
-    @classmethod
-    def measured(cls, frames: Tensor, report: Report, seconds: float) -> Video:
-        """seconds: of the whole run, its text included."""
-        text = sum(phase.seconds for name, phase in report.phases.items() if name == "text")
-        peak = max((p.peak for name, p in report.phases.items() if not name.startswith(("load", "warm"))), default=0)
-        facts = {"seconds": seconds - text, "peak": peak / GIB, "host": host_peak_bytes() / GIB}
-        for name in ("errors", "shares"):  # of bounded sparse attention: by computed step, each by layer
-            values = [value or 0.0 for step in report.attention for value in step[name]]
-            facts |= {name: fmean(values)} if values else {}
-        said: dict[str, Any] = {name: report.settings[name] for name in SAID if name in report.settings}
-        if isinstance(said.get("precision"), Mapping):
-            said["precision"] = said["precision"]["high"]
-        return cls(frames, facts | {"said": said, "loras": "loras" in report.settings})
-
-    @classmethod
-    def read(cls, path: Path) -> Video | None:
-        """One that was kept; None where there is none, or its file is damaged."""
-        with suppress(OSError, ValueError, KeyError, BadZipFile), path.open("rb") as stored, np.load(stored) as file:
-            return cls(torch.from_numpy(file["frames"]), json.loads(str(file["facts"])))
-        return None
-
-    def write(self, path: Path) -> None:
-        with written_beside(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, frames=self.frames.numpy(), facts=np.array(json.dumps(self.facts)))
-
-
-@dataclass
-class Card:
-    """What is measured so far. left_out: settings, and why."""
-
-    settings: Mapping[str, SkipOptions | None]
-    plans: dict[str, Plan]
-    perceptual: str
-    device: torch.device
-    left_out: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
-    facts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    sheets: list[dict[str, tuple[str, Tensor]]] = field(default_factory=list)  # by prompt and setting: caption, frames
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name in self.comparisons if name not in self.left_out]
-
-    def mean(self, name: str, fact: str) -> float | None:
-        values = [facts[fact] for facts in self.facts[name] if fact in facts]
-        return fmean(values) if values else None
-
-    def add(self, name: str, video: Video, compared: Comparison) -> None:
-        self.comparisons.setdefault(name, []).append(compared)
-        self.facts.setdefault(name, []).append(video.facts)
-        decibels = "" if name == FULL else f"  {compared.psnr:.1f} dB"
-        shown = video.frames[np.linspace(0, len(video.frames) - 1, SHOWN).round().astype(int)]
-        height, width = shown.shape[1:3]
-        if width > THUMB:
-            small = [Image.fromarray(one).resize((THUMB, round(THUMB * height / width))) for one in shown.numpy()]
-            shown = torch.from_numpy(np.stack([np.asarray(one) for one in small]))
-        self.sheets[-1][name] = f"{name}  {clock(video.facts['seconds'])}{decibels}", shown
-
-    def title(self) -> str:
-        said = self.facts[FULL][0]["said"]
-        return f"{said['task']}, {'x'.join(map(str, said['size']))}, {said['frames']} frames, {said['steps']} steps"
-
-    def markdown(self, picture: str, prompts: Sequence[str] = ()) -> str:
-        """picture: the name of its file. prompts: that are told."""
-        lines = [f"# WanCore report card: {device_name(self.device)}", "", self.title(), "", f"![frames]({picture})"]
-        columns = ["setting", "s a video", "faster", "forwards", "PSNR dB", "worst", "SSIM", self.perceptual.upper()]
-        columns += ["captions true", "error of attention", "keys read", "peak GiB"]
-        rows = [self.row(name) for name in self.names]
-        used = [number for number in range(len(columns)) if any(row[number] for row in rows)]
-        table = [[cells[number] for number in used] for cells in (columns, ["---", *["---:"] * 11], *rows)]
-        lines += ["", *(f"| {' | '.join(cells)} |" for cells in table), ""]
-        lines.append(
-            f"Means of {len(self.sheets)} videos, each compared with the full run of the same seed. Seconds are those "
-            "of denoising and decoding."
-        )
-        for name in self.names[1:]:
-            lines.append(f"- {name}: {skip_words(self.settings[name] or SkipOptions())}")
-        lines += [f"- {name}: left out, it {why}" for name, why in self.left_out.items()]
-        lines += [f"- {note}" for note in self.notes]
-        lines += ["", *(f"- {name}: {value}" for name, value in self.described().items())]
-        lines += ["", *(f"- prompt {number}: {prompt}" for number, prompt in enumerate(prompts, 1))] * bool(prompts)
-        return "\n".join(lines) + "\n"
-
-    def row(self, name: str) -> list[str]:
-        """A cell for each column, empty where nothing was measured."""
-        videos, seconds = summary(self.comparisons[name]), self.mean(name, "seconds") or 0.0
-        other, true, peak = name != FULL, videos.get("truth"), self.mean(name, "peak")
-        errors, shares = self.mean(name, "errors"), self.mean(name, "shares")
-        ratio, most = (self.mean(FULL, "seconds") or 0.0) / seconds, "up to " * (self.plans[name].adaptive is not None)
-        return [
-            name,
-            f"{seconds:.1f}",
-            f"{ratio:.2f}" if other else "",
-            f"{most}{self.plans[name].forwards}",
-            f"{videos['psnr']:.1f}" if other else "",
-            f"{videos['psnr_worst']:.1f}" if other else "",
-            f"{videos['ssim']:.3f}" if other else "",
-            f"{videos['perceptual']:.3f}" if other else "",
-            "" if true is None else f"{100 * true:.0f} %",
-            "" if errors is None else f"{errors:.3f}",
-            "" if shares is None else f"{100 * shares:.0f} %",
-            f"{peak:.1f}" if peak else "",
-        ]
-
-    def described(self) -> dict[str, str]:
-        """The machine, the libraries and the run."""
-        memory = ""
-        if self.device.type == "cuda":
-            memory = f", {torch.cuda.get_device_properties(self.device).total_memory / GIB:.0f} GiB"
-        said = {name: value for name, value in self.facts[FULL][0]["said"].items() if name not in ("task", "frames")}
-        words = {
-            name: " ".join(f"{k} {v}" for k, v in one.items()) for name, one in said.items() if isinstance(one, dict)
-        }
-        words |= {name: "x".join(map(str, one)) for name, one in said.items() if isinstance(one, list)}
-        host = max(facts["host"] for facts in self.facts[FULL])
-        return {
-            "device": f"{device_name(self.device)}{memory}, {platform.system()}",
-            "host memory at peak": f"{host:.1f} GiB",
-            "libraries": ", ".join(f"{name} {version}" for name, version in versions(self.device).items()),
-            "WanCore": f"{__version__}, commit {commit() or 'not known'}",
-            "run": ", ".join(f"{name.replace('_', ' ')} {words.get(name, value)}" for name, value in said.items()),
-            **({"LoRAs": "yes"} if self.facts[FULL][0]["loras"] else {}),
-        }
-
-    def picture(self) -> Image.Image:
-        """A row of settings for each frame that is shown of each prompt, under what was measured of its video."""
-        sheets = [dict(sheet[name] for name in self.names) for sheet in self.sheets]
-        frames = [frame for sheet in sheets for frame in side_by_side(sheet)]
-        width = frames[0].shape[1]
-        head = Canvas(width, 56)
-        head.text(8, 8, f"WanCore {__version__}   {device_name(self.device)}", size=17)
-        head.text(8, 34, self.title(), FAINT, 12)
-        return Image.fromarray(np.concatenate([np.asarray(head.finish()), *(frame.numpy() for frame in frames)]))
 
 
 def measure_card(
