@@ -270,8 +270,10 @@ class WanCoreImageToVideo(io.ComfyNode):
         task = image_task(vae.latent_channels)
         latents = host.to_intermediate(empty_latents(task.vae, width, height, frames)).repeat(batch_size, 1, 1, 1, 1)
         if task.image == "first frame":
-            if first is None or last is not None or between:
+            if last is not None or between:
                 raise OptionError(f"{task.name} takes a first frame and no others: connect first_image alone")
+            if first is None:  # from text alone, as in ComfyUI's own node for this model
+                return io.NodeOutput(positive, negative, {"samples": latents}, ui=size_words(task.vae, width, height))
             check_first(first.shape[2], frames, task.vae)
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
             latent = {"samples": samples, "noise_mask": unknown}

@@ -8,7 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import PlanNumbers, SkipOptions
+from wan_core.config import OptionError, PlanNumbers, SkipOptions
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
 from wan_core.sampling.build import PlannedVideo, PlanRequest, build_plan
@@ -21,6 +21,8 @@ from .sockets import ModelSocket
 
 LAST = 10000  # an end step beyond every schedule
 SWITCH = ["enable", "disable"]  # as ComfyUI's KSamplerAdvanced has them
+OF_THE_SAMPLER, ENTERED = "those of the sampler", "entered here"
+SHARED = (*table(PlanNumbers), "denoise", "start_step", "end_step", "return_with_leftover_noise")
 RELEASES = ("t2v-A14B", "i2v-A14B", "ti2v-5B")  # those whose numbers tooltips name
 
 
@@ -121,6 +123,49 @@ def plan_of(
         **{"cut": False, **length},
     )
     return build_plan(request, model.facts)
+
+
+def settings_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "settings",
+        options=[OF_THE_SAMPLER, ENTERED],
+        default=OF_THE_SAMPLER,
+        optional=True,
+        tooltip="Steps, shift, boundary, guidance, solver, preset and the part of the steps: those of the WanCore "
+        "Sampler that takes the same model, or those entered in this node.",
+    )
+
+
+def of_the_sampler(graph: Mapping[str, Any], node: str) -> dict[str, Any] | None:
+    """The settings of the sampler whose model comes from where that of `node` does, in a prompt as ComfyUI runs it;
+    None where there is none. What comes through a link is known if a node of one value gives it. Raises OptionError
+    where several samplers have different ones, or one that is computed."""
+    source, found = graph[node]["inputs"]["model"], list[dict[str, Any]]()
+    for one in graph.values():
+        inputs = one["inputs"]
+        if one["class_type"] == "WanCoreSampler" and inputs.get("model") == source:
+            found.append({name: _constant(graph, inputs[name]) for name in SHARED if name in inputs})
+    if not found:
+        return None
+    if any(one != found[0] for one in found):
+        raise OptionError(
+            f"{len(found)} WanCore Samplers with different settings take the model that this plan is of: "
+            f"choose {ENTERED!r} in settings, and enter those of one"
+        )
+    computed = ", ".join(name for name, value in found[0].items() if isinstance(value, list))
+    if computed:
+        raise OptionError(
+            f"{computed} of the WanCore Sampler: another node computes it, and it is not known before that node ran. "
+            f"Choose {ENTERED!r} in settings, and enter what it will be"
+        )
+    return found[0]
+
+
+def _constant(graph: Mapping[str, Any], value: Any) -> Any:
+    """What a widget has, or the value of the node that it is linked to, if that has one."""
+    if not isinstance(value, list):
+        return value
+    return graph[value[0]]["inputs"].get("value", value)
 
 
 def check_window(denoise: float | None, start_step: int | None, end_step: int | None) -> bool:

@@ -17,7 +17,18 @@ from wan_core.models.wan.families.wan.inputs import known_of
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
-from .plan_inputs import LAST, check_window, plan_inputs, plan_of, preset_input, window_inputs
+from .plan_inputs import (
+    ENTERED,
+    LAST,
+    OF_THE_SAMPLER,
+    check_window,
+    of_the_sampler,
+    plan_inputs,
+    plan_of,
+    preset_input,
+    settings_input,
+    window_inputs,
+)
 from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
@@ -95,11 +106,13 @@ class WanCorePlanPreview(io.ComfyNode):
                     optional=True,
                     tooltip="What the sampler gets from WanCore Image to Video: shows which frames are known pictures.",
                 ),
+                settings_input(),
             ],
             outputs=[
                 output(io.Image, "image", "The plan, drawn."),
                 output(io.String, "text", "The plan as a table."),
             ],
+            hidden=[io.Hidden.prompt, io.Hidden.unique_id],
             is_output_node=True,
         )
 
@@ -110,8 +123,9 @@ class WanCorePlanPreview(io.ComfyNode):
         return check_window(denoise, start_step, end_step)
 
     @classmethod
-    def fingerprint_inputs(cls, seconds_per_forward: float = 0, **_: Any) -> float:
-        return seconds_per_forward or float("nan")  # NaN is never cached: measured times change with every run
+    def fingerprint_inputs(cls, seconds_per_forward: float = 0, settings: str = ENTERED, **_: Any) -> float:
+        """NaN is never cached: measured times change with every run, and a sampler's settings with every prompt."""
+        return (seconds_per_forward or float("nan")) if settings == ENTERED else float("nan")
 
     @classmethod
     def execute(
@@ -124,8 +138,11 @@ class WanCorePlanPreview(io.ComfyNode):
         clip_frames: int = 0,
         overlap: int = 0,
         positive: CONDITIONING | None = None,
+        settings: str = ENTERED,  # prompts from before it was an input
         **values: Any,
     ) -> io.NodeOutput:
+        if settings == OF_THE_SAMPLER:
+            values |= of_the_sampler(cls.hidden.prompt, cls.hidden.unique_id) or {}
         cut = model.windows is None and bool(frames or clip_frames or overlap)
         length = {"frames": frames or None, "clip_frames": clip_frames or None, "overlap": overlap or None, "cut": cut}
         masks = [extras["concat_mask"] for _, extras in positive or () if extras.get("concat_mask") is not None]

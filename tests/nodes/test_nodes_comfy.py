@@ -208,6 +208,27 @@ def test_text_to_video_with_preview_progress_plan_and_report(comfy: ComfyUI) -> 
     assert all(phase in words for phase in ("text", "denoise high", "denoise low", "decode", "seed: 1", "t2v_high"))
 
 
+def test_a_plan_has_the_settings_of_the_sampler(comfy: ComfyUI) -> None:
+    """Not those entered in the preview, through a node of one value too; entered ones where no sampler takes the model,
+    and in prompts from before the choice was there."""
+    graph = small(steps=["three", 0], solver="euler", shift=4.0)
+    graph["three"] = node("PrimitiveInt", value=3)
+    entered = {**dict.fromkeys(PLAN_INPUTS, 0.0), "steps": 7, "solver": "unipc", "seconds_per_forward": 0.0}
+    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], settings="those of the sampler", **entered)
+    graph["before"] = node("WanCorePlanPreview", model=["model", 0], **entered)
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    assert "3 steps" in run.outputs["plan"]["text"][0] and "7 steps" in run.outputs["before"]["text"][0]
+
+    graph["second"] = {**graph["sampler"], "inputs": {**graph["sampler"]["inputs"], "steps": 5}}
+    graph["kept"] = node("SaveLatent", samples=["second", 0], filename_prefix="second")
+    run = comfy.run(graph)
+    assert not run.ok and "with different settings" in str(run.status)
+    alone = {name: graph[name] for name in ("model", "plan")}
+    run = comfy.run(alone)
+    assert run.ok and "7 steps" in run.outputs["plan"]["text"][0]
+
+
 PLAN_INPUTS = ("steps", "shift", "boundary", "guidance_high", "guidance_low", "solver")
 
 

@@ -71,6 +71,7 @@ def modules() -> dict[str, types.ModuleType]:
         "server": {"PromptServer": object},
     }
     io = types.SimpleNamespace(**{name: Recorder(kind) for name, kind in TYPES.items()})
+    io.Hidden = types.SimpleNamespace(prompt=None, unique_id=None)
     io.Custom, io.ComfyNode, io.Schema = Recorder, object, NewestSchema
     plain["comfy_api.latest"] = {"io": io, "ui": None, "ComfyExtension": object, "InputImpl": None}
     for name, contents in plain.items():

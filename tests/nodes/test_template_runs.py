@@ -1,0 +1,116 @@
+"""Every template that needs files makes a video in a running ComfyUI, on tiny random weights under the files' names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.comfyui import Graph
+from benchmarks.templates.expand import expand
+from benchmarks.templates.run import Templates, observed
+from tests.comfyui import ComfyUI, find_comfyui, find_newer_comfyui, make_base
+from tests.nodes.test_workflows import BOXES, api_form, on_cpu_workers, page_form
+from tests.pipeline.test_sound_clips import write_wav
+from tests.stand_ins import TRANSFORMERS, WRITERS
+from tools.workflows import all_nodes, files_of, known_files
+from wan_core.media.mp4 import write_mp4
+from wan_core.media.video import read_video
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+NATIVE = "your_workflow_with_wancore_accelerate"  # on ComfyUI's own loaders
+SIDE, FRAMES, STEPS = 64, 9, 2
+SIZES = {"width": SIDE, "height": SIDE, "frames": FRAMES, "length": FRAMES, "steps": STEPS}
+PADS = ("left", "top", "right", "bottom")
+SPOKEN = TRANSFORMERS["s2v"]
+# In the place of AudioEncoderEncode, whose encoder has one size only.
+STATES = f"""
+import torch
+class States:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("AUDIO_ENCODER_OUTPUT",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {{"required": {{}}}}
+    def run(self):
+        rows = torch.randn({SPOKEN.audio_layers}, 1, 99, {SPOKEN.audio_dim}, generator=torch.Generator().manual_seed(1))
+        return ({{"encoded_audio_all_layers": list(rows), "audio_samples": 32000}},)
+NODE_CLASS_MAPPINGS = {{"States": States}}
+"""
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    checkout, base = find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui"), {"states": STATES})
+    folders = {name: one.folder for name, one in known_files().items()}
+    for name in {
+        file for box in BOXES if box != NATIVE for node in all_nodes(page_form(box)) for file in files_of(node)
+    }:
+        path = base / "models" / folders[name] / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        WRITERS[folders[name]](path)
+    draw = np.random.default_rng(1)
+    Image.fromarray(draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(base / "input" / "example.png")
+    write_mp4(base / "input" / "example.mp4", draw.integers(0, 256, (FRAMES, SIDE, SIDE, 3), dtype=np.uint8), fps=24)
+    write_wav(base / "input" / "example.mp3", 2.0)
+    server = ComfyUI(checkout, base, {"WANCORE_ALLOW_CPU_WORKERS": "1"})
+    yield server
+    server.stop()
+
+
+def smaller(graph: Graph) -> Graph:
+    """At a few steps, pixels and frames; the sound encoder's result from a node of ours."""
+    made: dict[str, Any] = {}
+    for key, one in on_cpu_workers(graph).items():
+        kind, inputs = one["class_type"], dict(one["inputs"])
+        if kind == "AudioEncoderEncode":
+            kind, inputs = "States", {}
+        elif kind == "CLIPVisionLoader":  # ComfyUI's own has one size
+            kind, inputs = "WanCoreVisionLoader", {"clip_vision": inputs["clip_name"]}
+        elif kind == "ImagePadForOutpaint":
+            inputs |= dict.fromkeys(PADS, 0)
+        elif kind != "ImageFromBatch":
+            inputs |= {name: value for name, value in SIZES.items() if isinstance(inputs.get(name), int)}
+        made[key] = {"class_type": kind, "inputs": inputs}
+    return {key: one for key, one in made.items() if one["class_type"] != "AudioEncoderLoader"}
+
+
+@pytest.mark.parametrize("name", [name for name in BOXES if name != NATIVE])
+def test_it_makes_a_video(comfy: ComfyUI, name: str) -> None:
+    graph = smaller(api_form(name))
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    [saved] = (key for key, one in graph.items() if one["class_type"] == "SaveVideo")
+    frames = read_video(comfy.output_file(run, saved))
+    assert frames.shape[1:] == (SIDE, SIDE, 3) and len(frames) >= FRAMES and frames.std() > 0
+
+
+def test_accelerate_stands_before_both_samplers(tmp_path: Path) -> None:
+    """In the template of ComfyUI's own nodes; with its exact settings the latents are the same but for rounding."""
+    try:
+        made = Templates(find_newer_comfyui(), tmp_path)
+    except FileNotFoundError as fault:
+        pytest.skip(str(fault))
+    try:
+        graph = made.runnable(expand(page_form(NATIVE), made.info), "video_wan2_2_14B_i2v")
+        fast = [key for key, one in graph.items() if one["class_type"] == "WanCoreAccelerate"]
+        plain = json.loads(json.dumps(graph))
+        for one in plain.values():
+            if (source := one["inputs"].get("model")) and source[0] in fast:
+                one["inputs"]["model"] = graph[source[0]]["inputs"]["model"]
+        latents = []
+        for run, variant in (("fast", graph), ("plain", plain)):
+            done = made.server.run(observed(variant, run))
+            assert done.ok, done.status
+            latents.append([torch.load(path) for path in sorted((made.base / "output").glob(f"{run}-*.pt"))])
+        assert len(fast) == len(latents[0]) == 2
+        assert made.server.log().count("WanCore Accelerate:") >= 2
+        for one, other in zip(*latents, strict=True):
+            assert one.isfinite().all() and (one - other).abs().max() <= 1e-5 * other.abs().max()
+    finally:
+        made.stop()
