@@ -2,9 +2,9 @@
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
 
-No value is read back from the device inside the loop (but by an adaptive policy, which has its own way of not waiting:
-`wan_core.sampling.cache.policies`). Latents are float32 throughout: they are the state of an ODE that is integrated
-over many small steps.
+No value is read back from the device inside the loop (but by an adaptive policy and by bounded sparse attention, which
+have their own ways of not waiting: `wan_core.sampling.cache.policies`, `wan_core.sampling.sparsity.measured`). Latents
+are float32 throughout: they are the state of an ODE that is integrated over many small steps.
 """
 
 from __future__ import annotations

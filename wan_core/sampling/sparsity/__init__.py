@@ -1,2 +1,3 @@
 """Sparse attention as part of a plan: the sparsity of every step (`schedule`), calibrated shares per layer (`budgets`),
-and its execution in a model (`run`)."""
+and its execution in a model (`run`). A bound on its error: the rule (`bounds`), what a run measures (`measured`), and
+what the last run took (`last_run`)."""

@@ -22,7 +22,7 @@ from wan_core.ops.kernels.blocked import without_pads
 ROWS = 128
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it spread evenly: a stratum's rows do not repeat from step to step
 SEED = 20261124
-HEADS = 8  # at a time, whose slopes are gathered
+HEADS = 4  # at a time, whose slopes are gathered
 
 
 class Rows(NamedTuple):
