@@ -11,6 +11,8 @@ import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
+from wan_core.cluster.connect import Wanted, check_allowed
+from wan_core.cluster.ranks import cluster_workers
 from wan_core.config import LoraOptions, OptionError
 from wan_core.execution.report import Report
 from wan_core.models.text.tokenizer import TokenCount
@@ -57,14 +59,14 @@ class WorkersSocket:
 
     in_workers = True
 
-    def __init__(self, options: WorkerOptions) -> None:
-        self.workers = workers = Workers(options)
+    def __init__(self, workers: Workers) -> None:
+        self.workers, devices = workers, workers.options.devices if workers.options.here else (host.CLUSTER,)
         self.engine = WorkerEngine(workers, host.check_interruption)
-        self.patcher = self.held = host.Remote(workers.stop, lambda: workers.is_running, options.devices)
+        self.patcher = self.held = host.Remote(workers.stop, lambda: workers.is_running, devices)
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self.workers.options.devices[0])
+        return torch.device(self.workers.options.devices[0] if self.workers.options.here else "cpu")
 
     def ready(self, what: str, weights: int, working: int) -> WorkerEngine:
         """Their engine, for something whose weights take so many bytes on the first device, and `working` bytes beside
@@ -181,6 +183,14 @@ class WanCoreLauncher(io.ComfyNode):
                     tooltip="Seconds after which workers that get no further are ended, and an error says where each "
                     "of them was. Must be longer than loading the models, and than one step.",
                 ),
+                io.String.Input(
+                    "cluster",
+                    **ADVANCED,
+                    default="",
+                    optional=True,
+                    tooltip="Empty: this machine's GPUs. Otherwise those of a Ray cluster: 'auto' or HOST:PORT, one of "
+                    "those that ComfyUI was started with (docs/cluster.md). Devices are then how many GPUs.",
+                ),
             ],
             outputs=[
                 output(WORKERS, "workers", "For the WanCore loaders."),
@@ -194,25 +204,40 @@ class WanCoreLauncher(io.ComfyNode):
         mesh: str | None = None,
         start_timeout: int | None = None,
         step_timeout: int | None = None,
+        cluster: str | None = None,
     ) -> bool:
         if devices is not None:
             seconds = (300 if start_timeout is None else start_timeout, 600 if step_timeout is None else step_timeout)
-            cls._options(devices, "auto" if mesh is None else mesh, *seconds)
+            settings = cls._settings("auto" if mesh is None else mesh, *seconds)
+            if cluster and cluster.strip():
+                check_allowed(cluster.strip())
+                Wanted.parse(devices)
+            else:
+                WorkerOptions(devices=_devices_here(devices), **settings)
         return True
 
     @classmethod
-    def execute(cls, devices: str, mesh: str, start_timeout: int, step_timeout: int) -> io.NodeOutput:
-        options = cls._options(devices, mesh, start_timeout, step_timeout)
-        socket = WorkersSocket(options)
+    def execute(
+        cls, devices: str, mesh: str, start_timeout: int, step_timeout: int, cluster: str = ""
+    ) -> io.NodeOutput:
+        settings, address = cls._settings(mesh, start_timeout, step_timeout), cluster.strip()
+        if address:
+            check_allowed(address)
+            workers = cluster_workers(address, devices, **settings)
+        else:
+            workers = Workers(WorkerOptions(devices=_devices_here(devices), **settings))
+        socket = WorkersSocket(workers)
         socket.held.begin()
-        socket.workers.start()  # they come up while other nodes work
-        return io.NodeOutput(socket, ui=ui.PreviewText(f"{len(options.devices)} workers: {', '.join(options.devices)}"))
+        workers.start()  # they come up while other nodes work
+        where = f", on the cluster {address}" if address else ""
+        names = workers.options.devices
+        return io.NodeOutput(socket, ui=ui.PreviewText(f"{len(names)} workers: {', '.join(names)}{where}"))
 
     @staticmethod
-    def _options(devices: str, mesh: str, start_timeout: int, step_timeout: int) -> WorkerOptions:
-        return WorkerOptions(
-            devices=parse_devices(devices, host.gpu_count(), cpu=os.environ.get(ALLOW_CPU) == "1"),
-            mesh=mesh.strip().lower(),
-            start_timeout=start_timeout,
-            step_timeout=step_timeout,
-        )
+    def _settings(mesh: str, start_timeout: int, step_timeout: int) -> dict[str, Any]:
+        """Fields of `WorkerOptions`."""
+        return {"mesh": mesh.strip().lower(), "start_timeout": start_timeout, "step_timeout": step_timeout}
+
+
+def _devices_here(devices: str) -> tuple[str, ...]:
+    return parse_devices(devices, host.gpu_count(), cpu=os.environ.get(ALLOW_CPU) == "1")

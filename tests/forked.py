@@ -2,8 +2,8 @@
 `subprocess.Popen` and of what torch's launcher starts ranks with.
 
 Between a process that is started and one that is copied lie three seconds of importing; all else is as if it had been
-started: its command, environment, pipes, session and parent, and no open file of its parent's. A test that proves how
-workers are started must start them; one that kills them may take copies.
+started: its command, environment, pipes, session and parent, and no open file of its parent's but those passed. A
+test that proves how workers are started must start them; one that kills them may take copies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from wan_core.workers import processes
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 PR_SET_PDEATHSIG = 1  # prctl.h
-SUPERVISORS = ("wan_core.workers.supervisor", "torch.distributed.run")  # of a program's own host, and of others
+SUPERVISOR = "wan_core.workers.supervisor"
 
 
 class Start(NamedTuple):
@@ -81,7 +81,7 @@ class Forked(subprocess.Popen):
             warnings.simplefilter("ignore")  # a copy goes on with this thread alone, and the others hold nothing of it
             self.pid = os.fork()
         if self.pid == 0:
-            become(list(start.args), start.preexec_fn, start.cwd, start.env, start.theirs)
+            become(list(start.args), start.preexec_fn, start.cwd, start.env, start.theirs, start.pass_fds)
         self._child_created = True
         for theirs, ours in zip(start.theirs, start.ours, strict=True):
             if theirs != -1 and ours != -1:
@@ -150,8 +150,9 @@ def become(
     cwd: Any,
     environment: Mapping[str, str] | None,
     streams: tuple[int, int, int],
+    passed: Sequence[int] = (),
 ) -> None:
-    """Run `command` in this process, a copy, and end."""
+    """Run `command` in this process, a copy, and end. passed: open files that it gets beside its streams."""
     code = 1
     try:
         gc.freeze()  # nothing of the parent's is ended from here
@@ -160,7 +161,7 @@ def become(
             if stream != -1:
                 os.dup2(stream, number)
         for number in [int(name) for name in os.listdir("/proc/self/fd")]:
-            if number > 2:
+            if number > 2 and number not in passed:
                 with contextlib.suppress(OSError):  # that of the listing
                     os.close(number)
         os.setsid()
@@ -184,7 +185,7 @@ def become(
         processes.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
         kind, what, *arguments = [word for word in command[1:] if word != "-u"]
         sys.argv = [what, *arguments]
-        if what in SUPERVISORS:
+        if what == SUPERVISOR:
             for _ in range(Kept.ranks):
                 Kept.spares.append(spare())
         if kind == "-m":

@@ -25,4 +25,4 @@ from .native_reserve import skip_layer_ranges
 from .native_samplers import evaluations
 from .native_stages import Stages, attach_stages, stages_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
-from .remote import Remote
+from .remote import CLUSTER, Remote

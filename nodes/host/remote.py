@@ -17,6 +17,9 @@ from .memory import Evictable, log
 _remotes: WeakSet[Remote] = WeakSet()
 
 
+CLUSTER = "cluster"  # the device of workers on other machines: they take no memory here
+
+
 class Remote(Evictable):
     """What worker processes hold on ComfyUI's device, as one thing that its memory manager may send away: that ends
     them, so that nothing of it is left.
@@ -31,7 +34,9 @@ class Remote(Evictable):
         self.stop, self.is_running = stop, is_running
         self.devices = frozenset(devices)
         self.here = str(device()) in devices
-        self.others = [torch.device(name) for name in dict.fromkeys(devices) if name not in ("cpu", str(device()))]
+        self.others = [
+            torch.device(name) for name in dict.fromkeys(devices) if name not in ("cpu", CLUSTER, str(device()))
+        ]
         self.weights: dict[str, int] = {}  # bytes, by what they are of
         self.working = 0  # bytes beside them, the most so far
         self.prompt: str | None = None  # the last that used them

@@ -324,9 +324,6 @@ def test_any_text_names_devices_or_is_refused(text: str, gpus: int) -> None:
         ({"mesh": "fast"}, "CFGxRINGxULYSSES"),
         ({"devices": ()}, "no device"),
         ({"step_timeout": 0}, "1 to 86400"),
-        ({"nodes": 2}, "need a rendezvous"),
-        ({"rendezvous": "host:1"}, "one host needs none"),
-        ({"nodes": 2, "rendezvous": "host"}, "HOST:PORT"),
     ],
 )
 def test_invalid_options(changed: dict[str, Any], words: str) -> None:
@@ -350,7 +347,3 @@ def test_no_more_cpu_workers_than_cores(monkeypatch: pytest.MonkeyPatch, cores: 
     for count in (most + 1, 100_000):
         with pytest.raises(OptionError, match=f"{count} workers on the CPU given; allowed are {most}"):
             WorkerOptions(devices=parse_devices("cpu," * (count - 1) + "cpu", 0))
-
-
-def test_a_mesh_over_hosts_is_checked_when_they_have_connected() -> None:
-    assert WorkerOptions(devices=("cpu",) * 2, mesh="2x1x2", nodes=2, rendezvous="host:29400").mesh == "2x1x2"

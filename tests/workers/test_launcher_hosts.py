@@ -1,108 +1,97 @@
-"""Workers from the command line, and on two hosts: here two launchers on one machine that share only a rendezvous."""
+"""Workers from the command line, and on two hosts: here two supervisors on one machine that share only a store."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
+import signal
 import socket
-import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.forked import Forked, forking
-from tools.processes import below, wait_until_gone
+from tests.forked import forking
+from tools.processes import below, parents, wait_until_gone
 from wan_core.cli import main
 from wan_core.config import LoadOptions, Request
 from wan_core.media.video import read_metadata, read_video
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.sources import TINY as TINY_FILES
+from wan_core.pipeline.run import Watch
 from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
+from wan_core.workers.processes import WorkerProcesses
+from wan_core.workers.rendezvous import Meeting
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"), pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"prompt": "a red circle moving right on a blue background", "width": 48, "height": 48, "frames": 5, "steps": 2}
-DOC = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+SMALL = {"prompt": "a red circle moving right on a blue background", "width": 64, "height": 64, "frames": 5, "steps": 2}
+TINY = LoadOptions(model="tiny", device="cpu")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+class TwoHosts(WorkerProcesses):
+    """Half of the ranks under a supervisor of their own, which is told where to meet."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        here = Meeting("127.0.0.1", listening.getsockname()[1], nodes=2)
+        half = replace(options, devices=options.devices[::2], mesh="auto")
+        joined = {"run_id": "two-hosts", "interface": "lo"}
+        with listening:
+            super().__init__(half, replace(here, descriptor=listening.fileno()), **joined)
+        self.other = WorkerProcesses(half, replace(here, node=1), **joined)
+
+    def kill(self) -> None:
+        self.other.kill()
+        super().kill()
 
 
-def further_host(port: int, name: str, ranks: int = 1, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """The torchrun command of docs/parallel.md for further hosts, with this machine's address and CPUs."""
-    [line] = re.findall(r"^torchrun (.*)$", DOC.replace("\\\n", " "), re.MULTILINE)
-    words = line.replace("HOST:PORT", f"127.0.0.1:{port}").replace("NAME", name).split()
-    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *words]
-    command[command.index("--nproc-per-node") + 1] = str(ranks)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return Forked(
-        [*command, "--devices", ",".join(["cpu"] * ranks)], cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True
-    )
-
-
-def test_two_hosts_give_the_result_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of the program's host have the first numbers, and the others end with the program."""
+@pytest.mark.parametrize("mesh", ["2x1x1", "1x1x2", "2x1x2"])
+def test_two_hosts_give_the_result_of_one_process(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is divided between them; all processes end with the program."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    tiny, port = LoadOptions(model="tiny", device="cpu"), free_port()
-    alone = Pipeline.load(tiny).generate(Request(**SMALL))
-    others = below(os.getpid())
-    other = further_host(port, "two-hosts", ranks=2)
-    options = {"nodes": 2, "rendezvous": f"127.0.0.1:{port}", "run_id": "two-hosts", "mesh": "2x1x2"}
-    processes: set[int] = set()
-    try:
-        with forking(), Workers(WorkerOptions(devices=("cpu", "cpu"), start_timeout=90, **options)) as workers:
-            result = WorkerEngine(workers).generate(tiny, Request(**SMALL))
-            processes = below(os.getpid()) - others
-            assert len(processes) == 3 + 3
-        assert (result.latents - alone.latents).abs().max() < 5e-4
-        assert np.abs(result.frames.astype(int) - alone.frames).max() <= 1
-        assert result.report.settings["mesh"] == "2x1x2"
-        assert other.wait(30) == 0, other.communicate()[1]
-    finally:
-        other.kill()
+    alone = Pipeline.load(TINY).generate(Request(**SMALL))
+    others, ranks = below(os.getpid()), 4 if mesh == "2x1x2" else 2
+    options = WorkerOptions(devices=("cpu",) * ranks, mesh=mesh, start_timeout=90, here=False)
+    with forking(ranks // 2), Workers(options, TwoHosts) as workers:
+        result = WorkerEngine(workers).generate(TINY, Request(**SMALL))
+        processes = below(os.getpid()) - others
+        assert len(processes) == 2 + ranks
+    assert (result.latents - alone.latents).abs().max() <= 1e-5 * alone.latents.abs().max()
+    assert np.abs(result.frames.astype(int) - alone.frames).max() <= 1
+    assert result.report.settings["mesh"] == mesh
     wait_until_gone(processes)
 
 
-def test_a_file_that_one_host_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program names the rank of the other host and its reason, and all ranks end, in seconds."""
+def test_a_host_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends in seconds, and the next request starts both hosts again."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("here", "there"):
-        shutil.copytree(TINY_FILES, tmp_path / name / "models")
-    (tmp_path / "there" / "models" / "t2v_low.safetensors").write_bytes(b"")
-    monkeypatch.chdir(tmp_path / "here")
-    others, port = below(os.getpid()), free_port()
-    other = further_host(port, "one-file", cwd=tmp_path / "there")
-    options = {"nodes": 2, "rendezvous": f"127.0.0.1:{port}", "run_id": "one-file", "mesh": "1x1x2"}
-    processes: set[int] = set()
-    try:
-        with forking(ranks=1), Workers(WorkerOptions(devices=("cpu",), start_timeout=90, **options)) as workers:
-            WorkerEngine(workers).generate(LoadOptions(model="tiny", device="cpu"), Request(**SMALL))
-            processes, begin = below(os.getpid()) - others, time.monotonic()
-            files = {name: f"models/t2v_{name}.safetensors" for name in ("high", "low")}
-            with pytest.raises(WorkerError, match=r"rank 1 on .* refused the request in .*t2v_low\.safetensors: "):
-                WorkerEngine(workers).generate(LoadOptions(model="tiny", device="cpu", **files), Request(**SMALL))
-            assert time.monotonic() - begin < 20
-    finally:
-        other.kill()
+    others, lost = below(os.getpid()), 0.0
+    options = WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2", start_timeout=90)
+
+    def lose() -> None:
+        nonlocal lost
+        if not lost:
+            lost = time.monotonic()
+            assert isinstance(workers._processes, TwoHosts)
+            supervisor = workers._processes.other.process.pid
+            [rank] = [child for child, parent in parents().items() if parent == supervisor]
+            for process in (supervisor, rank):
+                os.kill(process, signal.SIGKILL)
+
+    with forking(1), Workers(options, TwoHosts) as workers:
+        request = Request(**SMALL | {"steps": 200})
+        with pytest.raises(WorkerError, match=r"lost the connection|step \d+ of 200"):
+            WorkerEngine(workers).generate(TINY, request, Watch(step=lambda progress, seconds: lose()))
+        assert time.monotonic() - lost < 20
+        result = WorkerEngine(workers).generate(TINY, Request(**SMALL))
+        processes = below(os.getpid()) - others
+    assert result.frames.shape[0] == 5
     wait_until_gone(processes)
-
-
-def test_a_host_that_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    options, others = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "run_id": "alone"}, below(os.getpid())
-    workers = Workers(WorkerOptions(devices=("cpu",), start_timeout=4, **options))
-    with forking(), pytest.raises(WorkerError, match=r"not ready within 4 s|could not connect to each other"):
-        WorkerEngine(workers).generate(LoadOptions(model="tiny"), Request(**SMALL))
-    wait_until_gone(below(os.getpid()) - others)
 
 
 def test_generate_with_gpus_writes_the_same_video(
@@ -129,11 +118,9 @@ def test_generate_with_gpus_writes_the_same_video(
     ("asked", "words"),
     [
         (["--mesh", "1x1x2"], "give --gpus as well"),
-        (["--nnodes", "2"], "give --gpus as well"),
         (["--gpus", "cpu,cpu", "--device", "cpu"], "leave out --device"),
         (["--gpus", "99"], "torch finds"),
         (["--gpus", "cpu,cpu", "--mesh", "1x1x3"], "needs 3 ranks"),
-        (["--gpus", "cpu", "--nnodes", "2"], "need a rendezvous"),
         (["--gpus", "cpu" + ",cpu" * 999], "1000 workers on the CPU given"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Lists of videos: shared out over makers, claimed against other programs, made again where a rank is lost, and never
+"""Lists of videos: shared out over makers, made again where a rank is lost, and never
 twice."""
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from tools.processes import parents, wait_until
 from wan_core.cli import main
 from wan_core.cli.prompt_file import SAME_RESULT, key_of
 from wan_core.config import LoadOptions, OptionError, Request
-from wan_core.config.outputs import Outputs, claim_of
+from wan_core.config.outputs import Outputs
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.workers import video_list
 from wan_core.workers.launcher import WorkerError
-from wan_core.workers.video_list import ATTEMPTS, LOSSES, ListedVideo, SharedClaims, VideoList, make_all
+from wan_core.workers.video_list import ATTEMPTS, LOSSES, ListedVideo, Maker, VideoList, make_all
 
 TINY = ["generate", "--model", "tiny", "--size", "32x32", "--frames", "5", "--steps", "1"]
 
@@ -50,6 +49,7 @@ class Losing:
     """A maker that loses some videos, at its first tries or always, and refuses others."""
 
     def __init__(self, name: str, losses: dict[int, int], refuses: set[int], made: Counter[int]) -> None:
+        self.is_gone = lambda: False
         self.name, self.losses, self.refuses, self.made = name, losses, refuses, made
 
     def make(self, video: ListedVideo) -> None:
@@ -87,9 +87,7 @@ def test_each_video_once(
         if video.line in there:
             video.out.write_text("another's")
     working = [Losing(f"maker {i}", dict(losses[i]), refuses, made) for i in range(makers)]
-    with SharedClaims() as held:
-        names = [maker.name for maker in working]
-        outcome = make_all(VideoList(videos, names, held, lambda v: v.out.exists()), working, lambda: None)
+    outcome = make_all(VideoList(videos, lambda v: v.out.exists()), working, lambda: None)
     assert all(number == 1 for number in made.values())
     assert sorted(outcome.made) == sorted(made)
     ended = sorted([*outcome.made, *outcome.elsewhere, *outcome.failed])
@@ -108,45 +106,34 @@ def test_a_lost_video_goes_to_another_maker(tmp_path: Path) -> None:
     broken = Losing("broken", dict.fromkeys(range(1, 13), 99), set(), made)
     sound = Losing("sound", {}, set(), made)
     told: list[str] = []
-    with SharedClaims() as held:
-        listed = VideoList(videos, ["broken", "sound"], held, lambda v: v.out.exists(), told.append)
-        outcome = make_all(listed, [broken, sound], lambda: None)
+    outcome = make_all(VideoList(videos, lambda v: v.out.exists(), told.append), [broken, sound], lambda: None)
     assert sorted(outcome.made) == list(range(1, 13)) and not outcome.failed
     assert sum("broken lost it" in words for words in told) <= LOSSES
 
 
-# ---------------------------------------------------------------------------------------------------- other programs
+def test_a_name_that_another_run_writes(tmp_path: Path) -> None:
+    """A list leaves it alone and says so; a single run that finds a list's claim takes another name."""
+    videos = [ListedVideo(i, Request(prompt="x"), tmp_path / f"{i}.mp4", str(i)) for i in (1, 2)]
+    made = Counter[int]()
 
-
-def test_claims_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that is renewed is left alone, one that no longer is goes; one of another command stays for ever."""
-    monkeypatch.setattr(video_list, "RENEW_SECONDS", 0.05)
-    monkeypatch.setattr(video_list, "SILENT_SECONDS", 0.4)
-    path, theirs = tmp_path / "x.mp4", "ffffffff-1-ffffffff"
-    claim = claim_of(path)
-    with SharedClaims() as held:
-        claim.write_text(f"{theirs}\n{video_list.RENEWED}")
-        end = time.monotonic() + 0.9
-        while time.monotonic() < end:
-            os.utime(claim)
-            assert not held.take(path)
-            time.sleep(0.02)
-        wait_until(lambda: held.take(path), 5, "the silent claim stays")
-        held.release(path)
-        claim.write_text(theirs)
-        end = time.monotonic() + 0.9
-        while time.monotonic() < end:
-            assert not held.take(path)
-            time.sleep(0.1)
-
-
-def test_claims_hold_against_a_single_run(tmp_path: Path) -> None:
-    path = tmp_path / "x.mp4"
-    with SharedClaims() as held, SharedClaims() as other:
-        assert held.take(path) and not other.take(path)
+    def make(video: ListedVideo) -> None:
+        Losing("", {}, set(), made).make(video)
         with Outputs({}) as outputs:
-            assert outputs.add("--out", path) == tmp_path / "x-1.mp4"
-    assert not list(tmp_path.iterdir())
+            assert outputs.add("--out", video.out).name == f"{video.line}-1.mp4"
+
+    with Outputs({}) as outputs:
+        outputs.add("--out", videos[0].out)
+        outcome = make_all(VideoList(videos, lambda v: v.out.exists()), [Maker("one", make)], lambda: None)
+    assert outcome.made == [2] and "another run is writing" in outcome.failed[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["2.mp4"]
+
+
+def test_time_left(tmp_path: Path) -> None:
+    videos = [ListedVideo(i, Request(prompt="x"), tmp_path / f"{i}.mp4", str(i)) for i in (1, 2, 3)]
+    told: list[str] = []
+    make_all(VideoList(videos, lambda v: False, told.append), [Losing("one", {}, set(), Counter())], lambda: None)
+    assert re.fullmatch(r"2 of 3: \S+ \(one\); about \d+ s left", told[1])
+    assert re.fullmatch(r"3 of 3: \S+ \(one\)", told[2])
 
 
 # ---------------------------------------------------------------------------------------------------------- the file
@@ -195,7 +182,7 @@ def test_other_separators_are_part_of_a_prompt(
     assert "line 4 of list.jsonl: 6 frames given" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--overwrite"], ["--sheet", "x.png"], ["--report", "r.json"], ["--rdzv", "h:1"]])
+@pytest.mark.parametrize("option", [["--overwrite"], ["--sheet", "x.png"], ["--report", "r.json"]])
 def test_options_that_a_list_does_not_take(
     option: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ LIBRARIES: dict[str, tuple[str, str | None]] = {
         "FP8 linears and attention",
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
+    "ray": ("GPUs of several machines (docs/cluster.md), from 2.60 on", "pip install 'ray>=2.60'"),
     "comfy-kitchen": ("INT8 matmuls and attention; NVFP4 and MXFP8 on Blackwell", "pip install comfy-kitchen"),
 }
 MODULES = {"Pillow": "PIL"}  # of distributions that are imported by another name

@@ -35,6 +35,9 @@ INPUTS = (
 )
 
 
+MODEL_INPUTS = ("--lora", *(f"--{name.replace('_', '-')}" for name, one in table(LoadOptions).items() if one.path))
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     task = {"help": (table(LoadOptions)["task"].help or "").format(tasks=", ".join(TASKS))}
     add_options(parser.add_argument_group("models"), LoadOptions, task=task)
@@ -164,6 +167,8 @@ def check_inputs(options: argparse.Namespace) -> None:
     refused, as what is missing may be a consequence. `--model` may name what is no folder."""
     for name, given in inputs_of(options).items():
         path = Path(given)
+        if getattr(options, "ray", None) is not None and name.startswith(MODEL_INPUTS):
+            continue  # the nodes say which they lack
         if name != "--model" and not path.exists():
             hint = near_file(path) or download_hint(path) or ": give an existing file or folder"
             raise OptionError(f"{f'{name} ' if name.startswith('--') else ''}{given} does not exist{hint}")
@@ -215,16 +220,18 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--step-timeout", type=float, default=600.0, metavar="SECONDS", help="stop after so long without progress"
     )
-    group.add_argument("--nnodes", type=int, default=1, metavar="HOSTS", help="number of hosts")
-    group.add_argument("--rdzv", metavar="HOST:PORT", help="address where the hosts meet: a free port of one of them")
-    group.add_argument("--rdzv-id", default="wancore", help="name of the run on all hosts (default %(default)s)")
+    group.add_argument(
+        "--ray",
+        metavar="auto|HOST:PORT",
+        help="GPUs of a Ray cluster: `auto` is the cluster that this machine belongs to (docs/cluster.md)",
+    )
 
 
 def devices_of(options: argparse.Namespace) -> tuple[str, ...] | None:
     """What --gpus names; None where it is not given. Raises OptionError."""
     if options.gpus is None:
-        if options.mesh != "auto" or options.nnodes != 1 or options.rdzv is not None:
-            raise OptionError("--mesh, --nnodes and --rdzv are for several GPUs: give --gpus as well")
+        if options.mesh != "auto":
+            raise OptionError("--mesh is for several GPUs: give --gpus as well")
         return None
     import torch
 
@@ -243,14 +250,17 @@ def worker_options(options: argparse.Namespace, devices: tuple[str, ...]) -> Wor
         devices=devices,
         mesh=options.mesh.strip().lower(),
         step_timeout=options.step_timeout,
-        nodes=options.nnodes,
-        rendezvous=options.rdzv,
-        run_id=None if options.rdzv is None else options.rdzv_id,
     )
 
 
 def engine_of(options: argparse.Namespace) -> Engine:
-    """This process, or the workers that --gpus names. Raises OptionError."""
+    """This process, or the workers that --gpus names, here or on a cluster. Raises OptionError."""
+    if options.ray is not None:
+        from wan_core.cluster.ranks import cluster_workers
+        from wan_core.workers.client import WorkerEngine
+
+        mesh = options.mesh.strip().lower()
+        return WorkerEngine(cluster_workers(options.ray, options.gpus, mesh=mesh, step_timeout=options.step_timeout))
     devices = devices_of(options)
     if devices is None:
         from wan_core.pipeline.engine import LocalEngine

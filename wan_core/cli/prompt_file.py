@@ -21,12 +21,11 @@ from wan_core.config.outputs import check_place, folded
 from wan_core.config.table import table
 from wan_core.media.mp4 import check_video_name
 from wan_core.media.video import read_metadata
-from wan_core.workers.video_list import ListedVideo
+from wan_core.workers.video_list import KEY, ListedVideo
 
 MOST_VIDEOS = 100_000
 TEXTS = ("prompt", "negative_prompt", "pose_prompt")  # fields that may hold any characters
 REPEATED = tuple(name for name, one in table(Request).items() if one.several)  # that may be a list of texts
-KEY = "list_entry"  # in the metadata of a finished video
 HASHED_LAST = ("control_video", "audio")  # in keys, which stay as they are: their videos are not made again
 SAME_RESULT = ("device", "residency", "resident_blocks", "memory_limit", "host_memory_limit")  # options of loading
 
@@ -157,10 +156,6 @@ def contents(path: Path) -> str:
     return found.hexdigest()
 
 
-def report_of(video: ListedVideo) -> Path:
-    return video.out.with_suffix(".report.json")
-
-
 def is_finished(video: ListedVideo) -> bool:
     """Whether the file is there and holds this video. Raises OptionError where another has its name."""
     if not video.out.exists():
@@ -182,8 +177,7 @@ def _check_names(path: Path, videos: list[ListedVideo]) -> None:
             other = taken.setdefault(folded(video.out), video.line)
             if other != video.line:
                 raise OptionError(f"{video.out} is written by line {other} too: choose another name in the field 'out'")
-            report = report_of(video)
-            if not is_finished(video) and report.exists():
-                raise OptionError(f"{report} exists and its video does not: delete it, or choose another 'out'")
+            if not is_finished(video) and video.report.exists():
+                raise OptionError(f"{video.report} exists and its video does not: delete it, or choose another 'out'")
         except OptionError as fault:
             raise OptionError(f"line {video.line} of {path}: {fault}") from fault

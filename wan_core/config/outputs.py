@@ -277,9 +277,10 @@ def keep_old(path: Path) -> Path | None:
 def remove_left_over(folder: Path) -> None:
     """Remove temporary files and claims in `folder` whose processes have ended. Raises OSError if it cannot be read."""
     for name in os.listdir(folder):
-        part, path = PART.fullmatch(name), folder / name
-        if not part and not CLAIM.fullmatch(name):
+        part = PART.fullmatch(name) if name.startswith(".") else None  # a folder may hold thousands of videos
+        if not part and not (name.startswith(".") and CLAIM.fullmatch(name)):
             continue
+        path = folder / name
         with suppress(OSError):  # another process removes it too, or may not read or remove it
             if (_has_ended(part[1]) if part else _is_left_over(path)) and not path.is_symlink():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -291,13 +292,12 @@ def claim_of(path: Path) -> Path:
     return path.absolute().with_name(f".{_short(path.name)}.{name}.claim")
 
 
-def make_claim(path: Path, text: str = "") -> Path | None:
-    """Make the file that claims `path`, with `text` in further lines; None where a process that runs has it. Raises
-    OSError."""
+def make_claim(path: Path) -> Path | None:
+    """Make the file that claims `path`; None where a process that runs has it. Raises OSError."""
     claim = claim_of(path)
     try:
         with claim.open("x") as file:
-            file.write(f"{_owner()}\n{text}" if text else _owner())
+            file.write(_owner())
     except FileExistsError:
         return None  # `remove_left_over` has looked at it
     except OSError:

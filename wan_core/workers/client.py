@@ -55,7 +55,7 @@ class WorkerEngine:
     ) -> Result:
         """Rank 0, on this host, writes the finished latents to `keep_latents`, those of clips into `keep_clips`. What
         the ranks would refuse is refused before they start."""
-        if not self.workers.is_running:
+        if self.workers.options.here and not self.workers.is_running:
             checked = check_request(options, request, torch.device(self.workers.options.devices[0]))
             watch.found(checked.models, checked.job.plan)
         plan: Plan | None = None

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from wan_core.config import OptionError, UserError
 from wan_core.workers.control import ChannelError
-from wan_core.workers.faults import describe_failure, end_of_logs, explain, place, places, rank_name
+from wan_core.workers.faults import describe_failure, explain, place, places, rank_name
 from wan_core.workers.options import WorkerOptions
-from wan_core.workers.processes import STOP_SECONDS, Frame, WorkerProcesses
+from wan_core.workers.processes import STOP_SECONDS, Frame, Processes, WorkerProcesses, begin_request
 
 POLL_SECONDS = 0.1  # between two calls of `poll`
 STOPPED_SECONDS = 1.0  # a wait of `POLL_SECONDS` that took so long: this process was stopped meanwhile (Ctrl+Z)
@@ -41,10 +41,11 @@ class WorkerError(UserError):
 class Workers:
     """Ranks that are started when first needed, or by `start`. Any thread may use it, one at a time."""
 
-    def __init__(self, options: WorkerOptions) -> None:
-        self.options = options
+    def __init__(self, options: WorkerOptions, begin: Callable[[WorkerOptions], Processes] = WorkerProcesses) -> None:
+        """begin: starts the ranks, here or on other hosts."""
+        self.options, self.begin = options, begin
         self._lock = threading.RLock()
-        self._processes: WorkerProcesses | None = None
+        self._processes: Processes | None = None
         self._number = 0
         self._finalizer: weakref.finalize | None = None
 
@@ -64,7 +65,7 @@ class Workers:
             if self._processes is not None and self._processes.ended.is_set():
                 self._end()
             if self._processes is None:
-                self._processes = WorkerProcesses(self.options)
+                self._processes = self.begin(self.options)
                 self._finalizer = weakref.finalize(self, self._processes.kill)
 
     def stop(self) -> None:
@@ -117,7 +118,7 @@ class Workers:
                 processes.channel.send({**(header or {}), "op": op, "number": number}, tensors)
             except ChannelError:
                 raise self._lost(processes) from None
-            processes.begin_request(op)
+            begin_request(processes, op)
             answer: Frame | None = None
             try:
                 answer = self._wait(processes, number, on_event, poll)
@@ -129,7 +130,7 @@ class Workers:
                 if answer is None and self._processes is processes:  # on_event or poll raised
                     self._interrupt(processes, number)
 
-    def _wait(self, processes: WorkerProcesses, number: int, on_event: OnEvent, poll: Callable[[], None]) -> Frame:
+    def _wait(self, processes: Processes, number: int, on_event: OnEvent, poll: Callable[[], None]) -> Frame:
         """The frame that ends the request. Raises WorkerError if the ranks end or hang, and what the callbacks
         raise."""
         while True:
@@ -149,7 +150,7 @@ class Workers:
                 return frame
             on_event(*frame)
 
-    def _interrupt(self, processes: WorkerProcesses, number: int) -> None:
+    def _interrupt(self, processes: Processes, number: int) -> None:
         """Have the ranks stop at the next step, and wait until they have stopped."""
         assert processes.channel is not None
         with contextlib.suppress(WorkerError):
@@ -159,7 +160,7 @@ class Workers:
                 raise self._lost(processes) from None
             self._wait(processes, number, lambda header, tensors: None, lambda: None)
 
-    def _connect(self, poll: Callable[[], None]) -> WorkerProcesses:
+    def _connect(self, poll: Callable[[], None]) -> Processes:
         """Ranks that are ready. If `poll` raises, they go on starting, for the next request."""
         self.start()
         processes = self._processes
@@ -175,7 +176,7 @@ class Workers:
             poll()
 
         try:
-            processes.open(processes.listener.accept(timeout, check))
+            processes.connect(timeout, check)
             while True:
                 try:
                     frame = processes.inbox.get(timeout=POLL_SECONDS)
@@ -190,13 +191,13 @@ class Workers:
                     return processes
         except TimeoutError:
             where = places(processes.statuses) or f"no worker connected within {timeout:g} s"
-            log = end_of_logs(processes.folder)
+            log = processes.end_of_logs()
             self._end()
             raise WorkerError(f"the workers were not ready within {timeout:g} s: {where}{log}") from None
 
     # --------------------------------------------------------------------------------------------------------- faults
 
-    def _check_timeouts(self, processes: WorkerProcesses) -> None:
+    def _check_timeouts(self, processes: Processes) -> None:
         """Raise WorkerError if a rank hangs."""
         options, statuses, now = self.options, processes.statuses, time.monotonic()
         since_frame = now - processes.last_frame
@@ -225,12 +226,12 @@ class Workers:
                 f"{places(statuses)}. {RESTART} If a step takes this long here, give a larger step timeout."
             )
 
-    def _lost(self, processes: WorkerProcesses) -> WorkerError:
+    def _lost(self, processes: Processes) -> WorkerError:
         """The error for ranks that have ended. Cleans up."""
         processes.ended.wait(STOP_SECONDS)  # the launcher ends the other ranks first
-        text = explain(processes.report, processes.statuses, processes.process.poll())
+        text = explain(processes.report, processes.statuses, processes.exit_code())
         if processes.report is None:
-            text += end_of_logs(processes.folder)
+            text += processes.end_of_logs()
         self._end()
         return WorkerError(f"{text}. {RESTART}")
 

@@ -14,11 +14,10 @@ ALLOW_CPU = "WANCORE_ALLOW_CPU_WORKERS"  # 1: users of ComfyUI may start workers
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """The ranks of this host. Timeouts are in seconds.
+    """The ranks, of this host or of all nodes of a cluster that compute one video. Timeouts are in seconds.
 
     start_timeout: until all ranks are ready. step_timeout: until any rank reaches the next step or phase.
-    heartbeat_timeout: between two heartbeats of a rank. nodes, rendezvous, run_id: with several hosts, how many, the
-    HOST:PORT where they meet, and a name that all of them give. Raises OptionError.
+    heartbeat_timeout: between two heartbeats of a rank. here: the ranks are all on this host. Raises OptionError.
     """
 
     devices: tuple[str, ...]
@@ -26,16 +25,14 @@ class WorkerOptions:
     start_timeout: float = 300.0
     step_timeout: float = 600.0
     heartbeat_timeout: float = 60.0
-    nodes: int = 1
-    rendezvous: str | None = None
-    run_id: str | None = None
+    here: bool = True
 
     def __post_init__(self) -> None:
         if sys.platform == "win32":
             raise OptionError("several GPUs need NCCL, which torch does not have on Windows: use one GPU, or WSL")
         if not self.devices:
             raise OptionError("no device given for the workers")
-        if self.devices.count("cpu") > most_cpu_workers():
+        if self.here and self.devices.count("cpu") > most_cpu_workers():
             raise OptionError(
                 f"{self.devices.count('cpu')} workers on the CPU given; allowed are {most_cpu_workers()}, one for each "
                 "core that this process may use"
@@ -43,15 +40,9 @@ class WorkerOptions:
         for name in ("start_timeout", "step_timeout", "heartbeat_timeout"):
             if not 1 <= getattr(self, name) <= 86400:
                 raise OptionError(f"{name} {getattr(self, name):g} given; allowed are 1 to 86400 seconds")
-        if self.nodes < 1 or (self.nodes > 1) != (self.rendezvous is not None):
-            raise OptionError(
-                f"{self.nodes} hosts given: several hosts need a rendezvous, HOST:PORT, and one host needs none"
-            )
-        if self.rendezvous is not None and not self.rendezvous.rpartition(":")[2].isdecimal():
-            raise OptionError(f"rendezvous {self.rendezvous!r} given; write HOST:PORT of one of the hosts")
         if self.mesh != "auto":
             mesh = Mesh.parse(self.mesh)
-            if self.nodes == 1 and mesh.size != len(self.devices):
+            if mesh.size != len(self.devices):
                 raise OptionError(
                     f"mesh {mesh} needs {mesh.size} ranks, and {len(self.devices)} devices are given: "
                     f"{', '.join(self.devices)}"

@@ -13,15 +13,20 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from wan_core.workers.control import Channel, ChannelError, Listener, new_key
+from wan_core.workers.faults import end_of_logs
 from wan_core.workers.options import WorkerOptions
 from wan_core.workers.supervisor import SupervisorOptions
+
+if TYPE_CHECKING:
+    from wan_core.workers.rendezvous import Meeting
 
 ROOT = Path(__file__).resolve().parents[2]  # must be importable in the ranks
 STOP_SECONDS = 5.0  # for ranks that are told to end
@@ -40,11 +45,59 @@ def rank_environment() -> dict[str, str]:
     return environment
 
 
-class WorkerProcesses:
-    """Supervisor and ranks, from their start to their end. Its threads hold no reference to `launcher.Workers`, so that
-    an unused `Workers` is collected and ends its processes."""
+class Processes(Protocol):
+    """Ranks from their start to their end, on this host or on others (`wan_core.cluster`), as `launcher.Workers` needs
+    them. report: of their end, see `faults.explain`."""
 
-    def __init__(self, options: WorkerOptions) -> None:
+    inbox: queue.SimpleQueue[Frame | None]  # None: the ranks have ended
+    statuses: list[dict[str, Any]]
+    last_frame: float
+    request_start: float
+    report: dict[str, Any] | None
+    ended: threading.Event
+
+    @property
+    def channel(self) -> Sender | None:
+        """To rank 0, from when it is connected."""
+        ...
+
+    def connect(self, timeout: float, check: Callable[[], None]) -> None:
+        """Wait for the connection to rank 0. `check` is called ten times a second and may raise. Raises
+        TimeoutError."""
+        ...
+
+    def kill(self) -> None:
+        """End everything now."""
+        ...
+
+    def exit_code(self) -> int | None:
+        """Of what started the ranks."""
+        ...
+
+    def end_of_logs(self) -> str: ...
+
+
+class Sender(Protocol):
+    """What sends frames to rank 0."""
+
+    def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Raises ChannelError if rank 0 is gone."""
+        ...
+
+
+def begin_request(processes: Processes, op: str) -> None:
+    """The timeouts of a request start now; what was known of the ranks is older than it."""
+    processes.last_frame = processes.request_start = time.monotonic()
+    fresh = {"phase": f"start of {op}", "step": 0, "of": 0, "since_heartbeat": 0.0, "since_progress": 0.0}
+    processes.statuses = [{**status, **fresh} for status in processes.statuses]
+
+
+class WorkerProcesses:
+    """Supervisor and ranks of this host. Its threads hold no reference to `launcher.Workers`, so that an unused
+    `Workers` is collected and ends its processes."""
+
+    def __init__(self, options: WorkerOptions, meeting: Meeting | None = None, **joined: Any) -> None:
+        """meeting: of a run over several hosts, whose `run_id` and network `interface` are in `joined`."""
         self.key = new_key()
         self.inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()  # None: the ranks have ended
         self.channel: Channel | None = None
@@ -61,14 +114,13 @@ class WorkerProcesses:
                 key=self.key.hex(),
                 port=self.listener.port,
                 devices=options.devices,
-                run_id=options.run_id or uuid.uuid4().hex,
                 log_dir=self.folder,
                 start_timeout=options.start_timeout,
                 step_timeout=options.step_timeout,
-                nodes=options.nodes,
-                rendezvous=options.rendezvous,
+                meeting=None if meeting is None else asdict(meeting),
+                **{"run_id": uuid.uuid4().hex, **joined},
             )
-            self.process = self._start()
+            self.process = self._start(() if meeting is None or meeting.descriptor is None else (meeting.descriptor,))
             undo.callback(self.process.kill)
             assert self.process.stdin is not None
             self.process.stdin.write((json.dumps(asdict(sent)) + "\n").encode())
@@ -76,7 +128,7 @@ class WorkerProcesses:
             undo.pop_all()
         threading.Thread(target=self._await_end, daemon=True).start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
         with open(Path(self.folder) / "supervisor.log", "wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "wan_core.workers.supervisor"],
@@ -84,6 +136,7 @@ class WorkerProcesses:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=rank_environment(),
+                pass_fds=descriptors,
                 start_new_session=True,  # Ctrl+C in a terminal reaches this process alone, which tells the others
             )
 
@@ -96,9 +149,8 @@ class WorkerProcesses:
         self.ended.set()
         self.inbox.put(None)
 
-    def open(self, channel: Channel) -> None:
-        """Receive what rank 0 sends over this channel."""
-        self.channel = channel
+    def connect(self, timeout: float, check: Callable[[], None] = lambda: None) -> None:
+        self.channel = channel = self.listener.accept(timeout, check)
         self.last_frame = time.monotonic()
         threading.Thread(target=self._receive, args=(channel,), daemon=True).start()
 
@@ -113,12 +165,6 @@ class WorkerProcesses:
                     self.inbox.put((header, tensors))
         except (ChannelError, OSError, KeyError):
             self.inbox.put(None)
-
-    def begin_request(self, op: str) -> None:
-        """The timeouts of a request start now; what was known of the ranks is older than it."""
-        self.last_frame = self.request_start = time.monotonic()
-        fresh = {"phase": f"start of {op}", "step": 0, "of": 0, "since_heartbeat": 0.0, "since_progress": 0.0}
-        self.statuses = [{**status, **fresh} for status in self.statuses]
 
     def kill(self) -> None:
         """End everything now. The kernel kills the ranks with their supervisor, whatever they do."""
@@ -136,3 +182,9 @@ class WorkerProcesses:
                 with contextlib.suppress(OSError):
                     stream.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def end_of_logs(self) -> str:
+        return end_of_logs(self.folder)

@@ -19,7 +19,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
-from wan_core.config import OptionError
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Plan
@@ -36,18 +35,16 @@ EXCHANGE_MARGIN = 60.0  # seconds: the program, which can name the rank that han
 class Rank:
     """The process groups of this rank, its connection to the program (rank 0), and its heartbeat."""
 
-    def __init__(self, device: torch.device, control: Mapping[str, Any] | None, start_timeout: float) -> None:
-        wait = timedelta(seconds=start_timeout)
+    def __init__(self, device: torch.device, control: Mapping[str, Any]) -> None:
+        """control: of `SupervisorOptions`."""
+        wait = timedelta(seconds=control["start_timeout"])
         self.device = device
-        self.store, given, self.size = next(rendezvous("env://", timeout=wait))
-        base, step_timeout = self._find_leader(given, control)
-        self.timeout = timedelta(seconds=step_timeout + EXCHANGE_MARGIN)  # of one exchange
+        self.store, self.rank, self.size = next(rendezvous("env://", timeout=wait))
+        self.timeout = timedelta(seconds=control["step_timeout"] + EXCHANGE_MARGIN)  # of one exchange
         self.on_host = int(os.environ["LOCAL_WORLD_SIZE"])
-        self.rank = (given - base) % self.size  # the program's host first, ranks of a host stay together
         self.channel: Channel | None = None
         if self.rank == 0:
-            assert control is not None
-            self.channel = connect(control["port"], bytes.fromhex(control["key"]), start_timeout)
+            self.channel = connect(control["port"], bytes.fromhex(control["key"]), control["start_timeout"])
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("world", self.store),
@@ -62,20 +59,6 @@ class Rank:
         self.identity = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(device)}
         self.heartbeat = Heartbeat(self.identity, self.size, self.channel)
         self.heartbeat.start()
-
-    def _find_leader(self, given: int, control: Mapping[str, Any] | None) -> tuple[int, float]:
-        """The launcher's number of the first rank on the program's host, and the program's step timeout."""
-        if control is not None and os.environ["LOCAL_RANK"] == "0":
-            mine = json.dumps({"rank": given, "step_timeout": control["step_timeout"]})
-            if self.store.compare_set("leader", "", mine).decode() != mine:
-                raise OptionError("two programs use the same rendezvous: give each one another name (--rdzv-id)")
-        try:
-            leader = json.loads(self.store.get("leader"))
-        except dist.DistStoreError as fault:
-            raise OptionError(
-                "no program uses this rendezvous: start `generate --gpus` with the same one on one of the hosts"
-            ) from fault
-        return leader["rank"], leader["step_timeout"]
 
     def progress(self, phase: str, step: int = 0, of: int = 0) -> None:
         """This rank has reached this step of this phase."""

@@ -1,13 +1,15 @@
-"""The rendezvous of the ranks of one host: a torch store on the loopback interface.
+"""The rendezvous of the ranks: a torch store on one host, at an address that every supervisor is told.
 
 torch's own rendezvous (`c10d`) listens on every interface of the host and unpickles what it receives, so anyone who
-reaches its port can run code in the supervisor. One host needs neither: its ranks are known beforehand and share only
-the store. Several hosts have to use torch's (docs/parallel.md says on which networks).
+reaches its port can run code in the supervisor. Ours needs neither: the ranks are known beforehand and share only the
+store. One host has it on the loopback interface; of several hosts that Ray found, the first has it
+(`wan_core.cluster`), on the interface that Ray uses. Nothing that a store holds is unpickled.
 """
 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -19,25 +21,35 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-BACKEND = "wancore-loopback"
+BACKEND = "wancore"
 LOOPBACK = "127.0.0.1"
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """For one launcher, which hosts the store."""
+@dataclass(frozen=True)
+class Meeting:
+    """Where the supervisors of one run meet. host, port: of the store. descriptor: an open socket that listens there,
+    on the host that has the store. node, nodes: the number of this supervisor, and how many there are."""
 
-    def __init__(self, run_id: str, timeout: timedelta) -> None:
+    host: str
+    port: int
+    descriptor: int | None = None
+    node: int = 0
+    nodes: int = 1
+
+
+class KnownHosts(RendezvousHandler):
+    """For one launcher. That of node 0 has the store."""
+
+    def __init__(self, run_id: str, timeout: timedelta, meeting: Meeting | None) -> None:
         self.run_id = run_id
-        listening = socket.create_server((LOOPBACK, 0), backlog=128)
-        self.port: int = listening.getsockname()[1]
-        self.store = TCPStore(
-            LOOPBACK,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listening.detach(),  # the store's own socket would listen on every interface
-        )
+        if meeting is None:
+            listening = socket.create_server((LOOPBACK, 0), backlog=128)
+            port = listening.getsockname()[1]
+            meeting = Meeting(LOOPBACK, port, listening.detach())
+        self.meeting = meeting
+        # the store's own socket would listen on every interface
+        listens = {} if meeting.descriptor is None else {"is_master": True, "master_listen_fd": meeting.descriptor}
+        self.store = TCPStore(meeting.host, meeting.port, wait_for_workers=False, timeout=timeout, **listens)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -48,8 +60,9 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        where = RendezvousStoreInfo(LOOPBACK, self.port)
-        return RendezvousInfo(PrefixStore(f"agent/{self.run_id}", self.store), 0, 1, where)
+        where = RendezvousStoreInfo(self.meeting.host, self.meeting.port)
+        store = PrefixStore(f"agent/{self.run_id}", self.store)
+        return RendezvousInfo(store, self.meeting.node, self.meeting.nodes, where)
 
     def is_closed(self) -> bool:
         return False
@@ -67,12 +80,14 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-def register(run_id: str, timeout: float) -> str:
-    """Register the rendezvous `run_id` with torch's launcher. Returns the name of its backend: torch's own (`c10d`) if
-    torch is too old for a store on an open socket."""
+def register(run_id: str, timeout: float, meeting: Meeting | None) -> str:
+    """Register the rendezvous `run_id` with torch's launcher; `meeting` None is one host alone. Returns the name of its
+    backend: torch's own (`c10d`) if torch is too old for a store on an open socket and one host is alone."""
     try:
-        made = LoopbackRendezvous(run_id, timedelta(seconds=timeout))
+        made = KnownHosts(run_id, timedelta(seconds=timeout), meeting)
     except NotImplementedError:
+        if meeting is not None:
+            raise
         return "c10d"
 
     def create(_: RendezvousParameters) -> RendezvousHandler:

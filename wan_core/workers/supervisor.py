@@ -26,7 +26,8 @@ LOG_CHARACTERS = 2000  # reported from the end of a rank's log
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorOptions:
-    """key: of the control channel, hex. rendezvous: HOST:PORT where several hosts meet, or None for one host."""
+    """key, port: of the control channel, which rank 0 connects to, key as hex. meeting: the fields of
+    `rendezvous.Meeting`, None for one host. interface: of the network, for the exchanges between hosts."""
 
     key: str
     port: int
@@ -35,8 +36,8 @@ class SupervisorOptions:
     log_dir: str
     start_timeout: float
     step_timeout: float
-    nodes: int = 1
-    rendezvous: str | None = None
+    meeting: dict[str, Any] | None = None
+    interface: str | None = None
 
     def control(self) -> str:
         """What the ranks need of it, as JSON."""
@@ -100,41 +101,47 @@ def run(options: SupervisorOptions) -> dict[str, Any]:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from wan_core.workers.rendezvous import register  # not at the top: torch.distributed takes a second
+    from wan_core.workers.rendezvous import (
+        LOOPBACK,
+        Meeting,
+        register,
+    )  # not at the top: torch.distributed takes a second
 
-    alone = options.rendezvous is None
-    here = alone or str(options.rendezvous).rpartition(":")[0] in ("localhost", "127.0.0.1")
-    if here and sys.platform == "linux":
+    meeting = None if options.meeting is None else Meeting(**options.meeting)
+    if options.interface is not None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, options.interface)
+    elif meeting is None and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one host listen to that host alone
     os.environ.update({CONTROL: options.control(), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"})
     if "cpu" in options.devices:
         share_cores(len(options.devices))
     seconds = max(1, round(options.start_timeout))
-    config = LaunchConfig(
-        min_nodes=options.nodes,
-        max_nodes=options.nodes,
-        nproc_per_node=len(options.devices),
-        run_id=options.run_id,
-        rdzv_backend=register(options.run_id, min(60, seconds)) if alone else "c10d",
-        rdzv_endpoint=options.rendezvous or "localhost:0",
-        # join: wait for other hosts; read: wait for an answer of the rendezvous store
-        rdzv_configs={"join_timeout": seconds, "timeout": seconds, "read_timeout": min(60, seconds)},
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr="127.0.0.1" if here else None,
-        logs_specs=DefaultLogsSpecs(log_dir=options.log_dir, redirects=Std.ALL),
-    )
-    begin = time.monotonic()
+    begin, nodes = time.monotonic(), 1 if meeting is None else meeting.nodes
     try:
+        config = LaunchConfig(
+            min_nodes=nodes,
+            max_nodes=nodes,
+            nproc_per_node=len(options.devices),
+            run_id=options.run_id,
+            rdzv_backend=register(options.run_id, min(60, seconds), meeting),
+            rdzv_endpoint="localhost:0",
+            # join: wait for other hosts; read: wait for an answer of the rendezvous store
+            rdzv_configs={"join_timeout": seconds, "timeout": seconds, "read_timeout": min(60, seconds)},
+            max_restarts=0,
+            monitor_interval=0.1,
+            local_addr=LOOPBACK if meeting is None else None,
+            logs_specs=DefaultLogsSpecs(log_dir=options.log_dir, redirects=Std.ALL),
+        )
         elastic_launch(config, sys.executable)("-u", "-m", "wan_core.workers.worker")
     except ChildFailedError as fault:
         return {"failures": [_failure(rank, f, options.log_dir) for rank, f in sorted(fault.failures.items())]}
     except (RendezvousError, RuntimeError, OSError, ValueError) as fault:
-        where = "on this host" if alone else f"at {options.rendezvous}"
+        where = "on this host" if meeting is None else f"at {meeting.host}:{meeting.port}"
         return {
             "error": f"the ranks could not connect to each other {where} ({time.monotonic() - begin:.0f} s, "
-            f"{options.nodes} hosts): {type(fault).__name__}: {fault}. "
-            + ("" if alone else "Is the port used by another program, or closed, or did a host not start?")
+            f"{nodes} hosts): {type(fault).__name__}: {fault}. "
+            + ("" if meeting is None else "May the nodes connect to each other on all ports?")
         }
     return {}
 

@@ -1,12 +1,8 @@
 """A list of videos shared out over makers: one GPU each, or one mesh of GPUs each, with ranks of its own.
 
 Every maker takes the next video that nobody has, until none is left. A video whose ranks are lost is made by another
-maker, while its own starts ranks again. Other programs, also on other hosts, may work on the same list: a video is
-claimed while it is made and finished when its file is there, so nothing is made twice.
-
-A claim is the small hidden file of `outputs.py`. Here its holder renews it every few seconds. Other hosts cannot see
-whether that process runs; they remove a claim that was not renewed for a minute. No clocks of hosts are compared: each
-program looks at what changes while it looks.
+maker, while its own starts ranks again. Makers may join and leave at any time (`wan_core.cluster`). While a video is
+made, the small hidden file of `outputs.py` claims its name, so no other run writes it.
 """
 
 from __future__ import annotations
@@ -14,22 +10,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from wan_core.config import OptionError, Request, UserError
+from wan_core.config import LoadOptions, OptionError, Request, UserError
 from wan_core.config.outputs import claim_of, make_claim, remove_left_over
+from wan_core.media.mp4 import write_mp4
+from wan_core.media.sound import read_sound
+from wan_core.pipeline.engine import Engine
+from wan_core.pipeline.pipeline import metadata
 from wan_core.workers.launcher import WorkerError
 
 ATTEMPTS = 2  # a video that was lost so often is given up
 LOSSES = 3  # a maker that lost so many videos in a row is given up
-POLL_SECONDS = 1.0  # between two looks at what other programs have finished
-RENEW_SECONDS = 5.0
-SILENT_SECONDS = 60.0
-RENEWED = "renewed while it is held\n"  # the text of such claims: one of another command is never removed for its age
+KEY = "list_entry"  # in the metadata of a finished video
 
 
 @dataclass(frozen=True)
@@ -41,66 +39,41 @@ class ListedVideo:
     out: Path
     key: str
 
+    @property
+    def report(self) -> Path:
+        return self.out.with_suffix(".report.json")
+
+    def check_free(self) -> None:
+        """Raise OptionError where a file of its name came while it was made."""
+        if os.path.lexists(self.out):
+            raise OptionError(f"{self.out} came while this video was made, and is not replaced")
+
+
+def make_video(
+    engine: Engine, loaded: LoadOptions, video: ListedVideo, rename: Callable[[Any], Any] = lambda settings: settings
+) -> None:
+    """Have the engine make the video, and write its report beside it. rename: the settings that the files say, from
+    those of the run. Raises OptionError where a file of that name came meanwhile."""
+
+    def write(frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
+        video.check_free()
+        sound = None if video.request.audio is None else read_sound(video.request.audio)
+        write_mp4(video.out, frames, fps=fps, sound=sound, metadata={**metadata(rename(settings)), KEY: video.key})
+
+    report = engine.generate(loaded, video.request, write=write).report
+    report.settings = rename(report.settings)
+    report.save(video.report)
+
 
 @dataclass(frozen=True)
 class Maker:
     """What makes one video at a time. make: writes the video and its report; raises WorkerError where the ranks are
-    lost, UserError where the video is refused, OSError where it cannot be written."""
+    lost, UserError where the video is refused, OSError where it cannot be written. is_gone: whether it can make no
+    more, because its node is gone."""
 
     name: str
     make: Callable[[ListedVideo], None]
-
-
-class SharedClaims:
-    """The claims of one program. Any thread may use it; outside of `with`, nothing is claimed."""
-
-    def __init__(self) -> None:
-        self.held: dict[Path, Path] = {}  # name -> its claim
-        self.seen: dict[Path, tuple[int, float]] = {}  # claim of another program -> its time stamp, when first seen
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._renew, daemon=True)
-
-    def __enter__(self) -> SharedClaims:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-        for path in list(self.held):
-            self.release(path)
-
-    def take(self, path: Path) -> bool:
-        """Claim `path`; False while another program has it. Raises OSError."""
-        remove_left_over(path.absolute().parent)
-        claim = make_claim(path, RENEWED)
-        if claim is None:
-            self._remove_silent(claim_of(path))
-            return False
-        self.held[path] = claim
-        return True
-
-    def release(self, path: Path) -> None:
-        with suppress(OSError):  # the folder may be gone or read-only by now
-            self.held.pop(path).unlink()
-
-    def _renew(self) -> None:
-        while not self._end.wait(RENEW_SECONDS):
-            for claim in list(self.held.values()):
-                with suppress(OSError):  # released meanwhile
-                    os.utime(claim)
-
-    def _remove_silent(self, claim: Path) -> None:
-        """Remove a claim that was not renewed for `SILENT_SECONDS` of this program's time."""
-        with suppress(OSError):  # released meanwhile
-            stamp = claim.stat().st_mtime_ns
-            if not claim.read_text(errors="replace").endswith(RENEWED):
-                return
-            first, since = self.seen.get(claim, (None, 0.0))
-            if first != stamp:
-                self.seen[claim] = stamp, time.monotonic()
-            elif time.monotonic() - since > SILENT_SECONDS and claim.stat().st_mtime_ns == stamp:
-                claim.unlink()
+    is_gone: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -118,58 +91,89 @@ class VideoList:
     def __init__(
         self,
         videos: Sequence[ListedVideo],
-        makers: Sequence[str],
-        claims: SharedClaims,
         is_finished: Callable[[ListedVideo], bool],
         tell: Callable[[str], None] = lambda words: None,
     ) -> None:
         """is_finished: raises OptionError where another video has the name."""
-        self.waiting, self.makers = list(videos), set(makers)
-        self.claims, self.is_finished, self.tell = claims, is_finished, tell
+        self.waiting, self.makers = list(videos), set[str]()
+        self.is_finished, self.tell = is_finished, tell
         self.count, self.making = len(videos), 0
+        self.claims: dict[int, Path] = {}  # line -> the claim of its name
         self.lost_by: dict[int, list[str]] = {}
         self.outcome = Outcome()
         self.stopped = False
         self.changed = threading.Condition()
+        self.first = 0.0  # when the first video was finished: what came before it, every maker does once
+        for folder in {video.out.absolute().parent for video in videos}:
+            remove_left_over(folder)
+
+    @property
+    def left(self) -> int:
+        """How many videos wait or are being made."""
+        return 0 if self.stopped else len(self.waiting) + self.making
+
+    def join(self, maker: str) -> None:
+        """This maker takes videos from now on."""
+        with self.changed:
+            self.makers.add(maker)
 
     def take(self, maker: str) -> ListedVideo | None:
         """The next video for this maker, claimed; None when none is left. Waits for those that others are making, in
         case they are lost."""
         with self.changed:
             while not self.stopped and (self.waiting or self.making):
-                for video in list(self.waiting):
+                for video in list(self.waiting) if self.lost_by else self.waiting[:1]:
                     lost = self.lost_by.get(video.line, [])  # a maker leaves a video that it lost to those that did not
-                    if (maker not in lost or self.makers <= set(lost)) and self._claim(video):
-                        self.making += 1
-                        return video
-                self.changed.wait(POLL_SECONDS)
+                    if maker not in lost or self.makers <= set(lost):
+                        self.waiting.remove(video)
+                        if self._claim(video):
+                            self.making += 1
+                            return video
+                        break
+                else:
+                    self.changed.wait()
             return None
 
     def _claim(self, video: ListedVideo) -> bool:
-        """Whether to make it now: nobody has made it, and no other program is making it."""
+        """Whether to make it now: nobody has made it, and no other run is writing it."""
         try:
-            taken = self.claims.take(video.out)
-            finished = self.is_finished(video)  # looked at after the claim: the other program releases it when done
-        except (OptionError, OSError) as fault:
-            self.waiting.remove(video)
-            self._fail(video, str(fault))
-            return False
-        if finished:
-            self.waiting.remove(video)
+            claim = make_claim(video.out)
+            if claim is None:
+                raise OptionError(
+                    f"another run is writing {video.out}, or was broken off on another host: then delete "
+                    f"{claim_of(video.out)}"
+                )
+            self.claims[video.line] = claim
+            if not self.is_finished(video):
+                return True
             self.outcome.elsewhere.append(video.line)
             self.tell(f"{video.out} was made by another program")
-        elif taken:
-            self.waiting.remove(video)
-            return True
-        if taken:
-            self.claims.release(video.out)
+        except (OptionError, OSError) as fault:
+            self._fail(video, str(fault))
+        self._release(video)
+        self.changed.notify_all()
         return False
+
+    def _release(self, video: ListedVideo) -> None:
+        with suppress(OSError, KeyError):  # the folder may be gone or read-only by now
+            self.claims.pop(video.line).unlink()
 
     def finish(self, video: ListedVideo, maker: str) -> None:
         with self._ended(video):
             self.outcome.made.append(video.line)
             done = self.count - len(self.waiting) - self.making
-            self.tell(f"{done} of {self.count}: {video.out} ({maker})")
+            self.tell(f"{done} of {self.count}: {video.out} ({maker}){self._left_words()}")
+
+    def _left_words(self) -> str:
+        """How many are being made, and about how long the list still takes at its pace so far."""
+        left, made = len(self.waiting) + self.making, len(self.outcome.made)
+        words = f"; {self.making} being made" if self.making else ""
+        if made == 1:
+            self.first = time.monotonic()
+        elif left:
+            seconds = (time.monotonic() - self.first) / (made - 1) * left
+            words += f"; about {seconds / 3600:.1f} h left" if seconds >= 7200 else f"; about {seconds:.0f} s left"
+        return words
 
     def fail(self, video: ListedVideo, why: str) -> None:
         with self._ended(video):
@@ -216,7 +220,7 @@ class VideoList:
         """`video` is no longer being made; what became of it is written down before anyone looks."""
         with self.changed:
             self.making -= 1
-            self.claims.release(video.out)
+            self._release(video)
             yield
             self.changed.notify_all()
 
@@ -228,7 +232,7 @@ class VideoList:
 def work(videos: VideoList, maker: Maker) -> None:
     """Make videos until none is left, or until this maker loses one after another."""
     losses = 0
-    while losses < LOSSES and (video := videos.take(maker.name)) is not None:
+    while losses < LOSSES and not maker.is_gone() and (video := videos.take(maker.name)) is not None:
         try:
             maker.make(video)
         except WorkerError as fault:
@@ -253,6 +257,8 @@ def work(videos: VideoList, maker: Maker) -> None:
 def make_all(videos: VideoList, makers: Sequence[Maker], kill: Callable[[], object]) -> Outcome:
     """Have the makers make all videos at the same time; one alone runs in this thread. kill: makes each `make` that
     runs in another thread fail now. Raises what a maker raises that is no fault of a video, when all have stopped."""
+    for maker in makers:
+        videos.join(maker.name)
     if len(makers) == 1:
         work(videos, makers[0])
     else:

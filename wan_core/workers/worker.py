@@ -1,6 +1,6 @@
 """A worker process: one rank on one device, `python -m wan_core.workers.worker`, started by torch's elastic launcher.
 
-Rank 0 is on the program's host and is the only one that talks to the program (`control.py`). It hands every request to
+Rank 0 is the only one that talks to the program (`control.py`). It hands every request to
 all ranks over a gloo group, all do the same work (`jobs.py`), and rank 0 sends the result. If one rank fails alone, it
 reports why and ends, and so do all others. If all fail at the same request (a bad option, a video too large for every
 GPU), they stay alive for the next. No rank outlives the program: docs/parallel.md, "Processes".
@@ -8,7 +8,6 @@ GPU), they stay alive for the next. No rank outlives the program: docs/parallel.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.config import OptionError, UserError
+from wan_core.config import UserError
 from wan_core.workers.control import Channel, ChannelClosed, ChannelError
 from wan_core.workers.faults import EXIT_FAILED, EXIT_ORPHANED, Interrupted, describe_fault, write_error_file
 from wan_core.workers.rank import Rank
@@ -113,41 +112,19 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def choose_device(text: str | None) -> torch.device:
-    """The device of this rank. text: a list for the ranks of this host; None: the GPU of the rank's number, or the
-    CPU."""
-    local = int(os.environ["LOCAL_RANK"])
-    if text is None:
-        count = torch.cuda.device_count()
-        names = [f"cuda:{i}" for i in range(count)] if count else ["cpu"] * (local + 1)
-    else:
-        names = text.split(",")
-    if local >= len(names):
-        raise OptionError(f"there is no device for rank {local} of this host: {len(names)} named or found")
-    device = torch.device(names[local])
+def choose_device(devices: Sequence[str]) -> torch.device:
+    """The device of this rank, of those of its host."""
+    device = torch.device(devices[int(os.environ["LOCAL_RANK"])])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m wan_core.workers.worker",
-        description="One worker process. `generate --gpus` starts it; on further hosts, start it under torchrun.",
-    )
-    parser.add_argument("--devices", help="of this host's ranks: cuda:0,cuda:1 or cpu,cpu (default: GPUs in order)")
-    parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds to wait for the other ranks")
-    options = parser.parse_args(arguments)
-    if "LOCAL_RANK" not in os.environ:
-        parser.error("not started by torch's launcher: use `generate --gpus`, or torchrun on further hosts")
+def main() -> int:
     end_with_parent()
-    text = os.environ.pop(CONTROL, None)  # the key is not for child processes
-    control = None if text is None else json.loads(text)
-    devices, start_timeout = options.devices, options.start_timeout
-    if control is not None:
-        devices, start_timeout = ",".join(control["devices"]), control["start_timeout"]
+    control = json.loads(os.environ.pop(CONTROL))  # the key is not for child processes
     try:
-        rank = Rank(choose_device(devices), control, start_timeout)
+        rank = Rank(choose_device(control["devices"]), control)
     except (OSError, RuntimeError, UserError) as fault:
         identity = {"rank": int(os.environ["RANK"]), "host": socket.gethostname(), "pid": os.getpid()}
         write_error_file(describe_fault(fault, identity, "start"))

@@ -1,0 +1,69 @@
+"""A Ray cluster of several nodes on this machine, each of one CPU, for the tests marked `ray`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STORE = 100 * 2**20  # bytes of a node's object store
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("ray") is None:
+        skip = pytest.mark.skip(reason="Ray is not installed: pip install 'ray>=2.60'")
+        for item in items:
+            if item.get_closest_marker("ray"):
+                item.add_marker(skip)
+
+
+class Nodes:
+    """`add` and `kill` nodes; the head has no CPU."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE}
+        self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self.address: str = self.cluster.address
+
+    def add(self, cpus: int = 1) -> None:
+        self.cluster.add_node(num_cpus=cpus, object_store_memory=STORE)
+
+    def kill(self) -> None:
+        """The node that was added last, without a word to anyone."""
+        self.cluster.remove_node(list(self.cluster.worker_nodes)[-1], allow_graceful=False)
+
+    def kill_id(self, node: str) -> None:
+        [found] = [one for one in self.cluster.worker_nodes if one.node_id == node]
+        self.cluster.remove_node(found, allow_graceful=False)
+
+    def have(self, count: int, cpus: int = 1) -> None:
+        """So many nodes of so many CPUs, and no others."""
+        for node in list(self.cluster.worker_nodes):
+            self.cluster.remove_node(node, allow_graceful=True)
+        for _ in range(count):
+            self.add(cpus)
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[Nodes]:
+    """Started once. Ray gives the processes of its workers the lowest priority, which says nothing here."""
+    os.environ |= {
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+        "WANCORE_RAY_WITHOUT_TOKEN": "1",
+    }
+    made = Nodes()
+    yield made
+    import ray
+
+    ray.shutdown()
+    made.cluster.shutdown()

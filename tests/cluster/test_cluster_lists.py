@@ -1,0 +1,177 @@
+"""Lists of videos on a Ray cluster: nodes that are killed and that join, a driver that is killed, faults of a line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import ROOT, Nodes
+from tools.processes import wait_until
+from wan_core.cli import main
+from wan_core.cluster import lists
+from wan_core.cluster.actors import VideoMaker
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+RUNS = int(os.environ.get("WANCORE_RAY_RUNS", "1"))  # of the longest test
+TINY = ["generate", "--model", "tiny", "--size", "32x32", "--frames", "5", "--steps", "1"]
+
+
+def write_list(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    path = folder / "list.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def made_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.mp4")}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """64 videos of one rank on this machine."""
+    folder = tmp_path_factory.mktemp("one")
+    path = write_list(folder, [{"prompt": "a red circle", "seed": seed} for seed in range(64)])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    assert main([*TINY, "--prompts", str(path), "--gpus", "cpu", "--out", str(folder / "o.mp4")]) == 0
+    return made_in(folder)
+
+
+@pytest.mark.parametrize("run", range(RUNS))
+def test_a_node_is_killed_and_one_joins(
+    run: int, nodes: Nodes, reference: dict[str, bytes], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All videos are there, none was made twice, and each has the bytes of one rank's."""
+    nodes.have(3)
+    path = write_list(tmp_path, [{"prompt": "a red circle", "seed": seed} for seed in range(64)])
+    out = tmp_path / "out"
+    out.mkdir()
+    done: list[str] = []
+
+    def disturb() -> None:
+        for count, act in ((21, nodes.kill), (32, nodes.add)):
+            wait_until(lambda count=count: len(made_in(out)) >= count, 600, "nothing is made")
+            act()
+            done.append(act.__name__)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    command = [*TINY, "--prompts", str(path), "--out", str(out / "o.mp4")]
+    assert main([*command, "--ray", nodes.address, "--gpus", "cpu,cpu,cpu"]) == 0
+    thread.join()
+    said = capfd.readouterr()
+    assert done == ["kill", "add"] and "videos: 64 made" in said.out
+    assert made_in(out) == reference
+    assert len(list(out.iterdir())) == 128, "videos and reports, and no hidden file"
+    finished = Counter(line.split(": ")[1].split(" ")[0] for line in said.err.splitlines() if " of 64: " in line)
+    assert len(finished) == 64 and set(finished.values()) == {1}
+    assert said.err.count("makes videos") == 4, "the node that joined got a maker"
+
+
+def test_the_driver_is_killed(nodes: Nodes, reference: dict[str, bytes], tmp_path: Path) -> None:
+    """The same command makes only what is missing."""
+    nodes.have(2)
+    path = write_list(tmp_path, [{"prompt": "a red circle", "seed": seed} for seed in range(12)])
+    command = [*TINY, "--prompts", str(path), "--out", str(tmp_path / "o.mp4"), "--gpus", "cpu,cpu"]
+    command = [sys.executable, "-m", "wan_core", *command, "--ray", nodes.address]
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_until(lambda: len(list(tmp_path.glob("*.mp4"))) >= 4, 600, "nothing is made")
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    times = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.mp4")}
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert again.returncode == 0, again.stderr
+    assert f"videos: {12 - len(times)} made, {len(times)} were there before" in again.stdout
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in times} == times
+    assert made_in(tmp_path) == {name: reference[name] for name in sorted(reference)[:12]}
+    assert len(list(tmp_path.glob(".*"))) == 0
+
+
+class Fails(VideoMaker):
+    """Loses the video of seed 1, whoever makes it."""
+
+    def make(self, loaded: Any, request: Any, key: str, media: Any) -> dict[str, Any]:
+        return {"lost": "its rank ended"} if request["seed"] == 1 else super().make(loaded, request, key, media)
+
+
+class Dry(VideoMaker):
+    """Makes nothing, at once."""
+
+    def check(self, loaded: Any, requests: Any, media: Any) -> dict[str, Any]:
+        return {"notes": []}
+
+    def make(self, loaded: Any, request: Any, key: str, media: Any) -> dict[str, Any]:
+        return {"video": b"", "report": b""}
+
+
+def send(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """The nodes get this class in the place of `VideoMaker`."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(lists, "VideoMaker", kind)
+
+
+def test_faults(
+    nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that cannot run is refused before work; a video that is lost twice is given up and the others are made; a
+    disk that is full stops the list."""
+    nodes.have(2)
+    command = [*TINY, "--out", str(tmp_path / "o.mp4"), "--gpus", "cpu,cpu", "--ray", nodes.address]
+    bad = write_list(tmp_path, [{"prompt": "a red circle"}, {"prompt": "x", "image": str(ROOT / "README.md")}])
+    assert main([*command, "--prompts", str(bad)]) == 2
+    assert "line 2 of" in capfd.readouterr().err
+    path = write_list(tmp_path, [{"prompt": "a red circle", "seed": seed} for seed in range(3)])
+    send(monkeypatch, Fails)
+    assert main([*command, "--prompts", str(path)]) == 1
+    said = capfd.readouterr()
+    assert "not made are lines 2" in said.err and said.err.count("lost it and it will be made again") == 1
+    assert sorted(made_in(tmp_path)) == ["o-0001.mp4", "o-0003.mp4"]
+    send(monkeypatch, Dry)
+
+    def full(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(lists, "written_beside", full)
+    command[command.index(str(tmp_path / "o.mp4"))] = str(tmp_path / "p.mp4")
+    assert main([*command, "--prompts", str(path)]) == 1
+    assert "No space left on device" in capfd.readouterr().err
+    assert not list(tmp_path.glob("p*")) and not list(tmp_path.glob(".*"))
+
+
+def test_a_thousand_jobs(
+    nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 20 makers that make nothing: what the program itself computes for each job."""
+    nodes.have(1, cpus=20)
+    send(monkeypatch, Dry)
+    out = tmp_path / "out"
+    out.mkdir()
+    path = write_list(tmp_path, [{"prompt": "a red circle", "seed": seed} for seed in range(1000)])
+    make, seconds = lists.ClusterList.make, []
+
+    def measured(self: lists.ClusterList, videos: Any) -> Any:
+        begin, start = time.process_time(), time.monotonic()
+        try:
+            return make(self, videos)
+        finally:
+            seconds[:] = [time.process_time() - begin, time.monotonic() - start]
+
+    monkeypatch.setattr(lists.ClusterList, "make", measured)
+    command = [*TINY, "--prompts", str(path), "--out", str(out / "o.mp4"), "--gpus", ",".join(["cpu"] * 20)]
+    assert main([*command, "--ray", nodes.address]) == 0
+    with capfd.disabled():
+        print(f"\n1,000 jobs: {seconds[0]:.2f} s of the program's CPU, {seconds[1]:.1f} s in all")
+    assert seconds[0] / 1000 < 0.005

@@ -1,0 +1,130 @@
+"""What is refused before a cluster is asked, and how files travel; without Ray."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from wan_core.cli import main
+from wan_core.cluster import connect as connecting
+from wan_core.cluster.connect import Node, Wanted, check_allowed, check_token, connect, inventory
+from wan_core.cluster.files import media_of, model_paths, models_there, put, renamed
+from wan_core.cluster.places import spread
+from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+
+ASKED = ["generate", "--model", "tiny", "--ray", "auto"]
+
+
+@pytest.mark.parametrize("which", [["--prompt", "x"], ["--prompts", "list.jsonl"]])
+def test_ray_is_not_installed(
+    which: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message says what to install, and nothing is written."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.jsonl").write_text('{"prompt": "x"}')
+    assert main([*ASKED, *which, "--out", "x.mp4"]) == 2
+    assert "pip install 'ray>=2.60'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["list.jsonl"]
+
+
+def test_a_cluster_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANCORE_RAY_WITHOUT_TOKEN", raising=False)
+    with pytest.raises(OptionError, match=r"asks for no token.*RAY_AUTH_MODE=token.*WANCORE_RAY_WITHOUT_TOKEN=1"):
+        check_token(False)
+    check_token(True)
+    monkeypatch.setenv("WANCORE_RAY_WITHOUT_TOKEN", "1")
+    check_token(False)
+
+
+def test_rays_own_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connecting, "import_ray", lambda: None)
+    monkeypatch.setattr(connecting, "has_token", lambda: True)
+    with pytest.raises(OptionError, match="ray start --address=HOST:PORT"):
+        connect("ray://host:10001")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "fine"), [("", False), ("auto", True), ("other:1, auto", True), ("automatic", False)]
+)
+def test_addresses_that_a_workflow_may_name(allowed: str, fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANCORE_CLUSTERS", allowed)
+    if fine:
+        check_allowed("auto")
+    else:
+        with pytest.raises(OptionError, match="WANCORE_CLUSTERS=auto"):
+            check_allowed("auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "count"),
+    [(None, "GPU", None), ("auto", "GPU", None), ("16", "GPU", 16), ("cpu,cpu", "CPU", 2), ("cpu", "CPU", 1)],
+)
+def test_gpus_of_a_cluster(text: str | None, kind: str, count: int | None) -> None:
+    assert Wanted.parse(text) == Wanted(kind, count)
+
+
+@pytest.mark.parametrize("text", ["0", "0,1", "cuda:0", "", "cpu,2", "99999999"])
+def test_gpus_that_no_cluster_has(text: str) -> None:
+    if text:
+        with pytest.raises(OptionError, match="on a cluster write how many GPUs"):
+            Wanted.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("have", "count", "nodes"),
+    [
+        ([8, 8], 16, (8, 8)),
+        ([8, 8], 8, (8,)),
+        ([8, 4, 4], 8, (8,)),
+        ([4, 4, 4], 8, (4, 4)),
+        ([4, 4, 4], 12, (4, 4, 4)),
+        ([8, 4], 12, ()),
+        ([8, 3, 3], 9, (3, 3, 3)),
+        ([], 1, ()),
+    ],
+)
+def test_a_video_gets_equally_many_of_few_nodes(
+    have: list[int], count: int, nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Node(str(i), f"host-{i}", number) for i, number in enumerate(have)]
+    monkeypatch.setattr("wan_core.cluster.places.nodes", lambda kind: found)
+    if nodes:
+        assert spread(Wanted("GPU", count)) == nodes
+    else:
+        with pytest.raises(OptionError, match=inventory(found, "GPU")):
+            spread(Wanted("GPU", count))
+
+
+def test_models_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "models"
+    options = LoadOptions(
+        high=str(here / "a.safetensors"), vae="/other/vae.safetensors", loras=(LoraOptions(path=str(here / "l.st")),)
+    )
+    assert models_there(asdict(options)) == asdict(options)
+    monkeypatch.setenv("WANCORE_CLUSTER_MODELS", f"{here}=/mnt/models")
+    there = models_there(asdict(options))
+    assert sorted(model_paths(there)) == ["/mnt/models/a.safetensors", "/mnt/models/l.st", "/other/vae.safetensors"]
+    assert models_there({"model": "tiny"}) == {"model": "tiny"} and model_paths({"model": "tiny"}) == []
+    monkeypatch.setenv("WANCORE_CLUSTER_MODELS", "/mnt/models")
+    with pytest.raises(OptionError, match="FOLDER_HERE=FOLDER_ON_THE_NODES"):
+        models_there({"model": "tiny"})
+
+
+def test_pictures_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each content once, under a name of its own; what goes into video and report is the name that the user gave."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "there"))
+    (tmp_path / "there").mkdir()
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(b"a cat")
+    request = asdict(Request(prompt="x", image=str(picture)))
+    media = media_of(request)
+    assert media == {str(picture): b"a cat"}
+    here = put(media)
+    assert put(media) == here and Path(here[str(picture)]).read_bytes() == b"a cat"
+    sent = renamed(request, here)
+    assert sent["image"] == here[str(picture)] and sent["prompt"] == "x"
+    assert renamed(sent, {there: name for name, there in here.items()}) == request

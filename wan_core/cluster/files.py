@@ -1,0 +1,89 @@
+"""Files of a request on the nodes of a cluster: pictures, videos and sound travel, models must be there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config.outputs import written_beside
+from wan_core.config.table import table
+
+MODELS = "WANCORE_CLUSTER_MODELS"  # HERE=THERE: models below the folder HERE are below THERE on the nodes
+NO_FILES = ("tiny", "random:")  # what `--model` may name beside a folder
+
+
+def models_there(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of loading, or of one part, with the paths that the nodes have. Raises OptionError."""
+    here, equals, there = os.environ.get(MODELS, "").partition("=")
+    if here and not (equals and there):
+        raise OptionError(f"{MODELS} is {here!r}; write FOLDER_HERE=FOLDER_ON_THE_NODES")
+
+    def moved(path: Any) -> Any:
+        full = os.path.abspath(path) if isinstance(path, str) and here and not path.startswith(NO_FILES) else ""
+        below = os.path.join(os.path.abspath(here), "") if here else ""
+        return os.path.join(there, full.removeprefix(below)) if full.startswith(below) and below else path
+
+    found = {name: moved(value) if name in MODEL_PATHS else value for name, value in options.items()}
+    if found.get("loras"):
+        found["loras"] = tuple({**lora, "path": moved(lora["path"])} for lora in found["loras"])
+    return found
+
+
+MODEL_PATHS = ("path", *(name for name, one in table(LoadOptions).items() if one.path))
+MEDIA_PATHS = tuple(name for name, one in table(Request).items() if one.path)
+
+
+def model_paths(options: Mapping[str, Any]) -> list[str]:
+    """The files and folders that options of loading name."""
+    named = [options.get(name) for name in MODEL_PATHS] + [lora["path"] for lora in options.get("loras") or ()]
+    return [path for path in named if path is not None and not str(path).startswith(NO_FILES)]
+
+
+def missing(paths: Sequence[str]) -> list[str]:
+    """Those that this host does not have."""
+    return [path for path in dict.fromkeys(paths) if not os.path.exists(path)]
+
+
+def media_of(request: Mapping[str, Any]) -> dict[str, bytes]:
+    """The contents of the files that a request names, by path. Raises OptionError."""
+    media: dict[str, bytes] = {}
+    paths = [request.get(name) for name in MEDIA_PATHS] + [one["path"] for one in request.get("keyframes") or ()]
+    for path in paths:
+        if path is not None and os.path.isfile(path):
+            try:
+                media[path] = Path(path).read_bytes()
+            except OSError as fault:
+                raise OptionError(f"cannot read {path}: {fault.strerror}") from fault
+    return media
+
+
+def place_of(path: str, content: bytes) -> str:
+    """Where `put` writes it: the same on every node."""
+    name = hashlib.sha256(content).hexdigest()[:16] + Path(path).suffix
+    return os.path.join(tempfile.gettempdir(), f"wancore-inputs-{os.getuid()}", name)
+
+
+def put(media: Mapping[str, bytes]) -> dict[str, str]:
+    """Write files that came from another host, each once: their paths there -> those here. Raises OSError."""
+    here = {path: place_of(path, content) for path, content in media.items()}
+    for path, content in media.items():
+        place = Path(here[path])
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        if not place.exists():
+            with written_beside(place) as temporary:
+                temporary.write_bytes(content)
+    return here
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """JSON data with each text that is in `names` replaced."""
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, Mapping):
+        return {name: renamed(one, names) for name, one in value.items()}
+    return [renamed(one, names) for one in value] if isinstance(value, (list, tuple)) else value
