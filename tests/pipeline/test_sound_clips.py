@@ -27,7 +27,6 @@ from wan_core.checkpoint.encoders import load_speech
 from wan_core.cli import main
 from wan_core.cli.generate import VideoWriting
 from wan_core.cli.progress import ProgressLine
-from wan_core.cli.prompt_list import make_video
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.memory.planning import plan_memory
 from wan_core.execution.report import GIB, Report
@@ -49,7 +48,7 @@ from wan_core.pipeline.sources import TINY, find_models
 from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import make_plan
-from wan_core.workers.video_list import ListedVideo
+from wan_core.workers.video_list import ListedVideo, make_video
 
 # One that hears so few states, of a small encoder.
 SMALL = replace(loop.CONFIG, audio_layers=3, audio_dim=128)
