@@ -25,6 +25,10 @@ def test_where_the_command_puts_wancore_accelerate(tmp_path: Path) -> None:
     check("models.mjs", tmp_path)
 
 
+def test_sockets_keep_their_colours(tmp_path: Path) -> None:
+    check("colours.mjs", tmp_path)
+
+
 def check(name: str, folder: Path, **environment: str) -> None:
     """Run the tests of `page/NAME` in a copy of the scripts beside the stand-in, as the page has them."""
     shutil.copytree(SCRIPTS, folder / "extensions" / "wancore" / "js")

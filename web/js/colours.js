@@ -8,10 +8,20 @@ export const COLOURS = {
   WANCORE_REPORT: "#9aa7b8",
 };
 
-// A rule of a style sheet: what the page sets on the element itself, it takes away when the theme changes.
+// For the renderer of Nodes 2.0, a rule of a style sheet: what the page sets on the element itself, it takes away when
+// the theme changes.
 function styleRule() {
   const lines = Object.entries(COLOURS).map(([type, colour]) => `--color-datatype-${type}: ${colour};`);
   return `:root { ${lines.join(" ")} }`;
+}
+
+// For the canvas: a theme writes "" for every type that it does not know. One that knows ours is obeyed.
+export function keepColours(colours) {
+  for (const [type, own] of Object.entries(COLOURS)) {
+    let colour = own;
+    const set = (value) => (colour = value || own);
+    Object.defineProperty(colours, type, { get: () => colour, set, enumerable: true, configurable: true });
+  }
 }
 
 app.registerExtension({
@@ -20,7 +30,7 @@ app.registerExtension({
     const style = document.createElement("style");
     style.textContent = styleRule();
     document.head.append(style);
-    Object.assign(app.canvas.default_connection_color_byType, COLOURS); // the canvas renderer
-    Object.assign(app.canvas.constructor.link_type_colors, COLOURS);
+    keepColours(app.canvas.default_connection_color_byType);
+    keepColours(app.canvas.constructor.link_type_colors);
   },
 });
