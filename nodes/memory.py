@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -11,9 +12,10 @@ from wan_core.execution.report import Report
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host
-from wan_core.pipeline.loras import lora_bytes
+from wan_core.pipeline.loras import Wanted, lora_bytes, shared
 from wan_core.pipeline.memory_planning import Workload, beside_workload
-from wan_core.sampling.plan import Expert
+from wan_core.pipeline.model_parts import is_packed
+from wan_core.sampling.plan import Expert, LoraShare
 
 from . import host
 
@@ -50,11 +52,15 @@ class ComfyMemory(RunOwner):
     def __init__(self, model: ModelSocket, workload: Workload, report: Report) -> None:
         super().__init__(report)
         self.model, self.workload, self.held = model, workload, model.held
+        self.shares: dict[str, Sequence[LoraShare]] = {}  # of each expert, in its first phase until it is acquired
+        for step in reversed(workload.plan.steps):
+            self.shares[step.expert] = step.loras
 
-    def acquire(self, expert: Expert) -> WanModel:
+    def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
         """The expert, on the device; a load is timed as a phase of the report."""
         model, report, held = self.model, self.report, self.held[expert]
-        plan, loras, residency = self.plan(), model.loras_of(expert), model.options.residency
+        self.shares[expert] = loras
+        plan, loras, residency = self.plan(), self.loras(expert), model.options.residency
         together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
         memory, blocks = plan.beside[expert], plan.staying_blocks
         if blocks is not None:
@@ -64,7 +70,9 @@ class ComfyMemory(RunOwner):
         if plan.form is not None and plan.form.host:
             report.notes.append(f"memory: {plan.form.words}")
         for name, one in self.held.items():
-            one.expect(model.loras_of(name))
+            # What is being read goes on, and is changed when it is there, unless weights that stay packed forbid it.
+            begun = one.ahead is not None and not is_packed(one.part.quantization)
+            one.expect(model.loras_of("low" if name == "low" else "high") if begun else self.loras(name))
             if blocks is not None:
                 one.stream(blocks)
         if (residency == "swap" or blocks is not None) and not held.is_loaded:
@@ -81,12 +89,17 @@ class ComfyMemory(RunOwner):
             host.background.wait(model.kernels)
             return self._ready(expert, plan.form)
 
+    def loras(self, expert: str) -> tuple[Wanted, ...]:
+        """Those of an expert, at the strengths of its phase."""
+        name: Expert = "low" if expert == "low" else "high"
+        return shared(self.model.loras_of(name), name, self.shares.get(name, ()))
+
     def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
         """If both experts stream, copy the weights of `following` behind them."""
         now, then = self.held[expert], self.held[following]
         if now.residency is None or not (now.in_host_memory and then.in_host_memory):
             return
-        if then.has_loras(self.model.loras_of(following)):
+        if then.has_loras(self.loras(following)):
             now.residency.prefetch(now.name, then.name, runs)
 
     def make_room(self, name: str) -> str | None:
@@ -111,7 +124,7 @@ class ComfyMemory(RunOwner):
     def _ready(self, expert: Expert, form: PreparedForm | None) -> WanModel:
         """One that is loaded, which keeps what it prepares as `form` says."""
         held = self.held[expert]
-        model = held.ready(self.model.loras_of(expert))
+        model = held.ready(self.loras(expert))
         held.kept_form = model.prepared_form = form
         return model
 

@@ -8,7 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import OptionError, PlanNumbers, SkipOptions
+from wan_core.config import LoraShares, MotionOptions, OptionError, PlanNumbers, SkipOptions
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
 from wan_core.sampling.build import PlannedVideo, PlanRequest, build_plan
@@ -44,6 +44,29 @@ def plan_inputs() -> list[Any]:
 def preset_input() -> list[Any]:
     """Appended where `plan_inputs` are."""
     return widgets(PlanNumbers, "preset", preset={"options": list(CHOICES)})
+
+
+def phase_inputs() -> list[Any]:
+    """LoRAs that change their strength in a run. Appended where `plan_inputs` are, last."""
+    return [
+        io.String.Input(
+            "motion",
+            **ADVANCED,
+            default="",
+            optional=True,
+            tooltip="Steps with at least this share of noise (or this timestep) are guided and run without the "
+            "step-distilled LoRA, which keeps motion: 0.985/3.5, the second number is the guidance. Empty: only with "
+            "a preset 'motion'.",
+        ),
+        io.String.Input(
+            "lora_strengths",
+            **ADVANCED,
+            default="",
+            optional=True,
+            tooltip="Share of its strength that a LoRA has in each phase of the run (guided steps, high-noise expert, "
+            "low-noise expert): 'high=0;1', 'low', 'all' or a part of a file's name, several with commas.",
+        ),
+    ]
 
 
 def window_inputs() -> list[Any]:
@@ -109,6 +132,9 @@ def plan_of(
     sigmas: Tensor | None = values.get("sigmas")
     numbers = {name: values.get(name) or None for name in table(PlanNumbers)}
     numbers["preset"] = values.get("preset", "auto")
+    shares = [one for one in (values.get("lora_strengths") or "").split(",") if one.strip()]
+    numbers["lora_strengths"] = tuple(map(LoraShares.parse, shares)) or None
+    numbers["motion"] = MotionOptions.parse(values["motion"].strip()) if (values.get("motion") or "").strip() else None
     if numbers["solver"] == "unipc":
         numbers["solver"] = None
     if numbers["shift"] is None and sigmas is None:  # as in ComfyUI, a MODEL's does not change sigmas

@@ -23,6 +23,7 @@ from .plan_inputs import (
     OF_THE_SAMPLER,
     check_window,
     of_the_sampler,
+    phase_inputs,
     plan_inputs,
     plan_of,
     preset_input,
@@ -107,6 +108,7 @@ class WanCorePlanPreview(io.ComfyNode):
                     tooltip="What the sampler gets from WanCore Image to Video: shows which frames are known pictures.",
                 ),
                 settings_input(),
+                *phase_inputs(),
             ],
             outputs=[
                 output(io.Image, "image", "The plan, drawn."),

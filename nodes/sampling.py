@@ -34,7 +34,7 @@ from .conditioning import on_device
 from .engines import Sampling
 from .files import name_of
 from .memory import plan_experts
-from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, preset_input, window_inputs
+from .plan_inputs import LAST, SWITCH, check_window, phase_inputs, plan_inputs, plan_of, preset_input, window_inputs
 from .schema import output, schema, widgets
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
@@ -86,6 +86,7 @@ class WanCoreSampler(io.ComfyNode):
                     optional=True,
                     tooltip="Disable it for latents in which another sampler left its noise.",
                 ),
+                *phase_inputs(),
             ],
             outputs=[
                 output(io.Latent, "latent_out", "Finished, for any VAE Decode."),

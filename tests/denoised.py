@@ -24,7 +24,7 @@ class Varied:
         ahead: Callable[..., None] | None = None,
         relieve: Callable[[Any], bool] | None = None,
     ) -> None:
-        self.acquire = acquire
+        self.acquire = lambda expert, loras=(): acquire(expert)
         self.prefetch = ahead or (lambda *_: None)
         self.relieve = relieve or (lambda _: False)
 

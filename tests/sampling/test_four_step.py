@@ -32,7 +32,7 @@ def test_four_steps_are_those_that_were_distilled(task):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    preset=st.sampled_from(sorted(PRESETS)),
+    preset=st.sampled_from(sorted(name for name, preset in PRESETS.items() if not preset.motion)),
     task=st.sampled_from(TASKS),
     steps=st.none() | st.integers(2, 20),
     shift=st.none() | st.floats(1, 15),

@@ -216,7 +216,7 @@ def test_run_again_makes_what_is_missing(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 def test_what_a_preset_says_of_itself_makes_no_other_video() -> None:
-    """A list that was made before a preset's file said its steps is recognised."""
+    """A list that was made before a preset's file said its steps, and before there were some fields, is recognised."""
     pattern = parse_setting("pattern:1101/1101/1")
     assert pattern is not None
     request = Request(prompt="a", skip=pattern)
@@ -224,6 +224,7 @@ def test_what_a_preset_says_of_itself_makes_no_other_video() -> None:
     loaded = LoadOptions(model="tiny")
     asked = asdict(request)
     assert asked["skip"].pop("measured_steps", 0) is None
+    assert [asked.pop(later) for later in ("keyframes", "motion", "lora_strengths")] == [None] * 3
     models = {name: value for name, value in asdict(loaded).items() if name not in SAME_RESULT}
     before = hashlib.sha256(json.dumps([asked, models], sort_keys=True).encode()).hexdigest()[:32]
     assert before == key_of(request, loaded) == key_of(measured, loaded) != key_of(Request(prompt="a"), loaded)

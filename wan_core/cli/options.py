@@ -132,7 +132,9 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add_options(group, PlanNumbers, ["steps", "shift", "boundary"])
     group.add_argument("--guidance", type=float, help="for both experts")
     changed = {"solver": {"choices": tuple(SCHEDULES)}, "preset": {"choices": PRESETS}}
-    add_options(group, PlanNumbers, ["guidance_high", "guidance_low", "solver", "preset"], **changed)
+    add_options(
+        group, PlanNumbers, ["guidance_high", "guidance_low", "solver", "preset", "motion", "lora_strengths"], **changed
+    )
     group = parser.add_argument_group("step caching, guidance schedule, sparse attention (default: off)")
     speed = (
         f"{table(SkipArguments)['speed'].help}: {', '.join(speed_names())}, or a file {SUFFIX} of the command search"

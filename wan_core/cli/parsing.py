@@ -154,7 +154,7 @@ def add_options(
 def _arguments(one: Option, default: Any) -> dict[str, Any]:
     """What argparse needs for one option. Without a default it is None where it is not given."""
     made = {"help": one.help, "metavar": one.metavar, "choices": one.choices}
-    parse = getattr(one.type, "parse", None) if one.nested else one.parse
+    parse = one.parse or (getattr(one.type, "parse", None) if one.nested else None)
     if one.type is bool:
         made["action"] = argparse.BooleanOptionalAction if default is None else "store_true"
     else:

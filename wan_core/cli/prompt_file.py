@@ -136,6 +136,9 @@ def key_of(request: Request, loaded: LoadOptions) -> str:
     media = [contents(Path(asked[name])) for name in sorted(files, key=HASHED_LAST.__contains__)]
     if asked["skip"] is not None:
         del asked["skip"]["measured_steps"]  # what a preset's file says of itself is no option
+    for name in ("motion", "lora_strengths"):
+        if asked[name] is None:  # keys are those of before there were these
+            del asked[name]
     if (keyframes := asked.pop("keyframes")) is not None:
         media += [[one["frame"], contents(Path(one["path"]))] for one in keyframes]
     text = json.dumps([asked, models, *media], sort_keys=True)

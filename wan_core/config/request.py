@@ -154,6 +154,56 @@ def parse_seed(text: str) -> int | str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MotionOptions(Checked):
+    """The first steps of a run with step-distilled LoRAs: guided, and without them. Raises OptionError.
+
+    above: steps with at least this share of noise; above 1 it is a timestep. guidance: of these steps.
+    """
+
+    above: float = option(name="motion", low=0.001, high=1000, advice="0.985 for image-to-video, or a timestep as 985")
+    guidance: float = option(3.5, name="motion guidance", low=0, high=100, advice="3.5 is usual")
+
+    @property
+    def timestep(self) -> float:
+        """The last timestep at which a step is one of these."""
+        return self.above if self.above > 1 else round(self.above * 1000, 6)
+
+    @classmethod
+    def parse(cls, text: str) -> MotionOptions:
+        """`ABOVE` or `ABOVE/GUIDANCE`. Raises OptionError."""
+        return parse_slashes(cls, text, "motion: share of noise/guidance such as 0.985/3.5", read=float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraShares:
+    """How much of its strength a LoRA has in each phase of a run; the last one holds for those after it. of: "high",
+    "low" or "all", or a part of a file's name. Raises OptionError."""
+
+    of: str
+    shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.of.strip() or not self.shares or not all(-100 <= share <= 100 for share in self.shares):
+            shown = ";".join(f"{share:g}" for share in self.shares)
+            raise OptionError(f"LoRA strengths {self.of}={shown} given; write NAME=0;1, each from -100 to 100")
+
+    def at(self, phase: int) -> float:
+        """The share in a phase, from 0."""
+        return self.shares[min(phase, len(self.shares) - 1)]
+
+    @classmethod
+    def parse(cls, text: str) -> LoraShares:
+        """`NAME=0;1;1`. Raises OptionError."""
+        of, _, numbers = text.rpartition("=")
+        try:
+            return cls(of=of.strip(), shares=tuple(float(one) for one in numbers.split(";")))
+        except ValueError as fault:
+            if isinstance(fault, OptionError):
+                raise
+            raise OptionError(f"LoRA strengths {text[:60]!r} given; write NAME=0;1, one number a phase") from None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanNumbers:
     """The numbers of a schedule. Those that are None come from the preset, else from the task. Raises OptionError.
 
@@ -220,7 +270,24 @@ class PlanNumbers:
         tip="Settings of step-distilled weights, for numbers left at 0: few Euler steps, no guidance, half of the "
         "steps for each expert ('-guided': guidance for the high-noise one). 'auto': where the name or metadata of "
         "a LoRA or model says that it is distilled. 'template': as ComfyUI's Wan 2.2 templates, 20 steps, or 4 "
-        "with a distilled LoRA.",
+        "with a distilled LoRA. 'motion': the first steps are guided and without the distilled LoRA, for more motion.",
+        added=True,
+    )
+    motion: MotionOptions | None = option(
+        None,
+        help="steps with at least this share of noise (or this timestep) are guided and have no step-distilled LoRA, "
+        "which keeps motion: 0.985/3.5; what preset motion does",
+        metavar="ABOVE[/GUIDANCE]",
+        added=True,
+    )
+    lora_strengths: tuple[LoraShares, ...] | None = option(
+        None,
+        flag="lora-strength",
+        help="share of its strength that a LoRA has in each phase of the run (the experts' steps; with motion the "
+        "guided steps first): high=0;1;1, low, all, or a part of a file's name; may be repeated",
+        metavar="NAME=0;1",
+        parse=LoraShares.parse,
+        several=True,
         added=True,
     )
 

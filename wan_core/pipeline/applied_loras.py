@@ -55,6 +55,12 @@ class ModelLoras:
         merged = merged_of(part, wanted)
         return self.merged.writes_weights(merged) or self.attached.writes_weights(() if merged else wanted)
 
+    def has(self, wanted: Sequence[Wanted], part: PartToLoad) -> bool:
+        """Whether just these are on the model, at their strengths."""
+        if self.changes_weights(wanted, part):
+            return False
+        return bool(merged_of(part, wanted)) or self.attached.values == tuple(one.strength for one in wanted)
+
     def apply(
         self,
         model: WanModel,

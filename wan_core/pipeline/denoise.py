@@ -6,7 +6,7 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Integrator, Owner, Progress, denoise
 from wan_core.sampling.guided import Branching
 from wan_core.sampling.pace import BlockChecks
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Expert, LoraShare, Plan
 from wan_core.sampling.solvers import History
 from wan_core.sampling.sparsity.last_run import write_last
 from wan_core.sampling.sparsity.measured import Measurements
@@ -139,8 +139,8 @@ class Timed:
         self.owner, self.clock = owner, clock
         self.prefetch, self.relieve = owner.prefetch, owner.relieve
 
-    def acquire(self, expert: Expert) -> WanModel:
-        model = self.owner.acquire(expert)
+    def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
+        model = self.owner.acquire(expert, loras)
         begin_run(model)
         self.clock.begin()
         return model

@@ -8,7 +8,8 @@ model is loaded.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -36,17 +37,18 @@ from wan_core.parallel.layers import held_layers
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint, why_not_shard
-from wan_core.pipeline.applied_loras import ModelLoras, load_with_loras
+from wan_core.pipeline.applied_loras import ModelLoras, load_with_loras, merged_of
 from wan_core.pipeline.first_use import FirstUse, begin_first_use, fits_beside
 from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.host_planning import HostPlan, check_host, check_prepared, host_room, plan_host, staying_in_file
-from wan_core.pipeline.loras import lora_files, notes_of
+from wan_core.pipeline.loras import lora_files, notes_of, shared
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
 from wan_core.pipeline.model_folders import vae_in
 from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.reading import load_parts
 from wan_core.pipeline.settings import ModelSettings, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
+from wan_core.sampling.plan import LoraShare, Plan
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Models:
     sharded: bool = False  # ranks hold the experts in parts
     ranks: RankMesh | None = None  # that run it together
     first_use: FirstUse | None = None  # of kernels, which goes on beside loading and encoding
+    on_model: Mapping[str, ModelLoras] = field(default_factory=dict)  # by transformer, of those that have LoRAs
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +93,29 @@ class Models:
         if self.first_use is not None:
             self.first_use.thread.join()
         return cast(WanModel, self.residency.use(name if name in self.residency.models else "high"))
+
+    def check_changes(self, plan: Plan) -> None:
+        """Raise OptionError for a plan that changes LoRAs, where they are merged into weights that stay packed."""
+        parts = [self.settings.parts[name] for name in self.on_model]
+        merged = any(part.lora_mode == "merge" and is_packed(part.quantization) for part in parts)
+        if merged and any(step.loras for step in plan.steps):
+            raise OptionError(
+                "LoRAs change their strength during this run, and merged into weights that stay packed they cannot: "
+                "attach them (--lora-mode attach), or load in another precision"
+            )
+
+    def change_loras(self, name: str, loras: Sequence[LoraShare], report: Report) -> None:
+        """Have the LoRAs of an expert at these shares of their strengths. A change takes a phase of the report."""
+        name = name if name in self.settings.parts else "high"
+        if name not in self.on_model:
+            return
+        applied, part = self.on_model[name], self.settings.parts[name]
+        wanted = shared(self.settings.loras.get(name, ()), name, loras)
+        if applied.has(wanted, part):
+            return
+        model = cast(WanModel, self.residency.models[name])
+        with report.phase(f"LoRAs {name}"):
+            applied.apply(model, wanted, part, partial(self.residency.forget_copies, name))
 
     @property
     def compiles(self) -> bool:
@@ -165,11 +191,12 @@ def load_models(
         if first_use is not None:
             first_use.end()
         raise
-    for name in names:
-        placement.add(name, loaded.pop(name), report)
+    on_model = {name: applied for name in names if (applied := placement.add(name, loaded.pop(name), report))}
     note_models(settings, placement.residency, report, ranks)
     files = lora_files(options.loras)
-    return Models(settings, placement.residency, files, placement.planner, placement.sharded, ranks, first_use)
+    return Models(
+        settings, placement.residency, files, placement.planner, placement.sharded, ranks, first_use, on_model
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,16 +239,19 @@ class Placement:
         loras = settings.loras.get(name, ())
         return load_with_loras(part, loras, self.residency.load_device, settings.device, how)
 
-    def add(self, name: str, model: nn.Module, report: Report) -> None:
-        """Attach the LoRAs of a model that was read, optimise it, and give it to the residency."""
+    def add(self, name: str, model: nn.Module, report: Report) -> ModelLoras | None:
+        """Attach the LoRAs of a model that was read, optimise it, and give it to the residency. Returns its LoRAs; None
+        where it has none."""
         settings, part, loras = self.settings, self.settings.parts[name], self.settings.loras.get(name, ())
-        if part.lora_mode == "attach" and loras:
-            ModelLoras(settings.device).apply(cast(WanModel, model), loras, part)
+        applied = ModelLoras(settings.device, merged_of(part, loras)) if loras else None
+        if part.lora_mode == "attach" and applied is not None:
+            applied.apply(cast(WanModel, model), loras, part)
         report.notes += [f"{name}: the file {part.part.prefers}"] * bool(part.part.prefers)
         report.notes += [f"{name}: {one.words(part.lora_words)}" for one in loras]
         graphs = self.residency.policy == "resident"  # a graph knows addresses, and launches no copies
         model = finish(model, settings, settings.device, graphs=graphs, ranks=self.ranks)
         self.residency.add(name, model, copy=self.waits.copies(name))
+        return applied
 
 
 def place_weights(

@@ -21,7 +21,7 @@ Either way parameters keep their names, and taking a LoRA away leaves every bit 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from wan_core.checkpoint.reader import open_checkpoint
 from wan_core.config import LoraOptions, OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.pipeline.model_parts import EXPERTS, ExpertFile, expert_by_name
+from wan_core.sampling.plan import Expert, LoraShare, lora_share
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +91,16 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
             stat = path.stat()
             wanted.append(Wanted(lora, options.strength, (str(path), stat.st_mtime_ns, stat.st_size), file))
     return by_expert
+
+
+def shared(wanted: Sequence[Wanted], expert: str, loras: Sequence[LoraShare]) -> tuple[Wanted, ...]:
+    """`wanted` of an expert in a step that has `loras`: each at that share of its strength."""
+    name: Expert = "low" if expert == "low" else "high"
+    shares = [lora_share(loras, name, one.key[0]) for one in wanted]
+    return tuple(
+        one if share == 1 else replace(one, strength=one.strength * share)
+        for one, share in zip(wanted, shares, strict=True)
+    )
 
 
 def notes_of(loras: Mapping[str, Sequence[Wanted]]) -> list[str]:

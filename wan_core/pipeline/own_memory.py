@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from wan_core.execution.graphs import GraphedBlocks
@@ -10,7 +10,7 @@ from wan_core.execution.memory.owner import RunOwner
 from wan_core.execution.report import Report
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.load import Models
-from wan_core.sampling.plan import Expert
+from wan_core.sampling.plan import Expert, LoraShare
 
 Module = TypeVar("Module")
 
@@ -30,7 +30,8 @@ class OwnMemory(RunOwner):
         with self.report.phase(f"fetch {name}"):
             return use()
 
-    def acquire(self, expert: Expert) -> WanModel:
+    def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
+        self.models.change_loras(expert, loras, self.report)
         return self.fetch(expert, lambda: self.models.expert(expert))
 
     def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:

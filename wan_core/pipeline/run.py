@@ -85,6 +85,7 @@ class Run:
 
 def begin(models: Models, job: Job, report: Report) -> Run:
     """Place `models` for a checked request, and check what depends on where they run. Raises OptionError."""
+    models.check_changes(job.plan)
     job = job.streamed() if models.residency.policy == "stream" else job
     memory_plan = models.place(Workload.of(job))
     if memory_plan is not None:

@@ -32,6 +32,7 @@ from wan_core.sampling.cache.skipping import apply_policies, skip_forwards
 from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.control import with_control, with_nag
 from wan_core.sampling.cutting import check_strength
+from wan_core.sampling.motion import with_phases
 from wan_core.sampling.native.plan import (
     NativeModel,
     Part,
@@ -44,7 +45,7 @@ from wan_core.sampling.native.plan import (
     without_moving_windows,
 )
 from wan_core.sampling.plan import Branch, KnownFrames, Plan
-from wan_core.sampling.presets import preset_plan
+from wan_core.sampling.presets import distilled_steps, motion_of, preset_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.schedule import with_costs
 
@@ -154,13 +155,17 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
 def schedule(request: PlanRequest, facts: ModelFacts) -> Plan:
     """Every step of the schedule, each with all of its forwards."""
     alone = request.boundary is None and facts.alone
-    return preset_plan(
+    plan = preset_plan(
         replace(request, boundary=facts.task.boundary) if alone else request,
         [path for path in (*facts.loras, facts.high, facts.low) if path is not None],
         task=facts.task.name,
         sigmas=request.sigmas,
         window=request.part,
     )
+    distilled = [path for path in facts.loras if distilled_steps(path)]
+    known = facts.high is not None or bool(facts.loras)
+    motion = motion_of(request, facts.task, facts.loras)
+    return with_phases(plan, motion, request.lora_strengths or (), facts.loras, distilled, known)
 
 
 def clips_of(request: PlanRequest, task: Task, frames: int) -> LongVideo:

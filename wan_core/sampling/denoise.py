@@ -9,7 +9,7 @@ are float32 throughout: they are the state of an ODE that is integrated over man
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -24,7 +24,7 @@ from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.guided import ALONE, Branching, Guided, hold_known, host_numbers
 from wan_core.sampling.pace import Pace
-from wan_core.sampling.plan import Expert, Plan, Step
+from wan_core.sampling.plan import Expert, LoraShare, Plan, Step
 from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.solvers import NOISY, SOLVERS, History, Solver
 from wan_core.sampling.sparsity.bounds import StepErrors
@@ -71,8 +71,9 @@ class Progress:
 class Owner(Protocol):
     """Who holds the models of a run, and decides what is on the device."""
 
-    def acquire(self, expert: Expert, /) -> WanModel:
-        """The expert, ready to run; called once for each phase, so that it may load or swap."""
+    def acquire(self, expert: Expert, loras: Sequence[LoraShare] = (), /) -> WanModel:
+        """The expert, ready to run, its LoRAs at these shares of their strengths (`lora_share`); called once for each
+        phase, so that it may load or swap."""
         ...
 
     def prefetch(self, expert: Expert, following: Expert, runs: int, /) -> None:
@@ -87,8 +88,12 @@ class Owner(Protocol):
 class Ready:
     """The `Owner` of models that stay where they are."""
 
-    def __init__(self, acquire: Callable[[Expert], WanModel]) -> None:
-        self.acquire = acquire
+    def __init__(self, find: Callable[[Expert], WanModel]) -> None:
+        self.find = find
+
+    def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
+        assert not loras, "nobody changes them here"
+        return self.find(expert)
 
     def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
         pass
@@ -156,7 +161,7 @@ def denoise(
     for phase in plan.phases:
         expert = phase[0].expert
         attempt = partial(retried, owner, expert)
-        model = attempt(owner.acquire, expert)
+        model = attempt(owner.acquire, expert, phase[0].loras)
         guided = attempt(Guided, model, resolution, plan, phase, len(x), branching, pace)
         for run in runs(phase):
             # Sparse attention orders the tokens around everything else; residuals are kept in that order.
@@ -197,7 +202,8 @@ def expert_changes(plan: Plan, batched: bool) -> dict[int, tuple[Expert, int]]:
     changes: dict[int, tuple[Expert, int]] = {}
     for phase, following in pairwise(plan.phases):
         index, count = last_runs(phase, batched)
-        changes[index] = following[0].expert, count
+        if following[0].expert != phase[0].expert:
+            changes[index] = following[0].expert, count
     return changes
 
 

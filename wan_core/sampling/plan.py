@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from math import isfinite
-from typing import Any, Literal, NamedTuple
+from pathlib import PurePath
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from wan_core.config import (
     AdaptiveOptions,
@@ -55,7 +56,10 @@ RARE = (
     "control",
     "windows",
     "passes",
+    "loras",
 )
+LoraShare: TypeAlias = tuple[str, float]
+"""Which LoRAs, and how much of their strength: "high", "low", "all" or a part of a file's name, and a factor."""
 MAX_STEPS = 1000
 PURE_NOISE = 0.999  # a schedule that is given and begins below begins with latents
 
@@ -89,12 +93,13 @@ class Step:
     windows: tuple[tuple[int, ...], ...] = ()  # latent frames that each forward of a branch predicts; (): one does all
     passes: int = 0  # forwards over a driving video before this step (Animate-2)
     undriven: bool = False  # the driving video is not read
+    loras: tuple[LoraShare, ...] = ()  # those that have a part of their strength in this step, see `lora_share`
     evaluations: int = 1  # how often ComfyUI's samplers evaluate the model in this step
 
     @property
-    def kind(self) -> tuple[float, bool, bool]:
+    def kind(self) -> tuple[float, bool, bool, tuple[LoraShare, ...]]:
         """Steps of one kind can use what is kept of each other's forwards."""
-        return self.scale, self.own_positions, self.undriven
+        return self.scale, self.own_positions, self.undriven, self.loras
 
     @property
     def finishes(self) -> bool:
@@ -140,7 +145,18 @@ class Step:
         windows = f", {len(self.windows)} windows" if self.windows else ""
         driving = f", {self.passes} over the driving video" if self.passes else ", undriven" * self.undriven
         often = "" if self.evaluations == 1 else f", {self.evaluations} evaluations"
-        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{windows}{driving}{often}"
+        loras = "".join(f", {of} x {share:g}" for of, share in self.loras)
+        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{windows}{driving}{often}{loras}"
+
+
+def lora_share(loras: Sequence[LoraShare], expert: Expert, file: str) -> float:
+    """How much of its strength the LoRA in `file` has in a step of `expert`: what the last entry says that is of it."""
+    fitting = [share for of, share in loras if of in ("all", expert) or of.lower() in PurePath(file).name.lower()]
+    return fitting[-1] if fitting else 1.0
+
+
+def share_words(loras: Sequence[LoraShare]) -> str:
+    return ", ".join(f"{of} x {share:g}" for of, share in loras) or "all x 1"
 
 
 def as_lists(value: Any) -> Any:
@@ -209,6 +225,11 @@ class Plan:
 
     @property
     def phases(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of each expert, in order; those in which LoRAs have other strengths are phases of their own."""
+        return tuple(tuple(steps) for _, steps in groupby(self.steps, lambda step: (step.expert, step.loras)))
+
+    @property
+    def steps_of_experts(self) -> tuple[tuple[Step, ...], ...]:
         """The steps of each expert, in order."""
         return tuple(tuple(steps) for _, steps in groupby(self.steps, lambda step: step.expert))
 
@@ -298,6 +319,8 @@ class Plan:
         for step, before in zip(self.steps, (None, *self.steps), strict=False):
             if before is not None and before.expert != step.expert:
                 lines.append(f"      ---- boundary {self.boundary * 1000:g}: {before.expert} -> {step.expert} ----")
+            elif before is not None and before.loras != step.loras:
+                lines.append(f"      ---- LoRAs: {share_words(before.loras)} -> {share_words(step.loras)} ----")
             lines.append(
                 f"{step.index:>4}  {step.timestep:>8.6g}  {step.sigma:>7.4f}  {step.expert:<6}  {step.guidance:>8g}  "
                 f"{'+'.join(step.branches):<11}  {step.words()}"

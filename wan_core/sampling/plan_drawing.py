@@ -33,6 +33,7 @@ def draw_plan(
         canvas.box(x, top, x + step_width, bottom, EXPERT_SHADE[step.expert])
     _draw_axes(canvas, plan, (left, top, right, bottom))
     _draw_sizes(canvas, plan, left, step_width, bottom)
+    _draw_loras(canvas, plan, left, step_width, bottom)
     points = [(left + i * step_width, top + (1 - sigma) * (bottom - top)) for i, sigma in enumerate(plan.sigmas)]
     for step in plan.steps:
         canvas.line(points[step.index : step.index + 2], EXPERT_COLOUR[step.expert], 2)
@@ -85,6 +86,16 @@ def _draw_sizes(canvas: Canvas, plan: Plan, left: float, step_width: float, bott
             start, end = left + run[0].index * step_width, left + (run[-1].index + 1) * step_width
             canvas.box(start + 1, bottom - 22, end - 1, bottom - 4, PAPER, INK)
             canvas.text((start + end) / 2, bottom - 13, f"{run[0].scale:g} x", INK, 11, "mm")
+
+
+def _draw_loras(canvas: Canvas, plan: Plan, left: float, step_width: float, bottom: float) -> None:
+    """A bracket below the steps in which LoRAs do not have their whole strength."""
+    for phase in plan.phases:
+        if phase[0].loras:
+            start, end = left + phase[0].index * step_width, left + (phase[-1].index + 1) * step_width
+            canvas.box(start + 1, bottom - 44, end - 1, bottom - 26, PAPER, INK)
+            shares = ", ".join(dict.fromkeys(f"{share:g}" for _, share in phase[0].loras))
+            canvas.text((start + end) / 2, bottom - 35, f"LoRA x {shares}", INK, 11, "mm")
 
 
 def _draw_guidance(canvas: Canvas, plan: Plan, left: float, step_width: float, top: float) -> None:

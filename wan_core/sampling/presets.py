@@ -5,7 +5,8 @@ the LoRA or checkpoint ("4steps", "lightx2v", "lightning", ...). A preset sets o
 
 Steps, shift and solver are those that LightX2V distilled Wan 2.2 for: 4 steps at shift 5 are the timesteps 1000, 937.5,
 833.3 and 625. The high-noise expert always runs the first half of the steps: the boundary follows from the schedule.
-`-guided` presets guide the high-noise expert, which keeps more motion and doubles that expert's forwards.
+`-guided` presets guide the high-noise expert, which keeps more motion and doubles that expert's forwards. `motion`
+presets guide the first steps alone and run them without step-distilled LoRAs (`wan_core.sampling.motion`).
 
 Source: LightX2V/configs/wan22/wan_moe_t2v_distill.json; lightx2v/models/schedulers/wan/step_distill/scheduler.py.
 """
@@ -19,11 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wan_core.config import OptionError, PlanNumbers, check_choice
+from wan_core.config import MotionOptions, OptionError, PlanNumbers, check_choice
 from wan_core.config.limits import MAX_HEADER
 from wan_core.config.table import table
-from wan_core.models.wan.families import find_task
+from wan_core.models.wan.families import Task, find_task
 from wan_core.sampling.cache.skipping import looks_distilled
+from wan_core.sampling.motion import motion_numbers
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
 from wan_core.sampling.schedules import Window, given_schedule
 
@@ -39,6 +41,7 @@ class Preset:
     solver: str = "euler"
     guidance_high: float = 1.0
     guidance_low: float = 1.0
+    motion: bool = False  # its first steps are guided and without step-distilled LoRAs; shift and boundary go by task
 
 
 PRESETS: dict[str, Preset] = {
@@ -54,6 +57,8 @@ PRESETS |= {
     # As the families of distilled LoRAs are called: four steps each.
     "lightx2v": Preset(name="lightx2v", steps=4),
     "lightning": Preset(name="lightning", steps=4),
+    "motion": Preset(name="motion", steps=4, motion=True),
+    "8-step-motion": Preset(name="8-step-motion", steps=8, motion=True),
     # ComfyUI's own templates of Wan 2.2 A14B: as they are without step-distilled files; with them, four steps.
     "template": Preset(name="template", steps=20, guidance_high=GUIDED, guidance_low=GUIDED),
 }
@@ -104,6 +109,14 @@ def safetensors_metadata(file: Path) -> Mapping[str, str]:
     return metadata if valid else {}
 
 
+def motion_of(numbers: PlanNumbers, task: Task, files: Sequence[Path] = ()) -> MotionOptions | None:
+    """The guided steps without step-distilled LoRAs that a user or a preset asks for."""
+    preset, _ = find_preset(numbers.preset, files)
+    if numbers.motion is not None or preset is None or not preset.motion:
+        return numbers.motion
+    return MotionOptions(above=motion_numbers(task).above)
+
+
 def preset_plan(
     numbers: PlanNumbers,
     files: Sequence[Path] = (),
@@ -118,14 +131,20 @@ def preset_plan(
         raise OptionError(f"shift {numbers.shift:g} given, and sigmas, which have a shift already: leave the shift out")
     own = numbers.preset == "auto" and find_task(task).distilled
     preset, reason = find_preset(numbers.preset, () if own else files)
-    values: dict[str, Any] = {name: getattr(numbers, name) for name in table(PlanNumbers) if name != "preset"}
+    of_phases = ("preset", "motion", "lora_strengths")
+    values: dict[str, Any] = {name: getattr(numbers, name) for name in table(PlanNumbers) if name not in of_phases}
     if preset is None:
         return make_plan(task=task, sigmas=sigmas, window=window, **{**values, "solver": numbers.solver or "unipc"})
+    if preset.motion:
+        usual = motion_numbers(find_task(task))
+        values["shift"] = usual.shift if values["shift"] is None and sigmas is None else values["shift"]
+        if find_task(task).two_experts and values["boundary"] is None:
+            values["boundary"] = usual.boundary
     values = {name: getattr(preset, name, None) if value is None else value for name, value in values.items()}
     if numbers.steps is None and sigmas is not None:
         values["steps"] = len(sigmas) - 1
     plan = make_plan(task=task, sigmas=sigmas, window=window, **values)
-    if numbers.boundary is None and find_task(task).two_experts and values["steps"] > 1:
+    if values["boundary"] is None and find_task(task).two_experts and values["steps"] > 1:
         make = SCHEDULES[values["solver"]]
         _, timesteps = make(values["steps"], values["shift"]) if sigmas is None else given_schedule(sigmas)
         half = len(timesteps) // 2  # the high-noise expert runs the first half of the steps

@@ -166,6 +166,7 @@ class Jobs:
                 experts = self.hold("experts", spec, make)
             experts.arrange(ranks)
         models = experts.models
+        models.check_changes(plan)
         models.place(workload)
         report.settings["mesh"] = str(choice.mesh)
         mode, why = guidance_over(ranks, plan) or ("batched" if batched else "sequential", "")

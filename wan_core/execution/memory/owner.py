@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from wan_core.execution.report import Report
 from wan_core.models.wan.model import WanModel
-from wan_core.sampling.plan import Expert
+from wan_core.sampling.plan import Expert, LoraShare
 
 log = logging.getLogger("WanCore")
 
@@ -19,8 +20,8 @@ class RunOwner(ABC):
         self.report, self.relieved = report, False
 
     @abstractmethod
-    def acquire(self, expert: Expert) -> WanModel:
-        """The expert, ready to run."""
+    def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
+        """The expert, ready to run, its LoRAs at these shares of their strengths."""
 
     @abstractmethod
     def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:

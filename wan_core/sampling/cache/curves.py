@@ -60,7 +60,7 @@ class Curve(Measured):
         resampled: dict[Branch, tuple[float | None, ...]] = {}
         for branch in ("cond", "uncond"):
             ratios: list[float | None] = []
-            for steps in plan.phases:
+            for steps in plan.steps_of_experts:
                 curve = self.phase(steps[0].expert, branch)
                 count = len(steps) - 1
                 ratios += [None, *(nearest(curve, count) if curve else [None] * count)]

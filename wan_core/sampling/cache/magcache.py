@@ -160,9 +160,9 @@ BRANCHES: tuple[Branch, ...] = ("cond", "uncond")
 def _eligible(plan: Plan, count: int, retention: float) -> bool:
     """Whether the rule `published` allows skipping forward number `count`, by retention alone."""
     forwards = 2 * len(plan.steps)
-    if len(plan.phases) == 1:
+    if len(plan.steps_of_experts) == 1:
         return count >= int(forwards * retention)
-    split = 2 * len(plan.phases[0])
+    split = 2 * len(plan.steps_of_experts[0])
     if find_task(plan.task).image == "channels":
         return count >= int(split + (forwards - split) * retention)
     return count >= int(split * retention) and not split <= count <= (forwards - split) * retention + split

@@ -90,7 +90,7 @@ def pattern_steps(plan: Plan, options: PatternOptions) -> set[int]:
         return _marked(options.high + options.low, [step.index for step in plan.steps])
     marks = {"high": options.high, "low": options.low}
     marked: set[int] = set()
-    for phase in plan.phases:
+    for phase in plan.steps_of_experts:
         marked |= _marked(marks[phase[0].expert], [step.index for step in phase])
     return marked
 
