@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,14 @@ def test_messages_about_a_missing_file_name_the_command(root: Path, capsys: pyte
     assert "models t2v-A14B --download` downloads it" in capsys.readouterr().err
     assert main([*generate, "--model", str(root), "--task", "i2v-A14B"]) == 2
     assert "models i2v-A14B` lists its files" in capsys.readouterr().err
+
+
+def test_the_pages_name_the_files_of_the_table() -> None:
+    """A file that the pages offer by name and repository is in the table, and the README's links are its addresses."""
+    root = Path(__file__).resolve().parents[2]
+    pages = [root / "README.md", root / "README.zh.md", *(root / "docs").glob("models.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    addresses = {file.address for file in model_files()}
+    assert set(re.findall(r"https://huggingface\.co/[^\s)]+\.(?:safetensors|gguf)", text)) <= addresses
+    named = set(re.findall(r"`(?:\w+/)*(wan[\w.-]+\.safetensors|umt5[\w.-]+\.(?:safetensors|gguf))`", text))
+    assert named and named <= {file.name for file in model_files()}

@@ -116,7 +116,7 @@ def test_the_page_on_commands_has_all() -> None:
 
 OTHERS = {  # options of others -> whose
     "--cpu": "ComfyUI", "--cache-classic": "ComfyUI", "--devices": "wan_core/workers/worker.py",
-    "--worker-prompts": "tools/soak.py", "--keep": "tools/fuzz.py",
+    "--worker-prompts": "tools/soak.py", "--keep": "tools/fuzz.py", "--chinese": "tools/make_schemas.py",
 }  # fmt: skip
 
 
