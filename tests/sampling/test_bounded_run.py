@@ -37,7 +37,14 @@ from wan_core.sampling.sparsity.bounds import LEVELS
 from wan_core.sampling.sparsity.last_run import LAST_FILES, read_last, write_last
 from wan_core.sampling.sparsity.measured import Bounded, Measurements
 from wan_core.sampling.sparsity.run import Chosen
-from wan_core.sampling.sparsity.schedule import bounded, parse_sparse, sparse_words, sparsify, with_costs
+from wan_core.sampling.sparsity.schedule import (
+    bounded,
+    parse_sparse,
+    sparse_words,
+    sparsify,
+    with_costs,
+    without_estimates,
+)
 from wan_lab.samples import Sample, drawn_media
 
 TINY = Path(__file__).parents[2] / "wan_core" / "assets" / "tiny"
@@ -245,6 +252,8 @@ def test_a_plan_says_that_it_does_not_know_and_what_the_last_run_took(tmp_path: 
     again = skip_forwards(make_plan(), parse_setting("sparse:bound:0.06"), file)
     assert "last run with these weights, high-noise expert: read 56 % of the keys" in again.table()
     assert "estimates, for 56.2 %" in again.table()
+    first_time, now = (without_estimates(with_costs(one, T2V_A14B, (21, 90, 160))) for one in (plan, again))
+    assert first_time.as_dict() == now.as_dict() != with_costs(again, T2V_A14B, (21, 90, 160)).as_dict()
     native = apply_policies(make_plan(), SkipOptions(sparse=bounded(0.06)), file, part=[1.0, 0.5, 0.0])
     assert "last run" in native.table()
     LAST_FILES.beside(file, "").write_text("{")

@@ -38,6 +38,7 @@ from wan_core.pipeline.run import OnStep, Run, Watch
 from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
+from wan_core.sampling.sparsity.schedule import without_estimates
 
 log = logging.getLogger(__name__)
 # What a report says of a run that decides nothing of its result.
@@ -168,7 +169,7 @@ def run_key(run: Run) -> str:
     """The key of everything that decides the video of a run, see `key_of`."""
     models, job = run.models, run.job
     settings = {name: value for name, value in run.report.settings.items() if name not in NOT_DECIDING}
-    settings |= {"plan": job.plan.as_dict(), "clips": job.clips, "torch": torch.__version__}
+    settings |= {"plan": without_estimates(job.plan).as_dict(), "clips": job.clips, "torch": torch.__version__}
     settings["device"] = run.report.as_dict()["device"]
     files = [part.part.path for part in models.settings.parts.values() if part.part.path is not None]
     if job.request.audio is not None and models.speech.path is not None:

@@ -159,6 +159,11 @@ def share_words(loras: Sequence[LoraShare]) -> str:
     return ", ".join(f"{of} x {share:g}" for of, share in loras) or "all x 1"
 
 
+def _sparse_numbers(sparse: SparseOptions) -> dict[str, Any]:
+    """Without a bound that is none: keys of runs before there were bounds stay."""
+    return {name: value for name, value in asdict(sparse).items() if name != "bound" or value is not None}
+
+
 def as_lists(value: Any) -> Any:
     """`value` with lists in place of tuples."""
     return [as_lists(one) for one in value] if isinstance(value, tuple) else value
@@ -295,7 +300,7 @@ class Plan:
             "unskipped": self.forwards if self.unskipped is None else self.unskipped,
             "saved": round(self.saved, 4),
             "adaptive": None if self.adaptive is None else asdict(self.adaptive),
-            "sparse": None if self.sparse is None else asdict(self.sparse),
+            "sparse": None if self.sparse is None else _sparse_numbers(self.sparse),
             "keeps": {expert: list(keeps) for expert, keeps in self.keeps},
             "notes": list(self.notes),
             **({"nag": asdict(self.nag)} if self.nag else {}),

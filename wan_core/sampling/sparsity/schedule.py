@@ -102,6 +102,14 @@ def with_expected(plan: Plan) -> Plan:
     return replace(plan, steps=tuple(steps))
 
 
+def without_estimates(plan: Plan) -> Plan:
+    """A bounded `plan` with nothing that the last run tells: the same for the same video."""
+    if plan.sparse is None or plan.bound is None:
+        return plan
+    steps = tuple(replace(step, sparsity=0.0, cost=1.0) for step in plan.steps)
+    return replace(plan, steps=steps, sparse=replace(plan.sparse, sparsity=TYPICAL), notes=())
+
+
 def bound_note(options: SparseOptions) -> str:
     """What a plan says that does not know how much its steps read."""
     lowest = max(options.floor, LEVELS[0])
