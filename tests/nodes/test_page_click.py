@@ -17,7 +17,7 @@ from benchmarks.templates.our_sampler import SAMPLERS
 from benchmarks.templates.run import Templates, observed
 from tests.browser import Browser, find_browser
 from tests.comfyui import find_newer_comfyui
-from tests.nodes.test_page import LOAD, NEST, OPEN, RUN, SETTINGS, SHOWN
+from tests.nodes.test_page import LOAD, NEST, OPEN, RUN, SETTINGS, SHOWN, WATCH, toasted
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
@@ -45,7 +45,6 @@ return JSON.stringify(plain(app.rootGraph.serialize()));"""
 ANOTHER = """for (const node of app.rootGraph.nodes) for (const widget of node.widgets ?? [])
   if (widget.name === "text") widget.value += arguments[0];"""  # another prompt
 SELECTED = "return [...app.canvas.selectedItems].map((one) => one.type)"
-TOASTS = "return [...document.querySelectorAll('.p-toast-message, [data-sonner-toast]')].map((one) => one.innerText)"
 OFFER = "return document.getElementById('wancore-offer')?.innerText ?? null"
 THREE = """const make = (type, x, y, values = {}) => {
   const node = LiteGraph.createNode(type);
@@ -86,6 +85,7 @@ def page(templates: Templates, request: pytest.FixtureRequest) -> Iterator[Brows
     try:
         browser.open(f"http://127.0.0.1:{templates.server.port}")
         time.sleep(2)
+        browser.script(WATCH)
         yield browser
         assert [fault for fault in browser.faults() if "wancore" in fault.lower()] == []
     finally:
@@ -103,13 +103,10 @@ def accelerated(prompt: Graph) -> dict[str, Any]:
     return found
 
 
-def shown(page: Browser, words: str) -> bool:
-    return any(words in text for text in page.script(TOASTS))
-
-
 @pytest.mark.parametrize("name", CLICKS)
 def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str) -> None:
     added, samplers, off = CLICKS[name]
+    page.script("toasts.length = 0")
     page.script(LOAD, templates.workflow(name), name)
     before, plain = page.script(STATE), page.script(PROMPT)
     assert set(map(str, accelerated(plain).values())) == {"None"}
@@ -117,12 +114,12 @@ def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str)
     clicked = page.script(PROMPT)
     assert list(accelerated(clicked).values()) == [EXACT] * samplers
     assert len(clicked) == len(plain) + added
-    assert shown(page, f"{added} node{'s' * (added > 1)} added")
-    assert not off or shown(page, f"{off} sampler{'s' * (off > 1)} that")
+    assert toasted(page, f"{added} node{'s' * (added > 1)} added")
+    assert not off or toasted(page, f"{off} sampler{'s' * (off > 1)} that")
     assert len(page.script(SELECTED)) >= 1
     after = page.script(STATE)
     page.script(COMMAND, "WanCore.Accelerate")
-    assert page.script(STATE) == after and shown(page, "it is there already")
+    assert page.script(STATE) == after and toasted(page, "it is there already")
     page.script(COMMAND, "Comfy.Undo")
     page.wait(f"{STATE.replace('return', 'const now =')} return now === {before!r}")
     page.script(COMMAND, "WanCore.Accelerate")
@@ -131,9 +128,10 @@ def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str)
 
 
 def test_three_samplers_and_two_models(page: Browser) -> None:
+    page.script("toasts.length = 0")
     page.script(THREE)
     page.script(COMMAND, "WanCore.Accelerate")
-    assert shown(page, "3 nodes added, before 3 samplers")
+    assert toasted(page, "3 nodes added, before 3 samplers")
     assert page.script(SELECTED) == ["WanCoreAccelerate"] * 3
     assert list(accelerated(page.script(PROMPT)).values()) == [EXACT] * 3
 
