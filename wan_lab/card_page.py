@@ -133,8 +133,8 @@ class Card:
         lines += [f"| {' | '.join(cells)} |" for cells in table]
         lines += [
             "",
-            f"Means of {len(self.sheets)} videos, each compared with the full run of the same seed. Seconds are those "
-            "of a whole video, its text left out.",
+            f"Prompts: {len(self.sheets)}. Each video is compared with the full run of the same seed; numbers are "
+            "means. Seconds are those of a whole video, its text left out.",
             "",
             *(f"- {name}: {skip_words(self.settings[name] or SkipOptions())}" for name in self.names if name != FULL),
             *(f"- {name}: left out, it {why}" for name, why in self.left_out.items()),
@@ -147,7 +147,8 @@ class Card:
     def row(self, name: str) -> dict[str, str]:
         """The cells of a setting by column; what was not measured has none."""
         videos, seconds = summary(self.comparisons[name]), self.mean(name, "seconds") or 0.0
-        cells = {"setting": name, "s a video": f"{seconds:.1f}"}
+        most = "up to " * (self.plans[name].adaptive is not None)
+        cells = {"setting": name, "s a video": f"{seconds:.1f}", "forwards": f"{most}{self.plans[name].forwards}"}
         if name != FULL:
             cells |= {
                 "faster": f"{(self.mean(FULL, 'seconds') or 0.0) / seconds:.2f}",
@@ -158,8 +159,6 @@ class Card:
             }
         if "truth" in videos:
             cells["captions true"] = f"{videos['truth']:.0%}"
-        most = "up to " * (self.plans[name].adaptive is not None)
-        cells["forwards"] = f"{most}{self.plans[name].forwards}"
         for column, (fact, form) in MEASURED.items():
             if value := self.mean(name, fact):
                 cells[column] = form.format(value)

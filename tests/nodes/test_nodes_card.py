@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,3 +50,16 @@ def test_what_does_not_fit_the_model_is_refused(comfy: ComfyUI) -> None:
     for changed, says in (({"width": 48, "height": 0}, "set both"), ({"width": 40, "height": 48}, "40")):
         run = comfy.run(card(**changed))
         assert not run.ok and says in run.message("execution_error")["exception_message"]
+
+
+def test_a_card_that_was_interrupted_goes_on(comfy: ComfyUI) -> None:
+    graph = card(seed=11)
+    queued, kept = comfy.queue(graph), comfy.base / "output" / "WanCore" / ".report-card"
+    deadline = time.monotonic() + 300
+    while len(finished := sorted(kept.glob("*/*.npz"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    comfy.post("/interrupt", {})
+    assert not comfy.wait(queued).ok and finished
+    assert "finished videos are kept in" in comfy.log() and list(kept.glob("*/*.npz"))
+    run = comfy.run(graph)
+    assert run.ok and "finished videos are there" in comfy.log() and not kept.exists()
