@@ -1,0 +1,109 @@
+"""The templates in ComfyUI's page, in both of its renderers: found by their name, every node where the file has it and
+none on another, each missing file offered for download from its address. COMFYUI_FRONTEND: as for test_page.py."""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.parse
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from tests.browser import Browser, find_browser
+from tests.comfyui import ComfyUI, find_comfyui, make_base
+from tests.nodes.test_page import SETTINGS
+from tests.nodes.test_workflows import TITLES, api_form, graphs, page_form
+from tools.workflows import all_nodes, files_of
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+
+OPENED = """const [workflow, name] = arguments, ids = workflow.nodes.map((node) => String(node.id)).sort().join();
+await app.loadGraphData(workflow, true, true, name);
+const there = () => app.graph.nodes.map((node) => String(node.id)).sort().join() === ids;
+for (let tries = 0; tries < 60 && !there(); tries++) await new Promise((done) => setTimeout(done, 250));
+await new Promise((done) => setTimeout(done, 1500));
+return there();"""
+FIT = """app.canvas.ds.scale = 0.3; app.canvas.ds.offset = [700, 400]; app.canvas.setDirty(true, true);
+await new Promise((done) => setTimeout(done, 1000));"""
+ENTER = """const box = app.graph.nodes.find((node) => node.subgraph);
+app.canvas.openSubgraph(box.subgraph, box);
+await new Promise((done) => setTimeout(done, 1500));"""
+# title, left, top, width, height of each node as it is drawn, and how much higher its contents are.
+MEASURE = """return app.canvas.graph.nodes.map((node) => {
+  const element = arguments[0] ? document.querySelector(`[data-node-id="${node.id}"]`) : null;
+  const seen = element?.getBoundingClientRect(), scale = app.canvas.ds.scale;
+  const [width, height] = seen ? [seen.width / scale, seen.height / scale] : [node.size[0], node.size[1] + 30];
+  return [`${node.title} ${node.id}`, node.pos[0], node.pos[1] - 30, width, height,
+    element ? 0 : node.computeSize()[1] + 30 - height];
+})"""
+PROMPT = "return (await app.graphToPrompt()).output"
+OFFERED = """const names = arguments[0], text = document.body.innerText;
+return names.filter((name) => text.includes(name))"""
+DETAILS = """const show = [...document.querySelectorAll("button")].find((one) => /View details/.test(one.innerText));
+show?.click();
+await new Promise((done) => setTimeout(done, 2000));
+return [...document.querySelectorAll("button")].filter((one) => one.innerText.trim() === "Download").length"""
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    checkout, _ = find_comfyui(), find_browser()
+    base = make_base(tmp_path_factory.mktemp("comfyui"))
+    front = os.environ.get("COMFYUI_FRONTEND")
+    server = ComfyUI(checkout, base, arguments=["--front-end-root", front] if front else [])
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes 2.0"])
+def page(comfy: ComfyUI, request: pytest.FixtureRequest) -> Iterator[tuple[Browser, bool]]:
+    comfy.post("/api/settings", SETTINGS | {"Comfy.VueNodes.Enabled": request.param})
+    browser = Browser(*find_browser())
+    try:
+        browser.open(f"http://127.0.0.1:{comfy.port}")
+        time.sleep(2)
+        yield browser, request.param
+    finally:
+        browser.stop()
+
+
+def overlaps(nodes: list[list[Any]]) -> list[str]:
+    return [
+        f"{one[0]} lies on {other[0]}"
+        for one, other in combinations(nodes, 2)
+        if one[1] < other[1] + other[3] and other[1] < one[1] + one[3]
+        if one[2] < other[2] + other[4] and other[2] < one[2] + one[4]
+    ]
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_it_opens_whole_and_would_send_the_api_form(comfy: ComfyUI, page: tuple[Browser, bool], name: str) -> None:
+    browser, vue = page
+    title = urllib.parse.quote(TITLES[name])
+    workflow = comfy.get(f"/api/workflow_templates/wancore/{title}.json")
+    assert workflow == page_form(name)
+    assert browser.script(OPENED, workflow, name)
+    sent, expected = browser.script(PROMPT), api_form(name)
+    assert sent.keys() == expected.keys()
+    for key, one in expected.items():  # newer ComfyUIs have more inputs on their own nodes, and ours may get more
+        inputs = {name: value for name, value in sent[key]["inputs"].items() if name in one["inputs"]}
+        assert (sent[key]["class_type"], inputs) == (one["class_type"], one["inputs"])
+    for level in range(len(graphs(workflow))):
+        if level:
+            browser.script(ENTER)
+        browser.script(FIT)
+        nodes = browser.script(MEASURE, vue)
+        assert overlaps(nodes) == []
+        assert [one[0] for one in nodes if one[5] > 1] == [], "contents are higher than their node"
+
+
+def test_missing_files_are_offered(page: tuple[Browser, bool]) -> None:
+    name = "wan22_14b_image_to_video_4_steps"
+    browser, _ = page
+    names = sorted({file for node in all_nodes(page_form(name)) for file in files_of(node)})
+    assert browser.script(OPENED, page_form(name), name)
+    assert browser.script(DETAILS) == len(names)
+    assert sorted(browser.script(OFFERED, names)) == names
