@@ -11,7 +11,16 @@ import pytest
 
 from wan_core.cli import main, models
 from wan_core.config import OptionError
-from wan_core.config.model_files import TRANSFORMERS, choices, download_hint, files_for, model_files, tasks
+from wan_core.config import model_files as model_files_module
+from wan_core.config.model_files import (
+    TRANSFORMERS,
+    choices,
+    download_hint,
+    files_for,
+    find_root,
+    model_files,
+    tasks,
+)
 from wan_core.models.wan.families import TASKS
 
 SMALL = [dataclasses.replace(file, gb=1e-8) for file in files_for("t2v-A14B")]  # 10 bytes each
@@ -108,6 +117,16 @@ def test_what_appeared_meanwhile_stays(root: Path, links: bool, monkeypatch: pyt
     with pytest.raises(OptionError, match="stays as it is"):
         models.fetch(root, SMALL[0], Hub(b"others  bytes"))
     assert target.read_bytes() == b"0123456789"
+
+
+def test_the_pack_finds_the_folder_of_its_comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_files_module, "PACKAGE", tmp_path / "custom_nodes" / "wancore" / "wan_core")
+    monkeypatch.setattr(model_files_module, "COMFYUI", tmp_path)
+    with pytest.raises(OptionError, match="--folder"):
+        find_root(None)
+    (tmp_path / "models").mkdir()
+    assert find_root(None) == tmp_path / "models"
 
 
 def test_without_the_library_the_addresses_are_said(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

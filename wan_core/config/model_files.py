@@ -93,6 +93,8 @@ def find_root(folder: Path | None) -> Path:
     for place in (COMFYUI, Path("ComfyUI"), Path()):
         if (root := models_root(place)) is not None:
             return root
+    if COMFYUI.joinpath("custom_nodes") == PACKAGE.parent.parent and (COMFYUI / "models").is_dir():
+        return COMFYUI / "models"  # without any folder in it yet
     raise OptionError("no models folder of ComfyUI is here: give it by --folder ComfyUI/models")
 
 
