@@ -36,13 +36,20 @@ class Nodes:
     def add(self, cpus: int = 1) -> None:
         self.cluster.add_node(num_cpus=cpus, object_store_memory=STORE)
 
-    def kill(self) -> None:
-        """The node that was added last, without a word to anyone."""
-        self.cluster.remove_node(list(self.cluster.worker_nodes)[-1], allow_graceful=False)
+    def kill(self, node: str | None = None) -> None:
+        """The node with this id, or any, without a word to anyone."""
+        found = [one for one in self.cluster.worker_nodes if node in (None, one.node_id)]
+        self.cluster.remove_node(found[-1], allow_graceful=False)
 
-    def kill_id(self, node: str) -> None:
-        [found] = [one for one in self.cluster.worker_nodes if one.node_id == node]
-        self.cluster.remove_node(found, allow_graceful=False)
+    def busy(self) -> list[str]:
+        """The ids of nodes whose CPU is taken; connects this process to the cluster."""
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        ray.init(address=self.address, ignore_reinit_error=True, log_to_driver=False)
+        free = available_resources_per_node()
+        ids = [node.node_id for node in self.cluster.worker_nodes]
+        return [one for one in ids if one in free and free[one].get("CPU", 0) < 1]
 
     def have(self, count: int, cpus: int = 1) -> None:
         """So many nodes of so many CPUs, and no others."""

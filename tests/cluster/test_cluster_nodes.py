@@ -1,0 +1,68 @@
+"""WanCore Launcher with a cluster under a running ComfyUI: a video, an interruption, a killed node, a second graph."""
+
+from __future__ import annotations
+
+import os
+import site
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.conftest import Nodes
+from tests.comfyui import Client, ComfyUI, Graph, find_comfyui, make_base
+from tools.embedded_graphs import node, small
+
+pytestmark = [pytest.mark.ray, pytest.mark.comfy, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def comfy(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    """It finds Ray where the tests have it."""
+    paths = [*site.getsitepackages(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"WANCORE_CLUSTERS": nodes.address, "PYTHONPATH": os.pathsep.join(paths)}
+    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")), environment)
+    yield server
+    server.stop()
+
+
+def on_cluster(graph: Graph, nodes: Nodes, **changed: object) -> Graph:
+    launcher = {"devices": "cpu,cpu", "mesh": "1x1x2", "start_timeout": 120, "step_timeout": 60}
+    graph["launcher"] = node("WanCoreLauncher", **launcher, **{"cluster": nodes.address, **changed})
+    for loader in ("model", "encoder", "vae"):
+        graph[loader]["inputs"]["workers"] = ["launcher", 0]
+    return graph
+
+
+def test_a_graph_an_interruption_and_a_killed_node(comfy: ComfyUI, nodes: Nodes) -> None:
+    nodes.have(3)
+    run = comfy.watch(on_cluster(small(), nodes))
+    assert run.ok, run.status
+    assert sum(event["type"] == "preview" for event in run.events) > 0
+    client = Client(comfy.port)
+    prompt = comfy.queue(on_cluster(small(steps=1000, seed=77, solver="euler"), nodes), client.name)
+    for event in client.events():
+        if event["type"] == "progress" and event["data"]["node"] == "sampler" and event["data"]["value"] == 3:
+            comfy.post("/interrupt", {})
+        elif event["type"] == "execution_interrupted":
+            break
+    assert comfy.wait(prompt).message("execution_interrupted")["node_id"] == "sampler"
+    assert comfy.run(on_cluster(small(seed=78), nodes)).ok
+    prompt = comfy.queue(on_cluster(small(steps=1000, seed=79, solver="euler"), nodes), client.name)
+    before = {one.node_id for one in nodes.cluster.worker_nodes}
+    for event in client.events():
+        if event["type"] == "progress" and event["data"]["node"] == "sampler" and event["data"]["value"] == 3:
+            nodes.kill(nodes.busy()[0])
+        elif event["type"] == "execution_error":
+            break
+    client.close()
+    message = comfy.wait(prompt).message("execution_error")["exception_message"]
+    [lost] = before - {one.node_id for one in nodes.cluster.worker_nodes}
+    assert "the cluster lost" in message and f"node {lost[:6]}" in message and "of 1000" in message
+    assert comfy.run(on_cluster(small(seed=80), nodes)).ok
+
+
+def test_addresses_that_comfyui_was_not_started_with(comfy: ComfyUI, nodes: Nodes) -> None:
+    from tests.comfyui import Refused
+
+    with pytest.raises(Refused, match="WANCORE_CLUSTERS"):
+        comfy.run(on_cluster(small(), nodes, cluster="elsewhere:6379"))
