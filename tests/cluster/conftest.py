@@ -32,14 +32,16 @@ class Nodes:
         head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE}
         self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self.cluster.address
+        self.cpus: dict[Any, int] = {}  # of each node
 
     def add(self, cpus: int = 1) -> None:
-        self.cluster.add_node(num_cpus=cpus, object_store_memory=STORE)
+        self.cpus[self.cluster.add_node(num_cpus=cpus, object_store_memory=STORE)] = cpus
 
     def kill(self, node: str | None = None) -> None:
         """The node with this id, or any, without a word to anyone."""
-        found = [one for one in self.cluster.worker_nodes if node in (None, one.node_id)]
-        self.cluster.remove_node(found[-1], allow_graceful=False)
+        found = next(one for one in self.cpus if node in (None, one.node_id))
+        del self.cpus[found]
+        self.cluster.remove_node(found, allow_graceful=False)
 
     def busy(self) -> list[str]:
         """The ids of nodes whose CPU is taken; connects this process to the cluster."""
@@ -48,14 +50,16 @@ class Nodes:
 
         ray.init(address=self.address, ignore_reinit_error=True, log_to_driver=False)
         free = available_resources_per_node()
-        ids = [node.node_id for node in self.cluster.worker_nodes]
+        ids = [node.node_id for node in self.cpus]
         return [one for one in ids if one in free and free[one].get("CPU", 0) < 1]
 
     def have(self, count: int, cpus: int = 1) -> None:
         """So many nodes of so many CPUs, and no others."""
-        for node in list(self.cluster.worker_nodes):
-            self.cluster.remove_node(node, allow_graceful=True)
-        for _ in range(count):
+        right = [node for node, number in self.cpus.items() if number == cpus][:count]
+        for node in [node for node in self.cpus if node not in right]:
+            del self.cpus[node]
+            self.cluster.remove_node(node)
+        for _ in range(count - len(right)):
             self.add(cpus)
 
 

@@ -137,7 +137,7 @@ def test_faults(
     assert sorted(made_in(tmp_path)) == ["o-0001.mp4", "o-0003.mp4"]
     send(monkeypatch, Dry)
 
-    def full(path: Path) -> Any:
+    def full(path: Path, **_: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(lists, "written_beside", full)

@@ -48,7 +48,7 @@ def test_a_graph_an_interruption_and_a_killed_node(comfy: ComfyUI, nodes: Nodes)
     assert comfy.wait(prompt).message("execution_interrupted")["node_id"] == "sampler"
     assert comfy.run(on_cluster(small(seed=78), nodes)).ok
     prompt = comfy.queue(on_cluster(small(steps=1000, seed=79, solver="euler"), nodes), client.name)
-    before = {one.node_id for one in nodes.cluster.worker_nodes}
+    before = {one.node_id for one in nodes.cpus}
     for event in client.events():
         if event["type"] == "progress" and event["data"]["node"] == "sampler" and event["data"]["value"] == 3:
             nodes.kill(nodes.busy()[0])
@@ -56,7 +56,7 @@ def test_a_graph_an_interruption_and_a_killed_node(comfy: ComfyUI, nodes: Nodes)
             break
     client.close()
     message = comfy.wait(prompt).message("execution_error")["exception_message"]
-    [lost] = before - {one.node_id for one in nodes.cluster.worker_nodes}
+    [lost] = before - {one.node_id for one in nodes.cpus}
     assert "the cluster lost" in message and f"node {lost[:6]}" in message and "of 1000" in message
     assert comfy.run(on_cluster(small(seed=80), nodes)).ok
 

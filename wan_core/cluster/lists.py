@@ -104,7 +104,7 @@ class ClusterMaker:
             raise OptionError(found["refused"])
         video.check_free()
         for path, name in ((video.out, "video"), (video.report, "report")):
-            with written_beside(path) as temporary:
+            with written_beside(path, tidy=False) as temporary:  # `VideoList` did it once for all
                 temporary.write_bytes(found[name])
 
 

@@ -205,14 +205,16 @@ def numbered(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
+def written_beside(path: str | os.PathLike[str], *, tidy: bool = True) -> Iterator[Path]:
     """A temporary file in the folder of `path`, which gets that name at the end. After an exception it is deleted, and
-    an older file of that name is unchanged. Raises OSError."""
+    an older file of that name is unchanged. tidy: first remove what processes that have ended left in the folder, which
+    takes milliseconds where thousands of files are. Raises OSError."""
     path = Path(path)
     if is_special(path):
         yield path
         return
-    remove_left_over(path.absolute().parent)
+    if tidy:
+        remove_left_over(path.absolute().parent)
     temporary = _temporary(path)
     try:
         temporary.touch(exist_ok=False)
