@@ -40,7 +40,7 @@ from wan_core.pipeline.model_folders import RELEASES
 COMMANDS = commands()
 READMES = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")]
 PARSER = build_parser()
-LANGUAGES = {"bash", "sh", "json", "python", "text"}
+LANGUAGES = {"bash", "sh", "json", "python", "text", "yaml"}
 
 
 def check_each(commands: list[Command], check: Callable[[Command], None]) -> None:
@@ -115,6 +115,8 @@ def test_the_page_on_commands_has_all() -> None:
 
 
 OTHERS = {  # options of others -> whose
+    "--num-cpus": "ray",
+    "--num-gpus": "ray",
     "--cpu": "ComfyUI", "--cache-classic": "ComfyUI", "--devices": "wan_core/workers/worker.py",
     "--worker-prompts": "tools/soak.py", "--keep": "tools/fuzz.py", "--chinese": "tools/make_schemas.py",
 }  # fmt: skip

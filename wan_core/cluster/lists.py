@@ -180,7 +180,8 @@ class ClusterList:
             if maker.name == "a maker":
                 maker.start()
         except WorkerError as fault:
-            self.tell(str(fault))
+            if videos.left:  # else it was ended before it had begun
+                self.tell(str(fault))
             return
         except OptionError as fault:
             self.tell(f"{fault}. It makes no videos")
