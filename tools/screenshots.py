@@ -41,7 +41,6 @@ IMAGES, PAGES = ROOT / "docs" / "images", pages()
 WIDTH, HEIGHT, EDGE = 1920, 1080, 16  # pixels: of a picture, of the page, around a graph
 PICTURED = {  # workflows in docs/images, and how they are drawn there
     "text_to_video": ("classic", "nodes2"),
-    "mixed_with_native_nodes": ("classic",),
 }
 RENDERERS = {"classic": "", "nodes2": "_nodes2"}  # what a picture's name ends with
 EMBEDDED = '"tiny'  # in the graphs that run without weights
