@@ -160,7 +160,7 @@ class NodeMaker:
         return plan_of(self.model, self.values, skip, first, width=width, height=height, frames=frames).plan
 
     def forward_seconds(self, frames: int) -> float:
-        """Of the first step, run a second time: the first brings the weights to the device."""
+        """Seconds of the first step, run a second time: the first brings the weights to the device."""
         for _ in range(2):
             self._sample(self.samples[0], None, frames, end_step=1)
         return next(iter(self.model.pace.values()))

@@ -66,7 +66,7 @@ class Maker(Protocol):
 
 
 class PipelineMaker:
-    """Of files, by the command line. watch: of every run."""
+    """Makes videos from files, as the command line does. watch: observes every run."""
 
     def __init__(
         self, options: LoadOptions, base: Request, samples: Sequence[Sample], task: Task, watch: Watch
@@ -85,7 +85,7 @@ class PipelineMaker:
             return check_request(self.options, request, self.device).job.plan
 
     def forward_seconds(self, frames: int) -> float:
-        """Of the expert that begins: the first forward brings the weights to the device, the second is timed."""
+        """Seconds of one forward of the expert that begins: the second is timed, the first also loads the weights."""
         with self.request(self.samples[0], None, frames) as request, torch.no_grad():
             pipe = self.engine.load(self.options, request, self.watch)
             pipe.warm_up(request, self.watch.phase)

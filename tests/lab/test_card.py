@@ -142,7 +142,7 @@ ODD = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min
 
 @given(ODD, ODD, ODD)
 def test_a_card_is_the_same_whatever_models_prompts_and_users_are_called(model: str, prompt: str, user: str):
-    """Of what a run's report says only what is listed gets into a card."""
+    """A card takes only what is listed from a run's report."""
     odd = {"models": {"high": model}, "prompt": prompt, "image": f"/home/{user}/x.png", "memory": user}
     frames = torch.zeros(1, 16, 16, 3, dtype=torch.uint8)
     usual, named = (

@@ -120,7 +120,7 @@ def usable_levels(blocks: int, floor: float = 0.0) -> tuple[float, ...]:
 
 
 def blocks_read(share: float, blocks: int) -> int:
-    """As `Rule.most`."""
+    """How many of `blocks` a share reads, rounded as in `Rule.most`."""
     return min(blocks, max(1, round(share * blocks)))
 
 
