@@ -298,7 +298,8 @@ class WanCoreSpeedPreset(io.ComfyNode):
                     options=[*speed_names(), *host.named_files("diffusion_models", SPEEDS)],
                     default="balanced",
                     tooltip="Presets of this pack were searched on the embedded model. Presets of your own, from "
-                    f"`wancore search` (README, Command line), are found in models/diffusion_models as NAME{SPEEDS}.",
+                    "`wancore search` (docs/install.md, Command line), are found in models/diffusion_models as "
+                    f"NAME{SPEEDS}.",
                 )
             ],
             outputs=[skipping_output()],

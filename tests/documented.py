@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md")]
+MODELS = ROOT / "docs/models.md"  # its tables name every file and release
 PAGES += [page for folder in ("docs", "web/docs") for page in sorted((ROOT / folder).glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
@@ -163,9 +164,9 @@ FOLDERS = {  # what is in the name of a file -> its folder in ComfyUI's models f
 WEIGHT_FILE = re.compile(r"\.(safetensors|gguf)$")
 
 
-def weights_section(readme: str) -> str:
-    """The README's section on weights, without its blocks of code."""
-    section = re.search(r"\n\*\*1\. .*?(?=\n## )", readme, re.DOTALL)
+def weights_section(page: str) -> str:
+    """The section on weights of docs/models.md, without its blocks of code."""
+    section = re.search(r"\n\*\*1\. .*?(?=\n## )", page, re.DOTALL)
     assert section is not None
     return FENCE.sub("", section[0])
 

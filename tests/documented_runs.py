@@ -16,14 +16,14 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.documented import ROOT, fences, folder_of, releases_of, weight_rows, weights_section
+from tests.documented import MODELS, ROOT, fences, folder_of, releases_of, weight_rows, weights_section
 from tests.stand_ins import write_release, write_stand_in
 from wan_core.cli import main
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_video
 from wan_core.ops.attention.registry import BACKENDS
 
-SECTION = weights_section((ROOT / "README.md").read_text(encoding="utf-8"))
+SECTION = weights_section(MODELS.read_text(encoding="utf-8"))
 COMFY_ORG = weight_rows(SECTION.partition("**2. ")[0])
 ROWS = weight_rows(SECTION)
 FOLDERS = {"parallel.md": "Wan2.2-TI2V-5B"}  # what FOLDER is on a page: its list has texts and pictures
@@ -34,7 +34,7 @@ RUN_MODELS = ("generate", "warmup", "calibrate", "quality", "search", "report-ca
 
 
 def write_weights(folder: Path) -> None:
-    """All files and releases of the README's tables, and `ComfyUI/models` with those of Comfy-Org alone."""
+    """All files and releases of the tables of docs/models.md, and `ComfyUI/models` with those of Comfy-Org alone."""
     for name in {name for row in ROWS for name in row}:
         path = folder / folder_of(name) / name
         write_stand_in(path)

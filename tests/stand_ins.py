@@ -1,4 +1,4 @@
-"""Tiny random weights under the names, in the folders and in the layouts of the files that the README lists.
+"""Tiny random weights under the names, in the folders and in the layouts of the files that docs/models.md lists.
 
 What a file holds follows from its name, as people read it: the model, and how its matrices are stored. Text encoders
 have the embedded model's tokenizer, because UMT5's is not at hand.

@@ -8,8 +8,9 @@ A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. NAME is a su
 `benchmarks/results/<suite>-<device>-<yyyymmdd>.json` and holds
 {"suite", "command", "commit", "device", "versions": {library: version}, "rows": [{"name", "seconds", ...}]}.
 Columns that no row fills are left out; a key of a row that this file does not know becomes a column of its own.
-The table `cards` is no measurement: it is the choice by card of `wan_core.pipeline.card_choice`. `why` and `summary`
-are short tables over several results: tools/summary_tables.py; `techniques-...` are in tools/techniques.py.
+The table `cards` is no measurement: it is the choice by card of `wan_core.pipeline.card_choice`. `gains` is a short
+table over several results (tools/summary_tables.py), `techniques-...` are in tools/techniques.py, and what comes from
+no result (the address, files, what fits a card) in tools/readme_parts.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
 
+from tools.readme_parts import readme_part  # noqa: E402
 from tools.summary_tables import short_table  # noqa: E402
 from tools.techniques import RUNS, technique_table  # noqa: E402
 
@@ -203,6 +205,8 @@ def body_of(name: str, results: Path) -> str:
     """The Markdown of the table called `name`."""
     if name == CARDS:
         return cards_table()
+    if (part := readme_part(name)) is not None:
+        return part
     if (result := name.partition("-x86")[0]) in RUNS:
         found = newest_result(name, results)
         return "\n".join([*technique_table(result, found), *origin(found)])

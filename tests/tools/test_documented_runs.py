@@ -2,9 +2,9 @@
 
     make documented
 
-The stand-ins have the names and folders of the README's tables (`tests/stand_ins.py`). Commands stay as they are, but
-for what makes them small (`on_a_cpu` in `tests/documented_runs.py`). `RULES` in `tests/documented.py` says which are
-not run.
+The stand-ins have the names and folders of the tables of docs/models.md (`tests/stand_ins.py`). Commands stay as they
+are, but for what makes them small (`on_a_cpu` in `tests/documented_runs.py`). `RULES` in `tests/documented.py` says
+which are not run.
 """
 
 from __future__ import annotations
@@ -96,23 +96,24 @@ def test_a_command_runs(place: str, enter: Enter, tmp_path: Path, monkeypatch: p
 
 
 def whole_options() -> list[str]:
-    """The options that the README names with their values."""
-    return [span for span in option_spans(ROOT / "README.md") if len(shlex.split(span)) % 2 == 0]
+    """The options that the recipes and docs/trouble.md name with their values."""
+    pages = (ROOT / "docs/choices.md", ROOT / "docs/trouble.md")
+    spans = dict.fromkeys(span for page in pages for span in option_spans(page))
+    return [span for span in spans if len(shlex.split(span)) % 2 == 0]
 
 
 @pytest.mark.parametrize("span", whole_options())
 def test_options_in_the_text_run(span: str, enter: Enter, capfd) -> None:
     """The recipes, and what is to be tried when something goes wrong."""
-    enter("README.md")
+    enter("commands.md")
     run(["generate", "--model", "Wan2.2-T2V-A14B", "--prompt", "x", *shlex.split(span)], capfd)
 
 
-def test_what_the_readme_installs_runs_in_a_shell(tmp_path: Path) -> None:
+def test_what_the_page_installs_runs_in_a_shell(tmp_path: Path) -> None:
     """`pip install .`, and the commands that need no weights, as they stand there. Nothing is downloaded: what WanCore
     needs is in the environment."""
-    blocks = [text for _, text, _ in fences((ROOT / "README.md").read_text(encoding="utf-8"))]
-    install, first = blocks[:2]
-    assert "pip install .\n" in install and "--model tiny" in first
+    blocks = [text for _, text, _ in fences((ROOT / "docs/install.md").read_text(encoding="utf-8"))]
+    install, first = (next(text for text in blocks if part in text) for part in ("pip install .\n", "--model tiny"))
     source, installed = tmp_path / "source", tmp_path / "installed"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "requirements.txt"):
@@ -142,7 +143,7 @@ def example(model: str) -> list[str]:
 
 
 def parts(model: str, text_encoder: str = "umt5_xxl_fp8_e4m3fn_scaled.safetensors") -> list[str]:
-    """What the README says a model needs beside its transformers."""
+    """What docs/models.md says a model needs beside its transformers."""
     found = {"--text-encoder": text_encoder, "--vae": "wan_2.1_vae.safetensors"}
     if (config := config_of(model)).out_channels == 48:
         found["--vae"] = "wan2.2_vae.safetensors"
@@ -171,7 +172,7 @@ def experts(names: tuple[str, ...], *options: str) -> list[str]:
 
 @pytest.mark.parametrize("names", models_of(ROWS, "diffusion_models"), ids=lambda names: names[0])
 def test_every_transformer_of_the_tables(names: tuple[str, ...], enter: Enter, capfd) -> None:
-    enter("README.md")
+    enter("commands.md")
     encoder = ["umt5-xxl-encoder-Q8_0.gguf"] if names[0].endswith("gguf") else []
     words = [*example(names[0]), *experts(names, "--high", "--low"), *parts(names[0], *encoder), "--out", "row.mp4"]
     assert "swapped" not in run(words, capfd)
@@ -179,7 +180,7 @@ def test_every_transformer_of_the_tables(names: tuple[str, ...], enter: Enter, c
 
 @pytest.mark.parametrize("names", models_of(ROWS, "loras"), ids=lambda names: names[0])
 def test_every_lora_of_the_tables(names: tuple[str, ...], enter: Enter, capfd) -> None:
-    enter("README.md")
+    enter("commands.md")
     kind = "i2v" if "i2v" in names[0] else "t2v"
     of = next(model for model in models_of(COMFY_ORG, "diffusion_models") if f"_{kind}_" in model[0])
     loras = experts(names, "--lora-high", "--lora-low")
@@ -191,7 +192,7 @@ def test_every_lora_of_the_tables(names: tuple[str, ...], enter: Enter, capfd) -
 
 @pytest.mark.parametrize("name", releases_of(SECTION))
 def test_every_release_of_the_tables(name: str, enter: Enter, capfd) -> None:
-    enter("README.md")
+    enter("commands.md")
     run([*example(name), "--model", name.partition("/")[2], "--out", "release.mp4"], capfd)
 
 
@@ -201,7 +202,7 @@ TASKS = ("t2v-A14B", "i2v-A14B", "ti2v-5B", "animate-14B", "s2v-14B", "vace-14B"
 @pytest.mark.parametrize("task", TASKS)
 def test_every_model_is_found_in_the_models_folder(task: str, enter: Enter, capfd) -> None:
     """`--model ComfyUI/models --task TASK` finds the files by itself."""
-    enter("README.md")
+    enter("commands.md")
     run([*example(task), "--model", "ComfyUI/models", "--task", task, "--out", "found.mp4"], capfd)
 
 

@@ -81,7 +81,7 @@ class LoadOptions:
         "checkpoint",
         choices=PRECISIONS,
         help="of transformer and text encoder; checkpoint: bf16 on a GPU, fp32 on a CPU. fp8-* and te-* store the "
-        "transformer's matrices in FP8 (te: Transformer Engine), see docs/performance.md",
+        "transformer's matrices in FP8 (te: Transformer Engine), see docs/precision.md",
         tip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights that the "
         "file packs (GGUF, NVFP4, MXFP8, INT8) stay packed in memory; fp16 is never used, because Wan's "
         "activations overflow in it. 'fp8' multiplies the blocks' matrices in FP8, faster and in half the memory, "

@@ -75,7 +75,7 @@ class SkipArguments:
     stages: str | None = option(
         None,
         help="run the steps with sigma between at a part of width and height: 0.5/0.9-0.98, several joined by commas "
-        "(docs/performance.md)",
+        "(docs/resolution.md)",
         metavar="S/LOW-HIGH",
     )
 

@@ -24,7 +24,7 @@ from wan_core.sampling.plan import Branch, Plan, Step
 
 Ratios = Mapping[Branch, Sequence["float | None"]]
 # Forecasts instead of the last residual, and at most one skip in a row for quality: on the embedded model this is the
-# best setting at equal savings (benchmarks/results/quality-*.json, docs/performance.md). Order 2 stores three residuals
+# best setting at equal savings (benchmarks/results/quality-*.json, docs/caching.md). Order 2 stores three residuals
 # of each branch.
 PRESETS: dict[str, MagCacheOptions] = {
     "quality": MagCacheOptions(threshold=0.06, max_skips=1, retention=0.2, order=2),

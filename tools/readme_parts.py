@@ -1,0 +1,161 @@
+"""Parts of the README and docs that come from other tables of this repository: the address, the files, what fits.
+
+`clone`: the line that installs the pack, with the public address of pyproject.toml. `fits`: which video fits which
+card, by the memory plan. `files`: the files of the first video; `models-SOURCE`: those of one source, both from
+wan_core/assets/models.json. A name that ends in `.zh` is the same in Chinese.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+Row = dict[str, Any]
+
+# ------------------------------------------------------------------------------------------------------------- address
+
+
+def clone(_: str) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return ["```bash", f"git clone {project['urls']['Repository']} ComfyUI/custom_nodes/wancore", "```"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+LABELS = {  # tasks of a file -> what a reader calls them
+    "t2v-A14B": ("text to video", "文生视频"),
+    "i2v-A14B": ("image to video, first and last frame", "图生视频、首尾帧"),
+    "i2v-14B-480P": ("Wan 2.1 image to video", "Wan 2.1 图生视频"),
+    "ti2v-5B": ("5B", "5B"),
+    "vace-14B": ("VACE", "VACE"),
+    "fun-control-A14B": ("Fun control", "Fun 控制"),
+    "camera-A14B": ("Fun camera", "Fun 相机"),
+    "s2v-14B": ("sound to video", "声音生视频"),
+    "animate-14B": ("Animate", "Animate"),
+    "animate2-14B": ("Animate 2", "Animate 2"),
+    "animate2-14B-distilled": ("Animate 2, few steps", "Animate 2，少步"),
+}
+ALL, NOT_5B = ("all", "全部"), ("all but 5B", "除 5B 外")
+INPAINT = ("Fun inpaint", "Fun 局部重绘")
+NOT_THERE = ("int8", "wan2.1_i2v")  # in the table of Comfy-Org's files
+SOURCES: dict[str, Callable[[Row], bool]] = {
+    "comfy": lambda row: row.get("choice") in (None, "inpaint") and not any(word in row["name"] for word in NOT_THERE),
+    "steps": lambda row: row.get("choice") in ("four-steps", "lightx2v") and row["part"] != "lora",
+    "gguf": lambda row: row.get("choice") == "gguf",
+    "int8": lambda row: "int8" in row["name"],
+}
+FIRST = ("i2v-A14B", ("high", "low", "text_encoder", "vae"))
+HEADS = {"en": "| for | file | folder | GB |", "zh": "| 用途 | 文件 | 文件夹 | GB |"}
+
+
+def rows() -> list[Row]:
+    return json.loads((ROOT / "wan_core/assets/models.json").read_text(encoding="utf-8"))
+
+
+def label(row: Row, number: int) -> str:
+    if row.get("choice") == "inpaint":
+        return INPAINT[number]
+    tasks = set(row["tasks"])
+    known = {task for one in rows() for task in one["tasks"]}
+    if known - tasks <= {"ti2v-5B"}:
+        return (NOT_5B if known - tasks else ALL)[number]
+    return ", ".join(LABELS[task][number] for task in LABELS if task in tasks)
+
+
+def link(row: Row) -> str:
+    return f"[`{row['name']}`](https://huggingface.co/{row['repository']}/resolve/main/{row['path']})"
+
+
+def pairs(found: Iterable[Row]) -> list[list[Row]]:
+    """The files of a low-noise expert stand in the row of the high-noise expert's."""
+    table: list[list[Row]] = []
+    for row in found:
+        follows = table and row["part"] in ("low", "lora_low") and row["tasks"] == table[-1][0]["tasks"]
+        if follows and len(table[-1]) == 1:
+            table[-1].append(row)
+        else:
+            table.append([row])
+    return table
+
+
+def file_table(found: Sequence[Row], language: str) -> list[str]:
+    lines = [HEADS[language], "|---|---|---|---:|"]
+    number = list(HEADS).index(language)
+    for pair in pairs(found):
+        first, size = pair[0], f"{pair[0]['gb']:g}"
+        size = size if len(pair) == 1 else (f"{size} each", f"各 {size}")[number]
+        names = ", ".join(map(link, pair))
+        lines.append(f"| {label(first, number)} | {names} | `{first['folder']}` | {size} |")
+    return lines
+
+
+def files(language: str) -> list[str]:
+    task, parts = FIRST
+    found = [row for row in rows() if task in row["tasks"] and row["part"] in parts and "choice" not in row]
+    return file_table(sorted(found, key=lambda row: parts.index(row["part"])), language)
+
+
+# ----------------------------------------------------------------------------------------------------------------- fits
+
+CARDS = {
+    8: "RTX 4060, 3070",
+    12: "RTX 3060, 4070",
+    16: "RTX 4060 Ti, 4080, 5080",
+    24: "RTX 3090, 4090",
+    32: "RTX 5090",
+    48: "L40S, RTX 6000 Ada",
+    80: "A100, H100",
+}
+VIDEOS = (("t2v-A14B", "fp8", (832, 480)), ("t2v-A14B", "fp8", (1280, 720)), ("ti2v-5B", "bf16", None))
+WORDS = {"en": ("yes", "yes, decoded in tiles", "no"), "zh": ("可以", "可以，分块解码", "不行")}
+FITS = {
+    "en": "| card | for example | 14B, 480p | 14B, 720p | 5B, 720p | what waits in host memory |",
+    "zh": "| 显存 | 例如 | 14B，480p | 14B，720p | 5B，720p | 在内存中等待的部分 |",
+}
+WAITS = {
+    "en": {"stream": "{} of {} blocks", "swap": "one expert", "resident": "nothing"},
+    "zh": {"stream": "{1} 块中的 {0} 块", "swap": "一个专家", "resident": "没有"},
+}
+
+
+def fits(language: str) -> list[str]:
+    from wan_core.config import LoadOptions, Request
+    from wan_core.execution.memory.planning import limited, plan_memory
+    from wan_core.pipeline.card_choice import task_memory
+
+    needs = []
+    for task, precision, size in VIDEOS:
+        width, height = size or (None, None)
+        options = LoadOptions(model=f"random:{task}", precision=precision)
+        needs.append(task_memory(options, Request(prompt="", width=width, height=height)))
+    yes, tiles, no = WORDS[language][:3]
+    lines = [FITS[language], "|---:|---|---|---|---|---|"]
+    for gib, names in CARDS.items():
+        plans = [plan_memory(sizes, beside, limited(gib)) for sizes, beside in needs]
+        cells = [yes if plan.fits else tiles if plan.denoise <= plan.room else no for plan in plans]
+        lines.append(f"| {gib} GiB | {names} | {' | '.join(cells)} | {waits(plans[1], language)} |")
+    return lines
+
+
+def waits(plan: Any, language: str) -> str:
+    blocks = plan.blocks or 0
+    return WAITS[language][plan.policy].format(blocks - (plan.resident_blocks or 0), blocks)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[str], list[str]]] = {"clone": clone, "files": files, "fits": fits}
+
+
+def readme_part(name: str) -> str | None:
+    """The Markdown of the part of this name; None for a name that is none of these."""
+    kind, _, language = name.partition(".")
+    source = SOURCES.get(kind.removeprefix("models-"))
+    if kind.startswith("models-") and source is not None:
+        return "\n".join([*file_table([row for row in rows() if source(row)], language or "en"), ""])
+    return "\n".join([*PARTS[kind](language or "en"), ""]) if kind in PARTS else None
