@@ -48,7 +48,7 @@ HEADERS = {
     "compile_seconds": "compile s",
     "load_seconds": "load s",
     "file_gib": "file GiB",
-    "widen_ms": "widening ms",
+    "widen_ms": "dequantising ms",
     "latent_psnr": "latents dB",
     "psnr": "frames dB",
     "ssim": "SSIM",
@@ -68,10 +68,10 @@ CHOSEN = {
     "trajectory": "name weights steps samples latent_psnr error psnr ssim captions_true",
     "distilled": "name forwards seconds samples background colour shape motion all",
     "gguf": "name size seconds ratio load_seconds file_gib weights_gib peak_gib widen_ms error",
-    "parallel": "name size seconds seconds_per_step ratio times_diffusers exchange_share gb_s link peak_gib error "
-    "layers",
-    "everyday": "name size seconds ratio ratio_to_native_gpus error loaders text image samplers decode save",
-    "native": "name size seconds ratio error",
+    "parallel": "name size seconds seconds_per_step ratio times_diffusers exchange_share gb_s link peak_gib error",
+    "everyday": "name size seconds runs ratio ratio_to_native_gpus error loaders text image samplers decode save "
+    "commit",
+    "native": "name size seconds ratio error commit",
     "attention": "name size seconds ratio tflops error offset outliers sinks structured",
     "int8": "name size seconds ratio peak_gib activation_gib weights_gib error",
     "streaming": "name size seconds slowdown resident_blocks peak_gib plan_error host_gib",
@@ -83,6 +83,13 @@ CHOSEN = {
     "switch": "name size steps seconds step_spread switch_ms peak_gib weights_gib",
 }
 REASONS = ("why_not", "failed")  # in a row that was not measured
+BLOCKS = 40  # of an expert of A14B
+PART = re.compile(r"\d+ of 40 blocks")
+RANDOM = ("everyday", "everyday-two", "native", "single", "sparse-forward", "parallel", "parallel-two")  # their weights
+EVEN = (
+    "`error` is empty in rows that read a part: on random weights attention is even, so it says nothing about sparsity."
+)
+RISKS = (("sparse", "cache"), ("fp8", "int8", "kitchen"))  # words in the names of rows: a part is left out; it rounds
 PEAKS = {"bf16_tflops": "bf16 {} TFLOP/s", "fp8_tflops": "FP8 {} TFLOP/s", "copy_tb_s": "copy {} TB/s"}
 
 CARDS = "cards"  # the table of `wan_core.pipeline.card_choice`, of no measurement
@@ -142,9 +149,13 @@ def cell(value: object) -> str:
 
 def table(result: Result) -> str:
     """The Markdown of one result: a table of its rows, and a line that says where it was measured and how."""
-    rows: list[Result] = [row | row.get("nodes", {}) for row in result["rows"]]
+    rows: list[Result] = [named(row | row.get("nodes", {}), result) for row in result["rows"]]
     if not rows:
         raise TableError(f"the suite {result['suite']!r} of {result['device']} has no rows: measure it again")
+    if result["suite"] in ("everyday", "native"):
+        rows = by_risk(rows)
+    sparse = [row for row in rows if result["suite"] in RANDOM and "sparse" in row["name"] and row.pop("error", None)]
+    rows = [row for row in rows if row not in sparse or "seconds" in row]
     present = {key: None for row in rows for key, value in row.items() if value is not None}
     columns = [key for key in HEADERS if key in present] + [key for key in present if key not in HEADERS]
     if result["suite"] in CHOSEN:
@@ -158,6 +169,7 @@ def table(result: Result) -> str:
         + "|",
         *("| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows),
     ]
+    lines += ["", EVEN] if sparse else []
     lines += origin(result)
     if "peaks" in result:
         peaks = ", ".join(
@@ -165,6 +177,29 @@ def table(result: Result) -> str:
         )
         lines.insert(-1, f"Peaks measured in the same run: {peaks}.")
     return "\n".join(lines)
+
+
+def named(row: Result, result: Result) -> Result:
+    """A row that says in its name how much of it was measured: blocks of the model, and steps."""
+    name, layers = row["name"], row.get("layers", result.get("layers"))
+    said = (
+        [f"{layers} of {BLOCKS} blocks"] if isinstance(layers, int) and layers < BLOCKS and "block" not in name else []
+    )
+    said += [f"scaled from {row['steps_measured']} steps"] if "steps_measured" in row else []
+    return row | {"name": f"{name} ({', '.join(said)})" if said else name}
+
+
+def by_risk(rows: list[Result]) -> list[Result]:
+    """Of each setting and size what is exact first, then what rounds, last what leaves something out."""
+    groups: dict[tuple[object, ...], int] = {}
+
+    def place(row: Result) -> tuple[int, int]:
+        setting, blocks = row["name"].partition(":")[0], PART.search(row["name"])
+        group = (setting, row.get("size"), blocks and blocks[0])
+        risk = next((2 - n for n, words in enumerate(RISKS) if any(word in row["name"] for word in words)), 0)
+        return groups.setdefault(group, len(groups)), risk
+
+    return sorted(rows, key=place)
 
 
 def origin(result: Result) -> list[str]:

@@ -44,6 +44,29 @@ def test_a_table_shows_the_filled_columns_of_every_row(tmp_path: Path) -> None:
     assert lines[6] == "h200; torch 2.13.0; commit 0123456789ab: `make bench`"
 
 
+def test_rows_say_what_was_measured_and_what_is_exact_comes_first(tmp_path: Path) -> None:
+    """Sparse rows have no error: on random weights leaving blocks out costs nothing."""
+    rows = [
+        {"name": "on: ours, fp8, sparse fast", "seconds": 1.0, "error": 0.03},
+        {"name": "on: ours, fp8", "seconds": 2.0, "error": 0.06},
+        {"name": "on: ours, auto", "seconds": 3.0, "error": 0.01},
+        {"name": "off: native", "seconds": 9.0, "steps_measured": 2},
+        {"name": "off: ours, cache", "seconds": 4.0, "layers": 40},
+    ]
+    write(tmp_path, "everyday", "h200", "20261120", rows)
+    path = tmp_path / "benchmarks/results/everyday-h200-20261120.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layers": 8}))
+    lines = rewrite(region("everyday"), tmp_path / "benchmarks" / "results")[0].splitlines()
+    assert lines[3:8] == [
+        "| on: ours, auto (8 of 40 blocks) | 3 | 0.01 |",
+        "| on: ours, fp8 (8 of 40 blocks) | 2 | 0.06 |",
+        "| on: ours, fp8, sparse fast (8 of 40 blocks) | 1 |  |",
+        "| off: native (8 of 40 blocks, scaled from 2 steps) | 9 |  |",
+        "| off: ours, cache | 4 |  |",
+    ]
+    assert "says nothing about sparsity" in lines[9]
+
+
 def test_a_row_that_was_not_measured_says_why(tmp_path: Path) -> None:
     rows = [
         {"name": "ours", "size": "480p", "seconds": 2.0, "tflops": 700.0, "tokens": 32760, "compilations": 1},
