@@ -190,7 +190,7 @@ def named(row: Result, result: Result) -> Result:
 
 
 def by_risk(rows: list[Result]) -> list[Result]:
-    """Of each setting and size what is exact first, then what rounds, last what leaves something out."""
+    """The rows of each setting and size: what is exact first, then what rounds, last what leaves something out."""
     groups: dict[tuple[object, ...], int] = {}
 
     def place(row: Result) -> tuple[int, int]:
