@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("web/docs/**/*.md")])
+READMES = ("README.md", "README.zh.md")
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
@@ -37,6 +38,37 @@ def test_every_node_has_a_row_and_a_help_page() -> None:
         r"^\| \[.*?\]\(\.\./web/docs/(\w+)\.md\)", (ROOT / "docs/nodes.md").read_text("utf-8"), re.MULTILINE
     )
     assert sorted(rows) == sorted(nodes), "docs/nodes.md needs one row a node"
+
+
+NODE = re.compile(r"\bWanCore (?:from [A-Z]+|[A-Z][\w-]*)(?: (?:[A-Z0-9][\w-]*|to|for|with))*")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nodes_and_templates_that_a_page_names_are_there(page: Path) -> None:
+    """Nodes by their English names, on English pages; templates by their names or numbers."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    text = " ".join(line for line in lines if not line.startswith("#"))
+    rows = re.findall(r"^\| \[(WanCore .*?)\]", (ROOT / "docs/nodes.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = set() if "zh" in page.name else {found[0] for found in NODE.finditer(text)}
+    assert not [name for name in named if not name.lower().startswith(tuple(row.lower() for row in rows))]
+    titles = [path.stem for path in (ROOT / "workflows").glob("WanCore*.json")]
+    for template in re.findall(r"\*(WanCore \d\d[^*]*)\*", text):
+        assert any(title == template or title.startswith(f"{template} - ") for title in titles), template
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_a_readme_is_short_and_says_first_what_was_never_tried(name: str) -> None:
+    """Two screens of text; the notice and what is exact stand before what changes the video."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    notice, table, block = (text.index(part) for part in ("> **Alpha", "<!-- bench:gains", "make demo\nmake test\n"))
+    assert notice < table < block and text[:notice].count("\n") < 12
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    assert pages <= set(LINK.findall(index))
 
 
 def pictures_of_graphs() -> set[str]:
