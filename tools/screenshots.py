@@ -5,8 +5,8 @@ well, and take its picture for docs/images/.
     python tools/screenshots.py http://127.0.0.1:8188 --check    check only
     --run runs each before its picture is taken, and checks that what it then saves holds no more values than before.
 
-Written, for those in PICTURED: docs/images/<workflow>.png, of Nodes 2.0 docs/images/<workflow>_nodes2.png, and
-docs/images/shown.json: which inputs of which nodes the pictures show. A test compares that file with the schemas, so
+Written, for those in PICTURED and cut to the groups named there: docs/images/<workflow>.png, of Nodes 2.0
+docs/images/<workflow>_nodes2.png, and docs/images/shown.json: which inputs of which nodes the graphs have. A test compares that file with the schemas, so
 that no picture is older than its nodes. The template browser's pictures are drawn by `tools.thumbnails`.
 
 Needs `pip install playwright` and a Chromium (`--chromium PATH`, by default the `chromium` of the system). The ComfyUI
@@ -39,9 +39,9 @@ from tools.workflows import ROOT, WORKFLOWS, pages
 
 IMAGES, PAGES = ROOT / "docs" / "images", pages()
 WIDTH, HEIGHT, EDGE = 1920, 1080, 16  # pixels: of a picture, of the page, around a graph
-PICTURED = {  # workflows in docs/images, and how they are drawn there
-    "text_to_video": ("classic", "nodes2"),
-}
+# Workflows in docs/images -> how they are drawn there -> the groups to be seen: as wide as a page, in letters that can
+# be read.
+PICTURED: dict[str, dict[str, tuple[str, ...]]] = {"text_to_video": {"classic": ("Sampling", "Video")}}
 RENDERERS = {"classic": "", "nodes2": "_nodes2"}  # what a picture's name ends with
 EMBEDDED = '"tiny'  # in the graphs that run without weights
 GROUP_TITLE = 34  # below a group's upper edge
@@ -212,8 +212,9 @@ def shown(name: str, found: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def picture(page: Page, name: str, renderer: str) -> None:
-    """The whole graph without the page's bars, as a small PNG."""
+    """Groups of the graph without the page's bars, as a small PNG."""
     left, top, right, bottom = page.evaluate(BOUNDS)
+    boxes = [box for title, *box in page.evaluate(GROUPS) if title in PICTURED[name][renderer]]
     scale = min((WIDTH - 2 * EDGE) / (right - left), 1.0)
     view = {"width": WIDTH, "height": round((bottom - top) * scale) + 2 * EDGE}
     page.set_viewport_size(view)
@@ -221,6 +222,9 @@ def picture(page: Page, name: str, renderer: str) -> None:
     page.evaluate(FIT, [left - EDGE / scale, top - EDGE / scale, scale])
     raw = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     path = IMAGES / f"{name}{RENDERERS[renderer]}.png"
+    begin, end = min(x for x, *_ in boxes) - left, max(x + width for x, _, width, _ in boxes) - left
+    low = max(y + height for _, y, _, height in boxes) - top
+    raw = raw.crop((round(begin * scale), 0, round(end * scale) + 2 * EDGE, round(low * scale) + 2 * EDGE))
     raw.quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
 
 
@@ -254,7 +258,7 @@ def visit(page: Page, name: str, renderer: str, options: argparse.Namespace) -> 
         FIT, [left, top, min(WIDTH / (right - left), HEIGHT / (bottom - top))]
     )  # only what is in view is drawn
     wrong += layout_faults(page.evaluate(MEASURE, renderer == "nodes2"), page.evaluate(GROUPS))
-    if not options.check and renderer in PICTURED.get(name, ()):
+    if not options.check and renderer in PICTURED.get(name, {}):
         picture(page, name, renderer)
         page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     return wrong, shown(name, found)
@@ -287,7 +291,7 @@ def main() -> int:
                 wrong, inputs = visit(page, name, renderer, options)
                 print(f"{renderer} {name}: {'; '.join(wrong) or 'whole'}", flush=True)
                 failed = failed or bool(wrong)
-                if renderer in PICTURED.get(name, ()) and not options.check:
+                if renderer in PICTURED.get(name, {}) and not options.check:
                     pictured[f"{name}{RENDERERS[renderer]}.png"] = inputs
             context.close()
     if not options.check:
