@@ -6,8 +6,9 @@ well, and take its picture for docs/images/.
     --run runs each before its picture is taken, and checks that what it then saves holds no more values than before.
 
 Written, for those in PICTURED and cut to the groups named there: docs/images/<workflow>.png, of Nodes 2.0
-docs/images/<workflow>_nodes2.png, and docs/images/shown.json: which inputs of which nodes the graphs have. A test compares that file with the schemas, so
-that no picture is older than its nodes. The template browser's pictures are drawn by `tools.thumbnails`.
+docs/images/<workflow>_nodes2.png, and docs/images/shown.json: which inputs of which nodes the graphs have. A test
+compares that file with the schemas, so that no picture is older than its nodes. The template browser's pictures are
+drawn by `tools.thumbnails`.
 
 Needs `pip install playwright` and a Chromium (`--chromium PATH`, by default the `chromium` of the system). The ComfyUI
 must have this pack in custom_nodes, run with WANCORE_ALLOW_CPU_WORKERS=1 and, in its models and input folders, have a
