@@ -14,9 +14,9 @@ from wan_core.execution.report import WARNING
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.wan.families import NAG, TASKS, image_task
-from wan_core.models.wan.families.family import NEGATIVE_SOURCE
+from wan_core.models.wan.families.family import NEGATIVE_SOURCE, Task
 from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
-from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames
+from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames, svi_clip
 from wan_core.pipeline.check import check_tensor, size_notes
 from wan_core.sampling.conditioning import Conditioning, empty_latents, latent_shape
 
@@ -189,10 +189,13 @@ class WanCoreImageToVideo(io.ComfyNode):
         return schema(
             "WanCoreImageToVideo",
             "WanCore Image to Video",
-            aliases=("wan i2v", "wan image to video", "first last frame", "flf2v", "keyframes", "first middle last"),
+            aliases=(
+                *("wan i2v", "wan image to video", "first last frame", "flf2v", "keyframes", "first middle last"),
+                *("svi", "stable video infinity", "endless video"),
+            ),
             shows_text=True,
             description="Adds a first frame, a last frame, others between them or all of these to the conditioning of "
-            "an image-to-video model.",
+            "an image-to-video model; or the anchor and the latents before of a clip of SVI 2.0 Pro.",
             inputs=[
                 io.Conditioning.Input("positive", tooltip="The encoded prompt."),
                 io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
@@ -229,6 +232,19 @@ class WanCoreImageToVideo(io.ComfyNode):
                     tooltip="Which frame of the video each picture of 'keyframes' is, counted from 0: '20, 40, 60'. "
                     "Multiples of 4 are best: there a keyframe is to the model as a last frame is.",
                 ),
+                io.Image.Input(
+                    "anchor",
+                    optional=True,
+                    tooltip="A clip of SVI 2.0 Pro (its LoRAs on both experts, A14B only): the picture that every clip "
+                    "of the video begins with, in place of first_image.",
+                ),
+                io.Latent.Input(
+                    "previous",
+                    optional=True,
+                    tooltip="With 'anchor': the latents of the clip before, of which the last one is handed on. Remove "
+                    "the first 2 latents of the new clip with TrimVideoLatent, join it to these with LatentConcat (t), "
+                    "and decode all of them as one video.",
+                ),
             ],
             outputs=[
                 output(io.Conditioning, "positive_out", "For the sampler."),
@@ -264,11 +280,14 @@ class WanCoreImageToVideo(io.ComfyNode):
         batch_size: int = 1,
         keyframes: Tensor | None = None,
         keyframe_numbers: str = "",
+        anchor: Tensor | None = None,
+        previous: dict[str, Any] | None = None,
     ) -> io.NodeOutput:
         first, last, others = (_frames(image, (width, height)) for image in (first_image, last_image, keyframes))
         between = by_number(others, frame_numbers(keyframe_numbers))
         task = image_task(vae.latent_channels)
         latents = host.to_intermediate(empty_latents(task.vae, width, height, frames)).repeat(batch_size, 1, 1, 1, 1)
+        check_anchor(task, anchor, previous, others=first is not None or bool(between))
         if task.image == "first frame":
             if last is not None or between:
                 raise OptionError(f"{task.name} takes a first frame and no others: connect first_image alone")
@@ -279,6 +298,11 @@ class WanCoreImageToVideo(io.ComfyNode):
             latent = {"samples": samples, "noise_mask": unknown}
             return io.NodeOutput(positive, negative, latent, ui=size_words(task.vae, width, height))
         check_tensor("the pictures", (frames, height, width, 3), 4, torch.device("cpu"))
+        if anchor is not None:
+            encoded, unknown = anchored(vae, _frames(anchor[:1], (width, height)), last, previous, frames)
+            values = {"concat_latent_image": host.to_intermediate(encoded), "concat_mask": unknown}
+            both = (with_values(one, values) for one in (positive, negative))
+            return io.NodeOutput(*both, {"samples": latents}, ui=size_words(task.vae, width, height))
         if isinstance(vae, VAESocket):
             encoded, unknown = vae.encode_known(first, last, frames, between)
         else:
@@ -297,6 +321,33 @@ def _frames(image: Tensor | None, size: tuple[int, int]) -> Tensor | None:
         return None
     pixels = (fit_image(one, size) for one in image[..., :3].cpu().float().numpy())
     return pixels_to_video(torch.stack([torch.from_numpy(one) for one in pixels]))
+
+
+def check_anchor(task: Task, anchor: Tensor | None, previous: dict[str, Any] | None, *, others: bool) -> None:
+    """Raise OptionError for a clip of SVI that cannot be. others: the first frame or keyframes are given, too."""
+    if previous is not None and anchor is None:
+        raise OptionError("previous connected without anchor: connect the picture that every clip begins with")
+    if anchor is not None and task.image != "channels":
+        raise OptionError(f"anchor connected for {task.name}: SVI 2.0 Pro is for image-to-video of Wan 2.2 A14B alone")
+    if anchor is not None and others:
+        raise OptionError("anchor connected, and first_image or keyframes: a clip of SVI begins with the anchor alone")
+
+
+def anchored(
+    vae: Any, anchor: Tensor | None, last: Tensor | None, previous: dict[str, Any] | None, frames: int
+) -> tuple[Tensor, Tensor]:
+    """Image latents and mask of a clip of SVI, see `svi_clip`. anchor, last: [1, 3, 1, H, W] in -1..1. Raises
+    OptionError."""
+    ends = [None if one is None else vae.encode(video_to_pixels(one[:, :, -1:])).float() for one in (anchor, last)]
+    before = None if previous is None else previous["samples"][:, :, -1:]
+    assert ends[0] is not None
+    if before is not None and (before.ndim != 5 or before.shape[1:] != ends[0].shape[1:]):
+        raise OptionError(
+            f"previous has latents of {list(before.shape)}, and the anchor's are {list(ends[0].shape)}: connect the "
+            "latents of a video of the same size"
+        )
+    config = vae.config if isinstance(vae, VAESocket) else VAE_21
+    return svi_clip(ends[0], ends[1], before, frames, config)
 
 
 def frame_numbers(text: str) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from wan_core.config import SkipOptions
 from wan_core.execution.report import Report, draw_report
 from wan_core.media.pictures import clock
-from wan_core.models.wan.families.wan.inputs import known_of
+from wan_core.models.wan.families.wan.inputs import handed_of, known_of
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
@@ -105,7 +105,8 @@ class WanCorePlanPreview(io.ComfyNode):
                 io.Conditioning.Input(
                     "positive",
                     optional=True,
-                    tooltip="What the sampler gets from WanCore Image to Video: shows which frames are known pictures.",
+                    tooltip="What the sampler gets from WanCore Image to Video: shows which frames are known pictures, "
+                    "and which are the latents before (SVI).",
                 ),
                 settings_input(),
                 *phase_inputs(),
@@ -151,6 +152,8 @@ class WanCorePlanPreview(io.ComfyNode):
         if masks:
             length["frames"] = length["frames"] or 4 * masks[0].shape[2] - 3
             length["known"] = known_of(masks[0])
+            images = [extras["concat_latent_image"] for _, extras in positive or () if "concat_latent_image" in extras]
+            length["handed"] = handed_of(images[0], masks[0], model.experts.vae) if images else ()
         video = plan_of(model, values, skipping, from_image, **length)
         plan, clips = video.plan, video.long.words(video.plan.count) if cut else ""
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)

@@ -214,7 +214,7 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser.add_argument_group("control (VACE)"), ControlOptions, prefix="control_")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     clips = "print the clips of a video of --frames, this many frames each"
-    add_options(parser, Request, ["clip_frames", "overlap", "windows"], clip_frames={"help": clips})
+    add_options(parser, Request, ["clip_frames", "overlap", "svi", "windows"], clip_frames={"help": clips})
     parser.add_argument(
         "--seconds-per-forward",
         type=float,

@@ -57,8 +57,11 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.host_memory_limit is not None:
         raise OptionError("--host-memory-limit changes nothing in a plan, which says what is needed: leave it out")
     if options.memory:
-        if any(one is not None for one in (options.clip_frames, options.overlap, options.seconds_per_forward)):
-            raise OptionError("--memory is of one clip: leave out --clip-frames, --overlap and --seconds-per-forward")
+        if any(
+            one is not None for one in (options.clip_frames, options.overlap, options.svi, options.seconds_per_forward)
+        ):
+            others = "--clip-frames, --overlap, --svi and --seconds-per-forward"
+            raise OptionError(f"--memory is of one clip: leave out {others}")
         return run_memory_plan(options)
     for name in ("size", "memory_limit", "resident_blocks"):
         if getattr(options, name) is not None:
@@ -67,7 +70,7 @@ def run_plan(options: argparse.Namespace) -> int:
     video = asked_plan(options, loras)
     plan, long = video.plan, video.long
     seconds = whole_seconds(video, options.seconds_per_forward)
-    cut = options.frames is not None or options.clip_frames is not None or options.overlap is not None
+    cut = any(one is not None for one in (options.frames, options.clip_frames, options.overlap, options.svi))
     if options.json:
         more: dict[str, Any] = {"clips": long.as_list()} if cut else {}
         more |= {} if seconds is None else {"seconds": round(seconds, 3)}
@@ -152,7 +155,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     task = None if model.startswith("random:") else options.task
     memory = {name: getattr(options, name) for name in ("precision", "compile", *MEMORY)}
     load_options = LoadOptions(model=model, task=task, **memory)
-    others = dict.fromkeys(("image", "keyframes", "denoise", "clip_frames", "overlap"))
+    others = dict.fromkeys(("image", "keyframes", "denoise", "clip_frames", "overlap", "svi"))
     request = from_values(Request, values_of(options), prompt="", **others)
     image = bool(options.image) or options.task.startswith("i2v")
     kernels = not torch.cuda.is_available() or fused.why_not(cuda) is None  # another machine is taken to have them

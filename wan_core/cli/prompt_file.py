@@ -99,11 +99,15 @@ def _video(
     line: int, found: Mapping[str, Any], parser: argparse.ArgumentParser, out: Path, loaded: LoadOptions
 ) -> ListedVideo:
     known = {action.dest: action.option_strings[0] for action in parser._actions}
+    switches = {action.dest: action.option_strings for action in parser._actions if action.nargs == 0}
     words = []
     for name, value in found.items():
         if name not in known:
             hint = meant_hint(name, known) or f"; allowed are {', '.join(sorted(known))}"
             raise OptionError(f"field {name!r} is not known{hint}")
+        if isinstance(value, bool) and name in switches:
+            words += switches[name][:1] if value else switches[name][-1:]  # --svi, --no-svi
+            continue
         for one in value if name in REPEATED and isinstance(value, list) else [value]:
             if isinstance(one, bool) or not isinstance(one, (str, int, float)):
                 raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}; write a text or a number")
@@ -136,7 +140,7 @@ def key_of(request: Request, loaded: LoadOptions) -> str:
     media = [contents(Path(asked[name])) for name in sorted(files, key=HASHED_LAST.__contains__)]
     if asked["skip"] is not None:
         del asked["skip"]["measured_steps"]  # what a preset's file says of itself is no option
-    for name in ("motion", "lora_strengths"):
+    for name in ("motion", "lora_strengths", "svi"):
         if asked[name] is None:  # keys are those of before there were these
             del asked[name]
     if (keyframes := asked.pop("keyframes")) is not None:

@@ -300,7 +300,8 @@ class Request(PlanNumbers):
     to 240), `boundary` a share of the noise (0 to 1). denoise: None is 0.7 with `from_video`. outpaint: pixels on the
     left, top, right and bottom of `control_video` that are made. camera: motions, or the lines of a file of poses.
     clip_frames: a longer video is made in clips of so many frames, of which `overlap` are the last of the clip before;
-    windows: each forward sees some frames of it. skip: None where every forward runs. Raises OptionError.
+    svi: these have an anchor picture and the latents of the clip before. windows: each forward sees some frames of it.
+    skip: None where every forward runs. Raises OptionError.
     """
 
     prompt: str
@@ -381,6 +382,12 @@ class Request(PlanNumbers):
         None, help="make a longer video in clips of N frames (default: the family's)", metavar="N"
     )
     overlap: int | None = option(None, help="N of them are the last frames of the clip before", metavar="N")
+    svi: bool | None = option(
+        None,
+        help="clips of SVI 2.0 Pro, with its LoRAs: each is made of --image as its anchor and of the last latents of "
+        "the clip before, with a seed of its own (A14B image-to-video; 81 frames and an overlap of 5 where "
+        "--clip-frames and --overlap are not given)",
+    )
     windows: WindowOptions | None = option(
         None,
         help="context windows: each forward sees LENGTH frames of a longer video, of which OVERLAP are also its "

@@ -20,7 +20,7 @@ from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS, Task, family_of
-from wan_core.models.wan.families.clips import Clip, LongVideo
+from wan_core.models.wan.families.clips import Clip, ClipRules, LongVideo
 from wan_core.models.wan.families.family import MEDIA, OTHERS, SETTINGS, given_fields
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.embedded import unknown_to
@@ -69,7 +69,16 @@ class Job:
     @property
     def alone(self) -> bool:
         """Whether the video is made in one piece, and all of its latents are of the video."""
-        return len(self.clips) == 1 and not family_of(self.task).driven
+        return len(self.clips) == 1 and not family_of(self.task).driven and not self.rules.anchored
+
+    @property
+    def rules(self) -> ClipRules:
+        """How a long video is cut."""
+        return family_of(self.task).clip_rules(self.task, bool(self.request.svi))
+
+    @property
+    def long(self) -> LongVideo:
+        return LongVideo(self.clips, anchored=self.rules.anchored)
 
     def clip_shape(self, clip: Clip) -> tuple[int, int, int, int, int]:
         """The shape of the latents of one clip, see `latent_shape`."""
@@ -84,6 +93,8 @@ class Job:
     def start(self, latents: Tensor | None = None, clip: int = 0) -> Start:
         """What the run of a clip begins with. latents: un-normalised, for video-to-video."""
         *drawn, shape = (self.clip_shape(one) for one in self.clips[: clip + 1])
+        if self.rules.anchored:  # as in a graph of samplers: each clip has a seed of its own
+            return Start(shape=shape, seed=(self.request.seed + clip) % 2**64)
         return Start(shape=shape, seed=self.request.seed, latents=latents, drawn=tuple(drawn))
 
     def settings(self) -> dict[str, Any]:
@@ -101,7 +112,8 @@ class Job:
             "frames": self.frames,
             "fps": self.fps,
             "tokens": self.tokens,
-            **({} if self.alone else {"clips": LongVideo(self.clips).words(plan.count)}),
+            **({} if self.alone else {"clips": self.long.words(plan.count)}),
+            **({"svi": True} if request.svi else {}),
             "steps": plan.count,
             **({} if request.from_video is None else {"denoise": strength(request)}),
             "shift": plan.shift,

@@ -27,7 +27,7 @@ from wan_core.checkpoint.latents import load_latents, try_to_save_latents
 from wan_core.config.outputs import model_files, numbered
 from wan_core.media.feed import Feed
 from wan_core.media.fit import Box
-from wan_core.models.wan.families.clips import Clip, ClipRules
+from wan_core.models.wan.families.clips import Clip, ClipRules, latents_of
 from wan_core.models.wan.families.family import MEDIA
 from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.check import Job
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 # What a report says of a run that decides nothing of its result.
 FILES = (*MEDIA, "image", "last_image", "keyframes")  # whose contents decide, and not their names
 NOT_DECIDING = frozenset({"memory", "residency", *FILES, "models"})
+# Latents that are decoded again before those of an anchored clip, so that its first frames follow on the last ones.
+LEAD = 8
 ENDING = ".latents.safetensors"  # of kept clips
 
 
@@ -65,7 +67,8 @@ class ClipRun:
 
     def make(self, watch: Watch, write: WriteFrames | None) -> Tensor:
         """The latents of all clips, one after the other [1, C, sum of T, Y, X] on the CPU; `frames` then has the video.
-        write: called in a thread of its own with the frames [H, W, 3], each as soon as it is finished."""
+        Of anchored clips they are those of one video. write: called in a thread of its own with the frames [H, W, 3],
+        each as soon as it is finished."""
         watch.phase("text")
         text = encode_text(self.run)
         with Feed[np.ndarray, None](lambda frames: use_all(frames, write)) as feed:
@@ -73,8 +76,13 @@ class ClipRun:
             for clip in self.job.clips:
                 media = clip_media(self.run, clip, self.media, carried)
                 latents = self.latents(clip, media, text, watch)
-                made.append(latents.cpu())
                 watch.phase("decode")
+                if self.job.rules.anchored:
+                    new = latents[:, :, latents_of(clip.carried) + 1 if clip.carried else 0 :]
+                    carried = self.decode_after(clip, new, carried, feed.put)
+                    made.append(new.cpu())
+                    continue
+                made.append(latents.cpu())
                 carried = self.decode(clip, latents, media.get("lead"), carried, feed.put)
             with self.run.report.phase("decode" if write is None else "write"):
                 feed.finish()
@@ -120,7 +128,7 @@ class ClipRun:
     ) -> Tensor:
         """Decode a clip after the latents `lead` and put its new frames into the video. Returns the frames that the
         next clip begins with, or that came before it [1, 3, N, H, W] in -1..1. carried: those of this clip."""
-        rules = self.run.family.clips
+        rules = self.job.rules
         own, (left, top, width, height) = latents[:, :, self.job.leading :], self.crop
         skipped = 0  # frames before those of the clip
         if lead is not None:
@@ -145,6 +153,12 @@ class ClipRun:
         for index in range(clip.first + clip.carried, min(self.job.frames, clip.end)):
             put(self.frames[index])
         return (tail[0] * 2 - 1).permute(3, 0, 1, 2)[None] if tail else torch.empty(0)
+
+    def decode_after(self, clip: Clip, new: Tensor, before: Tensor | None, put: Callable[[np.ndarray], None]) -> Tensor:
+        """Decode the `new` latents of an anchored clip as what follows the latents `before` them, and put their frames
+        into the video. Returns the newest latents, for the next clip."""
+        self.decode(clip, new, before, None, put)
+        return (new if before is None else torch.cat([before, new], 2))[:, :, -LEAD:]
 
     def note_kept(self) -> None:
         """Say what became of kept clips."""

@@ -122,7 +122,7 @@ def sample_latents(
         report.notes.append(
             f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
         )
-    report.notes += plan.notes
+    report.notes += [note for note in plan.notes if note not in report.notes]  # clips have the same
     measurements.add_to(report.attention, report.notes)
     if ranks is None or ranks.rank == 0:
         write_last(plan.task, plan.sparse, files or {}, report.attention)

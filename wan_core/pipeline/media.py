@@ -17,7 +17,7 @@ from wan_core.config import OptionError
 from wan_core.media.video import fit_image, load_image, read_video
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.clips import Clip, latents_of
 from wan_core.models.wan.families.media import Media, pixels_to_video
 from wan_core.pipeline.decode import fits_in_memory
 from wan_core.pipeline.hearing import hear
@@ -64,17 +64,32 @@ def load_media(run: Run) -> Media | None:
 
 def clip_media(run: Run, clip: Clip, whole: Media | None, carried: Tensor | None) -> dict[str, Tensor]:
     """What a clip is made of, on the device, as `Family.clip_inputs` takes it. whole: of the video. carried: the
-    frames that the clip begins with; None for the first."""
+    frames that the clip begins with, or of anchored clips latents; None for the first."""
     device, family = run.models.device, run.family
     media: dict[str, Tensor] = {}
     if whole is not None:
         media = {name: part.to(device) for name, part in whole.of(family.clips.driving(clip)).items()}
-    media |= first_frames(run) if carried is None else {"carried": carried.to(device)}
-    media |= keyframes(run, clip)
+    if run.job.rules.anchored:
+        media |= anchored(run, clip, carried)
+    else:
+        media |= first_frames(run) if carried is None else {"carried": carried.to(device)}
+        media |= keyframes(run, clip)
     if family.leads:
         vae = run.vae()
         with run.report.phase("encode video"):
             media["lead"] = family.clip_lead(vae, media, clip)
+    return media
+
+
+def anchored(run: Run, clip: Clip, latents: Tensor | None) -> dict[str, Tensor]:
+    """What a clip is given that begins with an anchor. latents: the newest ones of the video before it; None: there
+    are none."""
+    known = first_frames(run)
+    media = {"anchor": known["image"]}
+    if latents is not None:
+        media["previous"] = latents[:, :, -latents_of(clip.carried) :]
+    if "last_image" in known and clip.number + 1 == len(run.job.clips):
+        media["last_image"] = known["last_image"]
     return media
 
 

@@ -48,6 +48,7 @@ from wan_core.sampling.plan import Branch, KnownFrames, Plan
 from wan_core.sampling.presets import distilled_steps, motion_of, preset_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.schedule import with_costs
+from wan_core.sampling.svi import with_svi
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,8 @@ class PlanRequest(PlanNumbers):
     sigmas: a schedule in place of steps and shift. part: the steps of the schedule that run. image: the video starts
     from one. frames: of the whole video. cut: it is made in clips where it is longer than one; False: it is one clip.
     from_noise: neither a last picture nor a video is given. front: latent frames before those of the video, beside
-    those of its family. beside: frames of tokens that the transformer adds. known: video frames that are, to be shown.
+    those of its family. beside: frames of tokens that the transformer adds. known, handed: video frames
+    that are known pictures, or latents of the clip before, to be shown.
     """
 
     sigmas: Sequence[float] | None = None
@@ -89,11 +91,13 @@ class PlanRequest(PlanNumbers):
     frames: int | None = None
     clip_frames: int | None = None
     overlap: int | None = None
+    svi: bool | None = None
     cut: bool = True
     from_noise: bool = True
     front: int = 0
     beside: int = 0
     known: tuple[int, ...] = ()
+    handed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +140,7 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     frames = task.frames if request.frames is None else request.frames
     check_one_way(request.windows, request.clip_frames, request.overlap)
     check_known(request.known, frames)
-    plan = replace(plan, known=KnownFrames(request.known, frames)) if request.known else plan
+    plan = replace(plan, known=KnownFrames(request.known, frames, request.handed)) if request.known else plan
     if request.windows is not None:
         plan = with_windows(plan, request.windows, (frames - 1) // vae.temporal_stride + 1)
     plan = skip_forwards(plan, request.skip, facts.high, facts.low, image=request.image, loras=facts.loras)
@@ -145,6 +149,7 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     if request.part is not None and request.part.denoise < 1 and not request.from_noise:
         check_strength(plan, request.part.denoise)
     long = clips_of(request, task, frames)
+    plan = with_svi(plan, long, facts.loras, known=facts.high is not None, windows=request.windows, part=request.part)
     T, Y, X = latents_of(request, facts, long)
     if facts.dit is None:
         return PlannedVideo(plan, long, (T, Y, X), None)
@@ -172,7 +177,8 @@ def clips_of(request: PlanRequest, task: Task, frames: int) -> LongVideo:
     """The clips in which a video of `frames` frames is made."""
     if not request.cut:
         return LongVideo((Clip(0, 0, frames, 0),))
-    long = family_of(task).cut_video(task, frames, request.clip_frames, request.overlap, from_noise=request.from_noise)
+    ends = {"from_noise": request.from_noise, "svi": bool(request.svi)}
+    long = family_of(task).cut_video(task, frames, request.clip_frames, request.overlap, **ends)
     return replace(long, leading=long.leading + request.front)
 
 

@@ -178,12 +178,17 @@ def step_numbers(steps: Sequence[Step]) -> list[int]:
 
 
 class KnownFrames(NamedTuple):
-    """Which frames of a video of so many are known pictures, from 0."""
+    """Which frames of a video of so many are known pictures, from 0. handed: frames of later clips that are given as
+    latents of the clip before."""
 
     at: tuple[int, ...]
     frames: int
+    handed: tuple[int, ...] = ()
 
     def words(self) -> str:
+        if self.handed:
+            after = f"the latents before are its frames {self.handed[0]} to {self.handed[-1]}"
+            return f"each clip of {self.frames} frames: the anchor is frame 0; after the first, {after}"
         return f"known frames: {', '.join(map(str, self.at))} of {self.frames}"
 
 

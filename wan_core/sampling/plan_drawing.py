@@ -48,10 +48,11 @@ def draw_plan(
 
 
 def _draw_known(canvas: Canvas, known: KnownFrames, right: float) -> None:
-    """The frames of the video as a line above the schedule, with a mark and its number for each that is known; numbers
-    that have no room are left out."""
+    """The frames of the video as a line above the schedule, with a mark and its number for each that is known, and
+    empty ones for those that a clip is handed as latents; numbers that have no room are left out."""
     left, y, last = right - 400, 46, -40.0
-    canvas.text(left - 8, y, f"known of {known.frames} frames", FAINT, 11, "rm")
+    what = "of a clip's" if known.handed else "of"
+    canvas.text(left - 8, y, f"known {what} {known.frames} frames", FAINT, 11, "rm")
     canvas.line([(left, y), (right, y)], LINE)
     for frame in known.at:
         x = left + (right - left) * frame / max(1, known.frames - 1)
@@ -59,6 +60,8 @@ def _draw_known(canvas: Canvas, known: KnownFrames, right: float) -> None:
         if x - last >= 24:
             canvas.text(x, y - 5, f"{frame}", INK, 11, "ms")
             last = x
+    for frame in known.handed:
+        canvas.dot(left + (right - left) * frame / max(1, known.frames - 1), y, 3, PAPER, INK)
 
 
 def _draw_axes(canvas: Canvas, plan: Plan, area: tuple[float, float, float, float]) -> None:

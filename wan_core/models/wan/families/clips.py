@@ -44,8 +44,9 @@ class ClipRules:
     overlaps: how many frames a clip may have from the one before; the first is the default. always: a video that is
     longer than the task's clip is cut without being asked. leading: latent frames before those of the video.
     longer: clips after the first have so many frames more; what drives the first has them, too. history: a clip is
-    given so many frames that were made before it, beside its own. padded(frames, clip, overlap): frames of the padded
-    video.
+    given so many frames that were made before it, beside its own. anchored: a clip is given an anchor picture, and of
+    the clip before its last latents, which are its own second and later ones. padded(frames, clip, overlap): frames of
+    the padded video.
     """
 
     overlaps: tuple[int, ...]
@@ -53,6 +54,7 @@ class ClipRules:
     leading: int = 0
     longer: int = 0
     history: int = 0
+    anchored: bool = False
     padded: Callable[[int, int, int], int] = whole_clips
 
     def driving(self, clip: Clip) -> Clip:
@@ -70,6 +72,11 @@ def cut_clips(rules: ClipRules, frames: int, clip: int, overlap: int) -> tuple[C
         clips.append(Clip(len(clips), first, size, overlap if clips else 0))
         first += size - overlap
     return tuple(clips)
+
+
+def latents_of(carried: int) -> int:
+    """The latents of the clip before that an anchored clip is given, for so many frames: the first is the anchor's."""
+    return (carried - 1) // PER_LATENT
 
 
 def check_clips(rules: ClipRules, clip: int, overlap: int, task: str) -> None:
@@ -94,10 +101,12 @@ def bounced(index: int, length: int) -> int:
 
 @dataclass(frozen=True)
 class LongVideo:
-    """clips: one where a video is made in one piece. leading: latent frames of each clip before those of the video."""
+    """clips: one where a video is made in one piece. leading: latent frames of each clip before those of the video.
+    anchored: as in `ClipRules`."""
 
     clips: tuple[Clip, ...]
     leading: int = 0
+    anchored: bool = False
 
     @property
     def cost(self) -> float:
@@ -110,6 +119,9 @@ class LongVideo:
         count, carried = len(self.clips), self.clips[-1].carried
         lengths = " and ".join(str(n) for n in dict.fromkeys(clip.frames for clip in self.clips))
         over = f", {carried} carried over" if carried else ""
+        if self.anchored and carried:
+            count_latents = latents_of(carried)
+            over += f" as {count_latents} latent{'s' * (count_latents != 1)} after the anchor"
         return f"{count} of {lengths} frames{over}: {count} x {steps} steps"
 
     def as_list(self) -> list[dict[str, Any]]:

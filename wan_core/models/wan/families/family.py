@@ -299,15 +299,17 @@ class Family(ABC):
         overlap: int | None = None,
         *,
         from_noise: bool = True,
+        svi: bool = False,
     ) -> LongVideo:
         """How a video of so many frames is made. clip_frames, overlap: None stands for the family's. from_noise: no
-        last picture and no video is given. Raises OptionError."""
-        rules = self.clips
+        last picture and no video is given. svi: in clips of SVI 2.0 Pro. Raises OptionError."""
+        rules = self.clip_rules(task, svi)
         if not (rules.always or clip_frames is not None):
             if overlap is not None:
                 raise OptionError("clips of no frames asked for: give --clip-frames as well")
             return LongVideo((Clip(0, 0, frames, 0),), rules.leading)
-        clip = task.frames if clip_frames is None else clip_frames
+        usual = min(task.frames, frames) if rules.anchored else task.frames
+        clip = usual if clip_frames is None else clip_frames
         carried = rules.overlaps[0] if overlap is None else overlap
         check_clips(rules, clip, carried, task.name)
         if frames < 1:
@@ -317,7 +319,20 @@ class Family(ABC):
                 f"--clip-frames {clip} given: the next clip begins with frames of the one before, which needs an "
                 "image-to-video model, and no --last-image or --from-video"
             )
-        return LongVideo(cut_clips(rules, frames, clip, carried), rules.leading)
+        clips = cut_clips(rules, frames, clip, carried)
+        if rules.anchored and not from_noise and clips[-1].end != frames:
+            raise OptionError(
+                f"--last-image given for a video of {frames} frames in clips of {clip}: the last clip ends with it, so "
+                f"the video has {clips[-1].first + carried} or {clips[-1].end} frames: set --frames"
+            )
+        return LongVideo(clips, rules.leading, rules.anchored)
+
+    def clip_rules(self, task: Task, svi: bool = False) -> ClipRules:
+        """How a long video is cut, by the family's rule or as SVI 2.0 Pro does. Raises OptionError for a task that SVI
+        was not trained for."""
+        if svi:
+            raise OptionError(f"--svi given for {task.name}: SVI 2.0 Pro is for image-to-video of Wan 2.2 A14B alone")
+        return self.clips
 
     # ----------------------------------------------------------------------------------------------------------- inputs
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from wan_core.config import Request
 from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.config import I2V_14B, I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B, DiTConfig
@@ -90,6 +91,10 @@ def _names(clues: Clues) -> list[str]:
     return said if path is None else [*said, path.name, *(folder.name for folder in list(path.absolute().parents)[:2])]
 
 
+# SVI 2.0 Pro: Wan2GP and KJNodes hand one latent on. Its clips have no other frames in common, so 1 is none.
+SVI_CLIPS = ClipRules(overlaps=(5, 9, 13), always=True, anchored=True)
+
+
 class WanFamily(Family):
     name = "wan"
     tasks = TASKS
@@ -123,6 +128,15 @@ class WanFamily(Family):
         if dit.image_dim is not None:
             return _by_size(fitting, clues)
         return _by_release(fitting, clues)
+
+    def check_request(self, request: Request, task: Task) -> None:
+        super().check_request(request, task)
+        if request.svi and request.image is None and task.image == "channels":
+            raise OptionError("--svi given without a picture that its clips have as their anchor: give --image")
+
+    def clip_rules(self, task: Task, svi: bool = False) -> ClipRules:
+        anchored = svi and task.image == "channels" and task.two_experts
+        return SVI_CLIPS if anchored else super().clip_rules(task, svi)
 
     def model_class(self, config: DiTConfig) -> type[WanModel]:
         if config.image_dim is None:

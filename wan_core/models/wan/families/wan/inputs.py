@@ -120,17 +120,67 @@ def known_of(unknown: Tensor) -> tuple[int, ...]:
     return tuple(int(place) for place in each.nonzero())
 
 
+def handed_of(latents: Tensor, unknown: Tensor, config: VAEConfig) -> tuple[int, ...]:
+    """The video frames whose image latents [1 or B, C, T, Y, X] are those of the clip before, as `svi_clip` joins them:
+    neither known nor padding; none where there is no padding."""
+    known = set(known_of(unknown))
+    filled = config.normalise(latents[:1]).abs().amax((0, 1, 3, 4)) > 1e-3
+    places = [int(place) for place in filled.nonzero() if place > 0]
+    frames = tuple(frame for place in places for frame in range(4 * place - 3, 4 * place + 1))
+    return () if bool(filled.all()) else tuple(frame for frame in frames if frame not in known)
+
+
 def clip_inputs(
     task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
 ) -> Inputs:
-    """The fields of `Conditioning` of one clip of a long video: it begins with the image, or with the last frames of
-    the clip before."""
+    """The fields of `Conditioning` of one clip of a long video: it begins with the image, with the last frames of the
+    clip before, or with an anchor and the last latents of it."""
+    if "anchor" in media:
+        ends = media["anchor"], media.get("last_image")
+        latents, unknown = svi_latents(vae, *ends, media.get("previous"), clip.frames)
+        return {"concat": join_image(latents, unknown, vae.config)}
     first, features = media.get("carried", media.get("image")), {"image_features": seen.get("image")}
     if task.image == "channels":
         known = first, media.get("last_image"), clip.frames, keyframes_of(media)
         return {"concat": image_channels(vae, *known), **features}
     assert task.image == "first frame" and first is not None
     return {"known": vae.normalise(vae.encode(first)), **features}  # the first latent frames: [1, C, K, Y, X]
+
+
+def svi_latents(
+    vae: VideoVAE, anchor: Tensor, last: Tensor | None, previous: Tensor | None, frames: int
+) -> tuple[Tensor, Tensor]:
+    """What `svi_clip` makes of pictures [1, 3, 1, H, W] in -1..1."""
+    encoded = None if last is None else vae.encode(last).float()
+    return svi_clip(vae.encode(anchor).float(), encoded, previous, frames, vae.config)
+
+
+def svi_clip(
+    anchor: Tensor, last: Tensor | None, previous: Tensor | None, frames: int, config: VAEConfig
+) -> tuple[Tensor, Tensor]:
+    """Un-normalised latents of a clip [1, C, T, Y, X]: the anchor's, the `previous` ones of the clip before, padding
+    that is zero when normalised, and in the place of the last one that of the `last` picture. The mask of what is
+    unknown [1, 4, T, Y, X]: all but the first, and the last frame where it is given. anchor, last: [1, C, 1, Y, X].
+
+    Raises OptionError where nothing of the clip remains to be made. Source: WanImageToVideoSVIPro of ComfyUI-KJNodes;
+    models/wan/any2video.py of Wan2GP for the last frame.
+    """
+    if previous is not None:
+        anchor = anchor.expand(previous.shape[0], -1, -1, -1, -1)
+    given = [anchor] if previous is None else [anchor, previous.to(anchor)]
+    count, T = sum(one.shape[2] for one in given), (frames - 1) // config.temporal_stride + 1
+    if count + (last is not None) >= T:
+        raise OptionError(
+            f"{count} latents given for a clip of {frames} frames, which has {T}: make it longer, or hand fewer on"
+        )
+    zeros = anchor.new_zeros(*anchor.shape[:2], T - count, *anchor.shape[3:])
+    latents = torch.cat([*given, config.denormalise(zeros)], 2)
+    unknown = anchor.new_ones(1, 4, T, *anchor.shape[3:])
+    unknown[:, :, 0] = 0
+    if last is not None:
+        latents[:, :, -1:] = last
+        unknown[:, -1, -1] = 0
+    return latents, unknown
 
 
 def frame_mask(unknown: Tensor, latents: Tensor) -> Tensor:

@@ -1,0 +1,277 @@
+"""Clips of SVI 2.0 Pro: their conditioning by KJNodes' formula, the loop written out, restarts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.denoised import denoise
+from wan_core.cli import build_parser, main
+from wan_core.cli.prompt_file import read_list
+from wan_core.config import LoadOptions, OptionError, PatternOptions, Request, SkipOptions, SparseOptions
+from wan_core.models.vae.config import VAE_21, VAEConfig
+from wan_core.models.wan.families import TASKS, family_of
+from wan_core.models.wan.families.wan.inputs import handed_of, join_image, svi_clip
+from wan_core.pipeline.clips import run_key
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.text import encode_text
+from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.plan_drawing import draw_plan
+from wan_core.sampling.svi import svi_release
+from wan_core.workers.wire import unpack
+
+WIDTH, HEIGHT = 48, 32
+KJ = "SVI_v2_PRO_Wan2.2-I2V-A14B_{}_lora_rank_128_fp16.safetensors"
+OFFICIAL = "SVI_Wan2.2-I2V-A14B_{}_noise_lora_v2.0_pro.safetensors"
+
+
+# ------------------------------------------------------------------------------------------------------- conditioning
+
+
+def of_kjnodes(anchor: Tensor, previous: Tensor | None, count: int, length: int, vae: VAEConfig = VAE_21) -> Tensor:
+    """What a transformer is given beside noise by the node WanImageToVideoSVIPro and ComfyUI's `process_in`, written
+    out place by place: [1, 20, T, Y, X]. Compared with that node itself, whose difference from ours was 0.0."""
+    frames = (length - 1) // 4 + 1
+    given = torch.zeros(1, 20, frames, *anchor.shape[3:])
+    known = [anchor[:, :, 0]] if previous is None or not count else [anchor[:, :, 0], *previous.unbind(2)[-count:]]
+    for place in range(frames):
+        for channel in range(16):
+            mean, deviation = vae.latents_mean[channel], vae.latents_std[channel]
+            latent = known[place][:, channel] if place < len(known) else torch.full(anchor.shape[3:], mean)
+            given[:, 4 + channel, place] = (latent - mean) / deviation
+    given[:, :4, 0] = 1
+    return given
+
+
+@pytest.mark.parametrize(("length", "made", "count"), [(17, None, 1), (17, 5, 1), (33, 7, 2), (81, 21, 1)])
+def test_conditioning_is_that_of_kjnodes(length: int, made: int | None, count: int) -> None:
+    anchor = torch.randn(1, 16, 1, 4, 6)
+    previous = None if made is None else torch.randn(1, 16, made, 4, 6)
+    latents, unknown = svi_clip(anchor, None, None if previous is None else previous[:, :, -count:], length, VAE_21)
+    ours = join_image(latents, unknown, VAE_21)
+    torch.testing.assert_close(ours, of_kjnodes(anchor, previous, count, length), rtol=0, atol=1e-5)
+    handed = () if previous is None else tuple(range(1, 4 * count + 1))
+    assert handed_of(latents, unknown, VAE_21) == handed
+
+
+def test_a_last_frame_is_the_last_latent_and_mask_of_one_frame() -> None:
+    """As in Wan2GP: the last of the four channels of the last latent frame."""
+    anchor, last, previous = torch.randn(1, 16, 1, 2, 2), torch.randn(1, 16, 1, 2, 2), torch.randn(1, 16, 1, 2, 2)
+    latents, unknown = svi_clip(anchor, last, previous, 17, VAE_21)
+    assert torch.equal(latents[:, :, -1:], last) and torch.equal(latents[:, :, :1], anchor)
+    assert unknown[0, :, :, 0, 0].tolist() == [[0, 1, 1, 1, 1]] * 3 + [[0, 1, 1, 1, 0]]
+
+
+def test_a_clip_needs_latents_of_its_own() -> None:
+    one = torch.zeros(1, 16, 1, 2, 2)
+    with pytest.raises(OptionError, match="make it longer"):
+        svi_clip(one, None, one, 5, VAE_21)
+
+
+def test_a_usual_image_to_video_has_nothing_handed_on() -> None:
+    unknown = torch.ones(1, 4, 5, 2, 2)
+    unknown[:, :, 0] = 0
+    assert handed_of(torch.randn(1, 16, 5, 2, 2), unknown, VAE_21) == ()
+
+
+# --------------------------------------------------------------------------------------------------------------- clips
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    paths = [folder / f"{number}.png" for number in range(2)]
+    for path in paths:
+        Image.fromarray(random.integers(0, 255, (HEIGHT, WIDTH, 3), np.uint8)).save(path)
+    return [str(path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
+
+
+def request(pictures: list[str], **changed: object) -> Request:
+    size = {"width": WIDTH, "height": HEIGHT, "frames": 33, "clip_frames": 17, "steps": 2, "seed": 3}
+    given = {"prompt": "a red circle", "image": pictures[0], "svi": True, **size}
+    return Request(**{**given, **changed})  # type: ignore[arg-type]
+
+
+def reference_loop(pipe: Pipeline, given: Request, last: str | None = None) -> tuple[Tensor, np.ndarray]:
+    """KJNodes' workflow, written out: samplers one after the other, each with a seed of its own; all latents but those
+    that were given are one video. Returns latents and frames 0..255, not rounded."""
+    vae, run, count = pipe.models.vae(), pipe.prepare(given), ((given.overlap or 5) - 1) // 4
+    text, T = encode_text(run), ((given.clip_frames or 17) - 1) // 4 + 1
+
+    def picture(path: str) -> Tensor:
+        pixels = torch.from_numpy(np.array(Image.open(path)).astype(np.float32) / 255)
+        return vae.encode((pixels * 2 - 1).permute(2, 0, 1)[None, :, None]).float()
+
+    made: Tensor | None = None
+    for number in range(len(run.job.clips)):
+        concat = of_kjnodes(picture(given.image or ""), made, count, 4 * T - 3, vae.config)
+        if last is not None and number + 1 == len(run.job.clips):
+            concat[:, 4:, -1:], concat[:, 3, -1] = vae.normalise(picture(last)), 1
+        noise = torch.randn(1, 16, T, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(3 + number))
+        conditioning = Conditioning(cond=text.cond, uncond=text.uncond, concat=concat)
+        new = vae.denormalise(denoise(run.job.plan, pipe.models.expert, conditioning, noise))
+        made = new if made is None else torch.cat([made, new[:, :, 1 + count :]], 2)
+    assert made is not None
+    frames = vae.decode(made).float()[0].permute(1, 2, 3, 0)
+    return made, ((frames + 1) * 127.5).numpy()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("frames", "overlap", "ends"), [(33, 5, False), (25, 9, False), (29, 5, True)])
+def test_clips_equal_the_reference_loop(
+    pipe: Pipeline, pictures: list[str], frames: int, overlap: int, ends: bool
+) -> None:
+    last = pictures[1] if ends else None
+    given = request(pictures, last_image=last, frames=frames, overlap=overlap)
+    found = pipe.generate(given)
+    latents, decoded = reference_loop(pipe, given, last)
+    assert (found.latents - latents).abs().max() < 1e-4
+    assert found.frames.shape == (frames, HEIGHT, WIDTH, 3)
+    # Frames of later clips are decoded after the last latents before them, and not after all.
+    assert np.abs(found.frames - decoded[:frames]).max() <= 2.5
+    assert "svi" in found.report.settings and "as" in found.report.settings["clips"]
+
+
+def test_finished_clips_are_not_made_again(pipe: Pipeline, pictures: list[str], tmp_path: Path) -> None:
+    given = request(pictures, frames=29)
+    first = pipe.generate(given, keep_clips=tmp_path)
+    assert len(first.kept_clips) == 2
+    first.kept_clips[1].unlink()
+    again = pipe.generate(given, keep_clips=tmp_path)
+    assert np.array_equal(again.frames, first.frames) and torch.equal(again.latents, first.latents)
+    assert "clip 1 was finished by an earlier run" in again.report.notes
+    keys = {run_key(pipe.prepare(one)) for one in (given, replace(given, svi=None, overlap=5), given)}
+    assert len(keys) == 2
+
+
+def test_a_short_video_is_one_clip(pipe: Pipeline, pictures: list[str]) -> None:
+    """It has the zero padding of SVI, and not the grey frames of image-to-video."""
+    job = pipe.prepare(request(pictures, frames=9, clip_frames=None)).job
+    assert [clip.frames for clip in job.clips] == [9] and not job.alone
+
+
+@pytest.mark.parametrize(
+    ("steps", "skip"),
+    [
+        (4, SkipOptions(sparse=SparseOptions(sparsity=0.5, dense_steps=0, ramp=0))),
+        (10, SkipOptions(pattern=PatternOptions(high="1010", low="10"))),
+    ],
+    ids=["sparse", "cached"],
+)
+def test_clips_with_policies(pipe: Pipeline, pictures: list[str], steps: int, skip: SkipOptions) -> None:
+    plain, made = (pipe.generate(request(pictures, frames=29, steps=steps, skip=one)) for one in (None, skip))
+    assert made.frames.shape == plain.frames.shape and not np.array_equal(made.frames, plain.frames)
+    assert made.plan.forwards < plain.plan.forwards or made.plan.sparse is not None
+
+
+# --------------------------------------------------------------------------------------------------- plans and refusals
+
+
+def test_the_plan_says_what_each_clip_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--task", "i2v-A14B", "--svi", "--frames", "233", "--steps", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "the anchor is frame 0; after the first, the latents before are its frames 1 to 4" in out
+    assert "233 frames: 3 of 81 frames, 5 carried over as 1 latent after the anchor: 3 x 4 steps" in out
+
+
+def test_the_picture_of_a_plan_marks_what_is_handed_on() -> None:
+    task = TASKS["i2v-A14B"]
+    facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae)
+    plain, svi = (np.asarray(draw_plan(build_plan(one, facts).plan)) for one in (
+        PlanRequest(steps=4, frames=233, clip_frames=81), PlanRequest(steps=4, frames=233, svi=True),
+    ))  # fmt: skip
+    changed = (plain != svi).any(-1)
+    assert changed[:60].any() and not changed[64:].any()
+
+
+@pytest.mark.parametrize("task", [name for name in TASKS if name not in ("i2v-A14B", "i2v-tiny")])
+def test_a_task_that_cannot_says_so(task: str) -> None:
+    with pytest.raises(OptionError, match=f"--svi given for {task}: SVI 2.0 Pro is for image-to-video of Wan 2.2 A14B"):
+        family_of(TASKS[task]).cut_video(TASKS[task], 161, svi=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--keyframe", "40"], "--svi and keyframes given"),
+        (["--windows", "81"], "--svi and context windows given"),
+        (["--overlap", "1"], "begin with 5 or 9 or 13 frames"),
+        (["--clip-frames", "80"], "a clip has 4n"),
+    ],
+)
+def test_what_its_clips_cannot_have_is_refused(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--task", "i2v-A14B", "--svi", "--frames", "161", *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_last_image_ends_the_last_clip(pipe: Pipeline, pictures: list[str]) -> None:
+    with pytest.raises(OptionError, match="the video has 29 or 41 frames"):
+        pipe.prepare(request(pictures, last_image=pictures[1], frames=33))
+    with pytest.raises(OptionError, match="give --image"):
+        pipe.prepare(request(pictures, image=None, last_image=pictures[1]))
+
+
+# --------------------------------------------------------------------------------------------------------------- LoRAs
+
+
+@pytest.mark.parametrize(
+    ("name", "release"),
+    [
+        *((form.format(part), "2.0 Pro") for form in (KJ, OFFICIAL) for part in ("high", "low", "HIGH", "LOW")),
+        ("svi-shot.safetensors", "another"),
+        ("Stable-Video-Infinity_wan2.1_v2.0.safetensors", "another"),
+        ("wan2.2_i2v_lightx2v_4steps_lora_v1_high_noise.safetensors", None),
+        ("movies_pro_v2.safetensors", None),
+    ],
+)
+def test_loras_are_known_by_name(name: str, release: str | None) -> None:
+    assert svi_release(Path(name)) == release
+
+
+def test_loras_are_known_by_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "renamed.safetensors"
+    save_file({"x": torch.zeros(1)}, path, {"modelspec.title": "SVI 2.0 Pro, high noise"})
+    assert svi_release(path) == "2.0 Pro"
+
+
+def notes(*loras: str, **asked: object) -> str:
+    task = TASKS["i2v-A14B"]
+    files = {"high": Path("high.safetensors"), "loras": tuple(map(Path, loras))}
+    facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae, **files)  # type: ignore[arg-type]
+    request = PlanRequest(steps=4, frames=161, **asked)  # type: ignore[arg-type]
+    return " ".join(build_plan(request, facts).plan.notes)
+
+
+def test_a_run_says_which_loras_it_lacks() -> None:
+    pair = KJ.format("HIGH"), KJ.format("LOW")
+    assert "no LoRA is SVI 2.0 Pro's" in notes(svi=True) and "SVI" not in notes(*pair, svi=True)
+    assert "is of another SVI than 2.0 Pro" in notes("svi-film.safetensors", svi=True)
+    assert "whose clips --svi makes" in notes(*pair, clip_frames=81) and "SVI" not in notes(clip_frames=81)
+
+
+# --------------------------------------------------------------------------------------------------------------- doors
+
+
+def test_lists_of_videos_and_workers_take_it(tmp_path: Path, pictures: list[str]) -> None:
+    listed = tmp_path / "list.jsonl"
+    lines = [{"prompt": "a", "svi": True}, {"prompt": "a", "svi": False}, {"prompt": "a"}]
+    listed.write_text("\n".join(map(json.dumps, lines)))
+    words = ["generate", "--model=tiny", f"--prompts={listed}", f"--image={pictures[0]}", "--out=x.mp4"]
+    videos = read_list(listed, build_parser().parse_args(words), LoadOptions(model="tiny"))
+    assert [video.request.svi for video in videos] == [True, False, None]
+    sent = json.loads(json.dumps(asdict(videos[0].request)))
+    assert unpack(Request, sent) == videos[0].request
