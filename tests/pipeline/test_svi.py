@@ -64,7 +64,7 @@ def test_conditioning_is_that_of_kjnodes(length: int, made: int | None, count: i
 
 
 def test_a_last_frame_is_the_last_latent_and_mask_of_one_frame() -> None:
-    """As in Wan2GP: the last of the four channels of the last latent frame."""
+    """The rule is Wan2GP's: the last of the four channels of the last latent frame."""
     anchor, last, previous = torch.randn(1, 16, 1, 2, 2), torch.randn(1, 16, 1, 2, 2), torch.randn(1, 16, 1, 2, 2)
     latents, unknown = svi_clip(anchor, last, previous, 17, VAE_21)
     assert torch.equal(latents[:, :, -1:], last) and torch.equal(latents[:, :, :1], anchor)
