@@ -233,7 +233,7 @@ def with_reason(row: Result, columns: list[str]) -> Result:
     if reason is None:
         return row
     first = next(key for key in (*columns, "") if key not in ("name", "size", "weights"))
-    return row | {first: f"*{reason}*"}
+    return row | {first: f"*{reason.partition(':')[0]}*"}  # how to install it: doctor says
 
 
 def body_of(name: str, results: Path) -> str:
