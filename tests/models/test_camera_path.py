@@ -109,8 +109,9 @@ def plain_ray(path: CameraPath, frame: int, x: int, y: int, width: int, height: 
     data=st.data(),
 )
 def test_a_ray_equals_that_of_its_pixel_alone(motions, lens, size, data) -> None:
-    path, (width, height) = moved(motions, 9, lens), size
-    path = CameraPath(np.linalg.inv(path.matrices[2]) @ path.matrices, path.lenses)  # the first camera is anywhere
+    path, (width, height) = moved(motions, 9), size
+    lenses = np.tile(lens, (9, 1))
+    path = CameraPath(np.linalg.inv(path.matrices[2]) @ path.matrices, lenses)  # the first camera is anywhere
     rays = camera_rays(path, width, height)
     frame, x, y = (data.draw(st.integers(0, most - 1)) for most in (9, width, height))
     latent = (frame + 3) // 4  # the first frame stands four times

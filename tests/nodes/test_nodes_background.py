@@ -71,7 +71,7 @@ def test_it_begins_when_the_server_is_up_and_only_for_a_gpu(
 def test_kernels_are_prepared_once_for_settings_on_a_gpu(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[object] = []
     monkeypatch.setattr(module, "load_kernels", lambda settings, device: ran.append(settings))
-    given = {"found": SimpleNamespace(dit="config"), "precision": "fp8", "attention": "sdpa", "compile": "off"}
+    given = {"recognised": SimpleNamespace(dit="config"), "precision": "fp8", "attention": "sdpa", "compile": "off"}
     cpu = SimpleNamespace(**given, device=torch.device("cpu"))
     gpu = SimpleNamespace(**given, device=torch.device("cuda"))
     assert module.prepare_kernels(cpu) is None

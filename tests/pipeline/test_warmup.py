@@ -151,6 +151,6 @@ def test_a_forward_of_each_family_needs_no_media(name: str) -> None:
     config, found = TRANSFORMERS[name], find_models(LoadOptions(model="tiny"))
     settings = resolve_settings(found, LoadOptions(model="tiny"), CPU)
     of = {**found.of, "high": replace(found.of["high"], config=config)}
-    settings = replace(settings, found=replace(found, of=of))  # type: ignore[arg-type]
+    settings = replace(settings, recognised=replace(found, of=of))  # type: ignore[arg-type]
     workload = Workload((1, config.out_channels, 3, 8, 8), make_plan(task="t2v-tiny", steps=2), True, image=True)
     first_use.forward_each_kind(first_use.random_blocks(settings, CPU, 1), workload, workload.plan.steps, CPU)
