@@ -14,7 +14,16 @@ PROGRAM = "python -m benchmarks"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a suite. Returns the exit code: 0 done, 1 a row failed, 2 a user error, 3 out of memory, 130 interrupted."""
-    options = build_parser().parse_args(suite_first(sys.argv[1:] if arguments is None else arguments))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["ladder"]:
+        from benchmarks.ladder import main as run_ladder
+
+        return run_ladder(words[1:])
+    if words[:1] == ["pack"]:
+        from benchmarks.pack import main as run_pack
+
+        return run_pack(words[1:])
+    options = build_parser().parse_args(suite_first(words))
 
     def run() -> int:
         from benchmarks.run import run_bench  # imports torch: not for `--help`
@@ -34,6 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
             [
                 "suites:",
                 *(f"  {name:<{width}}  {suite.summary}" for name, suite in SUITES.items()),
+                f"  {'ladder':<{width}}  all of it in order of value, as far as the time goes: ladder --help",
+                f"  {'pack':<{width}}  what a machine without a package registry needs for it: pack --help",
                 f"at the git tag experiments-2026-11, with committed results: {', '.join(ARCHIVED)}",
             ]
         ),

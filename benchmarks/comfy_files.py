@@ -3,6 +3,8 @@
 Shapes, dtypes and spellings are those of the real files: FP8 experts with a scale for each matrix, a LoRA of rank 64
 for each expert, UMT5 in FP8, the 2.1 VAE in bf16. The numbers are random, of the variance that keeps activations
 finite. With `layers` the experts have fewer blocks. A file that is there with the same number of blocks is used again.
+On a CPU the experts and the VAE are as small as ComfyUI's loaders take them, and there is no text encoder: its size is
+fixed there, and `comfy_small` has a node in its place.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ VAE = "wan_2.1_vae.safetensors"
 IMAGE = "start.png"
 FP8_MAX = 448.0
 WRITERS = 6  # threads, for each file
+SMALL = {"dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2}  # ComfyUI takes heads of 128 for granted
+SMALL_VAE = {"encoder_dim": 8, "decoder_dim": 8}
 
 
 def expert_file(task: str, expert: str, layers: int | None) -> str:
@@ -52,7 +56,7 @@ def write_expert(models: Path, task: str, expert: str, device: torch.device, lay
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         return
-    config = plain_config(task)
+    config = plain_config(task, device)
     config = replace(config, num_layers=layers or config.num_layers)
     module = random_module(config, device=device, dtype=torch.bfloat16, seed=EXPERTS.index(expert))
     assert isinstance(module, WanModel)
@@ -98,11 +102,12 @@ def write_loras(models: Path, task: str, device: torch.device) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for expert in EXPERTS:
         if not (folder / lora_file(task, expert)).exists():
-            write_lora(folder / lora_file(task, expert), plain_config(task), device)
+            write_lora(folder / lora_file(task, expert), plain_config(task, device), device)
 
 
-def plain_config(task: str) -> DiTConfig:
-    return RANDOM[f"{task}-A14B"][0]
+def plain_config(task: str, device: torch.device) -> DiTConfig:
+    config = RANDOM[f"{task}-A14B"][0]
+    return replace(config, **SMALL) if device.type == "cpu" else config
 
 
 def write_text_encoder(models: Path, device: torch.device) -> None:
@@ -150,7 +155,9 @@ def write_vae(models: Path, device: torch.device) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         return
-    module = random_module(RANDOM["i2v-A14B"][1], device=device, dtype=torch.bfloat16)
+    config = RANDOM["i2v-A14B"][1]
+    config = replace(config, **SMALL_VAE) if device.type == "cpu" else config
+    module = random_module(config, device=device, dtype=torch.bfloat16)
     assert isinstance(module, VideoVAE)
     save(module, path)
 

@@ -54,11 +54,16 @@ class Job:
 
 
 def native_graph(
-    job: Job, attention: str | None = None, accelerate: dict[str, Any] | None = None, gpus: int = 1
+    job: Job,
+    attention: str | None = None,
+    accelerate: dict[str, Any] | None = None,
+    gpus: int = 1,
+    patch: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Graph:
     """The template. attention: of ComfyUI's node ModelAttentionBackend. accelerate: inputs of our node for native
     models, behind each loader chain; links in it are ids of nodes in the same graph. gpus: of ComfyUI's
-    node MultiGPU CFG Split, which must come after nodes that change the model."""
+    node MultiGPU CFG Split, which must come after nodes that change the model. patch: class and inputs of one more node
+    that changes the model."""
     graph: Graph = {}
     steps, half = job.total_steps, job.total_steps // 2
     for expert in EXPERTS:
@@ -72,6 +77,9 @@ def native_graph(
         if attention is not None:
             graph[f"loaders.attention_{expert}"] = node("ModelAttentionBackend", model=model, attention=attention)
             model = [f"loaders.attention_{expert}", 0]
+        if patch is not None:
+            graph[f"loaders.patch_{expert}"] = node(patch[0], model=model, **patch[1])
+            model = [f"loaders.patch_{expert}", 0]
         graph[f"loaders.shift_{expert}"] = node("ModelSamplingSD3", model=model, shift=job.shift)
         if accelerate is not None:
             model = [f"loaders.shift_{expert}", 0]

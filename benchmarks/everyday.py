@@ -4,18 +4,23 @@ Needs a checkout of ComfyUI (COMFYUI_PATH; its Python: COMFYUI_PYTHON or this on
 weights (`--scratch`, /dev/shm keeps them in memory; files that are there are used again). Everything runs in a real
 ComfyUI server over its API. `--setting` takes parts of it:
 
-on       the template's switch on: a LoRA for each expert, four steps, no guidance. All sides in one server, each
-         `--runs` (3) times in a row with new seeds, after one that is not counted
+on       the template's switch on: a LoRA for each expert, four steps, no guidance
 off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
-         their samplers is scaled; ours run all
+         their samplers is scaled; ours run all. `--steps 20`: all run all
 t2v      the same with the template for text-to-video
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
+
+All sides of a part take turns in one server, `--runs` rounds (3 of `on`, 1 of the others). In each round a side makes
+a video of few steps that is not counted, which loads its models and kernels, and one with a new seed that is. A row is
+written after every round, its median so far.
 
 With `--gpus N` (default: all that are there) `on`, `off` and `t2v` also have sides for N GPUs: ours with WanCore
 Launcher, and, where there is guidance, ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance
 branch to each GPU. `--gpus 1` leaves them out.
 
-Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's.
+Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's. "auto" changes numbers only by rounding,
+"cudnn-fp8" attends in FP8, "bounded" reads as much of the attention as keeps a bound on its error (`sparse` "bound").
+On a CPU everything is small (`comfy_small`): what runs there is the code, not the work.
 
 Rows of `cold` also have the seconds after POST of every progress of the samplers (progress).
 
@@ -30,7 +35,7 @@ import argparse
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +47,7 @@ import torch
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import EXPERTS, write_expert, write_image, write_loras, write_text_encoder, write_vae
 from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_defaults
+from benchmarks.comfy_small import install_stand_ins, small_graph
 from benchmarks.comfyui import ComfyUI, Graph, Run, find_checkout, make_base, without_page
 from benchmarks.measure import make_room
 from benchmarks.options import EVERYDAY_PARTS
@@ -57,35 +63,66 @@ class Side:
     graph: Callable[[Job], Graph]
     native: bool = False
     gpus: int = 1
+    node: str | None = None  # of ComfyUI, which older ones lack
+
+    def why_not(self, kinds: Mapping[str, Any], device: torch.device) -> str | None:
+        """None where a server with the nodes `kinds` runs it; else why not."""
+        if self.node is not None and self.node not in kinds:
+            return f"this ComfyUI has no node {self.node}: use a newer one"
+        attention = kinds.get("ModelAttentionBackend", {"input": {"required": {"attention": [[]]}}})
+        choices = str(attention["input"]["required"]["attention"])
+        if device.type == "cuda" and KITCHEN in self.name and KITCHEN not in choices:
+            return f"this ComfyUI has no {KITCHEN}: its comfy-kitchen is missing or too old"
+        return None
 
 
 KITCHEN = "comfy kitchen attention"
+# ComfyUI's own node "Model Sparse Attention", as it is when it is added to a graph
+SOL = {"selection": "sol-attn", "selection.tau": 1.3, "start_percent": 0.2, "end_percent": 1.0}
+BOUNDED = {"sparse": "bound"}
 NATIVE = Side("native", native_graph, native=True)
 NATIVE_KITCHEN = Side("native, comfy kitchen attention", lambda job: native_graph(job, attention=KITCHEN), native=True)
+NATIVE_SPARSE = Side(
+    "native, Model Sparse Attention",
+    lambda job: native_graph(job, KITCHEN, patch=("BlockSparseAttention", SOL)),
+    native=True,
+    node="BlockSparseAttention",
+)
+NATIVE_CACHE = Side(
+    "native, EasyCache", lambda job: native_graph(job, KITCHEN, patch=("EasyCache", {})), native=True, node="EasyCache"
+)
 OURS = Side("ours, auto", our_graph)
 OURS_FP8 = Side("ours, cudnn-fp8", lambda job: our_graph(job, "cudnn-fp8"))
+OURS_BOUNDED = Side("ours, cudnn-fp8, bounded", lambda job: our_graph(job, "cudnn-fp8", BOUNDED))
+ACCELERATED = (
+    Side("native, accelerated, auto", lambda job: accelerated_graph(job, "auto")),
+    Side("native, accelerated, cudnn-fp8", lambda job: accelerated_graph(job, "cudnn-fp8")),
+    Side("native, accelerated, cudnn-fp8, bounded", lambda job: accelerated_graph(job, "cudnn-fp8", BOUNDED)),
+    Side("native, accelerated, sparse fast", lambda job: accelerated_graph(job, "cudnn-fp8", {"sparse": "fast"})),
+)
 SIDES = (
     NATIVE_KITCHEN,  # the faster peer first: the rows after it are compared with it
     NATIVE,
+    NATIVE_SPARSE,
     OURS,
     OURS_FP8,
+    OURS_BOUNDED,
     Side("ours, cudnn-fp8, sparse fast", lambda job: our_graph(job, "cudnn-fp8", {"sparse": "fast"})),
 )
 OFF_SIDES = (
     NATIVE,
     NATIVE_KITCHEN,
+    NATIVE_SPARSE,
+    NATIVE_CACHE,
     OURS,
     OURS_FP8,
+    OURS_BOUNDED,
     Side(
         "ours, cudnn-fp8, cache and sparse balanced",
         lambda job: our_graph(job, "cudnn-fp8", {"cache": "balanced", "sparse": "balanced"}),
     ),
 )
 ATTACHED = Side("ours, auto, LoRAs attached", lambda job: our_graph(job, lora_mode="attach"))
-ACCELERATED = (
-    Side("native, accelerated, auto", lambda job: accelerated_graph(job, "auto")),
-    Side("native, accelerated, sparse fast", lambda job: accelerated_graph(job, "cudnn-fp8", {"sparse": "fast"})),
-)
 
 
 def gpu_count(gpus: int | None, device: torch.device) -> int:
@@ -105,8 +142,8 @@ def several_sides(count: int, device: torch.device, *, guided: bool) -> tuple[Si
     nothing to divide without guidance."""
     if count < 2:
         return ()
-    cpu = device.type == "cpu"
-    devices, attention = (",".join(["cpu"] * count), "auto") if cpu else (str(count), "cudnn-fp8")
+    devices = ",".join(["cpu"] * count) if device.type == "cpu" else str(count)
+    attention = "cudnn-fp8"
     ours = f"ours, {attention}"
 
     def native(name: str, attention: str | None) -> Side:
@@ -199,10 +236,11 @@ class Files:
                 pool.submit(write_expert, self.models, job.task, expert, self.device, job.layers) for expert in EXPERTS
             ]
             tasks += [
-                pool.submit(write_text_encoder, self.models, self.device),
                 pool.submit(write_loras, self.models, job.task, self.device),
                 pool.submit(write_vae, self.models, self.device),
             ]
+            if cuda:
+                tasks.append(pool.submit(write_text_encoder, self.models, self.device))
             for task in tasks:
                 task.result()
         for number in range(8):
@@ -225,6 +263,8 @@ class Server:
         self.device, self.gpus = device, gpus
         environment = {"PYTHONUNBUFFERED": "1"}
         cpu = device.type == "cpu"
+        if cpu:
+            install_stand_ins(base)
         self.comfyui = ComfyUI(checkout, base, environment, without_page(base), cpu=cpu, patience=PATIENCE)
         self.base, self.kinds = base, self.comfyui.get("/object_info")
 
@@ -240,6 +280,7 @@ class Server:
 
     def run(self, graph: Graph) -> tuple[Row, Run]:
         """Seconds of a prompt by group of nodes. Raises RuntimeError with what failed."""
+        graph = small_graph(graph) if self.device.type == "cpu" else graph
         run = self.comfyui.watch(with_defaults(graph, self.kinds))
         if not run.ok:
             fault = next((said for kind, said in run.status["messages"] if kind == "execution_error"), {})
@@ -261,15 +302,41 @@ def times(run: Run) -> Row:
     }
 
 
-def side_by_side(server: Server, sides: Sequence[Side], jobs: list[Job], label: str) -> Iterator[Row]:
-    """Each side makes all jobs in a row, since ComfyUI keeps what nodes gave only for the prompt that comes next. The
-    first job is not counted. Native sides come first, since the others are compared with them."""
-    made: list[tuple[Side, Row]] = []
-    for side in sorted(sides, key=lambda side: (side.gpus, not side.native)):
-        found = [guarded(side.name, job.size, None, lambda s=side, j=job: server.run(s.graph(j))[0]) for job in jobs]
-        row = next((row for row in found if "failed" in row), None) or middle_row(found[1:])
-        made.append((side, row))
-        yield row | ratios(side, row, made) | {"name": f"{label}: {row['name']}", "gpus": side.gpus}
+def in_turns(
+    server: Server, sides: Sequence[Side], job: Job, label: str, runs: int, native_steps: int | None = None
+) -> Iterator[Row]:
+    """`runs` rounds in which every side makes the job once, so that what changes meanwhile changes all of them. A row
+    of each side after every round, the median so far. Native sides come first, since the others are compared with them.
+    native_steps: that native sides run, and their samplers' time is scaled; None: all."""
+    made: dict[str, list[Row]] = {side.name: [] for side in sides}
+    medians: dict[str, tuple[Side, Row]] = {}
+    for turn in range(runs):
+        for side in sorted(sides, key=lambda side: (side.gpus, not side.native)):
+            rows = made[side.name]
+            if rows and "seconds" not in rows[-1]:
+                continue
+            reason = side.why_not(server.kinds, server.device)
+            run = lambda s=side, t=turn: one_turn(server, s, job, t, native_steps)  # noqa: E731
+            rows.append(guarded(side.name, job.size, reason, run))
+            failed = rows[-1] if "seconds" not in rows[-1] else None
+            medians[side.name] = side, failed or middle_row(rows)
+            row = medians[side.name][1]
+            numbers = ratios(side, row, list(medians.values()))
+            yield row | numbers | {"name": f"{label}: {side.name}", "gpus": side.gpus}
+
+
+def one_turn(server: Server, side: Side, job: Job, turn: int, native_steps: int | None) -> Row:
+    """A video after another one that is not counted: ComfyUI keeps loaded models only for the prompt that comes next,
+    and the side before had its own. A bounded run reads less only from its fourth step on."""
+    steps = min(job.total_steps, 4) if turn == 0 else 2
+    server.run(side.graph(replace(job, seed=1000 + turn, steps=steps)))
+    job = replace(job, seed=job.seed + turn)
+    if not side.native or native_steps is None or native_steps >= job.total_steps:
+        return server.run(side.graph(job))[0]
+    row = server.run(side.graph(replace(job, steps=native_steps)))[0]
+    more = row["nodes"]["samplers"] * (job.total_steps / native_steps - 1)
+    row["nodes"]["samplers"] = round(row["nodes"]["samplers"] + more, 3)
+    return row | {"seconds": round(row["seconds"] + more, 3), "steps_measured": native_steps}
 
 
 def middle_row(rows: list[Row]) -> Row:
@@ -279,35 +346,22 @@ def middle_row(rows: list[Row]) -> Row:
 
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    jobs = [replace(job, seed=seed) for seed in range(1, 2 + (options.runs or 3))]
     sides = (*SIDES, ATTACHED, *ACCELERATED, *server.several(guided=False))
-    yield from side_by_side(server, chosen(sides, options), jobs, "on, new seed")
+    yield from in_turns(server, chosen(sides, options), job, "on, new seed", options.runs or 3)
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    yield from whole_rows(server, job, options, "off")
+    yield from guided_rows(server, job, options, "off")
 
 
 def text_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    yield from whole_rows(server, replace(job, task="t2v"), options, "text-to-video, off")
+    yield from guided_rows(server, replace(job, task="t2v"), options, "text-to-video, off")
 
 
-def whole_rows(server: Server, job: Job, options: argparse.Namespace, label: str) -> Iterator[Row]:
+def guided_rows(server: Server, job: Job, options: argparse.Namespace, label: str) -> Iterator[Row]:
     """Steps of the native nodes take equally long, so that few of them tell the time of all."""
-    whole = replace(job, four_steps=False)
-    fewer = replace(whole, steps=options.steps or 4)
-    found: list[tuple[Side, Row]] = []
-    for side in sorted(chosen((*OFF_SIDES, *server.several(guided=True)), options), key=lambda side: not side.native):
-
-        def run(side: Side = side) -> Row:
-            if side.native:
-                return scaled(server, side, fewer, whole)
-            server.run(side.graph(replace(whole, seed=2, steps=2)))
-            return server.run(side.graph(whole))[0]
-
-        found.append((side, guarded(side.name, job.size, None, run)))
-    for side, row in found:
-        yield row | ratios(side, row, found) | {"name": f"{label}: {side.name}", "gpus": side.gpus}
+    sides = chosen((*OFF_SIDES, *ACCELERATED[:3], *server.several(guided=True)), options)
+    yield from in_turns(server, sides, replace(job, four_steps=False), label, options.runs or 1, options.steps or 4)
 
 
 def ratios(side: Side, row: Row, found: Sequence[tuple[Side, Row]]) -> Row:
@@ -320,16 +374,6 @@ def ratios(side: Side, row: Row, found: Sequence[tuple[Side, Row]]) -> Row:
     one, several = ratio(1), ratio(side.gpus) if side.gpus > 1 else None
     first = {} if one is None else {"ratio": one, "ratio_to": PEER}
     return first if several is None else first | {"ratio_to_native_gpus": several}
-
-
-def scaled(server: Server, side: Side, fewer: Job, whole: Job) -> Row:
-    server.run(side.graph(replace(fewer, seed=2, steps=2)))
-    row = server.run(side.graph(fewer))[0]
-    share = whole.total_steps / fewer.total_steps
-    sampling = row["nodes"]["samplers"]
-    row["nodes"]["samplers"] = round(sampling * share, 3)
-    row["seconds"] = round(row["seconds"] + sampling * (share - 1), 3)
-    return row | {"steps_measured": fewer.total_steps}
 
 
 PARTS = {"on": on_rows, "off": off_rows, "t2v": text_rows}

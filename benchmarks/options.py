@@ -70,11 +70,17 @@ SUITES: dict[str, Suite] = {
         ("1280x720x81",),
         takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout"),
     ),
+    "videos": Suite(
+        "whole videos of the command line, from the start of the process to the file, and kept",
+        ("1280x720x81",),
+        takes=("setting", "runs", "steps", "gpus", "scratch"),
+    ),
+    "tests": Suite("the project's tests on this machine", ("all",), ("gpu tests",), takes=("setting",)),
 }
 # Suites that answered their question: their code is at the tag experiments-2026-11, their results are committed.
 ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf", "guidance", "int8", "rotation")
 ARCHIVED += ("small-cards", "switch", "trajectory")
-ATTENTION_PARTS = ("kernels", "tune")
+ATTENTION_PARTS = ("kernels", "tune", "equal")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "off", "t2v", "cold")
 NATIVE_PARTS = ("steps", "guided", "templates")
@@ -82,6 +88,7 @@ TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of 
     "animate2": "video_wan_animate2",
     "s2v": "video_wan2_2_14B_s2v",
     "vace": "video_wan_vace_14B_v2v",
+    "fun": "video_wan2_2_14B_fun_control",
 }
 STARTUP_PARTS = ("load", "cold")
 STREAMING_PRECISIONS = ("bf16", "fp8")

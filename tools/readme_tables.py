@@ -9,8 +9,8 @@ A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. NAME is a su
 {"suite", "command", "commit", "device", "versions": {library: version}, "rows": [{"name", "seconds", ...}]}.
 Columns that no row fills are left out; a key of a row that this file does not know becomes a column of its own.
 The table `cards` is no measurement: it is the choice by card of `wan_core.pipeline.card_choice`. `gains` is a short
-table over several results (tools/summary_tables.py), `techniques-...` are in tools/techniques.py, and what comes from
-no result (the address, files, what fits a card) in tools/readme_parts.py.
+table over several results (tools/summary_tables.py), `techniques-...` are in tools/techniques.py, `waterfall` in
+tools/waterfall.py, and what comes from no result (the address, files, what fits a card) in tools/readme_parts.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
 from tools.readme_parts import readme_part  # noqa: E402
 from tools.summary_tables import short_table  # noqa: E402
 from tools.techniques import RUNS, technique_table  # noqa: E402
+from tools.waterfall import waterfall_table  # noqa: E402
 
 REGION = re.compile(r"(?P<open><!-- bench:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(?P<close><!-- /bench -->)", re.DOTALL)
 OPENING = re.compile(r"<!-- bench:")  # a region without its end swallows the next one, or is none
@@ -92,6 +93,7 @@ EVEN = (
 RISKS = (("sparse", "cache"), ("fp8", "int8", "kitchen"))  # words in the names of rows: a part is left out; it rounds
 PEAKS = {"bf16_tflops": "bf16 {} TFLOP/s", "fp8_tflops": "FP8 {} TFLOP/s", "copy_tb_s": "copy {} TB/s"}
 
+WATERFALL = "waterfall"  # four GPUs on paper: tools/waterfall.py
 CARDS = "cards"  # the table of `wan_core.pipeline.card_choice`, of no measurement
 EXAMPLES = (  # names, compute capability, GiB
     ("RTX 2080 Ti", (7, 5), 11),
@@ -246,6 +248,8 @@ def body_of(name: str, results: Path) -> str:
         found = newest_result(name, results)
         return "\n".join([*technique_table(result, found), *origin(found)])
     try:
+        if name == WATERFALL:
+            return waterfall_table(lambda result: newest_result(result, results), cell)
         short = short_table(name, lambda result: newest_result(result, results), cell)
     except KeyError as missing:
         raise TableError(f"the table {name!r} asks for the row {missing}, which its newest result lacks") from missing

@@ -156,6 +156,16 @@ def test_short_tables_compare_two_rows_of_a_committed_result(name: str) -> None:
         assert float(before) / float(after) == pytest.approx(float(ratio), rel=0.02)
 
 
+def test_four_gpus_on_paper_are_sums_of_measured_parts() -> None:
+    lines = body_of("waterfall", ROOT / "benchmarks" / "results").splitlines()
+    assert len(lines) == 6
+    for line in lines[2:]:
+        one, share, denoising, decoding, kept, goal, cold = (cell.strip() for cell in line.split("|")[2:9])
+        assert float(denoising) == pytest.approx(float(one) / float(share), rel=0.01)
+        assert float(denoising) + float(decoding) < float(kept) < float(cold)
+        assert not goal or float(kept) < float(goal)
+
+
 def test_a_short_table_names_the_row_that_is_missing(tmp_path: Path) -> None:
     write(tmp_path, "everyday", "h200", "20261122")
     with pytest.raises(TableError, match=r"'gains'.*on, new seed: native.*newest result lacks"):

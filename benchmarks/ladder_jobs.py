@@ -1,0 +1,240 @@
+"""The jobs of the ladder, most valuable first: what each runs, what it needs, and which table it fills.
+
+`{scratch}` in a command is the folder for model files, `{out}` where the result goes. Seconds are estimates for one
+H200 with the files of FILES written; they decide what still fits into the time. A job is short enough for a command of
+ten minutes, except the last ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """name: of its result file. table: what its rows fill. command: arguments of Python. seconds: an estimate, without
+    the model files. files: a key of FILES. needs: what must be there, by the keys of NEEDS."""
+
+    name: str
+    table: str
+    command: str
+    seconds: int
+    gpus: int = 1
+    files: str = ""
+    needs: tuple[str, ...] = ()
+
+    def words(self, scratch: Path, out: Path, *, cpu: bool) -> list[str]:
+        words = shlex.split(self.command)
+        found = [word.replace("{scratch}", str(scratch)).replace("{out}", str(out)) for word in words]
+        return on_a_cpu(found) if cpu else found
+
+    def on_a_cpu(self) -> list[str]:
+        """The command, small; several jobs may have the same one."""
+        return on_a_cpu(shlex.split(self.command))
+
+
+FILES = {"i2v": 60, "t2v": 60, "": 0}  # seconds until the files of a task are written: 36 GB
+
+
+def has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def has_comfyui() -> bool:
+    return (Path(os.environ.get("COMFYUI_PATH", "~/comfy/ComfyUI")).expanduser() / "main.py").is_file()
+
+
+NEEDS = {  # name -> (whether it is here, what to do)
+    "comfyui": (has_comfyui, "no ComfyUI: set COMFYUI_PATH, and COMFYUI_PYTHON to its Python"),
+    "cudnn": (lambda: has_module("cudnn"), "nvidia-cudnn-frontend is not installed"),
+    "pytest": (lambda: has_module("pytest"), "pytest is not installed"),
+}
+
+
+def missing(job: Job, gpus: int, *, cpu: bool) -> str | None:
+    """What a machine with so many GPUs lacks for the job; None: nothing."""
+    if not cpu and job.gpus > gpus:
+        return f"needs {job.gpus} GPU{'s' * (job.gpus > 1)}"
+    needs = [need for need in job.needs if not (cpu and need == "cudnn")]
+    return next((advice for need in needs for here, advice in [NEEDS[need]] if not here()), None)
+
+
+SMALL_SIZE = "64x64x5"
+ON_A_CPU = {"--size": SMALL_SIZE, "--runs": "1", "--steps": "4", "--frames": "5"}
+SMALLER = {"random:t2v-A14B": "tiny", "2x1x2": "2x1x1", "1x1x4": "1x1x2", "4 GPUs": "2 GPUs"}  # inside of words
+LIMITED = re.compile(r"^.*: |\S*limit \d+")  # settings that differ in their limits alone run once
+
+
+def on_a_cpu(words: Sequence[str]) -> list[str]:
+    """The same command on the embedded model or on small files, with one size, one run and two ranks."""
+    found: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        small = SMALL_SIZE.removesuffix("x5") if before == "--size" and "tools.testbed" in words else None
+        found.append(small or ON_A_CPU.get(before, word))
+        for text, smaller in (SMALLER | ({"4": "2"} if before == "--gpus" else {})).items():
+            found[-1] = found[-1].replace(text, smaller)
+    once = set[str]()
+    for n in [n for n, word in enumerate(found) if word in ("--size", "--setting")]:
+        text = LIMITED.sub("", found[n + 1]) if "limit" in found[n + 1] else found[n + 1]
+        found[n] = found[n] if text not in once else ""
+        once.add(text)
+    found = [word for before, word in zip(["x", *found], found, strict=False) if before and word]
+    if "--runs" not in found and not {"tests", "tools.testbed"} & set(found):
+        found += ["--runs", "1"]
+    if "tests" in found:
+        found[found.index("gpu tests")] = "'not gpu' tests/benchmarks/test_setups.py"
+    if "tools.testbed" in found:
+        return [*found, "--device", "cpu", "--steps", "2", "--layers", "1", "--vae-minutes", "0.02"]
+    return [*found, "--device", "cpu", *(() if "--size" in found else ("--size", SMALL_SIZE))]
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
+KITCHEN = "native, comfy kitchen attention"
+SPARSE, CACHED = "native, Model Sparse Attention", "native, EasyCache"
+EXACT, FP8, BOUNDED = (f"native, accelerated, {kind}" for kind in ("auto", "cudnn-fp8", "cudnn-fp8, bounded"))
+OUR_EXACT, OUR_FP8, OUR_BOUNDED = (f"ours, {kind}" for kind in ("auto", "cudnn-fp8", "cudnn-fp8, bounded"))
+OUR_BALANCED = "ours, cudnn-fp8, cache and sparse balanced"
+HD, SD, SQUARE = "1280x720x81", "832x480x81", "640x640x81"
+FAST = "--precision fp8 --attention fast"
+FOUR = "--preset lightx2v " + " ".join(
+    f"--lora-{expert} {{models}}/loras/wan2.2_i2v_lightx2v_4steps_lora_v1_{expert}_noise.safetensors"
+    for expert in ("high", "low")
+)
+WHOLE, SEVERAL = "whole videos, 720p, 40 guided steps", "four GPUs, cold and kept, 720p"
+CARDS = "smaller cards, four steps, 640x640, whole videos"
+LIMITS = ((8, 27), (12, 27), (16, 27), (24, 27), (8, 54), (12, 54))  # GiB of device and of host memory: 32 and 64 GB
+
+
+def suite(name: str, seconds: int, table: str, words: str, **more: Any) -> Job:
+    return Job(name=name, seconds=seconds, table=table, command=f"-m benchmarks {words} --out {{out}}", **more)
+
+
+def everyday(name: str, seconds: int, size: str, part: str, *sides: str, gpus: int = 1, more: str = "") -> Job:
+    """ComfyUI's template from click to file, with the sides named, all steps of all sides."""
+    steps = "" if part == "on" else " --steps 20"
+    words = f"everyday --setting {part} --size {size} --gpus {gpus}{steps} {repeated('setup', sides)} {more}"
+    work = "four steps" if part == "on" else "20 guided steps"
+    table = f"ComfyUI's template from click to file, {size}, {work}"
+    needs = ("comfyui", "cudnn")
+    return suite(name, seconds, table, f"{words} --scratch {{scratch}}", gpus=gpus, files="i2v", needs=needs)
+
+
+def videos(
+    name: str, seconds: int, table: str, model: str, *settings: str, gpus: int = 1, runs: int = 2, size: str = HD
+) -> Job:
+    """Whole videos of the command line. settings: "NAME: words of generate"."""
+    words = f"videos --model files:{model} {repeated('setting', settings)} --gpus {gpus} --runs {runs} --size {size}"
+    return suite(name, seconds, table, f"{words} --scratch {{scratch}}", gpus=gpus, files=model, needs=("cudnn",))
+
+
+def template(part: str, seconds: int) -> Job:
+    sides = ("native", "accelerated, auto", "accelerated, cudnn-fp8", "ours, bf16", "ours, fp8")
+    words = f"native --setting {part} {repeated('setup', sides)} --layers 40 --size {SD} --scratch {{scratch}}"
+    table = "ComfyUI's templates of other models, samplers, 40 blocks"
+    return suite(f"template-{part}", seconds, table, words, needs=("comfyui", "cudnn"))
+
+
+def repeated(option: str, values: Sequence[str]) -> str:
+    return " ".join(f"--{option} {shlex.quote(value)}" for value in values)
+
+
+def limited(words: str, card: int, host: int) -> str:
+    return f"{card} GiB, host {host} GiB: {words} {FOUR} --memory-limit {card} --host-memory-limit {host}"
+
+
+JOBS: tuple[Job, ...] = (
+    # a. ComfyUI's own template with whatever a user can switch on in it, against ours
+    everyday("on-640", 520, SQUARE, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, FP8),
+    everyday("on-720", 480, HD, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, more="--runs 1"),
+    everyday("off-640", 400, SQUARE, "off", KITCHEN, OUR_FP8, OUR_BOUNDED, OUR_BALANCED),
+    everyday("off-640-rivals", 520, SQUARE, "off", KITCHEN, SPARSE, CACHED, OUR_EXACT),
+    everyday("on-640-native", 420, SQUARE, "on", KITCHEN, "native", EXACT, BOUNDED),
+    everyday("off-640-native", 500, SQUARE, "off", KITCHEN, EXACT, FP8, BOUNDED),
+    everyday("on-480", 520, SD, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, FP8),
+    everyday("off-480", 400, SD, "off", KITCHEN, OUR_FP8, OUR_BOUNDED, OUR_BALANCED),
+    everyday("on-720-native", 530, HD, "on", KITCHEN, "native", EXACT, FP8, BOUNDED, more="--runs 1"),
+    # b. whole videos of the command line
+    videos("speed-t2v", 420, WHOLE, "t2v", *(f"{s}: {FAST} --speed {s}" for s in ("balanced", "fast"))),
+    videos("speed-i2v", 420, WHOLE, "i2v", *(f"{s}: {FAST} --speed {s}-i2v" for s in ("balanced", "fast"))),
+    videos("careful-t2v", 420, WHOLE, "t2v", f"careful: {FAST} --speed careful", runs=1),
+    videos("bounded-t2v", 540, WHOLE, "t2v", f"bounded: {FAST} --sparse bound:0.06 --magcache quality", runs=1),
+    # c. four GPUs of one host
+    videos(
+        "four-gpus", 380, SEVERAL, "t2v",
+        *(f"{speed}: {FAST} --speed {speed} --mesh 2x1x2" for speed in ("balanced", "fast")), gpus=4,
+    ),
+    videos("four-gpus-four-steps", 150, SEVERAL, "i2v", f"four steps: {FAST} {FOUR} --mesh 1x1x4", gpus=4, runs=3),
+    everyday("four-gpus-on", 200, SQUARE, "on", KITCHEN, "ours, cudnn-fp8, 4 GPUs", gpus=4),
+    everyday(
+        "four-gpus-off", 400, SQUARE, "off",
+        f"{KITCHEN}, 4 GPUs", "ours, cudnn-fp8, 4 GPUs", "ours, cudnn-fp8, cache and sparse fast, 4 GPUs", gpus=4,
+    ),
+    suite(
+        "four-gpus-forwards", 420, "one forward on four GPUs",
+        f"parallel --gpus 4 --size {HD} --setup 'fp8 + cudnn-fp8'", gpus=4, needs=("cudnn",),
+    ),
+    videos("four-gpus-list", 330, "a list on four GPUs", "t2v", f"fast: {FAST} --speed fast", gpus=4),
+    videos("four-gpus-full", 560, SEVERAL, "t2v", f"nothing skipped: {FAST} --mesh 2x1x2", gpus=4, runs=1),
+    suite("four-gpus-tests", 400, "GPU tests", "tests --setting 'gpu tests'", gpus=4, needs=("pytest",)),
+    # d. two GPUs of one host
+    everyday("two-gpus-on", 220, SQUARE, "on", KITCHEN, "ours, cudnn-fp8, 2 GPUs", gpus=2),
+    everyday(
+        "two-gpus-off", 500, SQUARE, "off",
+        f"{KITCHEN}, 2 GPUs", "ours, cudnn-fp8, 2 GPUs", "ours, cudnn-fp8, cache and sparse fast, 2 GPUs", gpus=2,
+    ),
+    videos(
+        "two-gpus", 500, "two GPUs, 480p, 8 guided steps", "t2v",
+        *(f"{mesh}: {FAST} --mesh {mesh} --steps 8 --solver euler" for mesh in ("2x1x1", "1x1x2", "layers2", "time2")),
+        gpus=2, runs=1, size=SD,
+    ),
+    videos(
+        "lora-phases", 200, "LoRA strengths by phase, 480p", "i2v",
+        f"one strength: {FAST} {FOUR}", f"by phase: {FAST} {FOUR.replace('lightx2v', 'motion', 1)}", size=SD,
+    ),
+    # e. other models
+    *(template(part, seconds) for part, seconds in (("animate2", 420), ("vace", 400), ("s2v", 420), ("fun", 450))),
+    # f. memory
+    videos("memory", 560, CARDS, "i2v", *(limited(FAST, *limits) for limits in LIMITS), size=SQUARE),
+    videos(
+        "memory-int8", 300, CARDS, "i2v",
+        *(f"int8, {limited('--precision int8', card, 27)}" for card in (12, 16, 24)), size=SQUARE,
+    ),
+    # g. tests
+    suite("gpu-tests", 500, "GPU tests", "tests --setting 'gpu tests'", needs=("pytest",)),
+    # h. kernels
+    suite(
+        "attention", 200, "attention kernels",
+        f"attention --setting kernels --size {HD} --size {SD}", needs=("cudnn",),
+    ),
+    suite(
+        "attention-at-equal-error", 240, "sparse attention at equal error",
+        f"attention --setting equal --size {HD} --size {SD}", needs=("cudnn",),
+    ),
+    suite(
+        "forwards", 400, "one forward",
+        f"single --model random:t2v-A14B --size {HD} --runs 2 --setup diffusers-compiled --setup comfyui-compiled"
+        " --setup '+ flash4' --setup fp8 --setup 'fp8 + cudnn-fp8' --setup 'fp8 + sparse 25 %'", needs=("cudnn",),
+    ),
+    suite("streaming", 300, "blocks that stream", f"streaming --model random:t2v-A14B --setting fp8 --size {HD}"),
+    suite(
+        "starting", 300, "starting",
+        f"startup --model random:t2v-A14B --layers 20 --size {HD} --scratch {{scratch}}",
+    ),
+    # longer than a command of ten minutes
+    everyday("on-720-medians", 950, HD, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, FP8),
+    everyday("off-720", 1350, HD, "off", KITCHEN, OUR_FP8, OUR_BOUNDED),
+    videos("full-fp8", 1300, WHOLE, "t2v", f"FP8, nothing skipped: {FAST}", runs=1),
+    videos("full-exact", 1700, WHOLE, "t2v", "exact: --precision checkpoint --attention auto", runs=1),
+    Job(
+        name="testbed-training", seconds=900, table="the test bed's training",
+        command="-m tools.testbed train --out {scratch}/testbed --size 384x256 --frames 41 --minutes 14",
+    ),
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""The suites that the ladder adds: whole videos of the command line, the tests, and attention at equal error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.equal_error import at_equal_error, equal_rows
+from benchmarks.own_tests import file_rows
+from benchmarks.videos import Making
+
+CPU = torch.device("cpu")
+
+
+def report(load: float, step_errors: list[float] | None = None) -> dict:
+    phases = {"load": {"seconds": load}, "denoise high": {"seconds": 3.0}, "denoise low": {"seconds": 1.5}}
+    attention = [{"errors": [error, None]} for error in step_errors or ()]
+    return {"phases": phases, "peak_device_gib": 1.5, "attention": attention}
+
+
+def test_videos_are_cold_then_kept() -> None:
+    making = Making(Path(), ["--model", "tiny"], CPU, 1, [], "64x64x5", None, 3)
+    cold, kept = making.timed(
+        [20.0, 26.0, 31.0, 38.0], [report(9.0), report(0.0), report(0.0), report(0.0, [0.02, 0.06])]
+    )
+    assert cold == {"name": "cold", "size": "64x64x5", "seconds": 20.0, "load": 9.0, "denoise": 4.5, "peak_gib": 1.5}
+    assert (kept["seconds"], kept["spread"], kept["runs"], kept["denoise"]) == (6.0, 2.0, 3, 4.5) and "load" not in kept
+    bounded = making.row("kept", 1.0, report(0.0, [0.02, 0.06]))
+    assert bounded["errors"] == [0.01, 0.03] and bounded["largest_error"] == 0.03
+
+
+def test_a_list_on_several_gpus_counts_videos_after_the_first_of_each() -> None:
+    making = Making(Path(), ["--model", "tiny"], CPU, 2, [], "64x64x5", None, 1)
+    assert making.makers == 2 and making.count == 4
+    _, row = making.timed([10.0, 11.0, 15.0, 17.0], [report(1.0)] * 4)
+    assert row["seconds"] == 3.0 and (row["videos"], row["gpus"]) == (4, 2)
+    assert Making(Path(), ["--model", "tiny"], CPU, 2, ["--mesh", "2x1x1"], "64x64x5", None, 1).makers == 1
+
+
+def test_a_list_of_the_embedded_model(tmp_path: Path) -> None:
+    lora = "{models}/loras/wan2.2_i2v_lightx2v_4steps_lora_v1_high_noise.safetensors"
+    setting = f"four steps: --preset lightx2v --lora-high {lora}"
+    words = ["--size", "64x64x5", "--runs", "1", "--device", "cpu", "--scratch", str(tmp_path)]
+    out = tmp_path / "result.json"
+    wrong = ["--setting", "wrong: --steps 0"]  # refused by the command line at once
+    assert main(["videos", "--model", "files:i2v", "--setting", setting, *wrong, *words, "--out", str(out)]) == 1
+    cold, kept, failed = json.loads(out.read_text())["rows"]
+    assert cold["name"] == "four steps: cold" and cold["seconds"] > kept["seconds"] >= kept["denoise"] > 0
+    assert failed["name"] == "wrong" and "steps" in failed["failed"]
+
+
+def test_a_setting_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["videos", "--device", "cpu", "--setting", "--speed fast"]) == 2
+    assert "NAME: words" in capsys.readouterr().err
+
+
+def test_a_file_with_a_failure_is_a_row_that_failed() -> None:
+    rows = list(
+        file_rows(
+            ElementTree.fromstring("""<testsuites><testsuite>
+        <testcase file="tests/a.py" name="one" time="1.5"/>
+        <testcase file="tests/a.py" name="two" time="0.5"><failure message="assert 1 == 2"/></testcase>
+        <testcase file="tests/b.py" name="three" time="0"><skipped/></testcase>
+    </testsuite></testsuites>""")
+        )
+    )
+    assert rows[0] == {"name": "tests/a.py", "size": "", "seconds": 2.0, "passed": 1, "skipped": 0,
+                       "failed": "two: assert 1 == 2"}  # fmt: skip
+    assert rows[1]["skipped"] == 1 and "failed" not in rows[1]
+
+
+def test_errors_fall_with_the_blocks_that_are_read() -> None:
+    rows = [row for row in equal_rows("96x96x17", CPU, 1) if row["name"].startswith("math")]
+    errors = [row["error"] for row in rows]
+    assert 0 < errors[0] < errors[2] < errors[4] and errors[4] > 2 * errors[0]
+
+
+def test_equal_error_compares_with_the_fastest_that_is_as_good() -> None:
+    theirs = [
+        {"seconds": 4.0, "error": 0.01},
+        {"seconds": 2.0, "error": 0.05},
+        {"seconds": 1.0, "error": 0.2},
+        {"why_not": ""},
+    ]
+    assert at_equal_error({"seconds": 0.5, "error": 0.06}, theirs)["ratio"] == 4.0
+    assert at_equal_error({"seconds": 0.5, "error": 0.001}, theirs) == at_equal_error({"failed": ""}, theirs) == {}
