@@ -30,7 +30,7 @@ from tests import gguf_files, int8_files
 from tests.pipeline import test_sound_clips
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.config import LoadOptions, OptionError
+from wan_core.config import LoadOptions, OptionError, PromptAt
 from wan_core.execution.report import Report
 from wan_core.parallel.mesh import Mesh
 from wan_core.parallel.weights import SMALL
@@ -156,6 +156,7 @@ def test_each_rank_of_a_layer_pipeline_holds_its_blocks_alone(ranks, mesh):
 
 
 SPARSE = {"sparsity": 0.75, "dense_steps": 0.25, "ramp": 0.0}
+COLOURS = ((0, "red"), (4, "green"))
 SQUARE = {"width": 80, "height": 80}
 TALL = {"width": 80, "height": 112, "frames": 9}
 # 50 tokens, and 18 in the smaller steps, with a cache and sparse attention, which begin anew at each size.
@@ -163,6 +164,7 @@ STAGES = {"steps": 10, **SQUARE, "frames": 5, "stages": [{"scale": 0.6, "low": 0
 # Of 2 and 3 latent frames, 50 and 75 tokens; some that move.
 WINDOWS = {"steps": 10, **SQUARE, "frames": 13, "windows": "5/1:standard_static", "magcache": MAGCACHE}
 IN_LAYERS = {"guidance_mode": "sequential"}
+SCENES = tuple(PromptAt(frame=n, text=f"a {colour} square moving up on a white background") for n, colour in COLOURS)
 # Some steps have one branch only; MagCache's residuals of it must be where it runs next.
 UNGUIDED = {"steps": 10, "magcache": MAGCACHE, **SQUARE, "frames": 5}
 REQUESTS = {
@@ -173,6 +175,9 @@ REQUESTS = {
     "105 tokens": (("1x1x3", "2x2x1"), {"steps": 10, "magcache": MAGCACHE, **TALL}),
     # A rank has all tokens of its heads, in the order of the tiles; residuals are kept beneath that order.
     "sparse": (("1x1x3", "2x1x2"), {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE, "seed": 1, **TALL}),
+    "prompts over time": (("2x2x1",), {"steps": 8, "magcache": MAGCACHE, "prompt": "", "prompts_at": SCENES, **TALL}),
+    "sparse prompts over time": (("1x1x3",), {"steps": 4, "sparse": SPARSE, "prompts_at": SCENES, "seed": 1, **TALL}),
+    "prompts over time in layers": (("layers2",), {"steps": 4, "prompts_at": SCENES, **TALL, **IN_LAYERS}),
     "guidance in an interval": (("2x1x1",), {**UNGUIDED, "guidance": {"low": 0.3, "high": 0.95}}),
     "guidance of one expert": (("2x1x1",), {**UNGUIDED, "guidance_low": 1.0}),
 }
@@ -188,7 +193,7 @@ def test_a_request_equals_one_rank(ranks, alone, mesh, name):
     equal_on_all(answers, wanted)
     notes = [note for note in wanted[2]["notes"] if note.startswith(("forwards", "resolution schedule: 0.6"))]
     assert all(set(notes) <= set(said["notes"]) for _, _, said in answers)
-    for changed in {"stages", "windows"} & set(request):
+    for changed in {"stages", "windows", "prompts_at"} & set(request):
         plain = {option: given for option, given in request.items() if option != changed}
         assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
 

@@ -206,7 +206,8 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--low", type=Path, help="the low-noise expert's; its name may say that it is step-distilled")
     parser.add_argument("--image", action="store_true", help="plan a video that starts from an image (TI2V-5B)")
     known = {"type": int, "metavar": "FRAME", "help": "show this frame as known; may be repeated"}
-    add_options(parser, Request, ["keyframes"], keyframes=known)
+    starts = {**known, "help": "a prompt begins at this frame, counted from 0; may be repeated"}
+    add_options(parser, Request, ["keyframes", "prompts_at"], keyframes=known, prompts_at=starts)
     add_lora_options(parser)
     add_plan_options(parser)
     add_window_options(parser)

@@ -92,7 +92,7 @@ def asked_plan(options: argparse.Namespace, loras: list[Path]) -> PlannedVideo:
     task = find_task(options.task)
     family_of(task).check_begins(task, ["image"] * options.image + ["keyframes"] * bool(options.keyframes))
     changed = {"part": window_of(options), "from_noise": options.denoise == 1, "width": None, "height": None}
-    changed["known"] = tuple(sorted(options.keyframes or ()))
+    changed["known"], changed["prompt_starts"] = tuple(sorted(options.keyframes or ())), options.prompts_at or ()
     request = from_values(PlanRequest, values_of(options), **changed)
     files = {"high": options.high, "low": options.low, "loras": tuple(loras)}
     return build_plan(request, ModelFacts(task=task, dit=task.full_size, vae=task.vae, **files))
@@ -155,7 +155,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     task = None if model.startswith("random:") else options.task
     memory = {name: getattr(options, name) for name in ("precision", "compile", *MEMORY)}
     load_options = LoadOptions(model=model, task=task, **memory)
-    others = dict.fromkeys(("image", "keyframes", "denoise", "clip_frames", "overlap", "svi"))
+    others = dict.fromkeys(("image", "keyframes", "prompts_at", "denoise", "clip_frames", "overlap", "svi"))
     request = from_values(Request, values_of(options), prompt="", **others)
     image = bool(options.image) or options.task.startswith("i2v")
     kernels = not torch.cuda.is_available() or fused.why_not(cuda) is None  # another machine is taken to have them

@@ -78,6 +78,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.given = sys.argv[1:] if args is None else list(args)
+        if any(re.match("--prompt-at(=|$)", word) for word in self.given):  # which may stand for --prompt
+            for group in self._mutually_exclusive_groups:
+                group.required = False
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -24,7 +24,7 @@ from wan_core.media.video import read_metadata
 from wan_core.workers.video_list import KEY, ListedVideo
 
 MOST_VIDEOS = 100_000
-TEXTS = ("prompt", "negative_prompt", "pose_prompt")  # fields that may hold any characters
+TEXTS = ("prompt", "prompts_at", "negative_prompt", "pose_prompt")  # fields that may hold any characters
 REPEATED = tuple(name for name, one in table(Request).items() if one.several)  # that may be a list of texts
 HASHED_LAST = ("control_video", "audio")  # in keys, which stay as they are: their videos are not made again
 SAME_RESULT = ("device", "residency", "resident_blocks", "memory_limit", "host_memory_limit")  # options of loading
@@ -115,7 +115,7 @@ def _video(
                 raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}: no name of a file has such characters")
             words.append(f"{known[name]}={one}")  # with =, so that a text may begin with a dash
     given = parser.parse_args(words)
-    if not (given.prompt or "").strip():
+    if not (given.prompt or "").strip() and not given.prompts_at:
         raise OptionError("field 'prompt' is missing or empty")
     if given.seed == RANDOM_SEED:
         raise OptionError("seed random given: a list needs numbers, by which videos that are there are known again")
@@ -140,9 +140,11 @@ def key_of(request: Request, loaded: LoadOptions) -> str:
     media = [contents(Path(asked[name])) for name in sorted(files, key=HASHED_LAST.__contains__)]
     if asked["skip"] is not None:
         del asked["skip"]["measured_steps"]  # what a preset's file says of itself is no option
-    for name in ("motion", "lora_strengths", "svi"):
+    for name in ("motion", "lora_strengths", "svi", "prompts_at"):
         if asked[name] is None:  # keys are those of before there were these
             del asked[name]
+    if asked["windows"] is not None and not asked["windows"]["split"]:
+        del asked["windows"]["split"]
     if (keyframes := asked.pop("keyframes")) is not None:
         media += [[one["frame"], contents(Path(one["path"]))] for one in keyframes]
     text = json.dumps([asked, models, *media], sort_keys=True)

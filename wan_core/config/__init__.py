@@ -19,6 +19,7 @@ from wan_core.config.loading import (
     LoadOptions,
     LoraOptions,
 )
+from wan_core.config.prompts import PromptAt, check_prompts
 from wan_core.config.request import (
     GUIDANCE_MODES,
     RANDOM_SEED,
@@ -76,6 +77,7 @@ __all__ = [
     "OptionError",
     "PatternOptions",
     "PlanNumbers",
+    "PromptAt",
     "Request",
     "SkipOptions",
     "SparseOptions",
@@ -85,5 +87,6 @@ __all__ = [
     "WindowOptions",
     "check_choice",
     "check_known",
+    "check_prompts",
     "check_size",
 ]

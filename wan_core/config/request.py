@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wan_core.config.checks import OptionError, parse_size
+from wan_core.config.prompts import PromptAt, check_prompts
 from wan_core.config.skipping import SkipOptions
 from wan_core.config.table import Checked, check, option, parse_slashes
 from wan_core.config.windows import WindowOptions
@@ -296,15 +297,26 @@ class PlanNumbers:
 class Request(PlanNumbers):
     """One video to make. Fields that are None take the task's default; with an image the size follows its aspect ratio.
 
-    Media are paths. keyframes: known frames beside the first and the last. Sizes in pixels, `fps` frames per second (1
-    to 240), `boundary` a share of the noise (0 to 1). denoise: None is 0.7 with `from_video`. outpaint: pixels on the
-    left, top, right and bottom of `control_video` that are made. camera: motions, or the lines of a file of poses.
+    prompt: of all frames, beside `prompts_at` of some. Media are paths. keyframes: known frames beside the first and
+    the last. Sizes in pixels, `fps` frames per second (1 to 240), `boundary` a share of the noise (0 to 1). denoise:
+    None is 0.7 with `from_video`. outpaint: pixels on the left, top, right and bottom of `control_video` that are made.
+    camera: motions, or the lines of a file of poses.
     clip_frames: a longer video is made in clips of so many frames, of which `overlap` are the last of the clip before;
     svi: these have an anchor picture and the latents of the clip before. windows: each forward sees some frames of it.
     skip: None where every forward runs. Raises OptionError.
     """
 
     prompt: str
+    prompts_at: tuple[PromptAt, ...] | None = option(
+        None,
+        flag="prompt-at",
+        help="prompt from this frame on, counted from 0, up to that of the next: 0='a dog sleeps' and "
+        "40='the dog runs away'; may be repeated, in the order of the frames, the first at 0. --prompt then says what "
+        "holds for all of them (text-to-video, image-to-video, Fun)",
+        metavar="FRAME=TEXT",
+        parse=PromptAt.parse,
+        several=True,
+    )
     negative_prompt: str | None = option(
         None, help="what the video should not show; an empty text is allowed (default: {negative})"
     )
@@ -393,7 +405,7 @@ class Request(PlanNumbers):
         help="context windows: each forward sees LENGTH frames of a longer video, of which OVERLAP are also its "
         "neighbour's: 81/28; then options after colons: a schedule (standard_uniform, standard_static, "
         "looped_uniform, batched), how windows are fused (pyramid, relative, flat, overlap-linear), plain, retain, "
-        "closed, nolead (docs/windows.md)",
+        "closed, nolead, split (docs/windows.md)",
         metavar="LENGTH[/OVERLAP]",
     )
     nag: NagOptions | None = option(
@@ -431,6 +443,12 @@ class Request(PlanNumbers):
             raise OptionError("only one of width and height given; give both, or neither for the task's own size")
         if self.outpaint is not None:
             check_outpaint(self.outpaint)
+        check_prompts(self.prompt_starts)
+
+    @property
+    def prompt_starts(self) -> tuple[int, ...]:
+        """The frames at which prompts of parts of the video begin."""
+        return tuple(one.frame for one in self.prompts_at or ())
 
     @property
     def pictures(self) -> tuple[str, ...]:

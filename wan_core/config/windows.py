@@ -14,7 +14,7 @@ FUSE_METHODS = ("pyramid", "relative", "flat", "overlap-linear")
 STILL_WINDOWS = ("standard_static", "batched")  # the same in every step
 FORM = (
     "length/overlap in frames of the video such as 81/28, then words after colons: a schedule "
-    f"({', '.join(WINDOW_SCHEDULES)}), a fuse method ({', '.join(FUSE_METHODS)}), closed, retain, plain, nolead"
+    f"({', '.join(WINDOW_SCHEDULES)}), a fuse method ({', '.join(FUSE_METHODS)}), closed, retain, plain, nolead, split"
 )
 
 
@@ -28,7 +28,8 @@ class WindowOptions:
     counts where several overlap. freenoise: the noise of later frames is that of earlier ones in another order.
     retain_first: every window of an image-to-video model sees the first frame's image in its first place. closed_loop:
     a looped window also joins the last frame to the first. lead: a window that begins later sees the frame before it,
-    too; the VAE's first latent frame is one frame of the video and all others are four.
+    too; the VAE's first latent frame is one frame of the video and all others are four. split: each window takes one of
+    several texts, that of its middle.
     """
 
     length: int = option(
@@ -81,6 +82,13 @@ class WindowOptions:
         words={"retain": True},
     )
     lead: bool = option(True, words={"nolead": False})
+    split: bool = option(
+        False,
+        tip="Each window takes one of several texts, which are combined (Conditioning (Combine)) in the order of the "
+        "video and share its length evenly.",
+        advanced=True,
+        words={"split": True},
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -124,7 +132,7 @@ class WindowOptions:
 
     def words(self) -> str:
         """The options as text that `parse` reads, with every field."""
-        flags = spelled(self, "closed_loop", "retain_first", "freenoise", "lead")
+        flags = spelled(self, "closed_loop", "retain_first", "freenoise", "lead", "split")
         return ":".join([f"{4 * self.length - 3}/{4 * self.overlap}", self.schedule, self.fuse, *flags])
 
 

@@ -63,7 +63,8 @@ class GraphedBlocks:
 
     A graph knows addresses. One is captured for every shape, rotation table, prompt and strength of control, and goes
     when that table or that prompt goes; should the weights have moved (models that take turns on the device), it is
-    captured again. What depends on the step, sparse attention, and weights that stream are not captured.
+    captured again. What depends on the step, sparse attention, prompts over time, and weights that stream are not
+    captured.
     """
 
     name: ClassVar[str] = "CUDA graphs"
@@ -87,7 +88,7 @@ class GraphedBlocks:
         assert model is not None
         tokens, modulation, rope = inputs.tokens, inputs.modulation, inputs.rope
         small = tokens.shape[0] * tokens.shape[1] <= GRAPHED_TOKENS
-        fixed = inputs.sparse is None and model.runners.weights is RESIDENT
+        fixed = inputs.sparse is None and inputs.text.bias is None and model.runners.weights is RESIDENT
         if not (small and fixed and tokens.is_cuda) or torch.is_grad_enabled():
             return inner(inputs)
         if torch.cuda.is_current_stream_capturing():

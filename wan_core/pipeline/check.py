@@ -37,6 +37,7 @@ from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.start import Start
+from wan_core.sampling.timed_prompts import TimedText, text_of_frames
 
 BEYOND = 2.0  # times the pixels of the largest size in training: from there on content is repeated or falls apart
 DENOISE = 0.7  # of video-to-video, where nothing is said
@@ -65,6 +66,19 @@ class Job:
     def pose_prompt(self) -> str | None:
         """What the driving video is described by; None: the family reads nothing for it."""
         return family_of(self.task).pose_prompt(self.request)
+
+    @property
+    def texts(self) -> tuple[TimedText, ...]:
+        """What is encoded of the prompts: a text for the video, for each context window that has one of its own, or for
+        each clip that differs."""
+        request, prompts = self.request, self.request.prompts_at or ()
+        if any(step.window_texts for step in self.plan.steps):
+            return tuple(TimedText(request.prompt, (one.text,), (0,)) for one in prompts)
+        return tuple(dict.fromkeys(map(self.text_of, self.clips)))
+
+    def text_of(self, clip: Clip) -> TimedText:
+        """The text of one clip."""
+        return text_of_frames(self.request.prompt, self.request.prompts_at or (), clip.first, clip.first + clip.frames)
 
     @property
     def alone(self) -> bool:
@@ -106,6 +120,7 @@ class Job:
         return {
             "task": plan.task,
             "prompt": request.prompt,
+            **({"prompts": {one.frame: one.text for one in request.prompts_at}} if request.prompts_at else {}),
             "negative_prompt": self.negative_prompt,
             **{key: path for key, path in images.items() if path is not None},
             "size": [self.width, self.height],
@@ -231,6 +246,7 @@ def plan_request(request: Request, task: Task, width: int, height: int, frames: 
         frames=frames,
         from_noise=request.last_image is None and request.from_video is None,
         known=request.known_frames(frames),
+        prompt_starts=request.prompt_starts,
         front=len(given_fields(request, family.front)),
         beside=len(given_fields(request, family.beside)),
     )
@@ -252,7 +268,9 @@ def never_seen(job: Job) -> list[str]:
     """What the embedded model never saw of the prompt and the size of a job, see `unknown_to`."""
     windows = job.plan.context_windows
     longest = max(clip.frames for clip in job.clips) if windows is None else 4 * windows.length - 3
-    return unknown_to(job.task, [job.request.prompt], job.width, job.height, longest)
+    texts = [one.text for one in job.texts] if not job.request.prompts_at else []  # prompts of parts are read apart
+    texts += [one.text for one in job.request.prompts_at or ()]
+    return unknown_to(job.task, texts, job.width, job.height, longest)
 
 
 def size_notes(task: Task | None, vae: VAEConfig, width: int, height: int) -> list[str]:

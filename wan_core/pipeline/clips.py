@@ -35,7 +35,7 @@ from wan_core.pipeline.decode import Pieces, WriteFrames, decode_to, use_all
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.media import clip_media, condition, load_media
 from wan_core.pipeline.run import OnStep, Run, Watch
-from wan_core.pipeline.text import encode_text
+from wan_core.pipeline.text import encode_text, text_of_clip
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.sparsity.schedule import without_estimates
@@ -97,7 +97,7 @@ class ClipRun:
         if finished is not None:
             report.notes.append(f"clip {clip.number + 1} was finished by an earlier run")
             return finished.to(models.device)
-        conditioning = condition(self.run, clip, media, text)
+        conditioning = condition(self.run, clip, media, text_of_clip(self.run, text, clip))
         watch.phase("denoise")
         on_step = None if watch.step is None else self.on_step(clip, watch.step)
         latents = sample(self.run, conditioning, on_step, watch.checks, clip=clip.number)

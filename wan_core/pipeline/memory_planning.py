@@ -181,6 +181,7 @@ def beside_workload(found: Parts, workload: Workload | None, per_token: float, i
             residuals=residual_bytes(plan, B * found.dit.most_tokens(sum(sizes), Y, X), found.dit.dim, itemsize),
             batched=workload.batched,
             image=workload.image,
+            texts=max(len(step.all_texts) for step in plan.steps),
         )
         outside = outside_bytes(found.dit, workload.latent_shape, max(sizes))
         beside = replace(beside, denoise=beside.denoise + outside)

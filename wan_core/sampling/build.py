@@ -20,12 +20,13 @@ from wan_core.config import (
     SkipOptions,
     WindowOptions,
     check_known,
+    check_prompts,
 )
 from wan_core.config.checks import check_size
 from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families import check_prompts_over_time, family_of
 from wan_core.models.wan.families.clips import Clip, LongVideo
 from wan_core.models.wan.families.family import Task
 from wan_core.sampling.cache.skipping import apply_policies, skip_forwards
@@ -49,6 +50,7 @@ from wan_core.sampling.presets import distilled_steps, motion_of, preset_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.svi import with_svi
+from wan_core.sampling.timed_prompts import with_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ class PlanRequest(PlanNumbers):
     from_noise: neither a last picture nor a video is given. front: latent frames before those of the video, beside
     those of its family. beside: frames of tokens that the transformer adds. known, handed: video frames
     that are known pictures, or latents of the clip before, to be shown.
+    prompt_starts: video frames at which prompts of parts of the video begin.
     """
 
     sigmas: Sequence[float] | None = None
@@ -98,6 +101,7 @@ class PlanRequest(PlanNumbers):
     beside: int = 0
     known: tuple[int, ...] = ()
     handed: tuple[int, ...] = ()
+    prompt_starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +147,10 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     plan = replace(plan, known=KnownFrames(request.known, frames, request.handed)) if request.known else plan
     if request.windows is not None:
         plan = with_windows(plan, request.windows, (frames - 1) // vae.temporal_stride + 1)
+    if request.prompt_starts:
+        check_prompts_over_time(task)
+        check_prompts(request.prompt_starts, frames)
+        plan = with_prompts(plan, request.prompt_starts, frames)
     plan = skip_forwards(plan, request.skip, facts.high, facts.low, image=request.image, loras=facts.loras)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
     plan = plan if request.control is None else with_control(plan, request.control)

@@ -33,6 +33,9 @@ class Conditioning:
     uncond_inputs: Mapping[str, Any] = field(default_factory=dict)  # what the negative prompt's branch has instead
     later_cond: Tensor | None = None  # [N, S, text_dim]: texts 1 to N of the prompt, for steps whose `texts` say so
     later_uncond: Tensor | None = None  # [N, S, text_dim]: of the negative prompt
+    # float32 [N, T, S]: of every text of the prompt, what is taken off the scores of each of its rows in each latent
+    # frame (`wan_core.sampling.timed_prompts`).
+    penalty: Tensor | None = None
 
     def text(self, branch: str, number: int) -> Tensor:
         """Text rows [1 or B, S, text_dim] of a branch, "cond" or "uncond"; several only where a text changes."""

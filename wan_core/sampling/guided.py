@@ -5,8 +5,9 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,20 @@ class Branching:
 ALONE = Branching()
 
 
+class Prompts(NamedTuple):
+    """A text of the prompt and one of the negative prompt, prepared: for both branches as one forward, for each alone,
+    and for steps with normalized attention guidance."""
+
+    both: PreparedText
+    each: dict[Branch, PreparedText]
+    nag: PreparedText | None
+
+    def of(self, branch: Branch, nag: bool) -> PreparedText:
+        text = self.nag if nag else self.each[branch]
+        assert text is not None
+        return text
+
+
 class Guided:
     """One expert in its phase, with its prompts prepared: turns latents into a guided velocity."""
 
@@ -76,39 +91,57 @@ class Guided:
         both = any("uncond" in step.branches or step.nag for step in phase)
         self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
         device, nag = next(iter(model.parameters())).device, plan.nag
+        self.prompts: dict[tuple[int, int], Prompts] = {}  # by their numbers
         self.nag_numbers = None if nag is None else nag_numbers(nag, device)
         self.driving_inputs = family_of(model.config).driving_inputs
-        self.prepared: tuple[tuple[int, int], bool] | None = None
+        self.prepared: tuple[tuple[tuple[int, int], ...], bool] | None = None
         self.passes = 0  # forwards over driving videos since the last step
         self.prepare(phase[0])
         self.adaptive = None
         if plan.adaptive is not None and any(step.action == "adaptive" for step in phase):
-            self.adaptive = Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
+            self.adaptive = Adaptive(plan.adaptive, len(plan.steps), device)
 
     def prepare(self, step: Step) -> None:
         """Prepare the texts of a step and what drives its video, unless they are: once for a phase, and again where a
         text changes or the driving video is read or not."""
-        if self.prepared == (step.texts, step.undriven):
+        if self.prepared == (step.all_texts, step.undriven):
             return
-        if self.prepared is not None:
-            del self.both, self.text, self.nag_text  # keys and values of all blocks: make room for the next
-            self.prepared = None
-        texts = zip(self.named, step.texts, strict=False)
-        rows = [self.conditioning.text(branch, number) for branch, number in texts]
+        self.prompts.clear()  # keys and values of all blocks: make room for the next
+        self.prepared = None
+        for texts in step.all_texts:
+            self.prompts[texts] = self.prepare_prompts(texts, step.undriven)
+        self.prepared = step.all_texts, step.undriven
+
+    def prepare_prompts(self, texts: tuple[int, int], undriven: bool) -> Prompts:
+        """A text of each branch, by their numbers."""
+        named = zip(self.named, texts, strict=False)
+        rows = [self.conditioning.text(branch, number) for branch, number in named]
         features = self.conditioning.image_features  # [1 or B, N, D]; both branches see the image
         if features is not None:
             features = features.expand(self.batch, -1, -1).repeat(len(rows), 1, 1)
         # cond before uncond along the batch
         own = self.conditioning.family_inputs(self.named, self.batch)
-        if step.undriven:
+        if undriven:
             own = {name: value for name, value in own.items() if name not in self.driving_inputs}
-        self.both = self.model.prepare_text(stack_text(rows, self.batch), features, **own)
-        self.text = {"cond": self.both.rows(0, self.batch), "uncond": self.both.rows(self.batch, 2 * self.batch)}
-        self.nag_text = None
+        both = self.model.prepare_text(stack_text(rows, self.batch), features, **own)
+        both = both._replace(bias=self.bias(texts[0]))
+        cond, uncond = both.rows(0, self.batch), both.rows(self.batch, 2 * self.batch)._replace(bias=None)
+        nag = None
         if self.nag_numbers is not None and len(rows) == 2:
-            self.nag_text = self.text["cond"].with_negative(self.text["uncond"], self.nag_numbers)
-        self.passes += self.both.passes and max(1, self.both.passes // self.batch)
-        self.prepared = step.texts, step.undriven
+            nag = cond.with_negative(uncond, self.nag_numbers)
+        self.passes += both.passes and max(1, both.passes // self.batch)
+        return Prompts(both, {"cond": cond, "uncond": uncond}, nag)
+
+    def bias(self, number: int) -> Tensor | None:
+        """[branches * B, T, text_len]: what frames add to the scores of the text rows of the branches; nothing to those
+        of the negative prompt."""
+        penalty = self.conditioning.penalty
+        if penalty is None:
+            return None
+        weight = self.model.patch_embedding.weight
+        bias = F.pad(-penalty[number], (0, self.model.config.text_len - penalty.shape[2])).to(weight)
+        branches = [bias if branch == "cond" else torch.zeros_like(bias) for branch in self.named]
+        return torch.stack([one for one in branches for _ in range(self.batch)])
 
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
         """float32 [B, C, T, Y, X], and how many forwards of a video ran, with those that `prepare` took; guidance
@@ -158,9 +191,8 @@ class Guided:
             )  # fmt: skip
 
         def forward(branch: Branch) -> Tensor:
-            text = self.nag_text if step.nag else self.text[branch]
-            assert text is not None
-            return self.predict(inputs, time, text, step, info((branch,), branch in skipped))
+            texts = {numbers: one.of(branch, step.nag) for numbers, one in self.prompts.items()}
+            return self.predict(inputs, time, texts, step, info((branch,), branch in skipped))
 
         if self.run_branches is not None:
             config = self.model.config
@@ -172,19 +204,31 @@ class Guided:
             return velocities
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
             run = info(step.branches, bool(skipped))
-            both = self.predict(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both, step, run)
+            texts = {numbers: one.both for numbers, one in self.prompts.items()}
+            both = self.predict(torch.cat([inputs, inputs]), torch.cat([time, time]), texts, step, run)
             return dict(zip(step.branches, both.chunk(2), strict=True))
         return {branch: forward(branch) for branch in step.branches}
 
-    def predict(self, inputs: Tensor, time: Tensor, text: PreparedText, step: Step, info: ForwardInfo) -> Tensor:
-        """The velocity float32 [B, C, T, Y, X] of `inputs`: one forward, or one for each context window."""
-        if self.windows is None or not step.windows:
-            return self.model(inputs, time, text, info)
+    def predict(
+        self,
+        inputs: Tensor,
+        time: Tensor,
+        texts: Mapping[tuple[int, int], PreparedText],
+        step: Step,
+        info: ForwardInfo,
+    ) -> Tensor:
+        """The velocity float32 [B, C, T, Y, X] of `inputs`: one forward, or one for each context window. texts: by
+        their numbers."""
+        options = self.windows
+        if options is None or not step.windows:
+            return self.model(inputs, time, texts[step.texts], info)
 
         def forward(some: Tensor, some_time: Tensor, window: int) -> Tensor:
+            text = texts[step.window_texts[window] if step.window_texts else step.texts]
+            text = text.of_frames(options.seen(step.windows[window]))
             return self.model(some, some_time, text, replace(info, window=window))
 
-        return in_windows(forward, inputs, time, step, self.windows, self.model.config.out_channels)
+        return in_windows(forward, inputs, time, step, options, self.model.config.out_channels)
 
 
 def host_numbers(values: list[float], device: torch.device) -> Tensor:

@@ -57,6 +57,7 @@ RARE = (
     "windows",
     "passes",
     "loras",
+    "window_texts",
 )
 LoraShare: TypeAlias = tuple[str, float]
 """Which LoRAs, and how much of their strength: "high", "low", "all" or a part of a file's name, and a factor."""
@@ -94,6 +95,7 @@ class Step:
     passes: int = 0  # forwards over a driving video before this step (Animate-2)
     undriven: bool = False  # the driving video is not read
     loras: tuple[LoraShare, ...] = ()  # those that have a part of their strength in this step, see `lora_share`
+    window_texts: tuple[tuple[int, int], ...] = ()  # of each window, in place of `texts`
     evaluations: int = 1  # how often ComfyUI's samplers evaluate the model in this step
 
     @property
@@ -110,6 +112,11 @@ class Step:
     def computed(self) -> int:
         """Number of branches whose blocks run; for adaptive steps the upper limit."""
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
+
+    @property
+    def all_texts(self) -> tuple[tuple[int, int], ...]:
+        """The texts of the prompt and of the negative prompt that its forwards take."""
+        return tuple(dict.fromkeys(self.window_texts)) or (self.texts,)
 
     @property
     def runs(self) -> int:
@@ -143,6 +150,7 @@ class Step:
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
         control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
         windows = f", {len(self.windows)} windows" if self.windows else ""
+        windows += f" of texts {', '.join(f'{one + 1}' for one, _ in self.window_texts)}" if self.window_texts else ""
         driving = f", {self.passes} over the driving video" if self.passes else ", undriven" * self.undriven
         often = "" if self.evaluations == 1 else f", {self.evaluations} evaluations"
         loras = "".join(f", {of} x {share:g}" for of, share in self.loras)
@@ -192,6 +200,16 @@ class KnownFrames(NamedTuple):
         return f"known frames: {', '.join(map(str, self.at))} of {self.frames}"
 
 
+class PromptTimes(NamedTuple):
+    """At which frames of a video of so many prompts begin, from 0; each holds up to the next."""
+
+    at: tuple[int, ...]
+    frames: int
+
+    def words(self) -> str:
+        return f"prompts from frames {', '.join(map(str, self.at))} of {self.frames}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The steps of one run and the settings that determine them."""
@@ -213,6 +231,7 @@ class Plan:
     from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
     context_windows: WindowOptions | None = None  # of steps that have windows
     known: KnownFrames | None = None  # beside the first and the last; None: no others are
+    prompts: PromptTimes | None = None  # of parts of the video; None: one holds for all frames
 
     @property
     def count(self) -> int:
@@ -312,6 +331,7 @@ class Plan:
             **({"before": list(self.before)} if self.before else {}),
             **({"context_windows": asdict(self.context_windows)} if self.context_windows else {}),
             **({"known": list(self.known.at)} if self.known else {}),
+            **({"prompts": list(self.prompts.at)} if self.prompts else {}),
             **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
             "steps": [s.as_dict() for s in self.steps],
         }
@@ -323,6 +343,7 @@ class Plan:
             f"{self.task}: {self.step_words()}, {self.solver}, shift {self.shift:g}, boundary {self.boundary:g} "
             f"({', '.join(f'{n} {e}-noise' for e, n in count.items())}), {self.forward_words()}",
             *([self.known.words()] if self.known else []),
+            *([self.prompts.words()] if self.prompts else []),
             *self.notes,
             f"{'step':>4}  {'timestep':>8}  {'sigma':>7}  {'expert':<6}  {'guidance':>8}  {'branches':<11}  action",
         ]

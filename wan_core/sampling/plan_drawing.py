@@ -5,7 +5,7 @@ from __future__ import annotations
 from PIL import Image
 
 from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, Canvas, clock
-from wan_core.sampling.plan import KnownFrames, Plan, Step
+from wan_core.sampling.plan import KnownFrames, Plan, PromptTimes, Step
 from wan_core.sampling.stages import runs
 
 
@@ -26,6 +26,8 @@ def draw_plan(
 
     if plan.known is not None:
         _draw_known(canvas, plan.known, right)
+    if plan.prompts is not None:
+        _draw_prompts(canvas, plan.prompts, right)
 
     step_width = (right - left) / len(plan.steps)
     for step in plan.steps:  # whose step it is, behind everything
@@ -62,6 +64,18 @@ def _draw_known(canvas: Canvas, known: KnownFrames, right: float) -> None:
             last = x
     for frame in known.handed:
         canvas.dot(left + (right - left) * frame / max(1, known.frames - 1), y, 3, PAPER, INK)
+
+
+def _draw_prompts(canvas: Canvas, prompts: PromptTimes, right: float) -> None:
+    """The frames of the video as a bar above the schedule, cut where a prompt begins, with its number and frame."""
+    left, top, bottom = right - 400, 50, 62
+    canvas.text(left - 8, 56, f"prompts of {prompts.frames} frames", FAINT, 11, "rm")
+    ends = (*prompts.at[1:], prompts.frames)
+    for start, end in zip(prompts.at, ends, strict=True):
+        begin, until = (left + (right - left) * frame / prompts.frames for frame in (start, end))
+        canvas.box(begin, top, until - 1, bottom, PAPER, INK)
+        if until - begin >= 24:
+            canvas.text(begin + 3, 56, f"{start}", INK, 11, "lm")
 
 
 def _draw_axes(canvas: Canvas, plan: Plan, area: tuple[float, float, float, float]) -> None:

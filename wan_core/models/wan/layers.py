@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.prepared_text import TokenBias
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall
-from wan_core.ops.attention.sdpa import SDPA
+from wan_core.ops.attention.sdpa import SDPA, biased
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.block_layout import Blocked
 from wan_core.ops.kernels.blocked import quantize_values
@@ -29,7 +30,7 @@ from wan_core.ops.quant.linear import Linear, QuantLinear
 
 HALVED_TOKENS = 16384  # from here on a feed-forward runs in two halves
 HEAD_TOKENS = 16384  # that the head takes at a time
-NAG_TOKENS = 4096  # that normalized attention guidance takes at a time
+NAG_TOKENS = 4096  # that normalized attention guidance, or attention with a bias, takes at a time
 Fp8 = Quantized | Blocked
 QKV = tuple[Tensor, Tensor, Tensor] | tuple[Fp8, Fp8, Fp8]
 
@@ -117,21 +118,33 @@ class CrossAttention(AttentionLayer):
         k = fused.head_norm(self.k(text), self.norm_k.weight, self.heads, self.norm_k.eps)
         return k, self.v(text).unflatten(-1, (self.heads, -1))
 
-    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...], bias: TokenBias | None = None) -> Tensor:
         """x [B, L, C], kv two of [B, S, H, D], and what `nag` needs -> [B, L, C]."""
         q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
         k, v, *negative = kv
-        out = self.text_attention(q, k, v, negative)
+        out = self.text_attention(q, k, v, negative, bias)
         del q
         return self.o(out)
 
-    def text_attention(self, q: Tensor, k: Tensor, v: Tensor, negative: list[Tensor]) -> Tensor:
-        """Attention of q [B, L, H, D] to text, [B, L, C]. negative: of `nag`: keys and values, and its numbers."""
-        out = self.attend(q, k, v).flatten(-2)
+    def text_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, negative: list[Tensor], bias: TokenBias | None = None
+    ) -> Tensor:
+        """Attention of q [B, L, H, D] to text, [B, L, C]. negative: of `nag`: keys and values, and its numbers. bias:
+        added to the scores of the text, not to those of the negative one."""
+        out = (self.attend(q, k, v) if bias is None else biased_attention(q, k, v, bias)).flatten(-2)
         if not negative:
             return out
         keys, values, numbers = negative
         return nag(out, self.attend(q, keys, values).flatten(-2), numbers)
+
+
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: TokenBias) -> Tensor:
+    """Attention of q [B, L, H, D] to text, with a bias; some tokens at a time, whose bias is made of that of their
+    frames."""
+    if torch.compiler.is_compiling():
+        return biased(q, k, v, bias.rows[:, bias.frames])
+    parts = zip(q.split(NAG_TOKENS, 1), bias.frames.split(NAG_TOKENS), strict=True)
+    return torch.cat([biased(some, k, v, bias.rows[:, frames]) for some, frames in parts], 1)
 
 
 def nag(positive: Tensor, negative: Tensor, numbers: Tensor) -> Tensor:
@@ -177,29 +190,42 @@ class Block(nn.Module):
         self.parts = PLAIN_PARTS
 
     def forward(
-        self, x: Tensor, modulation: Tensor, rope: Tensor, kv: tuple[Tensor, ...], call: AttentionCall = SINGLE
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        rope: Tensor,
+        kv: tuple[Tensor, ...],
+        call: AttentionCall = SINGLE,
+        bias: TokenBias | None = None,
     ) -> Tensor:
         """x [B, L, C], which may be overwritten; modulation float32 [B, F, 6, C]; rope [L, 1, D/2, 2]; kv two of
-        [B, S, H, D]; call: which call of attention this is -> [B, L, C].
+        [B, S, H, D]; call: which call of attention this is; bias: of cross-attention -> [B, L, C].
 
         Attention stands between the two parts that a compiler may take: it alone depends on the layer and the step."""
         modulation = self.modulation.float() + modulation
         # No names for what is handed on: each part frees its input before it needs the memory.
         before, attended, after = self.parts.before, self.self_attn.attended, self.parts.after
-        return after(self, x, attended(before(self, x, modulation, rope), call, x.dtype), modulation, kv)
+        return after(self, x, attended(before(self, x, modulation, rope), call, x.dtype), modulation, kv, bias)
 
     def before_attention(self, x: Tensor, modulation: Tensor, rope: Tensor) -> QKV:
         """Queries, keys and values of self-attention."""
         shift, scale = modulation.unbind(2)[:2]
         return self.self_attn.project(x, 1 + scale, shift, self.eps, rope)
 
-    def after_attention(self, x: Tensor, attended: Tensor, modulation: Tensor, kv: tuple[Tensor, ...]) -> Tensor:
+    def after_attention(
+        self,
+        x: Tensor,
+        attended: Tensor,
+        modulation: Tensor,
+        kv: tuple[Tensor, ...],
+        bias: TokenBias | None = None,
+    ) -> Tensor:
         """The rest of the block, from what self-attention gave, [B, L, C]."""
         _, _, gate_a, shift_f, scale_f, gate_f = modulation.unbind(2)
-        weight, bias = (p.float().view(1, 1, -1) for p in (self.norm3.weight, self.norm3.bias))
-        x, h = fused.residual_norm(x, attended, gate_a, weight, bias, self.eps, input_format(self.cross_attn.q))
+        mul, add = (p.float().view(1, 1, -1) for p in (self.norm3.weight, self.norm3.bias))
+        x, h = fused.residual_norm(x, attended, gate_a, mul, add, self.eps, input_format(self.cross_attn.q))
         del attended
-        h = self.cross_attn(h, kv)
+        h = self.cross_attn(h, kv, bias)
         x, h = fused.residual_norm(x, h, None, 1 + scale_f, shift_f, self.eps, input_format(self.ffn[0]))
         return self.feed_forward(x, h, gate_f)
 
@@ -229,7 +255,7 @@ class BlockParts(NamedTuple):
     compiled for one is used by all."""
 
     before: Callable[[Block, Tensor, Tensor, Tensor], QKV]
-    after: Callable[[Block, Tensor, Tensor, Tensor, tuple[Tensor, ...]], Tensor]
+    after: Callable[[Block, Tensor, Tensor, Tensor, tuple[Tensor, ...], TokenBias | None], Tensor]
 
 
 PLAIN_PARTS = BlockParts(Block.before_attention, Block.after_attention)

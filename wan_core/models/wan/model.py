@@ -12,6 +12,7 @@ Source: Wan2.2/wan/modules/model.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -119,6 +120,8 @@ class WanModel(nn.Module):
     def run_blocks(self, inputs: BlockInputs) -> Tensor:
         """The loop over the blocks, innermost in the chain of runners: tokens [B, L, C] after all of them."""
         tokens, weights, after_block = inputs.tokens, self.runners.weights, inputs.info.after_block
+        if inputs.text.bias is not None:
+            inputs = replace(inputs, bias=inputs.text.token_bias(inputs.grid, inputs.order, tokens.shape[1]))
         weights.begin_run()
         for layer in self.layers:
             weights.enter(layer)
@@ -133,7 +136,8 @@ class WanModel(nn.Module):
         """Tokens [B, L, C], which may be overwritten, after one block. Families that add something between blocks add
         it here. own: what a family's own attention reads."""
         call = AttentionCall(layer, inputs.sparse, inputs.lengths, own)
-        return self.blocks[layer](tokens, inputs.modulation, inputs.rope, inputs.text.keys_values[layer], call)
+        kv = inputs.text.keys_values[layer]
+        return self.blocks[layer](tokens, inputs.modulation, inputs.rope, kv, call, inputs.bias)
 
     def own_attention(self, attend: Attention) -> Attention:
         """The self-attention of this family, made of the backend `attend`, or itself if it is that. Ranks exchange

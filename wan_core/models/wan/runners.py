@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol, TypeVar
 from torch import Tensor
 
 from wan_core.models.block_weights import RESIDENT, BlockWeights
-from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.prepared_text import PreparedText, TokenBias
 from wan_core.ops.attention.protocol import SparseState
 
 Found = TypeVar("Found")
@@ -76,6 +76,7 @@ class BlockInputs:
     sparse: what sparse attention reads, set by the runner that orders the tokens.
     lengths: tokens of every shard, set by the runner that shards them.
     order: int64 [L], which token of the video each is, set by runners that order or shard them; None: all, in order.
+    bias: of cross-attention, for these tokens, set by the loop.
     """
 
     tokens: Tensor
@@ -87,6 +88,7 @@ class BlockInputs:
     sparse: SparseState | None = None
     lengths: Sequence[int] = ()
     order: Tensor | None = None
+    bias: TokenBias | None = None
 
 
 Run = Callable[[BlockInputs], Tensor]

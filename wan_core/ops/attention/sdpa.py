@@ -25,6 +25,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*_heads_first(q, k, v)).transpose(1, 2)
 
 
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D) + bias) v. bias: [1 or B, L, S], the same for all heads."""
+    mask = bias[:, None].to(q.dtype)
+    return F.scaled_dot_product_attention(*_heads_first(q, k, v), attn_mask=mask).transpose(1, 2)
+
+
 def sdpa_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The result of `sdpa` and its log-sum-exp. The public function does not return the log-sum-exp, so its kernels are
     called by name: FlashAttention in half precision, the memory-efficient kernel in float32, the CPU's own on a CPU,

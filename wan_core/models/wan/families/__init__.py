@@ -83,6 +83,16 @@ def check_windows(task: Task) -> None:
         )
 
 
+def check_prompts_over_time(task: Task) -> None:
+    """Raise OptionError where frames of a task cannot attend to texts of their own."""
+    if not family_of(task).prompts_over_time:
+        able = ", ".join(family.name for family in FAMILIES.values() if family.prompts_over_time)
+        raise OptionError(
+            f"{task.name} takes one prompt for the whole video: leave the prompts of parts of it out; they are for "
+            f"models of the family {able}"
+        )
+
+
 def plain_task(task: Task) -> Task:
     """A task of the same size and defaults that takes text alone: what memory and time cost before there are media."""
     return replace(task, image="none", driven_by="", family=WAN.name)

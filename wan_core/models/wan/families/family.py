@@ -167,6 +167,7 @@ class Family(ABC):
     # a size, or frames, reaches the models but latents, and the fields `concat` and `known` of `Conditioning`.
     stages: bool = False
     context_windows: bool = False
+    prompts_over_time: bool = False  # whether frames may have prompts of their own: tokens are the video's alone
     layer_pipeline: bool = False  # whether blocks hand over tokens alone, so that ranks can share them by layers
 
     # Keys of ComfyUI's CONDITIONING that it understands (others are refused); those that the negative prompt may have

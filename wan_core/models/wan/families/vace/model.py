@@ -155,7 +155,7 @@ class VaceModel(WanModel):
             if not factors[n]:  # what it would add is zero
                 continue
             call = AttentionCall(layer, apart(inputs.sparse, f"VACE {n}"), inputs.lengths, own)
-            chain, hint = block(chain, inputs.modulation, inputs.rope, kv, call, start=start)
+            chain, hint = block(chain, inputs.modulation, inputs.rope, kv, call, inputs.bias, start=start)
             control.chains[n] = chain
             scale = control.scale[0, n] if len(control.scale) == 1 else control.scale[:, n, None, None]
             added.append(hint.mul_(scale if factors[n] == 1 else scale * factors[n]))

@@ -100,6 +100,7 @@ class WanFamily(Family):
     tasks = TASKS
     stages = True
     context_windows = True
+    prompts_over_time = True
     layer_pipeline = True
     conditioning_keys = frozenset({"concat_latent_image", "concat_mask", "clip_vision_output"})
     clips = ClipRules(overlaps=(1, 5, 9, 13))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.layers import CrossAttention, RMSNorm
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.prepared_text import TokenBias
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.quant.linear import Linear
@@ -49,11 +50,11 @@ class ImageCrossAttention(CrossAttention):
         k_img = fused.head_norm(self.k_img(image), self.norm_k_img.weight, self.heads, self.norm_k_img.eps)
         return *super().kv(text), k_img, self.v_img(image).unflatten(-1, (self.heads, -1))
 
-    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...], bias: TokenBias | None = None) -> Tensor:
         """x [B, L, C], kv as `kv` made them -> [B, L, C]."""
         q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
         k, v, k_img, v_img, *negative = kv
-        out = self.text_attention(q, k, v, negative) + self.attend(q, k_img, v_img).flatten(-2)
+        out = self.text_attention(q, k, v, negative, bias) + self.attend(q, k_img, v_img).flatten(-2)
         del q
         return self.o(out)
 
