@@ -22,6 +22,7 @@ from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
 from .native_plan import WanCoreNativePlan
 from .part_loaders import WanCoreTextEncoderLoader, WanCoreVAELoader, WanCoreVisionLoader
+from .prompts import WanCorePromptsOverTime
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
@@ -79,6 +80,7 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreContextWindows,
         WanCoreVisionLoader,
         WanCoreReportCard,
+        WanCorePromptsOverTime,
     )
 ]
 

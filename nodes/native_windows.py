@@ -39,6 +39,7 @@ def read_windows(model: Any, where: str) -> WindowOptions | None:
         freenoise=handler.freenoise,
         retain_first=bool(handler.cond_retain_index_list),
         lead=getattr(handler, "causal_window_fix", False),  # older versions have none
+        split=bool(handler.split_conds_to_windows),
     )
 
 
@@ -95,7 +96,5 @@ def _not_carried(handler: Any) -> Iterator[str]:
         yield f"cond_retain_index_list {handler.cond_retain_index_list} (the first frame, 0, can be retained)"
     if getattr(handler, "latent_retain_index_list", []):
         yield "latent_retain_index_list"
-    if handler.split_conds_to_windows:
-        yield "split_conds_to_windows, of several texts at once"
     if any(getattr(handler, "callbacks", {}).values()):
         yield "callbacks of another pack"

@@ -128,7 +128,8 @@ def plan_of(
 ) -> PlannedVideo:
     """The plan for the values of `plan_inputs` and of what is appended to them: 0 is the model's own number, and
     `unipc` also a preset's solver. At the task's own width and height. image: TI2V starts from one. length:
-    `frames`, `clip_frames`, `overlap`, `cut` and `known` of a `PlanRequest`; nothing: one clip of the task's own."""
+    `frames`, `clip_frames`, `overlap`, `cut`, `known` and `prompt_starts` of a `PlanRequest`; nothing: one clip of the
+    task's own."""
     sigmas: Tensor | None = values.get("sigmas")
     numbers = {name: values.get(name) or None for name in table(PlanNumbers)}
     numbers["preset"] = values.get("preset", "auto")

@@ -14,6 +14,7 @@ from wan_core.config import SkipOptions
 from wan_core.execution.report import Report, draw_report
 from wan_core.media.pictures import clock
 from wan_core.models.wan.families.wan.inputs import handed_of, known_of
+from wan_core.pipeline.comfy_conditioning import prompt_starts
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
@@ -105,8 +106,9 @@ class WanCorePlanPreview(io.ComfyNode):
                 io.Conditioning.Input(
                     "positive",
                     optional=True,
-                    tooltip="What the sampler gets from WanCore Image to Video: shows which frames are known pictures, "
-                    "and which are the latents before (SVI).",
+                    tooltip="What the sampler gets from WanCore Image to Video or WanCore Prompts over Time: shows "
+                    "which frames are known pictures, which are the latents before (SVI), and which prompt holds "
+                    "where.",
                 ),
                 settings_input(),
                 *phase_inputs(),
@@ -154,6 +156,7 @@ class WanCorePlanPreview(io.ComfyNode):
             length["known"] = known_of(masks[0])
             images = [extras["concat_latent_image"] for _, extras in positive or () if "concat_latent_image" in extras]
             length["handed"] = handed_of(images[0], masks[0], model.experts.vae) if images else ()
+        length["prompt_starts"] = prompt_starts(positive or [])
         video = plan_of(model, values, skipping, from_image, **length)
         plan, clips = video.plan, video.long.words(video.plan.count) if cut else ""
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)

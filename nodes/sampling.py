@@ -16,7 +16,7 @@ from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
 from wan_core.models.wan.families import family_of
 from wan_core.pipeline.check import size_notes
-from wan_core.pipeline.comfy_conditioning import Joined, join
+from wan_core.pipeline.comfy_conditioning import Joined, join, prompt_starts
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_words, notes_of
 from wan_core.pipeline.memory_planning import Workload
@@ -114,7 +114,8 @@ class WanCoreSampler(io.ComfyNode):
         **values: Any,
     ) -> io.NodeOutput:
         frames = model.experts.vae.temporal_stride * (latent["samples"].shape[2] - 1) + 1
-        video = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames)
+        starts = prompt_starts(positive)
+        video = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames, prompt_starts=starts)
         model.engine.check(model, video.plan, tuple(latent["samples"].shape))
         joined = join(positive, negative, latent, model.experts, video.plan, model.range_shift)
         plan, conditioning = joined.plan, on_device(joined.conditioning)

@@ -19,7 +19,7 @@ ADVANCED: dict[str, Any] = {"advanced": True} if "advanced" in inspect.signature
 
 NODES = {  # part of the page's menu -> its nodes, which begin with WanCore
     "load": "ModelLoader TextEncoderLoader VAELoader VisionLoader FromModel LoRA",
-    "prompt": "TextEncode ImageToVideo NAG",
+    "prompt": "TextEncode PromptsOverTime ImageToVideo NAG",
     "sample": "EmptyLatent Sampler ContextWindows VAEEncode VAEDecode DecodeToVideo",
     "speed": "Accelerate SpeedPreset SparseAttention MagCache TaylorSeer AdaptiveCache GuidanceSchedule "
     "ResolutionSchedule Launcher",

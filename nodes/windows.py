@@ -12,7 +12,17 @@ from wan_core.config import OptionError, WindowOptions
 from .schema import output, schema, widgets
 from .sockets import MODEL, ModelSocket
 
-WIDGETS = ("length", "overlap", "schedule", "fuse", "freenoise", "retain_first", "closed_loop")  # their order is frozen
+WIDGETS = (
+    "length",
+    "overlap",
+    "schedule",
+    "fuse",
+    "freenoise",
+    "retain_first",
+    "closed_loop",
+    "split",
+)  # their order is frozen
+SPLIT = "split_conds_to_windows"  # ComfyUI's name
 
 
 class WanCoreContextWindows(io.ComfyNode):
@@ -29,7 +39,7 @@ class WanCoreContextWindows(io.ComfyNode):
             "the windows are fused in every step. For text to video and image to video.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader or WanCore LoRA."),
-                *widgets(WindowOptions, *WIDGETS, retain_first={"id": "retain_first_frame"}),
+                *widgets(WindowOptions, *WIDGETS, retain_first={"id": "retain_first_frame"}, split={"id": SPLIT}),
             ],
             outputs=[output(MODEL, "model_out", "For the WanCore Sampler and the Plan Preview.")],
         )
@@ -49,7 +59,7 @@ class WanCoreContextWindows(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: ModelSocket, retain_first_frame: bool = False, **values: Any) -> io.NodeOutput:
-        windows = _options(retain_first=retain_first_frame, **values)
+        windows = _options(retain_first=retain_first_frame, split=values.pop(SPLIT, False), **values)
         return io.NodeOutput(replace(model, windows=windows), ui=ui.PreviewText(windows.words()))
 
 

@@ -23,6 +23,7 @@ WINDOWS = {"context_length": 17, "context_overlap": 8, "context_schedule": "stan
            "closed_loop": False, "fuse_method": "pyramid", "freenoise": False}  # fmt: skip
 UNIFORM, LOOPED = {"context_schedule": "standard_uniform"}, {"context_schedule": "looped_uniform"}
 BATCHED = {"context_schedule": "batched", "freenoise": True}
+SPLIT = {"split_conds_to_windows": True}
 CASES = {  # model, what its windows have besides
     "t2v static pyramid": ("t2v", {}),
     "t2v static relative": ("t2v", {"fuse_method": "relative"}),
@@ -34,6 +35,8 @@ CASES = {  # model, what its windows have besides
     "t2v looped pyramid": ("t2v", LOOPED),
     "t2v looped relative, closed": ("t2v", {**LOOPED, "fuse_method": "relative", "closed_loop": True}),
     "t2v batched flat, FreeNoise": ("t2v", {**BATCHED, "fuse_method": "flat"}),
+    "t2v static pyramid, a text each": ("t2v", SPLIT),
+    "t2v uniform pyramid, a text each": ("t2v", {**UNIFORM, **SPLIT}),
     "two experts, uniform pyramid": ("experts", {**UNIFORM, "freenoise": True}),
     "t2v one window": ("t2v", {"context_length": 33, "freenoise": True}),
     "i2v static pyramid": ("i2v 2.2", {}),
@@ -124,6 +127,9 @@ def compare(kind: str, changed: dict[str, Any]) -> dict[str, Any]:
     solver = changed.pop("solver", "euler")
     windowed = [WanContextWindowsManualNode.execute(model, **changed).result[0] for model in models]
     conditions = native_models.conditions(extra)
+    if changed.get("split_conds_to_windows"):
+        others = [[[-2 * rows, values] for rows, values in one] for one in conditions]
+        conditions = [[*conditions[0], *others[0], *conditions[1]], [*conditions[1], *others[1]]]
     latent: dict[str, Any] = {"samples": torch.zeros(size)}
     if kind.endswith("image"):
         latent["noise_mask"] = torch.ones(1, 1, *size[2:])

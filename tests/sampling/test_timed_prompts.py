@@ -168,7 +168,7 @@ def test_windows_with_a_text_each():
     plain = make_plan(steps=3, guidance_high=2.0, guidance_low=2.0)
     plan = with_windows(plain, split, 6)
     at = with_prompts(plan, (0, 9), 21)
-    even = texts_in_windows(plan, split, 6, 2, 1)
+    even = texts_in_windows(plan, 6, (0, 1), (0,))
     assert at.steps[0].window_texts == even.steps[0].window_texts == ((0, 0), (1, 0))
     found = run(at, texts, NOISE[:, :, :6])
     for number, first in enumerate((0, 3)):
@@ -184,16 +184,10 @@ def test_windows_with_a_text_each():
 def test_texts_are_split_as_comfyui_splits_them(count, frames):
     """comfy/context_windows.py, `get_region_index`."""
     options = WindowOptions(length=max(1, frames // 2), overlap=0, schedule="standard_static", split=True)
-    plan = texts_in_windows(with_windows(make_plan(steps=1), options, frames), options, frames, count, 1)
+    plan = texts_in_windows(with_windows(make_plan(steps=1), options, frames), frames, range(count), (0,))
     for window, (text, negative) in zip(plan.steps[0].windows, plan.steps[0].window_texts, strict=True):
         ratio = (min(window) + max(window)) / (2 * frames)
         assert (text, negative) == (min(max(int(ratio * count), 0), count - 1), 0)
-
-
-def test_texts_need_windows():
-    with pytest.raises(OptionError, match=r"2 texts given, one for each context window, .* fits into one window"):
-        texts_in_windows(make_plan(steps=1), replace(APART, split=True), 2, 2, 1)
-    assert texts_in_windows(make_plan(steps=1), APART, 2, 2, 1) == make_plan(steps=1)
 
 
 def test_the_text_of_a_video_and_of_its_clips():

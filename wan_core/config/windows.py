@@ -87,6 +87,7 @@ class WindowOptions:
         tip="Each window takes one of several texts, which are combined (Conditioning (Combine)) in the order of the "
         "video and share its length evenly.",
         advanced=True,
+        added=True,
         words={"split": True},
     )
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, check_sparse, check_stages, family_of
+from wan_core.models.wan.families import NAG, NEUTRAL, PROMPTS, TIMES, check_keys, check_sparse, check_stages, family_of
 from wan_core.models.wan.families.family import Family
 from wan_core.pipeline.model_parts import Parts
-from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.conditioning import Conditioning, penalty_rows
 from wan_core.sampling.control import Scales, drive_by_text, scale_by_text, with_nag, with_passes
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts, number_texts
+from wan_core.sampling.timed_prompts import TimedText, first_latent, texts_in_windows
 
 CONDITIONING: TypeAlias = "list[list[Any]]"
 """[[rows [1, S, text_dim], {...}], ...]"""
@@ -73,7 +74,9 @@ def join(
     for given, name in ((positive, "positive"), (negative, "negative")):
         for _, extras in given:
             check_keys(family, name, extras)
-    cond, uncond = (read_texts(*one, dit, family) for one in ((positive, "positive"), (negative, "negative")))
+    split = plan.context_windows is not None and plan.context_windows.split
+    given = (positive, "positive"), (negative, "negative")
+    cond, uncond = (read_texts(*one, dit, family, split) for one in given)
     for key in sorted(family.conditioning_keys - family.branch_keys):
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
     if plan.reads_negative:
@@ -81,7 +84,7 @@ def join(
     guided = plan.guided
     if uncond.extras.get(NAG) is not None:  # before texts, of which its steps also take a negative one
         plan = with_nag(plan, uncond.extras[NAG])
-    plan, cond, uncond = plan_texts(plan, cond, uncond, family, range_shift)
+    plan, cond, uncond = plan_texts(plan, cond, uncond, family, range_shift, latent["samples"].shape[2])
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
     if family.driving_keys:
         plan = with_passes(plan, own=family.own_driving_inputs <= inputs["inputs"].keys())
@@ -100,20 +103,46 @@ def join(
         uncond=uncond.rows[0] if plan.reads_negative else None,
         later_cond=stack_rows(cond.rows[1:]),
         later_uncond=stack_rows(uncond.rows[1:]) if plan.reads_negative else None,
+        penalty=penalty_of(plan, cond, latent["samples"].shape[2]),
         **inputs,
     )
     notes = [*cond.notes, *(uncond.notes if plan.reads_negative else ())]
     return Joined(plan, conditioning, cond.seconds or uncond.seconds, notes, latents, cond.prompts)
 
 
+def prompt_starts(positive: CONDITIONING) -> tuple[int, ...]:
+    """The frames at which prompts of parts of the video begin; () where one holds for all frames."""
+    found = [extras[PROMPTS]["starts"] for _, extras in positive if extras.get(PROMPTS) is not None]
+    return tuple(found[0]) if found else ()
+
+
+def penalty_of(plan: Plan, cond: Texts, frames: int) -> Tensor | None:
+    """`Conditioning.penalty` of a prompt with parts, for latents of so many frames; None for others. Raises OptionError
+    where texts change in another way too."""
+    prompts = cond.extras.get(PROMPTS)
+    if prompts is None or len(prompts["starts"]) < 2:
+        return None
+    if len(cond.rows) > 1 or any(step.window_texts for step in plan.steps):
+        raise OptionError(
+            "`positive` has prompts over time, and texts that change with the step or with the context window "
+            "(split_conds_to_windows): use one of them"
+        )
+    starts = tuple(first_latent(frame) for frame in prompts["starts"])
+    text = TimedText("", ("",) * len(starts), starts)
+    return penalty_rows(text, prompts["tokens"], frames, cond.rows[0].shape[1])[None]
+
+
 def plan_texts(
-    plan: Plan, cond: Texts, uncond: Texts, family: Family, shift: float | None
+    plan: Plan, cond: Texts, uncond: Texts, family: Family, shift: float | None, frames: int
 ) -> tuple[Plan, Texts, Texts]:
-    """`plan` with the text of each step, where texts change. Where strengths of control videos change with them, each
-    step has these, too, and both prompts have 1; where only some entries have a driving video, the other steps do not
-    read it. shift: as for `assign_ranges`. Raises OptionError."""
+    """`plan` with the text of each step, where texts change, or of each context window of latents of so many frames.
+    Where strengths of control videos change with texts, each step has these, too, and both prompts have 1; where only
+    some entries have a driving video, the other steps do not read it. shift: as for `assign_ranges`. Raises
+    OptionError."""
     changing = family.strength_key
-    if (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
+    if set(cond.ranges) == set(uncond.ranges) == {WHOLE} and len(cond.ranges) + len(uncond.ranges) > 2:
+        plan = texts_in_windows(plan, frames, cond.entries, uncond.entries)
+    elif (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
         plan = assign_ranges(plan, cond.ranges, uncond.ranges, shift)
     if family.driving_keys:
         plan = drive_by_text(plan, cond.driven, uncond.driven, family.driving_keys[0])
@@ -127,8 +156,9 @@ def plan_texts(
     return check_texts(number_texts(plan, cond.entries, uncond.entries)), cond, uncond
 
 
-def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Family) -> Texts:
-    """The texts of a CONDITIONING called `name`, for a model of a family. Raises OptionError."""
+def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Family, split: bool = False) -> Texts:
+    """The texts of a CONDITIONING called `name`, for a model of a family. split: each context window takes one of
+    several. Raises OptionError."""
     if not conditioning:
         raise OptionError(f"`{name}` has no text: connect a text encode node, an empty text is allowed")
     rows, everything = [one[0] for one in conditioning], [one[1] for one in conditioning]
@@ -144,10 +174,16 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Fa
             raise OptionError(
                 f"`{name}` changes its text during the run, and has several texts at once: encode one each"
             )
-        if ranges.count(WHOLE) > 1:
+        if ranges.count(WHOLE) > 1 and not split:
             raise OptionError(
                 f"{len(rows)} texts are combined in `{name}`, and Wan takes one at a time: encode one text, or give "
-                "each a range with ConditioningSetTimestepRange"
+                "each a range with ConditioningSetTimestepRange, or a context window of its own "
+                "(split_conds_to_windows) of a video that is longer than one"
+            )
+        if split and set(ranges) != {WHOLE}:
+            raise OptionError(
+                f"texts of `{name}` have ranges of steps, and each context window takes one (split_conds_to_windows): "
+                "use one of both"
             )
     changing, driving = family.strength_key, family.driving_keys
     strengths = [tuple(extras.get(changing) or ()) for extras in everything]

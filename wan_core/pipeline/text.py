@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from wan_core.models.text.tokenizer import TokenCount, prompt_notes
 from wan_core.models.wan.families.clips import Clip
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.pipeline.run import Run
-from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.conditioning import Conditioning, penalty_rows
 from wan_core.sampling.denoise import retried
 from wan_core.sampling.timed_prompts import TimedText
 
@@ -86,7 +85,5 @@ def penalties(texts: Sequence[TimedText], counts: Sequence[TokenCount], frames: 
                 f"the prompts together have {ends[-1].given} tokens, and {ends[-1].read} are read: the last ones would "
                 "be cut. Shorten them, or leave some out"
             )
-        each = torch.tensor(text.penalties(frames))  # [T, prompts]
-        for prompt, (one, following) in enumerate(pairwise(ends)):  # without the end token
-            found[number, :, one.given - 1 : following.given - 1] = each[:, prompt, None]
+        found[number] = penalty_rows(text, [end.given - 1 for end in ends], frames, rows.shape[1])
     return found.to(rows.device)

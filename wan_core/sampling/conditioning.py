@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from wan_core.config import check_size
 from wan_core.models.vae.config import VAEConfig
+from wan_core.sampling.timed_prompts import TimedText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,15 @@ def as_wide(tensors: Sequence[Tensor]) -> list[Tensor]:
         return torch.cat([one, one.new_zeros(missing)], 1) if missing[1] else one
 
     return [widened(one) for one in tensors]
+
+
+def penalty_rows(text: TimedText, tokens: Sequence[int], frames: int, rows: int) -> Tensor:
+    """float32 [T, S]: what is taken off the scores of so many text rows in so many latent frames. tokens: how many
+    `text` has before each of its prompts, and in all; what follows, the end token and padding, has no penalty."""
+    found, each = torch.zeros(frames, rows), torch.tensor(text.penalties(frames))  # [T, prompts]
+    for prompt, (one, following) in enumerate(pairwise(tokens)):
+        found[:, one:following] = each[:, prompt, None]
+    return found
 
 
 def latent_shape(config: VAEConfig, width: int, height: int, frames: int) -> tuple[int, int, int, int, int]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log
 
-from wan_core.config import OptionError, PromptAt, WindowOptions
+from wan_core.config import PromptAt
 from wan_core.sampling.plan import Plan, PromptTimes
 
 TAIL = 2.0
@@ -89,20 +89,12 @@ def with_prompts(plan: Plan, starts: Sequence[int], frames: int) -> Plan:
     return of_windows(plan, [[text(window) for window in step.windows] for step in plan.steps])
 
 
-def texts_in_windows(plan: Plan, options: WindowOptions | None, frames: int, positive: int, negative: int) -> Plan:
-    """`plan` in which each window takes one of so many texts of the prompt and of the negative prompt, which share the
-    latent frames evenly: the rule of ComfyUI's `split_conds_to_windows`. Raises OptionError where there are no
-    windows."""
-    if options is None or not options.split:
-        return plan
-    if plan.context_windows is None:
-        raise OptionError(
-            f"{max(positive, negative)} texts given, one for each context window, and the video fits into one window: "
-            "use one text, or shorter windows"
-        )
+def texts_in_windows(plan: Plan, frames: int, positive: Sequence[int], negative: Sequence[int]) -> Plan:
+    """`plan` in which each window takes one of these texts of the prompt and of the negative prompt, which share the
+    latent frames evenly: the rule of ComfyUI's `split_conds_to_windows`."""
 
-    def region(window: Sequence[int], count: int) -> int:
-        return min(int((min(window) + max(window)) / (2 * frames) * count), count - 1)
+    def region(window: Sequence[int], texts: Sequence[int]) -> int:
+        return texts[min(int((min(window) + max(window)) / (2 * frames) * len(texts)), len(texts) - 1)]
 
     windows = [[(region(one, positive), region(one, negative)) for one in step.windows] for step in plan.steps]
     return of_windows(plan, windows)

@@ -243,6 +243,10 @@ class PromptCache:
             del self._counts[self._rows.popitem(last=False)[0]]
         return encoded
 
+    def count(self, prompt: str) -> TokenCount:
+        """The tokens of a prompt of the last `encode`."""
+        return self._counts[prompt]
+
     def notes(self, prompt: str, name: str = "prompt") -> list[str]:
         """What the user should know of how a prompt of the last `encode` was read, which is called `name`."""
         return prompt_notes(name, prompt, self._counts[prompt])

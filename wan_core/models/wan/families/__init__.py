@@ -28,6 +28,9 @@ TASKS: dict[str, Task] = {task.name: task for family in FAMILIES.values() for ta
 # own text encoder says about a prompt.
 NEUTRAL = ("pooled_output", "attention_mask", "guidance", "wancore_seconds", "wancore_notes", "wancore_prompt")
 NAG = "wancore_nag"  # NagOptions, on a negative prompt
+# On a prompt: the frames at which prompts of parts of the video begin ("starts"), and how many tokens the text has
+# before each of them and in all ("tokens").
+PROMPTS = "wancore_prompts"
 TIMES = ("start_percent", "end_percent")  # where in a run a text is used (`wan_core.sampling.texts`)
 NO_EFFECT: Mapping[str, Any] = {"strength": 1.0, "set_area_to_bounds": False, "mask_strength": 1.0}
 
@@ -48,6 +51,7 @@ def check_keys(family: Family, name: str, extras: Mapping[str, Any]) -> None:
     """Raise OptionError for what a CONDITIONING called `name` carries and a model of the family would not see. Values
     that have no effect pass: None, and a strength of 1."""
     known = {*NEUTRAL, *TIMES, *family.conditioning_keys, *([NAG] if name == "negative" else ())}
+    known |= {PROMPTS} if name == "positive" and family.prompts_over_time else set()
     unexpected = {key: value for key, value in extras.items() if key not in known and value is not None}
     unknown = [key for key, value in unexpected.items() if key not in NO_EFFECT or value != NO_EFFECT[key]]
     if unknown:

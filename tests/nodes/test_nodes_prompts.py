@@ -1,0 +1,85 @@
+"""WanCore Prompts over Time in a running ComfyUI: the video of the command line, the plan's picture, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
+from tools.embedded_graphs import node, text_to_video
+from wan_core.config import LoadOptions, PromptAt, Request
+from wan_core.media.video import read_video
+from wan_core.pipeline.pipeline import Pipeline
+
+pytestmark = pytest.mark.comfy
+
+RED, GREEN = "a red circle moving right on a blue background", "a green circle moving right on a blue background"
+SIZE = {"width": 48, "height": 48, "frames": 17}
+SCENES = PromptAt(frame=0, text=RED), PromptAt(frame=8, text=GREEN)
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")))
+    yield server
+    server.stop()
+
+
+def graph(prompts: str = f"0: {RED}\n8: {GREEN}", whole: str = "", **sampling: Any) -> Graph:
+    made = text_to_video(SIZE, **{"steps": 3, "positive": ["prompts", 0], **sampling})
+    made["prompts"] = node("WanCorePromptsOverTime", clip=["encoder", 0], prompts=prompts, whole_video=whole)
+    return made
+
+
+def test_the_video_is_that_of_the_command_line_and_the_plan_shows_the_prompts(comfy: ComfyUI) -> None:
+    asked = graph()
+    names = ("steps", "shift", "boundary", "guidance_high", "guidance_low", "solver")
+    numbers = {name: asked["sampler"]["inputs"][name] for name in names}
+    plan = node("WanCorePlanPreview", model=["model", 0], positive=["prompts", 0], frames=17, seconds_per_forward=0.5)
+    asked |= {"plan": {**plan, "inputs": {**plan["inputs"], **numbers}}}
+    asked |= {"table": node("PreviewAny", source=["plan", 1])}
+    run = comfy.run(asked)
+    assert run.ok, run.status
+    assert "prompts from frames 0, 8 of 17" in run.outputs["table"]["text"][0]
+    found = read_video(comfy.output_file(run, "save")).astype(np.float32)
+    request = Request(prompt="", prompts_at=SCENES, steps=3, seed=1, **SIZE)  # type: ignore[arg-type]
+    expected = Pipeline.load(LoadOptions(model="tiny", device="cpu")).generate(request).frames
+    assert float(np.abs(found - expected.astype(np.float32)).mean()) < 3  # of 255, as far as H.264 goes
+    plain = comfy.run(text_to_video(SIZE, steps=3))
+    assert float(np.abs(found - read_video(comfy.output_file(plain, "save"))).mean()) > 6
+
+
+def test_texts_that_are_combined_go_to_windows(comfy: ComfyUI) -> None:
+    """As ComfyUI's own node splits them; without the switch they are refused."""
+    asked = text_to_video({**SIZE, "frames": 33}, steps=2, positive=["both", 0], model=["windows", 0])
+    asked["green"] = node("WanCoreTextEncode", clip=["encoder", 0], positive=GREEN, negative="")
+    asked["both"] = node("ConditioningCombine", conditioning_1=["text", 0], conditioning_2=["green", 0])
+    windows = {"length": 17, "overlap": 4, "schedule": "standard_static", "fuse": "pyramid", "freenoise": True}
+    windows |= {"retain_first_frame": False, "closed_loop": False, "model": ["model", 0]}
+    asked["windows"] = node("WanCoreContextWindows", **windows, split_conds_to_windows=True)
+    run = comfy.run(asked)
+    assert run.ok, run.status
+    asked["windows"] = node("WanCoreContextWindows", **windows)
+    assert "2 texts are combined in `positive`" in str(comfy.run(asked).status)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (f"8: {GREEN}\n0: {RED}", "the first begins at frame 0"),
+        (f"{GREEN}", "the first at frame 0"),
+        ("", "no prompts given"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(comfy: ComfyUI, prompts: str, words: str) -> None:
+    with pytest.raises(Refused) as refused:
+        comfy.run(graph(prompts))
+    assert words in str(refused.value.errors)
+
+
+def test_a_prompt_outside_the_video_is_refused(comfy: ComfyUI) -> None:
+    run = comfy.run(graph(f"0: {RED}\n20: {GREEN}"))
+    assert not run.ok and "a prompt at frame 20 given for a video of 17 frames" in str(run.status)
