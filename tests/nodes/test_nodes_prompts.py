@@ -53,7 +53,7 @@ def test_the_video_is_that_of_the_command_line_and_the_plan_shows_the_prompts(co
 
 
 def test_texts_that_are_combined_go_to_windows(comfy: ComfyUI) -> None:
-    """As ComfyUI's own node splits them; without the switch they are refused."""
+    """ComfyUI's own node splits them so; without the switch they are refused."""
     asked = text_to_video({**SIZE, "frames": 33}, steps=2, positive=["both", 0], model=["windows", 0])
     asked["green"] = node("WanCoreTextEncode", clip=["encoder", 0], positive=GREEN, negative="")
     asked["both"] = node("ConditioningCombine", conditioning_1=["text", 0], conditioning_2=["green", 0])
