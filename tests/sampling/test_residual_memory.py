@@ -69,6 +69,17 @@ def test_what_is_planned_is_kept(kept: list[int], policy: str, windows: str) -> 
         assert planned(plan, EXPERTS["high"], shape) == max(kept, default=0), (videos, stages)
 
 
+@pytest.mark.parametrize("policy", ["adaptive", "taylorseer"])
+def test_a_branch_that_never_runs_takes_no_memory(kept: list[int], policy: str) -> None:
+    shape = (1, 16, 7, 4, 8)
+    plan = skip_forwards(
+        make_plan(steps=14, solver="euler", guidance_high=1.0, guidance_low=1.0), POLICIES[policy], None
+    )
+    with torch.no_grad():
+        denoise(plan, EXPERTS.__getitem__, TEXT, draw_noise(1, shape))
+    assert planned(plan, EXPERTS["high"], shape) == max(kept, default=0)
+
+
 @pytest.mark.parametrize("name", [*test_control_run.CONFIGS, *test_driven_run.CONFIGS, "s2v"])
 def test_families_keep_all_their_tokens(kept: list[int], name: str) -> None:
     plan = replace(test_control_run.plan_for(steps=10), task="t2v-14B")

@@ -86,11 +86,10 @@ def forecast(past: Sequence[float], now: float, order: float) -> list[float]:
 def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:
     """What residuals take at most: `tokens` of all videos and context windows of one branch, in the model's dtype. They
     are kept while steps have one expert and one size."""
-    slots = [
-        sum(residual_program(run, branch).slots for branch in BOTH) * run[0].scale ** 2
-        for phase in plan.phases
-        for run in runs(phase)
-    ]
+    slots: list[float] = []
+    for run in (run for phase in plan.phases for run in runs(phase)):
+        programs = [residual_program(run, branch) for branch in BOTH]
+        slots.append(sum(program.slots for program in programs if program.store) * run[0].scale ** 2)
     return ceil(max(slots) * tokens * dim * itemsize)
 
 
