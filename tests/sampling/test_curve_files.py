@@ -112,6 +112,9 @@ def test_a_preset_without_a_curve_computes_nearly_the_same_steps(task, preset):
 def test_the_command_line_takes_a_preset_without_a_curve(capsys):
     assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "balanced"]) == 0
     assert "MagCache has no curve for t2v-14B: taylorseer 2/2/0.1 runs in its place" in capsys.readouterr().out
+    given = ["--magcache", "balanced", "--magcache-order", "1"]
+    assert main(["plan", "--task", "t2v-14B", "--steps", "20", *given]) == 0
+    assert "MagCache has no curve for t2v-14B: taylorseer 2/1/0.1 runs in its place" in capsys.readouterr().out
     assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "0.12/2/0.2"]) != 0
     assert "or a preset (quality, balanced, fast), which does without one" in capsys.readouterr().err
 

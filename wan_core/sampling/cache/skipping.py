@@ -135,11 +135,11 @@ def check_cacheable(solver: str, name: str) -> None:
 def with_curve(options: SkipOptions, curve: Curve | None, task: str) -> tuple[SkipOptions, str]:
     """`options`, if MagCache has the curve that it needs, and a note. Without a curve its presets become the TaylorSeer
     that computes as often, which the note says: on models with a curve, presets compute the same steps but for a few of
-    the last. Raises OptionError where there is neither."""
+    the last, whatever the order of their forecasts. Raises OptionError where there is neither."""
     cache = options.magcache
     if cache is None or curve is not None:
         return options, ""
-    if cache not in PRESETS.values():
+    if all(replace(cache, order=preset.order) != preset for preset in PRESETS.values()):
         raise OptionError(
             f"MagCache needs a curve, and there is none for {task}: run `{command('calibrate')}`, or use taylorseer, "
             f"which needs no curve, or a preset ({', '.join(PRESETS)}), which does without one"
