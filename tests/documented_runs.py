@@ -34,11 +34,13 @@ RUN_MODELS = ("generate", "warmup", "calibrate", "quality", "search", "report-ca
 
 
 def write_weights(folder: Path) -> None:
-    """All files and releases of the tables of docs/models.md, and `ComfyUI/models` with those of Comfy-Org alone."""
+    """All files and releases of the tables of docs/models.md, and `ComfyUI/models` with the transformers of
+    Comfy-Org alone."""
     for name in {name for row in ROWS for name in row}:
         path = folder / folder_of(name) / name
         write_stand_in(path)
-        if any(name in row for row in COMFY_ORG) and "inpaint" not in name:  # of the same task as image-to-video
+        plain = any(name in row for row in COMFY_ORG) and "inpaint" not in name  # of the same task as image-to-video
+        if plain or folder_of(name) == "loras":
             there = folder / "ComfyUI/models" / folder_of(name) / name
             there.parent.mkdir(parents=True, exist_ok=True)
             os.link(path, there)
@@ -70,7 +72,8 @@ def on_a_cpu(words: list[str]) -> list[str]:
         return [*words, "--memory-limit", "24"]
     if words[0] not in RUN_MODELS:
         return words
-    found = [SMALLER.get(before, word) for before, word in pairwise(["", *words])]
+    smaller = SMALLER | ({"--frames": "9"} if "--svi" in words else {})  # more than the overlap of its clips
+    found = [smaller.get(before, word) for before, word in pairwise(["", *words])]
     if "--attention" in found:
         name = found.index("--attention") + 1
         if found[name] in BACKENDS and BACKENDS[found[name]].why_not(torch.device("cpu"), torch.float32):

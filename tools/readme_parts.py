@@ -46,6 +46,7 @@ NOT_THERE = ("int8", "wan2.1_i2v")  # in the table of Comfy-Org's files
 SOURCES: dict[str, Callable[[Row], bool]] = {
     "comfy": lambda row: row.get("choice") in (None, "inpaint") and not any(word in row["name"] for word in NOT_THERE),
     "steps": lambda row: row.get("choice") in ("four-steps", "lightx2v") and row["part"] != "lora",
+    "svi": lambda row: row.get("choice") == "svi",
     "gguf": lambda row: row.get("choice") == "gguf",
     "int8": lambda row: "int8" in row["name"],
 }
@@ -75,7 +76,7 @@ def pairs(found: Iterable[Row]) -> list[list[Row]]:
     """The files of a low-noise expert stand in the row of the high-noise expert's."""
     table: list[list[Row]] = []
     for row in found:
-        follows = table and row["part"] in ("low", "lora_low") and row["tasks"] == table[-1][0]["tasks"]
+        follows = table and row["part"] in ("low", "lora_low", "svi_low") and row["tasks"] == table[-1][0]["tasks"]
         if follows and len(table[-1]) == 1:
             table[-1].append(row)
         else:

@@ -178,8 +178,10 @@ def test_every_transformer_of_the_tables(names: tuple[str, ...], enter: Enter, c
     assert "swapped" not in run(words, capfd)
 
 
-@pytest.mark.parametrize("names", models_of(ROWS, "loras"), ids=lambda names: names[0])
-def test_every_lora_of_the_tables(names: tuple[str, ...], enter: Enter, capfd) -> None:
+@pytest.mark.parametrize(
+    "names", [one for one in models_of(ROWS, "loras") if "SVI" not in one[0]], ids=lambda one: one[0]
+)
+def test_every_lora_for_four_steps_of_the_tables(names: tuple[str, ...], enter: Enter, capfd) -> None:
     enter("commands.md")
     kind = "i2v" if "i2v" in names[0] else "t2v"
     of = next(model for model in models_of(COMFY_ORG, "diffusion_models") if f"_{kind}_" in model[0])
