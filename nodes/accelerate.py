@@ -22,7 +22,7 @@ from wan_core.sampling.sparsity.schedule import PRESETS, sparse_words
 from wan_core.sampling.stages import stage_words
 
 from . import host
-from .schema import output, schema
+from .schema import ADVANCED, output, schema
 from .skipping import measured_files
 from .sockets import SKIPPING
 
@@ -90,6 +90,15 @@ class WanCoreAccelerate(io.ComfyNode):
                     optional=True,
                     tooltip="The sigmas of the whole run, before they were split, for samplers that take SIGMAS.",
                 ),
+                io.Boolean.Input(
+                    "compare",
+                    **ADVANCED,
+                    default=False,
+                    optional=True,
+                    tooltip="Shows how long a step took before: the last step of each sampler runs without WanCore, "
+                    "and its seconds stand beside those of the others. The run takes longer by what that step "
+                    "saves otherwise.",
+                ),
             ],
             outputs=[output(io.Model, "model_out", "For the sampler.")],
         )
@@ -115,6 +124,7 @@ class WanCoreAccelerate(io.ComfyNode):
         cache: str = OFF,
         steps: int = 0,
         sigmas: Tensor | None = None,
+        compare: bool = False,
     ) -> io.NodeOutput:
         transformer = host.check_wan(model)
         stages = () if skipping is None else skipping.stages
@@ -131,7 +141,7 @@ class WanCoreAccelerate(io.ComfyNode):
             keeps = keeps_of(options, host.checkpoint_of(model), transformer.num_layers)
             lines.append(f"sparse attention: {sparse_words(options)}" + ", calibrated" * (keeps is not None))
         report = host.reporter()
-        made = host.accelerate(model, attention, options, keeps, report, whole)
+        made = host.accelerate(model, attention, options, keeps, report, whole, compare)
         host.attach(made, None if caching is None else host.StepCache(caching, whole, report))
         if caching is not None:
             lines.append(f"step cache: {host.cache_words(made, caching)}")

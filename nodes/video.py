@@ -13,6 +13,7 @@ from wan_core.config import check_choice
 from wan_core.execution.report import Report
 from wan_core.media.mp4 import Encoder, check_frame_sides, checked_rate, write_mp4
 from wan_core.media.sound import Sound
+from wan_core.models.vae.config import check_latents
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.pipeline.decode import each_once, images_shape
 
@@ -154,7 +155,9 @@ def _sound(audio: dict[str, Any] | None) -> Sound | None:
 
 
 def _decode_native(vae: Any, samples: Tensor, tile: TileSpec | None, report: Report) -> Tensor:
-    """Pictures [F, H, W, 3] in 0..1 by a VAE of ComfyUI's own."""
+    """Pictures [F, H, W, 3] in 0..1 by a VAE of ComfyUI's own. Raises OptionError for latents of another VAE."""
+    if isinstance(channels := getattr(vae, "latent_channels", None), int) and samples.ndim == 5:
+        check_latents(channels, samples.shape)
     with report.phase("decode"):
         sides = {} if tile is None else {"tile_x": tile.width, "tile_y": tile.height, "overlap": tile.overlap}
         return (vae.decode_tiled(samples, **sides) if tile else vae.decode(samples)).flatten(0, -4)

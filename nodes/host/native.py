@@ -82,10 +82,12 @@ def accelerate(
     keeps: Sequence[float] | None,
     report: Callable[[str], None],
     whole: WholeRun = WholeRun(),  # noqa: B008
+    compare: bool = False,
 ) -> ModelPatcher:
     """A clone of `model` whose self-attention is ours. attention: as for `NativeAttention`. keeps: calibrated shares of
     the key blocks, by layer. report: called after every sampling run, with what was accelerated in words.
-    whole: what is known of the run of which a sampler walks a part. Raises OptionError."""
+    whole: what is known of the run of which a sampler walks a part. compare: the last step is ComfyUI's own, and the
+    report has its time. Raises OptionError."""
     from comfy.ldm.modules.attention import optimized_attention
 
     check_sparse(model, sparse)
@@ -100,7 +102,8 @@ def accelerate(
         # Here, so that it comes after a context windows node's, which says the size of one window.
         own = executor.class_obj.model_options
         add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, prepare, own, is_model_options=True)
-        return _sample(override, sparse, whole, report, executor, noise, latent, sampler, sigmas, *args, **kwargs)
+        run = partial(_sample, override, sparse, whole, compare, report)
+        return run(executor, noise, latent, sampler, sigmas, *args, **kwargs)
 
     def prepare(executor: Any, model: Any, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         dit = model.model.diffusion_model
@@ -131,6 +134,7 @@ def _sample(
     override: NativeAttention,
     sparse: SparseOptions | None,
     whole: WholeRun,
+    compare: bool,
     report: Callable[[str], None],
     executor: Any,
     noise: Tensor,
@@ -150,19 +154,22 @@ def _sample(
     own = sigmas.tolist()
     part = whole.place(own, shift) if whole != WholeRun() and falls(own) else find_part(own, shift)
     steps = (step_sparsities, step_bounds)
-    run = NativeRun(part, *(() if sparse is None else each(sparse, part.total) for each in steps))
+    run = NativeRun(part, *(() if sparse is None else each(sparse, part.total) for each in steps), compare=compare)
     options = guider.model_options["transformer_options"]  # this run's own copy
     run.patches = Patches(options)
     options[RUN] = run
 
     def stepped(step: int, *arguments: Any) -> None:
-        run.step = step + 1
+        run.pass_step(step, wait)
         if callback is not None:
             callback(step, *arguments)
 
+    def wait() -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
     result = executor(noise, latent, sampler, sigmas, denoise_mask, stepped, *args, **kwargs)
-    if noise.device.type == "cuda" or result.device.type == "cuda":
-        torch.cuda.synchronize()
+    wait()
     run.end()
     run.notes += words_after(guider.model_patcher, options, run)
     if sparse is not None and sparse.reuse > 1:

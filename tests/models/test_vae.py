@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.tensors import relative
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names, vae_config
+from wan_core.config import OptionError
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.vae.layers import Chunk
@@ -378,3 +379,13 @@ def test_cuda_equals_cpu_and_decoding_does_not_synchronise(config: VAEConfig) ->
     assert (frames.cpu() - expected).std() < 0.01
     assert (vae.denormalise(again).cpu() - encoded).std() < 0.01
     assert (tiled.cpu() - expected).std() < 0.01
+
+
+def test_latents_of_the_other_vae_are_refused_by_its_name() -> None:
+    with pytest.raises(OptionError, match=r"it is that of 5B. Choose wan_2.1_vae, the VAE of A14B"):
+        VAE_22.check_latents((1, 16, 2, 6, 6))
+    with pytest.raises(OptionError, match=r"Choose wan2.2_vae, the VAE of 5B$"):
+        VAE_21.check_latents((1, 48, 2, 6, 6))
+    with pytest.raises(OptionError, match=r"this VAE decodes \[batch, 16, frames, rows, columns\]$"):
+        VAE_21.check_latents((16, 2, 6, 6))
+    VAE_21.check_latents((1, 16, 2, 6, 6))

@@ -55,6 +55,7 @@ LOOPS = {"StartLoop", "EndLoop", "ComfyMathExpression", "GetImageSize", "Primiti
 MATCHED, DYNAMIC_COMBO, AUTOGROW = "COMFY_MATCHTYPE_V3", "COMFY_DYNAMICCOMBO_V3", "COMFY_AUTOGROW_V3"
 ABOVE, MARGIN = 30, 16  # pixels of the page: above a node, around a note's text
 LETTER = 5.9  # pixels of one in a note
+SIDEBAR, BARS = 60, 100  # pixels of the page that its bars take, on the left and on top
 INSIDE, OUTSIDE = -10, -20  # the ends of a subgraph
 
 
@@ -260,6 +261,21 @@ def check_layout(page: dict[str, Any]) -> None:
             assert apart or y - above >= top + high or top - above >= y + height, (x, y, left, top)
 
 
+def check_view(page: dict[str, Any]) -> None:
+    """A template opens with its upper left corner in view, beside the page's bars; one with a box with all of its
+    width on a page of 1600 pixels."""
+    view, nodes = page["extra"]["ds"], page["nodes"]
+    lefts, tops = ([node["pos"][axis] for node in nodes] + [group["bounding"][axis] for group in page["groups"]]
+                   for axis in (0, 1))  # fmt: skip
+    right = max(node["pos"][0] + node["size"][0] for node in nodes)
+    x, y, end = (
+        (place + view["offset"][axis]) * view["scale"]
+        for place, axis in ((min(lefts), 0), (min(tops) - ABOVE * (not page["groups"]), 1), (right, 0))
+    )
+    assert SIDEBAR < x < 2 * SIDEBAR and BARS < y < 2 * BARS
+    assert end < 1600 or not page.get("definitions", {}).get("subgraphs")
+
+
 def check_notes(name: str, page: dict[str, Any]) -> None:
     """Nodes 2.0 draws code dark on dark and cuts wide tables off; a note is as high as its text needs in the renderer
     that takes more room. It says which files go where, and no command that runs in one folder only."""
@@ -289,6 +305,8 @@ def test_the_page_is_whole(name: str) -> None:
     check_nodes(page)
     check_links(page)
     check_layout(page)
+    if name in TITLES:
+        check_view(page)
     check_notes(name, page)
     check_seeds(page)
 

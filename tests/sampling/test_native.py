@@ -67,6 +67,17 @@ def test_self_attention_is_taken_in_every_layout() -> None:
     assert of.run.taken == {"sdpa": 2} and not of.run.left
 
 
+def test_the_last_step_of_a_run_that_compares_is_comfyuis() -> None:
+    run, waited = NativeRun(SchedulePart(0, 3, 3), (0.5,) * 3, compare=True), []
+    attend, given = NativeAttention("auto", HALF), qkv()
+    for step in range(3):
+        found = attend(original, *given, **options(NativeForward(run, GRID)))
+        assert bool((found == 7).all()) is (step == 2)
+        run.pass_step(step, lambda step=step: waited.append(step))
+    assert waited == [1, 2] and run.before == run.passed[2] - run.passed[1] > 0
+    assert run.left == {"self-attention, of the step that is compared": 1} and sum(run.taken.values()) == 2
+
+
 LEFT = {
     "cross-attention calls": (qkv(TOKENS, 12), {}),
     "calls with a mask": (qkv(), {"mask": torch.ones(TOKENS, TOKENS)}),

@@ -84,6 +84,17 @@ def test_calls_of_self_attention_that_were_left_are_named() -> None:
     assert "left to ComfyUI: 2 calls with a mask" in lines(run_of(left={"calls with a mask": 2}))
 
 
+def test_a_compared_step_says_what_a_step_took_before() -> None:
+    """19 steps in 190 s, and one of ComfyUI's own in 16 s; nothing where that one was not computed."""
+    compared = "self-attention, of the step that is compared"
+    timed = {"compare": True, "seconds": 206.0, "passed": {18: 300.0, 19: 316.0}, "skipped": (8, 40)}
+    first, second, counts = lines(run_of(left={compared: 40}, **timed))
+    assert first == "8 of 40 forwards skipped"
+    assert second == "10.0 s a step, 16.0 s before: 1.6 times as fast, by one step without WanCore; attention by sdpa"
+    assert counts.endswith(f"40 {compared}")
+    assert lines(run_of(**timed))[1].endswith("the last step was not computed, so there is nothing to compare")
+
+
 HOPPER, ADA = (9, 0), (8, 9)
 
 

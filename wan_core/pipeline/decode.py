@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wan_core.config import OptionError
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
 from wan_core.models.vae.config import VAEConfig
@@ -139,8 +138,7 @@ def in_this_mode(consume: Callable[[Pieces], Made]) -> Callable[[Pieces], Made]:
 
 def images_shape(config: VAEConfig, latents: Tensor) -> tuple[int, int, int, int]:
     """[B * F, H, W, 3] of what `latents` [B, C, T, Y, X] are decoded to. Raises OptionError."""
-    if latents.ndim != 5:
-        raise OptionError(f"latents of {list(latents.shape)} given; needed are those of a video, with 5 dimensions")
+    config.check_latents(latents.shape)
     stride, (B, _, T, Y, X) = config.spatial_stride, latents.shape
     return B * (config.temporal_stride * (T - 1) + 1), Y * stride, X * stride, 3
 

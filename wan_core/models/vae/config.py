@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from wan_core.config.checks import OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +36,10 @@ class VAEConfig:
     def spatial_stride(self) -> int:
         """Pixels per latent row or column: 8 (2.1) or 16 (2.2)."""
         return self.patch * 2 ** (len(self.dim_mult) - 1)
+
+    def check_latents(self, shape: Sequence[int]) -> None:
+        """Raise OptionError unless latents of `shape` can be decoded."""
+        check_latents(self.z_dim, shape)
 
     @property
     def temporal_stride(self) -> int:
@@ -77,3 +84,16 @@ VAE_21 = VAEConfig(z_dim=16, encoder_dim=96, decoder_dim=96, latents_mean=WAN21_
 VAE_22 = VAEConfig(
     z_dim=48, encoder_dim=160, decoder_dim=256, patch=2, residual=True, latents_mean=WAN22_MEAN, latents_std=WAN22_STD
 )
+
+NAMES = {16: ("wan_2.1_vae", "A14B and all models but 5B"), 48: ("wan2.2_vae", "5B")}  # by channels: file, models
+
+
+def check_latents(channels: int, shape: Sequence[int]) -> None:
+    """Raise OptionError unless a VAE of so many channels decodes latents of `shape`."""
+    if len(shape) == 5 and shape[1] == channels and 0 not in shape:
+        return
+    words = f"latents of {list(shape)} given, and this VAE decodes [batch, {channels}, frames, rows, columns]"
+    own, other = NAMES.get(channels), NAMES.get(shape[1]) if len(shape) == 5 else None
+    if own is not None and other not in (None, own):
+        words += f": it is that of {own[1]}. Choose {other[0]}, the VAE of {other[1]}"
+    raise OptionError(words)

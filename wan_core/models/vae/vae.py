@@ -278,11 +278,7 @@ class VideoVAE(nn.Module):
         With `tile`, all tiles advance together: layers store the history of every tile, but only one chunk of frames is
         in memory. Arguments are checked at the call, before the first frame is requested.
         """
-        if latents.ndim != 5 or latents.shape[1] != self.config.z_dim or 0 in latents.shape:
-            raise OptionError(
-                f"the latents have the shape {list(latents.shape)}; "
-                f"this VAE decodes [batch, {self.config.z_dim}, frames, rows, columns]"
-            )
+        self.config.check_latents(latents.shape)
         spans = _chunk_spans(latents.shape[2], chunk)
         if tile is None:
             return (self._finish(frames, clamp) for frames in self._decode_chunks(latents, spans))

@@ -23,7 +23,7 @@ from wan_core.config import SparseOptions
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, auto_choice
 from wan_core.ops.cards import capability
-from wan_core.sampling.native.run import FORWARD, NativeForward
+from wan_core.sampling.native.run import COMPARED, FORWARD, NativeForward
 from wan_core.sampling.native.sparse import NativeSparse
 
 Override = Callable[..., Tensor]
@@ -115,7 +115,7 @@ class NativeAttention:
         """Whether a call is ComfyUI's. Counts it then."""
         if forward is None:
             return True
-        reason = why_left(forward, args, kwargs)
+        reason = why_left(forward, args, kwargs) or (COMPARED if forward.run.plain else None)
         if reason is None and self.sparse is None:
             q, k = as_heads(args[:2], **by_name(args[3:], kwargs))
             dense = self._backend(q, k.shape[1])

@@ -21,6 +21,7 @@ from wan_core.sampling.sparsity.measured import Bounded, Measurements
 # Keys in ComfyUI's transformer_options: a run, a forward, and the part of width and height at which it runs.
 RUN, FORWARD, SCALE = "wancore_run", "wancore_forward", "wancore_scale"
 SELF = "self-attention"
+COMPARED = "self-attention, of the step that is compared"  # why calls are left
 WARNING = "warning: "  # begins a note that a page shows first, with a sign and as a toast
 
 
@@ -30,10 +31,18 @@ class NativeRun:
     Forwards of several GPUs run in threads: what they count goes through a lock.
     """
 
-    def __init__(self, part: SchedulePart, sparsities: Sequence[float] = (), bounds: Sequence[float] = ()) -> None:
-        """sparsities, bounds: of every step of the whole schedule; empty: dense, and without bounds."""
-        self.part, self.sparsities, self.bounds = part, sparsities, bounds
+    def __init__(
+        self,
+        part: SchedulePart,
+        sparsities: Sequence[float] = (),
+        bounds: Sequence[float] = (),
+        compare: bool = False,
+    ) -> None:
+        """sparsities, bounds: of every step of the whole schedule; empty: dense, and without bounds. compare: the last
+        step is ComfyUI's own, and its time is taken."""
+        self.part, self.sparsities, self.bounds, self.compare = part, sparsities, bounds, compare
         self.step = 0
+        self.passed: dict[int, float] = {}  # when each of the last two steps ended, where they are compared
         self.sparse_steps: list[int] = []  # computed so far
         self.routes: dict[Any, Any] = {}
         self.notes: list[str] = []
@@ -53,6 +62,25 @@ class NativeRun:
     def index(self) -> int:
         """The index of the current step in the whole schedule."""
         return self.part.index(self.step)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the current step is ComfyUI's own, to be compared."""
+        return self.compare and self.step == self.part.steps - 1 > 0
+
+    def pass_step(self, step: int, wait: Callable[[], None]) -> None:
+        """A step of the sampler has ended. wait: for the device, where the time is taken."""
+        self.step = step + 1
+        if self.compare and step >= self.part.steps - 2:
+            wait()
+            self.passed[step] = time.perf_counter()
+
+    @property
+    def before(self) -> float:
+        """Seconds of the step that was ComfyUI's own; 0 where none was computed."""
+        last = self.part.steps - 1
+        computed = COMPARED in self._left and {last - 1, last} <= self.passed.keys()
+        return self.passed[last] - self.passed[last - 1] if computed else 0.0
 
     @property
     def sparsity(self) -> float:

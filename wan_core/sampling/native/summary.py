@@ -11,7 +11,7 @@ from wan_core.config import SparseOptions
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.cards import FP8_SINCE, Capability, card_of
 from wan_core.sampling.native.attention import AS_CHOSEN, CROSS
-from wan_core.sampling.native.run import WARNING, NativeRun
+from wan_core.sampling.native.run import COMPARED, WARNING, NativeRun
 from wan_core.sampling.sparsity.schedule import rest_cost, step_cost
 
 FEW_STEPS = 8  # of step-distilled models at most
@@ -23,7 +23,9 @@ def report_text(run: NativeRun, sparse: SparseOptions | None, share: float, advi
     warnings = [note for note in run.notes if note.startswith(WARNING)]
     if not run.began:  # a part of a schedule without a step: nothing to warn of
         return "; ".join([f"WanCore Accelerate: {run.words()}", *(note.removeprefix(WARNING) for note in warnings)])
-    elsewhere = ", ".join(f"{count} {why}" for why, count in run.left.items() if why not in (CROSS, AS_CHOSEN))
+    elsewhere = ", ".join(
+        f"{count} {why}" for why, count in run.left.items() if why not in (CROSS, AS_CHOSEN, COMPARED)
+    )
     if not run.taken and AS_CHOSEN not in run.left and not warnings:
         warnings.append(f"{WARNING}self-attention stayed with ComfyUI: {elsewhere or 'no call came to WanCore'}")
         elsewhere = ""
@@ -47,7 +49,7 @@ def saved(run: NativeRun, sparse: SparseOptions | None, share: float) -> str:
     if not words:
         return ""
     relative = (costs + max(0.0, computed - len(reads))) / run.part.steps
-    times = f": about {1 / relative:.1f} times as fast, estimated" if relative < 0.95 else ""
+    times = f": about {1 / relative:.1f} times as fast, estimated" if relative < 0.95 and not run.before else ""
     return ", ".join(words) + times
 
 
@@ -56,8 +58,16 @@ def pace(run: NativeRun) -> str:
     kernels = " and ".join(run.taken) or "ComfyUI"
     if not run.seconds:
         return f"attention by {kernels}"
-    a_step = run.seconds / run.part.steps
-    return f"{a_step:.{1 if a_step >= 1 else 2}f} s a step; attention by {kernels}"
+    if not run.before:
+        untimed = "; the last step was not computed, so there is nothing to compare" if run.compare else ""
+        return f"{_seconds(run.seconds / run.part.steps)} a step; attention by {kernels}{untimed}"
+    now = (run.seconds - run.before) / (run.part.steps - 1)
+    times = f"{run.before / now:.1f} times as fast, by one step without WanCore"
+    return f"{_seconds(now)} a step, {_seconds(run.before)} before: {times}; attention by {kernels}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.{1 if value >= 1 else 2}f} s"
 
 
 def advice_for(run: NativeRun, kernels: Sequence[str], card: Capability | None, bytes_each: float) -> str | None:
