@@ -8,7 +8,8 @@ share of clips that show their caption (shape, colours and motion; on the test b
 the driving video). Clips are made in batches, over which a bound is kept together. Rows go into one file of a day:
 those of a judge that is measured again are replaced.
 
-`bf16` is the full run with weights and activations in bfloat16: how far a video moves where nothing is left out.
+`bf16` (`--rounded`) is the full run with weights and activations in bfloat16: how far a video moves where nothing is
+left out.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tools.testbed.full_runs import FullRuns
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_DRIVEN
@@ -82,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--judge", action="append", choices=tuple(JUDGES), help="repeatable (default: the embedded ones)")
     made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the presets of bounds)")
     made.add_argument("--testbed", type=Path, help="the folder that `tools.testbed folders` wrote")
-    made.add_argument("--keep", type=Path, help="folder of the test bed's full runs, made once")
+    made.add_argument("--keep", type=Path, help="folder of full runs, made once (default: none is kept)")
+    made.add_argument("--rounded", action="store_true", help=f"also the full run of embedded models in {ROUNDED}")
     made.add_argument("--out", type=Path, required=True, help="JSON file, or a folder")
     made.add_argument("--count", type=int, default=48, help="clips of each judge (default %(default)s)")
     made.add_argument("--batch", type=int, default=12, help="clips made at once (default %(default)s)")
@@ -100,17 +106,28 @@ def measure(judge: Judge, options: argparse.Namespace) -> Measured:
     base = Request(prompt="", width=width, height=height, steps=options.steps)
     if judge.part:
         return measure_testbed(judge, options, settings)
+    about = {"judge": judge.name, "steps": options.steps, "size": judge.size}
     loading = {"model": "tiny", "device": "cpu", "task": judge.task}
     pipe = Pipeline.load(LoadOptions(precision="fp32", **loading))
-    pipes = {ROUNDED: Pipeline.load(LoadOptions(precision="bf16", **loading))}
+    pipes = {ROUNDED: Pipeline.load(LoadOptions(precision="bf16", **loading))} if options.rounded else {}
     samples = choose_samples(None, options.count, options.seed, tiny=True)
-    return measure_quality(pipe, base, samples, {ROUNDED: None, **settings}, options.batch, pipes=pipes)
+    settings = {**dict.fromkeys(pipes), **settings}
+    with kept(options) as folder:  # the full run that warms up is used
+        full_run = FullRuns(folder, about).run
+        return measure_quality(pipe, base, samples, settings, options.batch, pipes=pipes, full_run=full_run)
+
+
+@contextmanager
+def kept(options: argparse.Namespace) -> Iterator[Path]:
+    """The folder of full runs."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield options.keep or Path(temporary)
 
 
 def measure_testbed(judge: Judge, options: argparse.Namespace, settings: dict[str, Any]) -> Measured:
     """The test bed at the smaller of the sizes that it was trained on."""
     from tools.testbed.folders import SAMPLES
-    from tools.testbed.full_runs import FullRuns, digest
+    from tools.testbed.full_runs import digest
     from tools.testbed.scenes import parse_world, shows_colours
 
     folder = options.testbed / judge.part
@@ -119,12 +136,13 @@ def measure_testbed(judge: Judge, options: argparse.Namespace, settings: dict[st
     sides = {"width": width, "height": height, "frames": 41, "steps": options.steps}
     base = Request(prompt="", negative_prompt="", **sides)
     about = {**sides, "guidance_high": None, "guidance_low": None, "precision": "fp32", "attention": "auto"}
-    full_run = FullRuns(options.keep or folder / "full-runs", {**about, "weights": digest(folder)}).run
+    about |= {"weights": digest(folder)}
     samples = read_samples(folder / SAMPLES, options.count, options.seed)
-    return measure_quality(
-        pipe, base, samples, settings, options.batch, full_run=full_run,
-        judged=lambda frames, caption: shows_colours(frames, parse_world(caption)),
-    )  # fmt: skip
+    with kept(options) as keep:
+        return measure_quality(
+            pipe, base, samples, settings, options.batch, full_run=FullRuns(keep, about).run,
+            judged=lambda frames, caption: shows_colours(frames, parse_world(caption)),
+        )  # fmt: skip
 
 
 def rows_of(judge: Judge, measured: Measured, options: argparse.Namespace) -> list[dict[str, Any]]:
