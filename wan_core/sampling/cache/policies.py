@@ -23,6 +23,8 @@ per unit of sigma, is measured on the device: rate = ||v_a - v_b|| / (||v_b|| * 
 may reuse the last residual while the estimated change since the last computed step a, rate * |sigma_a - sigma|, stays
 below `threshold`. After Zhou et al., "Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive
 Caching" (EasyCache), 2025, arXiv:2507.02860, whose rule reads a norm back to the host at every step.
+
+With the rule "bound" the run judges forecasts instead: `wan_core.sampling.cache.judged`.
 """
 
 from __future__ import annotations
