@@ -22,7 +22,7 @@ SUFFIX = ".preset.json"
 FOLDER = Path(__file__).parents[1] / "assets" / "presets"
 AGAIN = "search it again, or choose another"
 BOUNDS = {
-    "faithful": "sparse:bound:0.03:slope:error+adaptive:bound:0.1",
+    "faithful": "sparse:bound:0.005:slope:error+adaptive:bound:0.1",
     "balanced": "sparse:bound:0.06:slope:error+adaptive:bound:0.4",
     "fast": "sparse:bound:0.12:slope:error+adaptive:bound:0.8",
 }

@@ -133,7 +133,8 @@ class Residuals:
             self.buffer = like.new_empty(self.program.slots, *like.shape)
         self.next = self.program.store[step]
         if self.program.order:
-            free = (slot for slot in range(self.program.slots) if slot not in self.steps)
+            # That of the same step, where it runs again; one that is free; that of the oldest.
+            free = (slot for slot in range(self.program.slots) if self.steps.get(slot, step) == step)
             self.next = next(free, min(self.steps, key=self.steps.__getitem__, default=0))
         self.steps.pop(self.next, None)
         return self.buffer[self.next]
