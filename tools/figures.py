@@ -2,12 +2,12 @@
 
     python tools/figures.py     exit 1, naming page, line and figure, if one is in no result
 
-A figure is a number with a unit: s, ms, dB, GiB, GB/s, TFLOP/s or times. It must be in the results that its paragraph names,
-as it is rounded, or in any if that names none. `times` may be the ratio of two rows, `dB better` their difference. In a
-table that was written by hand, every number with a decimal point beside the first column must be in the results that
-its chapter names. Left out are code, sentences that say that their figures are estimated, planned or were read once,
-pages of PAGES_LEFT, EXCEPTIONS and TABLES_LEFT, each with its reason. Tables between `<!-- bench:NAME -->` marks:
-tools/readme_tables.py.
+A figure is a number with a unit: s, ms, dB, GiB, GB/s, TFLOP/s or times. It must be in the results that its paragraph
+names, as it is rounded, or in any if that names none. `times` may be the ratio of two rows, `dB better` their
+difference. In a table that was written by hand, every number with a decimal point beside the first column must be in
+the results that its chapter names. Left out are code, sentences that say that their figures are estimated, planned or
+were read once, pages of PAGES_LEFT, EXCEPTIONS and TABLES_LEFT, each with its reason. Tables between
+`<!-- bench:NAME -->` marks: tools/readme_tables.py.
 """
 
 from __future__ import annotations
