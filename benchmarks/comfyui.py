@@ -137,7 +137,7 @@ class ComfyUI:
             raise
 
     def _wait_until_up(self) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + max(PATIENCE, self.patience)
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"ComfyUI ended while starting:\n{self.log()[-4000:]}")

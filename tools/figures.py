@@ -2,12 +2,12 @@
 
     python tools/figures.py     exit 1, naming page, line and figure, if one is in no result
 
-A figure is a number with a unit: s, ms, dB, GiB, GB/s, TFLOP/s or times. It must be in the results that its paragraph
-names, as it is rounded, or in any if that names none. `times` may be the ratio of two rows, `dB better` their
-difference. In a table that was written by hand, every number with a decimal point beside the first column must be in
-the results that its chapter names. Left out are code, sentences that say that their figures are estimated, planned or
-were read once, pages of PAGES_LEFT, EXCEPTIONS and TABLES_LEFT, each with its reason. Tables between
-`<!-- bench:NAME -->` marks: tools/readme_tables.py.
+A figure is a number with a unit: s, ms, dB, GiB, TFLOP/s or times. It must be in the results that its paragraph names,
+as it is rounded, or in any if that names none. `times` may be the ratio of two rows, `dB better` their difference. In a
+table that was written by hand, every number with a decimal point beside the first column must be in the results that
+its chapter names. Left out are code, sentences that say that their figures are estimated, planned or were read once,
+pages of PAGES_LEFT, EXCEPTIONS and TABLES_LEFT, each with its reason. Tables between `<!-- bench:NAME -->` marks:
+tools/readme_tables.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PLOTS = "benchmarks/results", "docs/images/plots.json"  # the second holds what the plots show of the first
 
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
-UNIT = r"TFLOP/s|GB/s|GiB|dB|ms|s|seconds|times|秒|倍"
+UNIT = r"TFLOP/s|GiB|dB|ms|s|seconds|times|秒|倍"
 FIGURES = re.compile(
     rf"(?<![\w.,^*-])({NUMBER}(?:(?:, | and | to | or | 和 | 到 ){NUMBER})*)[ -]?(?P<unit>{UNIT})(?![\w/])"
 )
@@ -54,14 +54,12 @@ KEYS = {  # unit -> the keys whose numbers may have it
     "dB": re.compile("psnr|db|worst", re.IGNORECASE),
     "GiB": re.compile("gib|bytes|memory|peak", re.IGNORECASE),
     "TFLOP/s": re.compile("tflop", re.IGNORECASE),
-    "GB/s": re.compile("gb_s", re.IGNORECASE),
     "times": re.compile("ratio|times|slowdown|speed", re.IGNORECASE),
 }
 
 PAGES_LEFT = {"docs/log.md": "a log: what was read on the day"}
 READ = "read once, before results held it"
 LIMIT = "the memory of a card"
-BYTES = "bytes of the files over seconds of the result"
 EXCEPTIONS: dict[str, dict[str, str]] = {  # page -> figure as written -> why it is in no result
     "docs/benchmarks.md": {
         "27.8 GiB": "from the message of a run that ended without memory (left_out of everyday-two-h200)",
@@ -69,16 +67,11 @@ EXCEPTIONS: dict[str, dict[str, str]] = {  # page -> figure as written -> why it
         "5.6 dB": "a difference of two rows of the table",
     },
     "docs/families.md": {"25 GiB": "tokens times bytes", "58 GiB": "tokens times bytes", "80 GiB": "a power of two"},
-    "docs/parallel.md": {
-        **dict.fromkeys(("1.27 s", "0.87 s", "1.18 s", "2.69 s"), READ),
-        "12.9 GB/s": "the border between two meshes, from the times of the table",
-        "33 GB/s": BYTES,
-    },
+    "docs/parallel.md": dict.fromkeys(("1.27 s", "0.87 s", "1.18 s", "2.69 s"), READ),
     **dict.fromkeys(("README.md", "README.zh.md"), dict.fromkeys(("12 GiB", "24 GiB"), LIMIT)),
     "docs/cards.md": {
         **dict.fromkeys(("12 GiB", "16 GiB", "24 GiB"), LIMIT),
         "0.6 GiB": "a setting",
-        "55 GB/s": READ,
         "250 ms": "a forward of single-h200 over 40 blocks",
         "190 ms": "a forward of single-h200 over 40 blocks",
     },
@@ -106,7 +99,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {  # page -> figure as written -> why it
         "0.41 s": "40 layers of the table above",
     },
     "docs/startup.md": {
-        **dict.fromkeys(("24.5 GB/s", "26.8 GB/s", "33 GB/s"), BYTES),
         "19.7 s": READ,
         "8.9 s": "of startup-h200",
         "1.1 s": READ,
@@ -147,7 +139,7 @@ class Figure:
 
 def results(root: Path) -> dict[str, Any]:
     """Stem -> content of each committed result."""
-    files = sorted((root / RESULTS).glob("*.json"))
+    files = sorted((root / RESULTS).rglob("*.json"))  # those of the archive, which no table reads, too
     plotted = json.loads((root / PLOTS).read_text(encoding="utf-8"))["quality.png"]
     points = [{"seconds": point[0], "psnr": point[1]} for points in plotted.values() for point in points]
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files} | {"plots": points}
@@ -192,7 +184,7 @@ def near(numbers: list[float], value: float, half: float) -> bool:
 
 def is_named(stem: str, span: str) -> bool:
     """Whether a span of code is the name of a result: its file, without date, or without device."""
-    name = span.strip("`").removeprefix(f"{RESULTS}/").removesuffix(".json")
+    name = span.strip("`").removeprefix(f"{RESULTS}/").removeprefix("archive/").removesuffix(".json")
     return "-" in name and (fnmatch(stem, name) or stem.startswith(f"{name}-"))
 
 

@@ -7,10 +7,13 @@ A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. NAME is a su
 (`forward-h200`) where the suite was measured on several. Its newest file is shown, which is called
 `benchmarks/results/<suite>-<device>-<yyyymmdd>.json` and holds
 {"suite", "command", "commit", "device", "versions": {library: version}, "rows": [{"name", "seconds", ...}]}.
+Rows that were not measured by this version of the project say their date and commit. Results in `archive` are for the
+figures of the prose (tools/figures.py); no table reads them.
 Columns that no row fills are left out; a key of a row that this file does not know becomes a column of its own.
 The table `cards` is no measurement: it is the choice by card of `wan_core.pipeline.card_choice`. `gains` is a short
 table over several results (tools/summary_tables.py), `techniques-...` are in tools/techniques.py, `waterfall` in
-tools/waterfall.py, and what comes from no result (the address, files, what fits a card) in tools/readme_parts.py.
+tools/waterfall.py, `ladder` (tools/ladder_tables.py) has all results of the ladder, and what comes from no result (the
+address, files, what fits a card) is in tools/readme_parts.py.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
 
+from tools.ladder_tables import ladder_tables  # noqa: E402
 from tools.readme_parts import readme_part  # noqa: E402
 from tools.summary_tables import short_table  # noqa: E402
 from tools.techniques import RUNS, technique_table  # noqa: E402
@@ -70,9 +74,9 @@ CHOSEN = {
     "distilled": "name forwards seconds samples background colour shape motion all",
     "gguf": "name size seconds ratio load_seconds file_gib weights_gib peak_gib widen_ms error",
     "parallel": "name size seconds seconds_per_step ratio times_diffusers exchange_share gb_s link peak_gib error",
-    "everyday": "name size seconds runs ratio ratio_to_native_gpus error loaders text image samplers decode save "
-    "commit",
-    "native": "name size seconds ratio error commit",
+    "everyday": "name size seconds runs ratio ratio_to_native_gpus error loaders text image samplers decode save",
+    "native": "name size seconds ratio error",
+    "videos": "name size seconds runs spread load text image denoise decode peak_gib largest_error",
     "attention": "name size seconds ratio tflops error offset outliers sinks structured",
     "int8": "name size seconds ratio peak_gib activation_gib weights_gib error",
     "streaming": "name size seconds slowdown resident_blocks peak_gib plan_error host_gib",
@@ -83,6 +87,8 @@ CHOSEN = {
     "sparse": "name size seconds forwards ratio peak_gib error",
     "switch": "name size steps seconds step_spread switch_ms peak_gib weights_gib",
 }
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "wan_core" / "__init__.py").read_text(encoding="utf-8"))[1]  # type: ignore[index]
+MEASURED = "measured"  # the column of rows that another version measured
 REASONS = ("why_not", "failed")  # in a row that was not measured
 BLOCKS = 40  # of an expert of A14B
 PART = re.compile(r"\d+ of 40 blocks")
@@ -93,6 +99,7 @@ EVEN = (
 RISKS = (("sparse", "cache"), ("fp8", "int8", "kitchen"))  # words in the names of rows: a part is left out; it rounds
 PEAKS = {"bf16_tflops": "bf16 {} TFLOP/s", "fp8_tflops": "FP8 {} TFLOP/s", "copy_tb_s": "copy {} TB/s"}
 
+LADDER = "ladder"  # all results of the ladder: tools/ladder_tables.py
 WATERFALL = "waterfall"  # four GPUs on paper: tools/waterfall.py
 CARDS = "cards"  # the table of `wan_core.pipeline.card_choice`, of no measurement
 EXAMPLES = (  # names, compute capability, GiB
@@ -128,7 +135,7 @@ def newest_result(name: str, results: Path) -> Result:
         missing = [key for key in ("suite", "command", "commit", "device", "versions", "rows") if key not in result]
         if missing:
             raise TableError(f"{path} lacks {', '.join(missing)}: write it with `make bench`")
-        if name in (match["stem"], result["suite"]):
+        if name in (match["stem"], result.get("job", result["suite"])):
             found.setdefault(match["date"], []).append((path, result))
     if not found:
         raise TableError(f"a page asks for the table {name!r}, and {results} holds no result of it: run `make bench`")
@@ -136,7 +143,16 @@ def newest_result(name: str, results: Path) -> Result:
     if len(newest) > 1:
         names = ", ".join(path.stem.rsplit("-", 1)[0] for path, _ in newest)
         raise TableError(f"the table {name!r} fits several results of one day: name one of {names}")
-    return newest[0][1]
+    date = max(found)
+    return newest[0][1] | {"date": f"{date[:4]}-{date[4:6]}-{date[6:]}"}
+
+
+def newest_or_none(job: str, results: Path) -> Result | None:
+    """The newest result of a job of the ladder, of any device; of several of one day the last by name."""
+    paths = [path for path in results.glob(f"{job}-*.json") if FILE.fullmatch(path.name)]
+    found = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    dated = sorted((FILE.fullmatch(path.name)["date"], path.name) for path, one in found if one.get("job") == job)  # type: ignore[index]
+    return newest_result(dated[-1][1].rsplit("-", 1)[0], results) if dated else None
 
 
 def cell(value: object) -> str:
@@ -151,7 +167,7 @@ def cell(value: object) -> str:
 
 def table(result: Result) -> str:
     """The Markdown of one result: a table of its rows, and a line that says where it was measured and how."""
-    rows: list[Result] = [named(row | row.get("nodes", {}), result) for row in result["rows"]]
+    rows: list[Result] = [named(row | row.get("nodes", {}), result) | measured(row, result) for row in result["rows"]]
     if not rows:
         raise TableError(f"the suite {result['suite']!r} of {result['device']} has no rows: measure it again")
     if result["suite"] in ("everyday", "native"):
@@ -162,7 +178,7 @@ def table(result: Result) -> str:
     columns = [key for key in HEADERS if key in present] + [key for key in present if key not in HEADERS]
     if result["suite"] in CHOSEN:
         columns = [key for key in CHOSEN[result["suite"]].split() if key in present]
-    columns = [key for key in columns if key not in REASONS]
+    columns = [key for key in columns if key not in (*REASONS, "commit", MEASURED)] + [MEASURED] * (MEASURED in present)
     rows = [with_reason(row, columns) for row in rows]
     lines = [
         "| " + " | ".join(HEADERS.get(key, key.replace("_", " ")) for key in columns) + " |",
@@ -191,6 +207,13 @@ def named(row: Result, result: Result) -> Result:
     return row | {"name": f"{name} ({', '.join(said)})" if said else name}
 
 
+def measured(row: Result, result: Result) -> Result:
+    """When and at which commit a row was measured, if not in this version."""
+    if result.get("version") == VERSION or "date" not in result:
+        return {}
+    return {MEASURED: f"{result['date']} {short_commit(row.get('commit', result['commit']))}"}
+
+
 def by_risk(rows: list[Result]) -> list[Result]:
     """The rows of each setting and size: what is exact first, then what rounds, last what leaves something out."""
     groups: dict[tuple[object, ...], int] = {}
@@ -207,9 +230,12 @@ def by_risk(rows: list[Result]) -> list[Result]:
 def origin(result: Result) -> list[str]:
     """The last lines of a table: where it was measured, and by which command."""
     versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
-    commit = str(result["commit"])
-    commit = commit if " " in commit else commit[:12]  # several, in words, or one hash
-    return ["", f"{result['device']}; {versions}; commit {commit}: `{result['command']}`", ""]
+    return ["", f"{result['device']}; {versions}; commit {short_commit(result['commit'])}: `{result['command']}`", ""]
+
+
+def short_commit(commit: object) -> str:
+    """Several, in words, or one hash."""
+    return str(commit) if " " in str(commit) else str(commit)[:12]
 
 
 def cards_table() -> str:
@@ -242,6 +268,8 @@ def body_of(name: str, results: Path) -> str:
     """The Markdown of the table called `name`."""
     if name == CARDS:
         return cards_table()
+    if name == LADDER:
+        return ladder_tables(lambda job: newest_or_none(job, results), lambda result: table(dict(result)))
     if (part := readme_part(name)) is not None:
         return part
     if (result := name.partition("-x86")[0]) in RUNS:
@@ -250,7 +278,7 @@ def body_of(name: str, results: Path) -> str:
     try:
         if name == WATERFALL:
             return waterfall_table(lambda result: newest_result(result, results), cell)
-        short = short_table(name, lambda result: newest_result(result, results), cell)
+        short = short_table(name, lambda result: newest_result(result, results), cell, measured)
     except KeyError as missing:
         raise TableError(f"the table {name!r} asks for the row {missing}, which its newest result lacks") from missing
     return table(newest_result(name, results)) if short is None else short

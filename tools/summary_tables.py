@@ -1,18 +1,21 @@
 """The table of the README, `gains`, from the committed results: what is exact first, what changes the video last.
 
-A row compares the seconds of two rows of one result: before and after. `gains.zh` is the same table in Chinese.
+A row compares the seconds of two rows of one result: before and after, and says when and at which commit they were
+measured, if not in this version. Where a job of the ladder has both rows, they are its. `gains.zh` is the same table in
+Chinese.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 Result = dict[str, Any]
 HEADER = {
-    "en": "| what | before (s) | with WanCore (s) | times as fast | the video |",
-    "zh": "| 内容 | 之前（秒） | 用 WanCore（秒） | 倍数 | 视频 |",
+    "en": "| what | before (s) | with WanCore (s) | times as fast | the video | measured |",
+    "zh": "| 内容 | 之前（秒） | 用 WanCore（秒） | 倍数 | 视频 | 测量 |",
 }
 EXACT = ("the same but for rounding", "只差舍入")
 BOTH = ("8-bit attention on both sides: INT8 before, FP8 after", "两边都是 8 位注意力：之前 INT8，之后 FP8")
@@ -24,7 +27,7 @@ SEARCHED = ("**changes**: steps are skipped, too", "**会变**：还跳过一些
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """A row: its text and what happens to the video, in both languages; the result, and the names of its rows. size:
-    where a result has several."""
+    where a result has several. ladder: the job of the ladder whose rows come first."""
 
     text: tuple[str, str]
     video: tuple[str, str]
@@ -32,6 +35,7 @@ class Compared:
     before: str
     after: str
     size: str | None = "640x640x81"
+    ladder: str = ""
 
 
 GAINS = (
@@ -40,6 +44,7 @@ GAINS = (
         video=EXACT,
         before="on, new seed: native",
         after="on, new seed: native, accelerated, auto",
+        ladder="on-640-native",
     ),
     Compared(
         text=(
@@ -50,6 +55,7 @@ GAINS = (
         result="single-h200",
         before="diffusers-compiled",
         after="+ flash4",
+        ladder="forwards",
         size="1280x720x81",
     ),
     Compared(
@@ -57,6 +63,7 @@ GAINS = (
         video=BOTH,
         before="on, new seed: native, comfy kitchen attention",
         after="on, new seed: ours, cudnn-fp8",
+        ladder="on-640",
     ),
     Compared(
         text=(
@@ -92,21 +99,35 @@ GAINS = (
 TABLES = {"gains": GAINS}
 
 
-def short_table(name: str, newest: Callable[[str], Result], cell: Callable[[object], str]) -> str | None:
+def short_table(
+    name: str,
+    newest: Callable[[str], Result],
+    cell: Callable[[object], str],
+    measured: Callable[[Result, Result], Result],
+) -> str | None:
     """The Markdown of the table called `name`, `gains.zh` for one; None for a name that is none of these. KeyError for
-    a row that the newest result lacks."""
+    a row that the newest result lacks. measured: of a row and its result, what says when, if that must be said."""
     kind, _, language = name.partition(".")
     language = language or "en"
     if kind not in TABLES or language not in HEADER:
         return None
     number = list(HEADER).index(language)
-    lines = [HEADER[language], "|---|---:|---:|---:|---|"]
+    lines = [HEADER[language], "|---|---:|---:|---:|---|---|"]
     for row in TABLES[kind]:
-        rows = newest(row.result)["rows"]
-        before, after = (find(rows, one, row.size)["seconds"] for one in (row.before, row.after))
-        cells = (row.text[number], cell(before), cell(after), f"{before / after:.2f}", row.video[number])
-        lines.append(f"| {' | '.join(cells)} |")
+        result, before, after = both_rows(row, newest)
+        numbers = (cell(before["seconds"]), cell(after["seconds"]), f"{before['seconds'] / after['seconds']:.2f}")
+        when = "".join(measured(after, result).values())
+        lines.append("| " + " | ".join((row.text[number], *numbers, row.video[number], when)) + " |")
     return "\n".join([*lines, ""])
+
+
+def both_rows(row: Compared, newest: Callable[[str], Result]) -> tuple[Result, Result, Result]:
+    """The result and both rows: of the ladder, if it has measured them."""
+    with suppress(KeyError, ValueError):
+        result = newest(row.ladder)
+        return result, find(result["rows"], row.before, row.size), find(result["rows"], row.after, row.size)
+    result = newest(row.result)
+    return result, find(result["rows"], row.before, row.size), find(result["rows"], row.after, row.size)
 
 
 def find(rows: Iterable[Result], name: str, size: str | None) -> Result:

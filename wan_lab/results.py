@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from wan_core import __version__
 from wan_core.config.outputs import write_text
 from wan_core.execution.report import device_name, installed
 
@@ -22,6 +23,7 @@ def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]], progr
         "suite": suite,
         "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
         "commit": commit(),
+        "version": __version__,
         "device": device_name(device),
         "versions": versions(device),
         "rows": rows,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.readme_tables import ROOT, TableError, body_of, cell, main, newest_result, rewrite
+from tools.readme_tables import ROOT, VERSION, TableError, body_of, cell, main, newest_result, rewrite
 from tools.summary_tables import TABLES
 
 ROWS = [
@@ -22,7 +24,7 @@ def write(root: Path, suite: str, device: str, date: str, rows: list[dict] = ROW
     folder = root / "benchmarks" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     result = {"suite": suite, "command": "make bench", "commit": "0123456789abcdef", "device": device}
-    result |= {"versions": {"torch": "2.13.0"}, "rows": rows}
+    result |= {"versions": {"torch": "2.13.0"}, "version": VERSION, "rows": rows}
     (folder / f"{suite}-{device}-{date}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
@@ -42,6 +44,34 @@ def test_a_table_shows_the_filled_columns_of_every_row(tmp_path: Path) -> None:
         "| peer \\| eager | 720p | 11.6 |  |  | 75600 |",
     ]
     assert lines[6] == "h200; torch 2.13.0; commit 0123456789ab: `make bench`"
+
+
+def test_rows_of_another_version_say_their_date_and_commit(tmp_path: Path) -> None:
+    write(tmp_path, "forward", "h200", "20261120", [ROWS[0], ROWS[1] | {"commit": "fedcba9"}])
+    path = tmp_path / "benchmarks/results/forward-h200-20261120.json"
+    path.write_text(path.read_text().replace(f'"version": "{VERSION}"', '"version": "0.0.1"'))
+    lines = rewrite(region("forward"), tmp_path / "benchmarks" / "results")[0].splitlines()
+    assert [line.split(" | ")[-1] for line in lines[1:5:2]] == ["measured |", "2026-11-20 0123456789ab |"]
+    assert lines[4].endswith("| 75600 | 2026-11-20 fedcba9 |")
+
+
+def test_results_of_the_ladder_stand_under_their_tables_and_the_archive_is_not_read(tmp_path: Path) -> None:
+    results = tmp_path / "benchmarks" / "results"
+    left = body_of("ladder", tmp_path)
+    assert left.startswith("Not measured yet:") and "`on-640`" in left
+    for date, name in (("20261120", "older"), ("20261121", "newer")):
+        write(tmp_path, "on-640", "h100", date, [{"name": name, "size": "", "seconds": 2.0}])
+        path = results / f"on-640-h100-{date}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"job": "on-640", "suite": "everyday"}))
+    write(tmp_path, "attention", "h200", "20261121")
+    (results / "archive").mkdir()
+    (results / "attention-h200-20261121.json").rename(results / "archive" / "attention-h200-20261121.json")
+    text = body_of("ladder", results)
+    assert text.startswith("**ComfyUI's template from click to file") and "| newer |" in text and "older" not in text
+    assert "`on-640`" not in text and "`attention`" in text
+    assert newest_result("on-640", results)["rows"][0]["name"] == "newer"
+    with pytest.raises(TableError, match="'everyday'"):
+        newest_result("everyday", results)  # a job of the ladder is known by its own name alone
 
 
 def test_rows_say_what_was_measured_and_what_is_exact_comes_first(tmp_path: Path) -> None:
@@ -154,6 +184,19 @@ def test_short_tables_compare_two_rows_of_a_committed_result(name: str) -> None:
     for line in lines[2:]:
         before, after, ratio = (cell.strip() for cell in line.split("|")[2:5])
         assert float(before) / float(after) == pytest.approx(float(ratio), rel=0.02)
+
+
+def test_short_tables_take_the_rows_of_the_ladder_where_it_has_them(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "benchmarks" / "results", results)
+    names = {"on, new seed: native": 20.0, "on, new seed: native, accelerated, auto": 8.0}
+    rows = [{"name": name, "size": "640x640x81", "seconds": seconds} for name, seconds in names.items()]
+    result = {"suite": "everyday", "job": "on-640-native", "version": VERSION, "device": "NVIDIA H100", "rows": rows}
+    result |= {"command": "c", "commit": "abc", "versions": {}}
+    (results / "on-640-native-h100-20990101.json").write_text(json.dumps(result), encoding="utf-8")
+    line, *others = body_of("gains", results).splitlines()[2:]
+    assert "| 20 | 8 | 2.50 | the same but for rounding |  |" in line
+    assert all(re.search(r"\| 20\d\d-\d\d-\d\d [0-9a-f]{7} \|$", other) for other in others)
 
 
 def test_four_gpus_on_paper_are_sums_of_measured_parts() -> None:

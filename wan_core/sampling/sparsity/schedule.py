@@ -34,12 +34,12 @@ BOUND, TYPICAL = "bound", 0.75  # the word for a bound on the error, and the spa
 EARLY = 1 / 3  # part of the bound that the first steps have
 # Time of attention over a share of the blocks, relative to dense FP8 attention: KERNEL * share + CHOICE. The
 # block-sparse kernel is slower per block; selecting blocks and the means of unselected ones cost the constant. Measured
-# on an H200 at 75,600 tokens (benchmarks/results/sparse-cost-h200-*.json): a forward is at most 1 % off for shares from
-# 12.5 to 50 %; at 32,760 tokens 4 %.
+# on an H200 at 75,600 tokens (benchmarks/results/archive/sparse-cost-h200-*.json): a forward is at most 1 % off for
+# shares from 12.5 to 50 %; at 32,760 tokens 4 %.
 KERNEL, CHOICE = 1.16, 0.006
 # The same for what is computed of unselected blocks beyond their means: for each further part, for the slope and each
-# part of it, for each part of the choice by error. From benchmarks/results/sparse-rest-h200-*.json; the slope of one
-# part together, 0.43 s of a forward at 720p, from sparse-slope-h200-*.json.
+# part of it, for each part of the choice by error. From benchmarks/results/archive/sparse-rest-h200-*.json; the slope
+# of one part together, 0.43 s of a forward at 720p, from sparse-slope-h200-*.json.
 PART, SLOPE, SLOPE_PART, ERROR_PART = 0.0285, 0.052, 0.028, 0.0105
 FORM = (
     "quality, balanced, fast, bound:0.06, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options "
