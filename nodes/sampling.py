@@ -35,6 +35,7 @@ from .engines import Sampling
 from .files import name_of
 from .memory import plan_experts
 from .plan_inputs import LAST, SWITCH, check_window, phase_inputs, plan_inputs, plan_of, preset_input, window_inputs
+from .preview import previews_of
 from .schema import output, schema, widgets
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
@@ -232,7 +233,7 @@ class Watcher:
     def __init__(self, model: ModelSocket, plan: Plan, warnings: Sequence[str] = ()) -> None:
         self.warnings = warnings
         self.forwards: dict[Expert, float] = defaultdict(float)
-        self.rgb = model.rgb
+        self.previews = previews_of(model)
         self.frames_per_second = model.experts.task.fps / model.experts.vae.temporal_stride
         self.progress = host.Progress(plan.count)
 
@@ -242,7 +243,7 @@ class Watcher:
         self.forwards[step.expert] += progress.forwards * step.cost
         each = 0.0 if seconds is None else seconds * len(step.branches) * step.cost
         remaining = "" if seconds is None else f", {each:.3g} s a step, {clock(progress.left(seconds))} left"
-        pictures = self.rgb.pictures(progress.preview()) if self.rgb else []
+        pictures = self.previews.pictures(progress.preview()) if self.previews else []
         line = f"step {done} of {total}, {step.expert}-noise expert{remaining}"
         line += "" if progress.attention is None else f", attention {progress.attention.words()}"
         self.progress.update(done, total, "\n".join([*self.warnings, line]), pictures, self.frames_per_second)

@@ -10,6 +10,7 @@ from .folders import (
     model_path,
     named_files,
     output_folder,
+    preview_file,
     stamps,
     temporary_folder,
     temporary_video,

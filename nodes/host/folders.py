@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import folder_paths
+from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import InputImpl
 
 from wan_core.config import OptionError
@@ -108,3 +110,14 @@ def temporary_video() -> Path:
 def video_of(path: Path) -> InputImpl.VideoFromFile:
     """A file on ComfyUI's VIDEO socket."""
     return InputImpl.VideoFromFile(str(path))
+
+
+def preview_file(names: Sequence[str]) -> Path | None:
+    """The first file of models/vae_approx whose name begins with one of `names`, where previews by TAESD are asked for
+    (--preview-method, or the setting of the page); None: others are, or there is none."""
+    if args.preview_method != LatentPreviewMethod.TAESD:
+        return None
+    listed = folder_paths.get_filename_list("vae_approx")
+    found = next((one for name in names for one in listed if Path(one).name.startswith(name)), None)
+    path = None if found is None else folder_paths.get_full_path("vae_approx", found)
+    return None if path is None else Path(path)

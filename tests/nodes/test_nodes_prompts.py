@@ -45,11 +45,14 @@ def test_the_video_is_that_of_the_command_line_and_the_plan_shows_the_prompts(co
     assert run.ok, run.status
     assert "prompts from frames 0, 8 of 17" in run.outputs["table"]["text"][0]
     found = read_video(comfy.output_file(run, "save")).astype(np.float32)
-    request = Request(prompt="", prompts_at=SCENES, steps=3, seed=1, **SIZE)  # type: ignore[arg-type]
-    expected = Pipeline.load(LoadOptions(model="tiny", device="cpu")).generate(request).frames
-    assert float(np.abs(found - expected.astype(np.float32)).mean()) < 3  # of 255, as far as H.264 goes
-    plain = comfy.run(text_to_video(SIZE, steps=3))
-    assert float(np.abs(found - read_video(comfy.output_file(plain, "save"))).mean()) > 6
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    requests = (
+        Request(prompt="", prompts_at=SCENES, steps=3, seed=1, **SIZE),
+        Request(prompt=RED, steps=3, seed=1, **SIZE),
+    )  # type: ignore[arg-type]
+    expected, plain = (pipe.generate(one).frames.astype(np.float32) for one in requests)
+    near, far = (float(np.abs(found - one).mean()) for one in (expected, plain))
+    assert near < 6 and near < 0.7 * far, (near, far)  # of 255: H.264 takes some
 
 
 def test_texts_that_are_combined_go_to_windows(comfy: ComfyUI) -> None:

@@ -75,6 +75,9 @@ def test_none_is_the_plan_as_it_was(task):
     ("name", "steps"),
     [
         ("wan2.2_t2v_A14b_high_noise_lora_rank64_lightx2v_4step_1217.safetensors", 4),
+        ("wan2.2_i2v_A14b_high_noise_lora_rank64_lightx2v_4step_720p_260412.safetensors", 4),
+        ("Wan2.2-Lightning_I2V-A14B-4steps-lora_HIGH_fp16.safetensors", 4),
+        ("Wan22_A14B_T2V_LOW_Lightning_4steps_lora_250928_rank64_fp16.safetensors", 4),
         ("Wan2.2-Lightning_T2V-A14B-4steps-lora_HIGH_fp16.safetensors", 4),
         ("Wan21_T2V_14B_lightx2v_cfg_step_distill_lora_rank64.safetensors", 4),
         ("Wan2.2-T2V-8-step-distill.safetensors", 8),

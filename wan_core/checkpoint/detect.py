@@ -25,7 +25,8 @@ from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, lis
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import find_scales
 from wan_core.models.text.umt5 import TextConfig, UMT5Encoder
-from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.config import TinyVAEConfig, VAEConfig
+from wan_core.models.vae.tiny import TinyVAE
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionConfig, VisionEncoder
 from wan_core.models.wan.config import DiTConfig
@@ -99,7 +100,8 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
     twins = [theirs for theirs, ours in official.items() if checkpoint.tensors[theirs].shape != shapes[ours]]
     if twins:  # a tensor stored twice, as Hugging Face's files may have the embedding
         raise CheckpointError(f"{label}, but {counted(twins, 'stored twice with different shapes')}.")
-    config = _config(layout, shapes, unexpected, checkpoint.metadata, label)
+    file = {} if checkpoint.path is None else {"file": checkpoint.path.name}
+    config = _config(layout, shapes, unexpected, {**checkpoint.metadata, **file}, label)
     _compare(shapes, expected_shapes(config), reached, unexpected, label)
     odd = [theirs for theirs in reached.values() if not checkpoint.tensors[theirs].dtype.is_floating_point]
     if odd:
@@ -253,7 +255,7 @@ def empty_module(config: Config) -> nn.Module:
 def _module_class(config: Config) -> Callable[[Any], nn.Module]:
     if isinstance(config, DiTConfig):
         return family_of(config).model_class(config)
-    classes = {TextConfig: UMT5Encoder, VAEConfig: VideoVAE, VisionConfig: VisionEncoder}
+    classes = {TextConfig: UMT5Encoder, VAEConfig: VideoVAE, TinyVAEConfig: TinyVAE, VisionConfig: VisionEncoder}
     return classes[type(config)]
 
 

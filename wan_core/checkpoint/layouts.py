@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-from wan_core.checkpoint.layouts_vae import diffusers_vae_names
+from wan_core.checkpoint.layouts_vae import diffusers_vae_names, tiny_vae_names
 from wan_core.checkpoint.opened import CheckpointError
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.wan.families import FAMILIES
@@ -237,4 +237,5 @@ LAYOUTS = (
     Layout("text_encoder", "llama.cpp", gguf_text_names),
     Layout("vae", "official", official_vae_names),
     Layout("vae", "diffusers", diffusers_vae_names),
+    Layout("vae", "tiny", tiny_vae_names),
 )

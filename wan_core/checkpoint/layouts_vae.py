@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 
-from wan_core.models.vae.config import WAN21_MEAN, WAN21_STD, WAN22_MEAN, WAN22_STD, VAEConfig
+from wan_core.models.vae.config import WAN21_MEAN, WAN21_STD, WAN22_MEAN, WAN22_STD, TinyVAEConfig, VAEConfig
 
 _INDEX = r"(0|[1-9]\d{0,3})"
 _LAYER = r"(norm1|conv1|norm2|conv2|conv_shortcut)\.(gamma|weight|bias)"
@@ -70,6 +70,18 @@ def diffusers_vae_names(names: Collection[str]) -> dict[str, str] | None:
     return official
 
 
+_TINY = re.compile(
+    rf"(?:encoder|decoder)\.{_INDEX}\.(?:weight|bias|conv\.weight|conv\.{_INDEX}\.(?:weight|bias))", re.ASCII
+)
+
+
+def tiny_vae_names(names: Collection[str]) -> dict[str, str] | None:
+    """The names of a tiny autoencoder (`wan_core.models.vae.tiny`) for themselves; None if it is none."""
+    if "decoder.22.bias" not in names or not all(map(_TINY.fullmatch, names)):
+        return None
+    return {name: name for name in names}
+
+
 def _count(names: Collection[str], pattern: str) -> int:
     matches = (re.fullmatch(pattern, name) for name in names)
     return len({match.group(1) for match in matches if match})
@@ -113,6 +125,8 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str
     Raises:
         ValueError: the shapes are not those of a Wan VAE, with the tensor that shows it.
     """
+    if "decoder.22.bias" in shapes:
+        return tiny_vae_config(shapes, metadata)
     z_dim = _channels(shapes, "conv2.weight", 0, ndim=5)
     residual = any(name.startswith("encoder.downsamples.0.downsamples.") for name in shapes)
     encoder_dim = _channels(shapes, "encoder.conv1.weight", 0, ndim=5)
@@ -133,6 +147,26 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str
     )
     _check(shapes, config, {blocks for _, blocks, _ in stages})
     return config
+
+
+def tiny_vae_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> VAEConfig:
+    """The architecture of a tiny autoencoder. Files for the transformer's latents and for un-normalised ones have the
+    same tensors: the name of the file (`metadata["file"]`) tells lightx2v's, which are for the latter."""
+    file = metadata.get("file", "").lower()
+    if "taehv" in file:
+        raise ValueError(f"{file} is a tiny autoencoder of HunyuanVideo by its name; Wan's are taew2_1 and taew2_2")
+    z_dim = _channels(shapes, "decoder.1.weight", 1, ndim=4)
+    mean, std = _statistics(metadata, z_dim)
+    return TinyVAEConfig(
+        z_dim=z_dim,
+        encoder_dim=_channels(shapes, "encoder.0.weight", 0, ndim=4),
+        decoder_dim=_channels(shapes, "decoder.14.weight", 0, ndim=4),
+        widths=tuple(_channels(shapes, f"decoder.{place}.weight", 0, ndim=4) for place in (1, 8, 14, 20)),
+        patch=_patch(_channels(shapes, "encoder.0.weight", 1, ndim=4)),
+        of_model="lighttae" not in file,
+        latents_mean=mean,
+        latents_std=std,
+    )
 
 
 def _stages(shapes: Mapping[str, tuple[int, ...]], residual: bool) -> list[tuple[int, int, bool]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.config.compile_cache import full_disk_explained
 from wan_core.execution.graphs import GraphedBlocks
+from wan_core.models.vae.tiny import TinyVAE
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts
 from wan_core.models.wan.model import WanModel
@@ -170,6 +171,6 @@ def compilations() -> int:
 def optimize_vae(vae: VideoVAE, device: torch.device, ranks: RankMesh | None = None) -> VideoVAE:
     """On a GPU the convolutions run channels-last: faster, and less memory. `ranks` share the picture. In place;
     returns `vae`."""
-    if ranks is not None:
+    if ranks is not None and not isinstance(vae, TinyVAE):
         split_pictures(vae, ranks)
     return vae.channels_last() if device.type == "cuda" else vae

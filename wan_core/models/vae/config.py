@@ -65,6 +65,16 @@ class VAEConfig:
         return both[0].view(shape), both[1].view(shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TinyVAEConfig(VAEConfig):
+    """A tiny autoencoder (`wan_core.models.vae.tiny`). widths: channels of the decoder's stages. of_model: it takes
+    latents as the transformer has them; False: as the VAE has them, un-normalised."""
+
+    dim_mult: tuple[int, ...] = (1, 1, 1, 1)
+    widths: tuple[int, ...]
+    of_model: bool
+
+
 # fmt: off
 WAN21_MEAN = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
               0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)

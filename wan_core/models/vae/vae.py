@@ -199,6 +199,11 @@ class VideoVAE(nn.Module):
         self.conv2 = CausalConv3d(config.z_dim, config.z_dim, (1, 1, 1))
         self.decoder = Decoder(config)
 
+    @property
+    def own(self) -> Tensor:
+        """A weight, which says where and in which dtype it computes."""
+        return self.conv2.weight
+
     def channels_last(self) -> VideoVAE:
         """Store the weights of convolutions with channels innermost in memory, in place; returns self.
 
@@ -249,8 +254,8 @@ class VideoVAE(nn.Module):
     def _encode_tiles(
         self, video: Tensor, spans: list[tuple[int, int]], tiles: list[Tile], size: tuple[int, int, int]
     ) -> Tensor:
-        weight = self.conv1.weight
-        canvas = torch.zeros(video.shape[0], weight.shape[0], *size, device=weight.device)
+        weight = self.own
+        canvas = torch.zeros(video.shape[0], 2 * self.config.z_dim, *size, device=weight.device)
         for tile in tiles:
             crop = tile.crop(video, self.config.spatial_stride)
             for (start, stop), moments in zip(spans, self._encode_chunks(crop, spans), strict=True):
@@ -289,7 +294,7 @@ class VideoVAE(nn.Module):
         self, latents: Tensor, spans: list[tuple[int, int]], tiles: list[Tile], clamp: bool
     ) -> Iterator[Tensor]:
         streams = [self._decode_chunks(tile.crop(latents, 1), spans) for tile in tiles]
-        size, device = [n * self.config.spatial_stride for n in latents.shape[3:]], self.conv2.weight.device
+        size, device = [n * self.config.spatial_stride for n in latents.shape[3:]], self.own.device
         for span in spans:
             # fp32: blending in bf16 would cause visible steps in smooth areas
             canvas = torch.zeros(latents.shape[0], 3, self._frame(span[1]) - self._frame(span[0]), *size, device=device)
@@ -308,7 +313,7 @@ class VideoVAE(nn.Module):
             yield frames if strip is None else strip.join(frames, self.config.spatial_stride)
 
     def _finish(self, frames: Tensor, clamp: bool) -> Tensor:
-        frames = frames.to(self.conv2.weight.dtype)
+        frames = frames.to(self.own.dtype)
         return frames.clamp(-1, 1) if clamp else frames
 
     # ---------------------------------------------------------------------------------------------------- normalise
@@ -338,7 +343,7 @@ class VideoVAE(nn.Module):
         return _still_since(video)
 
     def _to_own(self, x: Tensor) -> Tensor:
-        weight = self.conv2.weight
+        weight = self.own
         # A copy to the CPU must be complete before the CPU reads it.
         return x.to(weight.device, weight.dtype, non_blocking=weight.device.type != "cpu")
 
