@@ -33,7 +33,7 @@ both = pytest.mark.parametrize("name", LATENTS)
 
 
 def config_of(name: str, of_model: bool = True) -> TinyVAEConfig:
-    """Of the released files."""
+    """The architecture of the released files."""
     plain = VAE_21 if name == "taew2_1" else VAE_22
     return TinyVAEConfig(
         z_dim=plain.z_dim, encoder_dim=64, decoder_dim=64, widths=(256, 128, 64, 64), patch=plain.patch,
@@ -48,7 +48,7 @@ def weights_of(name: str) -> dict[str, Tensor]:
 
 
 def made(name: str, folder: Path, file: str = "") -> TinyVAE:
-    """As a file, `file` or the released name."""
+    """The module of a file called `file`, or by its released name."""
     path = folder / f"{file or name}.safetensors"
     write_safetensors(weights_of(name), path, {})
     vae = load_vae(path)
