@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import folder_paths
-from comfy.cli_args import LatentPreviewMethod, args
 from comfy_api.latest import InputImpl
 
 from wan_core.config import OptionError
@@ -115,6 +114,8 @@ def video_of(path: Path) -> InputImpl.VideoFromFile:
 def preview_file(names: Sequence[str]) -> Path | None:
     """The first file of models/vae_approx whose name begins with one of `names`, where previews by TAESD are asked for
     (--preview-method, or the setting of the page); None: others are, or there is none."""
+    from comfy.cli_args import LatentPreviewMethod, args  # reads the command line when it is imported
+
     if args.preview_method != LatentPreviewMethod.TAESD:
         return None
     listed = folder_paths.get_filename_list("vae_approx")
