@@ -238,9 +238,18 @@ def toy_driven(s: Sheet) -> None:
         s.box(268 + 26 * k, 104, 42, 42, shade)
 
 
+def endless(s: Sheet) -> None:
+    s.picture(34, 76, 92, 84)
+    for k in range(3):
+        s.film(150 + 76 * k, 66, 96, 104)
+    s.arrow(338, 190, 20)
+    s.line(INK, (80, 190), (338, 190), width=8)
+
+
 SIGNS: tuple[Callable[[Sheet], None], ...] = (
     accelerate, image_to_video, text_to_video, first_last, small_card, five_b, animate, sound, control, inpainting,
     outpainting, reference, camera, several, toy_text, toy_picture, toy_driven,
+    endless,
 )  # fmt: skip
 WORDS = {  # template's number -> its name in two lines, where the file's name is too long
     1: ("Your workflow", "+ Accelerate"),
@@ -260,6 +269,7 @@ WORDS = {  # template's number -> its name in two lines, where the file's name i
     15: ("Test: text", "no download"),
     16: ("Test: picture", "no download"),
     17: ("Test: driven", "no download"),
+    18: ("Endless video", "SVI 2.0 Pro, 4 steps"),
 }
 
 

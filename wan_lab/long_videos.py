@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan_core.config import LoadOptions, LoraOptions, Request
-from wan_core.media.colours import lab, matched, rgb_of, statistics
+from wan_core.media.colours import lab, rgb_of
 from wan_core.models.wan.families.clips import Clip, latents_of
 from wan_core.pipeline.clips import LEAD
 from wan_core.pipeline.denoise import sample
@@ -79,25 +79,35 @@ def clip_facts(frames: Tensor, scene: Scene, first: Tensor) -> ClipFacts:
     return ClipFacts(motion_amplitude(frames), same, off, means, deviations)
 
 
+def statistics(channels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel [C, 1, 1, 1] of [C, F, H, W]."""
+    flat = channels.flatten(1)
+    return flat.mean(1)[:, None, None, None], flat.std(1, unbiased=False)[:, None, None, None]
+
+
+def matched(channels: Tensor, own: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], strength: float) -> Tensor:
+    """`channels`, whose statistics are `own`, with those of `first`."""
+    moved = (channels - own[0]) * (first[1] / own[1].clamp(min=1e-6)) + first[0]
+    return torch.lerp(channels, moved, strength)
+
+
 def clips_of(run: Run, match: str, strength: float) -> Iterator[Tensor]:
     """The new frames of each clip [F, H, W, 3], as `ClipRun` makes them, with colours matched to the first."""
-    text, carried, first, vae = encode_text(run), None, None, run.vae()
-    anchored = run.job.rules.anchored
+    text, carried, vae = encode_text(run), None, run.vae()
+    anchored, first = run.job.rules.anchored, None
     for clip in run.job.clips:
         latents = sample(run, condition(run, clip, clip_media(run, clip, None, carried), text), clip=clip.number)
         new = latents[:, :, latents_of(clip.carried) + 1 if anchored and clip.carried else 0 :]
         if match == "latents":
             part = new[0, :, 0 if anchored and clip.carried else 1 :]
             first = statistics(part) if first is None else first
-            shift = statistics(part)
-            (mean, deviation), (wanted, spread) = shift, first
-            moved = (new[0] - mean) * (spread / deviation) + wanted
-            new = torch.lerp(new[0], moved, strength)[None] if clip.number else new
+            new = matched(new[0], statistics(part), first, strength)[None] if clip.number else new
         frames = decoded(vae, new, carried if anchored else None, clip)
         if match == "lab":
             colours = lab(frames).permute(3, 0, 1, 2)
             first = statistics(colours) if first is None else first
-            frames = rgb_of(matched(colours, first, strength).permute(1, 2, 3, 0)) if clip.number else frames
+            moved = matched(colours, statistics(colours), first, strength)
+            frames = rgb_of(moved.permute(1, 2, 3, 0)) if clip.number else frames
         if anchored:
             carried = (new if carried is None else torch.cat([carried, new], 2))[:, :, -LEAD:]
             yield frames

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.media.colours import lab
 from wan_core.pipeline.embedded import COLOURS, MOTIONS, SHAPES, Scene, parse_caption
 from wan_lab.shapes import DIRECTIONS, PALETTE, REFERENCE_SIZE, coverage
 
@@ -134,16 +135,6 @@ def unit_range(frames: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------------------- colours
-
-
-def lab(rgb: Tensor) -> Tensor:
-    """sRGB 0..1 [..., 3] -> CIELAB under D65, where equal distances look about equally different."""
-    linear = torch.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055).clamp(min=0) ** 2.4)
-    to_xyz = rgb.new_tensor([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-    xyz = linear @ to_xyz.T / rgb.new_tensor([0.9505, 1.0, 1.089])
-    f = torch.where(xyz > 216 / 24389, xyz.clamp(min=1e-6) ** (1 / 3), (24389 / 27 * xyz + 16) / 116)
-    x, y, z = f.unbind(-1)
-    return torch.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], dim=-1)
 
 
 def _nearest_colour(rgb: Tensor) -> str:

@@ -140,7 +140,7 @@ def key_of(request: Request, loaded: LoadOptions) -> str:
     media = [contents(Path(asked[name])) for name in sorted(files, key=HASHED_LAST.__contains__)]
     if asked["skip"] is not None:
         del asked["skip"]["measured_steps"]  # what a preset's file says of itself is no option
-    for name in ("motion", "lora_strengths", "svi", "prompts_at"):
+    for name in ("motion", "lora_strengths", "svi", "prompts_at", "match_colours"):
         if asked[name] is None:  # keys are those of before there were these
             del asked[name]
     if asked["windows"] is not None and not asked["windows"]["split"]:

@@ -400,6 +400,14 @@ class Request(PlanNumbers):
         "the clip before, with a seed of its own (A14B image-to-video; 81 frames and an overlap of 5 where "
         "--clip-frames and --overlap are not given)",
     )
+    match_colours: float | None = option(
+        None,
+        low=0,
+        high=1,
+        advice="1 is all of it",
+        help="make the colours of later clips and context windows those of the first, by so much: 0 to 1, against "
+        "drift (default: the family's, which is 0)",
+    )
     windows: WindowOptions | None = option(
         None,
         help="context windows: each forward sees LENGTH frames of a longer video, of which OVERLAP are also its "

@@ -71,6 +71,7 @@ class Report:
     workers: str | None = None  # the device that ran it, if it was not this process's
     warnings: list[str] = field(default_factory=list)  # those of `notes` that are shown before everything else
     attention: list[dict[str, Any]] = field(default_factory=list)  # what bounded attention read and measured, by step
+    clips: list[dict[str, Any]] = field(default_factory=list)  # of a long video: the channel means of each
 
     def branch(self) -> Report:
         """A copy to which phases can be added without changing this report."""
@@ -132,6 +133,7 @@ class Report:
             "notes": self.notes,
             "warnings": self.warnings,
             **({"attention": self.attention} if self.attention else {}),
+            **({"clips": self.clips} if self.clips else {}),
         }
 
     def save(self, path: str | Path) -> None:

@@ -91,6 +91,12 @@ class Job:
         return family_of(self.task).clip_rules(self.task, bool(self.request.svi))
 
     @property
+    def match_colours(self) -> float:
+        """How far the colours of later clips or windows become those of the first."""
+        asked = self.request.match_colours
+        return self.rules.match_colours if asked is None else asked
+
+    @property
     def long(self) -> LongVideo:
         return LongVideo(self.clips, anchored=self.rules.anchored)
 
@@ -129,6 +135,7 @@ class Job:
             "tokens": self.tokens,
             **({} if self.alone else {"clips": self.long.words(plan.count)}),
             **({"svi": True} if request.svi else {}),
+            **({"match_colours": self.match_colours} if self.match_colours else {}),
             "steps": plan.count,
             **({} if request.from_video is None else {"denoise": strength(request)}),
             "shift": plan.shift,
@@ -189,6 +196,11 @@ def make_job(
     facts = ModelFacts(task=task, dit=dit, vae=vae, high=checkpoint, low=low, loras=tuple(loras))
     video = build_plan(plan_request(request, task, width, height, frames), facts)
     assert video.tokens is not None
+    if request.match_colours and len(video.long.clips) == 1 and video.plan.context_windows is None:
+        raise OptionError(
+            f"--match-colours {request.match_colours:g} given for a video that is made in one piece: it is for clips "
+            "(--clip-frames, --svi) and context windows (--windows). Leave it out"
+        )
     batched, why = choose_batched(request.guidance_mode, video.plan, video.tokens, streamed=False)
     return Job(
         request=request,

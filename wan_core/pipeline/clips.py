@@ -31,6 +31,7 @@ from wan_core.models.wan.families.clips import Clip, ClipRules, latents_of
 from wan_core.models.wan.families.family import MEDIA
 from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.check import Job
+from wan_core.pipeline.colours import ColourMatch, channel_means, note_drift, pixels_of, unit
 from wan_core.pipeline.decode import Pieces, WriteFrames, decode_to, use_all
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.media import clip_media, condition, load_media
@@ -59,6 +60,7 @@ class ClipRun:
             self.media = load_media(run)
             first = run.models.ranks is None or run.models.ranks.rank == 0
             self.kept = KeptClips(keep, run_key(run)) if keep is not None and first else None
+        self.match = ColourMatch(self.job.match_colours, run.models.device)
         self.frames = np.empty((self.job.frames, self.crop.height, self.crop.width, 3), np.uint8)
 
     @property
@@ -87,6 +89,7 @@ class ClipRun:
             with self.run.report.phase("decode" if write is None else "write"):
                 feed.finish()
         self.note_kept()
+        note_drift(self.run.report)
         return torch.cat(made, 2)
 
     def latents(self, clip: Clip, media: Mapping[str, Tensor], text: Conditioning, watch: Watch) -> Tensor:
@@ -150,8 +153,17 @@ class ClipRun:
                     self.frames[index] = shown[index - begin]
 
         decode_to(self.run.vae(), own, self.run.report, collect, dtype=torch.float32)
-        for index in range(clip.first + clip.carried, min(self.job.frames, clip.end)):
+        shown = range(clip.first + clip.carried, min(self.job.frames, clip.end))
+        change = self.match.change(self.frames[shown.start : shown.stop])
+        if change is not None:
+            with self.run.report.phase("match colours"):
+                for index in shown:
+                    self.frames[index] = pixels_of(change(unit(self.frames[index], self.match.device)))
+                tail = [change(frames.to(self.match.device)).cpu() for frames in tail]
+        for index in shown:
             put(self.frames[index])
+        if len(shown):
+            self.run.report.clips.append(channel_means(self.frames[shown.start : shown.stop]))
         return (tail[0] * 2 - 1).permute(3, 0, 1, 2)[None] if tail else torch.empty(0)
 
     def decode_after(self, clip: Clip, new: Tensor, before: Tensor | None, put: Callable[[np.ndarray], None]) -> Tensor:

@@ -30,7 +30,8 @@ from wan_core.execution.report import Report
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import CheckedRequest, Job, check_request, make_job
 from wan_core.pipeline.clips import ClipRun
-from wan_core.pipeline.decode import WriteFrames, decode_latents
+from wan_core.pipeline.colours import match_windows
+from wan_core.pipeline.decode import WriteFrames, decode_latents, use_all
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.first_use import forward_each_kind
 from wan_core.pipeline.load import Models, load_models
@@ -146,7 +147,12 @@ class Pipeline:
             watch.kept(keep_latents)
         watch.latents(latents)
         watch.phase("decode")
-        frames = decode_latents(run.vae(), latents, report, write_frames)
+        matched = bool(job.match_colours and job.plan.steps[-1].windows)
+        frames = decode_latents(run.vae(), latents, report, None if matched else write_frames)
+        if matched:
+            with report.phase("match colours"):
+                match_windows(frames, job.plan.steps[-1].windows, job.match_colours, self.models.device)
+            use_all(iter(frames), write_frames)
         return Result(frames, latents.cpu(), job.fps, job.plan, report)
 
     def prepare(self, request: Request) -> Run:

@@ -266,6 +266,7 @@ def add_report(report: Report, data: Mapping[str, Any]) -> None:
     report.notes += other.notes
     report.warnings += other.warnings
     report.attention += other.attention
+    report.clips += other.clips
     for name, phase in other.phases.items():
         if name in report.phases:
             phase.seconds += report.phases[name].seconds

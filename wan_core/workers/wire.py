@@ -79,6 +79,7 @@ def report_data(report: Report) -> dict[str, Any]:
         "notes": report.notes,
         "warnings": report.warnings,
         "attention": report.attention,
+        "clips": report.clips,
     }
 
 
@@ -86,5 +87,5 @@ def report_from(data: Mapping[str, Any]) -> Report:
     """A report that the ranks sent. It continues with the clock of this process and uses no GPU."""
     phases = unpack(dict[str, Phase], data["phases"])
     notes, warnings = list(data["notes"]), list(data["warnings"])
-    attention = list(data["attention"])
-    return Report(torch.device("cpu"), dict(data["settings"]), phases, notes, data["device"], warnings, attention)
+    lists = list(data["attention"]), list(data["clips"])
+    return Report(torch.device("cpu"), dict(data["settings"]), phases, notes, data["device"], warnings, *lists)

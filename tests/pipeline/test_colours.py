@@ -1,0 +1,132 @@
+"""Colours of clips and windows matched to the first, and their drift in the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from wan_core.config import LoadOptions, OptionError, Request, WindowOptions
+from wan_core.execution.report import Report
+from wan_core.media.colours import lab, rgb_of
+from wan_core.pipeline.clips import run_key
+from wan_core.pipeline.colours import ColourMatch, channel_means, match_windows, note_drift, pixels_of, statistics, unit
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.workers.wire import report_data, report_from
+
+
+def tinted(frames: np.ndarray, gain: float, offset: float) -> np.ndarray:
+    """Frames whose CIELAB channels have another deviation and mean."""
+    colours = lab(torch.from_numpy(frames).float() / 255)
+    mean = colours.mean((0, 1, 2))
+    return (rgb_of((colours - mean) * gain + mean + offset) * 255).round().to(torch.uint8).numpy()
+
+
+@pytest.fixture(scope="module")
+def scene() -> np.ndarray:
+    """Four frames in the middle of what screens show, so that nothing is cut off."""
+    return np.random.default_rng(1).integers(90, 160, (4, 16, 24, 3), np.uint8)
+
+
+def test_cielab_has_an_inverse() -> None:
+    rgb = torch.rand(50, 3)
+    torch.testing.assert_close(rgb_of(lab(rgb)), rgb, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        lab(torch.tensor([[1.0, 1, 1], [0, 0, 0]]))[:, 0], torch.tensor([100.0, 0]), atol=0.01, rtol=0
+    )
+
+
+def test_a_tinted_clip_gets_the_colours_of_the_first_again(scene: np.ndarray) -> None:
+    """Another light and tint are undone whole at strength 1, and half of the mean at 0.5."""
+    cpu, other = torch.device("cpu"), tinted(scene, 0.8, 4.0)
+    assert np.abs(other.astype(int) - scene).mean() > 5
+    made = {}
+    for strength in (1.0, 0.5):
+        match = ColourMatch(strength, cpu)
+        assert match.change(scene) is None
+        change = match.change(other)
+        assert change is not None
+        made[strength] = np.stack([pixels_of(change(unit(frame, cpu))) for frame in other])
+    assert np.abs(made[1.0].astype(int) - scene).max() <= 2
+    half = statistics(made[0.5], cpu)[0] - statistics(scene, cpu)[0]
+    torch.testing.assert_close(half, (statistics(other, cpu)[0] - statistics(scene, cpu)[0]) / 2, rtol=0, atol=0.2)
+
+
+def test_without_it_nothing_changes(scene: np.ndarray) -> None:
+    match = ColourMatch(0.0, torch.device("cpu"))
+    assert match.change(scene) is None and match.change(tinted(scene, 0.8, 4.0)) is None
+
+
+def test_windows_have_the_colours_of_the_first(scene: np.ndarray) -> None:
+    """Frames of the second window alone are as the first again; those of both are between."""
+    whole = np.concatenate([scene[:1].repeat(9, 0), tinted(scene[:1].repeat(8, 0), 1.0, 6.0)])
+    made = whole.copy()
+    match_windows(made, ((0, 1, 2), (2, 3, 4)), 1.0, torch.device("cpu"))
+    assert np.abs(made[:5].astype(int) - whole[:5]).max() <= 1
+    before, after = (np.abs(one[9:].astype(int) - scene[0]).mean() for one in (whole, made))
+    assert after < 0.75 * before
+
+
+def test_the_report_names_the_drift() -> None:
+    report = Report(torch.device("cpu"))
+    for value in (100, 104, 98):
+        report.clips.append(channel_means(np.full((4, 2, 2, 3), value, np.uint8)))
+    note_drift(report)
+    assert report.clips[0] == {"means": [100.0] * 3, "deviations": [0.0] * 3}
+    assert "at most 4.0 of 255 from that of the first clip (clip 2), and 2.0 in the last" in report.notes[0]
+    assert report_from(report_data(report)).clips == report.clips and len(report.as_dict()["clips"]) == 3
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("pictures") / "a.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), np.uint8)).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("svi", [None, True])
+def test_clips_after_the_first_are_matched(pipe: Pipeline, picture: str, svi: bool | None, tmp_path: Path) -> None:
+    size = {"width": 48, "height": 32, "frames": 29, "clip_frames": 17, "overlap": 5, "steps": 2}
+    asked = [Request(prompt="x", image=picture, svi=svi, match_colours=one, **size) for one in (None, 0.0, 1.0)]  # type: ignore[arg-type]
+    usual, off, full = (pipe.generate(one, keep_clips=tmp_path / f"{place}") for place, one in enumerate(asked))
+    assert np.array_equal(usual.frames, off.frames)
+    assert np.array_equal(full.frames[:17], usual.frames[:17]) and not np.array_equal(full.frames, usual.frames)
+    assert len(full.report.clips) == 2 and any(note.startswith("colours: ") for note in full.report.notes)
+    again = pipe.generate(asked[2], keep_clips=tmp_path / "2")
+    assert np.array_equal(again.frames, full.frames)
+    assert len({run_key(pipe.prepare(one)) for one in asked}) == 2
+    wanted, *means = (
+        statistics(one, torch.device("cpu"))[0] for one in (full.frames[:17], usual.frames[17:], full.frames[17:])
+    )
+    before, after = ((mean - wanted).norm() for mean in means)
+    assert after < 0.6 * before  # what no screen shows is cut
+
+
+def test_a_video_in_windows_is_matched(pipe: Pipeline, picture: str) -> None:
+    windows = WindowOptions.parse("17/8")
+    size = {"width": 48, "height": 32, "frames": 33, "steps": 2, "windows": windows}
+    written: list[np.ndarray] = []
+    plain, made = (
+        pipe.generate(
+            Request(prompt="x", image=picture, match_colours=one, **size),  # type: ignore[arg-type]
+            write=lambda frames, /, **_: written.append(np.stack(list(frames))),
+        )
+        for one in (None, 1.0)
+    )
+    assert torch.equal(plain.latents, made.latents) and not np.array_equal(plain.frames, made.frames)
+    assert np.array_equal(written[0], plain.frames) and np.array_equal(written[1], made.frames)
+
+
+def test_one_piece_has_nothing_to_match(pipe: Pipeline, picture: str) -> None:
+    with pytest.raises(OptionError, match="made in one piece"):
+        pipe.prepare(Request(prompt="x", image=picture, match_colours=0.5))
+    with pytest.raises(OptionError, match="0 to 1"):
+        Request(prompt="x", match_colours=1.5)
