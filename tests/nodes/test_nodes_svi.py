@@ -43,7 +43,7 @@ def clip(number: int, **more: list[object]) -> Graph:
 
 
 def two_clips() -> Graph:
-    """As the template *Endless image to video* has them."""
+    """The graph of the template *Endless image to video*, for two clips."""
     return {
         **loaders(TINY_I2V, TINY_I2V),
         "picture": node("LoadImage", image="anchor.png"),
