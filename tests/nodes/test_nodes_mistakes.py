@@ -110,7 +110,7 @@ MISTAKES = {
     "nothing connected": Mistake(unconnected(), REFUSED, "sampler", "model", ""),
     "huge size": Mistake(
         changed(small_14b(), size={"width": 8192, "height": 8192, "frames": 4001}),
-        FAILED,
+        REFUSED,
         "size",
         "of this video",
         "smaller",

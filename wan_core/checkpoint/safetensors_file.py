@@ -90,7 +90,7 @@ def _header(file: BinaryIO, path: Path, where: str) -> tuple[int, dict[str, Any]
             pass
         return 8 + length, json.loads(text)
     except (SafetensorError, ValueError, RecursionError) as fault:  # the last two from fields the library ignores
-        raise CheckpointError(f"truncated or damaged ({str(fault)[:300]}). Download it again.", where=where) from None
+        raise CheckpointError(f"truncated or damaged. Download it again. ({str(fault)[:300]})", where=where) from None
 
 
 def _info(name: str, entry: dict[str, Any], where: str) -> TensorInfo:

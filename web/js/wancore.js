@@ -13,14 +13,21 @@ let before = new Set(); // warnings of the prompt before: a toast for each promp
 let warned = new Set(); // and of this one
 let cached = new Set(); // nodes whose result it takes from the cache: what they said since then stays
 
+let toasts = []; // that may still be open: those of the page appear below them
+
 const root = () => app.rootGraph ?? app.graph;
+
+function toast(message) {
+  toasts.push(message);
+  app.extensionManager.toast.add(message);
+}
 
 function keep(id, text) {
   const node = findNode(root(), id);
   if (!node?.type?.startsWith("WanCore")) return false;
   said.set(node, { id: String(id), text });
   for (const words of warningsOf(text)) {
-    if (!before.has(words) && !warned.has(words)) app.extensionManager.toast.add(warningToast(words, node));
+    if (!before.has(words) && !warned.has(words)) toast(warningToast(words, node));
     warned.add(words);
   }
   return true;
@@ -67,8 +74,12 @@ app.registerExtension({
       cached = new Set(detail.nodes?.map(String));
     });
     api.addEventListener("execution_error", ({ detail }) => {
-      const toast = errorToast(detail, findNode(root(), detail.node_id));
-      if (toast) app.extensionManager.toast.add(toast);
+      const message = errorToast(detail, findNode(root(), detail.node_id));
+      if (message) toast(message);
+    });
+    api.addEventListener("promptQueueing", () => {
+      for (const message of toasts) app.extensionManager.toast.remove(message);
+      toasts = [];
     });
     for (const end of ["execution_success", "execution_error", "execution_interrupted"]) {
       api.addEventListener(end, showAgain);

@@ -44,6 +44,9 @@ export const app = restricted(
           if (!surface.severities.includes(message.severity)) throw new Error(`severity ${message.severity}`);
           toasts.push(message);
         },
+        remove(message) {
+          if (toasts.includes(message)) toasts.splice(toasts.indexOf(message), 1);
+        },
       },
     },
     registerExtension: (extension) => extensions.push(extension),

@@ -158,3 +158,13 @@ test("a node is saved without its texts, however the page keeps values", () => {
   extension.beforeRegisterNodeDef(other, { name: "KSampler" });
   assert.deepEqual(other.prototype, {});
 });
+
+test("what a run said in toasts goes when the next one is asked for", () => {
+  load([node(7)]);
+  say("7", "warning: told once");
+  api.dispatchCustomEvent("execution_error", { exception_type: "wan_core.x", exception_message: "a", node_id: "7" });
+  assert.equal(toasts.length, 2);
+  toasts.push({ summary: "of the page" });
+  for (let times = 0; times < 2; times++) api.dispatchCustomEvent("promptQueueing", {});
+  assert.deepEqual(toasts, [{ summary: "of the page" }]);
+});
