@@ -162,14 +162,14 @@ JOBS: tuple[Job, ...] = (
     everyday("off-480", 400, SD, "off", KITCHEN, OUR_FP8, OUR_BOUNDED, OUR_BALANCED),
     everyday("on-720-native", 530, HD, "on", KITCHEN, "native", EXACT, FP8, BOUNDED, more="--runs 1"),
     # b. whole videos of the command line
-    videos("speed-t2v", 420, WHOLE, "t2v", *(f"{s}: {FAST} --speed {s}" for s in ("balanced", "fast"))),
-    videos("speed-i2v", 420, WHOLE, "i2v", *(f"{s}: {FAST} --speed {s}-i2v" for s in ("balanced", "fast"))),
-    videos("careful-t2v", 420, WHOLE, "t2v", f"careful: {FAST} --speed careful", runs=1),
-    videos("bounded-t2v", 540, WHOLE, "t2v", f"bounded: {FAST} --sparse bound:0.06 --magcache quality", runs=1),
+    videos("speed-t2v", 420, WHOLE, "t2v", *(f"{s}: {FAST} --speed searched-{s}" for s in ("balanced", "fast"))),
+    videos("speed-i2v", 420, WHOLE, "i2v", *(f"{s}: {FAST} --speed searched-{s}-i2v" for s in ("balanced", "fast"))),
+    videos("careful-t2v", 420, WHOLE, "t2v", f"careful: {FAST} --speed searched-careful", runs=1),
+    videos("bounded-t2v", 540, WHOLE, "t2v", f"bounded: {FAST} --speed balanced", runs=1),
     # c. four GPUs of one host
     videos(
         "four-gpus", 380, SEVERAL, "t2v",
-        *(f"{speed}: {FAST} --speed {speed} --mesh 2x1x2" for speed in ("balanced", "fast")), gpus=4,
+        *(f"{speed}: {FAST} --speed searched-{speed} --mesh 2x1x2" for speed in ("balanced", "fast")), gpus=4,
     ),
     videos("four-gpus-four-steps", 150, SEVERAL, "i2v", f"four steps: {FAST} {FOUR} --mesh 1x1x4", gpus=4, runs=3),
     everyday("four-gpus-on", 200, SQUARE, "on", KITCHEN, "ours, cudnn-fp8, 4 GPUs", gpus=4),
@@ -181,7 +181,7 @@ JOBS: tuple[Job, ...] = (
         "four-gpus-forwards", 420, "one forward on four GPUs",
         f"parallel --gpus 4 --size {HD} --setup 'fp8 + cudnn-fp8'", gpus=4, needs=("cudnn",),
     ),
-    videos("four-gpus-list", 330, "a list on four GPUs", "t2v", f"fast: {FAST} --speed fast", gpus=4),
+    videos("four-gpus-list", 330, "a list on four GPUs", "t2v", f"fast: {FAST} --speed searched-fast", gpus=4),
     videos("four-gpus-full", 560, SEVERAL, "t2v", f"nothing skipped: {FAST} --mesh 2x1x2", gpus=4, runs=1),
     suite("four-gpus-tests", 400, "GPU tests", "tests --setting 'gpu tests'", gpus=4, needs=("pytest",)),
     # d. two GPUs of one host

@@ -104,7 +104,7 @@ class WanCoreReportCard(io.ComfyNode):
         size = wide or task.width, high or task.height, frames or task.frames
         lines = [line.strip() for line in prompts.splitlines() if line.strip()]
         samples = choose_samples(lines, len(lines) or 3, seed, tiny)
-        settings = card_settings(task.image == "channels" or image is not None)
+        settings = card_settings()
         maker = NodeMaker(model, clip, vae, samples, size, steps, image, clip_vision_output)
         with Outputs({}) as outputs:
             text, picture, _ = make_card(

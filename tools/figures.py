@@ -2,12 +2,12 @@
 
     python tools/figures.py     exit 1, naming page, line and figure, if one is in no result
 
-A figure is a number with a unit: s, ms, dB, GiB, TFLOP/s or times. It must be in the results that its paragraph names,
-as it is rounded, or in any if that names none. `times` may be the ratio of two rows, `dB better` their difference. In a
-table that was written by hand, every number with a decimal point beside the first column must be in the results that
-its chapter names. Left out are code, sentences that say that their figures are estimated, planned or were read once,
-pages of PAGES_LEFT, EXCEPTIONS and TABLES_LEFT, each with its reason. Tables between `<!-- bench:NAME -->` marks:
-tools/readme_tables.py.
+A figure is a number with a unit: s, ms, dB, GiB, GB/s, TFLOP/s or times. It must be in the results that its paragraph
+names, as it is rounded, or in any if that names none. `times` may be the ratio of two rows, `dB better` their
+difference. In a table that was written by hand, every number with a decimal point beside the first column must be in
+the results that its chapter names. Left out are code, sentences that say that their figures are estimated, planned or
+were read once, pages of PAGES_LEFT, EXCEPTIONS and TABLES_LEFT, each with its reason. Tables between
+`<!-- bench:NAME -->` marks: tools/readme_tables.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PLOTS = "benchmarks/results", "docs/images/plots.json"  # the second holds what the plots show of the first
 
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
-UNIT = r"TFLOP/s|GiB|dB|ms|s|seconds|times|秒|倍"
+UNIT = r"TFLOP/s|GB/s|GiB|dB|ms|s|seconds|times|秒|倍"
 FIGURES = re.compile(
     rf"(?<![\w.,^*-])({NUMBER}(?:(?:, | and | to | or | 和 | 到 ){NUMBER})*)[ -]?(?P<unit>{UNIT})(?![\w/])"
 )
@@ -54,12 +54,14 @@ KEYS = {  # unit -> the keys whose numbers may have it
     "dB": re.compile("psnr|db|worst", re.IGNORECASE),
     "GiB": re.compile("gib|bytes|memory|peak", re.IGNORECASE),
     "TFLOP/s": re.compile("tflop", re.IGNORECASE),
+    "GB/s": re.compile("gb_s", re.IGNORECASE),
     "times": re.compile("ratio|times|slowdown|speed", re.IGNORECASE),
 }
 
 PAGES_LEFT = {"docs/log.md": "a log: what was read on the day"}
 READ = "read once, before results held it"
 LIMIT = "the memory of a card"
+BYTES = "bytes of the files over seconds of the result"
 EXCEPTIONS: dict[str, dict[str, str]] = {  # page -> figure as written -> why it is in no result
     "docs/benchmarks.md": {
         "27.8 GiB": "from the message of a run that ended without memory (left_out of everyday-two-h200)",
@@ -67,11 +69,16 @@ EXCEPTIONS: dict[str, dict[str, str]] = {  # page -> figure as written -> why it
         "5.6 dB": "a difference of two rows of the table",
     },
     "docs/families.md": {"25 GiB": "tokens times bytes", "58 GiB": "tokens times bytes", "80 GiB": "a power of two"},
-    "docs/parallel.md": dict.fromkeys(("1.27 s", "0.87 s", "1.18 s", "2.69 s"), READ),
+    "docs/parallel.md": {
+        **dict.fromkeys(("1.27 s", "0.87 s", "1.18 s", "2.69 s"), READ),
+        "12.9 GB/s": "the border between two meshes, from the times of the table",
+        "33 GB/s": BYTES,
+    },
     **dict.fromkeys(("README.md", "README.zh.md"), dict.fromkeys(("12 GiB", "24 GiB"), LIMIT)),
     "docs/cards.md": {
         **dict.fromkeys(("12 GiB", "16 GiB", "24 GiB"), LIMIT),
         "0.6 GiB": "a setting",
+        "55 GB/s": READ,
         "250 ms": "a forward of single-h200 over 40 blocks",
         "190 ms": "a forward of single-h200 over 40 blocks",
     },
@@ -99,6 +106,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {  # page -> figure as written -> why it
         "0.41 s": "40 layers of the table above",
     },
     "docs/startup.md": {
+        **dict.fromkeys(("24.5 GB/s", "26.8 GB/s", "33 GB/s"), BYTES),
         "19.7 s": READ,
         "8.9 s": "of startup-h200",
         "1.1 s": READ,

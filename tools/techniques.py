@@ -35,6 +35,7 @@ def seconds(name: str, steps: int, setting: str, forwards: float) -> float:
     from wan_core.sampling.plan import make_plan
     from wan_lab import search_run
 
+    setting = setting.replace("speed:", "speed:searched-")  # as these presets are called since they were measured
     plan = skip_forwards(make_plan(task=name, steps=steps), parse_setting(setting), None, None)
     size = search_run.full_size(find_task(name), search_run.H200_SIZE)
     denoising = search_run.estimated_seconds(plan, *size, search_run.H200_FORWARD, 0.0)

@@ -35,14 +35,13 @@ from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.cache.arguments import speed_options
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.speed_presets import speed_names
+from wan_core.sampling.speed_presets import BOUNDS
 from wan_lab.card_page import FULL, Card, Video
 from wan_lab.compare import compare, find_perceptual
 from wan_lab.results import commit
 from wan_lab.run import chosen, show
 from wan_lab.samples import Sample, drawn_media
 
-SPEEDS = ("careful", "balanced", "fast")  # presets of `--speed`; from an image NAME-i2v, where there is one
 SIZE = (832, 480)
 SHORTER = (49, 33, 17)  # frames that are tried where more do not fit
 TOO_LARGE = "did not fit into this card's memory"
@@ -101,11 +100,9 @@ class PipelineMaker:
         return torch.from_numpy(result.frames), result.report
 
 
-def card_settings(image: bool) -> dict[str, SkipOptions | None]:
-    """The settings of a card. image: videos start from one."""
-    known = speed_names()
-    presets = {name: f"{name}-i2v" if image and f"{name}-i2v" in known else name for name in SPEEDS}
-    return {FULL: None, **{name: speed_options(preset) for name, preset in presets.items()}}
+def card_settings() -> dict[str, SkipOptions | None]:
+    """The settings of a card."""
+    return {FULL: None, **{name: speed_options(name) for name in BOUNDS}}
 
 
 def card_size(task: Task, width: int | None, height: int | None) -> tuple[int | None, int | None]:
@@ -266,7 +263,7 @@ def run_card(options: argparse.Namespace, load: LoadOptions, base: Request, outp
     width, height = card_size(task, base.width, base.height)
     base = replace(base, width=width, height=height)
     size = width or task.width, height or task.height, base.frames or task.frames
-    settings = card_settings(task.image == "channels" or any(one.image or base.image for one in samples))
+    settings = card_settings()
     files = [(part.path, part.path and part.path.stat().st_mtime_ns) for part in parts.of.values()]
     maker = PipelineMaker(load, base, samples, task, watch)
     words, _, written = make_card(

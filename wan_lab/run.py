@@ -179,6 +179,7 @@ class Measured:
     comparisons: dict[str, list[Comparison]]
     forwards: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    read: dict[str, list[float]] = field(default_factory=dict)  # of each run whose attention has a bound
     full: dict[str, Any] = field(default_factory=dict)
     first: dict[str, Tensor] = field(default_factory=dict)  # frames of the first sample, the full run's among them
     alone: set[str] = field(default_factory=set)  # settings whose videos were made one at a time
@@ -191,6 +192,8 @@ class Measured:
         self.seconds[name] = self.seconds.get(name, 0.0) + sum(run.seconds for run in runs)
         # All videos of a batch run the same forwards.
         self.forwards[name] = self.forwards.get(name, 0) + sum(run.forwards * len(run.frames) for run in runs)
+        if reads := [run.read for run in runs for _ in run.frames if run.read is not None]:
+            self.read[name] = [*self.read.get(name, []), *reads]
         return frames
 
     def rows(self) -> list[dict[str, Any]]:
@@ -208,6 +211,7 @@ class Measured:
                     "saved": round(1 - self.forwards[name] / self.forwards[FULL], 4),
                     "forwards": int(forwards) if forwards.is_integer() else round(forwards, 2),
                     **summary(videos),
+                    **({"read": round(sum(self.read[name]) / count, 4)} if name in self.read else {}),
                     "seconds": round(self.seconds[name] / count, 4),
                     "ratio": round(self.seconds[over] / self.seconds[name], 3),
                     "ratio_to": over,
@@ -219,11 +223,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished batch: frames uint8 [B, F, H, W, 3] on the CPU, seconds of denoising, forwards per video."""
+    """A finished batch: frames uint8 [B, F, H, W, 3] on the CPU, seconds of denoising, forwards per video, and under a
+    bound on attention the mean share of the keys that it read."""
 
     frames: Tensor
     seconds: float
     forwards: int
+    read: float | None = None
 
 
 @torch.no_grad()
@@ -243,14 +249,17 @@ def measure_quality(
     """Make every sample in full and in each setting, in batches of `size`, from the same noise.
 
     The adaptive cache decides from norms over the whole batch, so its videos are made one at a time, and so is the full
-    run that their seconds are compared with. on_checked: called before the first run, after every check. pipes: of
-    settings that have a model of their own. judged: whether a video shows its caption. full_run: what makes a batch in
-    full, if not `make`. on_batch: called with a batch and its videos [B, F, H, W, 3] by setting.
+    run that their seconds are compared with; bounds are kept over the whole batch. on_checked: called before the first
+    run, after every check. pipes: of settings that have a model of their own. judged: whether a video shows its
+    caption. full_run: what makes a batch in full, if not `make`. on_batch: called with a batch and its videos
+    [B, F, H, W, 3] by setting.
     """
     full_run = full_run or make
     name, perceptual = find_perceptual()
     measured = Measured(name, {s: [] for s in settings})
-    measured.alone = {s for s, options in settings.items() if size > 1 and options is not None and options.adaptive}
+    measured.alone = {
+        s for s, options in settings.items() if size > 1 and options is not None and decides_alone(options)
+    }
     verdicts: list[bool | None] = []
     for batch in batches(pipe, base, samples, size):
         plan = batch.job.plan
@@ -289,6 +298,11 @@ def measure_quality(
     measured.full["seconds"] = round(measured.seconds[FULL] / len(samples), 4)
     measured.full |= {"truth": round(sum(judged_videos) / len(judged_videos), 4)} if judged_videos else {}
     return measured
+
+
+def decides_alone(options: SkipOptions) -> bool:
+    """Whether the run decides from a single video what it skips."""
+    return options.adaptive is not None and options.adaptive.rule != "bound"
 
 
 def plan_with(pipe: Pipeline, batch: Batch, options: SkipOptions | None) -> Plan:
@@ -340,7 +354,9 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
     rules = family_of(models.task).clips
     own = latents[:, :, rules.leading if rules is not None and rules.always else 0 :]
     images = decode_images(models.vae(), own, report, dtype=torch.uint8)
-    return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards)
+    shares = [share for step in report.attention for share in step["shares"]]
+    read = sum(shares) / len(shares) if shares else None
+    return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards, read)
 
 
 # ------------------------------------------------------------------------------------------------------------- shared

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
-from wan_core.sampling.cache.adaptive_run import Adaptive
+from wan_core.sampling.cache.adaptive_run import Adaptive, Bounded, adaptive_phase
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import skip_words, with_curve
@@ -156,10 +156,11 @@ class CachedRun:
         patches: Patches,
     ) -> None:
         """shape: of the latents, [B, C, T, Y, X]. prompts: what runs; the adaptive policy measures those of the first
-        name. patches: on the model."""
+        name, under a bound all of them as guidance weighs them. patches: on the model."""
         self.plan, self.part, self.level = plan, part, level
         self.shape, self.prompts = shape, prompts
-        self.first = {one.condition["uuid"] for one in prompts if one.name == prompts[0].name}
+        self.names = {one.condition["uuid"]: one.name for one in prompts}
+        self.first = {uuid for uuid, name in self.names.items() if name == prompts[0].name}
         self.steps = {step.index: step for step in plan.steps}
         self.places = {step.index: (phase, run) for phase in plan.phases for run in runs(phase) for step in run}
         self.lock = threading.Lock()
@@ -168,6 +169,8 @@ class CachedRun:
         self.states: dict[tuple[Any, ...], Residuals] = {}
         self.adaptive: Adaptive | None = None
         self.noted: tuple[int, tuple[Any, ...] | None] = (-1, None)  # newest step, and the condition that is measured
+        self.judging = Judging()
+        self.said: list[str] = []
         self.sigma: tuple[Tensor | None, float] = (None, 0.0)
         self.patches = patches
         self.forwards = self.reused = self.most = 0
@@ -199,9 +202,13 @@ class CachedRun:
             )
         if not begins:
             return forward(options)
+        forecast = None
+        if self._judges(index, states):
+            of_blocks = self.level == BLOCKS
+            forecast = reuse_blocks(forward, states, index, options, blocks) if of_blocks else reuse(states, index)
         keep = keep_blocks if self.level == BLOCKS else keep_output
         output = keep(forward, states, index, options, blocks)
-        self._end(index, keys, output)
+        self._end(index, keys, output, forecast)
         return output
 
     @lasting
@@ -220,11 +227,21 @@ class CachedRun:
             self.reused += len(keys) * skip
         return index, begins, keys, states, skip
 
+    @uncompiled
+    def _judges(self, index: int, states: Sequence[Residuals]) -> bool:
+        """Whether the forecast of a computed step is wanted."""
+        with self.lock:
+            judges = self.adaptive is not None and self.adaptive.judges(self.steps[index])
+            return judges and all(state.can_skip(index) for state in states)
+
     @lasting
-    def _end(self, index: int, keys: list[tuple[Any, ...]], output: Tensor) -> None:
+    def _end(self, index: int, keys: list[tuple[Any, ...]], output: Tensor, forecast: Tensor | None) -> None:
         with self.lock:
             self.most = max(self.most, sum(state.bytes for state in self.states.values()))
-            self._note(index, keys, output)
+            if forecast is None:
+                self._note(index, keys, output)
+            else:
+                self.judging.add(index, [self._weight(index, key) for key in keys], keys, forecast, output)
 
     def reserve(
         self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *rest: Any, **named: Any
@@ -249,12 +266,13 @@ class CachedRun:
             pace[:] = [(time.perf_counter() - self.began) / computed]
         self.states.clear()
         self.patches.seen.clear()
-        self.adaptive, self.sigma, self.noted = None, (None, 0.0), (-1, None)
+        self._leave_phase()
+        self.sigma = None, 0.0
         kept = f"{self.level} kept in {self.most / 2**30:.2f} GiB, freed"
         words = [f"{self.reused} of {self.forwards} forwards skipped, {kept}"]
         if self.most > MORE * self.asked + SLACK:
             words.append(f"warning: that is more than the {self.asked / 2**30:.2f} GiB that ComfyUI was asked for")
-        return "; ".join([*words, *self.patches.words("the step cache")])
+        return "; ".join([*words, *self.said, *self.patches.words("the step cache")])
 
     # Below: called with the lock held.
 
@@ -272,10 +290,11 @@ class CachedRun:
             self.states.clear()
             self.run = run
         if phase is not self.phase:
+            self._leave_phase()
             self.phase = phase
-            self.adaptive, self.noted = None, (-1, None)
-            if self.plan.adaptive is not None and any(step.action == "adaptive" for step in self.phase):
-                self.adaptive = Adaptive(self.plan.adaptive, self.part.total, x.device)
+            self.adaptive = adaptive_phase(self.plan, phase, x.device, steps=self.part.total)
+        if isinstance(self.adaptive, Bounded):
+            self.judging.tell(self.adaptive, self.steps, before=index)
         self.states = {key: state for key, state in self.states.items() if key[-1] in self.patches.seen}
         keys = conditions_of(x, options)
         for key in keys:
@@ -286,9 +305,22 @@ class CachedRun:
     def _decide(self, step: Step) -> bool:
         return bool(step.skipped) if self.adaptive is None else self.adaptive.decide(step)
 
+    def _leave_phase(self) -> None:
+        if isinstance(self.adaptive, Bounded):
+            self.judging.tell(self.adaptive, self.steps)
+            self.said.append(self.adaptive.words())
+        self.adaptive, self.noted = None, (-1, None)
+
+    def _weight(self, index: int, key: tuple[Any, ...]) -> float:
+        """How much guidance makes of the velocity of a condition."""
+        guidance = self.steps[index].guidance
+        if len(self.first) == len(self.names):
+            return 1.0
+        return guidance if key[1] in self.first else 1 - guidance if key[1] in self.names else 0.0
+
     def _note(self, index: int, keys: list[tuple[Any, ...]], output: Tensor) -> None:
         """For the adaptive policy: the velocity of the first prompt, once a step."""
-        if self.adaptive is None:
+        if self.adaptive is None or isinstance(self.adaptive, Bounded):
             return
         newest, measured = self.noted
         prompts = [(*key[:3], *key[4:]) for key in keys]  # whatever the size of the latents
@@ -297,3 +329,28 @@ class CachedRun:
             velocity = output.chunk(len(keys))[prompts.index(measured)]
             self.adaptive.note(self.steps[index], velocity.to(torch.float32, copy=True))
             self.noted = index, measured
+
+
+class Judging:
+    """Sums up over the forwards of a step what its forecast would have changed of the guided velocity."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[Any, tuple[Tensor, Tensor]]] = {}  # by step and part of the latents
+
+    def add(
+        self, index: int, weights: Sequence[float], keys: Sequence[tuple[Any, ...]], forecast: Tensor, output: Tensor
+    ) -> None:
+        """A forward of some conditions, `weights` and `keys`: what it would have been, and what it is."""
+        there = self.steps.setdefault(index, {})
+        parts = zip(weights, keys, forecast.float().chunk(len(keys)), output.float().chunk(len(keys)), strict=True)
+        for weight, key, might, made in parts:
+            off, whole = there.get(key[2:4], (0.0, 0.0))  # of a context window and size, whatever the condition
+            there[key[2:4]] = weight * (might - made) + off, weight * made + whole
+
+    def tell(self, adaptive: Bounded, steps: Mapping[int, Step], before: float = inf) -> None:
+        """Hand over the steps that are complete."""
+        for index in [index for index in self.steps if index < before]:
+            parts = self.steps.pop(index).values()
+            device = next(iter(parts))[0].device
+            sums = [torch.stack([x.square().sum().to(device) for x in pair]) for pair in parts]
+            adaptive.judge(steps[index], torch.stack(sums).sum(0))

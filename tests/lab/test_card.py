@@ -22,9 +22,10 @@ from wan_core.media.pictures import Canvas
 from wan_core.models.wan.families import find_task
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.plan import make_plan
+from wan_core.sampling.speed_presets import BOUNDS
 from wan_lab import card as card_module
 from wan_lab import pictures
-from wan_lab.card import SPEEDS, card_settings, card_size, make_card
+from wan_lab.card import card_settings, card_size, make_card
 from wan_lab.card_page import FULL, Video
 from wan_lab.samples import Sample
 
@@ -64,7 +65,7 @@ def made(maker: DrawnMaker, out: Path, samples=SAMPLES, prompts: bool = False, f
     told: list[str] = []
     with Outputs({}) as outputs:
         size = 48, 32, frames
-        settings = card_settings(image=False)
+        settings = card_settings()
         text, _, files = make_card(maker, samples, settings, size, CPU, out, outputs, told.append, maker.odd, prompts)
     assert files[0].read_text() == text
     return text, told
@@ -73,7 +74,7 @@ def made(maker: DrawnMaker, out: Path, samples=SAMPLES, prompts: bool = False, f
 def test_a_card_has_a_row_for_each_setting_and_says_before_how_long_it_takes(tmp_path: Path):
     text, told = made(DrawnMaker(), tmp_path)
     rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
-    assert next(iter(rows)) == "setting" and list(rows)[2:] == [FULL, *SPEEDS]
+    assert next(iter(rows)) == "setting" and list(rows)[2:] == [FULL, *BOUNDS]
     assert rows["fast"].endswith("| 2.0 |"), "the peak of the run, not of loading"
     assert "| 0.020 | 75% |" in rows["fast"] and "0.020" not in rows[FULL], "the error that the run measured"
     assert "about 5:20 min by a timed forward of 0.5 s" in told[0], "2 x 4 videos of 80 forwards"
@@ -126,7 +127,7 @@ def test_a_small_card_takes_what_fits_and_says_so(tmp_path: Path):
 
 def test_a_refused_preset_is_left_out_without_the_words_of_the_refusal(tmp_path: Path):
     maker = DrawnMaker()
-    maker.fail["plan"] = card_settings(image=False)["balanced"]
+    maker.fail["plan"] = card_settings()["balanced"]
     text, told = made(maker, tmp_path)
     assert "balanced: left out, it cannot run" in text and "/home/me" not in text and "/home/me" in told[0]
     maker.fail["plan"] = None
@@ -191,8 +192,8 @@ def test_no_name_is_in_the_files_of_a_command(tmp_path: Path, monkeypatch, capsy
     said = card + "\n".join(drawn)
     assert "Zq" not in said and str(tmp_path) not in said
     assert chunks(tmp_path / "Zqout" / "report-card.png") == {b"IHDR", b"IDAT", b"IEND"}, "no metadata"
-    assert all(name in said for name in (FULL, *SPEEDS)) and "about" in capsys.readouterr().err
-    monkeypatch.setattr(card_module, "card_settings", lambda image: {FULL: None})
+    assert all(name in said for name in (FULL, *BOUNDS)) and "about" in capsys.readouterr().err
+    monkeypatch.setattr(card_module, "card_settings", lambda: {FULL: None})
     assert main([*command, "--out", str(tmp_path / "Zqout"), "--with-prompts"]) == 0
     assert "- prompt 1: a red circle moving right on a Zqblue" in (tmp_path / "Zqout" / "report-card-1.md").read_text()
 
@@ -230,5 +231,5 @@ def test_sizes_and_settings_are_those_of_the_model():
     assert card_size(a14b, 640, 384) == (640, 384)
     with pytest.raises(OptionError, match="text-to-video"):
         card_size(replace(a14b, family="vace"), None, None)
-    text, image = card_settings(image=False), card_settings(image=True)
-    assert list(text) == list(image) == [FULL, *SPEEDS] and text["fast"] != image["fast"] and text[FULL] is None
+    settings = card_settings()
+    assert list(settings) == [FULL, "faithful", "balanced", "fast"] and settings[FULL] is None

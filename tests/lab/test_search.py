@@ -19,7 +19,7 @@ from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.native.plan import check_native
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.schedules import Window
-from wan_core.sampling.speed_presets import FOLDER, SUFFIX, find_speed, read_speed, speed_names
+from wan_core.sampling.speed_presets import FOLDER, RENAMED, SUFFIX, find_speed, read_speed, searched_names, speed_names
 from wan_lab.search import AXES, LEAST, Candidate, Search, least_seconds, spread
 from wan_lab.search_run import (
     FULL_TASKS,
@@ -75,7 +75,7 @@ def test_it_finds_the_best_of_its_candidates_and_improves_it():
     assert 0 < sum(count == 8 for count in measured.values()) < len(measured) / 2
 
 
-@pytest.mark.parametrize("name", speed_names())
+@pytest.mark.parametrize("name", searched_names())
 def test_a_preset_is_a_candidate(name):
     """The candidate of a preset computes the preset's steps, and its own words are a fixed point."""
     setting, plan = find_speed(name).setting, make_plan(task="i2v-A14B" if "i2v" in name else "t2v-A14B")
@@ -228,8 +228,10 @@ def test_sizes_of_videos():
 
 
 def test_the_presets_of_this_package_are_found_and_save_what_they_say():
-    assert {"balanced", "fast", "balanced-i2v", "fast-i2v"} <= set(speed_names())
-    for name in speed_names():
+    assert speed_names()[:3] == ("faithful", "balanced", "fast")
+    assert {"searched-balanced", "searched-fast", *RENAMED.values()} <= set(searched_names())
+    assert all(find_speed(old).name == new for old, new in RENAMED.items())
+    for name in searched_names():
         fields = json.loads((FOLDER / f"{name}{SUFFIX}").read_text())
         check_native(speed_options(name))  # WanCore Accelerate takes it too
         plan = skip_forwards(
@@ -239,7 +241,7 @@ def test_the_presets_of_this_package_are_found_and_save_what_they_say():
         assert find_speed(name).setting == fields["setting"] == read_speed(FOLDER / f"{name}{SUFFIX}").setting
 
 
-@pytest.mark.parametrize("name", speed_names())
+@pytest.mark.parametrize("name", searched_names())
 def test_a_preset_file_has_the_seconds_of_its_own_plans(name):
     """Every change of a cost changes what a preset takes: the files say what the search would write today."""
     fields = json.loads((FOLDER / f"{name}{SUFFIX}").read_text())
@@ -250,7 +252,7 @@ def test_a_preset_file_has_the_seconds_of_its_own_plans(name):
         assert row["seconds"] == pytest.approx(estimated_seconds(plan, *size, H200_FORWARD, H200_BESIDE), rel=0.01)
 
 
-@pytest.mark.parametrize("name", speed_names())
+@pytest.mark.parametrize("name", searched_names())
 @pytest.mark.parametrize("steps", [12, 20, 40])
 def test_a_plan_says_where_a_preset_was_measured_with_other_steps(name, steps):
     plan = skip_forwards(make_plan(task="i2v-tiny", steps=steps), speed_options(name), None)
@@ -263,7 +265,7 @@ def test_a_plan_says_where_a_preset_was_measured_with_other_steps(name, steps):
 def test_a_part_of_a_schedule_is_not_told_to_set_its_steps():
     """With a denoise of 0.7, 40 steps are the last ones of a schedule of 57."""
     plan = make_plan(task="t2v-tiny", steps=40, window=Window(denoise=0.7))
-    note = next(n for n in skip_forwards(plan, speed_options("fast"), None).notes if "was measured with" in n)
+    note = next(n for n in skip_forwards(plan, speed_options("searched-fast"), None).notes if "was measured with" in n)
     assert "with 40 steps" in note and "has 57:" in note and "set steps" not in note
 
 
@@ -275,7 +277,7 @@ def test_a_preset_for_any_number_of_steps_says_nothing(tmp_path):
 
 def test_steps_of_a_preset_are_said_before_loading(tmp_path, capsys):
     words = ["generate", "--model", "tiny", "--prompt", "a red circle moving right on a blue background"]
-    words += ["--speed", "balanced", "--steps", "10", "--frames", "5", "--size", "32x32"]
+    words += ["--speed", "searched-balanced", "--steps", "10", "--frames", "5", "--size", "32x32"]
     assert main([*words, "--out", str(tmp_path / "x.mp4")]) == 0
     told = capsys.readouterr().err
     assert told.count("measured with 40 steps, and this run has 10") == 1

@@ -66,6 +66,7 @@ def policies() -> dict[str, dict[str, Any]]:
         "magcache": {"magcache": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)},
         "taylorseer": {"taylorseer": TaylorSeerOptions(interval=2, order=2, retention=0.1)},
         "adaptive": {"adaptive": AdaptiveOptions(threshold=0.3, max_skips=2, retention=0.1)},
+        "bounded": {"adaptive": AdaptiveOptions(threshold=2, rule="bound", retention=0)},
     }
 
 
@@ -82,6 +83,7 @@ def never() -> list[dict[str, Any]]:
         {"magcache": MagCacheOptions(threshold=0, max_skips=2, retention=0.1)},
         {"taylorseer": TaylorSeerOptions(interval=1)},
         {"adaptive": AdaptiveOptions(threshold=0)},
+        {"adaptive": AdaptiveOptions(threshold=0, rule="bound")},
     ]
 
 

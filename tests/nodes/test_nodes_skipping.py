@@ -185,7 +185,7 @@ def test_the_embedded_model_s_own_curve_is_found(comfy: ComfyUI) -> None:
 def test_speed_presets_of_the_pack_and_of_the_user(comfy: ComfyUI) -> None:
     """A preset's pattern and sparsity are in the plan; a file is read again when it changes, and refused when damaged
     or not there."""
-    graph = loaders() | {"speed": node("WanCoreSpeedPreset", preset="balanced")}
+    graph = loaders() | {"speed": node("WanCoreSpeedPreset", preset="searched-balanced")}
     graph["plan"] = node(
         "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=2.0, skipping=["speed", 0]
     )
@@ -194,6 +194,11 @@ def test_speed_presets_of_the_pack_and_of_the_user(comfy: ComfyUI) -> None:
     assert run.ok, run.status
     assert "% of keys" in run.outputs["words"]["text"][0] and "saved" in run.outputs["words"]["text"][0]
     assert ("measured with 40 steps" in run.outputs["words"]["text"][0]) == (PLAN["steps"] != 40)
+    for name, said in (("careful-i2v", "measured with 40 steps"), ("faithful", "error of each layer's attention")):
+        graph["speed"]["inputs"]["preset"] = name  # as saved graphs have it; a bound
+        run = comfy.run(graph)
+        assert run.ok, run.status
+        assert said in run.outputs["words"]["text"][0], name
     path = comfy.base / "models" / "diffusion_models" / "mine.preset.json"
     mine = {"format": "wancore-preset/1", "name": "mine", "setting": "pattern:100/100/0", "source": "a test"}
     path.write_text(json.dumps(mine))

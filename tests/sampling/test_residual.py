@@ -316,6 +316,7 @@ class MemoryRunsOut:
 
 FAULTY = {name: (options, None) for name, options in SETTINGS.items()} | {
     "adaptive": (SkipOptions(adaptive=AdaptiveOptions(threshold=10, max_skips=2, retention=0.1)), None),
+    "bounded": (SkipOptions(adaptive=AdaptiveOptions(threshold=10, rule="bound", retention=0)), None),
     "sparse": (SkipOptions(), "0.5/0:ramp0:reuse3"),
     "sparse taylorseer": (SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), "0.5/0:ramp0:reuse2"),
     "sparse adaptive": (SkipOptions(adaptive=AdaptiveOptions(threshold=10, max_skips=1)), "0.5/0:ramp0:reuse2"),

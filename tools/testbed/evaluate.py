@@ -83,7 +83,8 @@ def evaluate(options: argparse.Namespace) -> None:
         exact = videos[FULL]
         sheet.extend(pick(frames) for frames in exact[: SHEET_CLIPS - len(sheet)])
         pairs = zip(exact, batch.samples, strict=True)
-        first.extend(psnr(frames[:1], picture(sample.image)[None]) for frames, sample in pairs if sample.image)
+        given = [(frames[:1], picture(sample.image)[None]) for frames, sample in pairs if sample.image]
+        first.extend(psnr(made, image) for made, image in given if made.shape == image.shape)  # images have one size
         for setting in options.setting:
             for frames, whole in zip(videos[setting], exact, strict=True):
                 value = psnr(frames, whole)

@@ -10,6 +10,7 @@ from wan_core.config.checks import OptionError
 from wan_core.config.table import Checked, check, option
 
 MAGCACHE_RULES = ("joint", "published")
+ADAPTIVE_RULES = ("change", "bound")
 MAX_MARKS = 1000  # of a step pattern
 ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
 THRESHOLD = {"low": 0, "high": 10, "step": 0.01, "digits": 0.0001, "advanced": True}
@@ -117,8 +118,10 @@ class PatternOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveOptions(Checked):
-    """Decide during the run which steps to skip, from the measured rate of change of the velocity. The plan therefore
-    shows only which steps may be skipped. Raises OptionError."""
+    """Decide during the run which steps to skip, from what it measures. The plan therefore shows only which steps may
+    be skipped. rule: "change" reuses the last residual while the estimated change of the velocity stays below
+    `threshold`; "bound" forecasts it while the error of the forecast, judged at computed steps, stays below. Raises
+    OptionError."""
 
     threshold: float = option(
         name="adaptive threshold",
@@ -135,6 +138,14 @@ class AdaptiveOptions(Checked):
         tip="Maximum number of steps skipped in a row.",
     )
     retention: float = option(0.2, name="adaptive retention", advice="a share of the steps", **RETENTION)
+    rule: str = option(
+        "change",
+        name="adaptive rule",
+        choices=ADAPTIVE_RULES,
+        tip="change: the last residual is reused while the velocity changes little. bound: it is forecast while the "
+        "error of forecasts, judged at the computed steps, stays below the threshold: 0.1 is careful, 0.4 fast.",
+        added=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

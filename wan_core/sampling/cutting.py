@@ -47,7 +47,7 @@ def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         skipped: tuple[Branch, ...] = tuple(branch for branch in step.skipped if computed.get(branch))
         if step.action == "adaptive" and skipped != step.branches:
             skipped = ()
-        if skipped != step.skipped or step.order:
+        if skipped != step.skipped or (step.order and step.action != "adaptive"):
             order = min(step.order, *(computed[branch] - 1 for branch in skipped)) if skipped else 0
             action = "compute" if not skipped else "forecast" if order else step.action
             action = "reuse" if action == "forecast" and not order else action

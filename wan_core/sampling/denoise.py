@@ -163,6 +163,8 @@ def denoise(
         attempt = partial(retried, owner, expert)
         model = attempt(owner.acquire, expert, phase[0].loras)
         guided = attempt(Guided, model, resolution, plan, phase, len(x), branching, pace)
+        if measurements is not None and guided.adaptive is not None:
+            measurements.caches.append((expert, guided.adaptive))
         for run in runs(phase):
             # Sparse attention orders the tokens around everything else; residuals are kept in that order.
             shape, sums = tuple(x.shape[2:]), branching.sums

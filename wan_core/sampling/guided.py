@@ -18,7 +18,7 @@ from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import ForwardInfo
-from wan_core.sampling.cache.adaptive_run import Adaptive
+from wan_core.sampling.cache.adaptive_run import adaptive_phase
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.resolution import Resolution
@@ -97,9 +97,8 @@ class Guided:
         self.prepared: tuple[tuple[tuple[int, int], ...], bool] | None = None
         self.passes = 0  # forwards over driving videos since the last step
         self.prepare(phase[0])
-        self.adaptive = None
-        if plan.adaptive is not None and any(step.action == "adaptive" for step in phase):
-            self.adaptive = Adaptive(plan.adaptive, len(plan.steps), device)
+        self.adaptive = adaptive_phase(plan, phase, device, branching.sums)
+        self.forecast: tuple[int, Tensor] | None = None  # the newest step that is judged, and what it might have been
 
     def prepare(self, step: Step) -> None:
         """Prepare the texts of a step and what drives its video, unless they are: once for a phase, and again where a
@@ -153,12 +152,27 @@ class Guided:
         if self.adaptive is not None and not self.adaptive.decide(step):
             skipped = ()
         spacing = (1.0, 1.0) if size is None or step.own_positions else size.spacing
+        forecast = (
+            None
+            if skipped
+            else self.forecast_of(step, lambda: self.branches(inputs, time, step, step.branches, spacing))
+        )
         predictions = self.branches(inputs, time, step, skipped, spacing)
-        velocity = self.resolution.whole(x, seen, self.guide(predictions, step), step, size)
+        guided = self.guide(predictions, step)
+        velocity = self.resolution.whole(x, seen, guided, step, size)
         if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
-            self.adaptive.note(step, predictions["cond"])
+            self.adaptive.note(step, predictions["cond"] if forecast is None else guided, forecast)
         passes, self.passes = self.passes, 0
         return velocity, (len(predictions) - len(skipped)) * step.runs + passes
+
+    def forecast_of(self, step: Step, skip: Callable[[], dict[Branch, Tensor]]) -> Tensor | None:
+        """The guided velocity that a computed step would have without its blocks, where that is judged. skip: the
+        velocities then. Made once: a step that runs again, as after out of memory, has lost what it is made of."""
+        if self.adaptive is None or not self.adaptive.judges(step):
+            return None
+        if self.forecast is None or self.forecast[0] != step.index:
+            self.forecast = step.index, self.guide(skip(), step)
+        return self.forecast[1]
 
     def guide(self, velocities: dict[Branch, Tensor], step: Step) -> Tensor:
         """The guided velocity, of the velocity of each branch."""

@@ -47,6 +47,7 @@ SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = 
 RARE = (
     "texts",
     "bound",
+    "forecast_bound",
     "correction",
     "nag",
     "own_positions",
@@ -81,6 +82,7 @@ class Step:
     action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
     skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": may not run, decided in the run)
     order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
+    forecast_bound: float = 0.0  # on the expected error of the forecast, which decides ("adaptive"); 0: another rule
     delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
     sparsity: float = 0.0  # share of the key blocks that attention does not read
     bound: float = 0.0  # on the relative error of attention, which decides what is read; 0: `sparsity` does

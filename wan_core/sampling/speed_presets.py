@@ -1,8 +1,9 @@
-"""Presets that a search found: a setting (step cache, sparse attention, guidance) with what it was measured to do.
+"""Speed presets: settings (step cache, sparse attention, guidance) under one name, in the words of `quality --setting`.
 
-A preset is a JSON file `NAME.preset.json`. Those of this package are in `assets/presets`, measured on the embedded
-model; `python -m wan_core search` writes others, of a user's own model. Its `setting` is in the words of `quality
---setting`.
+`BOUNDS` state errors that every run keeps on the weights at hand. docs/sparse.md has what they keep of the video on all
+judges. Others were found by a search: JSON files `NAME.preset.json` with what they were measured to do. Those of this
+package are in `assets/presets`, measured on the embedded model; `python -m wan_core search` writes others, of a user's
+own model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ FORMAT = "wancore-preset/1"
 SUFFIX = ".preset.json"
 FOLDER = Path(__file__).parents[1] / "assets" / "presets"
 AGAIN = "search it again, or choose another"
+BOUNDS = {
+    "faithful": "sparse:bound:0.005:slope:error+adaptive:bound:0.1",
+    "balanced": "sparse:bound:0.06:slope:error+adaptive:bound:0.4",
+    "fast": "sparse:bound:0.12:slope:error+adaptive:bound:0.8",
+}
+# Names that saved graphs and scripts have: searched presets before bounds took `balanced` and `fast`.
+RENAMED = {
+    name: f"searched-{name}" for name in ("careful", "careful-i2v", "balanced-i2v", "balanced-i2v-20", "fast-i2v")
+}
 
 
 @dataclass(frozen=True)
@@ -34,13 +44,20 @@ class SpeedPreset:
 
 
 def speed_names() -> tuple[str, ...]:
-    """The presets of this package."""
+    """The presets of this package: bounds, then those that a search found."""
+    return (*BOUNDS, *searched_names())
+
+
+def searched_names() -> tuple[str, ...]:
     return tuple(sorted(path.name.removesuffix(SUFFIX) for path in FOLDER.glob(f"*{SUFFIX}")))
 
 
 def find_speed(name: str) -> SpeedPreset:
     """The preset of this package with that name, or of the file. Raises OptionError."""
-    if name in speed_names():
+    name = RENAMED.get(name, name)
+    if name in BOUNDS:
+        return SpeedPreset(name, BOUNDS[name], "bounds that each run keeps")
+    if name in searched_names():
         return read_speed(FOLDER / f"{name}{SUFFIX}")
     path = Path(name)
     if not name.endswith(SUFFIX) or not path.is_file():

@@ -1,22 +1,29 @@
 """The decisions of the adaptive policy, while a video is made (`wan_core.sampling.cache.policies` says what they
 follow).
 
-The host never waits for the step that runs. A rate travels to pinned memory on its own time and is first used `LAG`
+The host never waits for the step that runs. A number travels to pinned memory on its own time and is first used `LAG`
 steps after its own, fixed, not when it happens to arrive: so that the same seed gives the same video again. By then
 the work in question lies before a whole forward that is still queued, and the device has no gap to wait through.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from wan_core.config import AdaptiveOptions
-from wan_core.sampling.plan import Branch, Step
+from wan_core.sampling.cache.judged import Judged, Judgement, judged_words, remainder
+from wan_core.sampling.plan import Branch, Plan, Step
 
 LAG = 2
+
+
+class Sums(Protocol):
+    """Sums over the ranks that run a video together, the same numbers on all of them."""
+
+    def over_forward(self, x: Tensor, both: bool) -> Tensor: ...
 
 
 class Adaptive:
@@ -32,8 +39,8 @@ class Adaptive:
         self.decided: dict[int, bool] = {}  # by step: a step that is run again does what it did
 
     def decide(self, step: Step) -> bool:
-        """Whether `step` reuses the last residual. Decided once: after out of memory a step runs again, and the buffer
-        that a second decision might reuse is half overwritten by then."""
+        """Whether `step` is skipped. Decided once: after out of memory a step runs again, and the buffer that a second
+        decision might reuse is half overwritten by then."""
         if step.index not in self.decided:
             self.decided[step.index] = self._decide(step)
         return self.decided[step.index]
@@ -51,14 +58,26 @@ class Adaptive:
             self.computed |= dict.fromkeys(step.branches, step.index)
         return skip
 
-    def note(self, step: Step, velocity: Tensor) -> None:
-        """`velocity` of a computed step, of the conditional branch."""
+    def judges(self, step: Step) -> bool:
+        """Whether the forecast of a computed `step` is wanted, before its blocks run."""
+        return False
+
+    def note(self, step: Step, velocity: Tensor, forecast: Tensor | None = None) -> None:
+        """`velocity` of a computed step, of the conditional branch, or guided where `forecast` is what the step would
+        have had without its blocks."""
         if self.last is not None and self.last[1].shape == velocity.shape:
             before, reference = self.last
             change = (velocity - reference).norm() / reference.norm() / (before.sigma - step.sigma)
-            self.rates[step.index].copy_(change, non_blocking=True)
-            self.measured.append((step.index, self._mark()))
+            self._send(step.index, change)
         self.last = step, velocity
+
+    def words(self) -> str:
+        """One line about the phase for the report; "" where there is nothing to say."""
+        return ""
+
+    def _send(self, index: int, number: Tensor) -> None:
+        self.rates[index].copy_(number, non_blocking=True)
+        self.measured.append((index, self._mark()))
 
     def _rate(self, newest: int) -> float | None:
         """The newest rate of a step up to `newest`, arrived long ago but for the shortest of steps."""
@@ -76,3 +95,59 @@ class Adaptive:
         event = torch.cuda.Event()
         event.record()
         return event
+
+
+class Bounded(Adaptive):
+    """Decides for one phase by the judged error of forecasts: `wan_core.sampling.cache.judged` has the rule."""
+
+    def __init__(self, options: AdaptiveOptions, steps: int, device: torch.device, ranks: Sums | None = None) -> None:
+        """ranks: those that run the video together, on which the same numbers are judged."""
+        super().__init__(options, steps, device)
+        self.ranks, self.rule = ranks, Judged(options)
+        self.judged: dict[int, float] = {}  # by step: the remainder of its forecast
+        self.kind: tuple[Any, ...] | None = None
+
+    def _decide(self, step: Step) -> bool:
+        if step.kind != self.kind:  # nothing that was kept of another size can be used
+            self.kind = step.kind
+            self.rule.restart()
+        newest = [index for index, _ in self.measured if index <= step.index - LAG and index in self.judged][-2:]
+        known = [
+            Judgement(index, error, self.judged[index]) for index in newest if (error := self._rate(index)) is not None
+        ]
+        return self.rule.decide(step, known)
+
+    def judges(self, step: Step) -> bool:
+        return step.action == "adaptive" and self.rule.sources(step, before=step.index) is not None
+
+    def note(self, step: Step, velocity: Tensor, forecast: Tensor | None = None) -> None:
+        if forecast is not None:
+            self.judge(step, torch.stack([(forecast - velocity).square().sum(), velocity.square().sum()]))
+
+    def judge(self, step: Step, sums: Tensor) -> None:
+        """A computed step. sums: of squares [2], of what its forecast is off by and of its velocity."""
+        past = self.rule.sources(step, before=step.index)
+        if past is None or step.index in self.judged:
+            return
+        self.judged[step.index] = remainder(past, step.index)
+        sums = sums if self.ranks is None else self.ranks.over_forward(sums, True)
+        self._send(step.index, (sums[0] / sums[1]).sqrt())
+
+    def words(self) -> str:
+        errors = {index: error for index in self.judged if (error := self._rate(index)) is not None}
+        return judged_words(self.rule, errors)
+
+
+def adaptive_phase(
+    plan: Plan, phase: tuple[Step, ...], device: torch.device, ranks: Sums | None = None, steps: int | None = None
+) -> Adaptive | None:
+    """What decides for the steps of `phase`; None where the plan has decided. steps: of the whole schedule, where
+    `plan` is a part of it."""
+    if plan.adaptive is None or not any(step.action == "adaptive" for step in phase):
+        return None
+    steps = len(plan.steps) if steps is None else steps
+    return (
+        Bounded(plan.adaptive, steps, device, ranks)
+        if plan.adaptive.rule == "bound"
+        else Adaptive(plan.adaptive, steps, device)
+    )

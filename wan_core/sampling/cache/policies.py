@@ -23,17 +23,25 @@ per unit of sigma, is measured on the device: rate = ||v_a - v_b|| / (||v_b|| * 
 may reuse the last residual while the estimated change since the last computed step a, rate * |sigma_a - sigma|, stays
 below `threshold`. After Zhou et al., "Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive
 Caching" (EasyCache), 2025, arXiv:2507.02860, whose rule reads a norm back to the host at every step.
+
+With the rule "bound" the run judges forecasts instead: `wan_core.sampling.cache.judged`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 from wan_core.config import AdaptiveOptions, GuidanceOptions, PatternOptions, TaylorSeerOptions
 from wan_core.config.table import parse_slashes
 from wan_core.sampling.cache.magcache import mark, retained
 from wan_core.sampling.plan import Branch, Plan, Step
+from wan_core.sampling.sparsity.schedule import EARLY
+
+FORECAST = 1  # order of the adaptive cache's forecasts under a bound
+EARLY_STEPS = 0.3  # share of the steps, from the first one, that have a part of the bound: they fix the layout
 
 
 def schedule_guidance(plan: Plan, options: GuidanceOptions) -> Plan:
@@ -107,11 +115,17 @@ def parse_pattern(text: str) -> PatternOptions:
 def mark_adaptive(plan: Plan, options: AdaptiveOptions) -> Plan:
     """`plan` with the steps marked that may be skipped: never the retained steps of an expert or the video's last."""
     steps: list[Step] = []
+    order = FORECAST if options.rule == "bound" else 0
+    early = ceil(EARLY_STEPS * len(plan.steps) - 1e-9)
     for phase in plan.phases:
         keep = retained(len(phase), options.retention)
-        cached: set[Branch] = set()  # branches with a residual of this expert
+        cached: Counter[Branch] = Counter()  # steps of this expert by branch
         for at, step in enumerate(phase):
-            may_skip = at >= keep and not step.finishes and cached.issuperset(step.branches)
-            cached |= set(step.branches)
-            steps.append(replace(step, action="adaptive", skipped=step.branches) if may_skip else step)
+            enough = all(cached[branch] > order for branch in step.branches)
+            may_skip = at >= keep and not step.finishes and enough
+            cached.update(step.branches)
+            if may_skip:
+                bound = options.threshold * (EARLY if step.index < early else 1) if order else 0.0
+                step = replace(step, action="adaptive", skipped=step.branches, order=order, forecast_bound=bound)
+            steps.append(step)
     return replace(plan, steps=tuple(steps), adaptive=options)

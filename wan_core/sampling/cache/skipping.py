@@ -205,7 +205,8 @@ def skip_words(options: SkipOptions) -> str:
     if seer := options.taylorseer:
         settings.append(f"taylorseer {slashes(seer)}")
     if adaptive := options.adaptive:
-        settings.append(f"adaptive {slashes(adaptive)}")
+        numbers = slashes(adaptive, "threshold", "max_skips", "retention")
+        settings.append(f"adaptive {'bound:' * (adaptive.rule == 'bound')}{numbers}")
     settings += [] if options.pattern is None else [f"pattern {slashes(options.pattern)}"]
     if guidance := options.guidance:
         settings += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))

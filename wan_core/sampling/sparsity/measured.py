@@ -185,11 +185,20 @@ class Bounded:
         return sorted(self.chosen.layers)
 
 
+class StepCache(Protocol):
+    """What decided in the run which steps of an expert were skipped."""
+
+    def words(self) -> str:
+        """A line for the report, or ""; waits for the device."""
+        ...
+
+
 class Measurements:
     """The runs of a whole video, or of a clip."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[str, Bounded]] = []
+        self.caches: list[tuple[str, StepCache]] = []
 
     def add_to(self, attention: list[dict[str, Any]], notes: list[str]) -> None:
         """Add what every computed step read and measured, and a line about all of them; waits for the device."""
@@ -197,3 +206,4 @@ class Measurements:
         attention += steps
         if steps:
             notes.append(run_words(steps, self.runs[0][1].bound))
+        notes += [f"{expert}-noise expert: {words}" for expert, cache in self.caches if (words := cache.words())]

@@ -1,0 +1,178 @@
+"""Bounded step caching: its rule, what it judges, and that a run is the same however it is carried out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sampling.test_denoise import NOISE
+from tests.sampling.test_residual import NotYet, run
+from wan_core.config import AdaptiveOptions, GuidanceOptions, SkipOptions
+from wan_core.sampling.cache.adaptive_run import LAG, Bounded
+from wan_core.sampling.cache.arguments import parse_adaptive
+from wan_core.sampling.cache.judged import Judged, Judgement, remainder
+from wan_core.sampling.cache.policies import EARLY_STEPS, FORECAST
+from wan_core.sampling.cache.residual import forecast
+from wan_core.sampling.cache.skipping import leave_out, skip_words
+from wan_core.sampling.cutting import cut_plan
+from wan_core.sampling.guided import Guided
+from wan_core.sampling.plan import make_plan
+from wan_core.sampling.schedules import Window
+
+COUNT = math.ceil(FORECAST) + 1  # residuals of a forecast
+
+
+def bounded(bound=0.3, steps=24, **more):
+    options = SkipOptions(adaptive=parse_adaptive(f"bound:{bound}"), **more)
+    return leave_out(make_plan(steps=steps, solver="euler"), options, None)
+
+
+def watched(plan, **options):
+    """The latents, and which steps were computed."""
+    computed = []
+    x = run(plan, on_step=lambda p: computed.append(p.forwards > 0), **options)
+    return x, computed
+
+
+@settings(max_examples=40)
+@given(st.sampled_from((0.03, 0.1, 0.3)), st.integers(0, 1000), st.booleans())
+def test_forecasts_of_smooth_velocities_stay_within_the_bound(bound, seed, jumps):
+    """A velocity of 16 numbers, each a slow wave: the true errors of skipped steps, whose residuals nobody computes in
+    a run. jumps: in the middle it becomes another within one step, after which the bound is kept again."""
+    draw = random.Random(seed)
+    waves = [[(draw.gauss(0, 1), draw.uniform(8, 40), draw.uniform(0, 7)) for _ in range(16)] for _ in range(2)]
+    plan = leave_out(make_plan(steps=40, boundary=0), SkipOptions(adaptive=parse_adaptive(f"bound:{bound}")), None)
+
+    def velocity(step):
+        own = waves[jumps and step >= 20]
+        return [5 + size * math.sin(step / length + begin) for size, length, begin in own]
+
+    rule, judged, errors = Judged(plan.adaptive), {}, {}
+    for step in plan.steps:
+        past = rule.sources(step, before=step.index)
+        known = [judged[index] for index in sorted(judged) if index <= step.index - LAG][-2:]
+        skipped = rule.decide(step, known)
+        if past is None:
+            continue
+        weights, true = forecast(past, step.index, FORECAST), velocity(step.index)
+        made = [sum(w * velocity(i)[n] for i, w in zip(past, weights, strict=True)) for n in range(16)]
+        error = math.dist(made, true) / math.hypot(*true)
+        if skipped:
+            errors[step.index] = error, step.forecast_bound
+        elif step.action == "adaptive":
+            judged[step.index] = Judgement(step.index, error, remainder(past, step.index))
+    assert errors, "nothing is skipped"
+    steady = [(e, b) for i, (e, b) in errors.items() if not jumps or not 20 <= i < 20 + LAG + rule.options.max_skips]
+    assert sum(e for e, _ in steady) <= sum(b for _, b in steady)
+    assert sum(e <= 1.5 * b for e, b in steady) >= 0.95 * len(steady) - 1
+
+
+def test_first_steps_have_a_third_and_are_computed():
+    plan = bounded(steps=20)
+    early = [step for step in plan.steps if step.index < 20 * EARLY_STEPS and step.forecast_bound]
+    assert {round(step.forecast_bound, 6) for step in early} <= {0.1}
+    for phase in plan.phases:
+        assert [step.action for step in phase[:COUNT]] == ["compute"] * COUNT
+        assert all(step.forecast_bound for step in phase[COUNT:] if not step.finishes)
+    _, computed = watched(bounded(bound=10))
+    assert all(computed[: COUNT + LAG]) and computed.count(False) > 4  # nothing is judged before
+    assert all(watched(bounded(bound=0))[1])
+
+
+def test_a_bound_of_nothing_changes_nothing_bit_for_bit():
+    assert torch.equal(run(bounded(bound=0)), run(make_plan(steps=24, solver="euler")))
+
+
+def test_what_is_judged_is_the_error_of_the_forecast(monkeypatch):
+    """Against residuals computed apart, in a run that skips nothing: of the guided velocity."""
+    plan, judged, velocities = bounded(bound=0), {}, {}
+    judge, forecast_of = Bounded.judge, Guided.forecast_of
+
+    def seen(self, step, sums):
+        judge(self, step, sums)
+        judged[step.index] = float((sums[0] / sums[1]).sqrt())
+
+    def made(self, step, skip):
+        velocities[step.index] = forecast_of(self, step, skip)
+        return velocities[step.index]
+
+    monkeypatch.setattr(Bounded, "judge", seen)
+    monkeypatch.setattr(Guided, "forecast_of", made)
+    computed = {}
+    run(plan, on_step=lambda p: computed.update({p.step.index: p.velocity}))
+    assert set(judged) == {step.index for step in plan.steps if step.action == "adaptive"}
+    monkeypatch.undo()
+    # The same forecast as the cache of a fixed plan makes, which skips this step alone.
+    for step in (phase[COUNT + 1] for phase in plan.phases):
+        alone = dataclasses.replace(step, action="forecast", forecast_bound=0.0)
+        others = [dataclasses.replace(one, action="compute", skipped=(), order=0) for one in plan.steps]
+        fixed = dataclasses.replace(
+            plan, adaptive=None, steps=(*others[: step.index], alone, *others[step.index + 1 :])
+        )
+        skipped = {}
+        run(fixed, on_step=lambda p: skipped.update({p.step.index: p.velocity}))  # noqa: B023
+        torch.testing.assert_close(velocities[step.index], skipped[step.index], rtol=1e-4, atol=1e-5)
+        wanted = (skipped[step.index] - computed[step.index]).norm() / computed[step.index].norm()
+        assert judged[step.index] == pytest.approx(float(wanted), rel=1e-3)
+
+
+def test_decisions_read_only_what_has_arrived_long_ago(monkeypatch):
+    decide, decided = Bounded.decide, []
+
+    def checked(self, step):
+        everything = list(self.measured)
+        self.measured[:] = [(i, mark if i <= step.index - LAG else NotYet()) for i, mark in everything]
+        decided.append(decide(self, step))
+        self.measured[:] = everything
+        return decided[-1]
+
+    monkeypatch.setattr(Bounded, "decide", checked)
+    run(bounded())
+    assert len(decided) == 24 and any(decided) and not all(decided)
+
+
+def test_a_batch_of_two_both_branches_at_once_and_a_repeated_run():
+    """Two equal videos are skipped as one; both branches in one forward, and again after a run that was broken off."""
+    plan = bounded()
+    exact, computed = watched(plan)
+    assert computed.count(False) > 0
+    both, same = watched(plan, batched=True)
+    assert same == computed
+    torch.testing.assert_close(both, exact, rtol=1e-4, atol=1e-4)
+    two, same = watched(plan, noise=NOISE.expand(2, -1, -1, -1, -1))
+    assert same == computed
+    torch.testing.assert_close(two[1:], exact, rtol=1e-4, atol=1e-4)
+
+    def stop(progress):
+        if progress.step.index == 11:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, on_step=stop)
+    assert torch.equal(run(plan), exact)
+
+
+@pytest.mark.parametrize("of", ["guidance", "start"])
+def test_guidance_that_ends_and_a_start_in_the_middle(of):
+    """A branch that comes later is forecast once it has enough residuals; a run from a video begins anew."""
+    if of == "guidance":
+        plan = bounded(bound=1.0, guidance=GuidanceOptions(low=0.5, high=0.97))
+    else:
+        whole = make_plan(steps=40, solver="euler", window=Window(start=16))
+        plan = cut_plan(leave_out(whole, SkipOptions(adaptive=parse_adaptive("bound:1.0")), None))
+    latents, computed = watched(plan)
+    assert latents.isfinite().all() and computed.count(False) > 1
+    assert torch.equal(watched(plan)[0], latents)
+
+
+def test_words_of_the_command_line():
+    options = parse_adaptive("bound:0.05")
+    assert options == AdaptiveOptions(threshold=0.05, rule="bound", retention=0.0)
+    assert skip_words(SkipOptions(adaptive=options)) == "adaptive bound:0.05/3/0"
+    assert parse_adaptive("bound:0.05/3/0") == options and parse_adaptive("0.05").rule == "change"

@@ -1,0 +1,165 @@
+"""What the speed presets keep of a video, on every judge that there is: the embedded models and the test bed.
+
+    python -m tools.judges --out benchmarks/results                               # the embedded models
+    python -m tools.judges --out benchmarks/results --judge "test bed, text" --testbed FOLDER --count 16 --batch 1
+
+A judge makes every clip in full and with each preset from the same noise, and compares the frames: `truth` is the
+share of clips that show their caption (shape, colours and motion; on the test bed the colours; driven: the motion of
+the driving video). Clips are made in batches, over which a bound is kept together. Rows go into one file of a day:
+those of a judge that is measured again are replaced.
+
+`bf16` (`--rounded`) is the full run with weights and activations in bfloat16: how far a video moves where nothing is
+left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.testbed.full_runs import FullRuns
+from wan_core.config import LoadOptions, Request
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY_DRIVEN
+from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.speed_presets import BOUNDS
+from wan_lab.results import envelope, result_path, write_result
+from wan_lab.run import FULL, Measured, measure_quality
+from wan_lab.samples import choose_samples, read_samples
+
+SUITE = "judges"
+ROUNDED = "bf16"
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A model, and the size of its videos; a part of the test bed has no task."""
+
+    name: str
+    size: tuple[int, int]
+    task: str | None = None
+    part: str = ""
+
+
+JUDGES = {
+    judge.name: judge
+    for judge in (
+        Judge("embedded, text", (96, 96), "t2v-tiny"),
+        Judge("embedded, image", (96, 96), "i2v-tiny"),
+        Judge("embedded, text, larger", (128, 128), "t2v-tiny"),
+        Judge("embedded, driven", (96, 96), TINY_DRIVEN),
+        Judge("test bed, text", (192, 128), part="t2v"),
+        Judge("test bed, image", (192, 128), part="i2v"),
+    )
+}
+
+
+def main() -> int:
+    options = parser().parse_args()
+    torch.set_num_threads(options.threads)
+    names = options.judge or [name for name, judge in JUDGES.items() if not judge.part]
+    for name in names:
+        judge = JUDGES[name]
+        measured = measure(judge, options)
+        device = torch.device("cpu")
+        path = result_path(options.out, SUITE, device)
+        result = envelope(SUITE, device, rows_of(judge, measured, options), program="tools.judges")
+        if path.is_file():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            result["rows"] = [row for row in before["rows"] if row["judge"] != name] + result["rows"]
+            commands = dict.fromkeys([*before["command"].split("; "), result["command"]])
+            result["command"] = "; ".join(commands)
+        print(write_result(result, path), file=sys.stderr)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    made.add_argument("--judge", action="append", choices=tuple(JUDGES), help="repeatable (default: the embedded ones)")
+    made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the presets of bounds)")
+    made.add_argument("--testbed", type=Path, help="the folder that `tools.testbed folders` wrote")
+    made.add_argument("--keep", type=Path, help="folder of full runs, made once (default: none is kept)")
+    made.add_argument("--rounded", action="store_true", help=f"also the full run of embedded models in {ROUNDED}")
+    made.add_argument("--out", type=Path, required=True, help="JSON file, or a folder")
+    made.add_argument("--count", type=int, default=48, help="clips of each judge (default %(default)s)")
+    made.add_argument("--batch", type=int, default=12, help="clips made at once (default %(default)s)")
+    made.add_argument("--steps", type=int, default=20, help="default %(default)s")
+    made.add_argument("--seed", type=int, default=6000)
+    made.add_argument("--threads", type=int, default=1)
+    return made
+
+
+def measure(judge: Judge, options: argparse.Namespace) -> Measured:
+    """Every clip in full and in each setting."""
+    names = options.setting or [f"speed:{name}" for name in BOUNDS]
+    settings = {FULL: None, **{name: parse_setting(name) for name in names}}
+    width, height = judge.size
+    base = Request(prompt="", width=width, height=height, steps=options.steps)
+    if judge.part:
+        return measure_testbed(judge, options, settings)
+    about = {"judge": judge.name, "steps": options.steps, "size": judge.size}
+    loading = {"model": "tiny", "device": "cpu", "task": judge.task}
+    pipe = Pipeline.load(LoadOptions(precision="fp32", **loading))
+    pipes = {ROUNDED: Pipeline.load(LoadOptions(precision="bf16", **loading))} if options.rounded else {}
+    samples = choose_samples(None, options.count, options.seed, tiny=True)
+    settings = {**dict.fromkeys(pipes), **settings}
+    with kept(options) as folder:  # the full run that warms up is used
+        full_run = FullRuns(folder, about).run
+        return measure_quality(pipe, base, samples, settings, options.batch, pipes=pipes, full_run=full_run)
+
+
+@contextmanager
+def kept(options: argparse.Namespace) -> Iterator[Path]:
+    """The folder of full runs."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield options.keep or Path(temporary)
+
+
+def measure_testbed(judge: Judge, options: argparse.Namespace, settings: dict[str, Any]) -> Measured:
+    """The test bed at the smaller of the sizes that it was trained on."""
+    from tools.testbed.folders import SAMPLES
+    from tools.testbed.full_runs import digest
+    from tools.testbed.scenes import parse_world, shows_colours
+
+    folder = options.testbed / judge.part
+    pipe = Pipeline.load(LoadOptions(model=str(folder), device="cpu", precision="fp32", vae_precision="fp32"))
+    width, height = judge.size
+    sides = {"width": width, "height": height, "frames": 41, "steps": options.steps}
+    base = Request(prompt="", negative_prompt="", **sides)
+    about = {**sides, "guidance_high": None, "guidance_low": None, "precision": "fp32", "attention": "auto"}
+    about |= {"weights": digest(folder)}
+    samples = read_samples(folder / SAMPLES, options.count, options.seed)
+    with kept(options) as keep:
+        return measure_quality(
+            pipe, base, samples, settings, options.batch, full_run=FullRuns(keep, about).run,
+            judged=lambda frames, caption: shows_colours(frames, parse_world(caption)),
+        )  # fmt: skip
+
+
+def rows_of(judge: Judge, measured: Measured, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of a judge, its full run first."""
+    about = {"judge": judge.name, "size": measured.full["size"], "steps": options.steps}
+    wanted = ("psnr", "psnr_se", "psnr_worst", "ssim", "truth", "motion", "look", "read", "forwards", "saved")
+    rows = []
+    for row in measured.rows():
+        preset = row["name"].removeprefix("speed:")
+        compared = {"psnr", "psnr_se", "psnr_worst", "ssim", "saved"} if preset == FULL else ()
+        kept = {key: row[key] for key in wanted if key in row and key not in compared}
+        rows.append(
+            {"name": f"{judge.name}: {preset}", **about, "samples": row["samples"], "seconds": row["seconds"], **kept}
+            | ({"setting": BOUNDS[preset]} if preset in BOUNDS else {})
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
