@@ -119,9 +119,9 @@ def suite(name: str, seconds: int, table: str, words: str, **more: Any) -> Job:
 
 def everyday(name: str, seconds: int, size: str, part: str, *sides: str, gpus: int = 1, more: str = "") -> Job:
     """ComfyUI's template from click to file, with the sides named, all steps of all sides."""
-    steps = "" if part == "on" else " --steps 20"
+    steps = " --steps 20" if part == "off" else ""
     words = f"everyday --setting {part} --size {size} --gpus {gpus}{steps} {repeated('setup', sides)} {more}"
-    work = "four steps" if part == "on" else "20 guided steps"
+    work = {"on": "four steps", "off": "20 guided steps", "cold": "four steps, first prompt of a server"}[part]
     table = f"ComfyUI's template from click to file, {size}, {work}"
     needs = ("comfyui", "cudnn")
     return suite(name, seconds, table, f"{words} --scratch {{scratch}}", gpus=gpus, files="i2v", needs=needs)
@@ -155,6 +155,7 @@ JOBS: tuple[Job, ...] = (
     everyday("on-640", 520, SQUARE, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, FP8),
     everyday("on-720", 480, HD, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, more="--runs 1"),
     everyday("off-640", 400, SQUARE, "off", KITCHEN, OUR_FP8, OUR_BOUNDED, OUR_BALANCED),
+    everyday("cold-640", 420, SQUARE, "cold", "native", KITCHEN, OUR_FP8),
     everyday("off-640-rivals", 520, SQUARE, "off", KITCHEN, SPARSE, CACHED, OUR_EXACT),
     everyday("on-640-native", 420, SQUARE, "on", KITCHEN, "native", EXACT, BOUNDED),
     everyday("off-640-native", 500, SQUARE, "off", KITCHEN, EXACT, FP8, BOUNDED),
@@ -232,7 +233,7 @@ JOBS: tuple[Job, ...] = (
     everyday("on-720-medians", 950, HD, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, FP8),
     everyday("off-720", 1350, HD, "off", KITCHEN, OUR_FP8, OUR_BOUNDED),
     videos("full-fp8", 1300, WHOLE, "t2v", f"FP8, nothing skipped: {FAST}", runs=1),
-    videos("full-exact", 1700, WHOLE, "t2v", "exact: --precision checkpoint --attention auto", runs=1),
+    videos("full-exact", 1700, WHOLE, "t2v", "exact: --precision bf16 --attention auto", runs=1),
     Job(
         name="testbed-training", seconds=900, table="the test bed's training",
         command="-m tools.testbed train --out {scratch}/testbed --size 384x256 --frames 41 --minutes 14",
