@@ -27,6 +27,7 @@ from wan_core.checkpoint.random import random_module
 from wan_core.cli import build_parser
 from wan_core.cli.generate import load_options_of, request_of
 from wan_core.config import (
+    AdaptiveOptions,
     GuidanceOptions,
     LoadOptions,
     MagCacheOptions,
@@ -136,13 +137,14 @@ def trajectory(
     """Latents and frames of the embedded model, and the report's settings. decode: most of the work; without it there
     are no frames."""
     request = dict(options.pop("request", {}))
-    skip = request.pop("magcache", None)
+    skip, adaptive = request.pop("magcache", None), request.pop("adaptive", None)
     guided = request.pop("guidance", None)
     sparse, stages = request.pop("sparse", None), request.pop("stages", ())
     windows = request.pop("windows", None)
     request["windows"] = None if windows is None else WindowOptions.parse(windows)
     request["skip"] = SkipOptions(
         magcache=None if skip is None else MagCacheOptions(**skip),
+        adaptive=None if adaptive is None else AdaptiveOptions(**adaptive),
         guidance=None if guided is None else GuidanceOptions(**guided),
         sparse=None if sparse is None else SparseOptions(**sparse),
         stages=tuple(StageOptions(**stage) for stage in stages),

@@ -18,13 +18,14 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tools.testbed.full_runs import FullRuns
 from wan_core.config import LoadOptions, Request
@@ -34,7 +35,7 @@ from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.speed_presets import BOUNDS
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.run import FULL, Measured, measure_quality
-from wan_lab.samples import choose_samples, read_samples
+from wan_lab.samples import Sample, choose_samples, read_samples
 
 SUITE = "judges"
 ROUNDED = "bf16"
@@ -68,18 +69,33 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     names = options.judge or [name for name, judge in JUDGES.items() if not judge.part]
     for name in names:
-        judge = JUDGES[name]
-        measured = measure(judge, options)
-        device = torch.device("cpu")
-        path = result_path(options.out, SUITE, device)
-        result = envelope(SUITE, device, rows_of(judge, measured, options), program="tools.judges")
-        if path.is_file():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            result["rows"] = [row for row in before["rows"] if row["judge"] != name] + result["rows"]
-            commands = dict.fromkeys([*before["command"].split("; "), result["command"]])
-            result["command"] = "; ".join(commands)
-        print(write_result(result, path), file=sys.stderr)
+        total: Measured | None = None
+        for part in measured_parts(JUDGES[name], options):
+            total = part if total is None else joined(total, part)
+            print(write(JUDGES[name], total, options), file=sys.stderr)
     return 0
+
+
+def write(judge: Judge, measured: Measured, options: argparse.Namespace) -> Path:
+    """Write what is there of a judge, beside what the file has of others."""
+    device = torch.device("cpu")
+    path = result_path(options.out, SUITE, device)
+    result = envelope(SUITE, device, rows_of(judge, measured, options), program="tools.judges")
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        result["rows"] = [row for row in before["rows"] if row["judge"] != judge.name] + result["rows"]
+        result["command"] = "; ".join(dict.fromkeys([*before["command"].split("; "), result["command"]]))
+    return write_result(result, path)
+
+
+def joined(one: Measured, other: Measured) -> Measured:
+    """What was measured of other clips too."""
+    for name, videos in other.comparisons.items():
+        one.comparisons[name] += videos
+        one.forwards[name] += other.forwards[name]
+        one.seconds[name] += other.seconds[name]
+        one.read |= {name: one.read[name] + other.read[name]} if name in other.read else {}
+    return one
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,14 +114,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def measure(judge: Judge, options: argparse.Namespace) -> Measured:
-    """Every clip in full and in each setting."""
+def measured_parts(judge: Judge, options: argparse.Namespace) -> Iterator[Measured]:
+    """Every clip in full and in each setting, a batch at a time."""
     names = options.setting or [f"speed:{name}" for name in BOUNDS]
     settings = {FULL: None, **{name: parse_setting(name) for name in names}}
     width, height = judge.size
     base = Request(prompt="", width=width, height=height, steps=options.steps)
     if judge.part:
-        return measure_testbed(judge, options, settings)
+        yield from testbed_parts(judge, options, settings)
+        return
     about = {"judge": judge.name, "steps": options.steps, "size": judge.size}
     loading = {"model": "tiny", "device": "cpu", "task": judge.task}
     pipe = Pipeline.load(LoadOptions(precision="fp32", **loading))
@@ -114,7 +131,13 @@ def measure(judge: Judge, options: argparse.Namespace) -> Measured:
     settings = {**dict.fromkeys(pipes), **settings}
     with kept(options) as folder:  # the full run that warms up is used
         full_run = FullRuns(folder, about).run
-        return measure_quality(pipe, base, samples, settings, options.batch, pipes=pipes, full_run=full_run)
+        for some in batches_of(samples, options.batch):
+            yield measure_quality(pipe, base, some, settings, len(some), pipes=pipes, full_run=full_run)
+
+
+def batches_of(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
+    for first in range(0, len(samples), size):
+        yield samples[first : first + size]
 
 
 @contextmanager
@@ -124,7 +147,7 @@ def kept(options: argparse.Namespace) -> Iterator[Path]:
         yield options.keep or Path(temporary)
 
 
-def measure_testbed(judge: Judge, options: argparse.Namespace, settings: dict[str, Any]) -> Measured:
+def testbed_parts(judge: Judge, options: argparse.Namespace, settings: dict[str, Any]) -> Iterator[Measured]:
     """The test bed at the smaller of the sizes that it was trained on."""
     from tools.testbed.folders import SAMPLES
     from tools.testbed.full_runs import digest
@@ -138,11 +161,14 @@ def measure_testbed(judge: Judge, options: argparse.Namespace, settings: dict[st
     about = {**sides, "guidance_high": None, "guidance_low": None, "precision": "fp32", "attention": "auto"}
     about |= {"weights": digest(folder)}
     samples = read_samples(folder / SAMPLES, options.count, options.seed)
+
+    def judged(frames: Tensor, caption: str) -> bool:
+        return shows_colours(frames, parse_world(caption))
+
     with kept(options) as keep:
-        return measure_quality(
-            pipe, base, samples, settings, options.batch, full_run=FullRuns(keep, about).run,
-            judged=lambda frames, caption: shows_colours(frames, parse_world(caption)),
-        )  # fmt: skip
+        full_run = FullRuns(keep, about).run
+        for some in batches_of(samples, options.batch):
+            yield measure_quality(pipe, base, some, settings, len(some), full_run=full_run, judged=judged)
 
 
 def rows_of(judge: Judge, measured: Measured, options: argparse.Namespace) -> list[dict[str, Any]]:

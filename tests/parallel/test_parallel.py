@@ -167,7 +167,10 @@ IN_LAYERS = {"guidance_mode": "sequential"}
 SCENES = tuple(PromptAt(frame=n, text=f"a {colour} square moving up on a white background") for n, colour in COLOURS)
 # Some steps have one branch only; MagCache's residuals of it must be where it runs next.
 UNGUIDED = {"steps": 10, "magcache": MAGCACHE, **SQUARE, "frames": 5}
+# Every rank judges the forecasts of the whole guided velocity.
+JUDGED = {"steps": 12, "adaptive": {"threshold": 9.0, "rule": "bound", "retention": 0}, **SQUARE, "frames": 5}
 REQUESTS = {
+    "bounded cache": (("1x1x2", "2x1x1"), JUDGED),
     "stages": (("1x2x1", "2x1x1"), {**STAGES, "sparse": {"sparsity": 0.5}, "magcache": MAGCACHE}),
     "stages in layers": (("layers2",), {**STAGES, **IN_LAYERS}),
     "windows": (("1x1x2", "2x1x1"), WINDOWS),
@@ -193,6 +196,7 @@ def test_a_request_equals_one_rank(ranks, alone, mesh, name):
     equal_on_all(answers, wanted)
     notes = [note for note in wanted[2]["notes"] if note.startswith(("forwards", "resolution schedule: 0.6"))]
     assert all(set(notes) <= set(said["notes"]) for _, _, said in answers)
+    assert name != "bounded cache" or ("saved" in notes[0] and "(0 %" not in notes[0])
     for changed in {"stages", "windows", "prompts_at"} & set(request):
         plain = {option: given for option, given in request.items() if option != changed}
         assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
