@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.sampling.test_denoise import NOISE
 from tests.sampling.test_residual import NotYet, run
 from wan_core.config import AdaptiveOptions, GuidanceOptions, SkipOptions
-from wan_core.sampling.cache.adaptive_run import LAG, Bounded
+from wan_core.sampling.cache.adaptive_run import Bounded
 from wan_core.sampling.cache.arguments import parse_adaptive
-from wan_core.sampling.cache.judged import Judged, Judgement, remainder
+from wan_core.sampling.cache.judged import LAG, Judged, Judgement, fewest_forwards, remainder
 from wan_core.sampling.cache.policies import EARLY_STEPS, FORECAST
 from wan_core.sampling.cache.residual import forecast
 from wan_core.sampling.cache.skipping import leave_out, skip_words
@@ -80,7 +80,9 @@ def test_first_steps_have_a_third_and_are_computed():
     for phase in plan.phases:
         assert [step.action for step in phase[:COUNT]] == ["compute"] * COUNT
         assert all(step.forecast_bound for step in phase[COUNT:] if not step.finishes)
-    _, computed = watched(bounded(bound=10))
+    plan = bounded(bound=10)
+    _, computed = watched(plan)
+    assert 2 * sum(computed) == fewest_forwards(plan) and f"{fewest_forwards(plan)} to 48 forwards" in plan.notes[-1]
     assert all(computed[: COUNT + LAG]) and computed.count(False) > 4  # nothing is judged before
     assert all(watched(bounded(bound=0))[1])
 

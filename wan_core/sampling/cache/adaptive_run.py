@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from wan_core.config import AdaptiveOptions
-from wan_core.sampling.cache.judged import Judged, Judgement, judged_words, remainder
+from wan_core.sampling.cache.judged import LAG, Judged, Judgement, judged_words, remainder
 from wan_core.sampling.plan import Branch, Plan, Step
-
-LAG = 2
 
 
 class Sums(Protocol):
@@ -105,12 +103,8 @@ class Bounded(Adaptive):
         super().__init__(options, steps, device)
         self.ranks, self.rule = ranks, Judged(options)
         self.judged: dict[int, float] = {}  # by step: the remainder of its forecast
-        self.kind: tuple[Any, ...] | None = None
 
     def _decide(self, step: Step) -> bool:
-        if step.kind != self.kind:  # nothing that was kept of another size can be used
-            self.kind = step.kind
-            self.rule.restart()
         newest = [index for index, _ in self.measured if index <= step.index - LAG and index in self.judged][-2:]
         known = [
             Judgement(index, error, self.judged[index]) for index in newest if (error := self._rate(index)) is not None

@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from wan_core.config import AdaptiveOptions
 from wan_core.sampling.cache.policies import FORECAST
-from wan_core.sampling.plan import Branch, Step
+from wan_core.sampling.plan import Branch, Plan, Step
 
 MARGIN = 0.9
+LAG = 2  # steps after which a judgement is used
 
 
 class Judgement(NamedTuple):
@@ -46,10 +47,7 @@ class Judged:
         self.ran: list[int] = []
         self.row = 0  # steps skipped in a row
         self.began = 0  # judgements of steps before do not count
-
-    def restart(self) -> None:
-        """Nothing that was kept can be used from here on."""
-        self.computed, self.row, self.began = {}, 0, max((*self.ran, *self.skipped), default=-1) + 1
+        self.kind: object = None
 
     def sources(self, step: Step, before: int) -> list[int] | None:
         """The steps from which a branch of `step` is forecast, of the branch with the farthest; None: too few."""
@@ -59,6 +57,8 @@ class Judged:
 
     def decide(self, step: Step, known: Sequence[Judgement]) -> bool:
         """Whether `step` is skipped. known: the newest judgements that may be used."""
+        if step.kind != self.kind:  # nothing that was kept of another size can be used
+            self.kind, self.computed, self.row, self.began = step.kind, {}, 0, step.index
         past, known = self.sources(step, before=step.index), [one for one in known if one.step >= self.began]
         if step.action == "adaptive" and past is not None and known and self.row < self.options.max_skips:
             expected = remainder(past, step.index) * max(one.error / one.remainder for one in known)
@@ -70,6 +70,20 @@ class Judged:
         for branch in step.branches:
             self.computed.setdefault(branch, []).append(step.index)
         return False
+
+
+def fewest_forwards(plan: Plan) -> int:
+    """How many forwards a plan takes where every forecast is exact."""
+    count = 0
+    for phase in plan.phases:
+        assert plan.adaptive is not None
+        rule, judged = Judged(plan.adaptive), list[int]()
+        for step in phase:
+            known = [Judgement(index, 0.0, 1.0) for index in judged if index <= step.index - LAG]
+            if not rule.decide(step, known):
+                count += step.forwards
+                judged += [step.index] if step.action == "adaptive" else []
+    return count
 
 
 def remainder(past: Sequence[int], now: int) -> float:

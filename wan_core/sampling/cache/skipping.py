@@ -13,8 +13,10 @@ from wan_core.config.command import command
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import TASKS, check_sparse, check_stages, find_task
 from wan_core.sampling.cache.curves import Curve, find_curve
+from wan_core.sampling.cache.judged import fewest_forwards
 from wan_core.sampling.cache.magcache import PRESETS, skip_magcache
 from wan_core.sampling.cache.policies import (
+    EARLY_STEPS,
     mark_adaptive,
     schedule_guidance,
     skip_pattern,
@@ -192,8 +194,14 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     if options.pattern:
         return replace(skip_pattern(plan, options.pattern), unskipped=full)
     assert options.adaptive is not None
+    plan = mark_adaptive(plan, options.adaptive)
     note = "adaptive: the run decides which of the marked steps it skips"
-    return replace(mark_adaptive(plan, options.adaptive), unskipped=full, notes=(*plan.notes, note))
+    if options.adaptive.rule == "bound":
+        note += (
+            f", so that the expected error of their forecasts is at most {options.adaptive.threshold:g} (a third of it "
+            f"in the first {100 * EARLY_STEPS:g} % of the steps): {fewest_forwards(plan)} to {plan.forwards} forwards"
+        )
+    return replace(plan, unskipped=full, notes=(*plan.notes, note))
 
 
 def skip_words(options: SkipOptions) -> str:
