@@ -83,6 +83,7 @@ CHOSEN = {
     "startup": "name size seconds ratio gb_s host_gib",
     "caches": "name size seconds share forwards estimate off peak_gib",
     "quality": "name saved forwards psnr psnr_worst ssim perceptual flicker truth look motion seconds ratio",
+    "judges": "name size samples psnr psnr_se psnr_worst truth read forwards",
     "four-step": "name size seconds seconds_per_step ratio ratio_to peak_gib file_gib",
     "sparse": "name size seconds forwards ratio peak_gib error",
     "switch": "name size steps seconds step_spread switch_ms peak_gib weights_gib",

@@ -21,6 +21,7 @@ from wan_core.models.wan.config import T2V_A14B
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import SDPA
+from wan_core.ops.attention.sparse import sampled
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.attention.tiles import make_tiles
@@ -148,6 +149,23 @@ def test_the_bound_is_kept_where_guidance_ends_and_a_cache_skips(experts: dict[s
     cached = run(experts, bounded_plan("0.06", 20, "taylorseer:2/1/0.2"))[1]
     assert_kept(cached, 0.06)
     assert len(cached) < 20  # a step that is skipped measures nothing
+
+
+def test_sampled_errors_are_those_of_all_rows_in_every_layer(
+    experts: dict[str, WanModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the embedded model, 128 of 315 rows, in the steps that read the same share by rule: the second of each
+    expert."""
+    plan = bounded_plan("0.06")
+    found = run(experts, plan, frames=9)[1]
+    monkeypatch.setattr(sampled, "ROWS", 1000)
+    monkeypatch.setattr(sampled, "_jitter", sampled._jitter.__wrapped__)
+    true = run(experts, plan, frames=9)[1]
+    seconds = [n for n in range(1, 12) if set(found[n]["shares"]) == {0.5} == set(true[n]["shares"])]
+    assert len(seconds) >= 2
+    # Of the first expert alone both runs have had the same latents.
+    for sampled_error, error in zip(found[seconds[0]]["errors"], true[seconds[0]]["errors"], strict=True):
+        assert sampled_error == pytest.approx(error, rel=0.1)
 
 
 # -------------------------------------------------------------------------------------------------- the same numbers
