@@ -154,7 +154,7 @@ def test_the_bound_is_kept_where_guidance_ends_and_a_cache_skips(experts: dict[s
 def test_sampled_errors_are_those_of_all_rows_in_every_layer(
     experts: dict[str, WanModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the embedded model, 128 of 315 rows, in the steps that read the same share by rule: the second of each
+    """128 of 315 rows of the embedded model, in the steps that read the same share by rule: the second of each
     expert."""
     plan = bounded_plan("0.06")
     found = run(experts, plan, frames=9)[1]
