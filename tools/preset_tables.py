@@ -1,5 +1,4 @@
-"""Two tables of docs/quality.md. `bounds`: the errors that speed presets keep. `searched`: what searched ones keep on both
-models that judge them.
+"""Two tables of docs/quality.md. `bounds`: the errors that speed presets keep. `searched`: what searched ones keep.
 
 Rows of `searched` come from the results of the techniques (embedded model, 240 captions) and of the test bed (48
 clips). Seconds are the plan's answer for A14B at 1280x720x81 on an H200, as in the tables of the techniques.
