@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.denoised import denoise
 from wan_core.cli import build_parser, main
 from wan_core.cli.prompt_file import read_list
-from wan_core.config import LoadOptions, OptionError, PatternOptions, Request, SkipOptions, SparseOptions
+from wan_core.config import LoadOptions, LoraOptions, OptionError, PatternOptions, Request, SkipOptions, SparseOptions
 from wan_core.models.vae.config import VAE_21, VAEConfig
 from wan_core.models.wan.families import TASKS, family_of
 from wan_core.models.wan.families.wan.inputs import handed_of, join_image, svi_clip
@@ -275,3 +275,24 @@ def test_lists_of_videos_and_workers_take_it(tmp_path: Path, pictures: list[str]
     assert [video.request.svi for video in videos] == [True, False, None]
     sent = json.loads(json.dumps(asdict(videos[0].request)))
     assert unpack(Request, sent) == videos[0].request
+
+
+def test_clips_of_quantised_weights_with_the_makers_lora(pictures: list[str], tmp_path: Path) -> None:
+    """FP8 weights, and a LoRA for each expert in the layout and with the names of the makers' files."""
+    loras = list[LoraOptions]()
+    for seed, expert in enumerate(("high", "low")):
+        path, draw = tmp_path / OFFICIAL.format(expert), torch.Generator().manual_seed(seed)
+        names = [f"blocks.{block}.{name}" for block in range(4) for name in ("self_attn.q", "cross_attn.o")]
+        tensors = {f"{name}.lora_A.default.weight": torch.randn(4, 96, generator=draw) * 0.1 for name in names}
+        tensors |= {f"{name}.lora_B.default.weight": torch.randn(96, 4, generator=draw) * 0.1 for name in names}
+        save_file(tensors, path)
+        loras.append(LoraOptions(path=str(path)))
+    made = {}
+    for precision, given in (("fp32", ()), ("fp32", loras), ("fp8-weights", loras)):
+        options = LoadOptions(model="tiny", task="i2v-tiny", device="cpu", precision=precision, loras=tuple(given))
+        result = Pipeline.load(options).generate(request(pictures, frames=29))
+        made[precision, bool(given)] = result.latents
+        assert ("no LoRA is SVI 2.0 Pro's" in " ".join(result.report.notes)) is not bool(given)
+    exact, spread = made["fp32", True], made["fp32", True].std()
+    assert (made["fp32", False] - exact).abs().mean() > 0.05 * spread  # the LoRA counts
+    assert 0 < (made["fp8-weights", True] - exact).abs().mean() < 0.5 * spread
