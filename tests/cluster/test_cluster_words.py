@@ -114,17 +114,22 @@ def test_models_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         models_there({"model": "tiny"})
 
 
-def test_pictures_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_travel(tmp_path: Path) -> None:
     """Each content once, under a name of its own; what goes into video and report is the name that the user gave."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "there"))
-    (tmp_path / "there").mkdir()
+    there = tmp_path / "there"
+    there.mkdir()
     picture = tmp_path / "cat.png"
     picture.write_bytes(b"a cat")
     request = asdict(Request(prompt="x", image=str(picture)))
     media = media_of(request)
     assert media == {str(picture): b"a cat"}
-    here = put(media)
-    assert put(media) == here and Path(here[str(picture)]).read_bytes() == b"a cat"
+    assert media_of(request, media) == {}
+    here = put(media, there)
+    assert (
+        put(media, there) == here
+        and Path(here[str(picture)]).parent == there
+        and Path(here[str(picture)]).read_bytes() == b"a cat"
+    )
     sent = renamed(request, here)
     assert sent["image"] == here[str(picture)] and sent["prompt"] == "x"
-    assert renamed(sent, {there: name for name, there in here.items()}) == request
+    assert renamed(sent, {place: name for name, place in here.items()}) == request

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,16 @@ class OnNode:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets 1 where no CPU was asked for
 
     def describe(self) -> dict[str, Any]:
-        """{"name", "id", "token"} of the node; token: whether it authenticates."""
+        """{"name", "id", "token", "temporary"} of the node; token: whether it authenticates; temporary: its folder for
+        temporary files."""
         import ray  # pyright: ignore[reportMissingImports]
 
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         name = f"{socket.gethostname()} ({address}, node {node[:6]})"
-        return {"name": name, "id": node, "token": has_token()}
+        return {"name": name, "id": node, "token": has_token(), "temporary": tempfile.gettempdir()}
 
     def missing(self, paths: Sequence[str]) -> list[str]:
         return missing(paths)
-
-    def put(self, media: Mapping[str, bytes]) -> None:
-        put(media)
 
 
 class VideoMaker(OnNode):
@@ -57,7 +56,8 @@ class VideoMaker(OnNode):
     def check(
         self, loaded: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], media: Mapping[str, bytes]
     ) -> dict[str, Any]:
-        """{"notes"} of all requests, or {"refused", "number"} of the first that cannot run on this node."""
+        """{"notes"} of all requests, {"refused", "number"} of the first that cannot run on this node, or {"lost"}
+        where its disk failed."""
         import torch
 
         from wan_core.config import LoadOptions, Request, UserError
@@ -65,14 +65,18 @@ class VideoMaker(OnNode):
         from wan_core.workers.wire import unpack
 
         notes: dict[str, None] = {}
-        here = put(media)
-        for number, request in enumerate(requests):
-            try:
-                asked = unpack(Request, renamed(request, here))
-                checked = check_request(unpack(LoadOptions, loaded), asked, torch.device(self.devices[0]))
-            except UserError as fault:
-                return {"refused": str(fault), "number": number}
-            notes |= dict.fromkeys(checked.job.plan.notes)
+        number = 0
+        try:
+            with tempfile.TemporaryDirectory(prefix="wancore-") as folder:
+                here = put(media, folder)
+                for number, request in enumerate(requests):  # noqa: B007
+                    asked = unpack(Request, renamed(request, here))
+                    checked = check_request(unpack(LoadOptions, loaded), asked, torch.device(self.devices[0]))
+                    notes |= dict.fromkeys(checked.job.plan.notes)
+        except UserError as fault:
+            return {"refused": str(fault), "number": number}
+        except OSError as fault:
+            return {"lost": disk_fault(fault)}
         return {"notes": list(notes)}
 
     def make(
@@ -90,8 +94,8 @@ class VideoMaker(OnNode):
             if self.engine is None:
                 options = WorkerOptions(devices=self.devices, mesh=self.mesh, step_timeout=self.step_timeout)
                 self.engine = WorkerEngine(Workers(options))
-            here = put(media)
             with tempfile.TemporaryDirectory(prefix="wancore-") as folder:
+                here = put(media, folder)
                 asked = unpack(Request, renamed(request, here))
                 video = ListedVideo(0, asked, Path(folder, "video.mp4"), key)
                 names = {there: path for path, there in here.items()}
@@ -102,7 +106,11 @@ class VideoMaker(OnNode):
         except UserError as fault:
             return {"refused": str(fault)}
         except OSError as fault:
-            return {"lost": f"{self.describe()['name']} could not write or read a file: {fault}"}
+            return {"lost": disk_fault(fault)}
+
+
+def disk_fault(fault: OSError) -> str:
+    return f"it could not write or read a file: {fault}"
 
 
 class NodeRanks(OnNode):
@@ -111,10 +119,10 @@ class NodeRanks(OnNode):
 
     def __init__(self, devices: Sequence[str]) -> None:
         super().__init__(devices)
-        self.folder = tempfile.mkdtemp(prefix="wancore-node-")
         self.listening: socket.socket | None = None
         self.processes: Any = None
-        self.connected: bool | None = None
+        self.connected = False
+        self.heard = 0.0  # when rank 0's last status came that `frames` told of
 
     def open_store(self) -> tuple[str, int]:
         """Listen where the nodes will meet, on the interface that Ray uses."""
@@ -123,8 +131,9 @@ class NodeRanks(OnNode):
         self.listening = socket.create_server((ray.util.get_node_ip_address(), 0), backlog=128)
         return self.listening.getsockname()[:2]
 
-    def start(self, options: Mapping[str, Any], run_id: str, meeting: Mapping[str, Any]) -> None:
-        """Start the ranks. meeting: host, port, node and nodes of `rendezvous.Meeting`."""
+    def start(self, options: Mapping[str, Any], meeting: Mapping[str, Any]) -> None:
+        """Start the ranks. options: of the run, as `bridge.BridgeOptions` has them, its id and its folder for inputs.
+        meeting: host, port, node and nodes of `rendezvous.Meeting`."""
         from wan_core.workers.options import WorkerOptions
         from wan_core.workers.processes import WorkerProcesses
         from wan_core.workers.rendezvous import Meeting
@@ -134,27 +143,32 @@ class NodeRanks(OnNode):
         self.processes = WorkerProcesses(
             WorkerOptions(devices=self.devices, **timeouts),
             Meeting(**meeting, descriptor=descriptor),
-            run_id=run_id,
+            run_id=options["run_id"],
+            inputs=options["inputs"],
             interface=interface_of(meeting["host"]) if meeting["node"] == 0 else own_interface(),
         )
+        self.inputs = options["inputs"]
         if self.listening is not None:
             self.listening.close()  # the supervisor has it
             threading.Thread(target=self._connect, args=(timeouts["start_timeout"],), daemon=True).start()
 
     def _connect(self, timeout: float) -> None:
-        try:
+        with suppress(TimeoutError, OSError):  # the program's own timeout says so
             self.processes.connect(timeout)
             self.connected = True
-        except (TimeoutError, OSError):
-            self.connected = False
+
+    def put(self, media: Mapping[str, bytes]) -> dict[str, str]:
+        """Files for all requests of this run, see `files.put`. The supervisor deletes them at its end."""
+        os.makedirs(self.inputs, mode=0o700, exist_ok=True)
+        return put(media, self.inputs)
 
     def send(self, header: dict[str, Any], body: bytes) -> bool:
-        """A frame for rank 0; False if it is gone. A file that is to be kept goes into this node's own folder first,
-        and is handed on with the frame that says so."""
+        """A frame for rank 0; False if it is gone. A file that is to be kept goes into the folder of this node's ranks
+        first, and is handed on with the frame that says so."""
         from wan_core.workers.control import ChannelError, unpack_tensors
 
         if header.get("keep") is not None:
-            header = header | {"keep": os.path.join(self.folder, "kept.safetensors")}
+            header = header | {"keep": os.path.join(self.processes.folder, "kept.safetensors")}
         try:
             self.processes.channel.send(header, unpack_tensors(bytearray(body)) if body else None)
         except ChannelError:
@@ -162,8 +176,8 @@ class NodeRanks(OnNode):
         return True
 
     def frames(self) -> dict[str, Any]:
-        """What rank 0 has sent since the last call: {"frames": [(header, body, kept file or None)], "statuses", "age"
-        (seconds since its last sign of life), "connected", "ended"}."""
+        """What rank 0 has sent since the last call: {"frames": [(header, body, kept file or None)], "statuses": those
+        of the ranks, if they are new, "age": seconds since its last sign of life, "connected", "ended"}."""
         from wan_core.checkpoint.safetensors_file import safetensors_pieces
 
         processes, frames = self.processes, []
@@ -177,10 +191,14 @@ class NodeRanks(OnNode):
                 frame = processes.inbox.get_nowait()
         except queue.Empty:
             pass
-        age = time.monotonic() - processes.last_frame
-        ended = processes.ended.is_set() and not processes.inbox.qsize()
-        state = {"statuses": processes.statuses, "age": age, "connected": self.connected, "ended": ended}
-        return {"frames": frames, **state}
+        heard, self.heard = self.heard, processes.last_frame
+        return {
+            "frames": frames,
+            "statuses": processes.statuses if self.heard > heard else [],
+            "age": time.monotonic() - self.heard,
+            "connected": self.connected,
+            "ended": processes.ended.is_set() and not processes.inbox.qsize(),
+        }
 
     def _kept(self, header: Mapping[str, Any]) -> bytes | None:
         if header.get("kind") != "event" or header.get("name") != "kept":
@@ -195,12 +213,13 @@ class NodeRanks(OnNode):
         self.processes.ended.wait()
 
     def end(self, seconds: float) -> dict[str, Any]:
-        """How the ranks ended, when they have, or after `seconds`: {"report", "exit", "logs"}."""
-        if self.processes is None:
-            return {"report": None, "exit": None, "logs": ""}
-        self.processes.ended.wait(seconds)
-        logs = self.processes.end_of_logs()
-        return {"report": self.processes.report, "exit": self.processes.exit_code(), "logs": logs}
+        """How the ranks ended, when they have, or after `seconds`: the report of their supervisor, with an error where
+        there is none."""
+        ended, report = self.processes.ended.wait(seconds), self.processes.report
+        if report is None and ended:
+            code, logs = self.processes.exit_code(), self.processes.end_of_logs()
+            report = {"error": f"the supervisor on {self.describe()['name']} ended with code {code}{logs}"}
+        return report or {}
 
 
 def own_interface() -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +16,22 @@ from wan_core.config import OptionError
 INSTALL = "pip install 'ray>=2.60'"
 WITHOUT_TOKEN = "WANCORE_RAY_WITHOUT_TOKEN"  # 1: clusters that authenticate nobody are allowed
 ALLOWED = "WANCORE_CLUSTERS"  # addresses, separated by commas, that users of ComfyUI may name
+REACH_SECONDS = 10.0  # for the head of a cluster to take a connection
 PACKAGE = Path(__file__).resolve().parents[1]  # sent to the nodes, so that all run the same code
 PASSED_ON = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # variables that the nodes' processes get
 
 
+def check_ray() -> None:
+    """Raise OptionError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise OptionError(f"a cluster needs Ray, which is not installed here: {INSTALL} (docs/cluster.md)")
+
+
 def import_ray() -> Any:
     """Raises OptionError where Ray is not installed."""
-    try:
-        import ray  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as fault:
-        raise OptionError(f"a cluster needs Ray, which is not installed here: {INSTALL} (docs/cluster.md)") from fault
+    check_ray()
+    import ray  # pyright: ignore[reportMissingImports]
+
     return ray
 
 
@@ -67,6 +75,7 @@ def connect(address: str) -> None:
         )
     if ray.is_initialized():
         return
+    _check_reachable(address)
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     try:
         ray.init(
@@ -76,8 +85,21 @@ def connect(address: str) -> None:
             configure_logging=False,
             runtime_env={"py_modules": [str(PACKAGE)], "env_vars": environment, "excludes": ["**/__pycache__"]},
         )
-    except (ConnectionError, RuntimeError, ValueError) as fault:
-        raise OptionError(f"cannot connect to the Ray cluster {address!r}: {str(fault).splitlines()[0]}") from fault
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as fault:
+        raise OptionError(
+            f"cannot connect to the Ray cluster {address!r}: {str(fault).splitlines()[0]}. Does its head run, and is "
+            "the token here that of the cluster?"
+        ) from fault
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OptionError at once where nothing listens: Ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        except (OSError, OverflowError) as fault:
+            raise OptionError(f"cannot connect to the Ray cluster {address!r}: {fault}. Does its head run?") from fault
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,12 @@ def missing(paths: Sequence[str]) -> list[str]:
     return [path for path in dict.fromkeys(paths) if not os.path.exists(path)]
 
 
-def media_of(request: Mapping[str, Any]) -> dict[str, bytes]:
-    """The contents of the files that a request names, by path. Raises OptionError."""
+def media_of(request: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, bytes]:
+    """The contents of the files that a request names, by path, without those that are known. Raises OptionError."""
     media: dict[str, bytes] = {}
     paths = [request.get(name) for name in MEDIA_PATHS] + [one["path"] for one in request.get("keyframes") or ()]
     for path in paths:
-        if path is not None and os.path.isfile(path):
+        if path is not None and path not in known and os.path.isfile(path):
             try:
                 media[path] = Path(path).read_bytes()
             except OSError as fault:
@@ -62,21 +61,16 @@ def media_of(request: Mapping[str, Any]) -> dict[str, bytes]:
     return media
 
 
-def place_of(path: str, content: bytes) -> str:
-    """Where `put` writes it: the same on every node."""
-    name = hashlib.sha256(content).hexdigest()[:16] + Path(path).suffix
-    return os.path.join(tempfile.gettempdir(), f"wancore-inputs-{os.getuid()}", name)
-
-
-def put(media: Mapping[str, bytes]) -> dict[str, str]:
-    """Write files that came from another host, each once: their paths there -> those here. Raises OSError."""
-    here = {path: place_of(path, content) for path, content in media.items()}
+def put(media: Mapping[str, bytes], folder: str | Path) -> dict[str, str]:
+    """Write files that came from another host, each content once, into a folder: their paths there -> those here.
+    Raises OSError."""
+    here: dict[str, str] = {}
     for path, content in media.items():
-        place = Path(here[path])
-        place.parent.mkdir(mode=0o700, exist_ok=True)
+        place = Path(folder, hashlib.sha256(content).hexdigest()[:16] + Path(path).suffix)
         if not place.exists():
             with written_beside(place) as temporary:
                 temporary.write_bytes(content)
+        here[path] = str(place)
     return here
 
 

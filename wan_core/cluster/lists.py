@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from wan_core.cluster.actors import VideoMaker
-from wan_core.cluster.connect import Wanted, check_token, import_ray, inventory, nodes
+from wan_core.cluster.answers import ask
+from wan_core.cluster.connect import Wanted, check_token, inventory, nodes
 from wan_core.cluster.files import media_of, model_paths, models_there
 from wan_core.cluster.places import Reserved
 from wan_core.config import LoadOptions, OptionError
@@ -23,10 +24,12 @@ from wan_core.config.outputs import written_beside
 from wan_core.workers.launcher import WorkerError
 from wan_core.workers.video_list import ListedVideo, Maker, Outcome, VideoList, work
 
-CHECKED_TOGETHER = 200  # lines in one call
+CHECKED_TOGETHER = 200  # lines in one call,
+CHECKED_BYTES = 2**28  # and bytes of the files that they name
 WAIT_SECONDS = 1.0  # between two looks at what Ray has placed
 TELL_SECONDS = 60.0  # between two messages that no node has room
 MOST_MAKERS = 1000
+FAILED_STARTS = 10  # one after another, while no other maker works: the list ends
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class ClusterMaker:
         self.place = Reserved(makers.wanted, (makers.size,))
         self.arguments = makers.mesh, makers.step_timeout
         self.name = "a maker"
+        self.actor: Any = None
         self.gone = False
 
     def start(self) -> None:
@@ -74,23 +78,21 @@ class ClusterMaker:
 
     def ask(self, answer: Any) -> Any:
         """Raises WorkerError where the actor's process or node is gone."""
-        ray = import_ray()
         try:
-            return ray.get(answer)
-        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as fault:
+            return ask(answer, self.name)
+        except WorkerError:
             self.gone = True
-            raise WorkerError(f"{self.name} is gone: {_cause(fault)}") from None
+            raise
 
     def check(self, videos: Sequence[ListedVideo], source: Path) -> list[str]:
         """The notes of all requests. Raises OptionError for the first that cannot run."""
         notes: dict[str, None] = {}
-        for first in range(0, len(videos), CHECKED_TOGETHER):
-            some = [asdict(video.request) for video in videos[first : first + CHECKED_TOGETHER]]
-            media = {path: content for request in some for path, content in media_of(request).items()}
-            found = self.ask(self.actor.check.remote(self.loaded, some, media))
+        for some, media in _checked_together(videos):
+            found = self.ask(self.actor.check.remote(self.loaded, [asdict(video.request) for video in some], media))
+            if "lost" in found:
+                raise OptionError(f"{self.name}: {found['lost']}")
             if "refused" in found:
-                line = videos[first + found["number"]].line
-                raise OptionError(f"line {line} of {source}: {found['refused']}")
+                raise OptionError(f"line {some[found['number']].line} of {source}: {found['refused']}")
             notes |= dict.fromkeys(found["notes"])
         return list(notes)
 
@@ -108,10 +110,18 @@ class ClusterMaker:
                 temporary.write_bytes(found[name])
 
 
-def _cause(fault: BaseException) -> str:
-    """The line of Ray's message that says why."""
-    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
-    return next((line for line in lines if line.startswith("The actor died because")), lines[0])
+def _checked_together(videos: Sequence[ListedVideo]) -> Iterator[tuple[list[ListedVideo], dict[str, bytes]]]:
+    """The videos in groups, each with the contents of the files that it names. Raises OptionError."""
+    some: list[ListedVideo] = []
+    media: dict[str, bytes] = {}
+    for video in videos:
+        some.append(video)
+        media |= media_of(asdict(video.request), media)
+        if len(some) == CHECKED_TOGETHER or sum(map(len, media.values())) > CHECKED_BYTES:
+            yield some, media
+            some, media = [], {}
+    if some:
+        yield some, media
 
 
 class ClusterList:
@@ -124,6 +134,7 @@ class ClusterList:
         self.working: dict[Future[None], ClusterMaker] = {}
         self.useless: list[ClusterMaker] = []  # they keep their places, so that Ray gives no other maker the same
         self.told = 0.0
+        self.failed_starts = 0  # since a maker was started
 
     def close(self) -> None:
         """Give back all that Ray was asked for."""
@@ -145,10 +156,12 @@ class ClusterList:
                         maker.start()
                         return maker.check(videos, source)
                     except WorkerError as fault:
-                        self.tell(str(fault))
                         self.waiting.remove(maker)
                         maker.place.release()
+                        self._failed_start(fault)
                         break
+            self._end_if_nothing_starts()
+            self._tell_if_nothing_runs()
             time.sleep(WAIT_SECONDS)
 
     def make(self, videos: VideoList) -> Outcome:
@@ -177,16 +190,17 @@ class ClusterList:
     def _work(self, videos: VideoList, maker: ClusterMaker, number: int) -> None:
         """A thread: start the maker, and have it make videos until none is left or its node is gone."""
         try:
-            if maker.name == "a maker":
+            if maker.actor is None:
                 maker.start()
         except WorkerError as fault:
             if videos.left:  # else it was ended before it had begun
-                self.tell(str(fault))
+                self._failed_start(fault)
             return
         except OptionError as fault:
             self.tell(f"{fault}. It makes no videos")
             self.useless.append(maker)
             return
+        self.failed_starts = 0
         name = f"maker {number} on {maker.name}"
         videos.join(name)
         self.tell(f"{name} makes videos")
@@ -202,6 +216,15 @@ class ClusterList:
                 maker.place.release()
         if self.useless and not self.working and len(self.useless) >= self.makers.target:
             raise OptionError("no node can make the videos of this list")
+        self._end_if_nothing_starts()
+
+    def _failed_start(self, fault: WorkerError) -> None:
+        self.failed_starts += 1
+        self.tell(str(fault))
+
+    def _end_if_nothing_starts(self) -> None:
+        if self.failed_starts >= FAILED_STARTS and not self.working:
+            raise OptionError(f"no maker could be started, {self.failed_starts} times one after another")
 
     def _ask_for_places(self, videos: int) -> None:
         """Have Ray look for as many places as makers should be: no more than there are videos."""

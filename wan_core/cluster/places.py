@@ -1,13 +1,18 @@
-"""Places on a cluster: Ray's placement groups, and an actor in each of their bundles."""
+"""Places on a cluster: Ray's placement groups, and an actor in each of their bundles.
+
+`python -m wan_core.cluster.places ADDRESS GPUS` prints as JSON how many ranks of one video there is room for.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from wan_core.cluster.connect import Wanted, import_ray, inventory, nodes
+from wan_core.cluster.connect import Wanted, connect, import_ray, inventory, nodes
 from wan_core.config import OptionError
 
 POLL_SECONDS = 0.2
@@ -87,3 +92,16 @@ def spread(wanted: Wanted) -> tuple[int, ...]:
         f"{count} {wanted.kind}s asked for, the same number on each node, and the cluster has: "
         f"{inventory(found, wanted.kind)}"
     )
+
+
+def main(address: str, gpus: str) -> None:
+    try:
+        connect(address)
+        found = {"ranks": sum(spread(Wanted.parse(gpus)))}
+    except OptionError as fault:
+        found = {"refused": str(fault)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

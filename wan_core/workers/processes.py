@@ -96,8 +96,17 @@ class WorkerProcesses:
     """Supervisor and ranks of this host. Its threads hold no reference to `launcher.Workers`, so that an unused
     `Workers` is collected and ends its processes."""
 
-    def __init__(self, options: WorkerOptions, meeting: Meeting | None = None, **joined: Any) -> None:
-        """meeting: of a run over several hosts, whose `run_id` and network `interface` are in `joined`."""
+    def __init__(
+        self,
+        options: WorkerOptions,
+        meeting: Meeting | None = None,
+        *,
+        program: str = "wan_core.workers.supervisor",
+        told: type[SupervisorOptions] = SupervisorOptions,
+        **more: Any,
+    ) -> None:
+        """meeting: of a run over several hosts. program: the module that starts the ranks and reports their end; told:
+        what it reads, with the fields `more`."""
         self.key = new_key()
         self.inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()  # None: the ranks have ended
         self.channel: Channel | None = None
@@ -110,7 +119,7 @@ class WorkerProcesses:
             undo.callback(self.listener.close)
             self.folder = tempfile.mkdtemp(prefix="wancore-workers-")
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            sent = SupervisorOptions(
+            sent = told(
                 key=self.key.hex(),
                 port=self.listener.port,
                 devices=options.devices,
@@ -118,9 +127,10 @@ class WorkerProcesses:
                 start_timeout=options.start_timeout,
                 step_timeout=options.step_timeout,
                 meeting=None if meeting is None else asdict(meeting),
-                **{"run_id": uuid.uuid4().hex, **joined},
+                **{"run_id": uuid.uuid4().hex, **more},
             )
-            self.process = self._start(() if meeting is None or meeting.descriptor is None else (meeting.descriptor,))
+            passed = () if meeting is None or meeting.descriptor is None else (meeting.descriptor,)
+            self.process = self._start(program, passed)
             undo.callback(self.process.kill)
             assert self.process.stdin is not None
             self.process.stdin.write((json.dumps(asdict(sent)) + "\n").encode())
@@ -128,10 +138,10 @@ class WorkerProcesses:
             undo.pop_all()
         threading.Thread(target=self._await_end, daemon=True).start()
 
-    def _start(self, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    def _start(self, program: str, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
         with open(Path(self.folder) / "supervisor.log", "wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "wan_core.workers.supervisor"],
+                [sys.executable, "-m", program],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +27,8 @@ LOG_CHARACTERS = 2000  # reported from the end of a rank's log
 @dataclass(frozen=True, kw_only=True)
 class SupervisorOptions:
     """key, port: of the control channel, which rank 0 connects to, key as hex. meeting: the fields of
-    `rendezvous.Meeting`, None for one host. interface: of the network, for the exchanges between hosts."""
+    `rendezvous.Meeting`, None for one host. interface: of the network, for the exchanges between hosts. inputs: a
+    folder that is deleted at the end, as `log_dir` is when the program has ended."""
 
     key: str
     port: int
@@ -38,6 +39,7 @@ class SupervisorOptions:
     step_timeout: float
     meeting: dict[str, Any] | None = None
     interface: str | None = None
+    inputs: str | None = None
 
     def control(self) -> str:
         """What the ranks need of it, as JSON."""
@@ -59,17 +61,20 @@ def share_cores(ranks: int) -> None:
 
 
 def main() -> int:
-    stdin, report = _own_pipes()
+    stdin, report = own_pipes()
     options = SupervisorOptions(**json.loads(stdin.readline()))
     parent = os.getppid()
-    threading.Thread(target=_end_with_parent, args=(stdin, parent, options.log_dir), daemon=True).start()
+    folders = [folder for folder in (options.inputs, options.log_dir) if folder is not None]
+    threading.Thread(target=end_with_parent, args=(stdin, parent, folders), daemon=True).start()
     found = run(options)
+    for folder in folders[:-1]:
+        shutil.rmtree(folder, ignore_errors=True)
     report.write(json.dumps(found) + "\n")
     report.flush()
     return 1 if found else 0
 
 
-def _own_pipes() -> tuple[IO[str], IO[str]]:
+def own_pipes() -> tuple[IO[str], IO[str]]:
     """Standard input and output as files that no child inherits. The ranks get the null device and the log."""
     stdin, report = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDONLY)
@@ -78,9 +83,9 @@ def _own_pipes() -> tuple[IO[str], IO[str]]:
     return stdin, report
 
 
-def _end_with_parent(stdin: IO[str], parent: int, log_dir: str) -> None:
-    """A thread: kill this process when the program has ended. Its end of the pipe may stay open in a process that it
-    forked, so the parent's process id is checked as well."""
+def end_with_parent(stdin: IO[str], parent: int, folders: Sequence[str]) -> None:
+    """A thread: kill this process when the program has ended, and delete the folders. Its end of the pipe may stay open
+    in a process that it forked, so the parent's process id is checked as well."""
     gone = threading.Event()
 
     def wait() -> None:
@@ -90,7 +95,8 @@ def _end_with_parent(stdin: IO[str], parent: int, log_dir: str) -> None:
     threading.Thread(target=wait, daemon=True).start()
     while not gone.wait(0.25) and os.getppid() == parent:
         pass
-    shutil.rmtree(log_dir, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)  # the kernel kills the ranks with it, also those that are stopped
 
 
