@@ -143,7 +143,7 @@ def test_clips_equal_the_reference_loop(
     assert found.frames.shape == (frames, HEIGHT, WIDTH, 3)
     # Frames of later clips are decoded after the last latents before them, and not after all.
     assert np.abs(found.frames - decoded[:frames]).max() <= 2.5
-    assert "svi" in found.report.settings and "as" in found.report.settings["clips"]
+    assert found.report.settings["svi"] and "carried over" in found.report.settings["clips"]
 
 
 def test_finished_clips_are_not_made_again(pipe: Pipeline, pictures: list[str], tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_the_plan_says_what_each_clip_is_given(capsys: pytest.CaptureFixture[str
     assert main(["plan", "--task", "i2v-A14B", "--svi", "--frames", "233", "--steps", "4"]) == 0
     out = capsys.readouterr().out
     assert "the anchor is frame 0; after the first, the latents before are its frames 1 to 4" in out
-    assert "233 frames: 3 of 81 frames, 5 carried over as 1 latent after the anchor: 3 x 4 steps" in out
+    assert "233 frames: 3 of 81 frames, 1 latent carried over: 3 x 4 steps" in out
 
 
 def test_the_picture_of_a_plan_marks_what_is_handed_on() -> None:

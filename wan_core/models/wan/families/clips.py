@@ -122,8 +122,8 @@ class LongVideo:
         lengths = " and ".join(str(n) for n in dict.fromkeys(clip.frames for clip in self.clips))
         over = f", {carried} carried over" if carried else ""
         if self.anchored and carried:
-            count_latents = latents_of(carried)
-            over += f" as {count_latents} latent{'s' * (count_latents != 1)} after the anchor"
+            handed = latents_of(carried)
+            over = f", {handed} latent{'s' * (handed != 1)} carried over"
         return f"{count} of {lengths} frames{over}: {count} x {steps} steps"
 
     def as_list(self) -> list[dict[str, Any]]:
