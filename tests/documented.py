@@ -118,6 +118,7 @@ RULES = [
             r"127\.0\.0\.1:8188|main\.py --listen|^python generate\.py",
         ),
         ("needs a cluster (tests/cluster)", r"--ray|^(\w+=\S+ )*ray |^export RAY_|^(kubectl|sky|sbatch|srun) "),
+        ("wants files of full size (tests/cli/test_models.py)", r"^wancore models "),
         ("measures for minutes, most of it on a GPU", r"-m (benchmarks|wan_core bench)"),
         ("trains, searches for faults or makes files of the repository", r"python (-m )?tools[./]"),
         ("made a committed result, in minutes", r"--out benchmarks/results"),
