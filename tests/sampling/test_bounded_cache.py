@@ -5,26 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sampling.test_denoise import NOISE
+from tests.sampling.test_denoise import EXPERTS, NOISE
 from tests.sampling.test_residual import NotYet, run
+from wan_core.checkpoint.load import load_dit
 from wan_core.config import AdaptiveOptions, GuidanceOptions, SkipOptions
+from wan_core.sampling.cache import residual
 from wan_core.sampling.cache.adaptive_run import Bounded
 from wan_core.sampling.cache.arguments import parse_adaptive
 from wan_core.sampling.cache.judged import LAG, Judged, Judgement, fewest_forwards, remainder
 from wan_core.sampling.cache.policies import EARLY_STEPS, FORECAST
 from wan_core.sampling.cache.residual import forecast
 from wan_core.sampling.cache.skipping import leave_out, skip_words
+from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.guided import Guided
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.schedules import Window
 
+CPU = torch.device("cpu")
 COUNT = math.ceil(FORECAST) + 1  # residuals of a forecast
 
 
@@ -178,3 +183,40 @@ def test_words_of_the_command_line():
     assert options == AdaptiveOptions(threshold=0.05, rule="bound", retention=0.0)
     assert skip_words(SkipOptions(adaptive=options)) == "adaptive bound:0.05/3/0"
     assert parse_adaptive("bound:0.05/3/0") == options and parse_adaptive("0.05").rule == "change"
+
+
+@pytest.mark.parametrize("of", ["text", "guidance that ends"])
+@pytest.mark.parametrize("bound", [0.1, 0.4])
+def test_errors_of_skipped_steps_of_the_embedded_model_stay_within_the_bound(monkeypatch, bound, of):
+    """Their true errors: the blocks run too, from the same latents, and nothing of it is kept."""
+    kept, found, making = residual.keep_before, [], [False]
+    monkeypatch.setattr(residual, "keep_before", lambda *given: [None] * len(given[0]) if making[0] else kept(*given))
+    real = Guided.velocity
+
+    def compared(self, x, timestep, step):
+        velocity, forwards = real(self, x, timestep, step)
+        if not forwards:
+            making[0] = True
+            decided, self.adaptive, delta = self.adaptive, None, self.delta
+            true, _ = real(self, x, timestep, dataclasses.replace(step, action="compute", skipped=(), order=0))
+            self.adaptive, self.delta, making[0] = decided, delta, False
+            found.append((float((velocity - true).norm() / true.norm()), step.forecast_bound))
+        return velocity, forwards
+
+    monkeypatch.setattr(Guided, "velocity", compared)
+    options = SkipOptions(
+        adaptive=parse_adaptive(f"bound:{bound}"), guidance=None if of == "text" else GuidanceOptions(low=0.6)
+    )
+    embedded_run(leave_out(make_plan(task="t2v-tiny", steps=40), options, None))
+    assert len(found) > 5
+    assert sum(error for error, _ in found) <= sum(most for _, most in found)
+    assert sum(error <= 1.5 * most for error, most in found) >= 0.95 * len(found)
+
+
+def embedded_run(plan):
+    tiny = Path(residual.__file__).parents[2] / "assets" / "tiny"
+    experts = {name: load_dit(tiny / f"t2v_{name}.safetensors", device=CPU, dtype=torch.float32) for name in EXPERTS}
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(1, n, experts["high"].config.text_dim, generator=generator) for n in (6, 1)]
+    noise = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(2))
+    run(plan, noise, Conditioning(cond=rows[0], uncond=rows[1]), experts)
