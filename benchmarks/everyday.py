@@ -387,7 +387,8 @@ def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, option
             found[side.name].append(
                 guarded(side.name, job.size, None, lambda s=side, r=run: cold(checkout, base, device, s, r, job))
             )
-    medians = {name: middle_row([r for r in rows if "seconds" in r] or rows) for name, rows in found.items()}
+    measured = {name: [row for row in rows if "seconds" in row] for name, rows in found.items()}
+    medians = {name: middle_row(rows) if rows else found[name][0] for name, rows in measured.items()}
     peers = [medians[side.name]["seconds"] for side in sides if side.native and "seconds" in medians[side.name]]
     for name, row in medians.items():
         if peers and "seconds" in row:
