@@ -69,6 +69,7 @@ def missing(job: Job, gpus: int, *, cpu: bool) -> str | None:
 SMALL_SIZE = "64x64x5"
 ON_A_CPU = {"--size": SMALL_SIZE, "--runs": "1", "--steps": "4", "--frames": "5"}
 SMALLER = {"random:t2v-A14B": "tiny", "2x1x2": "2x1x1", "1x1x4": "1x1x2", "4 GPUs": "2 GPUs"}  # inside of words
+GPU_ONLY = re.compile(r" --memory-limit \d+")
 LIMITED = re.compile(r"^.*: |\S*limit \d+")  # settings that differ in their limits alone run once
 
 
@@ -80,6 +81,7 @@ def on_a_cpu(words: Sequence[str]) -> list[str]:
         found.append(small or ON_A_CPU.get(before, word))
         for text, smaller in (SMALLER | ({"4": "2"} if before == "--gpus" else {})).items():
             found[-1] = found[-1].replace(text, smaller)
+        found[-1] = GPU_ONLY.sub("", found[-1])
     once = set[str]()
     for n in [n for n, word in enumerate(found) if word in ("--size", "--setting")]:
         text = LIMITED.sub("", found[n + 1]) if "limit" in found[n + 1] else found[n + 1]

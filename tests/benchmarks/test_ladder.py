@@ -78,8 +78,9 @@ def test_a_command_is_small_on_a_cpu() -> None:
     words = shlex.split("-m benchmarks videos --model random:t2v-A14B --size 1x1 --size 2x2 --runs 3 --gpus 4")
     small = shlex.split("-m benchmarks videos --model tiny --size 64x64x5 --runs 1 --gpus 2 --device cpu")
     assert on_a_cpu(words) == small
-    settings = ["--setting", "a: --mesh 2x1x2", *(w for n in (8, 9) for w in ("--setting", f"{n}: --memory-limit {n}"))]
-    assert on_a_cpu([*words, *settings])[11:-2] == ["--setting", "a: --mesh 2x1x1", "--setting", "8: --memory-limit 8"]
+    cards = [word for n in (8, 9) for word in ("--setting", f"{n}: --x --memory-limit 8 --host-memory-limit {n}")]
+    found = on_a_cpu([*words, "--setting", "a: --mesh 2x1x2", *cards])[11:-2]
+    assert found == ["--setting", "a: --mesh 2x1x1", "--setting", "8: --x --host-memory-limit 8"]
 
 
 def test_what_needs_the_most_gpus_that_are_there_comes_first() -> None:
