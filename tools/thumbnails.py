@@ -246,10 +246,33 @@ def endless(s: Sheet) -> None:
     s.line(INK, (80, 190), (338, 190), width=8)
 
 
+def motion(s: Sheet) -> None:
+    for k, length in enumerate((46, 66, 92)):
+        s.line(YELLOW, (60, 84 + 40 * k), (60 + length, 84 + 40 * k), width=10)
+    s.person(230, 76, True)
+    s.arrow(300, 124, 36)
+
+
+def keyframes(s: Sheet) -> None:
+    s.line(GREY, (30, 124), (370, 124), width=8)
+    for k, high in enumerate((124, 98, 72)):
+        s.box(36 + 120 * k, 66, 92, 116, "#fbfaf4", INK)
+        s.box(62 + 120 * k, high, 40, 40, GREEN)
+
+
+def prompts(s: Sheet) -> None:
+    for k, shade in enumerate((RED, YELLOW, GREEN)):
+        s.box(34 + 112 * k, 60, 104, 44, shade)
+        s.text(86 + 112 * k, 82, "Aa", 32, PAPER)
+    s.box(34, 122, 328, 84, "#2f5fb0", INK)
+    for k, shade in enumerate((RED, YELLOW, GREEN)):
+        s.disc(86 + 112 * k, 164, 30, shade)
+
+
 SIGNS: tuple[Callable[[Sheet], None], ...] = (
     accelerate, image_to_video, text_to_video, first_last, small_card, five_b, animate, sound, control, inpainting,
     outpainting, reference, camera, several, toy_text, toy_picture, toy_driven,
-    endless,
+    endless, motion, keyframes, prompts,
 )  # fmt: skip
 WORDS = {  # template's number -> its name in two lines, where the file's name is too long
     1: ("Your workflow", "+ Accelerate"),
@@ -270,6 +293,9 @@ WORDS = {  # template's number -> its name in two lines, where the file's name i
     16: ("Test: picture", "no download"),
     17: ("Test: driven", "no download"),
     18: ("Endless video", "SVI 2.0 Pro, 4 steps"),
+    19: ("Motion", "with four steps"),
+    20: ("Keyframes", "pictures on the way"),
+    21: ("Prompts over time", "another from a frame on"),
 }
 
 
