@@ -72,6 +72,20 @@ def test_one_prompt_from_the_start_is_a_prompt(pipe: Pipeline) -> None:
     assert torch.equal(timed, pipe.generate(Request(prompt=RED, **SMALL)).latents)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("precision", "far"), [("fp8", 0.4), ("int8", 0.2)])
+def test_quantised_weights(pipe: Pipeline, precision: str, far: float) -> None:
+    """Nearer to the run in float32 than to one without prompts over time."""
+    quantised = Pipeline.load(LoadOptions(model="tiny", device="cpu", precision=precision))
+
+    def latents(of: Pipeline, **fields: object) -> torch.Tensor:
+        run = of.prepare(Request(**{**SMALL, "steps": 3, "seed": 1, **fields}))  # type: ignore[arg-type]
+        return of.sample(run, of.encode(run))
+
+    exact, found = (latents(of, prompt="", prompts_at=SCENES) for of in (pipe, quantised))
+    plain = latents(quantised, prompt=RED)
+    assert float((found - exact).norm() / exact.norm()) < far < float((found - plain).norm() / plain.norm())
+
+
 def test_windows_follow_them(pipe: Pipeline) -> None:
     """Each window the penalties of its frames, or, with `split`, the prompt of its middle."""
     found = {}
