@@ -1,0 +1,58 @@
+"""The measures of long videos on drawn clips, and the training data of the embedded model's SVI LoRAs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tools.train_tiny_svi import CLIP, Bank, bouncing
+from wan_core.checkpoint import load_vae
+from wan_core.pipeline.embedded import Scene
+from wan_core.pipeline.sources import TINY
+from wan_lab.long_videos import ClipFacts, clip_facts, motion_amplitude, row_of
+from wan_lab.shapes import MARGIN, draw, sample_paths, scene_table
+
+MOVING, STILL = Scene("red", "circle", "right", "blue"), Scene("green", "square", "still", "white")
+
+
+def frames_of(scene: Scene) -> torch.Tensor:
+    return (draw([scene], seed=2)[0].permute(1, 2, 3, 0) + 1) / 2
+
+
+def test_amplitude_is_the_way_from_frame_to_frame() -> None:
+    paths = sample_paths(scene_table([MOVING]), height=96, width=96, generator=torch.Generator().manual_seed(2))
+    amplitude = motion_amplitude(frames_of(MOVING))
+    assert amplitude == pytest.approx(float(paths.travel.norm()) / 16, rel=0.1)
+    assert motion_amplitude(frames_of(STILL)) == pytest.approx(0, abs=0.05)
+    assert motion_amplitude(torch.full((5, 96, 96, 3), 0.5)) is None
+
+
+def test_a_shape_is_itself_and_colours_are_off_where_they_are_another_s() -> None:
+    frames = frames_of(MOVING)
+    own, other = (clip_facts(frames, scene, frames[0]) for scene in (MOVING, STILL))
+    assert own.same and not other.same and own.off < 1
+    assert clip_facts(frames_of(STILL), MOVING, frames[0]).off > 20
+
+
+def test_a_row_has_the_means_of_scenes() -> None:
+    facts = [ClipFacts(1.0, True, 0.0, (0.5,) * 3, (0.1,) * 3), ClipFacts(None, False, 2.0, (0.6,) * 3, (0.1,) * 3)]
+    row = row_of("x", [MOVING, STILL], [facts, facts])
+    assert row["same"] == [1.0, 0.0] and row["amplitude"] == [1.0, None] and row["drift"] == 0.1
+
+
+def test_training_data_are_clips_of_svi() -> None:
+    """Shapes stay in the frame and turn around; what a sample is given is its own first latents and zeros."""
+    paths = sample_paths(scene_table([MOVING]), height=96, width=96, generator=torch.Generator().manual_seed(2))
+    centres = bouncing(paths, 200, size=96)
+    low = float(paths.radius[0]) + MARGIN
+    assert centres.min() >= low - 1e-3 and centres.max() <= 96 - low + 1e-3
+    steps = (centres[0, 1:, 0] - centres[0, :-1, 0]).sign()
+    assert (steps > 0).any() and (steps < 0).any()
+    torch.manual_seed(0)
+    bank = Bank.draw(load_vae(TINY / "vae.safetensors", dtype=torch.float32), 1, 33, 1, 64, seed=0)
+    latents, given, scene = bank.sample(16)
+    assert latents.shape == (16, 16, CLIP, 8, 8) and given.shape == (16, 20, CLIP, 8, 8) and len(scene) == 16
+    assert given[:, :4, 0].min() == 1 and not given[:, :4, 1:].any() and not given[:, :, 2:].any()
+    assert torch.equal(given[:, 4:, 0], latents[:, :, 0])
+    first = ~given[:, :, 1].flatten(1).any(1)
+    assert first.any() and not first.all()
