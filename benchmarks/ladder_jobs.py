@@ -152,6 +152,10 @@ def limited(words: str, card: int, host: int) -> str:
     return f"{card} GiB, host {host} GiB: {words} {FOUR} --memory-limit {card} --host-memory-limit {host}"
 
 
+def searched(task: str, words: str) -> list[str]:
+    return [f"searched-{speed}: {words} --speed searched-{speed}{task}" for speed in ("balanced", "fast")]
+
+
 JOBS: tuple[Job, ...] = (
     # a. ComfyUI's own template with whatever a user can switch on in it, against ours
     everyday("on-640", 520, SQUARE, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, FP8),
@@ -165,15 +169,19 @@ JOBS: tuple[Job, ...] = (
     everyday("off-480", 400, SD, "off", KITCHEN, OUR_FP8, OUR_BOUNDED, OUR_BALANCED),
     everyday("on-720-native", 530, HD, "on", KITCHEN, "native", EXACT, FP8, BOUNDED, more="--runs 1"),
     # b. whole videos of the command line
-    videos("speed-t2v", 420, WHOLE, "t2v", *(f"{s}: {FAST} --speed searched-{s}" for s in ("balanced", "fast"))),
-    videos("speed-i2v", 420, WHOLE, "i2v", *(f"{s}: {FAST} --speed searched-{s}-i2v" for s in ("balanced", "fast"))),
-    videos("careful-t2v", 420, WHOLE, "t2v", f"careful: {FAST} --speed searched-careful", runs=1),
-    videos("bounded-t2v", 540, WHOLE, "t2v", f"bounded: {FAST} --speed balanced", runs=1),
+    *(
+        videos(f"{speed}-{task}", seconds, WHOLE, task, f"{speed}: {FAST} --speed {speed}", runs=1)
+        for speed, seconds in (("balanced", 500), ("fast", 320), ("faithful", 540))
+        for task in ("t2v", "i2v")
+    ),
+    videos("searched-t2v", 380, WHOLE, "t2v", *searched("", FAST), runs=1),
+    videos("searched-i2v", 380, WHOLE, "i2v", *searched("-i2v", FAST), runs=1),
     # c. four GPUs of one host
     videos(
         "four-gpus", 380, SEVERAL, "t2v",
         *(f"{speed}: {FAST} --speed searched-{speed} --mesh 2x1x2" for speed in ("balanced", "fast")), gpus=4,
     ),
+    videos("four-gpus-searched", 200, SEVERAL, "t2v", *searched("", f"{FAST} --mesh 2x1x2"), gpus=4),
     videos("four-gpus-four-steps", 150, SEVERAL, "i2v", f"four steps: {FAST} {FOUR} --mesh 1x1x4", gpus=4, runs=3),
     everyday("four-gpus-on", 200, SQUARE, "on", KITCHEN, "ours, cudnn-fp8, 4 GPUs", gpus=4),
     everyday(

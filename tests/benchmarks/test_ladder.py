@@ -18,6 +18,7 @@ from benchmarks.ladder import Ladder, in_order, main
 from benchmarks.ladder_jobs import FILES, JOBS, NEEDS, Job, missing, on_a_cpu
 from benchmarks.options import SUITES
 from benchmarks.run import check_options
+from wan_core.cli import parse
 
 # A suite's file as the suite itself writes it, by a program that starts in no time.
 WRITES = """
@@ -59,6 +60,9 @@ def test_every_command_is_one_that_its_suite_takes(one: Job, cpu: bool, tmp_path
     options = build_parser().parse_args(words[2:])
     check_options(options)
     assert options.out == tmp_path / "result.json"
+    if options.suite == "videos":
+        for setting in options.setting:
+            parse(["generate", "--prompt", "x", *shlex.split(setting.partition(":")[2])])
     if options.suite in ("everyday", "native"):
         names = side_names(min(one.gpus, 2) if cpu else one.gpus)
         assert set(options.setup) <= names, set(options.setup) - names
