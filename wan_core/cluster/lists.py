@@ -16,7 +16,7 @@ from typing import Any
 
 from wan_core.cluster.actors import VideoMaker
 from wan_core.cluster.answers import ask
-from wan_core.cluster.connect import Wanted, check_token, inventory, nodes
+from wan_core.cluster.connect import Wanted, check_token, import_ray, inventory, nodes
 from wan_core.cluster.files import media_of, model_paths, models_there
 from wan_core.cluster.places import Reserved
 from wan_core.config import LoadOptions, OptionError
@@ -79,6 +79,9 @@ class ClusterMaker:
     def ask(self, answer: Any) -> Any:
         """Raises WorkerError where the actor's process or node is gone."""
         try:
+            while not import_ray().wait([answer], timeout=WAIT_SECONDS)[0]:
+                if self.place.released:  # Ray answers nothing for an actor that was started after that
+                    raise WorkerError(f"{self.name} was ended")
             return ask(answer, self.name)
         except WorkerError:
             self.gone = True

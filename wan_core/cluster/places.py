@@ -25,6 +25,7 @@ class Reserved:
     wanted: Wanted
     counts: tuple[int, ...]
     actors: list[Any] = field(default_factory=list)
+    released: bool = False
 
     def __post_init__(self) -> None:
         from ray.util.placement_group import placement_group  # pyright: ignore[reportMissingImports]
@@ -59,6 +60,7 @@ class Reserved:
         from ray.util.placement_group import remove_placement_group  # pyright: ignore[reportMissingImports]
 
         ray = import_ray()
+        self.released = True
         if not ray.is_initialized():
             return
         for actor in self.actors:
