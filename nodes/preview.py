@@ -62,4 +62,5 @@ def tiny_vae(path: Path, changed: float, channels: int) -> TinyVAE:
     vae = part.load(device, compute_dtype("auto", device), None)
     if not isinstance(vae, TinyVAE) or vae.config.z_dim != channels:
         raise OptionError(f"{path} is no tiny autoencoder for latents of {channels} channels")
+    host.log.info("WanCore draws previews with %s", path.name)
     return cast(TinyVAE, vae)

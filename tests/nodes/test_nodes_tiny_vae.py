@@ -55,5 +55,5 @@ def test_it_decodes_and_draws_previews(comfy: ComfyUI) -> None:
     assert run.ok, run.status
     assert read_video(comfy.output_file(run, "save")).shape == (9, 48, 64, 3)
     previews = [Image.open(io.BytesIO(event["data"])) for event in run.events if event["type"] == "preview"]
-    assert previews and {one.size for one in previews} == {(64, 48)}  # a map of latents would be enlarged to 256
-    assert "previews are those of latents" not in comfy.log()
+    assert len(previews) == 2 and {one.size for one in previews} == {(512, 384)}  # as ComfyUI sends them
+    assert "WanCore draws previews with taew2_1.safetensors" in comfy.log()
