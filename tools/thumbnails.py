@@ -320,7 +320,7 @@ def main() -> None:
         page = json.loads(path.read_text(encoding="utf-8"))
         names = {name for node in all_nodes(page) for name in files_of(node)}
         draw(int(path.stem[8:10]), sum(known[name].gb for name in names)).save(
-            path.with_suffix(".jpg"), quality=78, optimize=True
+            path.with_suffix(".jpg"), quality=68, optimize=True
         )
 
 
