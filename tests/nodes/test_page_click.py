@@ -30,7 +30,7 @@ CLICKS = {
     "video_wan_vace_inpainting": (1, 1, 0),
     "video_wan2_2_14B_s2v": (1, 3, 5),
 }
-EXACT = {"attention": "auto", "sparse": "off", "cache": "off", "steps": 0}
+EXACT = {"attention": "auto", "sparse": "off", "cache": "off", "steps": 0, "compare": False}
 COMMAND = """await app.extensionManager.command.execute(arguments[0]);
 await new Promise((done) => setTimeout(done, 500));"""
 PROMPT = "return (await app.graphToPrompt()).output"
