@@ -1,5 +1,6 @@
 """The templates in ComfyUI's page, in both of its renderers: found by their name, every node where the file has it and
-none on another, each missing file offered for download from its address. COMFYUI_FRONTEND: as for test_page.py."""
+none on another, also with a high video in its preview, no text cut at 100 %, each missing file offered for download
+from its address. COMFYUI_FRONTEND: as for test_page.py."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.browser import Browser, find_browser
 from tests.comfyui import ComfyUI, find_comfyui, make_base
 from tests.nodes.test_page import SETTINGS
 from tests.nodes.test_workflows import TITLES, api_form, graphs, page_form
 from tools.workflows import all_nodes, files_of
+from wan_core.media.mp4 import write_mp4
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
@@ -39,6 +43,22 @@ MEASURE = """return app.canvas.graph.nodes.map((node) => {
   return [`${node.title} ${node.id}`, node.pos[0], node.pos[1] - 30, width, height,
     element ? 0 : node.computeSize()[1] + 30 - height];
 })"""
+# Texts that do not show whole in Nodes 2.0, at 100 %.
+CUT = """const cut = [];
+for (const node of app.canvas.graph.nodes) {
+  app.canvas.ds.scale = 1; app.canvas.ds.offset = [200 - node.pos[0], 150 - node.pos[1]];
+  app.canvas.setDirty(true, true);
+  await new Promise((done) => setTimeout(done, 300));
+  const element = document.querySelector(`[data-node-id="${node.id}"]`);
+  if (!element) cut.push(`${node.title} is not drawn`);
+  for (const one of element?.querySelectorAll("*") ?? []) {
+    const style = getComputedStyle(one), text = String(one.value ?? one.innerText ?? "").trim();
+    const wide = style.overflowX !== "visible" && one.scrollWidth > one.clientWidth + 1;
+    const high = style.overflowY !== "visible" && one.scrollHeight > one.clientHeight + 1;
+    if (text && style.visibility !== "hidden" && (wide || high)) cut.push(`${node.title}: ${text.slice(0, 80)}`);
+  }
+}
+return cut;"""
 PROMPT = "return (await app.graphToPrompt()).output"
 OFFERED = """const names = arguments[0], text = document.body.innerText;
 return names.filter((name) => text.includes(name))"""
@@ -52,6 +72,8 @@ return [...document.querySelectorAll("button")].filter((one) => one.innerText.tr
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     checkout, _ = find_comfyui(), find_browser()
     base = make_base(tmp_path_factory.mktemp("comfyui"))
+    Image.fromarray(np.full((64, 64, 3), 90, np.uint8)).save(base / "input" / "example.png")
+    write_mp4(base / "input" / "example.mp4", np.full((9, 112, 64, 3), 90, np.uint8), fps=24)  # its preview is high
     front = os.environ.get("COMFYUI_FRONTEND")
     server = ComfyUI(checkout, base, arguments=["--front-end-root", front] if front else [])
     yield server
@@ -98,6 +120,8 @@ def test_it_opens_whole_and_would_send_the_api_form(comfy: ComfyUI, page: tuple[
         nodes = browser.script(MEASURE, vue)
         assert overlaps(nodes) == []
         assert [one[0] for one in nodes if one[5] > 1] == [], "contents are higher than their node"
+        if vue and not level:
+            assert browser.script(CUT) == []
 
 
 def test_missing_files_are_offered(page: tuple[Browser, bool]) -> None:
