@@ -138,10 +138,12 @@ def test_calibration_is_kept_beside_the_model_and_used(comfy: ComfyUI) -> None:
     assert not run.ok and "calibrate it again" in run.message("execution_error")["exception_message"]
 
 
-@pytest.mark.parametrize("node_id", ["WanCoreSparseAttention", "WanCoreSpeedPreset"])
-def test_a_coverage_that_changed_is_read_again(comfy: ComfyUI, node_id: str) -> None:
+@pytest.mark.parametrize(
+    ("node_id", "preset"), [("WanCoreSparseAttention", "balanced"), ("WanCoreSpeedPreset", "searched-balanced")]
+)
+def test_a_coverage_that_changed_is_read_again(comfy: ComfyUI, node_id: str, preset: str) -> None:
     graph = loaders("mine_high.safetensors", "mine_low.safetensors")
-    graph["sparse"] = node(node_id, preset="balanced")
+    graph["sparse"] = node(node_id, preset=preset)
     if node_id == "WanCoreSparseAttention":
         numbers = {"sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
         graph["sparse"]["inputs"] |= {**numbers, "pooled": True, "reuse": 1, "kernel": "auto"}
