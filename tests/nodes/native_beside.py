@@ -277,7 +277,7 @@ def check_selections(it: World) -> None:
     native = importlib.import_module("pack.nodes.host.native")
     model, runs = world.tiny("WAN21_T2V"), []
     real = native.NativeRun
-    native.NativeRun = lambda *args: runs.append(real(*args)) or runs[-1]
+    native.NativeRun = lambda *args, **named: runs.append(real(*args, **named)) or runs[-1]
     for anew, kept in ((True, False), (False, True)):
         other = repatched(model, "attn1_patch", lambda _, anew=anew: anew, "APPLY_MODEL")
         sample(it(other, **half(reuse=3)), EULER)
