@@ -57,6 +57,7 @@ MATCHED, DYNAMIC_COMBO, AUTOGROW = "COMFY_MATCHTYPE_V3", "COMFY_DYNAMICCOMBO_V3"
 ABOVE, MARGIN = 30, 16  # pixels of the page: above a node, around a note's text
 LETTER = 5.9  # pixels of one in a note
 SIDEBAR, BARS = 60, 100  # pixels of the page that its bars take, on the left and on top
+TEXT = 8 / 14  # scale at which letters have the page's smallest size (LiteGraph.Canvas.MinFontSizeForLOD)
 INSIDE, OUTSIDE = -10, -20  # the ends of a subgraph
 
 
@@ -278,8 +279,8 @@ def check_layout(page: dict[str, Any]) -> None:
 
 
 def check_view(page: dict[str, Any]) -> None:
-    """A template opens with its upper left corner in view, beside the page's bars; one with a box with all of its
-    width on a page of 1600 pixels."""
+    """A template opens with its upper left corner in view, beside the page's bars, and no smaller than the classic
+    renderer draws text; one with a box with all of its width on a page of 1600 pixels."""
     view, nodes = page["extra"]["ds"], page["nodes"]
     lefts, tops = ([node["pos"][axis] for node in nodes] + [group["bounding"][axis] for group in page["groups"]]
                    for axis in (0, 1))  # fmt: skip
@@ -288,7 +289,7 @@ def check_view(page: dict[str, Any]) -> None:
         (place + view["offset"][axis]) * view["scale"]
         for place, axis in ((min(lefts), 0), (min(tops) - ABOVE * (not page["groups"]), 1), (right, 0))
     )
-    assert SIDEBAR < x < 2 * SIDEBAR and BARS < y < 2 * BARS
+    assert SIDEBAR < x < 2 * SIDEBAR and BARS < y < 2 * BARS and view["scale"] > TEXT
     assert end < 1600 or not page.get("definitions", {}).get("subgraphs")
 
 
