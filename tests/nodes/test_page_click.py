@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,12 +55,23 @@ THREE = """const make = (type, x, y, values = {}) => {
   return node;
 };
 await app.loadGraphData({ nodes: [], links: [], version: 0.4 }, true, true, "three");
-const high = make("UNETLoader", 0, 0), low = make("UNETLoader", 0, 200), lora = make("LoraLoaderModelOnly", 400, 0);
-high.widgets[0].value = "wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors";
-low.widgets[0].value = "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors";
+const high = make("UNETLoader", 0, 0, { unet_name: "wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors" });
+const low = make("UNETLoader", 0, 200, { unet_name: "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors" });
+const lora = make("LoraLoaderModelOnly", 400, 0, { lora_name: "four_steps_high_noise.safetensors" });
+const prompts = ["a cat", "blurred"].map((text, n) => make("CLIPTextEncode", 400, 300 + 250 * n, { text }));
+let latent = make("EmptyHunyuanLatentVideo", 400, 800, { width: 64, height: 64, length: 9 });
 high.connect(0, lora, 0);
-[high, lora, low].forEach((source, n) => source.connect(0, make("KSamplerAdvanced", 800 + 400 * n, 0), 0));
-await new Promise((done) => setTimeout(done, 500));"""
+[high, lora, low].forEach((source, n) => {
+  const last = n === 2;
+  const sampler = make("KSamplerAdvanced", 800 + 400 * n, 0, {
+    add_noise: n ? "disable" : "enable", noise_seed: 7, steps: 6, cfg: 3, start_at_step: 2 * n,
+    end_at_step: last ? 10000 : 2 * n + 2, return_with_leftover_noise: last ? "disable" : "enable",
+  });
+  [source, ...prompts, latent].forEach((from, at) => from.connect(0, sampler, at));
+  latent = sampler;
+});
+await new Promise((done) => setTimeout(done, 500));
+return app.graph.serialize();"""
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +115,25 @@ def accelerated(prompt: Graph) -> dict[str, Any]:
     return found
 
 
+def the_same(templates: Templates, graphs: list[Graph]) -> int:
+    """How many samplers ran in both graphs, plain and clicked, and gave the same latents."""
+    made, said = [], []
+    for run, graph in zip(("plain", "clicked"), graphs, strict=True):
+        done = templates.server.run(observed(graph, run))
+        assert done.ok, f"{run}: {done.status}"
+        paths = sorted((templates.base / "output").glob(f"{run}-*.pt"))
+        made.append({path.name.removeprefix(run): torch.load(path) for path in paths})
+        for path in paths:
+            path.unlink()
+        said.append(templates.server.log().count("WanCore Accelerate: "))
+    plain, clicked = made
+    assert plain.keys() == clicked.keys()
+    for key, one in plain.items():
+        assert (one - clicked[key]).abs().max() <= 1e-5 * one.abs().max()
+    assert said[1] - said[0] >= len(plain)
+    return len(plain)
+
+
 @pytest.mark.parametrize("name", CLICKS)
 def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str) -> None:
     added, samplers, off = CLICKS[name]
@@ -127,33 +158,31 @@ def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str)
     assert page.script(STATE) == before and page.script(PROMPT) == plain
 
 
-def test_three_samplers_and_two_models(page: Browser) -> None:
+def test_three_samplers_and_two_models(page: Browser, templates: Templates) -> None:
+    """Clicked, run before and after it, and undone by one step."""
     page.script("toasts.length = 0")
-    page.script(THREE)
+    page.script(LOAD, page.script(THREE), "three")
+    before, plain = page.script(STATE), page.script(PROMPT)
+    assert list(accelerated(plain).values()) == [None] * 3
     page.script(COMMAND, "WanCore.Accelerate")
     assert toasted(page, "3 nodes added, before 3 samplers")
     assert page.script(SELECTED) == ["WanCoreAccelerate"] * 3
-    assert list(accelerated(page.script(PROMPT)).values()) == [EXACT] * 3
+    clicked = page.script(PROMPT)
+    assert list(accelerated(clicked).values()) == [EXACT] * 3
+    page.script(COMMAND, "Comfy.Undo")
+    page.wait(f"{STATE.replace('return', 'const now =')} return now === {before!r}")
+    assert page.script(PROMPT) == plain
+    steps_as_given = replace(templates.scale, steps=None)
+    runs = [templates.runnable(one, "video_wan2_2_14B_i2v", steps_as_given) for one in (plain, clicked)]
+    assert the_same(templates, runs) == 3
 
 
 @pytest.mark.parametrize("name", CLICKS)
 def test_a_clicked_template_runs_and_gives_the_same(templates: Templates, page: Browser, name: str) -> None:
-    made = {}
     page.script(LOAD, templates.workflow(name), name)
-    for run in ("plain", "clicked"):
-        graph = templates.runnable(page.script(PROMPT), name)
-        done = templates.server.run(observed(graph, run))
-        assert done.ok, f"{name}, {run}: {done.status}"
-        paths = sorted((templates.base / "output").glob(f"{run}-*.pt"))
-        made[run] = {path.name.removeprefix(run): torch.load(path) for path in paths}
-        for path in paths:
-            path.unlink()
-        page.script(COMMAND, "WanCore.Accelerate")
-    assert made["plain"].keys() == made["clicked"].keys() and made["plain"]
-    for key, one in made["plain"].items():
-        assert (one - made["clicked"][key]).abs().max() <= 1e-5 * one.abs().max()
-    words = [line for line in templates.server.log().splitlines() if "WanCore Accelerate: " in line]
-    assert len(words) >= len(made["plain"])
+    plain = page.script(PROMPT)
+    page.script(COMMAND, "WanCore.Accelerate")
+    assert the_same(templates, [templates.runnable(one, name) for one in (plain, page.script(PROMPT))])
 
 
 def test_nodes_say_what_they_did_inside_a_subgraph_too(templates: Templates, page: Browser) -> None:
