@@ -43,6 +43,10 @@ class Nodes:
         del self.cpus[found]
         self.cluster.remove_node(found, allow_graceful=False)
 
+    def kill_head(self) -> None:
+        """The process that knows all nodes; those go on alone."""
+        self.cluster.head_node.all_processes["gcs_server"][0].process.kill()
+
     def busy(self) -> list[str]:
         """The ids of nodes whose CPU is taken; connects this process to the cluster."""
         import ray

@@ -1,4 +1,5 @@
-"""WanCore Launcher with a cluster under a running ComfyUI: a video, an interruption, a killed node, a second graph."""
+"""WanCore Launcher with a cluster under a running ComfyUI: a video, an interruption, a killed node, a second graph, a
+lost head."""
 
 from __future__ import annotations
 
@@ -10,16 +11,24 @@ import pytest
 
 from tests.cluster.conftest import Nodes
 from tests.comfyui import Client, ComfyUI, Graph, find_comfyui, make_base
-from tools.embedded_graphs import node, small
+from tools.embedded_graphs import node, small, text_to_video
 
 pytestmark = [pytest.mark.ray, pytest.mark.comfy, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def comfy(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+def mortal(nodes: Nodes) -> Iterator[Nodes]:
+    """A second cluster, which a test may end."""
+    made = Nodes()
+    yield made
+    made.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def comfy(nodes: Nodes, mortal: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     """It finds Ray where the tests have it."""
     paths = [*site.getsitepackages(), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"WANCORE_CLUSTERS": nodes.address, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {"WANCORE_CLUSTERS": f"{nodes.address},{mortal.address}", "PYTHONPATH": os.pathsep.join(paths)}
     server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")), environment)
     yield server
     server.stop()
@@ -66,3 +75,22 @@ def test_addresses_that_comfyui_was_not_started_with(comfy: ComfyUI, nodes: Node
 
     with pytest.raises(Refused, match="WANCORE_CLUSTERS"):
         comfy.run(on_cluster(small(), nodes, cluster="elsewhere:6379"))
+
+
+def test_a_lost_head(comfy: ComfyUI, nodes: Nodes, mortal: Nodes) -> None:
+    """ComfyUI outlives it: the graph ends with an error after a minute, and others run here and on another cluster."""
+    mortal.have(2)
+    client = Client(comfy.port)
+    prompt = comfy.queue(on_cluster(text_to_video(steps=1000, seed=81, solver="euler"), mortal), client.name)
+    for event in client.events():
+        if event["type"] == "progress" and event["data"]["node"] == "sampler" and event["data"]["value"] == 3:
+            mortal.kill_head()
+        elif event["type"] == "execution_error":
+            break
+    client.close()
+    assert "of 1000" in comfy.wait(prompt).message("execution_error")["exception_message"]
+    again = comfy.run(on_cluster(small(seed=82), mortal))
+    assert "cannot connect to the Ray cluster" in again.message("execution_error")["exception_message"]
+    assert comfy.run(small(seed=83)).ok
+    nodes.have(2)
+    assert comfy.run(on_cluster(small(seed=84), nodes)).ok
