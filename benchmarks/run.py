@@ -61,6 +61,7 @@ MEASURES: dict[str, Rows] = {
     "tests": tests_rows,
 }
 
+IN_ROUNDS = ("everyday",)  # suites that give a row again after each round
 PARTS = {
     "attention": (*ATTENTION_PARTS, *TUNED),
     "everyday": EVERYDAY_PARTS,
@@ -99,8 +100,9 @@ def measure(
     details: dict[str, Any] = {"model": name}
     for row in MEASURES[suite](name, sizes, device, options, details):
         tell(str(row))
-        rows = [one for one in rows if (one["name"], one["size"]) != (row["name"], row["size"])]
-        rows.append(row)  # a suite that measures in rounds gives a row again after each
+        if suite in IN_ROUNDS:
+            rows = [one for one in rows if (one["name"], one["size"]) != (row["name"], row["size"])]
+        rows.append(row)
         rows.sort(key=lambda row: sizes.index(row["size"]) if row["size"] in sizes else len(sizes))
         result = envelope(suite, device, rows, program="benchmarks") | details
         result["versions"] |= peer_versions({row["name"] for row in rows})

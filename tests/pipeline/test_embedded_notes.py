@@ -25,7 +25,8 @@ def notes(
 ):
     given = {
         "plan": SimpleNamespace(context_windows=windows),
-        "request": SimpleNamespace(prompt=prompt),
+        "request": SimpleNamespace(prompts_at=()),
+        "texts": (SimpleNamespace(text=prompt),),
         "clips": (SimpleNamespace(frames=frames),),
     }
     job = SimpleNamespace(task=find_task(task), width=size[0], height=size[1], **given)

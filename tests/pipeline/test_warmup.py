@@ -68,9 +68,8 @@ def test_sparse_steps_are_warm_too():
     exact = pipe.sample(run, pipe.encode(run))
     for name in ("high", "low"):
         block = pipe.models.residency.models[name].blocks[0]
-        # The last input of a block is the call of attention.
-        block.register_forward_pre_hook(
-            lambda _, given, n=name: calls.setdefault(n, []).append(any(given[-1].sparse.rules))
+        block.register_forward_pre_hook(  # the fifth input of a block is the call of attention
+            lambda _, given, n=name: calls.setdefault(n, []).append(any(given[4].sparse.rules))
         )
     pipe.warm_up(request)
     kinds = {name: {step.sparsity > 0 for step in run.job.plan.steps if step.expert == name} for name in calls}
