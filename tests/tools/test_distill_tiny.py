@@ -149,7 +149,8 @@ def test_the_command_leaves_loras_and_a_comparison(tmp_path: Path, capsys: pytes
         "--samples",
         "2",
     ]
-    main(["--out", str(tmp_path), *few, "--steps", "2", "--batch", "2", "--bank", "4", "--start", "4", "--rank", "2"])
+    training = ["--steps", "2", "--batch", "2", "--bank", "4", "--start", "4", "--rank", "2", "--share", "0"]
+    main(["--out", str(tmp_path), *few, *training])
     result = json.loads(next(tmp_path.glob("distilled-*.json")).read_text())
     assert [row["forwards"] for row in result["rows"]] == [16, 4, 8, 4]
     assert result["training"]["training_steps"] == 2 and result["training"]["pairs"] == 4
