@@ -268,8 +268,8 @@ def check_parts(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     native = importlib.import_module("pack.nodes.host.native")
 
     class Recorded(native.NativeRun):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
             self.seen: list[float] = []
             runs.append(self)
 

@@ -278,7 +278,6 @@ def test_context_windows_are_taken_over(comfy: ComfyUI) -> None:
     ("changed", "words"),
     [
         ({"context_stride": 2}, "context_stride 2, whose windows leave frames out"),
-        ({"split_conds_to_windows": True}, "split_conds_to_windows, of several texts at once"),
         ({"retain_first_frame": True}, "t2v-A14B has no image beside its noise"),
     ],
 )
