@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from PIL import Image
@@ -63,4 +63,4 @@ def tiny_vae(path: Path, changed: float, channels: int) -> TinyVAE:
     if not isinstance(vae, TinyVAE) or vae.config.z_dim != channels:
         raise OptionError(f"{path} is no tiny autoencoder for latents of {channels} channels")
     host.log.info("WanCore draws previews with %s", path.name)
-    return cast(TinyVAE, vae)
+    return vae

@@ -10,7 +10,7 @@ from comfy_api.latest import io, ui
 from wan_core.config import OptionError, PromptAt, check_prompts
 from wan_core.execution.report import WARNING
 from wan_core.models.wan.families import PROMPTS
-from wan_core.sampling.timed_prompts import text_of_frames
+from wan_core.sampling.timed_prompts import check_cut, text_of_frames
 
 from .conditioning import with_values
 from .schema import output, schema
@@ -115,12 +115,3 @@ def tokens_of(tokens: Any) -> int:
     """How many tokens ComfyUI's tokenizer gives a text, padding (0) and the end token (1) not counted."""
     (sections,) = tokens.values()
     return sum(one[0] not in (0, 1) for section in sections for one in section)
-
-
-def check_cut(count: int, read: int) -> None:
-    """Raise OptionError where the last prompts would be cut."""
-    if count > read:
-        raise OptionError(
-            f"the prompts together have {count} tokens, and {read} are read: the last ones would be cut. Shorten them, "
-            "or leave some out"
-        )

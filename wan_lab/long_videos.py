@@ -33,9 +33,9 @@ from wan_core.pipeline.media import clip_media, condition
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import Run
 from wan_core.pipeline.text import encode_text
-from wan_lab.metrics import describe, track, unit_range
+from wan_lab.metrics import describe, motion_amplitude, unit_range
 from wan_lab.results import envelope, result_path, write_result
-from wan_lab.shapes import REFERENCE_SIZE, draw
+from wan_lab.shapes import draw
 
 SCENES = (
     Scene("red", "circle", "right", "blue"),
@@ -60,14 +60,6 @@ class ClipFacts:
     off: float
     means: tuple[float, ...]
     deviations: tuple[float, ...]
-
-
-def motion_amplitude(frames: Tensor) -> float | None:
-    """See `ClipFacts`."""
-    way = track(frames)
-    if way is None or len(way) < 2:
-        return None
-    return float((way[1:] - way[:-1]).norm(dim=1).mean()) * REFERENCE_SIZE / min(frames.shape[1:3])
 
 
 def clip_facts(frames: Tensor, scene: Scene, first: Tensor) -> ClipFacts:

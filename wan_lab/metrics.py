@@ -116,6 +116,15 @@ def track(frames: Tensor) -> Tensor | None:
     return centre - torch.stack([torch.zeros_like(drop), drop], 1)
 
 
+def motion_amplitude(frames: Tensor) -> float | None:
+    """Pixels of a 96-pixel frame that the shape of `frames` [F, H, W, 3] moves from frame to frame, on average; None:
+    no shape is seen in all of them, or there is one frame."""
+    way = track(frames)
+    if way is None or len(way) < 2:
+        return None
+    return float((way[1:] - way[:-1]).norm(dim=1).mean()) * REFERENCE_SIZE / min(frames.shape[1:3])
+
+
 def _seen(frames: Tensor, scale: float) -> tuple[Tensor, Tensor | None, str | None]:
     """Colour of the border [3], and the shape's mask and colour as of `_mask`."""
     video = _blur(unit_range(frames).permute(0, 3, 1, 2), scale)  # [F, 3, H, W]

@@ -15,13 +15,11 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
-from wan_lab.metrics import judge, track
+from wan_lab.metrics import judge, motion_amplitude
 from wan_lab.results import envelope, result_path, write_result
-from wan_lab.shapes import REFERENCE_SIZE
 
 CAPTIONS = (
     "a red circle moving right on a blue background",
@@ -30,14 +28,6 @@ CAPTIONS = (
     "an orange cross moving down on a black background",
 )
 PRESETS = ("none", "4-step", "motion", "8-step", "8-step-motion")
-
-
-def amplitude(frames: Tensor) -> float | None:
-    """Pixels of a 96-pixel frame that the shape of `frames` [F, H, W, 3] moves a frame; None: no shape is seen."""
-    path = track(frames)
-    if path is None:
-        return None
-    return float((path[1:] - path[:-1]).norm(dim=1).mean()) * REFERENCE_SIZE / min(frames.shape[1:3])
 
 
 def row_of(preset: str, seeds: int) -> dict[str, Any]:
@@ -50,7 +40,7 @@ def row_of(preset: str, seeds: int) -> dict[str, Any]:
         for seed in range(seeds):
             made = pipe.generate(Request(prompt=caption, preset=preset, seed=seed))
             frames, forwards = torch.from_numpy(made.frames), made.plan.forwards
-            found = amplitude(frames)
+            found = motion_amplitude(frames)
             moved += [] if found is None else [found]
             right += judge(frames, caption).all_true
     videos = len(CAPTIONS) * seeds

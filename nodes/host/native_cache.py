@@ -26,7 +26,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
-from wan_core.sampling.cache.adaptive_run import Adaptive, Bounded, adaptive_phase
+from wan_core.sampling.cache.adaptive_run import Adaptive, BoundedCache, adaptive_phase
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import skip_words, with_curve
@@ -293,7 +293,7 @@ class CachedRun:
             self._leave_phase()
             self.phase = phase
             self.adaptive = adaptive_phase(self.plan, phase, x.device, steps=self.part.total)
-        if isinstance(self.adaptive, Bounded):
+        if isinstance(self.adaptive, BoundedCache):
             self.judging.tell(self.adaptive, self.steps, before=index)
         self.states = {key: state for key, state in self.states.items() if key[-1] in self.patches.seen}
         keys = conditions_of(x, options)
@@ -306,7 +306,7 @@ class CachedRun:
         return bool(step.skipped) if self.adaptive is None else self.adaptive.decide(step)
 
     def _leave_phase(self) -> None:
-        if isinstance(self.adaptive, Bounded):
+        if isinstance(self.adaptive, BoundedCache):
             self.judging.tell(self.adaptive, self.steps)
             self.said.append(self.adaptive.words())
         self.adaptive, self.noted = None, (-1, None)
@@ -320,7 +320,7 @@ class CachedRun:
 
     def _note(self, index: int, keys: list[tuple[Any, ...]], output: Tensor) -> None:
         """For the adaptive policy: the velocity of the first prompt, once a step."""
-        if self.adaptive is None or isinstance(self.adaptive, Bounded):
+        if self.adaptive is None or isinstance(self.adaptive, BoundedCache):
             return
         newest, measured = self.noted
         prompts = [(*key[:3], *key[4:]) for key in keys]  # whatever the size of the latents
@@ -347,7 +347,7 @@ class Judging:
             off, whole = there.get(key[2:4], (0.0, 0.0))  # of a context window and size, whatever the condition
             there[key[2:4]] = weight * (might - made) + off, weight * made + whole
 
-    def tell(self, adaptive: Bounded, steps: Mapping[int, Step], before: float = inf) -> None:
+    def tell(self, adaptive: BoundedCache, steps: Mapping[int, Step], before: float = inf) -> None:
         """Hand over the steps that are complete."""
         for index in [index for index in self.steps if index < before]:
             parts = self.steps.pop(index).values()

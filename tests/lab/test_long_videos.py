@@ -9,7 +9,8 @@ from tools.train_tiny_svi import CLIP, Bank, bouncing
 from wan_core.checkpoint import load_vae
 from wan_core.pipeline.embedded import Scene
 from wan_core.pipeline.sources import TINY
-from wan_lab.long_videos import ClipFacts, clip_facts, motion_amplitude, row_of
+from wan_lab.long_videos import ClipFacts, clip_facts, row_of
+from wan_lab.metrics import motion_amplitude
 from wan_lab.shapes import MARGIN, draw, sample_paths, scene_table
 
 MOVING, STILL = Scene("red", "circle", "right", "blue"), Scene("green", "square", "still", "white")

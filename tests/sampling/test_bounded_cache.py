@@ -17,7 +17,7 @@ from tests.sampling.test_residual import NotYet, run
 from wan_core.checkpoint.load import load_dit
 from wan_core.config import AdaptiveOptions, GuidanceOptions, SkipOptions
 from wan_core.sampling.cache import residual
-from wan_core.sampling.cache.adaptive_run import Bounded
+from wan_core.sampling.cache.adaptive_run import BoundedCache
 from wan_core.sampling.cache.arguments import parse_adaptive
 from wan_core.sampling.cache.judged import LAG, Judged, Judgement, fewest_forwards, remainder
 from wan_core.sampling.cache.policies import EARLY_STEPS, FORECAST
@@ -99,7 +99,7 @@ def test_a_bound_of_nothing_changes_nothing_bit_for_bit():
 def test_what_is_judged_is_the_error_of_the_forecast(monkeypatch):
     """Against residuals computed apart, in a run that skips nothing: of the guided velocity."""
     plan, judged, velocities = bounded(bound=0), {}, {}
-    judge, forecast_of = Bounded.judge, Guided.forecast_of
+    judge, forecast_of = BoundedCache.judge, Guided.forecast_of
 
     def seen(self, step, sums):
         judge(self, step, sums)
@@ -109,7 +109,7 @@ def test_what_is_judged_is_the_error_of_the_forecast(monkeypatch):
         velocities[step.index] = forecast_of(self, step, skip)
         return velocities[step.index]
 
-    monkeypatch.setattr(Bounded, "judge", seen)
+    monkeypatch.setattr(BoundedCache, "judge", seen)
     monkeypatch.setattr(Guided, "forecast_of", made)
     computed = {}
     run(plan, on_step=lambda p: computed.update({p.step.index: p.velocity}))
@@ -130,7 +130,7 @@ def test_what_is_judged_is_the_error_of_the_forecast(monkeypatch):
 
 
 def test_decisions_read_only_what_has_arrived_long_ago(monkeypatch):
-    decide, decided = Bounded.decide, []
+    decide, decided = BoundedCache.decide, []
 
     def checked(self, step):
         everything = list(self.measured)
@@ -139,7 +139,7 @@ def test_decisions_read_only_what_has_arrived_long_ago(monkeypatch):
         self.measured[:] = everything
         return decided[-1]
 
-    monkeypatch.setattr(Bounded, "decide", checked)
+    monkeypatch.setattr(BoundedCache, "decide", checked)
     run(bounded())
     assert len(decided) == 24 and any(decided) and not all(decided)
 

@@ -71,9 +71,9 @@ class Stored:
 
 @functools.cache
 def _instructions() -> dict[str, str]:
-    """Keep x264 from AVX-512: with it, equal frames gave different files (480x256, 5 frames: five in 14 runs; with AVX2
-    one in 27). Seen with x264 core 165 of PyAV 18.1 on an AMD EPYC. It can go when `test_equal_frames_give_equal_files`
-    passes without it on such a processor."""
+    """Keep x264 from AVX-512: with it, equal frames gave different files (480x256, 5 frames: five files in 14 runs;
+    with AVX2 one file in 27). Seen with x264 core 165 of PyAV 18.1 on an AMD EPYC. It can go when
+    `test_equal_frames_give_equal_files` passes without it on such a processor."""
     try:
         flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
     except OSError:  # not Linux

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wan_core.execution.report import Report
 from wan_core.media.colours import lab, rgb_of
+from wan_core.models.wan.families.clips import frames_of_latents
 
 Frames = NDArray[np.uint8]
 Change = Callable[[Tensor], Tensor]
@@ -80,7 +81,7 @@ def pixels_of(picture: Tensor) -> Frames:
 def match_windows(frames: Frames, windows: Sequence[Sequence[int]], strength: float, device: torch.device) -> None:
     """Match the frames [F, H, W, 3] of a video that was made in context windows, in place. windows: latent frames of
     each. A frame that several windows have gets the mean of what each makes of it."""
-    match, places = ColourMatch(strength, device), [frames_of(window) for window in windows]
+    match, places = ColourMatch(strength, device), [frames_of_latents(window) for window in windows]
     changes = [match.change(frames[place]) for place in places]
     for number, frame in enumerate(frames):
         picture = unit(frame, device)
@@ -90,11 +91,6 @@ def match_windows(frames: Frames, windows: Sequence[Sequence[int]], strength: fl
             if number in place
         ]
         frames[number] = pixels_of(torch.stack(made).mean(0))
-
-
-def frames_of(latents: Sequence[int]) -> list[int]:
-    """The video frames of latent frames."""
-    return [frame for latent in latents for frame in range(max(0, 4 * latent - 3), 4 * latent + 1)]
 
 
 def channel_means(frames: Frames) -> dict[str, Any]:

@@ -8,14 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from wan_core.config import OptionError
 from wan_core.models.text.tokenizer import TokenCount, prompt_notes
 from wan_core.models.wan.families.clips import Clip
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.pipeline.run import Run
 from wan_core.sampling.conditioning import Conditioning, penalty_rows
 from wan_core.sampling.denoise import retried
-from wan_core.sampling.timed_prompts import TimedText
+from wan_core.sampling.timed_prompts import TimedText, check_cut
 
 
 @torch.no_grad()
@@ -80,10 +79,6 @@ def penalties(texts: Sequence[TimedText], counts: Sequence[TokenCount], frames: 
         if not text.changes:
             continue
         ends = [next(left) for _ in text.prefixes]
-        if ends[-1].given > ends[-1].read:
-            raise OptionError(
-                f"the prompts together have {ends[-1].given} tokens, and {ends[-1].read} are read: the last ones would "
-                "be cut. Shorten them, or leave some out"
-            )
+        check_cut(ends[-1].given, ends[-1].read)
         found[number] = penalty_rows(text, [end.given - 1 for end in ends], frames, rows.shape[1])
     return found.to(rows.device)

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log
 
-from wan_core.config import PromptAt
+from wan_core.config import OptionError, PromptAt
+from wan_core.models.wan.families.clips import PER_LATENT
 from wan_core.sampling.plan import Plan, PromptTimes
 
 TAIL = 2.0
 FAINT = 1e-3
-STRIDE = 4  # frames of the video in a latent frame, but for the first
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,18 @@ class TimedText:
         return [[penalty(frame, *one) for one in zip(self.starts, ends, strict=True)] for frame in range(frames)]
 
 
+def check_cut(given: int, read: int) -> None:
+    """Raise OptionError where the last of several prompts would be cut. given: tokens of all of them."""
+    if given > read:
+        raise OptionError(
+            f"the prompts together have {given} tokens, and {read} are read: the last ones would be cut. Shorten them, "
+            "or leave some out"
+        )
+
+
 def first_latent(frame: int) -> int:
     """The latent frame that holds a frame of the video: the first from which on a prompt counts."""
-    return -(-frame // STRIDE)
+    return -(-frame // PER_LATENT)
 
 
 def text_of_frames(whole: str, prompts: Sequence[PromptAt], first: int, end: int) -> TimedText:

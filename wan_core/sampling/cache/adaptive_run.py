@@ -8,7 +8,7 @@ the work in question lies before a whole forward that is still queued, and the d
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,7 @@ from torch import Tensor
 from wan_core.config import AdaptiveOptions
 from wan_core.sampling.cache.judged import LAG, Judged, Judgement, judged_words, remainder
 from wan_core.sampling.plan import Branch, Plan, Step
-
-
-class Sums(Protocol):
-    """Sums over the ranks that run a video together, the same numbers on all of them."""
-
-    def over_forward(self, x: Tensor, both: bool) -> Tensor: ...
+from wan_core.sampling.sparsity.measured import RankSums
 
 
 class Adaptive:
@@ -95,10 +90,12 @@ class Adaptive:
         return event
 
 
-class Bounded(Adaptive):
+class BoundedCache(Adaptive):
     """Decides for one phase by the judged error of forecasts: `wan_core.sampling.cache.judged` has the rule."""
 
-    def __init__(self, options: AdaptiveOptions, steps: int, device: torch.device, ranks: Sums | None = None) -> None:
+    def __init__(
+        self, options: AdaptiveOptions, steps: int, device: torch.device, ranks: RankSums | None = None
+    ) -> None:
         """ranks: those that run the video together, on which the same numbers are judged."""
         super().__init__(options, steps, device)
         self.ranks, self.rule = ranks, Judged(options)
@@ -133,7 +130,7 @@ class Bounded(Adaptive):
 
 
 def adaptive_phase(
-    plan: Plan, phase: tuple[Step, ...], device: torch.device, ranks: Sums | None = None, steps: int | None = None
+    plan: Plan, phase: tuple[Step, ...], device: torch.device, ranks: RankSums | None = None, steps: int | None = None
 ) -> Adaptive | None:
     """What decides for the steps of `phase`; None where the plan has decided. steps: of the whole schedule, where
     `plan` is a part of it."""
@@ -141,7 +138,7 @@ def adaptive_phase(
         return None
     steps = len(plan.steps) if steps is None else steps
     return (
-        Bounded(plan.adaptive, steps, device, ranks)
+        BoundedCache(plan.adaptive, steps, device, ranks)
         if plan.adaptive.rule == "bound"
         else Adaptive(plan.adaptive, steps, device)
     )

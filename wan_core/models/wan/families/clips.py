@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,6 +74,11 @@ def cut_clips(rules: ClipRules, frames: int, clip: int, overlap: int) -> tuple[C
         clips.append(Clip(len(clips), first, size, overlap if clips else 0))
         first += size - overlap
     return tuple(clips)
+
+
+def frames_of_latents(latents: Iterable[int]) -> list[int]:
+    """The video frames of latent frames, from 0."""
+    return [n for latent in latents for n in range(max(0, PER_LATENT * (latent - 1) + 1), PER_LATENT * latent + 1)]
 
 
 def latents_of(carried: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from wan_core.config import OptionError, check_known
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.clips import Clip, frames_of_latents
 from wan_core.models.wan.families.family import Inputs, Task
 from wan_core.models.wan.families.media import keyframes_of
 
@@ -126,8 +126,7 @@ def handed_of(latents: Tensor, unknown: Tensor, config: VAEConfig) -> tuple[int,
     known = set(known_of(unknown))
     filled = config.normalise(latents[:1]).abs().amax((0, 1, 3, 4)) > 1e-3
     places = [int(place) for place in filled.nonzero() if place > 0]
-    frames = tuple(frame for place in places for frame in range(4 * place - 3, 4 * place + 1))
-    return () if bool(filled.all()) else tuple(frame for frame in frames if frame not in known)
+    return () if bool(filled.all()) else tuple(one for one in frames_of_latents(places) if one not in known)
 
 
 def clip_inputs(
