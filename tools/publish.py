@@ -41,7 +41,7 @@ def faults(project: dict[str, Any], root: Path) -> Iterator[str]:
         if comfy.get(name) != picture_address(repository, path):
             yield f"{name} is {comfy.get(name)!r}, not {picture_address(repository, path)}"
         if not (root / path).is_file():
-            yield f"{path} is missing: python -m tools.pack_pictures"
+            yield f"{path} is missing"
     if not comfy.get("PublisherId"):
         yield "[tool.comfy] has no PublisherId"
     version = project["project"]["version"]

@@ -4,8 +4,8 @@ colours drift.
     python -m wan_lab.long_videos --out benchmarks/results --ways plain,svi --match none,latents,lab
 
 Every way makes the same scenes: `plain` goes on from the last frame of the clip before, `svi` from an anchor and the
-last latent (with `--loras FOLDER`, the LoRAs of `tools.train_tiny_svi`). Colours are matched to the first clip not at
-all, on latents or on pictures.
+last latent (with `--loras FOLDER`, LoRAs for that). Colours are matched to the first clip not at all, on latents or on
+pictures.
 
 Frames are [F, H, W, 3] in 0..1. Shapes: F frames, H rows, W columns.
 """
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     top.add_argument("--strength", type=float, default=1.0)
     top.add_argument("--clips", type=int, default=10)
     top.add_argument("--scenes", choices=("all", "moving", "still"), default="all")
-    top.add_argument("--loras", type=Path, help="folder of the LoRAs of tools.train_tiny_svi, for `svi`")
+    top.add_argument("--loras", type=Path, help="folder of LoRAs for `svi`")
     top.add_argument("--sheets", type=Path, help="folder for pictures: a row a clip")
     top.add_argument("--seed", type=int, default=0)
     options = top.parse_args(arguments)

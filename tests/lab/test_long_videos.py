@@ -1,17 +1,14 @@
-"""The measures of long videos on drawn clips, and the training data of the embedded model's SVI LoRAs."""
+"""The measures of long videos on drawn clips."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tools.train_tiny_svi import CLIP, Bank, bouncing
-from wan_core.checkpoint import load_vae
 from wan_core.pipeline.embedded import Scene
-from wan_core.pipeline.sources import TINY
 from wan_lab.long_videos import ClipFacts, clip_facts, row_of
 from wan_lab.metrics import motion_amplitude
-from wan_lab.shapes import MARGIN, draw, sample_paths, scene_table
+from wan_lab.shapes import draw, sample_paths, scene_table
 
 MOVING, STILL = Scene("red", "circle", "right", "blue"), Scene("green", "square", "still", "white")
 
@@ -39,21 +36,3 @@ def test_a_row_has_the_means_of_scenes() -> None:
     facts = [ClipFacts(1.0, True, 0.0, (0.5,) * 3, (0.1,) * 3), ClipFacts(None, False, 2.0, (0.6,) * 3, (0.1,) * 3)]
     row = row_of("x", [MOVING, STILL], [facts, facts])
     assert row["same"] == [1.0, 0.0] and row["amplitude"] == [1.0, None] and row["drift"] == 0.1
-
-
-def test_training_data_are_clips_of_svi() -> None:
-    """Shapes stay in the frame and turn around; what a sample is given is its own first latents and zeros."""
-    paths = sample_paths(scene_table([MOVING]), height=96, width=96, generator=torch.Generator().manual_seed(2))
-    centres = bouncing(paths, 200, size=96)
-    low = float(paths.radius[0]) + MARGIN
-    assert centres.min() >= low - 1e-3 and centres.max() <= 96 - low + 1e-3
-    steps = (centres[0, 1:, 0] - centres[0, :-1, 0]).sign()
-    assert (steps > 0).any() and (steps < 0).any()
-    torch.manual_seed(0)
-    bank = Bank.draw(load_vae(TINY / "vae.safetensors", dtype=torch.float32), 1, 33, 1, 64, seed=0)
-    latents, given, scene = bank.sample(16)
-    assert latents.shape == (16, 16, CLIP, 8, 8) and given.shape == (16, 20, CLIP, 8, 8) and len(scene) == 16
-    assert given[:, :4, 0].min() == 1 and not given[:, :4, 1:].any() and not given[:, :, 2:].any()
-    assert torch.equal(given[:, 4:, 0], latents[:, :, 0])
-    first = ~given[:, :, 1].flatten(1).any(1)
-    assert first.any() and not first.all()

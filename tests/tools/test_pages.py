@@ -86,4 +86,4 @@ def test_no_picture_is_older_than_the_nodes_that_it_shows() -> None:
     for picture in sorted(pictures_of_graphs()):
         for kind, inputs in recorded[picture].items():
             now = [entry["name"] for entry in schemas[kind]["inputs"]]
-            assert sorted(inputs) == sorted(now), f"{picture} shows an older {kind}: run tools/screenshots.py --run"
+            assert sorted(inputs) == sorted(now), f"{picture} shows an older {kind}: run tools/screenshots.py"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import tomllib
-from PIL import Image, ImageChops
+from PIL import Image
 
-from tools import pack_pictures, publish
+from tools import publish
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -35,13 +35,10 @@ def test_the_placeholder_is_refused_and_an_address_is_not() -> None:
     assert "no chapter 9.9.9" in said(decided.replace('version = "0', 'version = "9.9.9"\nx = "0', 1))[0]
 
 
-@pytest.mark.parametrize(("name", "size", "draw"), [
-    ("icon.png", (400, 400), pack_pictures.icon),
-    ("banner.png", (1260, 540), pack_pictures.banner),
-])  # fmt: skip
-def test_the_pictures_are_what_the_script_draws(name: str, size: tuple[int, int], draw) -> None:
-    kept = Image.open(ROOT / "docs" / "images" / name)
-    assert kept.size == size and not ImageChops.difference(kept.convert("RGB"), draw().convert("RGB")).getbbox()
+@pytest.mark.parametrize(("name", "size"), [("icon.png", (400, 400)), ("banner.png", (1260, 540))])
+def test_the_pictures_have_the_registrys_sizes(name: str, size: tuple[int, int]) -> None:
+    """An icon of at most 400x400 and a banner of 21:9."""
+    assert Image.open(ROOT / "docs" / "images" / name).size == size
 
 
 def test_the_archive_is_small_and_whole() -> None:
