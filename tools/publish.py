@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import tomllib
+import tomllib  # pyright: ignore[reportMissingImports] # Python 3.11
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACEHOLDER = "OWNER"
