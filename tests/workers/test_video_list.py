@@ -3,7 +3,6 @@ twice."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,8 @@ from PIL import Image
 from tests.forked import forking
 from tools.processes import parents, wait_until
 from wan_core.cli import main
-from wan_core.cli.prompt_file import SAME_RESULT, key_of
-from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config import OptionError, Request
 from wan_core.config.outputs import Outputs
-from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.workers.launcher import WorkerError
 from wan_core.workers.video_list import ATTEMPTS, LOSSES, ListedVideo, Maker, VideoList, make_all
 
@@ -213,22 +209,6 @@ def test_run_again_makes_what_is_missing(tmp_path: Path, capfd: pytest.CaptureFi
     write_list(tmp_path, *lines[:2], {"prompt": "a blue square"})
     assert main(command) == 2
     assert "o-0003.mp4 exists and was not made by this line" in capfd.readouterr().err
-
-
-def test_what_a_preset_says_of_itself_makes_no_other_video() -> None:
-    """A list that was made before a preset's file said its steps, and before there were some fields, is recognised."""
-    pattern = parse_setting("pattern:1101/1101/1")
-    assert pattern is not None
-    request = Request(prompt="a", skip=pattern)
-    measured = replace(request, skip=replace(pattern, measured_steps=20))
-    loaded = LoadOptions(model="tiny")
-    asked = asdict(request)
-    assert asked["skip"].pop("measured_steps", 0) is None
-    newer = ("keyframes", "motion", "lora_strengths", "svi", "prompts_at", "match_colours")
-    assert {asked.pop(later) for later in newer} == {None}
-    models = {name: value for name, value in asdict(loaded).items() if name not in SAME_RESULT}
-    before = hashlib.sha256(json.dumps([asked, models], sort_keys=True).encode()).hexdigest()[:32]
-    assert before == key_of(request, loaded) == key_of(measured, loaded) != key_of(Request(prompt="a"), loaded)
 
 
 def test_another_picture_under_the_same_name_is_another_video(

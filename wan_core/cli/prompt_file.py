@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from wan_core.cli.generate import request_of
-from wan_core.cli.options import INPUTS, add_request_options
+from wan_core.cli.list_keys import contents, key_of
+from wan_core.cli.options import add_request_options
 from wan_core.cli.parsing import finite, plain_words
 from wan_core.config import RANDOM_SEED, LoadOptions, OptionError, Request
 from wan_core.config.checks import meant_hint, near_file
@@ -24,10 +22,8 @@ from wan_core.media.video import read_metadata
 from wan_core.workers.video_list import KEY, ListedVideo
 
 MOST_VIDEOS = 100_000
-TEXTS = ("prompt", "prompts_at", "negative_prompt", "pose_prompt")  # fields that may hold any characters
-REPEATED = tuple(name for name, one in table(Request).items() if one.several)  # that may be a list of texts
-HASHED_LAST = ("control_video", "audio")  # in keys, which stay as they are: their videos are not made again
-SAME_RESULT = ("device", "residency", "resident_blocks", "memory_limit", "host_memory_limit")  # options of loading
+REPEATED = {name for name, one in table(Request).items() if one.several}  # fields that may be a list of texts
+TEXTS = {name for name, one in table(Request).items() if one.text}  # that may hold any characters
 
 
 class LineParser(argparse.ArgumentParser):
@@ -130,39 +126,6 @@ def can_be_a_path(text: str) -> bool:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:  # half of a character
         return False
-
-
-def key_of(request: Request, loaded: LoadOptions) -> str:
-    """Equal where the same video is asked for, of pictures and videos with the same contents."""
-    models = {name: value for name, value in asdict(loaded).items() if name not in SAME_RESULT}
-    asked = asdict(request)
-    files = [name for name in INPUTS if asked.get(name) is not None]
-    media = [contents(Path(asked[name])) for name in sorted(files, key=HASHED_LAST.__contains__)]
-    if asked["skip"] is not None:
-        del asked["skip"]["measured_steps"]  # what a preset's file says of itself is no option
-    for name in ("motion", "lora_strengths", "svi", "prompts_at", "match_colours"):
-        if asked[name] is None:  # keys are those of before there were these
-            del asked[name]
-    if asked["windows"] is not None and not asked["windows"]["split"]:
-        del asked["windows"]["split"]
-    if (keyframes := asked.pop("keyframes")) is not None:
-        media += [[one["frame"], contents(Path(one["path"]))] for one in keyframes]
-    text = json.dumps([asked, models, *media], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-@functools.cache
-def contents(path: Path) -> str:
-    """A hash of what a picture or video holds; "" for one that cannot be read, which the check of the request says. A
-    list names one many times: it is read once."""
-    found = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                found.update(piece)
-    except OSError:
-        return ""
-    return found.hexdigest()
 
 
 def is_finished(video: ListedVideo) -> bool:

@@ -306,7 +306,7 @@ class Request(PlanNumbers):
     skip: None where every forward runs. Raises OptionError.
     """
 
-    prompt: str
+    prompt: str = option(text=True)
     prompts_at: tuple[PromptAt, ...] | None = option(
         None,
         flag="prompt-at",
@@ -316,9 +316,10 @@ class Request(PlanNumbers):
         metavar="FRAME=TEXT",
         parse=PromptAt.parse,
         several=True,
+        text=True,
     )
     negative_prompt: str | None = option(
-        None, help="what the video should not show; an empty text is allowed (default: {negative})"
+        None, help="what the video should not show; an empty text is allowed (default: {negative})", text=True
     )
     image: str | None = option(None, help="first frame (image-to-video, Fun, VACE)", once=True, path=True)
     last_image: str | None = option(None, help="last frame (image-to-video, Fun inpaint, VACE)", once=True, path=True)
@@ -378,7 +379,9 @@ class Request(PlanNumbers):
         "--control-video is made anew (VACE)",
         path=True,
     )
-    pose_prompt: str | None = option(None, help="what the driving video shows (Animate-2; default: the prompt)")
+    pose_prompt: str | None = option(
+        None, help="what the driving video shows (Animate-2; default: the prompt)", text=True
+    )
     pose_strength: float | None = option(
         None, low=0, high=10, help="how strongly the driving video counts (Animate-2; 1)"
     )

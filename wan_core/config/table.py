@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -29,7 +29,7 @@ class Option:
     help, metavar: of the command line, which has no option for a field without help. flag: its name there, where it is
     not the field's. parse: text -> value, where the type alone does not say it. once: it names one file, and a second
     one is refused. several: it may be repeated, and the field is a tuple of what `parse` returns. path: it names a file
-    or folder that is read.
+    or folder that is read. text: it may hold any characters.
 
     tip: the widget's tooltip. shown, least, most: the widget's default and range where they are not those of the field.
     step, digits: the widget's step and rounding. advanced: the page folds it away. added: it came after others, so that
@@ -50,6 +50,7 @@ class Option:
     once: bool = False
     several: bool = False
     path: bool = False
+    text: bool = False
     tip: str = ""
     shown: Any = None
     least: float | None = None
@@ -110,6 +111,13 @@ class Checked:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+def stated(options: Any, always: Container[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass by name: those without a default, those in `always`, and others where they are not at
+    their default."""
+    values = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
+    return {name: value for name, (value, default) in values.items() if name in always or value != default}
 
 
 def from_values(kind: type[T], values: Mapping[str, Any], **more: Any) -> T:
