@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import LoraShares, MotionOptions, OptionError, PlanNumbers, SkipOptions
+from wan_core.config import OptionError, PlanNumbers, ScheduleNumbers, SkipOptions
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
 from wan_core.sampling.build import PlannedVideo, PlanRequest, build_plan
@@ -16,7 +17,7 @@ from wan_core.sampling.plan import MAX_STEPS, SCHEDULES
 from wan_core.sampling.presets import CHOICES
 from wan_core.sampling.schedules import Window
 
-from .schema import ADVANCED, widgets
+from .schema import ADVANCED, value_of, widgets
 from .sockets import ModelSocket
 
 LAST = 10000  # an end step beyond every schedule
@@ -34,11 +35,12 @@ def own(field: str) -> str:
 
 def plan_inputs() -> list[Any]:
     """The numbers that make a plan, the same in the sampler and the plan preview."""
-    options = table(PlanNumbers)
-    names = [name for name, one in options.items() if not one.added]
-    changed: dict[str, Any] = {name: {"tooltip": options[name].tip.format(own=own(name))} for name in names[:-1]}
+    options = table(ScheduleNumbers)
+    changed: dict[str, Any] = {
+        name: {"tooltip": one.tip.format(own=own(name))} for name, one in options.items() if "{own}" in one.tip
+    }
     changed["steps"]["max"] = MAX_STEPS
-    return widgets(PlanNumbers, *names, **changed, solver={"options": list(SCHEDULES)})
+    return widgets(ScheduleNumbers, **changed, solver={"options": list(SCHEDULES)})
 
 
 def preset_input() -> list[Any]:
@@ -46,27 +48,10 @@ def preset_input() -> list[Any]:
     return widgets(PlanNumbers, "preset", preset={"options": list(CHOICES)})
 
 
-def phase_inputs() -> list[Any]:
-    """LoRAs that change their strength in a run. Appended where `plan_inputs` are, last."""
-    return [
-        io.String.Input(
-            "motion",
-            **ADVANCED,
-            default="",
-            optional=True,
-            tooltip="Steps with at least this share of noise (or this timestep) are guided and run without the "
-            "step-distilled LoRA, which keeps motion: 0.985/3.5, the second number is the guidance. Empty: only with "
-            "a preset 'motion'.",
-        ),
-        io.String.Input(
-            "lora_strengths",
-            **ADVANCED,
-            default="",
-            optional=True,
-            tooltip="Share of its strength that a LoRA has in each phase of the run (guided steps, high-noise expert, "
-            "low-noise expert): 'high=0;1', 'low', 'all' or a part of a file's name, several with commas.",
-        ),
-    ]
+def added_inputs() -> list[Any]:
+    """All other numbers of a plan. Appended where `plan_inputs` are, last."""
+    names = [name for name in table(PlanNumbers) if name not in table(ScheduleNumbers) and name != "preset"]
+    return widgets(PlanNumbers, *names)
 
 
 def window_inputs() -> list[Any]:
@@ -119,6 +104,11 @@ def window_inputs() -> list[Any]:
     ]
 
 
+def numbers_of(values: Mapping[str, Any]) -> PlanNumbers:
+    """What the widgets of `plan_inputs`, `preset_input` and `added_inputs` say."""
+    return PlanNumbers(**{name: value_of(one, values.get(name)) for name, one in table(PlanNumbers).items()})
+
+
 def plan_of(
     model: ModelSocket,
     values: Mapping[str, Any],
@@ -131,17 +121,11 @@ def plan_of(
     `frames`, `clip_frames`, `overlap`, `cut`, `known` and `prompt_starts` of a `PlanRequest`; nothing: one clip of the
     task's own."""
     sigmas: Tensor | None = values.get("sigmas")
-    numbers = {name: values.get(name) or None for name in table(PlanNumbers)}
-    numbers["preset"] = values.get("preset", "auto")
-    shares = [one for one in (values.get("lora_strengths") or "").split(",") if one.strip()]
-    numbers["lora_strengths"] = tuple(map(LoraShares.parse, shares)) or None
-    numbers["motion"] = MotionOptions.parse(values["motion"].strip()) if (values.get("motion") or "").strip() else None
-    if numbers["solver"] == "unipc":
-        numbers["solver"] = None
-    if numbers["shift"] is None and sigmas is None:  # as in ComfyUI, a MODEL's does not change sigmas
-        numbers["shift"] = model.shift
+    numbers = numbers_of(values)
+    if numbers.shift is None and sigmas is None:  # as in ComfyUI, a MODEL's does not change sigmas
+        numbers = replace(numbers, shift=model.shift)
     request = PlanRequest(
-        **numbers,
+        **vars(numbers),
         sigmas=None if sigmas is None else [float(sigma) for sigma in sigmas],
         part=window_of(**values),
         skip=skipping,

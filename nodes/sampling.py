@@ -11,17 +11,17 @@ from typing import Any
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from wan_core.config import Request, SkipOptions
+from wan_core.config import PlanNumbers, Request, SkipOptions
+from wan_core.config.table import said
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
 from wan_core.models.wan.families import family_of
-from wan_core.pipeline.check import size_notes
+from wan_core.pipeline.check import SAID_OTHERWISE, size_notes
 from wan_core.pipeline.comfy_conditioning import Joined, join, prompt_starts
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_words, notes_of
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.cache.skipping import skip_words
-from wan_core.sampling.control import nag_words
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Expert, Plan
@@ -34,7 +34,17 @@ from .conditioning import on_device
 from .engines import Sampling
 from .files import name_of
 from .memory import plan_experts
-from .plan_inputs import LAST, SWITCH, check_window, phase_inputs, plan_inputs, plan_of, preset_input, window_inputs
+from .plan_inputs import (
+    LAST,
+    SWITCH,
+    added_inputs,
+    check_window,
+    numbers_of,
+    plan_inputs,
+    plan_of,
+    preset_input,
+    window_inputs,
+)
 from .preview import previews_of
 from .schema import output, schema, widgets
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
@@ -87,7 +97,7 @@ class WanCoreSampler(io.ComfyNode):
                     optional=True,
                     tooltip="Disable it for latents in which another sampler left its noise.",
                 ),
-                *phase_inputs(),
+                *added_inputs(),
             ],
             outputs=[
                 output(io.Latent, "latent_out", "Finished, for any VAE Decode."),
@@ -129,7 +139,7 @@ class WanCoreSampler(io.ComfyNode):
         workload = Workload(shape, plan, batched=False)
         blocks = plan_experts(model, workload).staying_blocks
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=blocks is not None)
-        settings = _settings(model, plan, shape, seed, batched)
+        settings = _settings(model, plan, numbers_of(values), shape, seed, batched)
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)
         report = Report(host.device(), settings)
@@ -188,7 +198,10 @@ def _sample(run: Sampling, warnings: Sequence[str]) -> tuple[Tensor, Leftover | 
     return intermediate, leftovers[0].to(intermediate.device) if leftovers else None
 
 
-def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int, batched: bool) -> dict[str, Any]:
+def _settings(
+    model: ModelSocket, plan: Plan, numbers: PlanNumbers, shape: tuple[int, ...], seed: int, batched: bool
+) -> dict[str, Any]:
+    """What reports and latents say of the run. numbers: what was entered."""
     config, settings = model.experts.vae, model.settings
     precision = name_of(settings.dtype) if settings.quantization is None else settings.precision
     return {
@@ -200,8 +213,9 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "frames": config.temporal_stride * (shape[2] - 1) + 1,
         "steps": plan.count,
         **({"sigmas": [plan.sigmas[0], plan.sigmas[-1]]} if plan.from_latents or plan.sigmas[-1] else {}),
-        **({"nag": nag_words(plan.nag)} if plan.nag else {}),
+        **({"nag": plan.nag.words()} if plan.nag else {}),
         **({"windows": plan.context_windows.words()} if plan.context_windows else {}),
+        **said(numbers, SAID_OTHERWISE.split()),
         "shift": plan.shift,
         "boundary": plan.boundary,
         "guidance": {e: plan.guidance_of(e) for e in plan.experts},

@@ -61,6 +61,8 @@ def _widget(name: str, one: Option, changed: Mapping[str, Any]) -> Any:
     made: dict[str, Any] = {"default": default, "tooltip": one.tip}
     made |= ADVANCED if one.advanced else {}
     made |= {"optional": True} if one.added else {}
+    if isinstance(default, str) and one.reader is not None:
+        return io.String.Input(name, **made)
     if isinstance(default, str):
         made["options"] = list(one.choices)
     elif not isinstance(default, bool):
@@ -70,6 +72,16 @@ def _widget(name: str, one: Option, changed: Mapping[str, Any]) -> Any:
         made |= {} if one.digits is None else {"round": one.digits}
     made |= changed
     return INPUTS[type(default)].Input(made.pop("id", name), **made)
+
+
+def value_of(one: Option, value: Any) -> Any:
+    """What a widget's value is for the option: the default that is shown stands for the option's own, text is read as
+    on the command line, several with commas. Raises OptionError."""
+    if one.reader is None:
+        return one.default if value in (None, one.shown) else value
+    texts = (value or "").split(",") if one.several else [value or ""]
+    values = tuple(one.reader(text.strip()) for text in texts if text.strip())
+    return (values if one.several else values[0]) if values else one.default
 
 
 def with_finite_numbers(node: type[io.ComfyNode]) -> type[io.ComfyNode]:

@@ -46,9 +46,10 @@ from wan_core.cli.quality import (
     run_quality,
     run_search,
 )
-from wan_core.config import PRECISIONS, ControlOptions, LoadOptions, Request, UserError
+from wan_core.config import PRECISIONS, ControlOptions, LoadOptions, PlanNumbers, Request, UserError
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
+from wan_core.sampling.build import PlanRequest
 
 PIPE_CLOSED = 141  # as a shell says of a program that SIGPIPE ended
 OUT_HELP = "the video to write: .mp4, .webm or .gif; without ending, a folder of PNG files (default %(default)s)"
@@ -215,7 +216,9 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser.add_argument_group("control (VACE)"), ControlOptions, prefix="control_")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     clips = "print the clips of a video of --frames, this many frames each"
-    add_options(parser, Request, ["clip_frames", "overlap", "svi", "windows"], clip_frames={"help": clips})
+    otherwise = (*table(PlanNumbers), "image", "control", "nag", "width", "height", "frames", "skip")
+    names = [name for name in table(Request) if name in table(PlanRequest) and name not in otherwise]
+    add_options(parser, Request, names, clip_frames={"help": clips})
     parser.add_argument(
         "--seconds-per-forward",
         type=float,

@@ -129,12 +129,12 @@ def camera(text: str) -> str:
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (default: the task's own)")
-    add_options(group, PlanNumbers, ["steps", "shift", "boundary"])
+    names = list(table(PlanNumbers))
+    guidance = names.index("guidance_high")
+    add_options(group, PlanNumbers, names[:guidance])
     group.add_argument("--guidance", type=float, help="for both experts")
     changed = {"solver": {"choices": tuple(SCHEDULES)}, "preset": {"choices": PRESETS}}
-    add_options(
-        group, PlanNumbers, ["guidance_high", "guidance_low", "solver", "preset", "motion", "lora_strengths"], **changed
-    )
+    add_options(group, PlanNumbers, names[guidance:], **changed)
     group = parser.add_argument_group("step caching, guidance schedule, sparse attention (default: off)")
     speed = (
         f"{table(SkipArguments)['speed'].help}: {', '.join(speed_names())}, or a file {SUFFIX} of the command search"

@@ -157,11 +157,11 @@ def add_options(
 def _arguments(one: Option, default: Any) -> dict[str, Any]:
     """What argparse needs for one option. Without a default it is None where it is not given."""
     made = {"help": one.help, "metavar": one.metavar, "choices": one.choices}
-    parse = one.parse or (getattr(one.type, "parse", None) if one.nested else None)
     if one.type is bool:
         made["action"] = argparse.BooleanOptionalAction if default is None else "store_true"
     else:
-        made["type"] = argument(parse) if parse is not None else one.type if one.type in (int, float) else None
+        made["type"] = one.type if one.type in (int, float) else None
+        made["type"] = made["type"] if one.reader is None else argument(one.reader)
         made |= {"action": Once if one.once else Several if one.several else None, "default": default}
     return {name: value for name, value in made.items() if value not in (None, "", ())}
 

@@ -35,6 +35,7 @@ def models_there(options: Mapping[str, Any]) -> dict[str, Any]:
 
 MODEL_PATHS = ("path", *(name for name, one in table(LoadOptions).items() if one.path))
 MEDIA_PATHS = tuple(name for name, one in table(Request).items() if one.path)
+REPEATED = tuple(name for name, one in table(Request).items() if one.several)
 
 
 def model_paths(options: Mapping[str, Any]) -> list[str]:
@@ -51,7 +52,8 @@ def missing(paths: Sequence[str]) -> list[str]:
 def media_of(request: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, bytes]:
     """The contents of the files that a request names, by path, without those that are known. Raises OptionError."""
     media: dict[str, bytes] = {}
-    paths = [request.get(name) for name in MEDIA_PATHS] + [one["path"] for one in request.get("keyframes") or ()]
+    paths = [request.get(name) for name in MEDIA_PATHS]
+    paths += [one.get("path") for name in REPEATED for one in request.get(name) or ()]
     for path in paths:
         if path is not None and path not in known and os.path.isfile(path):
             try:

@@ -1,8 +1,8 @@
 """User options as frozen dataclasses, the errors of this project, and where it keeps files. Imports no torch.
 
-`loading`, `request`, `skipping` and `windows` declare each option once, with all that its doors need (`table`). Options
-are checked when built: a bad value raises `OptionError` with what was given, what is allowed and what to do. `checks`
-has the errors and the checks, `compile_cache` the cache folder.
+`loading`, `plan_numbers`, `request`, `skipping`, `sparse` and `windows` declare each option once, with all that its
+doors need (`table`). Options are checked when built: a bad value raises `OptionError` with what was given, what is
+allowed and what to do. `checks` has the errors and the checks, `compile_cache` the cache folder.
 """
 
 from __future__ import annotations
@@ -19,33 +19,29 @@ from wan_core.config.loading import (
     LoadOptions,
     LoraOptions,
 )
+from wan_core.config.plan_numbers import LoraShares, MotionOptions, PlanNumbers, ScheduleNumbers
 from wan_core.config.prompts import PromptAt, check_prompts
 from wan_core.config.request import (
     GUIDANCE_MODES,
     RANDOM_SEED,
     ControlOptions,
     Keyframe,
-    LoraShares,
-    MotionOptions,
     NagOptions,
-    PlanNumbers,
     Request,
     check_known,
 )
 from wan_core.config.skipping import (
     MAGCACHE_RULES,
-    SPARSE_KERNELS,
-    SPARSE_SCORES,
     STAGE_POSITIONS,
     AdaptiveOptions,
     GuidanceOptions,
     MagCacheOptions,
     PatternOptions,
     SkipOptions,
-    SparseOptions,
     StageOptions,
     TaylorSeerOptions,
 )
+from wan_core.config.sparse import SPARSE_KERNELS, SPARSE_SCORES, SparseOptions
 from wan_core.config.windows import FUSE_METHODS, WINDOW_SCHEDULES, WindowOptions
 
 __all__ = [
@@ -79,6 +75,7 @@ __all__ = [
     "PlanNumbers",
     "PromptAt",
     "Request",
+    "ScheduleNumbers",
     "SkipOptions",
     "SparseOptions",
     "StageOptions",

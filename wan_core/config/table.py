@@ -70,6 +70,11 @@ class Option:
         """Whether its field is a dataclass of options."""
         return is_dataclass(self.type)
 
+    @property
+    def reader(self) -> Callable[[str], Any] | None:
+        """text -> value; None: the type alone says it."""
+        return self.parse or (getattr(self.type, "parse", None) if self.nested else None)
+
 
 def option(default: Any = MISSING, **facts: Any) -> Any:
     """A field of a dataclass with its `Option`; required where it has no default."""
@@ -118,6 +123,13 @@ def stated(options: Any, always: Container[str] = ()) -> dict[str, Any]:
     their default."""
     values = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
     return {name: value for name, (value, default) in values.items() if name in always or value != default}
+
+
+def said(options: Any, otherwise: Container[str]) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their default, as words where a value has some, for reports and files.
+    otherwise: names of those that are said in another way."""
+    values = {name: value for name, value in stated(options).items() if name not in otherwise}
+    return {name: value.words() if hasattr(value, "words") else value for name, value in values.items()}
 
 
 def from_values(kind: type[T], values: Mapping[str, Any], **more: Any) -> T:

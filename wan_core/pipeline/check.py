@@ -14,14 +14,14 @@ from torch import Tensor
 
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.host_memory import total_bytes
-from wan_core.config.table import from_values
+from wan_core.config.table import from_values, said
 from wan_core.execution.report import GIB
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS, Task, family_of
 from wan_core.models.wan.families.clips import Clip, ClipRules, LongVideo
-from wan_core.models.wan.families.family import MEDIA, OTHERS, SETTINGS, given_fields
+from wan_core.models.wan.families.family import given_fields
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_files
@@ -31,7 +31,6 @@ from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
-from wan_core.sampling.control import control_words, nag_words
 from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import Window
@@ -41,6 +40,12 @@ from wan_core.sampling.timed_prompts import TimedText, text_of_frames
 
 BEYOND = 2.0  # times the pixels of the largest size in training: from there on content is repeated or falls apart
 DENOISE = 0.7  # of video-to-video, where nothing is said
+# Fields of a request that reports say with what was decided of them, or in other words; all others under their names.
+SAID_OTHERWISE = (
+    "steps shift boundary guidance_high guidance_low solver preset motion lora_strengths prompt prompts_at "
+    "negative_prompt keyframes from_video denoise clip_frames overlap match_colours windows width height frames fps "
+    "seed guidance_mode skip"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,21 +125,19 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
-        images = {"image": request.image, "last_image": request.last_image, "video": request.from_video}
-        images |= {"keyframes": {one.frame: one.path for one in request.keyframes or ()} or None}
-        images |= {field: getattr(request, field) for field in (*MEDIA, *SETTINGS)}
         return {
             "task": plan.task,
             "prompt": request.prompt,
             **({"prompts": {one.frame: one.text for one in request.prompts_at}} if request.prompts_at else {}),
             "negative_prompt": self.negative_prompt,
-            **{key: path for key, path in images.items() if path is not None},
+            **({} if request.from_video is None else {"video": request.from_video}),
+            **({"keyframes": {one.frame: one.path for one in request.keyframes}} if request.keyframes else {}),
+            **said(request, SAID_OTHERWISE.split()),
             "size": [self.width, self.height],
             "frames": self.frames,
             "fps": self.fps,
             "tokens": self.tokens,
             **({} if self.alone else {"clips": self.long.words(plan.count)}),
-            **({"svi": True} if request.svi else {}),
             **({"match_colours": self.match_colours} if self.match_colours else {}),
             "steps": plan.count,
             **({} if request.from_video is None else {"denoise": strength(request)}),
@@ -143,10 +146,7 @@ class Job:
             "guidance": {e: plan.guidance_of(e) for e in plan.experts},
             "guidance_mode": "batched" if self.batched else "sequential",
             "solver": plan.solver,
-            **({} if plan.nag is None else {"nag": nag_words(plan.nag)}),
             **({} if plan.context_windows is None else {"windows": plan.context_windows.words()}),
-            **({} if request.control is None else {"control": control_words(request.control)}),
-            **{field: getattr(request, field) for field in given_fields(request, OTHERS)},
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }

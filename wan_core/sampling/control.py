@@ -44,9 +44,7 @@ def with_control(plan: Plan, options: ControlOptions) -> Plan:
             f"{plan.count} steps is: use a longer range, or more steps"
         )
     check_reuse(changed)
-    return replace(
-        changed, notes=(*plan.notes, f"control: {control_words(options)}, {used} of {len(plan.steps)} steps")
-    )
+    return replace(changed, notes=(*plan.notes, f"control: {options.words()}, {used} of {len(plan.steps)} steps"))
 
 
 def scale_by_text(plan: Plan, positive: Sequence[Scales], negative: Sequence[Scales]) -> Plan:
@@ -76,11 +74,6 @@ def check_reuse(plan: Plan) -> None:
                 "of them reuse what was computed with another: leave out step caching and the guidance schedule, or "
                 "use one strength for all steps"
             )
-
-
-def control_words(options: ControlOptions) -> str:
-    """`0.8 from 0 to 0.5 of the run`."""
-    return f"{options.scale:g} from {options.start:g} to {options.end:g} of the run"
 
 
 def with_passes(plan: Plan, own: bool = True) -> Plan:
@@ -130,10 +123,5 @@ def with_nag(plan: Plan, options: NagOptions) -> Plan:
             "weights), or leave out normalized attention guidance (NAG)"
         )
     count = f"{sum(step.nag for step in steps)} of {len(steps)} steps"
-    note = f"normalized attention guidance: {nag_words(options)}, in {count}"
+    note = f"normalized attention guidance: {options.words()}, in {count}"
     return replace(plan, steps=steps, nag=options, notes=(*plan.notes, note))
-
-
-def nag_words(options: NagOptions) -> str:
-    """`11/2.5/0.25`: scale, tau, alpha, as the command line reads them."""
-    return f"{options.scale:g}/{options.tau:g}/{options.alpha:g}"

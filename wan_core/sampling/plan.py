@@ -7,7 +7,7 @@ a GPU. The same plan drives the sampler, the progress bar, the time estimate and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, is_dataclass
 from itertools import groupby
 from math import isfinite
 from pathlib import PurePath
@@ -22,6 +22,7 @@ from wan_core.config import (
     WindowOptions,
     check_choice,
 )
+from wan_core.config.table import stated
 from wan_core.models.wan.families import find_task
 from wan_core.sampling.schedules import (
     Window,
@@ -44,22 +45,6 @@ SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = 
     "res_multistep": euler_schedule,
     "lcm": euler_schedule,
 }
-RARE = (
-    "texts",
-    "bound",
-    "forecast_bound",
-    "correction",
-    "nag",
-    "own_positions",
-    "undriven",
-    "scale",
-    "evaluations",
-    "control",
-    "windows",
-    "passes",
-    "loras",
-    "window_texts",
-)
 LoraShare: TypeAlias = tuple[str, float]
 """Which LoRAs, and how much of their strength: "high", "low", "all" or a part of a file's name, and a factor."""
 MAX_STEPS = 1000
@@ -82,23 +67,24 @@ class Step:
     action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
     skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": may not run, decided in the run)
     order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
-    forecast_bound: float = 0.0  # on the expected error of the forecast, which decides ("adaptive"); 0: another rule
     delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
     sparsity: float = 0.0  # share of the key blocks that attention does not read
-    bound: float = 0.0  # on the relative error of attention, which decides what is read; 0: `sparsity` does
     cost: float = 1.0  # estimated time of a forward (the mean of all), relative to one with dense attention
+    # What few plans use: `as_dict` has it where it is used.
     texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
+    bound: float = 0.0  # on the relative error of attention, which decides what is read; 0: `sparsity` does
+    forecast_bound: float = 0.0  # on the expected error of the forecast, which decides ("adaptive"); 0: another rule
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
-    control: tuple[float, ...] | None = None  # how much each control video counts, or all; None: as conditioned
-    scale: float = 1.0  # of the video's width and height at which the model runs
     own_positions: bool = False  # at a smaller scale: rotary positions are not spaced as the video's
+    undriven: bool = False  # the driving video is not read
+    scale: float = 1.0  # of the video's width and height at which the model runs
+    evaluations: int = 1  # how often ComfyUI's samplers evaluate the model in this step
+    control: tuple[float, ...] | None = None  # how much each control video counts, or all; None: as conditioned
     windows: tuple[tuple[int, ...], ...] = ()  # latent frames that each forward of a branch predicts; (): one does all
     passes: int = 0  # forwards over a driving video before this step (Animate-2)
-    undriven: bool = False  # the driving video is not read
     loras: tuple[LoraShare, ...] = ()  # those that have a part of their strength in this step, see `lora_share`
     window_texts: tuple[tuple[int, int], ...] = ()  # of each window, in place of `texts`
-    evaluations: int = 1  # how often ComfyUI's samplers evaluate the model in this step
 
     @property
     def kind(self) -> tuple[float, bool, bool, tuple[LoraShare, ...]]:
@@ -136,10 +122,9 @@ class Step:
         return len(self.branches) * self.runs
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists; what few plans use (`RARE`) only where it is used."""
-        values, usual = asdict(self), {one.name: one.default for one in fields(self)}
-        names = [name for name in values if name not in RARE] + [name for name in RARE if values[name] != usual[name]]
-        return {name: as_lists(values[name]) for name in names}
+        """Plain numbers, strings and lists."""
+        always = ("action", "skipped", "order", "delta", "sparsity", "cost")
+        return {name: as_json(value) for name, value in stated(self, always).items()}
 
     def words(self) -> str:
         """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
@@ -169,22 +154,25 @@ def share_words(loras: Sequence[LoraShare]) -> str:
     return ", ".join(f"{of} x {share:g}" for of, share in loras) or "all x 1"
 
 
-def _sparse_numbers(sparse: SparseOptions) -> dict[str, Any]:
-    """Without a bound that is none: keys of runs before there were bounds stay."""
-    return {name: value for name, value in asdict(sparse).items() if name != "bound" or value is not None}
-
-
-def as_lists(value: Any) -> Any:
-    """`value` with lists in place of tuples."""
-    return [as_lists(one) for one in value] if isinstance(value, tuple) else value
-
-
 def step_numbers(steps: Sequence[Step]) -> list[int]:
     """The solver step number of each forward."""
     numbers: list[int] = []
     for step in steps:
         numbers.append((numbers[-1] if numbers else -1) + (not step.correction))
     return numbers
+
+
+def as_json(value: Any) -> Any:
+    """Dataclasses as objects and tuples as lists; frames that are known, or begin a prompt, as their numbers."""
+    if isinstance(value, (KnownFrames, PromptTimes)):
+        return list(value.at)
+    if isinstance(value, Step):
+        return value.as_dict()
+    if isinstance(value, tuple):
+        return [as_json(one) for one in value]
+    if isinstance(value, SparseOptions) and value.bound is None:  # keys of runs before there were bounds stay
+        return {name: one for name, one in asdict(value).items() if name != "bound"}
+    return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
 
 
 class KnownFrames(NamedTuple):
@@ -220,20 +208,20 @@ class Plan:
     solver: str
     shift: float
     boundary: float
-    steps: tuple[Step, ...]
     unskipped: int | None = None  # forwards of the same plan without skipping; None: no skipping was asked for
-    notes: tuple[str, ...] = ()  # decisions about skipping, sparsity and presets, for the report
     adaptive: AdaptiveOptions | None = None  # the rule for steps marked "adaptive"
     sparse: SparseOptions | None = None  # how steps with a sparsity select blocks
     keeps: tuple[tuple[Expert, tuple[float, ...]], ...] = ()  # per expert: share of the blocks that each layer reads
+    notes: tuple[str, ...] = ()  # decisions about skipping, sparsity and presets, for the report
     nag: NagOptions | None = None  # of the steps marked so
-    stages: tuple[StageOptions, ...] = ()  # what gave steps their scale
-    window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
     before: tuple[float, ...] = ()  # sigmas of the schedule before the first step of this run
-    from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
     context_windows: WindowOptions | None = None  # of steps that have windows
     known: KnownFrames | None = None  # beside the first and the last; None: no others are
     prompts: PromptTimes | None = None  # of parts of the video; None: one holds for all frames
+    stages: tuple[StageOptions, ...] = ()  # what gave steps their scale
+    window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
+    from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
+    steps: tuple[Step, ...]
 
     @property
     def count(self) -> int:
@@ -317,26 +305,15 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as `plan --json` prints them."""
-        return {
-            "task": self.task,
-            "solver": self.solver,
-            "shift": self.shift,
-            "boundary": self.boundary,
-            "forwards": self.forwards,
+        first: dict[str, Any] = {
+            **{name: getattr(self, name) for name in ("task", "solver", "shift", "boundary", "forwards")},
             "unskipped": self.forwards if self.unskipped is None else self.unskipped,
             "saved": round(self.saved, 4),
-            "adaptive": None if self.adaptive is None else asdict(self.adaptive),
-            "sparse": None if self.sparse is None else _sparse_numbers(self.sparse),
-            "keeps": {expert: list(keeps) for expert, keeps in self.keeps},
-            "notes": list(self.notes),
-            **({"nag": asdict(self.nag)} if self.nag else {}),
-            **({"before": list(self.before)} if self.before else {}),
-            **({"context_windows": asdict(self.context_windows)} if self.context_windows else {}),
-            **({"known": list(self.known.at)} if self.known else {}),
-            **({"prompts": list(self.prompts.at)} if self.prompts else {}),
-            **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
-            "steps": [s.as_dict() for s in self.steps],
         }
+        values = stated(self, ("adaptive", "sparse", "keeps", "notes"))
+        others = [name for name in values if name not in (*first, "window", "from_latents")]
+        keeps = {expert: list(keeps) for expert, keeps in self.keeps}
+        return first | {name: as_json(values[name]) for name in others} | {"keeps": keeps}
 
     def table(self) -> str:
         """The steps as text, one per line, with a line at the change of expert."""

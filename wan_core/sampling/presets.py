@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wan_core.config import MotionOptions, OptionError, PlanNumbers, check_choice
+from wan_core.config import MotionOptions, OptionError, PlanNumbers, ScheduleNumbers, check_choice
 from wan_core.config.limits import MAX_HEADER
 from wan_core.config.table import table
 from wan_core.models.wan.families import Task, find_task
@@ -131,8 +131,7 @@ def preset_plan(
         raise OptionError(f"shift {numbers.shift:g} given, and sigmas, which have a shift already: leave the shift out")
     own = numbers.preset == "auto" and find_task(task).distilled
     preset, reason = find_preset(numbers.preset, () if own else files)
-    of_phases = ("preset", "motion", "lora_strengths")
-    values: dict[str, Any] = {name: getattr(numbers, name) for name in table(PlanNumbers) if name not in of_phases}
+    values: dict[str, Any] = {name: getattr(numbers, name) for name in table(ScheduleNumbers)}
     if preset is None:
         return make_plan(task=task, sigmas=sigmas, window=window, **{**values, "solver": numbers.solver or "unipc"})
     if preset.motion:

@@ -263,10 +263,9 @@ def add_report(report: Report, data: Mapping[str, Any]) -> None:
     other = report_from(data)
     report.workers = report.workers or other.workers
     report.settings |= other.settings
-    report.notes += other.notes
-    report.warnings += other.warnings
-    report.attention += other.attention
-    report.clips += other.clips
+    for values, more in zip(vars(report).values(), vars(other).values(), strict=True):
+        if isinstance(values, list):
+            values += more
     for name, phase in other.phases.items():
         if name in report.phases:
             phase.seconds += report.phases[name].seconds

@@ -10,6 +10,7 @@ import functools
 import itertools
 import types
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -72,20 +73,12 @@ def load_options_from(data: Mapping[str, Any], device: torch.device) -> LoadOpti
 
 def report_data(report: Report) -> dict[str, Any]:
     """What `report_from` needs, with the name of the device."""
-    return {
-        "device": report.as_dict()["device"],
-        "settings": report.settings,
-        "phases": {name: asdict(phase) for name, phase in report.phases.items()},
-        "notes": report.notes,
-        "warnings": report.warnings,
-        "attention": report.attention,
-        "clips": report.clips,
-    }
+    values = {name: value for name, value in vars(report).items() if name != "workers"}
+    phases = {name: asdict(phase) for name, phase in report.phases.items()}
+    return values | {"device": report.as_dict()["device"], "phases": phases}
 
 
 def report_from(data: Mapping[str, Any]) -> Report:
     """A report that the ranks sent. It continues with the clock of this process and uses no GPU."""
-    phases = unpack(dict[str, Phase], data["phases"])
-    notes, warnings = list(data["notes"]), list(data["warnings"])
-    lists = list(data["attention"]), list(data["clips"])
-    return Report(torch.device("cpu"), dict(data["settings"]), phases, notes, data["device"], warnings, *lists)
+    values = deepcopy(dict(data)) | {"phases": unpack(dict[str, Phase], data["phases"])}
+    return Report(**values | {"device": torch.device("cpu"), "workers": data["device"]})
