@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from comfy_api.latest import io
+from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from wan_core.config import OptionError, PlanNumbers, ScheduleNumbers, SkipOptions

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from comfy_api.latest import io, ui
+from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
 from PIL import Image
 from torch import Tensor
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from wan_core.config import PlanNumbers, Request, SkipOptions
@@ -133,9 +133,9 @@ class WanCoreSampler(io.ComfyNode):
         start = _start(latent, joined.latents, seed, add_noise)
         start.check(plan)
         shape = start.shape
-        sizes, area = plan.window_sizes(shape[2]), shape[3:]
-        tokens = model.experts.dit.tokens(max(sizes), *area)
-        plan = with_costs(plan, model.experts.dit, (max(sizes), *area))
+        T, Y, X = max(plan.window_sizes(shape[2])), *shape[3:]
+        tokens = model.experts.dit.tokens(T, Y, X)
+        plan = with_costs(plan, model.experts.dit, (T, Y, X))
         workload = Workload(shape, plan, batched=False)
         blocks = plan_experts(model, workload).staying_blocks
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=blocks is not None)

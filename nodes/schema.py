@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from comfy_api.latest import io
+from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
 
 from wan_core.config import OptionError
 from wan_core.config.table import Option, table
