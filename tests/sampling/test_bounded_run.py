@@ -102,7 +102,7 @@ def assert_kept(attention: Attention, bound: float, steady: bool = True) -> None
 # ------------------------------------------------------------------------------------------------- the bound is kept
 
 
-@pytest.mark.parametrize("bound", [0.03, 0.06, 0.12])
+@pytest.mark.parametrize("bound", [0.03, 0.12])
 def test_the_bound_is_kept_in_both_experts(experts: dict[str, WanModel], bound: float) -> None:
     latents, attention = run(experts, bounded_plan(f"{bound}:slope:error", 20))
     assert_kept(attention, bound)
@@ -114,12 +114,10 @@ def test_the_bound_is_kept_in_both_experts(experts: dict[str, WanModel], bound: 
     assert min(share for row in shares(attention) for share in row) < 0.5
 
 
-@pytest.mark.parametrize(
-    ("task", "size"), [("i2v-tiny", 96), ("t2v-tiny", 128), ("animate2-tiny", 96)], ids=["image", "128", "driven"]
-)
+@pytest.mark.parametrize(("task", "size"), [("i2v-tiny", 128), ("animate2-tiny", 96)], ids=["image", "driven"])
 def test_the_bound_is_kept_on_other_judges(task: str, size: int) -> None:
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", precision="fp32", task=task))
-    request = Request(prompt=CAPTION, width=size, height=size, frames=17, steps=20, seed=4)
+    request = Request(prompt=CAPTION, width=size, height=size, frames=17, steps=12, seed=4)
     with drawn_media(task, replace(request, skip=parse_setting("sparse:bound:0.06")), Sample(CAPTION, 4)) as filled:
         report = pipe.generate(filled).report
     assert_kept(report.attention, 0.06)
@@ -127,12 +125,12 @@ def test_the_bound_is_kept_on_other_judges(task: str, size: int) -> None:
     assert line.endswith("of 0.06") and json.loads(json.dumps(report.as_dict()))["attention"] == report.attention
 
 
-@pytest.mark.parametrize("bound", [0.03, 0.06, 0.12])
+@pytest.mark.parametrize("bound", [0.03, 0.12])
 def test_the_bound_is_kept_where_data_changes_abruptly(bound: float) -> None:
-    """Other queries, keys and values from one step to the next, twice in 36 steps."""
+    """Other queries, keys and values from one step to the next, once in 24 steps."""
     grid, layers = (6, 8, 8), 4
     tiles, keep = make_tiles(grid, 8, CPU), Bounded(bounded(bound), math.prod(grid) // 8)
-    for step in range(36):
+    for step in range(24):
         keep.begin(step)
         state = SparseForward(KERNELS["math"], [SDPA] * layers, tiles, Chosen(keep.rule), samples=keep.samples)
         for layer in range(layers):
@@ -142,13 +140,13 @@ def test_the_bound_is_kept_where_data_changes_abruptly(bound: float) -> None:
 
 
 def test_the_bound_is_kept_where_guidance_ends_and_a_cache_skips(experts: dict[str, WanModel]) -> None:
-    guided = leave_out(make_plan(task="t2v-tiny", steps=20), SkipOptions(guidance=GuidanceOptions(low=0.6)), None)
+    guided = leave_out(make_plan(task="t2v-tiny", steps=12), SkipOptions(guidance=GuidanceOptions(low=0.6)), None)
     plan = sparsify(guided, parse_sparse("bound:0.06"))
     assert {len(step.branches) for step in plan.steps} == {1, 2}
     assert_kept(run(experts, plan)[1], 0.06)
-    cached = run(experts, bounded_plan("0.06", 20, "taylorseer:2/1/0.2"))[1]
+    cached = run(experts, bounded_plan("0.06", 12, "taylorseer:2/1/0.2"))[1]
     assert_kept(cached, 0.06)
-    assert len(cached) < 20  # a step that is skipped measures nothing
+    assert len(cached) < 12  # a step that is skipped measures nothing
 
 
 def test_sampled_errors_are_those_of_all_rows_in_every_layer(
@@ -156,12 +154,12 @@ def test_sampled_errors_are_those_of_all_rows_in_every_layer(
 ) -> None:
     """128 of 315 rows of the embedded model, in the steps that read the same share by rule: the second of each
     expert."""
-    plan = bounded_plan("0.06")
+    plan = bounded_plan("0.06", 6)
     found = run(experts, plan, frames=9)[1]
     monkeypatch.setattr(sampled, "ROWS", 1000)
     monkeypatch.setattr(sampled, "_jitter", sampled._jitter.__wrapped__)
     true = run(experts, plan, frames=9)[1]
-    seconds = [n for n in range(1, 12) if set(found[n]["shares"]) == {0.5} == set(true[n]["shares"])]
+    seconds = [n for n in range(1, 6) if set(found[n]["shares"]) == {0.5} == set(true[n]["shares"])]
     assert len(seconds) >= 2
     # Of the first expert alone both runs have had the same latents.
     for sampled_error, error in zip(found[seconds[0]]["errors"], true[seconds[0]]["errors"], strict=True):
@@ -174,7 +172,7 @@ def test_sampled_errors_are_those_of_all_rows_in_every_layer(
 def test_a_run_that_was_interrupted_or_ran_out_of_memory_gives_the_same_video(
     experts: dict[str, WanModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, seen = bounded_plan("0.06:slope"), list[Progress]()
+    plan, seen = bounded_plan("0.06:slope", 10), list[Progress]()
     wanted, attention = run(experts, plan, on_step=seen.append)
     newest = [progress.attention for progress in seen]
     assert newest[0] is None and newest[4] is not None and 0 < newest[4].error <= newest[4].highest < 0.5
@@ -203,7 +201,7 @@ def test_a_run_that_was_interrupted_or_ran_out_of_memory_gives_the_same_video(
 
 
 def test_batches_read_as_much_as_one_video_and_branch_at_a_time(experts: dict[str, WanModel]) -> None:
-    plan = bounded_plan("0.06")
+    plan = bounded_plan("0.06", 6)
     wanted, attention = run(experts, plan)
     for how in ({"batched": True}, {"batch": 2}):
         found, measured = run(experts, plan, **how)
@@ -214,7 +212,7 @@ def test_batches_read_as_much_as_one_video_and_branch_at_a_time(experts: dict[st
 
 def test_windows_and_a_part_of_a_schedule(experts: dict[str, WanModel]) -> None:
     """Windows of a step count together. A run that begins in the middle, as from a video, begins dense."""
-    plan = with_windows(make_plan(task="t2v-tiny", steps=12), WindowOptions(length=4, overlap=2), 6)
+    plan = with_windows(make_plan(task="t2v-tiny", steps=8), WindowOptions(length=4, overlap=2), 6)
     plan = sparsify(plan, parse_sparse("bound:0.06"))
     assert max(len(step.windows) for step in plan.steps) > 1
     assert_kept(run(experts, plan, frames=6)[1], 0.06)

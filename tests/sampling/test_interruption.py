@@ -71,9 +71,10 @@ def run(
         return denoise(plan, acquire, conditioning, noise, batched=batched, on_block=on_block, ahead=prefetch)
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("resident", [None, 1], ids=["all stay", "one stays"])
-@pytest.mark.parametrize("name", PLANS)
+CASES = [(name, resident, batched) for name in PLANS for resident, batched in ((1, False), (None, True))]
+
+
+@pytest.mark.parametrize(("name", "resident", "batched"), [*CASES, ("full", None, False), ("full", 1, True)])
 def test_at_every_block(name: str, resident: int | None, batched: bool) -> None:
     plan, residency, counted = PLANS[name], streaming(None, resident), Stopper()
     exact = run(experts().__getitem__, plan, counted, batched=batched)

@@ -133,9 +133,10 @@ def test_nothing_stays_behind(experts: dict[str, WanModel]) -> None:
 
 def test_the_same_seed_gives_the_same_video_and_a_route_may_be_used_again(experts: dict[str, WanModel]) -> None:
     plan = sparse_plan("0.75/0")
-    assert torch.equal(run(experts, plan), run(experts, plan))
+    once = run(experts, plan)
+    assert torch.equal(run(experts, plan), once)
     again = run(experts, sparse_plan("0.75/0:reuse3"))
-    assert 0 < difference(again, run(experts, plan)) < 0.5
+    assert 0 < difference(again, once) < 0.5
 
 
 def test_a_choice_is_for_computed_steps_that_read_as_much(
@@ -320,6 +321,7 @@ def test_fp8_goes_from_the_projection_to_the_kernel_in_whole_blocks(
     what it reads."""
     torch.compiler.reset()
     model = load_dit(TINY / "t2v_high.safetensors", device=CPU, dtype=torch.float32)
+    del model.blocks[2:]
     asked: list[Blocked] = []
 
     def kernel(q: Blocked, k: Blocked, v: Blocked, route: Route, block: int) -> tuple[torch.Tensor, torch.Tensor]:
