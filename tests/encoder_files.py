@@ -1,4 +1,4 @@
-"""Tiny encoders of pictures and of sound as files, in Hugging Face's layout."""
+"""Tiny encoders of pictures and of sound as files, in Hugging Face's layout, and a VAE faster than the embedded one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from wan_core.checkpoint import save
 from wan_core.checkpoint.random import random_module
 from wan_core.models.audio.wav2vec2 import SpeechConfig, SpeechEncoder
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionConfig
 
 VISION = VisionConfig(dim=1280, ffn_dim=64, num_layers=1, patch=14, tokens=5)
+VAE = VAEConfig(
+    z_dim=16, encoder_dim=4, decoder_dim=4, dim_mult=(1, 1, 1, 1), num_res_blocks=1,
+    latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16,
+)  # fmt: skip
 SPEECH = SpeechConfig(dim=128, ffn_dim=32, num_layers=2, conv_dim=16, position_kernel=8)
 
 
@@ -35,6 +42,12 @@ def huggingface_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def write_vision(path: Path) -> None:
     vision = random_module(VISION, device="cpu", dtype=torch.float32, seed=2)
     save_file(huggingface_names(vision.state_dict()), path)
+
+
+def write_vae(path: Path) -> None:
+    """A VAE of Wan 2.1's strides with random weights: for videos whose pixels nobody judges."""
+    torch.manual_seed(3)
+    save(VideoVAE(VAE), path)
 
 
 def write_speech(path: Path) -> None:

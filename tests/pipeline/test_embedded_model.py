@@ -19,7 +19,7 @@ from wan_lab.metrics import judge
 from wan_lab.shapes import SCENES, draw, held_out
 
 HELD_OUT = [scene for scene in SCENES if held_out(scene)]
-SAMPLE = HELD_OUT[5::17][:4]
+SAMPLE = HELD_OUT[5::17][:3]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_captions_never_trained_on_come_true(made):
     verdicts = [judge(made(scene), scene) for scene in SAMPLE]
     for word in ("background", "colour", "motion"):
         assert sum(getattr(v, word) for v in verdicts) >= len(SAMPLE) - 1, word
-    assert sum(v.all_true for v in verdicts) >= len(SAMPLE) - 2
+    assert sum(v.all_true for v in verdicts) >= len(SAMPLE) - 1
 
 
 def test_another_caption_makes_another_video(made):
@@ -51,7 +51,7 @@ def test_every_solver_keeps_the_caption(pipe, made):
     assert pipe.prepare(Request(prompt=scene.caption)).job.plan.solver == "unipc"
     frames = {"unipc": made(scene)}
     for solver in ("dpm++", "euler"):
-        result = pipe.generate(Request(prompt=scene.caption, seed=7, solver=solver))
+        result = pipe.generate(Request(prompt=scene.caption, seed=7, solver=solver, steps=12))
         frames[solver] = torch.from_numpy(result.frames)
     for solver, video in frames.items():
         verdict = judge(video, scene)
@@ -63,7 +63,7 @@ def test_an_image_starts_the_video(tmp_path):
     from PIL import Image
 
     path, pipe, right = tmp_path / "first.png", None, 0
-    for scene in SAMPLE[:3]:
+    for scene in SAMPLE[:2]:
         clip = draw([scene], seed=3)[0]  # [3, F, H, W] in -1..1
         picture = ((clip[:, 0] + 1) * 127.5).round().byte().permute(1, 2, 0)
         Image.fromarray(picture.numpy()).save(path)
@@ -72,7 +72,7 @@ def test_an_image_starts_the_video(tmp_path):
         frames = torch.from_numpy(pipe.generate(request).frames)
         assert (frames[0].float() - picture.float()).abs().mean() < 12
         right += judge(frames, scene).all_true
-    assert right >= 2
+    assert right == 2
 
 
 def test_committed_evaluation_reaches_its_targets():

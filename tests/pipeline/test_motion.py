@@ -216,7 +216,7 @@ def test_phases_are_runs_of_models_with_and_without_loras(
     files: dict[str, dict[str, str]], stored: str, options: dict[str, object]
 ) -> None:
     """Twice in a row, and a run without phases after it is as if there had been none."""
-    request, plain = (Request(preset=preset, **SMALL) for preset in ("8-step-motion", "4-step"))  # type: ignore[arg-type]
+    request, plain = (Request(preset=preset, **SMALL) for preset in ("motion", "4-step"))  # type: ignore[arg-type]
     pipe, with_loras, without = (load(files[stored], loras, **options) for loras in (LORAS, LORAS, ()))
     expected = one_by_one(with_loras, without, request)
     first, second = (pipe.generate(request).latents for _ in range(2))
