@@ -156,12 +156,12 @@ def failure(workers: Workers, **changed: Any) -> str:
 def test_the_same_result_as_one_process_and_many_prompts_take_no_more_memory(
     workers: Workers, alone: torch.Tensor
 ) -> None:
-    for prompt in range(30):
+    for prompt in range(18):
         run(workers, **LEAST)
-        if prompt == 9:
+        if prompt == 7:
             before = [memory_of(pid) for pid in ranks(workers)]
     grown = [memory_of(pid) - held for pid, held in zip(ranks(workers), before, strict=True)]
-    assert max(grown) < 8 * 2**20, grown
+    assert max(grown) < 5 * 2**20, grown
     assert (run(workers).latents - alone).abs().max() < 1e-4
 
 

@@ -23,7 +23,7 @@ def test_workers_make_the_clips_of_one_process(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     picture = tmp_path / "anchor.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(picture)
-    size = {"width": 64, "height": 64, "frames": 29, "clip_frames": 17, "steps": 2}
+    size = {"width": 64, "height": 64, "frames": 13, "clip_frames": 9, "steps": 2}
     asked = Request(
         prompt="a red circle moving right on a blue background", image=str(picture), svi=True, match_colours=1.0, **size
     )  # type: ignore[arg-type]

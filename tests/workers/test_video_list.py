@@ -233,7 +233,7 @@ def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str], mon
     """Two makers of a rank each, one killed midway: all videos are there, none twice, each as of one rank.
     That one has a process of its own too: what ran before in this one may change the last bit of a product."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    count = 6
+    count = 4
     lines = [
         {"prompt": "a red circle", "seed": seed, "frames": 17, "size": "64x64", "steps": 6} for seed in range(count)
     ]
@@ -242,7 +242,7 @@ def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str], mon
     killed: list[int] = []
 
     def kill() -> None:
-        wait_until(lambda: len(list((tmp_path / "two").glob("*.mp4"))) >= 2, 60, "nothing is made")
+        wait_until(lambda: len(list((tmp_path / "two").glob("*.mp4"))) >= 1, 60, "nothing is made")
         supervisors = {child for child, parent in parents().items() if parent == here}
         killed.append(max(child for child, parent in parents().items() if parent in supervisors))
         os.kill(killed[0], signal.SIGKILL)
