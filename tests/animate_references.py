@@ -40,13 +40,13 @@ COMFYUI_GRIDS: tuple[Grid, ...] = ((1, 2, 2, 2), (2, 4, 1, 3), (1, 3, 3, 2))
 
 def draw_weights(config: DiTConfig, seed: int = 0) -> dict[str, Tensor]:
     """Random weights by official name, the same wherever they are drawn."""
-    found = {}
+    weights = {}
     for name, shape in sorted(expected_shapes(config).items()):
         generator = torch.Generator().manual_seed(seed + sum(name.encode()))
         whole = name.startswith("motion_encoder.") and name.endswith("weight")  # stored so large
         scale = 1.0 if whole else 0.2 if len(shape) == 1 else torch.Size(shape[1:]).numel() ** -0.5
-        found[name] = torch.randn(shape, generator=generator) * scale + ("norm" in name and name.endswith("weight"))
-    return found
+        weights[name] = torch.randn(shape, generator=generator) * scale + ("norm" in name and name.endswith("weight"))
+    return weights
 
 
 def draw_inputs(config: DiTConfig, grid: Grid, seed: int = 0) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ def draw_inputs(config: DiTConfig, grid: Grid, seed: int = 0) -> dict[str, Tenso
     def draw(*shape: int) -> Tensor:
         return torch.randn(batch, *shape, generator=generator)
 
-    found = {
+    inputs = {
         "x": draw(36, T, 2 * Y, 2 * X),
         "timestep": torch.rand(batch, generator=generator) * 1000,
         "context": draw(512, config.text_dim),
@@ -65,12 +65,12 @@ def draw_inputs(config: DiTConfig, grid: Grid, seed: int = 0) -> dict[str, Tenso
     }
     if isinstance(config, AnimateConfig):
         size = config.face_size
-        found |= {"pose": draw(16, T - 1, 2 * Y, 2 * X), "face": draw(3, 4 * (T - 1) - 3, size, size).clamp(-1, 1)}
+        inputs |= {"pose": draw(16, T - 1, 2 * Y, 2 * X), "face": draw(3, 4 * (T - 1) - 3, size, size).clamp(-1, 1)}
     else:
         latents = draw(16, T - 1, 2 * Y, 2 * X)
-        found["pose"] = torch.cat([latents, torch.ones_like(latents[:, :4]), latents], 1)
-        found |= {"pose_image": draw(257, 1280), "pose_context": draw(512, config.text_dim)}
-    return found
+        inputs["pose"] = torch.cat([latents, torch.ones_like(latents[:, :4]), latents], 1)
+        inputs |= {"pose_image": draw(257, 1280), "pose_context": draw(512, config.text_dim)}
+    return inputs
 
 
 # ------------------------------------------------------------------------------------------------------- the references
@@ -91,15 +91,15 @@ def official_outputs(folder: Path) -> dict[str, Tensor]:
         model.motion_encoder = motion_encoder.Generator(size=config.face_size, style_dim=512, motion_dim=20)
         missing, unexpected = model.eval().load_state_dict(draw_weights(config), strict=False)
         assert not unexpected and all(name.endswith(".kernel") for name in missing), (missing, unexpected)
-        found = {}
+        outputs = {}
         for grid in OFFICIAL_GRIDS:
-            given = draw_inputs(config, grid)
+            inputs = draw_inputs(config, grid)
             out = model(
-                list(given["x"]), given["timestep"], given["image"], list(given["context"]),
-                grid[1] * grid[2] * grid[3], pose_latents=given["pose"], face_pixel_values=given["face"],
+                list(inputs["x"]), inputs["timestep"], inputs["image"], list(inputs["context"]),
+                grid[1] * grid[2] * grid[3], pose_latents=inputs["pose"], face_pixel_values=inputs["face"],
             )  # fmt: skip
-            found[str(grid)] = torch.stack(out)
-        return found
+            outputs[str(grid)] = torch.stack(out)
+        return outputs
 
 
 def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
@@ -118,21 +118,21 @@ def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
         operations=comfy.ops.disable_weight_init,
     )  # fmt: skip
     model.eval().load_state_dict(draw_weights(config), strict=True)
-    found = {}
+    outputs = {}
     for grid in COMFYUI_GRIDS:
-        given = draw_inputs(config, grid)
-        pose = {"pose_latents": given["pose"][:, :16]}
-        own = {"clip_fea_pose": given["pose_image"], "context_pose": given["pose_context"]}
+        inputs = draw_inputs(config, grid)
+        pose = {"pose_latents": inputs["pose"][:, :16]}
+        own = {"clip_fea_pose": inputs["pose_image"], "context_pose": inputs["pose_context"]}
         for name, extra in {
             "": {**pose, **own},
             " defaults": pose,
             " no pose": {},
             " strengths": {**pose, **own, "pose_strength": 0.6, "reference_strength": 1.7},
         }.items():
-            found[f"{grid}{name}"] = model(
-                given["x"], given["timestep"], given["context"], given["image"], transformer_options={}, **extra
+            outputs[f"{grid}{name}"] = model(
+                inputs["x"], inputs["timestep"], inputs["context"], inputs["image"], transformer_options={}, **extra
             )
-    return found
+    return outputs
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -156,10 +156,10 @@ def packages(folder: Path, *names: str) -> Iterator[None]:
 def main(program: str, folder: str, version: str) -> None:
     from safetensors.torch import save_file
 
-    made = official_outputs(Path(folder)) if program == "official" else comfyui_outputs(Path(folder))
+    outputs = official_outputs(Path(folder)) if program == "official" else comfyui_outputs(Path(folder))
     DATA.mkdir(exist_ok=True)
     name = "animate_official" if program == "official" else "animate2_comfyui"
-    tensors = {key: value.float().contiguous() for key, value in made.items()}
+    tensors = {key: value.float().contiguous() for key, value in outputs.items()}
     save_file(tensors, DATA / f"{name}.safetensors", {"program": program, "version": version})
 
 

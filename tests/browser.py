@@ -27,13 +27,13 @@ READY = "return Boolean(window.app?.graph && window.app.extensionManager && wind
 
 def find_browser() -> tuple[str, str]:
     """Chromium and its driver, or skip the test."""
-    found = [
+    programs = [
         os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
         for variable, names in (("CHROMIUM", ("chromium", "google-chrome")), ("CHROMEDRIVER", ("chromedriver",)))
     ]
-    if found[0] is None or found[1] is None:
+    if programs[0] is None or programs[1] is None:
         pytest.skip("no Chromium with chromedriver: install both, or set CHROMIUM and CHROMEDRIVER")
-    return found[0], found[1]
+    return programs[0], programs[1]
 
 
 class Browser:

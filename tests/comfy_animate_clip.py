@@ -95,11 +95,11 @@ def main(folder: str, family: str, out: str, *part: str) -> None:
     model = advanced.ModelSamplingSD3().patch(model, plan.shift)[0]
     positive, negative, latent = conditioned(nodes, family, EmbeddedVAE(), tuple(map(float, part)))
     noise = comfy.sample.prepare_noise(latent["samples"], SEED)
-    made = comfy.sample.sample_custom(
+    samples = comfy.sample.sample_custom(
         model, noise, plan.steps[0].guidance, comfy.samplers.sampler_object("euler"), torch.tensor(plan.sigmas),
         positive, negative, latent["samples"], seed=SEED,
     )  # fmt: skip
-    torch.save({"positive": plain(positive), "negative": plain(negative), "latent": latent, "made": made}, out)
+    torch.save({"positive": plain(positive), "negative": plain(negative), "latent": latent, "made": samples}, out)
 
 
 def plain(conditioning: Any) -> Any:

@@ -88,21 +88,21 @@ def conditioned(name: str, nodes: Any, embedding: Any, vae: Any) -> tuple[Any, .
     picture, video = drawn(1, HEIGHT, WIDTH, 3, seed=6), drawn(LENGTH, HEIGHT, WIDTH, 3, seed=7)
     kind, _, how = name.partition(" ")
     if how == "without":
-        made = {"vace": nodes.WanVaceToVideo, "control": nodes.Wan22FunControlToVideo}
+        node_of_kind = {"vace": nodes.WanVaceToVideo, "control": nodes.Wan22FunControlToVideo}
         more = {"vace": {"strength": 1.0}, "control": {}, "camera": {}}[kind]
-        return made.get(kind, nodes.WanCameraImageToVideo).execute(**shared, **more).result[:3]
+        return node_of_kind.get(kind, nodes.WanCameraImageToVideo).execute(**shared, **more).result[:3]
     if kind == "vace":
         masks = drawn(LENGTH, HEIGHT, WIDTH, seed=8).round()
         own = {"strength": 0.7, "control_video": video, "control_masks": masks, "reference_image": picture}
-        found = nodes.WanVaceToVideo.execute(**shared, **own).result
+        outputs = nodes.WanVaceToVideo.execute(**shared, **own).result
         if how == "chained":
-            again = {**shared, "positive": found[0], "negative": found[1], "strength": 1.4}
-            found = nodes.WanVaceToVideo.execute(**again, control_video=video[:5], reference_image=video[:1]).result
+            again = {**shared, "positive": outputs[0], "negative": outputs[1], "strength": 1.4}
+            outputs = nodes.WanVaceToVideo.execute(**again, control_video=video[:5], reference_image=video[:1]).result
         if how == "ranges":  # half of the run with it, half without
             other = nodes.WanVaceToVideo.execute(**shared, **{**own, "strength": 0.0}).result
-            found = (*(joined(*pair) for pair in zip(found[:2], other[:2], strict=True)), *found[2:])
-        assert found[3] == 1  # frames to trim
-        return found[0], rows[1] if how == "positive" else found[1], found[2]
+            outputs = (*(joined(*pair) for pair in zip(outputs[:2], other[:2], strict=True)), *outputs[2:])
+        assert outputs[3] == 1  # frames to trim
+        return outputs[0], rows[1] if how == "positive" else outputs[1], outputs[2]
     if kind == "inpaint":
         return nodes.WanFunInpaintToVideo.execute(**shared, start_image=picture, end_image=video[-1:]).result
     if kind == "camera":
@@ -129,28 +129,28 @@ def main(folder: str, out: str) -> None:
     import comfy_extras.nodes_model_advanced as advanced
     import comfy_extras.nodes_wan as nodes
 
-    found, vae = {}, VAE()
+    results, vae = {}, VAE()
     for name, case in CASES.items():
         plan = plan_of(case)
         positive, negative, latent = conditioned(name, nodes, trajectory.WanCameraEmbedding, vae)
-        made = latent["samples"]
-        noise = comfy.sample.prepare_noise(made, SEED)
+        samples = latent["samples"]
+        noise = comfy.sample.prepare_noise(samples, SEED)
         for phase in plan.phases:
             model = comfy.sd.load_diffusion_model_state_dict(weights_of(case)[phase[0].expert])
             model = advanced.ModelSamplingSD3().patch(model, plan.shift)[0]
             sigmas = torch.tensor([*(step.sigma for step in phase), phase[-1].sigma_next])
-            made = comfy.sample.sample_custom(
+            samples = comfy.sample.sample_custom(
                 model, noise, phase[0].guidance, comfy.samplers.sampler_object("euler"), sigmas, positive, negative,
-                made, seed=SEED,
+                samples, seed=SEED,
             )  # fmt: skip
             noise = torch.zeros_like(noise)
-        found[name] = {"positive": plain(positive), "negative": plain(negative), "latent": latent, "made": made}
-    found["rays"] = {
+        results[name] = {"positive": plain(positive), "negative": plain(negative), "latent": latent, "made": samples}
+    results["rays"] = {
         (theirs, size): trajectory.WanCameraEmbedding.execute(theirs, *size, LENGTH, 1.3).result[0]
         for theirs in MOTIONS
         for size in ((WIDTH, HEIGHT), (HEIGHT, WIDTH))
     }
-    torch.save(found, out)
+    torch.save(results, out)
 
 
 if __name__ == "__main__":

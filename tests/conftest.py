@@ -89,21 +89,21 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     except (RuntimeError, ValueError) as fault:
         import torch
 
-        words = next((words for words in COMPILES if words in str(fault)), None)
-        if words is None or not item.config.getoption("--without-triton") or not torch.cuda.is_available():
+        reason = next((reason for reason in COMPILES if reason in str(fault)), None)
+        if reason is None or not item.config.getoption("--without-triton") or not torch.cuda.is_available():
             raise
-        pytest.skip(words)
+        pytest.skip(reason)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported by its end stays: looking through it for garbage, again and again, finds none and takes seconds.
     Forked processes share its memory for longer, too."""
-    found = yield
+    result = yield
     gc.collect()
     gc.freeze()
     gc.enable()
-    return found
+    return result
 
 
 @pytest.fixture(scope="session")

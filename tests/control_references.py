@@ -42,20 +42,20 @@ def draw_inputs(config: DiTConfig, grid: Grid, seed: int = 0) -> dict[str, Tenso
     def draw(*shape: int) -> Tensor:
         return torch.randn(batch, *shape, generator=generator)
 
-    found = {
+    inputs = {
         "x": draw(config.in_channels, T, 2 * Y, 2 * X),
         "timestep": torch.rand(batch, generator=generator) * 1000,
         "context": draw(512, config.text_dim),
     }
     if config.image_dim is not None:
-        found["image"] = draw(257, config.image_dim)
+        inputs["image"] = draw(257, config.image_dim)
     if isinstance(config, VaceConfig):
-        found["control"] = draw(config.vace_channels, T, 2 * Y, 2 * X)
+        inputs["control"] = draw(config.vace_channels, T, 2 * Y, 2 * X)
     elif isinstance(config, FunControlConfig):
-        found["reference"] = draw(config.reference_channels, 2 * Y, 2 * X)
+        inputs["reference"] = draw(config.reference_channels, 2 * Y, 2 * X)
     elif isinstance(config, FunCameraConfig):
-        found["camera"] = draw(config.camera_channels, T, 16 * Y, 16 * X)
-    return found
+        inputs["camera"] = draw(config.camera_channels, T, 16 * Y, 16 * X)
+    return inputs
 
 
 def contexts(control: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def videox_outputs(folder: Path) -> dict[str, Tensor]:
         sys.modules[attention].attention = lambda q, k, v, *_, **__: sdpa(q, k, v)  # type: ignore[attr-defined]
         from videox_fun.models import wan_transformer3d as theirs
 
-        found = {}
+        outputs = {}
         for name, config in CONFIGS.items():
             if isinstance(config, VaceConfig):
                 continue
@@ -92,12 +92,12 @@ def videox_outputs(folder: Path) -> dict[str, Tensor]:
             )  # fmt: skip
             model.eval().load_state_dict(draw_weights(config), strict=True)
             for grid in GRIDS:
-                given = draw_inputs(config, grid)
-                found[f"{name} {grid}"] = model(
-                    given["x"], given["timestep"], list(given["context"]), grid[1] * grid[2] * grid[3],
-                    clip_fea=given.get("image"), y_camera=given.get("camera"), full_ref=given.get("reference"),
+                inputs = draw_inputs(config, grid)
+                outputs[f"{name} {grid}"] = model(
+                    inputs["x"], inputs["timestep"], list(inputs["context"]), grid[1] * grid[2] * grid[3],
+                    clip_fea=inputs.get("image"), y_camera=inputs.get("camera"), full_ref=inputs.get("reference"),
                 )  # fmt: skip
-        return found
+        return outputs
 
 
 def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
     import comfy.ops
     from comfy.ldm.wan import model as theirs
 
-    found = {}
+    outputs = {}
     for name, config in CONFIGS.items():
         own: dict[str, Any] = {"model_type": "t2v" if config.image_dim is None else "i2v"}
         kind = theirs.WanModel
@@ -126,30 +126,30 @@ def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
         )  # fmt: skip
         model.eval().load_state_dict(draw_weights(config), strict=True)
         for grid in GRIDS:
-            given = draw_inputs(config, grid)
-            x, time, context, image = (given.get(key) for key in ("x", "timestep", "context", "image"))
-            for case, extra in comfyui_inputs(config, given).items():
-                found[f"{name} {grid}{case}"] = model(x, time, context, image, transformer_options={}, **extra)
-    return found
+            inputs = draw_inputs(config, grid)
+            x, time, context, image = (inputs.get(key) for key in ("x", "timestep", "context", "image"))
+            for case, extra in comfyui_inputs(config, inputs).items():
+                outputs[f"{name} {grid}{case}"] = model(x, time, context, image, transformer_options={}, **extra)
+    return outputs
 
 
-def comfyui_inputs(config: DiTConfig, given: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+def comfyui_inputs(config: DiTConfig, inputs: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
     """By a word for the case."""
     if isinstance(config, VaceConfig):
-        control = given["control"]
+        control = inputs["control"]
         both = {"vace_context": contexts(control), "vace_strength": [0.7, 1.6]}
         return {"": {"vace_context": control[:, None], "vace_strength": [1.0]}, " two": both}
     if isinstance(config, FunControlConfig):
-        return {"": {"reference_latent": given["reference"]}, " none": {}}
-    return {"": {"camera_conditions": given["camera"]}, " none": {}}
+        return {"": {"reference_latent": inputs["reference"]}, " none": {}}
+    return {"": {"camera_conditions": inputs["camera"]}, " none": {}}
 
 
 @torch.no_grad()
 def main(program: str, folder: str, version: str) -> None:
     from safetensors.torch import save_file
 
-    made = comfyui_outputs(Path(folder)) if program == "comfyui" else videox_outputs(Path(folder))
-    tensors = {key: value.float().contiguous() for key, value in made.items()}
+    outputs = comfyui_outputs(Path(folder)) if program == "comfyui" else videox_outputs(Path(folder))
+    tensors = {key: value.float().contiguous() for key, value in outputs.items()}
     save_file(tensors, DATA / f"control_{program}.safetensors", {"program": program, "version": version})
 
 

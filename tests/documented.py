@@ -42,7 +42,7 @@ class Command:
     @property
     def own(self) -> list[str] | None:
         """The arguments of our command line; None: another program's."""
-        return shlex.split(found[1], comments=True) if (found := OURS.match(self.text)) else None
+        return shlex.split(command_match[1], comments=True) if (command_match := OURS.match(self.text)) else None
 
 
 def fences(text: str) -> Iterator[tuple[str, str, int]]:
@@ -52,17 +52,17 @@ def fences(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def commands() -> list[Command]:
-    found = []
+    listed = []
     for page in PAGES:
         text, name = page.read_text(encoding="utf-8"), page.name
         for language, contents, line in fences(text):
             if language in ("bash", "sh"):
-                found += [Command(name, line + at, one, True) for at, one in logical_lines(contents)]
+                listed += [Command(name, line + at, one, True) for at, one in logical_lines(contents)]
         plain = FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
         for match in SPAN.finditer(plain):
             if PROGRAM.match(one := " ".join(match[1].split())):
-                found.append(Command(name, plain.count("\n", 0, match.start()) + 1, one, False))
-    return found
+                listed.append(Command(name, plain.count("\n", 0, match.start()) + 1, one, False))
+    return listed
 
 
 def option_spans(page: Path) -> list[str]:
@@ -133,23 +133,23 @@ def reason_not_run(command: Command) -> str | None:
     rule = next((rule for rule in RULES if rule.pattern.search(command.text)), None)
     if rule is not None:
         return rule.reason
-    words = command.own
-    if words is None and (command.text.startswith("mkdir ") or BENCHMARKS.match(command.text)):
+    arguments = command.own
+    if arguments is None and (command.text.startswith("mkdir ") or BENCHMARKS.match(command.text)):
         return None
-    if words is None:
+    if arguments is None:
         raise LookupError(f"{command.place}: neither a command of ours, nor one that a rule names: {command.text}")
-    if not command.block and is_name(words):
+    if not command.block and is_name(arguments):
         return "is only named, without what it needs"
     return None
 
 
-def is_name(words: list[str]) -> bool:
+def is_name(arguments: list[str]) -> bool:
     """Whether the text names a command, and does not say the whole of it."""
-    if len(words) == 1 or re.fullmatch("[A-Z]+", words[0]):
-        return words[0] not in ("doctor", "plan")
-    if words[0] in NEEDS_MODEL and not {"--model", "--high"} & set(words):
+    if len(arguments) == 1 or re.fullmatch("[A-Z]+", arguments[0]):
+        return arguments[0] not in ("doctor", "plan")
+    if arguments[0] in NEEDS_MODEL and not {"--model", "--high"} & set(arguments):
         return True
-    return words[0] == "quantize" and len(words) < 5
+    return arguments[0] == "quantize" and len(arguments) < 5
 
 
 # -------------------------------------------------------------------------------------------------------- weights table
@@ -175,7 +175,7 @@ def weights_section(page: str) -> str:
 def weight_rows(section: str) -> list[list[str]]:
     """The files of each line that names some: the name of a second expert may be cut short, and a line may name models
     that have the same files."""
-    found = []
+    rows = []
     for line in section.splitlines():
         names: list[str] = []
         for span in SPAN.findall(line):
@@ -183,15 +183,15 @@ def weight_rows(section: str) -> list[list[str]]:
                 names.append(names[-1].replace("high_noise", "low_noise"))
             elif WEIGHT_FILE.search(span):
                 names.append(span.rpartition("/")[2])
-        found += [names] if names else []
+        rows += [names] if names else []
         if alike := re.search(r"`(\w+)` and `(\w+)` in place of `(\w+)`", line):
-            found += [[name.replace(alike[3], other) for name in names] for other in (alike[1], alike[2])]
-    return found
+            rows += [[name.replace(alike[3], other) for name in names] for other in (alike[1], alike[2])]
+    return rows
 
 
 def folder_of(name: str) -> str:
     """The folder of ComfyUI for a file. Raises LookupError for one of which nothing is known."""
-    folder = next((folder for known, folder in FOLDERS.items() if re.search(known, name)), None)
+    folder = next((folder for pattern, folder in FOLDERS.items() if re.search(pattern, name)), None)
     if folder is None:
         raise LookupError(f"no folder is known for {name}")
     return folder

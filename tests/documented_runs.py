@@ -65,28 +65,28 @@ def make_page(folder: Path, weights: Path) -> None:
             make_media([word for name, value in video.items() for word in (f"--{name}", str(value))], folder)
 
 
-def on_a_cpu(words: list[str]) -> list[str]:
+def on_a_cpu(arguments: list[str]) -> list[str]:
     """The same command, small enough for a CPU: one video of 64x64 and 5 frames where the weights are not the embedded
     model's, and no GPU. The memory of one is 24 GiB. An attention kernel that needs a GPU is left to `auto`."""
-    if words[0] == "plan" and "--memory" in words:
-        return [*words, "--memory-limit", "24"]
-    if words[0] not in RUN_MODELS:
-        return words
-    smaller = SMALLER | ({"--frames": "9"} if "--svi" in words else {})  # more than the overlap of its clips
-    found = [smaller.get(before, word) for before, word in pairwise(["", *words])]
-    if "--attention" in found:
-        name = found.index("--attention") + 1
-        if found[name] in BACKENDS and BACKENDS[found[name]].why_not(torch.device("cpu"), torch.float32):
-            found[name] = "auto"
-    if "tiny" not in found:
-        found += [word for name in ("--size", "--frames") if name not in found for word in (name, SMALLER[name])]
-    if words[0] in ("quality", "search", "calibrate", "report-card") and "--count" not in found:
-        found += ["--count", "1"]
-    return found if "--gpus" in found else [*found, "--device", "cpu"]
+    if arguments[0] == "plan" and "--memory" in arguments:
+        return [*arguments, "--memory-limit", "24"]
+    if arguments[0] not in RUN_MODELS:
+        return arguments
+    smaller = SMALLER | ({"--frames": "9"} if "--svi" in arguments else {})  # more than the overlap of its clips
+    changed = [smaller.get(before, word) for before, word in pairwise(["", *arguments])]
+    if "--attention" in changed:
+        name = changed.index("--attention") + 1
+        if changed[name] in BACKENDS and BACKENDS[changed[name]].why_not(torch.device("cpu"), torch.float32):
+            changed[name] = "auto"
+    if "tiny" not in changed:
+        changed += [word for name in ("--size", "--frames") if name not in changed for word in (name, SMALLER[name])]
+    if arguments[0] in ("quality", "search", "calibrate", "report-card") and "--count" not in changed:
+        changed += ["--count", "1"]
+    return changed if "--gpus" in changed else [*changed, "--device", "cpu"]
 
 
-def given(words: list[str], names: set[str]) -> list[Path]:
-    return [Path(word) for before, word in pairwise(words) if before.removeprefix("--") in names]
+def paths_after(arguments: list[str], names: set[str]) -> list[Path]:
+    return [Path(word) for before, word in pairwise(arguments) if before.removeprefix("--") in names]
 
 
 def draw_picture(path: Path, frames: int = 1) -> None:
@@ -97,11 +97,11 @@ def draw_picture(path: Path, frames: int = 1) -> None:
         Image.fromarray(pixels[0]).save(path)
 
 
-def make_media(words: list[str], folder: Path = Path()) -> None:
+def make_media(arguments: list[str], folder: Path = Path()) -> None:
     """The pictures, videos and sounds that a command is given, and its list of samples."""
-    for path in given(words, {"samples"}):
+    for path in paths_after(arguments, {"samples"}):
         path.write_text('{"prompt": "a red circle"}\n')
-    for path in (folder / name for name in given(words, MEDIA)):
+    for path in (folder / name for name in paths_after(arguments, MEDIA)):
         if path.suffix in (".wav", ".mp3"):
             with wave.open(str(path), "wb") as file:
                 file.setnchannels(1)
@@ -112,21 +112,21 @@ def make_media(words: list[str], folder: Path = Path()) -> None:
             draw_picture(path, 9)
 
 
-def run(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+def run(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     """Run our command line in this folder; what it printed. What it is told to write must be there."""
-    make_media(words)
+    make_media(arguments)
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
-    code = main(on_a_cpu(words))
+    code = main(on_a_cpu(arguments))
     printed = capfd.readouterr()
     assert code == 0, printed.err[-2000:]
     written = [path for path in Path().rglob("*") if path.is_file() and before.get(path) != path.stat().st_mtime_ns]
     written = [path.resolve() for path in written]
-    for path in (named.resolve() for named in given(words, OUTPUTS)):
+    for path in (named.resolve() for named in paths_after(arguments, OUTPUTS)):
         mine = [
             one for one in written if (one.parent == path.parent and one.suffix == path.suffix) or path in one.parents
         ]
         assert mine and all(one.stat().st_size for one in mine), f"{path} is not among {written}"
     assert all(len(read_video(path)) > 1 for path in written if path.suffix == ".mp4")
-    if words[0] == "calibrate":  # "kept beside the checkpoint"
-        assert any(path.suffix == ".json" and Path(words[2]).resolve() in path.parents for path in written)
+    if arguments[0] == "calibrate":  # "kept beside the checkpoint"
+        assert any(path.suffix == ".json" and Path(arguments[2]).resolve() in path.parents for path in written)
     return printed.out + printed.err

@@ -30,13 +30,13 @@ def huggingface_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     top |= {f"norm.{kind}": f"pre_layrnorm.{kind}" for kind in ("weight", "bias")}
     modules = {"norm1": "layer_norm1", "norm2": "layer_norm2", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
     modules |= {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.out_proj"}
-    found = {theirs: state[ours] for ours, theirs in top.items()}
+    renamed = {theirs: state[ours] for ours, theirs in top.items()}
     for name, value in state.items():
         if name.startswith("layers."):
             _, n, module, kind = name.split(".")
-            found[f"encoder.layers.{n}.{modules[module]}.{kind}"] = value
-            found[f"encoder.layers.{int(n) + 1}.{modules[module]}.{kind}"] = value.clone()
-    return {f"vision_model.{name}": value for name, value in found.items()}
+            renamed[f"encoder.layers.{n}.{modules[module]}.{kind}"] = value
+            renamed[f"encoder.layers.{int(n) + 1}.{modules[module]}.{kind}"] = value.clone()
+    return {f"vision_model.{name}": value for name, value in renamed.items()}
 
 
 def write_vision(path: Path) -> None:

@@ -41,16 +41,16 @@ def load_tiny(name: str) -> WanModel:
     return wan_core.load_dit(draw_weights(CONFIGS[name]), metadata)
 
 
-def run(model: WanModel, given: dict[str, Tensor], **changed: Any) -> Tensor:
-    inputs = given | changed
+def run(model: WanModel, family_inputs: dict[str, Tensor], **changed: Any) -> Tensor:
+    inputs = family_inputs | changed
     with torch.no_grad():
         return model(inputs.pop("x"), inputs.pop("timestep"), inputs.pop("context"), **inputs)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
-def same_weights(found: WanModel, weights: dict[str, Tensor]) -> bool:
-    state = found.state_dict()
+def same_weights(model: WanModel, weights: dict[str, Tensor]) -> bool:
+    state = model.state_dict()
     return state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in weights)

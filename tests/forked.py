@@ -72,10 +72,10 @@ class Forked(subprocess.Popen):
     """Popen of `PYTHON [-u] -m MODULE ...` or `PYTHON -c CODE`. Where CUDA is in use, which no copy survives, it starts
     the command as ever."""
 
-    def _execute_child(self, *given: Any) -> None:  # `Popen`'s own place for it
-        start = Start(*given[: len(Start._fields)])
+    def _execute_child(self, *arguments: Any) -> None:  # `Popen`'s own place for it
+        start = Start(*arguments[: len(Start._fields)])
         if torch.cuda.is_initialized():
-            super()._execute_child(*given)  # pyright: ignore
+            super()._execute_child(*arguments)  # pyright: ignore
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a copy goes on with this thread alone, and the others hold nothing of it
@@ -88,9 +88,9 @@ class Forked(subprocess.Popen):
                 os.close(theirs)
 
 
-def run(command: Sequence[str], timeout: float = 300, **given: Any) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run` gives of a command, of which this is a copy."""
-    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **given) as copy:
+    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as copy:
         try:
             out, err = copy.communicate(timeout=timeout)
         except BaseException:
@@ -107,10 +107,10 @@ class Kept(subprocess.Popen):
     ranks: ClassVar[int] = 2  # of the next supervisor
     spares: ClassVar[list[tuple[int, int]]] = []  # process ids, and pipes on which each waits for what to run
 
-    def _execute_child(self, *given: Any) -> None:
-        start = Start(*given[: len(Start._fields)])
+    def _execute_child(self, *arguments: Any) -> None:
+        start = Start(*arguments[: len(Start._fields)])
         if not self.spares:
-            super()._execute_child(*given)  # pyright: ignore
+            super()._execute_child(*arguments)  # pyright: ignore
             return
         assert start.preexec_fn is None, "a function cannot be sent"
         self.pid, pipe = self.spares.pop(0)

@@ -99,8 +99,8 @@ def llama_name(name: str) -> str:
     """llama.cpp's name of one of our text encoder's tensors."""
     module = name.removesuffix(".weight")
     if module.startswith("blocks."):
-        _, block, rest = module.split(".", 2)
-        return f"enc.blk.{block}.{TEXT_NAMES[rest]}.weight"
+        _, block, module_name = module.split(".", 2)
+        return f"enc.blk.{block}.{TEXT_NAMES[module_name]}.weight"
     return f"{TEXT_NAMES[module]}.weight"
 
 

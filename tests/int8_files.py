@@ -73,13 +73,13 @@ def encoded(kind: str, weight: Tensor) -> dict[str, Tensor]:
 
 def described(kind: str, nested: bool = False) -> dict[str, Any]:
     fmt = FORMATS[kind]
-    given: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     if fmt.rotation:
-        given |= {"convrot_groupsize": fmt.rotation}
-        given |= {"convrot": True} if fmt.name == "int8_tensorwise" else {}
+        params |= {"convrot_groupsize": fmt.rotation}
+        params |= {"convrot": True} if fmt.name == "int8_tensorwise" else {}
     if fmt.group:
-        given["group_size"] = fmt.group
-    return {"format": fmt.name, **({"params": given} if nested else given)}
+        params["group_size"] = fmt.group
+    return {"format": fmt.name, **({"params": params} if nested else params)}
 
 
 def stored(

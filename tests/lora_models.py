@@ -87,8 +87,8 @@ def dense_model(changed: dict[str, Tensor]) -> WanModel:
 
 def put_on(net: WanModel, loras: list[Wanted], mode: str, precision: str | None = None) -> None:
     """Have just `loras` on a model of SOURCE, merged or attached, whatever was on it."""
-    held = None if precision is None else quantization(precision)
-    part = PartToLoad(recognise(SOURCE, "dit", load_dit), torch.float32, held)
+    precision_of_weights = None if precision is None else quantization(precision)
+    part = PartToLoad(recognise(SOURCE, "dit", load_dit), torch.float32, precision_of_weights)
     loras_on(net).merged.apply(net, loras if mode == "merge" else [], part)
     loras_on(net).attached.apply(net, loras if mode == "attach" else [], original=StoredValues(SOURCE))
 
@@ -113,13 +113,13 @@ def loha(n: int, k: int, r: int) -> dict[str, Tensor]:
 
 def lokr(n: int, k: int, r: int, first: bool, second: bool) -> dict[str, Tensor]:
     a, b = 4, 8
-    found = {}
+    factors = {}
     for name, split, (rows, columns) in (("w1", first, (a, b)), ("w2", second, (n // a, k // b))):
         if split:
-            found |= {f"lokr_{name}_a": torch.randn(rows, r) * 0.2, f"lokr_{name}_b": torch.randn(r, columns) * 0.2}
+            factors |= {f"lokr_{name}_a": torch.randn(rows, r) * 0.2, f"lokr_{name}_b": torch.randn(r, columns) * 0.2}
         else:
-            found[f"lokr_{name}"] = torch.randn(rows, columns) * 0.1
-    return found
+            factors[f"lokr_{name}"] = torch.randn(rows, columns) * 0.1
+    return factors
 
 
 FORMS: dict[str, Callable[[int, int], dict[str, Tensor]]] = {
@@ -145,9 +145,9 @@ def lora_of(modules: list[str], seed: int, rank: int = RANK, scale: float = 0.1)
 
 
 def quantization(precision: str) -> Quantization:
-    found = find_quantization(precision, CPU)
-    assert found is not None
-    return found
+    scheme = find_quantization(precision, CPU)
+    assert scheme is not None
+    return scheme
 
 
 def relative(a: Tensor, b: Tensor) -> float:

@@ -82,9 +82,9 @@ def ranks_of(mesh: str, device: str = "cpu") -> RankMesh:
 
 def of_one(mesh: str, work: Callable[[], Value]) -> Value:
     """What one rank makes alone, known to all: they would make the same."""
-    found = [work() if ranks_of(mesh).rank == 0 else None]
-    dist.broadcast_object_list(found, 0)
-    return cast(Value, found[0])
+    results = [work() if ranks_of(mesh).rank == 0 else None]
+    dist.broadcast_object_list(results, 0)
+    return cast(Value, results[0])
 
 
 def places(mesh: str) -> tuple[int, ...]:
@@ -150,12 +150,12 @@ def trajectory(
         stages=tuple(StageOptions(**stage) for stage in stages),
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
-    given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})
+    load_options = LoadOptions(**{"model": "tiny", "device": "cpu", **options})
     if decode or compile is not None or asked.image is not None:
-        ranks = None if mesh is None else ranks_of(mesh, given.device)
-        pipe = Pipeline.load(given, request=asked, ranks=ranks)
+        ranks = None if mesh is None else ranks_of(mesh, load_options.device)
+        pipe = Pipeline.load(load_options, request=asked, ranks=ranks)
     else:
-        pipe = loaded(mesh, given)
+        pipe = loaded(mesh, load_options)
     if compile is not None:
         for name in ("high", "low"):
             compile_blocks(pipe.models.expert(name), CPU, compile)
@@ -172,12 +172,12 @@ def trajectory(
 
 def held_blocks(mesh: str) -> list[int]:
     """The blocks of the high-noise expert whose weights this rank has."""
-    given = LoadOptions(model="tiny", device="cpu")
-    pipe = Pipeline.load(given, request=Request(prompt=CAPTION, steps=2), ranks=ranks_of(mesh, "cpu"))
+    load_options = LoadOptions(model="tiny", device="cpu")
+    pipe = Pipeline.load(load_options, request=Request(prompt=CAPTION, steps=2), ranks=ranks_of(mesh, "cpu"))
     blocks = pipe.models.expert("high").blocks
-    found = [i for i, block in enumerate(blocks) if not any(p.is_meta for p in block.parameters())]
-    assert all(p.is_meta for i, block in enumerate(blocks) if i not in found for p in block.parameters())
-    return found
+    held_here = [i for i, block in enumerate(blocks) if not any(p.is_meta for p in block.parameters())]
+    assert all(p.is_meta for i, block in enumerate(blocks) if i not in held_here for p in block.parameters())
+    return held_here
 
 
 def bent(x: Tensor, sigma: float) -> Tensor:
@@ -207,10 +207,10 @@ def weights(mesh: str) -> tuple[list[str], dict[str, int]]:
         plain = open_checkpoint(path)
         with CountedCopies(counts):
             shared = shared_checkpoint(plain, ranks)
-            found = {name: shared.read(name) for name in plain.tensors}
+            tensors = {name: shared.read(name) for name in plain.tensors}
         for name, info in plain.tensors.items():
             stored, counts["stored"] = plain.read(name), counts["stored"] + info.nbytes
-            if stored.dtype != found[name].dtype or not torch.equal(stored, found[name]):
+            if stored.dtype != tensors[name].dtype or not torch.equal(stored, tensors[name]):
                 changed.append(f"{path.name} {name}")
     return changed, counts
 
@@ -272,8 +272,8 @@ def small_vae(config: str) -> VideoVAE:
     return model
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(actual: Tensor, wanted: Tensor) -> float:
+    return float((actual - wanted).abs().max() / wanted.abs().max())
 
 
 @torch.no_grad()
@@ -345,25 +345,25 @@ def family_model(name: str, grid: tuple[int, ...], motion: bool) -> tuple[WanMod
 @torch.no_grad()
 def family_forward(mesh: str, name: str, grid: tuple[int, ...], motion: bool = True, **changed) -> tuple[float, float]:
     """The difference of a sharded forward and a whole one, and how much driving or control changes it."""
-    model, given = family_model(name, grid, motion)
-    given |= changed
-    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    model, inputs = family_model(name, grid, motion)
+    inputs |= changed
+    x, time, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
     attend = BACKENDS["math"].load()
     optimize(model, attend=attend)
-    uncontrolled = {"image": given["image"]} if "image" in given else {}
-    whole, free = of_one(mesh, lambda: (model(x, time, context, **given), model(x, time, context, **uncontrolled)))
+    uncontrolled = {"image": inputs["image"]} if "image" in inputs else {}
+    whole, free = of_one(mesh, lambda: (model(x, time, context, **inputs), model(x, time, context, **uncontrolled)))
     optimize(model, attend=attend, ranks=ranks_of(mesh))
-    return relative(model(x, time, context, **given), whole), relative(free, whole)
+    return relative(model(x, time, context, **inputs), whole), relative(free, whole)
 
 
 @torch.no_grad()
 def family_run(mesh: str, name: str, how: str, grid: tuple[int, ...]) -> tuple[float, float]:
     """The difference of a sharded run and a whole one with MagCache, sparse steps or control of a part, and to full."""
-    model, given = family_model(name, grid, True)
-    x, _, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    model, inputs = family_model(name, grid, True)
+    x, _, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
     conditioning = Conditioning(
-        cond=context, uncond=context.flip(1), concat=x[:, 16:] if x.shape[1] > 16 else None, inputs=given,
-        uncond_inputs={"audio": torch.zeros_like(given["audio"])} if "audio" in given else {},
+        cond=context, uncond=context.flip(1), concat=x[:, 16:] if x.shape[1] > 16 else None, inputs=inputs,
+        uncond_inputs={"audio": torch.zeros_like(inputs["audio"])} if "audio" in inputs else {},
     )  # fmt: skip
     steps = 10 if how == "magcache" else 4  # a step cache takes ten
     plan = make_plan(task="t2v-14B", steps=steps, guidance_high=2.0, guidance_low=2.0)
@@ -393,32 +393,32 @@ def sharded_vace(mesh: str, path: str) -> tuple[float, list[str]]:
     from torch.distributed.tensor import DTensor
 
     model, whole = load_sharded_dit(Path(path), ranks_of(mesh), torch.float32), load_dit(Path(path))
-    given = control_references.draw_inputs(whole.config, (1, 2, 3, 2))
-    given["control"] = control_references.contexts(given["control"])
-    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
-    kept = [
+    inputs = control_references.draw_inputs(whole.config, (1, 2, 3, 2))
+    inputs["control"] = control_references.contexts(inputs["control"])
+    x, time, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
+    whole_parameters = [
         name
         for name, parameter in model.named_parameters()
         if "blocks." in name and parameter.ndim == 2 and not isinstance(parameter, DTensor)
     ]
     optimize(model, attend=BACKENDS["math"].load(), ranks=ranks_of(mesh))
-    return relative(model(x, time, context, **given), whole(x, time, context, **given)), kept
+    return relative(model(x, time, context, **inputs), whole(x, time, context, **inputs)), whole_parameters
 
 
 @torch.no_grad()
 def sparse_sound(mesh: str) -> tuple[float, float]:
     """The differences of one sparse forward of S2V: sharded and whole, sparse and dense."""
     model = load_dit(draw_weights(S2V), metadata={"num_heads": S2V.num_heads})
-    given = draw_sound(S2V, (1, 3, 8, 9))
-    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
-    attend, found = BACKENDS["math"].load(), []
-    dense = optimize(model, attend=attend)(x, time, context, **given)
+    inputs = draw_sound(S2V, (1, 3, 8, 9))
+    x, time, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
+    attend, outputs = BACKENDS["math"].load(), []
+    dense = optimize(model, attend=attend)(x, time, context, **inputs)
     for ranks in (None, ranks_of(mesh)):
         optimize(model, attend=attend, ranks=ranks)
         tiles = SparseTiles(model, SparseOptions(sparsity=0.7, kernel="math"), None, (3, 8, 9))
         with in_tiles(model, tiles):
-            found.append(model(x, time, context, info=ForwardInfo(sparsity=0.7), **given))
-    return relative(found[1], found[0]), relative(found[0], dense)
+            outputs.append(model(x, time, context, info=ForwardInfo(sparsity=0.7), **inputs))
+    return relative(outputs[1], outputs[0]), relative(outputs[0], dense)
 
 
 def sharded_weights(mesh: str) -> tuple[int, list[str]]:
@@ -427,14 +427,14 @@ def sharded_weights(mesh: str) -> tuple[int, list[str]]:
 
     path = TINY / "t2v_high.safetensors"
     model, whole = load_sharded_dit(path, ranks_of(mesh), torch.float32), load_dit(path, dtype=torch.float32)
-    wanted, held, changed = whole.state_dict(), 0, []
+    wanted, local_bytes, changed = whole.state_dict(), 0, []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            held += parameter.to_local().numel() * parameter.element_size()
-        found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if not torch.equal(found, wanted[name]) or isinstance(parameter, DTensor) != name.startswith("blocks."):
+            local_bytes += parameter.to_local().numel() * parameter.element_size()
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if not torch.equal(full, wanted[name]) or isinstance(parameter, DTensor) != name.startswith("blocks."):
             changed.append(name)
-    return held, changed
+    return local_bytes, changed
 
 
 @torch.no_grad()
@@ -459,14 +459,14 @@ def gpu_forward(mesh: str, precision: str, attention: str, compile: str = "off")
     """`fp8_forward` of two blocks at full width with random weights, as a user's options hold and run them."""
     ranks = ranks_of(mesh, "cuda")
     config = replace(T2V_A14B, num_layers=2)
-    held = find_quantization(precision, ranks.device)
+    quantization = find_quantization(precision, ranks.device)
     generator = torch.Generator(ranks.device).manual_seed(0)
     x = torch.randn(1, 16, 5, 30, 52, generator=generator, device=ranks.device)  # 1950 tokens: some ranks have one more
     text = torch.randn(1, 20, config.text_dim, generator=generator, device=ranks.device).bfloat16()
     time = torch.tensor([700.0], device=ranks.device)
     exact_model = random_module(config, device=ranks.device, dtype=torch.bfloat16)
     exact = optimize(exact_model, attend=BACKENDS["sdpa"].load(), graphs=False)(x, time, text)
-    model = random_module(config, device=ranks.device, dtype=torch.bfloat16, quantization=held)
+    model = random_module(config, device=ranks.device, dtype=torch.bfloat16, quantization=quantization)
     attend = BACKENDS[attention].load()
     whole = optimize(model, attend=attend, compile=compile, graphs=False)(x, time, text)
     sharded = optimize(model, attend=attend, compile=compile, ranks=ranks)(x, time, text)
@@ -501,8 +501,8 @@ def cached_tokens(mesh: str) -> tuple[int, int, bool]:
     with model.runners.adding(cache):
         model(torch.randn(1, 16, 5, 10, 14), torch.tensor([500.0]), torch.randn(1, 4, model.config.text_dim))
     lengths, _ = shard_lengths(5 * 5 * 7, 1, ranks.mesh.shards)
-    left = [type(runner) for runner in model.runners.runners]
-    return cache.kept["cond", 0].buffer.shape[2], lengths[ranks.shard], left == [ShardedTokens]
+    runners_after = [type(runner) for runner in model.runners.runners]
+    return cache.kept["cond", 0].buffer.shape[2], lengths[ranks.shard], runners_after == [ShardedTokens]
 
 
 @torch.no_grad()
@@ -536,18 +536,18 @@ def sparse_attention(
     mine = shard_of(ranks, lengths)
     worst, unit = 0.0, torch.ones(1)
     for qkv in drawn:
-        given = [Quantized(x.to(FP8), unit) for x in qkv]
+        quantized = [Quantized(x.to(FP8), unit) for x in qkv]
         for state in states:
             state.step += 1
         if fp8:
-            whole = inside.quantized(*given, alone).data.float()
-            out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in given), split).data.float()
+            whole = inside.quantized(*quantized, alone).data.float()
+            out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in quantized), split).data.float()
         else:
             whole = inside(*qkv, alone)
             out = sharded(*qkv[:, :, mine], split)
-        found = gather_parts(out, lengths, ranks.sequence, 1)
+        gathered = gather_parts(out, lengths, ranks.sequence, 1)
         # FP8 may round the other way, which is a step of an eighth: the mean error tells more than the largest.
-        error = (found - whole).norm() / whole.norm() if fp8 else (found - whole).abs().max()
+        error = (gathered - whole).norm() / whole.norm() if fp8 else (gathered - whole).abs().max()
         worst = max(worst, float(error))
     return worst, unread(states[1], group_lengths(sharded, split), block)
 
@@ -575,7 +575,7 @@ def sparse_forward(
     """Mean errors of one forward that reads half of the blocks, against the same in plain numbers on one rank: of one
     rank with the backend `attention`, and of all. Two blocks of random weights. apart: frames have a timestep each."""
     ranks = ranks_of(mesh, device)
-    held = find_quantization(precision, ranks.device)
+    quantization = find_quantization(precision, ranks.device)
     config = replace(T2V_A14B, num_layers=2)
     if device == "cpu":
         config = replace(config, dim=64, ffn_dim=96, num_heads=4, text_dim=8, text_len=6, freq_dim=16)
@@ -592,18 +592,18 @@ def sparse_forward(
 
     plain = random_module(config, device=ranks.device, dtype=dtype)
     exact = run(optimize(plain, attend=BACKENDS["sdpa"].load(), graphs=False), "auto")
-    model = random_module(config, device=ranks.device, dtype=dtype, quantization=held)
+    model = random_module(config, device=ranks.device, dtype=dtype, quantization=quantization)
     attend = BACKENDS[attention].load()
     whole = run(optimize(model, attend=attend, compile=compile, graphs=False), kernel)
     sharded = run(optimize(model, attend=attend, compile=compile, ranks=ranks), kernel)
-    return tuple(float((found - exact).norm() / exact.norm()) for found in (whole, sharded))
+    return tuple(float((output - exact).norm() / exact.norm()) for output in (whole, sharded))
 
 
 @torch.no_grad()
 def sparse_counts(mesh: str, attention: str, tokens: tuple[int, int, int]) -> dict[str, tuple[int, int, int]]:
     """What one forward of two blocks costs this rank, dense and sparse: bytes that it sends, how often blocks are
     chosen, and for how many rows (of all heads)."""
-    ranks, found = ranks_of(mesh), {}
+    ranks, measured = ranks_of(mesh), {}
     config = replace(T2V_A14B, num_layers=2, dim=64, ffn_dim=96, num_heads=4, text_dim=8, text_len=6, freq_dim=16)
     model = random_module(config, device=CPU, dtype=torch.float32)
     optimize(model, attend=BACKENDS[attention].load(), ranks=ranks)
@@ -612,22 +612,34 @@ def sparse_counts(mesh: str, attention: str, tokens: tuple[int, int, int]) -> di
     for name, sparsity in (("dense", 0.0), ("sparse", 0.5)):
         counts, rows = {"bytes": 0}, []
 
-        def counted(*given, rows=rows):
-            rows.append(given[3].shape[:3].numel())
-            return choose(*given)
+        def counted(*arguments, rows=rows):
+            rows.append(arguments[3].shape[:3].numel())
+            return choose(*arguments)
 
         tiles = SparseTiles(model, SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, dense_layers=0), None, tokens)
         with in_tiles(model, tiles), exchanges(counts), mock.patch.object(SparseForward, "route", counted):
             model(x, torch.tensor([700.0]), text, ForwardInfo(sparsity=sparsity))
-        found[name] = counts["bytes"], len(rows), sum(rows)
-    return found | {"block": tiles.block}
+        measured[name] = counts["bytes"], len(rows), sum(rows)
+    return measured | {"block": tiles.block}
 
 
-def questions(mesh: str, words: list[str]) -> tuple[list[int], int]:
+def questions(mesh: str, arguments: list[str]) -> tuple[list[int], int]:
     """How often this rank asks, in each step of a run of the embedded model by options of `generate`, whether to stop;
     and how often the plan says, with once at the end of each step."""
-    given = ["generate", "--prompt", CAPTION, "--model", "tiny", "--device", "cpu", "--size", "48x32", "--frames", "17"]
-    options = build_parser().parse_args([*given, *words])
+    command = [
+        "generate",
+        "--prompt",
+        CAPTION,
+        "--model",
+        "tiny",
+        "--device",
+        "cpu",
+        "--size",
+        "48x32",
+        "--frames",
+        "17",
+    ]
+    options = build_parser().parse_args([*command, *arguments])
     asked = request_of(options)
     pipe = Pipeline.load(load_options_of(options), request=asked, ranks=ranks_of(mesh))
     run, counts = pipe.prepare(asked), [0]

@@ -33,11 +33,11 @@ class Watch:
         self.main = threading.current_thread()
 
     def timed(self, name: str, work: Callable[..., Any], lasts: float = 0.0) -> Callable[..., Any]:
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             self.begun[name] = time.monotonic()
             try:
                 time.sleep(lasts)
-                return work(*given, **named)
+                return work(*arguments, **named)
             finally:
                 self.ended[name] = time.monotonic()
 
@@ -46,10 +46,10 @@ class Watch:
     def seen(self, name: str, work: Callable[..., Any], at: int) -> Callable[..., Any]:
         """`work`, noting the shape of its argument `at`, or of the first of several in that place."""
 
-        def call(*given: Any) -> Any:
-            x = given[at] if isinstance(given[at], torch.Tensor) else given[at][0]
+        def call(*arguments: Any) -> Any:
+            x = arguments[at] if isinstance(arguments[at], torch.Tensor) else arguments[at][0]
             self.shapes[threading.current_thread() is not self.main].add((name, tuple(x.shape), x.dtype))
-            return work(*given)
+            return work(*arguments)
 
         return call
 
@@ -70,8 +70,8 @@ def first_use_of(
     request, watch = Request(prompt=CAPTION, steps=4, seed=3, width=80, height=80, frames=5, skip=skip), Watch()
     forwards = first_use.forward_each_kind
 
-    def work(*given: Any, **named: Any) -> None:
-        forwards(*given, **named)
+    def work(*arguments: Any, **named: Any) -> None:
+        forwards(*arguments, **named)
         if fails:
             raise RuntimeError("this card is too old")
 
@@ -87,8 +87,8 @@ def first_use_of(
     with ExitStack() as stack:
         for change in changed:
             stack.enter_context(change)
-        given = LoadOptions(**{"model": "tiny", "device": device, **options})
-        pipe = Pipeline.load(given, request=request, ranks=ranks_of(mesh, device))
+        load_options = LoadOptions(**{"model": "tiny", "device": device, **options})
+        pipe = Pipeline.load(load_options, request=request, ranks=ranks_of(mesh, device))
         run = pipe.prepare(request)
         conditioning = pipe.encode(run)
         pipe.models.wait_for_kernels(pipe.report)

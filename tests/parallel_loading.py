@@ -71,9 +71,9 @@ def staged_weights(
         staged.Feed(shared_checkpoint(plain, ranks), names, ranks.device, staged.Reading(threads=3)) as feed,
     ):
         for name in names[:taken]:
-            found, stored = feed.read(name), plain.read(name)
-            same = found.dtype == stored.dtype and found.shape == stored.shape and found.device == ranks.device
-            if not same or not torch.equal(bytes_of(found), bytes_of(stored)):
+            tensor, stored = feed.read(name), plain.read(name)
+            same = tensor.dtype == stored.dtype and tensor.shape == stored.shape and tensor.device == ranks.device
+            if not same or not torch.equal(bytes_of(tensor), bytes_of(stored)):
                 changed.append(name)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
     return changed, sum(read), len(threads)
@@ -82,11 +82,11 @@ def staged_weights(
 def staged_model(mesh: str, device: str = "cpu", packed: str | None = None) -> list[str]:
     """Names of parameters that are not those of a model that one rank loads. packed: a file, as it is stored."""
     ranks, path = ranks_of(mesh, device), packed or TINY / "t2v_high.safetensors"
-    held = None if packed is None else Quantization(PackedLinear, ranks.device)
+    quantization = None if packed is None else Quantization(PackedLinear, ranks.device)
     shared, how = shared_checkpoint(open_checkpoint(path), ranks), staged.Reading(mapped=False)
-    found = load_dit(shared, device=ranks.device, quantization=held, how=how).state_dict()
-    alone = load_dit(path, quantization=held).state_dict()
-    return [name for name, value in alone.items() if not torch.equal(bytes_of(value), bytes_of(found[name]))]
+    state = load_dit(shared, device=ranks.device, quantization=quantization, how=how).state_dict()
+    alone = load_dit(path, quantization=quantization).state_dict()
+    return [name for name, value in alone.items() if not torch.equal(bytes_of(value), bytes_of(state[name]))]
 
 
 def staged_together(mesh: str) -> list[str]:
@@ -99,9 +99,9 @@ def staged_together(mesh: str) -> list[str]:
         shared = shared_checkpoint(open_checkpoint(paths[name]), ranks, turn=how.turn)
         return load_dit(shared, device=ranks.device, how=how)
 
-    found = load_parts(list(paths), load, ranks.device, in_order=True, how=staged.Reading(mapped=False))
+    models = load_parts(list(paths), load, ranks.device, in_order=True, how=staged.Reading(mapped=False))
     for name, path in paths.items():
-        read = found[name].state_dict()
+        read = models[name].state_dict()
         changed += [key for key, value in load_dit(path).state_dict().items() if not torch.equal(value, read[key])]
     return changed
 

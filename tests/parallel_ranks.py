@@ -34,9 +34,9 @@ LEAVE = "leave"
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _rank(rank: int, pipe: Connection, trace: str) -> None:
@@ -115,7 +115,7 @@ class Ranks:
         asked = check, {"mesh": mesh, **arguments}, environment
         return self._answers(size, asked, seconds, f"{check} {mesh} {arguments}")
 
-    def _answers(self, size: int, asked: tuple, seconds: float, words: str) -> list[Any]:
+    def _answers(self, size: int, asked: tuple, seconds: float, question: str) -> list[Any]:
         answers: dict[int, tuple[bool, Any]] = {}
         for rank, pipe in enumerate(self.pipes[:size]):
             try:
@@ -124,10 +124,10 @@ class Ranks:
                 answers[rank] = False, self._death(rank)
         until = time.monotonic() + seconds
         while missing := [rank for rank in range(size) if rank not in answers]:
-            found = wait([self.pipes[rank] for rank in missing], max(0.0, until - time.monotonic()))
-            if not found:
+            ready = wait([self.pipes[rank] for rank in missing], max(0.0, until - time.monotonic()))
+            if not ready:
                 break
-            for rank in [rank for rank in missing if self.pipes[rank] in found]:
+            for rank in [rank for rank in missing if self.pipes[rank] in ready]:
                 try:
                     answers[rank] = self.pipes[rank].recv()
                 except (EOFError, OSError):
@@ -135,7 +135,7 @@ class Ranks:
                 if not answers[rank][0]:  # others may wait for this one
                     until = min(until, time.monotonic() + GRACE)
         faults = [f"rank {rank}: {answer}" for rank, (good, answer) in sorted(answers.items()) if not good]
-        faults += [f"rank {rank} gave no answer to {words}. It stands at\n{self._stands(rank)}" for rank in missing]
+        faults += [f"rank {rank} gave no answer to {question}. It stands at\n{self._stands(rank)}" for rank in missing]
         if missing or not all(process.is_alive() for process in self.processes):
             self._end()
         assert not faults, "\n".join(faults)

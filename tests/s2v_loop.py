@@ -148,7 +148,7 @@ def loop(speech2video: Any, picture: Path, pose: str | None) -> tuple[Tensor, Te
     from wan.modules import vae2_1
     from wan.modules.s2v import audio_encoder, model_s2v
 
-    made = object.__new__(speech2video.WanS2V)
+    wan = object.__new__(speech2video.WanS2V)
     model = model_s2v.WanModel_S2V(
         cond_dim=16, audio_dim=CONFIG.audio_dim, enable_adain=True, adain_mode="attn_norm", zero_timestep=True,
         audio_inject_layers=list(INJECT_AFTER[: CONFIG.injectors]), enable_motioner=False, enable_framepack=True,
@@ -160,7 +160,7 @@ def loop(speech2video: Any, picture: Path, pose: str | None) -> tuple[Tensor, Te
     encoder.video_rate = 30
     states, texts, noise = drawn_states(), iter(drawn_texts()), iter(drawn_noise())
     encoder.extract_audio_feat = lambda *_, **__: audio_encoder.linear_interpolation(states, 50, 30)
-    made.__dict__.update(
+    wan.__dict__.update(
         device=torch.device("cpu"), rank=0, t5_cpu=True, init_on_cpu=False, num_train_timesteps=1000,
         param_dtype=torch.float32, vae=OfficialVAE(vae2_1), noise_model=model, audio_encoder=encoder, fps=16,
         audio_sample_m=0, motion_frames=73, drop_first_motion=True, sample_neg_prompt="",
@@ -168,13 +168,13 @@ def loop(speech2video: Any, picture: Path, pose: str | None) -> tuple[Tensor, Te
     )  # fmt: skip
     randn, torch.randn = torch.randn, lambda *_, **__: next(noise)
     try:
-        video = made.generate(
+        video = wan.generate(
             "", str(picture), "", False, None, None, None, num_repeat=None, pose_video=pose, max_area=SIDE * SIDE,
             infer_frames=CLIP, shift=SHIFT, sampling_steps=STEPS, guide_scale=GUIDANCE, seed=SEED, offload_model=False,
         )  # fmt: skip
     finally:
         torch.randn = randn
-    return torch.cat(made.vae.decoded), video
+    return torch.cat(wan.vae.decoded), video
 
 
 @torch.no_grad()
@@ -182,15 +182,15 @@ def main(folder: str, commit: str) -> None:
     from PIL import Image
     from safetensors.torch import save_file
 
-    kept = {}
+    tensors_of_loop = {}
     with tempfile.TemporaryDirectory() as place, official(Path(folder)) as speech2video:
         picture = Path(place, "reference.png")
         Image.fromarray(drawn_pictures(1, SEED)[0]).save(picture)
         for name, pose in (("", None), (" pose", "pose.mp4")):
             latents, video = loop(speech2video, picture, pose)
             assert video.shape == (3, FRAMES, SIDE, SIDE)
-            kept |= {f"latents{name}": latents, f"frames{name}": spots(video)}
-    tensors = {key: value.contiguous() for key, value in kept.items()}
+            tensors_of_loop |= {f"latents{name}": latents, f"frames{name}": spots(video)}
+    tensors = {key: value.contiguous() for key, value in tensors_of_loop.items()}
     save_file(tensors, KEPT, {"program": "official", "version": commit})
 
 

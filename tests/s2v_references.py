@@ -37,7 +37,7 @@ def draw_inputs(config: S2VConfig, grid: Grid, seed: int = 0, motion: int | None
     def draw(*shape: int) -> Tensor:
         return torch.randn(batch, *shape, generator=generator)
 
-    found = {
+    inputs = {
         "x": draw(16, T, 2 * Y, 2 * X),
         "timestep": torch.rand(batch, generator=generator) * 1000,
         "context": draw(512, config.text_dim),
@@ -45,12 +45,12 @@ def draw_inputs(config: S2VConfig, grid: Grid, seed: int = 0, motion: int | None
         "reference": draw(16, 1, 2 * Y, 2 * X),
         "pose": draw(16, T, 2 * Y, 2 * X),
     }
-    return found if motion is None else found | {"motion": draw(16, motion, 2 * Y, 2 * X)}
+    return inputs if motion is None else inputs | {"motion": draw(16, motion, 2 * Y, 2 * X)}
 
 
-def steady(given: dict[str, Tensor]) -> dict[str, Tensor]:
+def steady(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same with one sound in all frames: ComfyUI has no copies of the first frame in front."""
-    return given | {"audio": given["audio"][..., :1].expand_as(given["audio"])}
+    return inputs | {"audio": inputs["audio"][..., :1].expand_as(inputs["audio"])}
 
 
 def official_outputs(folder: Path) -> dict[str, Tensor]:
@@ -72,18 +72,18 @@ def official_outputs(folder: Path) -> dict[str, Tensor]:
             text_dim=config.text_dim, num_heads=config.num_heads, num_layers=config.num_layers,
         )  # fmt: skip
         model.eval().load_state_dict(draw_weights(config), strict=True)
-        found = {}
+        outputs = {}
         for grid in GRIDS:
-            given = draw_inputs(config, grid, motion=MOTION[grid])
-            motion = given.get("motion", torch.zeros(1, 16, 19, *given["x"].shape[3:]))
-            for name, pose in {"": given["pose"], " no pose": torch.zeros_like(given["pose"])}.items():
+            inputs = draw_inputs(config, grid, motion=MOTION[grid])
+            motion = inputs.get("motion", torch.zeros(1, 16, 19, *inputs["x"].shape[3:]))
+            for name, pose in {"": inputs["pose"], " no pose": torch.zeros_like(inputs["pose"])}.items():
                 out = model(
-                    list(given["x"]), given["timestep"], list(given["context"]), 0, list(given["reference"]),
-                    list(motion), list(pose), given["audio"], motion_frames=[73, 19],
-                    drop_motion_frames="motion" not in given,
+                    list(inputs["x"]), inputs["timestep"], list(inputs["context"]), 0, list(inputs["reference"]),
+                    list(motion), list(pose), inputs["audio"], motion_frames=[73, 19],
+                    drop_motion_frames="motion" not in inputs,
                 )  # fmt: skip
-                found[f"{grid}{name}"] = torch.stack(out)
-        return found
+                outputs[f"{grid}{name}"] = torch.stack(out)
+        return outputs
 
 
 def official_features(folder: Path) -> dict[str, Tensor]:
@@ -93,13 +93,13 @@ def official_features(folder: Path) -> dict[str, Tensor]:
         from wan.modules.s2v.audio_encoder import AudioEncoder, linear_interpolation
 
         encoder = object.__new__(AudioEncoder)
-        encoder.video_rate, found = 30, {}
+        encoder.video_rate, features = 30, {}
         for length, clip in SOUNDS:
             states = linear_interpolation(draw_states(length), input_fps=50, output_fps=30)
             bucket, clips = encoder.get_audio_embed_bucket_fps(states, fps=16, batch_frames=clip, m=0)
             assert len(bucket) == clips * clip
-            found[f"features {length} {clip}"] = bucket[None].permute(0, 2, 3, 1)
-        return found
+            features[f"features {length} {clip}"] = bucket[None].permute(0, 2, 3, 1)
+        return features
 
 
 def draw_states(length: int) -> Tensor:
@@ -123,19 +123,19 @@ def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
         audio_inject_layers=list(INJECT_AFTER[: config.injectors]), operations=comfy.ops.disable_weight_init,
     )  # fmt: skip
     model.eval().load_state_dict(draw_weights(config), strict=True)
-    found = {}
+    outputs = {}
     for grid in GRIDS:
-        given = steady(draw_inputs(config, grid, motion=MOTION[grid]))
-        own = {"reference_latent": given["reference"], "reference_motion": given.get("motion")}
+        inputs = steady(draw_inputs(config, grid, motion=MOTION[grid]))
+        own = {"reference_latent": inputs["reference"], "reference_motion": inputs.get("motion")}
         for name, extra in {
-            "": {**own, "audio_embed": given["audio"], "control_video": given["pose"]},
-            " no reference": {"audio_embed": given["audio"], "control_video": given["pose"]},
-            " silent": {**own, "control_video": given["pose"]},
+            "": {**own, "audio_embed": inputs["audio"], "control_video": inputs["pose"]},
+            " no reference": {"audio_embed": inputs["audio"], "control_video": inputs["pose"]},
+            " silent": {**own, "control_video": inputs["pose"]},
         }.items():
-            found[f"{grid}{name}"] = model(
-                given["x"], given["timestep"], given["context"], transformer_options={}, **extra
+            outputs[f"{grid}{name}"] = model(
+                inputs["x"], inputs["timestep"], inputs["context"], transformer_options={}, **extra
             )
-    return found
+    return outputs
 
 
 @torch.no_grad()
@@ -143,8 +143,8 @@ def main(program: str, folder: str, version: str) -> None:
     from safetensors.torch import save_file
 
     path = Path(folder)
-    made = official_outputs(path) | official_features(path) if program == "official" else comfyui_outputs(path)
-    tensors = {key: value.float().contiguous() for key, value in made.items()}
+    outputs = official_outputs(path) | official_features(path) if program == "official" else comfyui_outputs(path)
+    tensors = {key: value.float().contiguous() for key, value in outputs.items()}
     save_file(tensors, DATA / f"s2v_{program}.safetensors", {"program": program, "version": version})
 
 

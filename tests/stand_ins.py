@@ -78,7 +78,7 @@ def text_config() -> TextConfig:
 
 def config_of(name: str) -> DiTConfig:
     """The config of the model that a file, a release or a task is named after."""
-    return next(config for known, config in TRANSFORMERS.items() if known in name.lower().replace("-", "_"))
+    return next(config for pattern, config in TRANSFORMERS.items() if pattern in name.lower().replace("-", "_"))
 
 
 def drawn(config: Any, name: str, dtype: torch.dtype = torch.bfloat16) -> State:
@@ -113,25 +113,27 @@ def write_transformer(path: Path) -> None:
 
 def in_fp8(state: Mapping[str, Tensor], names: set[str]) -> State:
     """The matrices `names` in FP8, each with one scale, as Comfy-Org's files of Wan 2.2 have them."""
-    found: State = {"scaled_fp8": torch.zeros(2).to(FP8)}
+    fp8_state: State = {"scaled_fp8": torch.zeros(2).to(FP8)}
     for name, value in state.items():
-        found[name] = value
+        fp8_state[name] = value
         if name in names:
-            found[name], scale = quantize_reference(value, "tensor")
-            found[name.removesuffix("weight") + "scale_weight"] = scale.reshape(1)
-    return found
+            fp8_state[name], scale = quantize_reference(value, "tensor")
+            fp8_state[name.removesuffix("weight") + "scale_weight"] = scale.reshape(1)
+    return fp8_state
 
 
 def in_int8(state: Mapping[str, Tensor], names: set[str]) -> State:
-    found: State = {}
+    int8_state: State = {}
     for name, value in state.items():
         if name not in names:
-            found[name] = value
+            int8_state[name] = value
             continue
         linear, kind = name.removesuffix(".weight"), "rotated 256"
-        found |= {f"{linear}.{part}": tensor for part, tensor in encoded(kind, value).items()}
-        found[f"{linear}.comfy_quant"] = torch.tensor(list(json.dumps(described(kind)).encode()), dtype=torch.uint8)
-    return found
+        int8_state |= {f"{linear}.{part}": tensor for part, tensor in encoded(kind, value).items()}
+        int8_state[f"{linear}.comfy_quant"] = torch.tensor(
+            list(json.dumps(described(kind)).encode()), dtype=torch.uint8
+        )
+    return int8_state
 
 
 def write_text_encoder(path: Path) -> None:

@@ -21,19 +21,19 @@ SMALL = DiTConfig(
 )
 
 
-def expert(seed: int, held: Quantization | None = None) -> WanModel:
-    model = random_module(SMALL, device=CPU, dtype=torch.float32, seed=seed, quantization=held)
+def expert(seed: int, quantization: Quantization | None = None) -> WanModel:
+    model = random_module(SMALL, device=CPU, dtype=torch.float32, seed=seed, quantization=quantization)
     assert isinstance(model, WanModel)
     return optimize(model, attend=resolve_attention("sdpa", CPU)[1])
 
 
-def experts(held: Quantization | None = None) -> dict[str, WanModel]:
-    return {"high": expert(0, held), "low": expert(1, held)}
+def experts(quantization: Quantization | None = None) -> dict[str, WanModel]:
+    return {"high": expert(0, quantization), "low": expert(1, quantization)}
 
 
-def streaming(held: Quantization | None, resident: int | None) -> Residency:
+def streaming(quantization: Quantization | None, resident: int | None) -> Residency:
     residency = Residency(CPU, "swap" if resident is None else "stream", resident_blocks=resident or 0)
-    for name, model in experts(held).items():
+    for name, model in experts(quantization).items():
         residency.add(name, model)
     return residency
 

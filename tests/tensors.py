@@ -34,9 +34,9 @@ def qkv(
     return [draw(batch, n, heads, dim, seed=i, device=device, dtype=dtype) for i, n in enumerate(lengths)]
 
 
-def relative(found: Tensor | Quantized, expected: Tensor) -> float:
+def relative(actual: Tensor | Quantized, expected: Tensor) -> float:
     """The norm of the difference over that of what is expected, in float64."""
-    plain = found if isinstance(found, Tensor) else found.dequantize()
+    plain = actual if isinstance(actual, Tensor) else actual.dequantize()
     return float((plain.double() - expected.double()).norm() / expected.double().norm())
 
 

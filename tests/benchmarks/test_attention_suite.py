@@ -22,17 +22,17 @@ def rows(*setting: str) -> list[dict[str, Any]]:
 
 
 def test_every_backend_has_a_row_with_its_errors_or_a_reason():
-    found = {row["name"]: row for row in rows()}
-    assert found.keys() == {*BACKENDS, "flex"} - {"math", "math-fp8"}
-    sdpa = found.pop("sdpa")
+    by_backend = {row["name"]: row for row in rows()}
+    assert by_backend.keys() == {*BACKENDS, "flex"} - {"math", "math-fp8"}
+    sdpa = by_backend.pop("sdpa")
     assert sdpa["ratio"] == 1 and sdpa["seconds"] > 0
     assert all(sdpa[kind] < 1e-5 for kind in ("error", "offset", "outliers", "sinks", "structured"))
-    assert all("NVIDIA GPU" in row["why_not"] for row in found.values())
+    assert all("NVIDIA GPU" in row["why_not"] for row in by_backend.values())
 
 
 def test_tiles_are_rows_of_both_kinds():
-    found = [row["name"] for row in rows("tune")]
-    assert len(found) == len(set(found)) > 20 and {name.partition(",")[0] for name in found} == {"bf16", "int8"}
+    names = [row["name"] for row in rows("tune")]
+    assert len(names) == len(set(names)) > 20 and {name.partition(",")[0] for name in names} == {"bf16", "int8"}
     assert {row["name"].partition(",")[0] for row in rows("int8")} == {"int8"}
     options = argparse.Namespace(size=None, setting=["tiles"], setup=None, suite="attention")
     with pytest.raises(OptionError, match="has kernels, tune, equal, bf16"):
@@ -40,7 +40,7 @@ def test_tiles_are_rows_of_both_kinds():
 
 
 def test_data_is_what_its_name_says():
-    data = {name: some[:2] for name, some in checked_data(normal(64, 5, 64, torch.float32, CPU)).items()}
+    data = {name: tensors[:2] for name, tensors in checked_data(normal(64, 5, 64, torch.float32, CPU)).items()}
     q, k = data["error"]
     assert q.shape[2] == 4 and data["offset"][1].mean() - k.mean() == pytest.approx(2, abs=1e-4)
     assert data["outliers"][0][..., :4].std() > 8 * q[..., :4].std()

@@ -177,8 +177,8 @@ def test_a_row_that_fails_says_so_and_the_others_go_on() -> None:
     """FP8 needs multiples of 16: found when the linears are replaced, in a setup that the device could run."""
     config = replace(SMALL, dim=48, num_heads=2, ffn_dim=72)
 
-    def model(held):
-        return small_model(config, quantization=held), 8
+    def model(precision):
+        return small_model(config, quantization=precision), 8
 
     ladder = Ladder(model, ["48x48x5"], CPU, torch.float32, 1, {"bf16_tflops": 1.0})
     rows = list(ladder.rows([find_setup("fp8/sdpa/torch"), find_setup(TORCH_ONLY)]))
@@ -188,7 +188,7 @@ def test_a_row_that_fails_says_so_and_the_others_go_on() -> None:
 
 def test_ratios_refer_to_the_compiled_peer_of_the_same_size() -> None:
     """Whether or not that row was measured first; a row without one has no ratio."""
-    ladder = Ladder(lambda held: (small_model(), 8), ["48x48x5"], CPU, torch.float32, 1, {"bf16_tflops": 1.0})
+    ladder = Ladder(lambda precision: (small_model(), 8), ["48x48x5"], CPU, torch.float32, 1, {"bf16_tflops": 1.0})
     alone = list(ladder.rows([find_setup(TORCH_ONLY)]))
     assert "ratio" not in alone[0]
     ladder.ratio_to["48x48x5"] = {"seconds": 3.0}
@@ -201,7 +201,7 @@ def test_a_compiled_peer_reports_what_its_first_run_cost(monkeypatch: pytest.Mon
     """And is the one that ratios refer to, wherever it stands in the list. Traced and counted; the compiler behind that
     is left out."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    ladder = Ladder(lambda held: (small_model(), 8), ["48x48x5"], CPU, torch.float32, 1, {"bf16_tflops": 1.0})
+    ladder = Ladder(lambda precision: (small_model(), 8), ["48x48x5"], CPU, torch.float32, 1, {"bf16_tflops": 1.0})
     rows = list(ladder.rows([find_setup(TORCH_ONLY), PEERS["diffusers"], PEERS["diffusers-compiled"]]))
     assert [row["name"] for row in rows] == ["diffusers-compiled", "diffusers", TORCH_ONLY]
     compiled, eager, ours = rows

@@ -50,8 +50,8 @@ def test_the_cold_processes_that_are_compared(tmp_path, monkeypatch):
     """One with empty caches, then as many as were asked for in the folder that it filled."""
     started, seconds = [], iter((12.0, 4.0, 6.0))
 
-    def run(files, size, device, kept):
-        started.append(kept.name)
+    def run(files, size, device, storage):
+        started.append(storage.name)
         return {"seconds": next(seconds)}
 
     monkeypatch.setattr(startup, "cold", run)
@@ -71,13 +71,13 @@ def test_the_peak_of_host_memory_begins_anew():
     def rises() -> tuple[int, int]:
         """With 64 MiB held, and after they were given back and the peak begun anew."""
         before = reset_host_peak()
-        held = torch.ones(64 << 20, dtype=torch.uint8)
+        memory = torch.ones(64 << 20, dtype=torch.uint8)
         rise = host_peak() - before
-        del held
+        del memory
         return rise, reset_host_peak() - before
 
-    found = [rises() for _ in range(5)]  # a busy system may take other pages away meanwhile
-    assert max(rise for rise, _ in found) > 50 << 20 and min(after for _, after in found) < 50 << 20
+    measured = [rises() for _ in range(5)]  # a busy system may take other pages away meanwhile
+    assert max(rise for rise, _ in measured) > 50 << 20 and min(after for _, after in measured) < 50 << 20
     assert host_peak() - reset_host_peak() < 50 << 20
 
 

@@ -70,6 +70,6 @@ def test_what_is_refused(arguments: list[str], says: str, capsys: pytest.Capture
 
 
 def test_setups_are_options_of_the_loader() -> None:
-    found = load_arguments("fp8/cudnn-fp8/compile", "random:t2v-A14B", torch.device("cuda"), 8)
-    assert found["model"] == "random:t2v-A14B:8" and found["compile"] == "blocks"
-    assert (found["precision"], found["attention"]) == ("fp8", "cudnn-fp8")
+    arguments = load_arguments("fp8/cudnn-fp8/compile", "random:t2v-A14B", torch.device("cuda"), 8)
+    assert arguments["model"] == "random:t2v-A14B:8" and arguments["compile"] == "blocks"
+    assert (arguments["precision"], arguments["attention"]) == ("fp8", "cudnn-fp8")

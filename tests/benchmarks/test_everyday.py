@@ -64,10 +64,10 @@ def test_experts_are_written_with_other_numbers_each(tmp_path: Path, monkeypatch
 
 def test_the_largest_number_of_a_matrix_is_exact_in_fp8() -> None:
     weight = torch.randn(8, 16)
-    found = as_fp8({"a.weight": weight, "b.weight": weight}, ["a"])
-    largest = (found["a.weight"].float() * found["a.scale_weight"]).abs().max()
+    scaled = as_fp8({"a.weight": weight, "b.weight": weight}, ["a"])
+    largest = (scaled["a.weight"].float() * scaled["a.scale_weight"]).abs().max()
     assert largest == pytest.approx(float(weight.abs().max()), rel=1e-6)
-    assert found["b.weight"] is weight and found["scaled_fp8"].numel() == 0
+    assert scaled["b.weight"] is weight and scaled["scaled_fp8"].numel() == 0
 
 
 @pytest.mark.parametrize("job", [Job(), Job(four_steps=False), Job(task="t2v"), Job(denoise_only=True)])
@@ -131,11 +131,11 @@ def test_ratios_are_to_native_rows_of_one_gpu_and_of_as_many() -> None:
         return Side("", native_graph, native, gpus)
 
     alone, both, ours, row = side(True, 1), side(True, 2), side(False, 2), {"seconds": 4.0}
-    found = [(alone, {"seconds": 12.0}), (alone, {"seconds": 16.0}), (both, {"seconds": 8.0}), (ours, row)]
+    measured = [(alone, {"seconds": 12.0}), (alone, {"seconds": 16.0}), (both, {"seconds": 8.0}), (ours, row)]
     shown = {"ratio": 3.0, "ratio_to": everyday.PEER, "ratio_to_native_gpus": 2.0}
-    assert ratios(ours, row, found) == shown
-    assert "ratio_to_native_gpus" not in ratios(side(False, 1), row, found)
-    assert ratios(ours, row, [(both, {"failed": "no"})]) == ratios(ours, {"failed": "no"}, found) == {}
+    assert ratios(ours, row, measured) == shown
+    assert "ratio_to_native_gpus" not in ratios(side(False, 1), row, measured)
+    assert ratios(ours, row, [(both, {"failed": "no"})]) == ratios(ours, {"failed": "no"}, measured) == {}
 
 
 def test_defaults_fill_only_what_is_left_out() -> None:

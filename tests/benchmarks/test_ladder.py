@@ -50,14 +50,14 @@ def test_names_are_unique_and_all_that_is_needed_is_known() -> None:
 @pytest.mark.parametrize("one", JOBS, ids=lambda one: one.name)
 def test_every_command_is_one_that_its_suite_takes(one: Job, cpu: bool, tmp_path: Path) -> None:
     """Options, settings and names of setups, as the suite checks them before any work."""
-    words = one.words(tmp_path, tmp_path / "result.json", cpu=cpu)
-    if words[1] == "tools.testbed":
+    arguments = one.words(tmp_path, tmp_path / "result.json", cpu=cpu)
+    if arguments[1] == "tools.testbed":
         from tools.testbed.__main__ import parser
 
-        parser().parse_args(words[2:])
+        parser().parse_args(arguments[2:])
         return
-    assert words[:2] == ["-m", "benchmarks"] and words[2] in SUITES
-    options = build_parser().parse_args(words[2:])
+    assert arguments[:2] == ["-m", "benchmarks"] and arguments[2] in SUITES
+    options = build_parser().parse_args(arguments[2:])
     check_options(options)
     assert options.out == tmp_path / "result.json"
     if options.suite == "videos":
@@ -79,12 +79,12 @@ def side_names(gpus: int) -> set[str]:
 
 
 def test_a_command_is_small_on_a_cpu() -> None:
-    words = shlex.split("-m benchmarks videos --model random:t2v-A14B --size 1x1 --size 2x2 --runs 3 --gpus 4")
+    arguments = shlex.split("-m benchmarks videos --model random:t2v-A14B --size 1x1 --size 2x2 --runs 3 --gpus 4")
     small = shlex.split("-m benchmarks videos --model tiny --size 64x64x5 --runs 1 --gpus 2 --device cpu")
-    assert on_a_cpu(words) == small
+    assert on_a_cpu(arguments) == small
     cards = [word for n in (8, 9) for word in ("--setting", f"{n}: --x --memory-limit 8 --host-memory-limit {n}")]
-    found = on_a_cpu([*words, "--setting", "a: --mesh 2x1x2", *cards])[11:-2]
-    assert found == ["--setting", "a: --mesh 2x1x1", "--setting", "8: --x --host-memory-limit 8"]
+    settings = on_a_cpu([*arguments, "--setting", "a: --mesh 2x1x2", *cards])[11:-2]
+    assert settings == ["--setting", "a: --mesh 2x1x1", "--setting", "8: --x --host-memory-limit 8"]
 
 
 def test_what_needs_the_most_gpus_that_are_there_comes_first() -> None:
@@ -109,9 +109,9 @@ def test_jobs_that_fit_run_and_each_result_stays(tmp_path: Path, capsys: pytest.
     jobs = [job("long", seconds=3600), job("first"), job("second")]
     assert ladder.run(jobs, 1) == 0
     assert "long: not run: takes 3600 s" in capsys.readouterr().out
-    found = results(tmp_path / "out")
-    assert list(found) == ["first", "second"]
-    assert found["first"]["job"] == "first" and found["first"]["rows"][0]["seconds"] == 1.0
+    by_job = results(tmp_path / "out")
+    assert list(by_job) == ["first", "second"]
+    assert by_job["first"]["job"] == "first" and by_job["first"]["rows"][0]["seconds"] == 1.0
     assert Ladder(tmp_path / "out", tmp_path, 1).run(jobs, 1) == 0  # as on another machine, with the folder
     assert "first: not run: done" in capsys.readouterr().out
 
@@ -189,9 +189,9 @@ def gone(pid: int) -> bool:
 
 
 def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in ((["--only", "none"], "no job 'none'"), ([], "give --out")):
+    for arguments, message in ((["--only", "none"], "no job 'none'"), ([], "give --out")):
         with pytest.raises(SystemExit):
-            main(words)
+            main(arguments)
         assert message in capsys.readouterr().err
     assert main(["--dry-run", "--gpus", "1"]) == 0
     assert f"{len(JOBS)} jobs" in capsys.readouterr().out

@@ -34,21 +34,21 @@ GRAPH: dict[str, dict[str, Any]] = {
 
 
 def test_our_sampler_gets_the_seed_the_solver_and_the_sigmas_of_the_one_that_it_replaces() -> None:
-    made = with_our_sampler(GRAPH, {"precision": "fp8"}, "balanced", "2")
-    custom, k = made["custom"]["inputs"], made["k"]["inputs"]
+    graph = with_our_sampler(GRAPH, {"precision": "fp8"}, "balanced", "2")
+    custom, k = graph["custom"]["inputs"], graph["k"]["inputs"]
     assert (custom["seed"], custom["solver"], custom["sigmas"]) == (7, "lcm", ["scheduler", 0])
     assert (k["seed"], k["solver"], k["sigmas"]) == (8, "unipc", ["sigmas k", 0])
-    assert made["sigmas k"]["inputs"] == {"model": ["shift", 0], "scheduler": "simple", "steps": 4, "denoise": 1}
+    assert graph["sigmas k"]["inputs"] == {"model": ["shift", 0], "scheduler": "simple", "steps": 4, "denoise": 1}
     for name in ("custom", "k"):
-        link = made[f"from {name}"]["inputs"]
+        link = graph[f"from {name}"]["inputs"]
         assert link == {"model": ["shift", 0], "precision": "fp8", "attention": "auto", "residency": "auto",
                         "workers": ["launcher", 0]}  # fmt: skip
-        assert made[name]["inputs"]["skipping"] == ["sparse", 0] and made[name]["inputs"]["guidance_high"] == 1
-    for one in made.values():
+        assert graph[name]["inputs"]["skipping"] == ["sparse", 0] and graph[name]["inputs"]["guidance_high"] == 1
+    for one in graph.values():
         if one["class_type"] in SCHEMAS:
             assert one["inputs"].keys() <= {item["name"] for item in SCHEMAS[one["class_type"]]["inputs"]}
-    for one in observed(made, "timed").values():
-        assert all(value[0] in made for value in one["inputs"].values() if isinstance(value, list))
+    for one in observed(graph, "timed").values():
+        assert all(value[0] in graph for value in one["inputs"].values() if isinstance(value, list))
 
 
 def test_a_sampler_that_cannot_be_replaced_is_named() -> None:

@@ -10,15 +10,21 @@ from benchmarks.pack import name_of, needs, pack_sources, requirements
 
 
 def checkout(root: Path) -> Path:
-    kept = (
+    copied = (
         "main.py",
         "comfy/ldm/models/autoencoder.py",
         "comfy_api/input/basic.py",
         "custom_nodes/x.py",
         "app/user.py",
     )
-    left = ("models/a.safetensors", "comfy_api_nodes/n.py", "tests-unit/t.py", ".git/HEAD", "comfy/__pycache__/m.pyc")
-    for name in (*kept, *left, "output/o.mp4"):
+    skipped = (
+        "models/a.safetensors",
+        "comfy_api_nodes/n.py",
+        "tests-unit/t.py",
+        ".git/HEAD",
+        "comfy/__pycache__/m.pyc",
+    )
+    for name in (*copied, *skipped, "output/o.mp4"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
     (root / "requirements.txt").write_text(

@@ -20,8 +20,8 @@ from wan_core.pipeline.sources import TINY
     ],
 )
 def test_spellings(name: str, expected: tuple[object, ...]) -> None:
-    found = find_setup(name)
-    assert (found.precision, found.attention, found.kernels, found.compile, found.keep) == expected
+    setup = find_setup(name)
+    assert (setup.precision, setup.attention, setup.kernels, setup.compile, setup.keep) == expected
 
 
 @pytest.mark.parametrize("name", ["fp9", "fp8/", "fp8/sdpa/fast", "fp8/sdpa/25%/50%", "fp8/sdpa/25 %", "fp8/sdpa/0%"])
@@ -42,4 +42,4 @@ def test_one_after_another_leaves_nothing_of_the_one_before() -> None:
 
     dense, half, quarter = (run(f"plain/sdpa/torch{more}") for more in ("", "/50%", "/25%"))
     assert torch.equal(run("plain/sdpa/torch/50%"), half) and torch.equal(run("plain/sdpa/torch"), dense)
-    assert len({float(found.sum()) for found in (dense, half, quarter)}) == 3
+    assert len({float(output.sum()) for output in (dense, half, quarter)}) == 3

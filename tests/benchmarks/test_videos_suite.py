@@ -25,11 +25,11 @@ def report(load: float, step_errors: list[float] | None = None) -> dict:
 
 def test_videos_are_cold_then_kept() -> None:
     making = Making(Path(), ["--model", "tiny"], CPU, 1, [], "64x64x5", None, 3)
-    cold, kept = making.timed(
+    cold, warm = making.timed(
         [20.0, 26.0, 31.0, 38.0], [report(9.0), report(0.0), report(0.0), report(0.0, [0.02, 0.06])]
     )
     assert cold == {"name": "cold", "size": "64x64x5", "seconds": 20.0, "load": 9.0, "denoise": 4.5, "peak_gib": 1.5}
-    assert (kept["seconds"], kept["spread"], kept["runs"], kept["denoise"]) == (6.0, 2.0, 3, 4.5) and "load" not in kept
+    assert (warm["seconds"], warm["spread"], warm["runs"], warm["denoise"]) == (6.0, 2.0, 3, 4.5) and "load" not in warm
     bounded = making.row("kept", 1.0, report(0.0, [0.02, 0.06]))
     assert bounded["errors"] == [0.01, 0.03] and bounded["largest_error"] == 0.03
 
@@ -45,12 +45,12 @@ def test_a_list_on_several_gpus_counts_videos_after_the_first_of_each() -> None:
 def test_a_list_of_the_embedded_model(tmp_path: Path) -> None:
     lora = "{models}/loras/wan2.2_i2v_lightx2v_4steps_lora_v1_high_noise.safetensors"
     setting = f"four steps: --preset lightx2v --lora-high {lora}"
-    words = ["--size", "64x64x5", "--runs", "1", "--device", "cpu", "--scratch", str(tmp_path)]
+    options = ["--size", "64x64x5", "--runs", "1", "--device", "cpu", "--scratch", str(tmp_path)]
     out = tmp_path / "result.json"
     wrong = ["--setting", "wrong: --steps 0"]  # refused by the command line at once
-    assert main(["videos", "--model", "files:i2v", "--setting", setting, *wrong, *words, "--out", str(out)]) == 1
-    cold, kept, failed = json.loads(out.read_text())["rows"]
-    assert cold["name"] == "four steps: cold" and cold["seconds"] > kept["seconds"] >= kept["denoise"] > 0
+    assert main(["videos", "--model", "files:i2v", "--setting", setting, *wrong, *options, "--out", str(out)]) == 1
+    cold, warm, failed = json.loads(out.read_text())["rows"]
+    assert cold["name"] == "four steps: cold" and cold["seconds"] > warm["seconds"] >= warm["denoise"] > 0
     assert failed["name"] == "wrong" and "steps" in failed["failed"]
 
 

@@ -135,13 +135,13 @@ def test_quantize_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_inspect_says_what_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_single(plain() | preferring(MODULES), tmp_path)
-    found = inspect(tmp_path / "model.safetensors")
-    assert sorted(found["attention"]) == [
+    report = inspect(tmp_path / "model.safetensors")
+    assert sorted(report["attention"]) == [
         "a newer one in 1 module",
         "comfy_kitchen_int8 in 1 module",
         "comfy_kitchen_sol (tau 1.3), else comfy_kitchen_int8 in 1 module",
     ]
-    assert found["problems"] == [] and found["precision"] == {"bfloat16": 1.0}
+    assert report["problems"] == [] and report["precision"] == {"bfloat16": 1.0}
     assert main(["inspect", str(tmp_path / "model.safetensors")]) == 0
     assert "attention: comfy_kitchen_int8 in 1 module, a newer one in 1 module, comfy" in capsys.readouterr().out
 
@@ -173,9 +173,9 @@ def test_a_lora_with_them_has_no_problem(linear: str, module: str, tmp_path: Pat
     assert "comfy_kitchen_sol (tau 1.3), else comfy_kitchen_int8 in 1 module; here" in lora.words()
     tiny = {name: torch.zeros(2, 128) if "down" in name else torch.zeros(128, 2) for name in pair(linear)}
     write_safetensors(tiny | preferring({module: SOL}), tmp_path / "lora.safetensors", {})
-    found = inspect(tmp_path / "lora.safetensors")
-    assert found["problems"] == [] and found["family"] == "for the embedded model"
-    assert found["attention"] == ["comfy_kitchen_sol (tau 1.3), else comfy_kitchen_int8 in 1 module"]
+    report = inspect(tmp_path / "lora.safetensors")
+    assert report["problems"] == [] and report["family"] == "for the embedded model"
+    assert report["attention"] == ["comfy_kitchen_sol (tau 1.3), else comfy_kitchen_int8 in 1 module"]
 
 
 def test_a_lora_of_both_experts_and_one_of_another_model() -> None:
@@ -233,10 +233,10 @@ BROKEN: dict[str, tuple[Tensor, str]] = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_is_not_understood_is_refused_by_name(what: str, tmp_path: Path) -> None:
-    value, words = BROKEN[what]
+    value, reason = BROKEN[what]
     name = "blocks.0.self_attn.comfy_attention.config"
     for state, load in ((plain(), load_dit), (pair("blocks.0.self_attn.q"), read)):
-        with pytest.raises(CheckpointError, match=rf"{name}.* {words}"):
+        with pytest.raises(CheckpointError, match=rf"{name}.* {reason}"):
             load({**state, name: value})
 
 

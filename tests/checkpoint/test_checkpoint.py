@@ -368,7 +368,7 @@ def test_empty_and_misaligned_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("offsets", "length", "words"),
+    ("offsets", "length", "message"),
     [
         ([(0, 4), (4, 8)], 8, None),
         ([(4, 8), (0, 4)], 8, None),
@@ -381,14 +381,14 @@ def test_empty_and_misaligned_tensors(tmp_path: Path) -> None:
         ([(0, 4), (4, 7)], 7, "invalid shape, data type, or offset"),
     ],
 )
-def test_values_fill_the_file(offsets: list[tuple[int, int]], length: int, words: str | None, tmp_path: Path) -> None:
+def test_values_fill_the_file(offsets: list[tuple[int, int]], length: int, message: str | None, tmp_path: Path) -> None:
     entries = {f"t{n}": {"dtype": "F32", "shape": [1], "data_offsets": list(at)} for n, at in enumerate(offsets)}
     text = json.dumps(entries).encode()
     (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(length))
-    if words is None:
+    if message is None:
         assert len(open_checkpoint(tmp_path / "x.safetensors").tensors) == 2
     else:
-        assert words in refusal(tmp_path / "x.safetensors")
+        assert message in refusal(tmp_path / "x.safetensors")
 
 
 def test_what_we_write_the_library_reads(tmp_path: Path) -> None:
@@ -419,16 +419,16 @@ def test_the_tokenizer_is_embedded_given_or_found(tmp_path: Path) -> None:
     bare = official_file(m, tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*without its tokenizer.*spiece\.model"):
         load_text_encoder(bare)
-    given = tokenizer_file(tmp_path)
-    for option in (given, given.parent):
+    tokenizer = tokenizer_file(tmp_path)
+    for option in (tokenizer, tokenizer.parent):
         assert load_text_encoder(bare, tokenizer=option).tokenizer.proto == spiece()
-    save(load_text_encoder(bare, tokenizer=given), tmp_path / "with.safetensors")
+    save(load_text_encoder(bare, tokenizer=tokenizer), tmp_path / "with.safetensors")
     assert load_text_encoder(tmp_path / "with.safetensors").tokenizer.proto == spiece()
-    beside = tmp_path / "google" / "umt5-xxl" / "spiece.model"
-    beside.parent.mkdir(parents=True)
-    beside.write_bytes(spiece())
+    spiece_file = tmp_path / "google" / "umt5-xxl" / "spiece.model"
+    spiece_file.parent.mkdir(parents=True)
+    spiece_file.write_bytes(spiece())
     assert load_text_encoder(bare).tokenizer.proto == spiece()
-    beside.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    spiece_file.write_bytes(b"version https://git-lfs.github.com/spec/v1")
     with pytest.raises(CheckpointError, match="tokenizer cannot be used"):
         load_text_encoder(bare)
 
@@ -474,7 +474,7 @@ def test_an_index_must_match_its_shards(tmp_path: Path) -> None:
     write_safetensors({"new.weight": torch.zeros(1)}, tmp_path / "secret.safetensors", {})
     good = json.loads(index.read_text())["weight_map"]
     first = next(iter(good.values()))
-    for bad, words in (
+    for bad, message in (
         ({**good, "new.weight": first}, "new.weight"),
         ({**good, "new.weight": "../secret.safetensors"}, "not a file beside it"),
         ({**good, "new.weight": str(tmp_path / "secret.safetensors")}, "not a file beside it"),
@@ -482,7 +482,7 @@ def test_an_index_must_match_its_shards(tmp_path: Path) -> None:
         ({"a": 3}, "weight_map"),
     ):
         index.write_text(json.dumps({"weight_map": bad}))
-        assert words in refusal(index)
+        assert message in refusal(index)
     index.write_text("{")
     assert "JSON" in refusal(index)
 
@@ -526,9 +526,9 @@ RELEASES = {
 @pytest.mark.parametrize("name", RELEASES)
 def test_releases_are_taken_apart(name: str, tmp_path: Path) -> None:
     files, wanted = RELEASES[name]
-    found = find_parts(release(tmp_path, *files))
+    parts = find_parts(release(tmp_path, *files))
     keys = ("high", "low", "text_encoder", "vae", "tokenizer")
-    assert found == {key: tmp_path / path for key, path in zip(keys, wanted, strict=True) if path}
+    assert parts == {key: tmp_path / path for key, path in zip(keys, wanted, strict=True) if path}
     message = refusal(tmp_path)
     assert "whole release" in message and all(path in message for path in wanted if path)
 

@@ -112,9 +112,9 @@ def test_sound_files_load(name: str) -> None:
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_truncated(name: str, data: st.DataObject) -> None:
     for content, file in ((base(name), "model.safetensors"), (base_pickle(name), "model.pth")):
-        kept = data.draw(st.integers(0, len(content) - 1))
-        message = survives(content[:kept], file)
-        assert message and ("truncated" in message or kept < 10 or file == "model.pth")
+        length = data.draw(st.integers(0, len(content) - 1))
+        message = survives(content[:length], file)
+        assert message and ("truncated" in message or length < 10 or file == "model.pth")
 
 
 flips = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6)
@@ -140,10 +140,10 @@ def test_flipped_archive_bytes(name: str, where: list[tuple[float, int]], tail: 
     start=st.sampled_from(
         [b"", b"PK\x03\x04", b"GGUF", b"\x80\x02", struct.pack("<Q", 30) + b"{", struct.pack("<Q", 2**62) + b"{"]
     ),
-    rest=st.binary(max_size=200),
+    content=st.binary(max_size=200),
 )
-def test_random_bytes(start: bytes, rest: bytes) -> None:
-    assert survives(start + rest)
+def test_random_bytes(start: bytes, content: bytes) -> None:
+    assert survives(start + content)
 
 
 # ------------------------------------------------------------------------------------------------------- edited headers

@@ -94,8 +94,8 @@ def test_fp8_linears_take_it_as_it_is(tmp_path: Path, kind: type, granularity: s
         assert same or not fits
     exact = load_dit(tmp_path / "scaled.safetensors", dtype=torch.float32)
     x, time, text = torch.randn(1, 16, 2, 8, 8), torch.tensor([500.0]), torch.randn(1, 4, 48)
-    found, expected = model(x, time, text), exact(x, time, text)
-    assert float((found - expected).norm() / expected.norm()) < 0.08
+    output, expected = model(x, time, text), exact(x, time, text)
+    assert float((output - expected).norm() / expected.norm()) < 0.08
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,8 +153,8 @@ def test_the_command_writes_what_the_loader_reads(tmp_path: Path, capsys: pytest
     assert main(["quantize", str(source), str(out), "--precision", "fp8", "--device", "cpu"]) == 0
     assert "fp8.safetensors" in capsys.readouterr().out
     wanted = load_dit(source, dtype=torch.bfloat16, quantization=Quantization(Fp8TensorLinear, CPU)).state_dict()
-    found = load_dit(out, dtype=torch.bfloat16, quantization=Quantization(Fp8TensorLinear, CPU)).state_dict()
-    assert all(torch.equal(found[name].float(), value.float()) for name, value in wanted.items())
+    weights = load_dit(out, dtype=torch.bfloat16, quantization=Quantization(Fp8TensorLinear, CPU)).state_dict()
+    assert all(torch.equal(weights[name].float(), value.float()) for name, value in wanted.items())
     assert out.stat().st_size < 0.75 * sum(v.numel() * 2 for v in load_dit(source).state_dict().values())
     assert main(["quantize", str(source), str(out), "--precision", "bf16"]) == 2
 
@@ -165,17 +165,17 @@ def test_the_command_keeps_what_a_file_says_of_itself(tmp_path: Path) -> None:
     said = {"expert": "low", "distilled": "4 steps", "modelspec.title": "Wan 2.1"}
     save(load_dit(TINY / "t2v_low.safetensors"), source, metadata=said | {"num_heads": "7"})
     assert main(["quantize", str(source), str(out), "--device", "cpu"]) == 0
-    found = inspect(out)
-    assert found["expert"] == "low (from its metadata)" and found["distilled"] == "for 4 steps"
-    assert found["metadata"].items() >= said.items() and found["metadata"]["num_heads"] == "2"
+    report = inspect(out)
+    assert report["expert"] == "low (from its metadata)" and report["distilled"] == "for 4 steps"
+    assert report["metadata"].items() >= said.items() and report["metadata"]["num_heads"] == "2"
 
 
 @pytest.mark.parametrize("spelling", ["scale_weight", "weight_scale"])
 def test_layers_that_are_kept_in_a_higher_precision_stay_so(tmp_path: Path, spelling: str) -> None:
     """Where the checkpoint decides: queries, keys and values together, because they share their input."""
     state, meant = scaled("number", spelling)
-    kept = ("blocks.0.ffn.2", "blocks.1.self_attn.k", "blocks.1.cross_attn.v")
-    for name in kept:
+    exceptions = ("blocks.0.ffn.2", "blocks.1.self_attn.k", "blocks.1.cross_attn.v")
+    for name in exceptions:
         for last in ("scale_weight", "weight_scale", "scale_input", "comfy_quant"):
             state.pop(f"{name}.{last}", None)
         state[f"{name}.weight"] = plain()[f"{name}.weight"]
@@ -186,13 +186,13 @@ def test_layers_that_are_kept_in_a_higher_precision_stay_so(tmp_path: Path, spel
     assert all(torch.equal(value, meant[name]) for name, value in wide.state_dict().items())
     stored = Quantization(Fp8RowLinear, CPU, as_stored=True)
     model = load_dit(path, dtype=torch.float32, quantization=stored)
-    as_they_were = {*kept, "blocks.1.self_attn.q", "blocks.1.self_attn.v"}
+    as_they_were = {*exceptions, "blocks.1.self_attn.q", "blocks.1.self_attn.v"}
     assert {name for name, m in model.named_modules() if isinstance(m, Fp8RowLinear)} == NAMES - as_they_were
     for name in as_they_were:
         assert torch.equal(model.get_submodule(name).weight, meant[f"{name}.weight"])
     x, time, text = torch.randn(1, 16, 2, 8, 8), torch.tensor([500.0]), torch.randn(1, 4, 48)
-    found, expected = model(x, time, text), wide(x, time, text)
-    assert float((found - expected).norm() / expected.norm()) < 0.08
+    output, expected = model(x, time, text), wide(x, time, text)
+    assert float((output - expected).norm() / expected.norm()) < 0.08
     every = load_dit(path, dtype=torch.float32, quantization=Quantization(Fp8RowLinear, CPU))
     assert sum(isinstance(m, Fp8RowLinear) for m in every.modules()) == len(NAMES)
     part = recognise(path, "dit", load_dit)
@@ -234,8 +234,8 @@ def test_the_text_encoder_that_everybody_has(tmp_path: Path, spelling: str) -> N
             theirs = {"token_embedding.weight": "shared.weight", "norm.weight": "encoder.final_layer_norm.weight"}[ours]
             state[theirs] = value.half()
             continue
-        _, block, rest = ours.split(".", 2)
-        theirs = f"encoder.block.{block}.{names[rest]}"
+        _, block, suffix = ours.split(".", 2)
+        theirs = f"encoder.block.{block}.{names[suffix]}"
         state[theirs] = value.half()
         if value.ndim == 2 and "pos_embedding" not in ours:
             state[theirs], scale = quantize_reference(value.float(), "tensor")
@@ -246,11 +246,11 @@ def test_the_text_encoder_that_everybody_has(tmp_path: Path, spelling: str) -> N
     wide = load_text_encoder(path, dtype=torch.float32)
     assert all(torch.equal(value, meant[name]) for name, value in wide.encoder.state_dict().items())
     part = recognise(path, "text_encoder", load_text_encoder)
-    held = part.load(CPU, torch.float32, Quantization(PackedLinear, CPU))
-    linears = [m for m in held.modules() if isinstance(m, PackedLinear)]
+    packed = part.load(CPU, torch.float32, Quantization(PackedLinear, CPU))
+    linears = [m for m in packed.modules() if isinstance(m, PackedLinear)]
     assert len(linears) == 7 * encoder.encoder.config.num_layers and {m.packing for m in linears} == {"fp8"}
     prompts = ["a red circle moving right", ""]
-    assert torch.equal(held.encode(prompts), wide.encode(prompts))
-    parameters = sum(p.nbytes for p in held.parameters())
+    assert torch.equal(packed.encode(prompts), wide.encode(prompts))
+    parameters = sum(p.nbytes for p in packed.parameters())
     assert abs(part.bytes(torch.float32, Quantization(PackedLinear, CPU)) - parameters) <= 4 * len(linears)
     assert holding(part, None, True, CPU) is not None and holding(part, None, False, CPU) is None

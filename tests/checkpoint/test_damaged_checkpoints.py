@@ -24,12 +24,15 @@ from wan_core.models.wan.families.plain import read_config
 from wan_core.models.wan.model import WanModel
 
 
-@pytest.mark.parametrize("given", ["dit", "text", "vae 2.1"])
-def test_swapped_parts_name_both(given: str, tmp_path: Path) -> None:
-    m, words = model(given), {"dit": "a Wan transformer", "text_encoder": "a UMT5 text encoder", "vae": "a Wan VAE"}
-    for wanted in words.keys() - {m.kind}:
+@pytest.mark.parametrize("kind", ["dit", "text", "vae 2.1"])
+def test_swapped_parts_name_both(kind: str, tmp_path: Path) -> None:
+    m, descriptions = (
+        model(kind),
+        {"dit": "a Wan transformer", "text_encoder": "a UMT5 text encoder", "vae": "a Wan VAE"},
+    )
+    for wanted in descriptions.keys() - {m.kind}:
         message = refusal(official_file(m, tmp_path), LOADERS[wanted])
-        assert "model.safetensors" in message and words[m.kind] in message and words[wanted] in message
+        assert "model.safetensors" in message and descriptions[m.kind] in message and descriptions[wanted] in message
 
 
 def edited(m: Model, edit: Callable[[dict[str, Tensor]], object]) -> dict[str, Tensor]:
@@ -42,15 +45,15 @@ def edited(m: Model, edit: Callable[[dict[str, Tensor]], object]) -> dict[str, T
 def test_missing_unexpected_and_wrong_tensors_are_listed(name: str) -> None:
     m = model(name)
     load = LOADERS[m.kind]
-    some = list(m.official)[len(m.official) // 2]
-    assert some in refusal(edited(m, lambda s: s.pop(some)), load)
-    message = refusal(edited(m, lambda s: s.update({some + ".new": s.pop(some)})), load)
-    assert some in message and some + ".new" in message
+    tensor = list(m.official)[len(m.official) // 2]
+    assert tensor in refusal(edited(m, lambda s: s.pop(tensor)), load)
+    message = refusal(edited(m, lambda s: s.update({tensor + ".new": s.pop(tensor)})), load)
+    assert tensor in message and tensor + ".new" in message
     assert "extra.thing" in refusal(edited(m, lambda s: s.update({"extra.thing": torch.zeros(1)})), load)
-    wrong = refusal(edited(m, lambda s: s.update({some: torch.zeros(7, *s[some].shape[1:])})), load)
+    wrong = refusal(edited(m, lambda s: s.update({tensor: torch.zeros(7, *s[tensor].shape[1:])})), load)
     for old, new in (("(", "["), (",)", "]"), (")", "]")):
         wrong = wrong.replace(old, new)
-    assert some in wrong and str(list(m.official[some].shape)) in wrong
+    assert tensor in wrong and str(list(m.official[tensor].shape)) in wrong
 
 
 def test_sides_of_patches_may_differ() -> None:
@@ -78,7 +81,7 @@ def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("names", "message_part"),
     [
         (["blocks.0.self_attn.q.weight_scale_2"], "scaled"),
         (["face_adapter.fuser_blocks.0.linear1_q.weight"], "animate"),
@@ -90,16 +93,16 @@ def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
         (["img_in_ref.weight"], "Fun"),
     ],
 )
-def test_extended_transformers_are_said_by_name(names: list[str], words: str, tmp_path: Path) -> None:
+def test_extended_transformers_are_said_by_name(names: list[str], message_part: str, tmp_path: Path) -> None:
     for prefix in ("", "model.diffusion_model."):
         state = {prefix + n: t for n, t in model("dit").official.items()} | {prefix + n: torch.zeros(2) for n in names}
         write_safetensors(state, tmp_path / "file.safetensors", {})
         message = refusal(tmp_path / "file.safetensors")
-        assert words in message and "file.safetensors" in message and "a Wan transformer" in message
+        assert message_part in message and "file.safetensors" in message and "a Wan transformer" in message
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "description"),
     [
         ("diffusion_model.blocks.0.self_attn.q.lora_A.weight", "LoRA"),
         ("lora_unet_blocks_0_self_attn_q.lora_up.weight", "LoRA"),
@@ -114,11 +117,11 @@ def test_extended_transformers_are_said_by_name(names: list[str], words: str, tm
         ("something.else", "something.else"),
     ],
 )
-def test_other_models_are_said_by_name(name: str, words: str, tmp_path: Path) -> None:
+def test_other_models_are_said_by_name(name: str, description: str, tmp_path: Path) -> None:
     write_safetensors({name: torch.zeros(2, 2)}, tmp_path / "file.safetensors", {})
     for load, wanted in ((load_dit, "a Wan transformer"), (load_vae, "a Wan VAE")):
         message = refusal(tmp_path / "file.safetensors", load)
-        assert words in message and wanted in message and "file.safetensors" in message
+        assert description in message and wanted in message and "file.safetensors" in message
 
 
 def test_an_all_in_one_file_is_said_so() -> None:
@@ -140,7 +143,7 @@ def test_integer_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "description"),
     [
         (b"", "empty"),
         (bytes(5000), "zeros"),
@@ -153,11 +156,11 @@ def test_integer_weights_are_refused() -> None:
         (b"\xff\xfe\xfd\xfc" * 8, "ff fe fd fc"),
     ],
 )
-def test_files_that_are_no_checkpoints(content: bytes, words: str, tmp_path: Path) -> None:
+def test_files_that_are_no_checkpoints(content: bytes, description: str, tmp_path: Path) -> None:
     for name in ("model.safetensors", "model.pth"):
         (tmp_path / name).write_bytes(content)
         message = refusal(tmp_path / name)
-        assert words in message and name in message
+        assert description in message and name in message
 
 
 def test_pickles_cannot_run_code(tmp_path: Path) -> None:

@@ -61,11 +61,14 @@ def test_numbers_equal_the_packages_bit_for_bit(name: str, seed: int, rows: int,
     data = np.random.default_rng(seed).integers(0, 256, (rows, blocks * FORMATS[name].bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(data, Kind[name])
-    for found in (unpack_reference(torch.from_numpy(data), name), unpack(torch.from_numpy(data), name, torch.float32)):
-        assert found.shape == expected.shape
-        both = (found.numpy() == expected) | (np.isnan(found.numpy()) & np.isnan(expected))
+    for unpacked in (
+        unpack_reference(torch.from_numpy(data), name),
+        unpack(torch.from_numpy(data), name, torch.float32),
+    ):
+        assert unpacked.shape == expected.shape
+        both = (unpacked.numpy() == expected) | (np.isnan(unpacked.numpy()) & np.isnan(expected))
         assert both.all() and np.array_equal(
-            np.signbit(found.numpy()) | np.isnan(expected), np.signbit(expected) | np.isnan(expected)
+            np.signbit(unpacked.numpy()) | np.isnan(expected), np.signbit(expected) | np.isnan(expected)
         )
 
 
@@ -140,9 +143,9 @@ def test_shapes_that_ggml_cannot_hold_come_back(tmp_path: Path) -> None:
     flat["patch_embedding.weight"] = state["patch_embedding.weight"].flatten(1)
     notes = NOTES | {"comfy.gguf.orig_shape.patch_embedding.weight": shape}
     write(tmp_path / "m.gguf", flat, matrices("Q8_0"), notes=notes)
-    found = load_dit(tmp_path / "m.gguf", dtype=torch.float32).state_dict()
+    loaded = load_dit(tmp_path / "m.gguf", dtype=torch.float32).state_dict()
     for name in ("patch_embedding.weight", "blocks.1.modulation", "head.modulation"):
-        assert torch.equal(found[name], state[name])
+        assert torch.equal(loaded[name], state[name])
 
 
 def test_names_with_a_prefix(tmp_path: Path) -> None:
@@ -159,9 +162,9 @@ def test_a_transformer_in_every_format(name: str, tmp_path: Path) -> None:
     meant = write(tmp_path / "m.gguf", plain(), matrices(name), notes=NOTES)
     wide = load_dit(tmp_path / "m.gguf", dtype=torch.float32)
     assert all(torch.equal(value, meant[n]) for n, value in wide.state_dict().items())
-    held = load_dit(tmp_path / "m.gguf", dtype=torch.float32, quantization=HOLD)
-    assert {n for n, m in held.named_modules() if isinstance(m, PackedLinear)} == NAMES
-    assert torch.equal(held(*inputs()), wide(*inputs()))
+    packed = load_dit(tmp_path / "m.gguf", dtype=torch.float32, quantization=HOLD)
+    assert {n for n, m in packed.named_modules() if isinstance(m, PackedLinear)} == NAMES
+    assert torch.equal(packed(*inputs()), wide(*inputs()))
     half = load_dit(tmp_path / "m.gguf", dtype=torch.bfloat16, quantization=HOLD)(*inputs())
     assert torch.equal(half, load_dit(tmp_path / "m.gguf", dtype=torch.bfloat16)(*inputs()))
 
@@ -179,8 +182,8 @@ def test_formats_may_be_mixed_and_the_rest_may_be_packed_too(tmp_path: Path) -> 
 
     meant = write(tmp_path / "m.gguf", plain(), choose, notes=NOTES)
     model = load_dit(tmp_path / "m.gguf", dtype=torch.float32, quantization=HOLD)
-    kept = {n: m.packing for n, m in model.named_modules() if isinstance(m, PackedLinear)}
-    assert set(kept) == {n for n in NAMES if not n.endswith(".o")} and kept["blocks.1.self_attn.v"] == "Q6_K"
+    packings = {n: m.packing for n, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert set(packings) == {n for n in NAMES if not n.endswith(".o")} and packings["blocks.1.self_attn.v"] == "Q6_K"
     wide = load_dit(tmp_path / "m.gguf", dtype=torch.float32)
     assert all(torch.equal(value, meant[n]) for n, value in wide.state_dict().items())
     assert torch.equal(model(*inputs()), wide(*inputs()))
@@ -214,8 +217,8 @@ def test_memory_is_counted_and_saving_refused(tmp_path: Path) -> None:
     assert part.packed is not None and part.packed.fmt == "Q4_K"
     assert precision_of("checkpoint", part, CPU) == PACKED and precision_of("bf16", part, CPU) == "bf16"
     model = part.load(CPU, torch.bfloat16, HOLD)
-    held = sum(p.nbytes for p in model.parameters())
-    assert part.bytes(torch.bfloat16, HOLD) == held < 0.55 * part.bytes(torch.bfloat16)
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    assert part.bytes(torch.bfloat16, HOLD) == weight_bytes < 0.55 * part.bytes(torch.bfloat16)
     with pytest.raises(OptionError, match="packed"):
         save(model, tmp_path / "again.safetensors")
 
@@ -242,17 +245,17 @@ def test_a_text_encoder_with_its_tokenizer(tmp_path: Path) -> None:
     wide = load_text_encoder(tmp_path / "t.gguf", dtype=torch.float32)
     assert all(torch.equal(value, meant[n]) for n, value in wide.encoder.state_dict().items())
     assert own.keys() == meant.keys()
-    held = load_text_encoder(tmp_path / "t.gguf", dtype=torch.float32, quantization=HOLD)
-    assert isinstance(held.encoder.token_embedding, PackedEmbedding)
-    linears = [m for m in held.encoder.modules() if isinstance(m, nn.Linear | PackedLinear)]
+    packed = load_text_encoder(tmp_path / "t.gguf", dtype=torch.float32, quantization=HOLD)
+    assert isinstance(packed.encoder.token_embedding, PackedEmbedding)
+    linears = [m for m in packed.encoder.modules() if isinstance(m, nn.Linear | PackedLinear)]
     assert all(isinstance(m, PackedLinear) for m in linears) and linears
     prompts = ["a red circle moving right on a blue background", "", "A GREEN  Cross … on ½ #&amp; ﬁ"]
     original = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32)
     for prompt in prompts:
         ids = original.tokenizer.encode(prompt)
-        assert held.tokenizer.encode(prompt)[: len(ids) - 1] == ids[:-1]
-    assert torch.equal(held.encode(prompts), wide.encode(prompts))
-    rows, expected = held.encode(prompts[:1]), original.encode(prompts[:1])
+        assert packed.tokenizer.encode(prompt)[: len(ids) - 1] == ids[:-1]
+    assert torch.equal(packed.encode(prompts), wide.encode(prompts))
+    rows, expected = packed.encode(prompts[:1]), original.encode(prompts[:1])
     assert float((rows - expected).norm() / expected.norm()) < 0.02
 
 
@@ -284,9 +287,9 @@ def test_a_video_from_gguf_files(tmp_path: Path) -> None:
     pipe = Pipeline.load(LoadOptions(task="t2v-tiny", device="cpu", **files))
     assert isinstance(pipe.models.expert("low").blocks[0].ffn[0], PackedLinear)
     assert "packed as Q8_0" in str(pipe.report.settings["precision"]["high"])
-    found = pipe.generate(request).frames.astype(np.float32)
+    frames = pipe.generate(request).frames.astype(np.float32)
     expected = Pipeline.load(LoadOptions(model="tiny", device="cpu")).generate(request).frames.astype(np.float32)
-    assert np.square(found - expected).mean() < 80  # 29 dB of 8-bit frames
+    assert np.square(frames - expected).mean() < 80  # 29 dB of 8-bit frames
 
 
 # -------------------------------------------------------------------------------------------------------------- refusal
@@ -311,9 +314,9 @@ def test_what_cannot_be_used_is_said(tmp_path: Path) -> None:
         "big-endian": content[:4] + (3).to_bytes(4, "big") + content[8:],
         "truncated": content[: len(content) - 3000],
     }
-    for words, damaged in cases.items():
+    for message, damaged in cases.items():
         path.write_bytes(damaged)
-        assert words in refusal(path)
+        assert message in refusal(path)
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="transformer"):
         load_text_encoder(path)
@@ -324,8 +327,8 @@ def test_a_text_encoder_without_a_tokenizer(tmp_path: Path) -> None:
     write(tmp_path / "t.gguf", encoder.encoder.state_dict(), lambda *_: "F32", arch="t5encoder", rename=llama_name)
     with pytest.raises(CheckpointError, match="tokenizer"):
         load_text_encoder(tmp_path / "t.gguf")
-    beside = tmp_path / "spiece.model"
-    beside.write_bytes(encoder.tokenizer.proto)
+    tokenizer = tmp_path / "spiece.model"
+    tokenizer.write_bytes(encoder.tokenizer.proto)
     assert load_text_encoder(tmp_path / "t.gguf").tokenizer.proto == encoder.tokenizer.proto
 
 
@@ -356,5 +359,5 @@ def test_a_lora_on_packed_weights(tmp_path: Path, mode: str) -> None:
     model.load_state_dict(meant)
     generator = torch.Generator().manual_seed(2)
     x, text = torch.randn(1, 16, 2, 8, 8, generator=generator), torch.randn(1, 4, 64, generator=generator)
-    found, expected = (one(x, torch.tensor([500.0]), text) for one in (loaded, model))
-    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    output, expected = (one(x, torch.tensor([500.0]), text) for one in (loaded, model))
+    assert float((output - expected).norm() / expected.norm()) < 1e-5

@@ -99,9 +99,9 @@ def test_counts_and_lengths_that_lie(name: str, field: int, value: int) -> None:
 
 
 @settings(quick, max_examples=30)
-@given(version=st.integers(0, 5), counts=st.tuples(*[st.integers(0, 2**64 - 1)] * 2), rest=st.binary(max_size=200))
-def test_random_bytes(version: int, counts: tuple[int, int], rest: bytes) -> None:
-    assert survives(b"GGUF" + struct.pack("<IQQ", version, *counts) + rest, "m.gguf")
+@given(version=st.integers(0, 5), counts=st.tuples(*[st.integers(0, 2**64 - 1)] * 2), content=st.binary(max_size=200))
+def test_random_bytes(version: int, counts: tuple[int, int], content: bytes) -> None:
+    assert survives(b"GGUF" + struct.pack("<IQQ", version, *counts) + content, "m.gguf")
 
 
 # ------------------------------------------------------------------------------------------- NVFP4, MXFP8, INT8, 4 bits

@@ -29,8 +29,8 @@ SMALL = DiTConfig(
 HELD = ("Q8_0", "Q4_K")
 
 
-def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+def equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(((actual == expected) | (actual.isnan() & expected.isnan())).all())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -61,9 +61,9 @@ def test_small_scales_on_the_gpu(fmt):
     x = torch.randn(160, 192, device=CUDA)
     encoded = encode_mxfp8(x) if fmt == "mxfp8" else encode_nvfp4(x)
     parts = dict(zip(("weight", "weight_scale", "weight_scale_2"), encoded, strict=False))
-    found = unpack_any(fmt, parts, torch.float32)
+    unpacked = unpack_any(fmt, parts, torch.float32)
     expected = unpack_any(fmt, {name: part.cpu() for name, part in parts.items()}, torch.float32)
-    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(unpacked.cpu(), expected)
     reason = mx.why_not_multiply(CUDA)
     if reason is not None:
         pytest.skip(reason)
@@ -94,7 +94,7 @@ def inputs():
     return x.to(CUDA), torch.tensor([500.0], device=CUDA), text.to(CUDA, torch.bfloat16)
 
 
-def held(files, fmt, device=CUDA, kind=PackedLinear):
+def load_packed(files, fmt, device=CUDA, kind=PackedLinear):
     quantization = Quantization(kind, CUDA)
     return load_dit(files / f"{fmt}.gguf", device=device, dtype=torch.bfloat16, quantization=quantization)
 
@@ -102,12 +102,12 @@ def held(files, fmt, device=CUDA, kind=PackedLinear):
 @pytest.mark.parametrize("fmt", HELD)
 @torch.no_grad()
 def test_a_transformer_is_that_of_the_widened_file(files, fmt):
-    model, wide = held(files, fmt), load_dit(files / f"{fmt}.gguf", device=CUDA, dtype=torch.bfloat16)
+    model, wide = load_packed(files, fmt), load_dit(files / f"{fmt}.gguf", device=CUDA, dtype=torch.bfloat16)
     assert any(isinstance(m, PackedLinear) for m in model.modules())
     expected = wide(*inputs()).float()
     assert float((model(*inputs()).float() - expected).norm() / expected.norm()) < 1e-3
     if torch.cuda.get_device_capability(CUDA) >= (8, 9):
-        fp8 = held(files, fmt, kind=Fp8RowLinear)(*inputs()).float()
+        fp8 = load_packed(files, fmt, kind=Fp8RowLinear)(*inputs()).float()
         assert float((fp8 - expected).norm() / expected.norm()) < 0.1
 
 
@@ -115,7 +115,7 @@ def test_a_transformer_is_that_of_the_widened_file(files, fmt):
 def test_graphs_and_compiled_blocks_give_the_same(files):
     """Small forwards are replayed from the second on; blocks compile once for all lengths."""
     attend = resolve_attention("sdpa", CUDA, torch.bfloat16, 128)[1]
-    model = optimize(held(files, "Q4_K"), attend=attend, graphs=False)
+    model = optimize(load_packed(files, "Q4_K"), attend=attend, graphs=False)
     expected = model(*inputs()).float()
     optimize(model, attend=attend)
     x, time, text = inputs()
@@ -127,8 +127,8 @@ def test_graphs_and_compiled_blocks_give_the_same(files):
     assert float((replayed - expected).norm() / expected.norm()) < 1e-3
     optimize(model, attend=attend, compile="blocks", graphs=False)
     before = compilations()
-    found = model(*inputs()).float()
-    assert float((found - expected).norm() / expected.norm()) < 5e-3
+    output = model(*inputs()).float()
+    assert float((output - expected).norm() / expected.norm()) < 5e-3
     once = compilations()
     model(x[:, :, :3, :12], time, text)
     assert once > before and compilations() == once
@@ -136,7 +136,7 @@ def test_graphs_and_compiled_blocks_give_the_same(files):
 
 @torch.no_grad()
 def test_widening_never_waits_for_the_device(files):
-    model = held(files, "Q8_0")
+    model = load_packed(files, "Q8_0")
     arguments = inputs()
     model(*arguments)
     torch.cuda.synchronize()
@@ -152,8 +152,8 @@ def test_widening_never_waits_for_the_device(files):
 @torch.no_grad()
 def test_weights_that_live_on_the_host_stay_there(files, kind):
     """Widened and encoded on the GPU, because that takes a second there and a minute on a CPU."""
-    model = held(files, "Q4_K", device="cpu", kind=kind)
+    model = load_packed(files, "Q4_K", device="cpu", kind=kind)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-    there = held(files, "Q4_K", kind=kind)
+    there = load_packed(files, "Q4_K", kind=kind)
     for (name, ours), (_, theirs) in zip(model.named_parameters(), there.named_parameters(), strict=True):
         assert torch.equal(ours.view(torch.uint8).to(CUDA), theirs.view(torch.uint8)), name

@@ -33,14 +33,16 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_it_is_the_same_through_pinned_buffers(scaled: Path) -> None:  # noqa: F811
-    found = []
+    encoders = []
     for how in (Reading(staged=False), Reading()):
         with patch.object(staged, "PIECE", 1000):
-            held = Quantization(PackedLinear, CUDA)
-            found.append(load_text_encoder(scaled, device=CUDA, dtype=torch.bfloat16, quantization=held, how=how))
-    mapped, fed = (one.encoder.state_dict() for one in found)
+            quantization = Quantization(PackedLinear, CUDA)
+            encoders.append(
+                load_text_encoder(scaled, device=CUDA, dtype=torch.bfloat16, quantization=quantization, how=how)
+            )
+    mapped, fed = (one.encoder.state_dict() for one in encoders)
     assert all(torch.equal(value.view(torch.uint8), fed[name].view(torch.uint8)) for name, value in mapped.items())
-    rows = [one.encode(["a red circle moving right on a blue background", ""]) for one in found]
+    rows = [one.encode(["a red circle moving right on a blue background", ""]) for one in encoders]
     assert torch.equal(*rows)
 
 
@@ -50,15 +52,15 @@ def test_int8_is_the_same_through_pinned_buffers(files, lora: Wanted, kind: type
     """And nothing of it is computed on the CPU, where sums of an A14B pair took minutes."""
     if kind is Fp8RowLinear and (reason := SCHEMES["fp8"].why_not(CUDA)) is not None:
         pytest.skip(reason)
-    found, held = [], Quantization(kind, CUDA, as_stored=kind is Fp8RowLinear)
+    states, quantization = [], Quantization(kind, CUDA, as_stored=kind is Fp8RowLinear)
     for how in (Reading(staged=False), Reading()):
         with patch.object(staged, "PIECE", 1000), OnTheCPU() as there:
             loras = merging([lora], CUDA) if merged else None
-            options = {"dtype": torch.bfloat16, "quantization": held, "loras": loras, "how": how}
+            options = {"dtype": torch.bfloat16, "quantization": quantization, "loras": loras, "how": how}
             model = load_dit(files["rotated 256"], device=CUDA, **options)
-        found.append(model.state_dict())
-        assert {value.device.type for value in found[-1].values()} == {"cuda"} and not there.found
-    mapped, fed = found
+        states.append(model.state_dict())
+        assert {value.device.type for value in states[-1].values()} == {"cuda"} and not there.found
+    mapped, fed = states
     assert all(torch.equal(value.view(torch.uint8), fed[name].view(torch.uint8)) for name, value in mapped.items())
 
 
@@ -67,8 +69,8 @@ def test_int8_is_the_same_through_pinned_buffers(files, lora: Wanted, kind: type
 @torch.no_grad()
 def test_int8_streams_out_of_its_file(files, lora: Wanted, kind: type, attached: bool) -> None:  # noqa: F811
     """A streamed INT8 file gives the result of a resident one, bit for bit."""
-    held, out = Quantization(kind, CUDA), []
-    part = staying_in_file(PartToLoad(recognise(files["rotated 256"], "dit", load_dit), torch.bfloat16, held))
+    quantization, out = Quantization(kind, CUDA), []
+    part = staying_in_file(PartToLoad(recognise(files["rotated 256"], "dit", load_dit), torch.bfloat16, quantization))
     x, t, text = (value.to(CUDA) for value in inputs())
     for how in (Reading(), Reading(stays=True)):
         device = torch.device("cpu") if how.stays else CUDA

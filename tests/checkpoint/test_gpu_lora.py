@@ -32,7 +32,7 @@ SOURCE = TINY / "t2v_high.safetensors"
 STATE = lora_of(LINEARS, 1, rank=16, scale=0.3)
 
 
-def made(precision: str | None, attention: str = "sdpa", *, merged: bool = False, **options) -> WanModel:
+def loaded_with_lora(precision: str | None, attention: str = "sdpa", *, merged: bool = False, **options) -> WanModel:
     if precision is not None and (reason := SCHEMES[precision].why_not(CUDA)):
         pytest.skip(reason)
     quantization = None if precision is None else find_quantization(precision, CUDA)
@@ -56,11 +56,11 @@ def run(model: WanModel, times: int = 1, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("attention", ["sdpa", "math-fp8"])
 @pytest.mark.parametrize("precision", [None, *SCHEMES])
 def test_attached_is_merged_within_the_precision(precision, attention):
-    exact = run(made(None, merged=True))
-    plain = made(precision, attention, graphs=False)
+    exact = run(loaded_with_lora(None, merged=True))
+    plain = loaded_with_lora(precision, attention, graphs=False)
     before = run(plain)
     loras_on(plain).attached.apply(plain, [wanted(STATE)])
-    attached, merged = run(plain), run(made(precision, attention, merged=True, graphs=False))
+    attached, merged = run(plain), run(loaded_with_lora(precision, attention, merged=True, graphs=False))
     allowed = 0.03 if precision is None and attention == "sdpa" else 0.15
     assert relative(attached, exact) < allowed and relative(merged, exact) < allowed
     assert relative(before, exact) > 2 * relative(attached, exact)
@@ -84,16 +84,16 @@ def test_changes_arrive_as_they_were(monkeypatch):
         monkeypatch.setattr(merge, "BATCH", batch)
         with merge.Ahead(changes, CUDA) as ahead:
             for name, ((change, strength),) in changes.items():
-                ((found, same),) = ahead.take(name)
-                assert same == strength and all(factor.is_cuda for factor in found.factors)
+                ((taken, same),) = ahead.take(name)
+                assert same == strength and all(factor.is_cuda for factor in taken.factors)
                 assert all(
-                    torch.equal(*pair) for pair in zip(change.factors, (f.cpu() for f in found.factors), strict=True)
+                    torch.equal(*pair) for pair in zip(change.factors, (f.cpu() for f in taken.factors), strict=True)
                 )
 
 
 @pytest.mark.parametrize("precision", [None, "fp8", "te-delayed"])
 def test_captured_graphs_see_another_strength(precision):
-    graphed, launched = made(precision, graphs=True), made(precision, graphs=False)
+    graphed, launched = loaded_with_lora(precision, graphs=True), loaded_with_lora(precision, graphs=False)
     for model in (graphed, launched):
         loras_on(model).attached.apply(model, [wanted(STATE, 1.0)])
     draw = torch.Generator().manual_seed(3)
@@ -120,7 +120,10 @@ def test_captured_graphs_see_another_strength(precision):
 @pytest.mark.parametrize("precision", [None, "fp8", "te-current"])
 def test_compiled_blocks_are_compiled_once(precision):
     torch._dynamo.reset()
-    compiled, eager = made(precision, compile="blocks", graphs=False), made(precision, graphs=False)
+    compiled, eager = (
+        loaded_with_lora(precision, compile="blocks", graphs=False),
+        loaded_with_lora(precision, graphs=False),
+    )
     for model in (compiled, eager):
         loras_on(model).attached.apply(model, [wanted(STATE, 1.0)])
     run(compiled)
@@ -147,7 +150,7 @@ def test_four_steps_of_the_embedded_model(options):
 
 
 def test_parameters_lie_where_they_lay():
-    model = made("fp8")
+    model = loaded_with_lora("fp8")
     addresses = [p.data_ptr() for p in model.parameters()]
     difference = {"diffusion_model.blocks.0.ffn.0.diff": torch.randn(shapes()["blocks.0.ffn.0.weight"])}
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -163,8 +166,8 @@ def test_a_merged_lora_is_changed_and_taken_off(tmp_path, precision, streamed):
     """From a file in scaled FP8, on the device and in pinned host memory: the bytes of a fresh load each time."""
     stored = load_dit(SOURCE, device=CUDA, dtype=torch.bfloat16, quantization=find_quantization("fp8-tensor", CUDA))
     save(stored, tmp_path / "scaled.safetensors")
-    held = None if precision is None else find_quantization(precision, CUDA)
-    part = PartToLoad(recognise(tmp_path / "scaled.safetensors", "dit", load_dit), torch.bfloat16, held)
+    quantization = None if precision is None else find_quantization(precision, CUDA)
+    part = PartToLoad(recognise(tmp_path / "scaled.safetensors", "dit", load_dit), torch.bfloat16, quantization)
     home = torch.device("cpu") if streamed else CUDA
     model, residency = load_with_loras(part, [wanted(STATE, 0.3)], home, CUDA), Residency(CUDA, "stream")
     loras_on(model, CUDA, [wanted(STATE, 0.3)])

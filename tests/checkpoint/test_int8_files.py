@@ -49,11 +49,11 @@ def test_a_file_in_every_format_and_spelling(tmp_path: Path, kind: str, spelling
     assert detect(path).config == SMALL
     wide = load_dit(path, dtype=torch.float32)
     assert all(torch.equal(value, meant[name]) for name, value in wide.state_dict().items())
-    held = load_dit(path, dtype=torch.float32, quantization=HOLD)
-    packed = {name: m for name, m in held.named_modules() if isinstance(m, PackedLinear)}
+    packed_model = load_dit(path, dtype=torch.float32, quantization=HOLD)
+    packed = {name: m for name, m in packed_model.named_modules() if isinstance(m, PackedLinear)}
     assert packed.keys() == NAMES and all(m.multiplies for m in packed.values())
     assert {m.packing for m in packed.values()} == {FORMATS[kind].text}
-    assert 0 < relative(held(*inputs()), wide(*inputs())) < 0.02
+    assert 0 < relative(packed_model(*inputs()), wide(*inputs())) < 0.02
     part = recognise(path, "dit", load_dit)
     assert part.packed is not None and part.packed.fmt == FORMATS[kind].text
     assert stored_precision(part, CPU)[0] == PACKED
@@ -68,9 +68,9 @@ def test_products_of_high_precision_where_the_file_wants_them(tmp_path: Path) ->
     state |= {f"{name}.comfy_quant": torch.tensor(list(text), dtype=torch.uint8) for name in NAMES}
     write_safetensors(state, tmp_path / "m.safetensors", notes)
     wide = load_dit(tmp_path / "m.safetensors", dtype=torch.float32)
-    held = load_dit(tmp_path / "m.safetensors", dtype=torch.float32, quantization=HOLD)
+    packed = load_dit(tmp_path / "m.safetensors", dtype=torch.float32, quantization=HOLD)
     with torch.no_grad():
-        assert torch.equal(held(*inputs()), wide(*inputs()))
+        assert torch.equal(packed(*inputs()), wide(*inputs()))
 
 
 @pytest.mark.parametrize("kind", ["rotated 256", "tensor", "w4a8"])
@@ -93,8 +93,8 @@ def test_encoded_as_fp8(tmp_path: Path) -> None:
             state[f"{name}.weight"] = meant[f"{name}.weight"].bfloat16()
             del state[f"{name}.weight_scale"], state[f"{name}.comfy_quant"]
     write_safetensors(state, tmp_path / "m.safetensors", notes)
-    found = Quantization(Fp8RowLinear, CPU, as_stored=True)
-    model = load_dit(tmp_path / "m.safetensors", dtype=torch.float32, quantization=found)
+    encoded = Quantization(Fp8RowLinear, CPU, as_stored=True)
+    model = load_dit(tmp_path / "m.safetensors", dtype=torch.float32, quantization=encoded)
     expected = Fp8RowLinear.encode(meant["blocks.0.ffn.2.weight"])["weight"]
     assert torch.equal(model.get_submodule("blocks.0.ffn.2").weight.view(torch.uint8), expected.view(torch.uint8))
     assert not any(isinstance(model.get_submodule(f"blocks.1.self_attn.{last}"), Fp8RowLinear) for last in "qkv")
@@ -121,14 +121,16 @@ def test_a_text_encoder_in_int8(tmp_path: Path) -> None:
     write_safetensors(state, path, {})
     assert rotation
     wide = load_text_encoder(path, dtype=torch.float32)
-    held = recognise(path, "text_encoder", load_text_encoder).load(CPU, torch.float32, HOLD)
-    assert {n for n, m in held.encoder.named_modules() if isinstance(m, PackedLinear)} == linears
+    packed = recognise(path, "text_encoder", load_text_encoder).load(CPU, torch.float32, HOLD)
+    assert {n for n, m in packed.encoder.named_modules() if isinstance(m, PackedLinear)} == linears
     ids = torch.tensor([[3, 0], [7, 3]])
-    assert torch.equal(held.encoder.token_embedding(ids), wide.encoder.token_embedding(ids))
-    assert isinstance(held.encoder.token_embedding, PackedEmbedding)
+    assert torch.equal(packed.encoder.token_embedding(ids), wide.encoder.token_embedding(ids))
+    assert isinstance(packed.encoder.token_embedding, PackedEmbedding)
     prompts = ["a red circle moving right"]
     exact = encoder.encode(prompts)
-    assert relative(held.encode(prompts), wide.encode(prompts)) < 0.03 and relative(held.encode(prompts), exact) < 0.05
+    assert (
+        relative(packed.encode(prompts), wide.encode(prompts)) < 0.03 and relative(packed.encode(prompts), exact) < 0.05
+    )
 
 
 ONE = "blocks.1.ffn.0"
@@ -145,7 +147,7 @@ def damaged(kind: str, change: dict[str, Any] | None = None, **parts: Tensor | N
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "parts", "words"),
+    ("kind", "change", "parts", "message"),
     [
         ("rows", None, {"weight_scale": None}, "weight_scale is missing"),
         ("rows", None, {"weight_scale": torch.ones(3)}, "do not match"),
@@ -166,10 +168,10 @@ def damaged(kind: str, change: dict[str, Any] | None = None, **parts: Tensor | N
     ],
 )
 def test_damage_is_said(
-    tmp_path: Path, kind: str, change: dict[str, Any] | None, parts: dict[str, Tensor | None], words: str
+    tmp_path: Path, kind: str, change: dict[str, Any] | None, parts: dict[str, Tensor | None], message: str
 ) -> None:
     write_safetensors(damaged(kind, change, **parts), tmp_path / "bad.safetensors", NOTES)
-    with pytest.raises(CheckpointError, match=words) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         load_dit(tmp_path / "bad.safetensors")
     assert "bad.safetensors" in str(caught.value)
     assert inspect(tmp_path / "bad.safetensors")["problems"]
@@ -212,13 +214,13 @@ def test_merged_into_int8_it_is_int8_again(tmp_path: Path, lora: Wanted) -> None
 def test_put_on_and_taken_off_a_loaded_model(tmp_path: Path, lora: Wanted, kind: type[Int8Linear]) -> None:
     """The bits of loading with it, and without."""
     state, _, notes = stored("rotated 256")
-    path, held = tmp_path / "m.safetensors", Quantization(kind, CPU, as_stored=kind is Fp8RowLinear)
+    path, quantization = tmp_path / "m.safetensors", Quantization(kind, CPU, as_stored=kind is Fp8RowLinear)
     write_safetensors(state, path, notes)
-    model, changes = load_dit(path, dtype=torch.float32, quantization=held), merging([lora], CPU)
+    model, changes = load_dit(path, dtype=torch.float32, quantization=quantization), merging([lora], CPU)
     for loras in (changes, None):
-        expected = load_dit(path, dtype=torch.float32, quantization=held, loras=loras)
+        expected = load_dit(path, dtype=torch.float32, quantization=quantization, loras=loras)
         names = [f"{name}.weight" for name in NAMES]
-        read_again(model, path, names, device=CPU, dtype=torch.float32, quantization=held, loras=loras)
+        read_again(model, path, names, device=CPU, dtype=torch.float32, quantization=quantization, loras=loras)
         assert all(torch.equal(p.float(), expected.get_parameter(n).float()) for n, p in model.named_parameters())
 
 
@@ -291,8 +293,8 @@ def test_comfyui_gives_the_same_and_loads_what_quantize_writes(tmp_path: Path, c
     exact = load_dit(files["bf16"], dtype=torch.float32)(x, t, text)
     errors = {}
     for n, (name, path) in enumerate(files.items()):
-        theirs, held = out.read(str(n)), Quantization(Fp8RowLinear if name == "fp8" else PackedLinear, CPU)
-        ours = load_dit(path, dtype=torch.float32, quantization=None if name == "bf16" else held)(x, t, text)
+        theirs, quantization = out.read(str(n)), Quantization(Fp8RowLinear if name == "fp8" else PackedLinear, CPU)
+        ours = load_dit(path, dtype=torch.float32, quantization=None if name == "bf16" else quantization)(x, t, text)
         errors[name] = relative(theirs, exact)
         assert relative(ours, theirs) < (0.02 if name == "fp8" else 1e-3), name  # ComfyUI scales no FP8 activations
     assert errors["bf16"] < 1e-5 and errors["int8"] == errors["rotated 256"] < 0.006 and errors["fp8"] < 0.02

@@ -39,11 +39,11 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder, found = tmp_path_factory.mktemp("int8"), {}
+    folder, paths = tmp_path_factory.mktemp("int8"), {}
     for kind in FORMATS:
         state, _, notes = stored(kind)
-        write_safetensors(state, found.setdefault(kind, folder / f"{kind}.safetensors"), notes)
-    return found
+        write_safetensors(state, paths.setdefault(kind, folder / f"{kind}.safetensors"), notes)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def lora() -> Wanted:
     return Wanted(read_lora(from_state_dict(state, "a LoRA"), shapes), 1.0, ("", 0, 0))
 
 
-def read(path: Path, held: Quantization | None, how: Reading, loras: Merge | None = None) -> WanModel:
+def read(path: Path, quantization: Quantization | None, how: Reading, loras: Merge | None = None) -> WanModel:
     with patch.object(staged, "PIECE", 1000):
-        return load_dit(path, dtype=torch.float32, quantization=held, loras=loras, how=how)
+        return load_dit(path, dtype=torch.float32, quantization=quantization, loras=loras, how=how)
 
 
 def bits(model: WanModel) -> dict[str, Tensor]:
@@ -69,8 +69,8 @@ def bits(model: WanModel) -> dict[str, Tensor]:
 def views(model: WanModel, path: Path) -> int:
     """How many matrices of the blocks are views of the mapped file."""
     ranges = mappings(path)
-    found = [model.get_parameter(f"{name}.weight").data_ptr() for name in NAMES]
-    return sum(any(begin <= at < end for begin, end in ranges) for at in found)
+    addresses = [model.get_parameter(f"{name}.weight").data_ptr() for name in NAMES]
+    return sum(any(begin <= at < end for begin, end in ranges) for at in addresses)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "rotated 256", "w4a8"])
@@ -94,10 +94,10 @@ def test_shards_are_read_so_too(files, tmp_path: Path) -> None:
     for i in range(2):
         part = {n: t for n, t in state.items() if bool(re.match(r"blocks\.1\.", n)) == bool(i)}
         write_safetensors(part, tmp_path / f"m-{i + 1:05}-of-00002.safetensors", notes)
-    found, whole = read(tmp_path, HOLD, Reading(mapped=False)), read(files["rotated 256"], HOLD, Reading())
-    shards = sum(views(found, path) for path in tmp_path.iterdir())
+    sharded, whole = read(tmp_path, HOLD, Reading(mapped=False)), read(files["rotated 256"], HOLD, Reading())
+    shards = sum(views(sharded, path) for path in tmp_path.iterdir())
     assert not shards and views(whole, files["rotated 256"]) == len(NAMES)
-    assert all(torch.equal(value, bits(found)[name]) for name, value in bits(whole).items())
+    assert all(torch.equal(value, bits(sharded)[name]) for name, value in bits(whole).items())
 
 
 class OnTheCPU(TorchDispatchMode):
@@ -119,10 +119,14 @@ class OnTheCPU(TorchDispatchMode):
 @pytest.mark.parametrize("way", ["int8", "fp8", "packed"])
 def test_it_is_all_computed_where_weights_are_encoded(files, lora: Wanted, way: str) -> None:
     """The device `meta` stands for a GPU: what has arrived there cannot come back, as sums of packed weights did."""
-    held = replace(WAYS[way] or HOLD, device=META)
+    quantization = replace(WAYS[way] or HOLD, device=META)
     with OnTheCPU() as there:
         model = load_dit(
-            files["rotated 64"], device=META, dtype=torch.float32, quantization=held, loras=merging([lora], META)
+            files["rotated 64"],
+            device=META,
+            dtype=torch.float32,
+            quantization=quantization,
+            loras=merging([lora], META),
         )
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert not there.found

@@ -63,9 +63,9 @@ def test_every_byte_arrives_whatever_the_pieces(tmp_path_factory, shapes, piece,
         Feed(checkpoint, order, CPU, Reading(threads=threads)) as feed,
     ):
         for name in asked:
-            found = feed.read(name)
-            assert found.dtype == tensors[name].dtype and found.shape == tensors[name].shape
-            assert torch.equal(bytes_of(found), bytes_of(tensors[name]))
+            tensor = feed.read(name)
+            assert tensor.dtype == tensors[name].dtype and tensor.shape == tensors[name].shape
+            assert torch.equal(bytes_of(tensor), bytes_of(tensors[name]))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
 
 
@@ -80,13 +80,13 @@ def file(tmp_path_factory):
 @pytest.mark.parametrize("quantization", [None, Quantization(Fp8RowLinear, CPU)], ids=["plain", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_a_model_is_the_same_whichever_way_it_was_read(file, dtype, quantization):
-    found = []
+    states = []
     for how in (Reading(), Reading(mapped=False), Reading(mapped=False, threads=1)):
         with patch.object(staged, "PIECE", 1000):
-            found.append(load_dit(file, dtype=dtype, quantization=quantization, how=how).state_dict())
-    for other in found[1:]:
-        assert set(other) == set(found[0])
-        assert all(torch.equal(bytes_of(value), bytes_of(other[name])) for name, value in found[0].items())
+            states.append(load_dit(file, dtype=dtype, quantization=quantization, how=how).state_dict())
+    for other in states[1:]:
+        assert set(other) == set(states[0])
+        assert all(torch.equal(bytes_of(value), bytes_of(other[name])) for name, value in states[0].items())
 
 
 def test_progress_counts_every_byte_and_can_stop(file):
@@ -225,5 +225,5 @@ def test_pieces_travel_through_locked_buffers(piece, threads, file, monkeypatch)
     names = list(checkpoint.tensors)
     with Feed(checkpoint, names, torch.device("cuda"), Reading(threads=threads)) as feed:
         for name in names:
-            found, stored = feed.read(name), checkpoint.read(name)
-            assert found.dtype == stored.dtype and found.shape == stored.shape and torch.equal(found, stored)
+            tensor, stored = feed.read(name), checkpoint.read(name)
+            assert tensor.dtype == stored.dtype and tensor.shape == stored.shape and torch.equal(tensor, stored)

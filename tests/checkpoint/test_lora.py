@@ -316,8 +316,8 @@ def test_a_file_of_the_second_expert_alone_is_its(tmp_path):
     state = {n.replace("diffusion_model.", "transformer_2."): t for n, t in lora_of(["blocks.1.ffn.0"], 2).items()}
     write_safetensors(state, tmp_path / "style.safetensors", {})
     for expert in ("auto", "low"):
-        found = read_loras([LoraOptions(path=str(tmp_path / "style.safetensors"), expert=expert)], CONFIG, True)
-        assert not found["high"] and set(found["low"][0].lora.changes) == {"blocks.1.ffn.0.weight"}
+        by_expert = read_loras([LoraOptions(path=str(tmp_path / "style.safetensors"), expert=expert)], CONFIG, True)
+        assert not by_expert["high"] and set(by_expert["low"][0].lora.changes) == {"blocks.1.ffn.0.weight"}
     with pytest.raises(CheckpointError, match="for the other expert"):
         read_loras([LoraOptions(path=str(tmp_path / "style.safetensors"), expert="high")], CONFIG, True)
 
@@ -346,12 +346,12 @@ def lora_file(tmp_path: Path) -> Path:
 def test_a_video_with_a_lora(lora_file):
     plain, _ = latents()
     merged, report = latents(loras=(LoraOptions(path=str(lora_file)),))
-    attached, beside = latents(loras=(LoraOptions(path=str(lora_file)),), lora_mode="attach")
+    attached, attached_report = latents(loras=(LoraOptions(path=str(lora_file)),), lora_mode="attach")
     torch.testing.assert_close(merged, attached, atol=2e-4, rtol=1e-3)
     assert relative(merged, plain) > 0.01
     assert set(report.settings["loras"]) == {"high", "low"}
     assert any("merged, strength 1" in note for note in report.notes)
-    assert any("attached: asked for, strength 1" in note for note in beside.notes)
+    assert any("attached: asked for, strength 1" in note for note in attached_report.notes)
     off, _ = latents(loras=(LoraOptions(path=str(lora_file), strength=0.0),))
     assert torch.equal(off, plain)
     high, _ = latents(loras=(LoraOptions(path=str(lora_file), expert="high"),))

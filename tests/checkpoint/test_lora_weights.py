@@ -133,10 +133,10 @@ def test_scaled_fp8_files_take_both(tmp_path):
     exact = Quantized(linear.weight, linear.weight_scale).dequantize()
     exact += state[f"diffusion_model.{name}.lora_up.weight"] @ state[f"diffusion_model.{name}.lora_down.weight"]
     torch.testing.assert_close(merged.get_parameter(f"{name}.weight").data, exact, atol=1e-5, rtol=1e-5)
-    kept = load_dit(tmp_path / "scaled.safetensors", dtype=torch.float32, quantization=quantization("fp8"))
-    loras_on(kept).attached.apply(kept, [wanted(state)])
-    assert torch.equal(kept.get_submodule(name).weight.view(torch.uint8), linear.weight.view(torch.uint8))
-    assert relative(output(kept), output(merged)) < 0.08
+    scaled = load_dit(tmp_path / "scaled.safetensors", dtype=torch.float32, quantization=quantization("fp8"))
+    loras_on(scaled).attached.apply(scaled, [wanted(state)])
+    assert torch.equal(scaled.get_submodule(name).weight.view(torch.uint8), linear.weight.view(torch.uint8))
+    assert relative(output(scaled), output(merged)) < 0.08
 
 
 @settings(max_examples=8, deadline=None)

@@ -52,10 +52,10 @@ def test_image_to_video_follows_the_aspect_of_the_image(tmp_path):
 
 
 def test_latents_of_an_earlier_failure_are_not_overwritten(tmp_path):
-    kept = tmp_path / "x.latents.safetensors"
-    kept.write_bytes(b"what the last run could not decode")
+    latents_file = tmp_path / "x.latents.safetensors"
+    latents_file.write_bytes(b"what the last run could not decode")
     assert main(["generate", *FAST, "--prompt", CAPTION, "--out", str(tmp_path / "x.mp4")]) == 0
-    assert kept.read_bytes() == b"what the last run could not decode"
+    assert latents_file.read_bytes() == b"what the last run could not decode"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.latents.safetensors", "x.mp4"]
 
 
@@ -64,13 +64,13 @@ def test_video_to_video_and_nag(tmp_path, capsys):
     few = ["--model", "tiny", "--device", "cpu", "--solver", "euler", "--guidance", "1", "--prompt", CAPTION]
     assert main(["generate", *few, "--steps", "2", "--frames", "9", "--size", "64x48", "--out", str(before)]) == 0
     base = ["generate", *few, "--out", str(after)]
-    made = [*base, "--steps", "3", "--from-video", str(before), "--denoise", "0.5", "--nag", "5/2/0.5"]
-    assert main([*made, "--negative-prompt", "a green square"]) == 0
+    base_arguments = [*base, "--steps", "3", "--from-video", str(before), "--denoise", "0.5", "--nag", "5/2/0.5"]
+    assert main([*base_arguments, "--negative-prompt", "a green square"]) == 0
     settings = read_metadata(after)
     assert read_video(after).shape == (9, *read_video(after).shape[1:]), "as many frames as the video has"
     assert settings["denoise"] == "0.5" and settings["nag"] == "5/2/0.5" and settings["video"] == str(before)
     capsys.readouterr()
-    for arguments, words in [
+    for arguments, message in [
         (["--denoise", "0.5"], "give --from-video as well"),
         (["--from-video", str(before), "--denoise", "1"], "nothing of the video stays"),
         (["--from-video", str(before), "--denoise", "0.95", "--steps", "4"], "leaves nothing of the video"),
@@ -78,11 +78,11 @@ def test_video_to_video_and_nag(tmp_path, capsys):
         (["--from-video", str(tmp_path / "none.mp4")], "none.mp4"),
         (["--guidance-high", "3", "--guidance-low", "3", "--nag", "5"], "every step has guidance"),
     ]:
-        given = (
+        refused_arguments = (
             base if "--guidance-high" not in arguments else [word for word in base if word not in ("--guidance", "1")]
         )
-        assert main([*given, *arguments]) == 2
-        assert words in capsys.readouterr().err, arguments
+        assert main([*refused_arguments, *arguments]) == 2
+        assert message in capsys.readouterr().err, arguments
 
 
 def test_plans_of_parts(capsys):

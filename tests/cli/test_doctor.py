@@ -58,30 +58,30 @@ def test_a_precision_that_fails_its_test_is_not_usable(
     monkeypatch: pytest.MonkeyPatch, kind: type[Fp8RowLinear], why_not: str
 ) -> None:
     monkeypatch.setitem(SCHEMES, "fp8", Scheme("fp8", "broken", lambda device: None, kind))
-    found = doctor.examine("cpu")
-    assert not found["precisions"]["fp8"]["usable"]
-    assert why_not in found["precisions"]["fp8"]["why_not"] and "\n" not in found["precisions"]["fp8"]["why_not"]
-    assert "  fp8                    not usable: self-test failed" in doctor.text(found)
-    assert found["precisions"]["fp8-tensor"]["usable"], "the others are still tested"
+    report = doctor.examine("cpu")
+    assert not report["precisions"]["fp8"]["usable"]
+    assert why_not in report["precisions"]["fp8"]["why_not"] and "\n" not in report["precisions"]["fp8"]["why_not"]
+    assert "  fp8                    not usable: self-test failed" in doctor.text(report)
+    assert report["precisions"]["fp8-tensor"]["usable"], "the others are still tested"
 
 
 def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--device", "cpu"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     assert main(["doctor", "--device", "cpu"]) == 0
-    words = capsys.readouterr().out
-    assert found["attention"]["sdpa"]["error"] < 1e-5 and "GPU" in found["attention"]["cudnn"]["why_not"]
-    assert list(found["precisions"]) == list(SCHEMES) and list(found["attention"]) == list(BACKENDS)
-    attention, precisions = words[words.index("attention backends") :].split("precisions\n")
-    for section, parts in ((attention, found["attention"]), (precisions, found["precisions"])):
+    text = capsys.readouterr().out
+    assert report["attention"]["sdpa"]["error"] < 1e-5 and "GPU" in report["attention"]["cudnn"]["why_not"]
+    assert list(report["precisions"]) == list(SCHEMES) and list(report["attention"]) == list(BACKENDS)
+    attention, precisions = text[text.index("attention backends") :].split("precisions\n")
+    for section, parts in ((attention, report["attention"]), (precisions, report["precisions"])):
         lines = {line.split()[0]: line for line in section.splitlines()}
         for name, part in parts.items():
             good, bad = f"usable, self-test error {part.get('error', 0):.1e}", f"not usable: {part['why_not']}"
             state = good if part["usable"] else bad
             assert state in lines[name] and part["summary"] in lines[name]
     native = [name for name in SCHEMES if not name.startswith("te-")]
-    assert [name for name, part in found["precisions"].items() if part["usable"]] == native
-    assert "NVIDIA GPU" in found["precisions"]["te-current"]["why_not"]
-    assert found["kernels"] == {"usable": False, "why_not": "needs an NVIDIA GPU"}
-    assert "fused kernels" in words
-    assert all(version["for"] in words for version in found["libraries"].values())
+    assert [name for name, part in report["precisions"].items() if part["usable"]] == native
+    assert "NVIDIA GPU" in report["precisions"]["te-current"]["why_not"]
+    assert report["kernels"] == {"usable": False, "why_not": "needs an NVIDIA GPU"}
+    assert "fused kernels" in text
+    assert all(version["for"] in text for version in report["libraries"].values())

@@ -91,20 +91,20 @@ def limited(arguments: list[str], limit: int, folder: Path) -> subprocess.Comple
 def test_latents_that_do_not_fit_do_not_end_the_run(tmp_path: Path) -> None:
     """Latents of 26 kB and a video of less, and room for 20 kB."""
     larger = [*GENERATE, "--size", "128x96"]
-    found = limited([*larger, "--out", "x.mp4", "--save-latents", "l.safetensors"], 20_000, tmp_path)
-    assert found.returncode == 1, found.stderr  # the video is complete, what else was asked for is not
-    assert "the finished latents could not be kept in l.safetensors: File too large" in found.stderr
-    assert "Traceback" not in found.stderr and "note: the finished latents could not be kept" in found.stdout
+    run = limited([*larger, "--out", "x.mp4", "--save-latents", "l.safetensors"], 20_000, tmp_path)
+    assert run.returncode == 1, run.stderr  # the video is complete, what else was asked for is not
+    assert "the finished latents could not be kept in l.safetensors: File too large" in run.stderr
+    assert "Traceback" not in run.stderr and "note: the finished latents could not be kept" in run.stdout
     assert list(contents(tmp_path)) == ["x.mp4"] and len(read_video(tmp_path / "x.mp4")) == 5
-    found = limited([*larger, "--out", "y.mp4"], 20_000, tmp_path)  # nobody asked for the latents
-    assert found.returncode == 0 and "could not be kept" in found.stderr
+    run = limited([*larger, "--out", "y.mp4"], 20_000, tmp_path)  # nobody asked for the latents
+    assert run.returncode == 0 and "could not be kept" in run.stderr
     assert list(contents(tmp_path)) == ["x.mp4", "y.mp4"]
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
-    found = limited([*GENERATE, "--out", "x.mp4", "--report", "r.json"], 100, tmp_path)
-    assert found.returncode == 2 and "Traceback" not in found.stderr
-    assert "the video could not be written to x.mp4: File too large" in found.stderr
+    run = limited([*GENERATE, "--out", "x.mp4", "--report", "r.json"], 100, tmp_path)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert "the video could not be written to x.mp4: File too large" in run.stderr
     assert not contents(tmp_path)
 
 
@@ -125,9 +125,9 @@ def test_a_video_goes_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(contents(tmp_path)) == ["x-1.mp4", "x.mp4"]
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("out_given", [False, True])
 def test_the_printed_command_makes_the_video(
-    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    out_given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a failed decode: names with spaces and quotes; the VAE as it was given, and a video to replace. A shell
     reads the command; once it starts it, too."""
@@ -139,7 +139,7 @@ def test_the_printed_command_makes_the_video(
     folder = tmp_path / "it's a $HOME; folder"
     folder.mkdir()
     arguments = [*GENERATE, "--out", str(folder / "my video.mp4")]
-    if given:
+    if out_given:
         shutil.copy(TINY / "vae.safetensors", folder / "my vae.safetensors")
         arguments += ["--vae", str(folder / "my vae.safetensors"), "--vae-precision", "fp32"]
         (folder / "my video.mp4").write_text("old")
@@ -149,12 +149,12 @@ def test_the_printed_command_makes_the_video(
     said = capsys.readouterr().err
     assert "out of memory" in said and (folder / "my video.latents.safetensors").exists()
     command = next(line for line in said.splitlines() if " decode " in line)
-    assert ("--vae-precision fp32" in command) == given and str(folder / "my video.latents.safetensors") in said
-    if given:
+    assert ("--vae-precision fp32" in command) == out_given and str(folder / "my video.latents.safetensors") in said
+    if out_given:
         subprocess.run(command, shell=True, check=True, cwd=tmp_path, capture_output=True)  # it works in any folder
     else:
-        words = subprocess.check_output(f"printf '%s\\0' {command}", shell=True, text=True).split("\0")[:-1]
-        python, program, *arguments = words
+        parsed = subprocess.check_output(f"printf '%s\\0' {command}", shell=True, text=True).split("\0")[:-1]
+        python, program, *arguments = parsed
         assert python == sys.executable and Path(program).is_dir()
         assert forked.run([python, "-m", Path(program).name, *arguments], cwd=tmp_path).returncode == 0
     assert len(read_video(folder / "my video.mp4")) == 5
@@ -173,8 +173,8 @@ def test_no_hint_where_nothing_was_kept(tmp_path: Path) -> None:
         sys.exit(main({[*GENERATE, "--out", "x.mp4", "--save-latents", "l.safetensors", "--overwrite"]!r}))
     """)
     (tmp_path / "l.safetensors").write_text("old")
-    found = forked.run([sys.executable, "-c", program], cwd=tmp_path)
-    assert found.returncode == 3 and "could not be kept" in found.stderr and " decode l." not in found.stderr
+    run = forked.run([sys.executable, "-c", program], cwd=tmp_path)
+    assert run.returncode == 3 and "could not be kept" in run.stderr and " decode l." not in run.stderr
     assert contents(tmp_path) == {"l.safetensors": b"old"}
 
 
@@ -182,7 +182,7 @@ def test_no_rank_starts_for_a_request_that_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     others = below(os.getpid())
     base = ["generate", "--model", "tiny", "--prompt", CAPTION, "--gpus", "cpu,cpu", "--out", str(tmp_path / "x.mp4")]
-    for given, words in (("--steps 0", "1 to 1000"), ("--high gone.safetensors", "gone.safetensors")):
-        assert main([*base, *given.split()]) == 2
-        assert words in capsys.readouterr().err and below(os.getpid()) <= others
+    for options, message in (("--steps 0", "1 to 1000"), ("--high gone.safetensors", "gone.safetensors")):
+        assert main([*base, *options.split()]) == 2
+        assert message in capsys.readouterr().err and below(os.getpid()) <= others
         assert not contents(tmp_path)

@@ -32,16 +32,16 @@ def test_encoders_of_pictures_and_of_sound(tmp_path: Path) -> None:
     vision = random_module(VisionConfig(dim=160, ffn_dim=32, num_layers=1, tokens=5), device="cpu", dtype=torch.float16)
     names = huggingface_names(vision.state_dict())
     write_safetensors(names, tmp_path / "clip_vision_h.safetensors", {})
-    found = inspect(tmp_path / "clip_vision_h.safetensors")
-    assert (found["kind"], found["layout"], found["problems"]) == ("a CLIP vision encoder", "huggingface", [])
-    assert found["shape"] == {"num_layers": 1, "dim": 160} and found["precision"] == {"float16": 1.0}
+    report = inspect(tmp_path / "clip_vision_h.safetensors")
+    assert (report["kind"], report["layout"], report["problems"]) == ("a CLIP vision encoder", "huggingface", [])
+    assert report["shape"] == {"num_layers": 1, "dim": 160} and report["precision"] == {"float16": 1.0}
     del names["vision_model.encoder.layers.0.mlp.fc1.bias"]
     write_safetensors(names, tmp_path / "clip_vision_h.safetensors", {})
     assert "1 tensor is missing" in inspect(tmp_path / "clip_vision_h.safetensors")["problems"][0]
     write_speech(tmp_path / "wav2vec2.safetensors")
-    found = inspect(tmp_path / "wav2vec2.safetensors")
-    assert found["kind"] == "a wav2vec 2.0 speech encoder" and found["problems"] == []
-    assert part_line("audio_encoder", found) == (
+    report = inspect(tmp_path / "wav2vec2.safetensors")
+    assert report["kind"] == "a wav2vec 2.0 speech encoder" and report["problems"] == []
+    assert part_line("audio_encoder", report) == (
         "audio_encoder: a wav2vec 2.0 speech encoder, huggingface layout, float16, 0.00 GiB"
     )
 
@@ -52,9 +52,9 @@ def test_scaled_fp8_and_pth(tmp_path: Path) -> None:
         load_dit(TINY / "t2v_high.safetensors", dtype=torch.bfloat16, quantization=quantization),
         tmp_path / "x.safetensors",
     )
-    found = inspect(tmp_path / "x.safetensors")
-    assert found["scaled"] == "80 FP8 matrices with scales" and found["precision"]["float8_e4m3fn"] > 0.7
-    assert found["family"].startswith("Wan 2.2 t2v-A14B")  # by its channels: it is no longer among the embedded files
+    report = inspect(tmp_path / "x.safetensors")
+    assert report["scaled"] == "80 FP8 matrices with scales" and report["precision"]["float8_e4m3fn"] > 0.7
+    assert report["family"].startswith("Wan 2.2 t2v-A14B")  # by its channels: it is no longer among the embedded files
     torch.save(load_dit(TINY / "t2v_high.safetensors").state_dict(), tmp_path / "x.pth")
     assert inspect(tmp_path / "x.pth")["kind"] == "a Wan transformer"
 
@@ -71,12 +71,12 @@ def test_loras(tmp_path: Path, dim: int, family: str) -> None:
     write_safetensors(
         {**state, "odd.tensor": torch.zeros(1)}, tmp_path / "my_4steps_HIGH.safetensors", {"ss_steps": "1200"}
     )
-    found = inspect(tmp_path / "my_4steps_HIGH.safetensors")
-    assert family in found["family"] and found["rank"] == [8] and found["blocks"] == 3
-    assert found["targets"] == {"self_attn.q": 3, "self_attn.k": 3} and found["changes"] == {"LoRA": 6}
-    assert found["layout"] == "lora_unet_, lora_down/lora_up"
-    assert found["expert"].startswith("high") and found["distilled"] == "for 4 steps"
-    assert found["problems"] == ["1 tensors of no known form: odd.tensor"]
+    report = inspect(tmp_path / "my_4steps_HIGH.safetensors")
+    assert family in report["family"] and report["rank"] == [8] and report["blocks"] == 3
+    assert report["targets"] == {"self_attn.q": 3, "self_attn.k": 3} and report["changes"] == {"LoRA": 6}
+    assert report["layout"] == "lora_unet_, lora_down/lora_up"
+    assert report["expert"].startswith("high") and report["distilled"] == "for 4 steps"
+    assert report["problems"] == ["1 tensors of no known form: odd.tensor"]
 
 
 def test_a_lora_of_both_experts(tmp_path: Path) -> None:
@@ -87,9 +87,9 @@ def test_a_lora_of_both_experts(tmp_path: Path) -> None:
         for r, t in (("A", down), ("B", up))
     }
     write_safetensors(state, tmp_path / "both.safetensors", {})
-    found = inspect(tmp_path / "both.safetensors")
-    assert found["experts"] == ["high", "low"] and not found["problems"]
-    assert "A14B" in found["family"] and found["changes"] == {"LoRA": 2} and found["blocks"] == 2
+    report = inspect(tmp_path / "both.safetensors")
+    assert report["experts"] == ["high", "low"] and not report["problems"]
+    assert "A14B" in report["family"] and report["changes"] == {"LoRA": 2} and report["blocks"] == 2
 
 
 def test_problems(tmp_path: Path) -> None:

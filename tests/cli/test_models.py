@@ -142,7 +142,7 @@ def test_a_full_disk_is_said_before_the_download(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (["t2v-A14"], "did you mean t2v-A14B"),
         (["s2v-14B", "--with", "four-steps"], "has no files of the choice 'four-steps'; its choices: fp16, gguf"),
@@ -150,8 +150,10 @@ def test_a_full_disk_is_said_before_the_download(root: Path) -> None:
         (["--download"], "a task is needed"),
     ],
 )
-def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str], root: Path) -> None:
-    assert main(["models", *words, *([] if "--folder" in words else ["--folder", str(root)])]) == 2
+def test_wrong_words_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
+    assert main(["models", *arguments, *([] if "--folder" in arguments else ["--folder", str(root)])]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -76,8 +76,8 @@ def test_a_call_without_a_command_lists_the_commands(capsys):
 
 def test_a_line_of_a_list_may_name_another_picture_than_the_command(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "image": "docs/images/text_to_video.png"}\n{"prompt": "y"}\n')
-    given = ["generate", "--model", "tiny", "--prompts", str(tmp_path / "a.jsonl"), "--image", "docs/demo.png"]
-    options = build_parser().parse_args(given)
+    arguments = ["generate", "--model", "tiny", "--prompts", str(tmp_path / "a.jsonl"), "--image", "docs/demo.png"]
+    options = build_parser().parse_args(arguments)
     videos = read_list(tmp_path / "a.jsonl", options, LoadOptions(model="tiny"))
     assert [video.request.image for video in videos] == ["docs/images/text_to_video.png", "docs/demo.png"]
 

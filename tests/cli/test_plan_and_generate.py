@@ -124,26 +124,26 @@ def test_plan_and_generate_agree(first: int, media: dict[str, str]) -> None:
         options, task = drawn_options(number), FULL[number % len(FULL)]
         if "--denoise" in options and family_of(task).driven:
             task = TASKS["t2v-A14B"]  # nothing driven begins with a video
-        words, planned = refusal_of_plan(["--task", task.name, *options])
-        others, made = refusal_of_generate([*begins_with(task, options, media), *options], task)
-        assert words == others, (task.name, options)
-        assert bool(words) or without_costs(planned) == without_costs(made), (task.name, options)
+        message, planned = refusal_of_plan(["--task", task.name, *options])
+        others, result = refusal_of_generate([*begins_with(task, options, media), *options], task)
+        assert message == others, (task.name, options)
+        assert bool(message) or without_costs(planned) == without_costs(result), (task.name, options)
         if not set(IN_CLIPS) & set(options) and "--frames 0" not in " ".join(options):
             memory, _ = refusal_of_plan(["--task", task.name, *options, "--memory", "--memory-limit", "80"])
-            assert memory == words, (task.name, options)
-        refused += bool(words)
+            assert memory == message, (task.name, options)
+        refused += bool(message)
     assert 2 < refused < 18, "some are refused, and some are not"
 
 
 def test_sparse_attention_of_distilled_weights_is_refused_by_the_plan() -> None:
-    words, _ = refusal_of_plan(["--task", "animate2-14B-distilled", "--sparse", "balanced"])
-    assert words.startswith("sparse attention: distilled weights of Animate-2")
+    message, _ = refusal_of_plan(["--task", "animate2-14B-distilled", "--sparse", "balanced"])
+    assert message.startswith("sparse attention: distilled weights of Animate-2")
 
 
 @pytest.mark.parametrize("task", FULL, ids=NAMES)
 def test_an_image_that_a_task_does_not_take(task: Task, media: dict[str, str]) -> None:
     """For the `--image` of a plan, which names no file."""
-    words, _ = refusal_of_plan(["--task", task.name, "--image"])
+    message, _ = refusal_of_plan(["--task", task.name, "--image"])
     begins = begins_with(task, [], media)
     others, _ = refusal_of_generate([*begins, *(() if "--image" in begins else ("--image", media["image"]))], task)
-    assert words == others
+    assert message == others

@@ -124,7 +124,9 @@ COMMANDS = [
     ("inspect TINYY", "did you mean tiny?"),
     ("doctor --jsn", "did you mean --json?"),
 ]
-TABLE = [(f"generate --model tiny --prompt x --device cpu --out out.mp4 {given}", said) for given, said in GENERATE]
+TABLE = [
+    (f"generate --model tiny --prompt x --device cpu --out out.mp4 {arguments}", said) for arguments, said in GENERATE
+]
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +155,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What is said of a refused command: one line, and below those of argparse how it is used."""
     try:
-        code, lines = main(words), 1
+        code, lines = main(arguments), 1
     except SystemExit as end:  # argparse's own
         code, lines = end.code, 2
     said = capsys.readouterr().err
@@ -165,14 +167,14 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize(("words", "says"), [*TABLE, *COMMANDS])
-def test_refused_before_any_work(words: str, says: str, place: Path, before, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize(("command", "says"), [*TABLE, *COMMANDS])
+def test_refused_before_any_work(command: str, says: str, place: Path, before, capsys, monkeypatch) -> None:
     """Files of an earlier run stay as they are, and no new name is said for one."""
     monkeypatch.chdir(place)
-    given = shlex.split(words.replace("TINY", str(TINY)))
-    writes = given[0] in ("generate", "decode", "quantize", "calibrate", "quality") and "--prompts" not in given
+    arguments = shlex.split(command.replace("TINY", str(TINY)))
+    writes = arguments[0] in ("generate", "decode", "quantize", "calibrate", "quality") and "--prompts" not in arguments
     for more in ([], ["--overwrite"] if writes else []):
-        said = refusal([*given, *more], capsys)
+        said = refusal([*arguments, *more], capsys)
         assert says in said and " exists" not in said
     assert contents(place) == before
 
@@ -186,10 +188,10 @@ def test_refused_before_any_work(words: str, says: str, place: Path, before, cap
 )
 def test_a_file_that_is_not_there_is_the_first_complaint(option: str, capsys) -> None:
     """Whatever else is missing or wrong in the same command."""
-    given = ["generate", "--prompt", "x", "--steps", "0", "--out", "nowhere/x.mp4"]
-    said = refusal([*given, option, "nothere.safetensors"], capsys)
+    arguments = ["generate", "--prompt", "x", "--steps", "0", "--out", "nowhere/x.mp4"]
+    said = refusal([*arguments, option, "nothere.safetensors"], capsys)
     assert f"generate: {option} nothere.safetensors does not exist" in said
-    said = refusal([*given, option, "READMEE.md"], capsys)
+    said = refusal([*arguments, option, "READMEE.md"], capsys)
     assert said.endswith("READMEE.md does not exist; did you mean README.md?\n")
 
 

@@ -39,9 +39,9 @@ class Nodes:
 
     def kill(self, node: str | None = None) -> None:
         """The node with this id, or any, without a word to anyone."""
-        found = next(one for one in self.cpus if node in (None, one.node_id))
-        del self.cpus[found]
-        self.cluster.remove_node(found, allow_graceful=False)
+        removed = next(one for one in self.cpus if node in (None, one.node_id))
+        del self.cpus[removed]
+        self.cluster.remove_node(removed, allow_graceful=False)
 
     def kill_head(self) -> None:
         """The process that knows all nodes; those go on alone."""
@@ -76,9 +76,9 @@ def nodes() -> Iterator[Nodes]:
         "OMP_NUM_THREADS": "1",
         "WANCORE_RAY_WITHOUT_TOKEN": "1",
     }
-    made = Nodes()
-    yield made
+    cluster_nodes = Nodes()
+    yield cluster_nodes
     import ray
 
     ray.shutdown()
-    made.cluster.shutdown()
+    cluster_nodes.cluster.shutdown()

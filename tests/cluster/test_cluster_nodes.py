@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.comfy, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def mortal(nodes: Nodes) -> Iterator[Nodes]:
     """A second cluster, which a test may end."""
-    made = Nodes()
-    yield made
-    made.cluster.shutdown()
+    cluster_nodes = Nodes()
+    yield cluster_nodes
+    cluster_nodes.cluster.shutdown()
 
 
 @pytest.fixture(scope="module")

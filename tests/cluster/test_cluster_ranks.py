@@ -31,12 +31,12 @@ def test_the_result_of_one_rank(mesh: str, cpus: int, nodes: Nodes, tmp_path: Pa
     alone = Pipeline.load(TINY).generate(Request(**SMALL))
     gpus = ",".join(["cpu"] * 2 * cpus)
     with cluster_workers(nodes.address, gpus, mesh=mesh) as workers:
-        kept: list[Path] = []
-        watch = Watch(kept=kept.append)
+        kept_files: list[Path] = []
+        watch = Watch(kept=kept_files.append)
         result = WorkerEngine(workers).generate(TINY, Request(**SMALL), watch, keep_latents=tmp_path / "x.safetensors")
     assert (result.latents - alone.latents).abs().max() <= 1e-5 * alone.latents.abs().max()
     assert result.report.settings["mesh"] == mesh
-    assert kept == [tmp_path / "x.safetensors"] and kept[0].stat().st_size > 0
+    assert kept_files == [tmp_path / "x.safetensors"] and kept_files[0].stat().st_size > 0
 
 
 def test_a_node_is_killed(nodes: Nodes) -> None:

@@ -90,12 +90,12 @@ def test_gpus_that_no_cluster_has(text: str) -> None:
 def test_a_video_gets_equally_many_of_few_nodes(
     have: list[int], count: int, nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [Node(str(i), f"host-{i}", number) for i, number in enumerate(have)]
-    monkeypatch.setattr("wan_core.cluster.places.nodes", lambda kind: found)
+    fake_nodes = [Node(str(i), f"host-{i}", number) for i, number in enumerate(have)]
+    monkeypatch.setattr("wan_core.cluster.places.nodes", lambda kind: fake_nodes)
     if nodes:
         assert spread(Wanted("GPU", count)) == nodes
     else:
-        with pytest.raises(OptionError, match=inventory(found, "GPU")):
+        with pytest.raises(OptionError, match=inventory(fake_nodes, "GPU")):
             spread(Wanted("GPU", count))
 
 

@@ -18,19 +18,19 @@ def test_the_command_of_a_program_that_is_not_ours_works_in_every_folder(tmp_pat
     assert ran.stderr.startswith(f"python {PACKAGE} plan: task 'x' is not known")
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_the_installed_program_is_named_as_it_was_called(found: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("on_path", [True, False])
+def test_the_installed_program_is_named_as_it_was_called(on_path: bool, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", [".venv/bin/wancore", "plan"])
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if found else None)
-    assert command("doctor") == ("wancore doctor" if found else ".venv/bin/wancore doctor")
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if on_path else None)
+    assert command("doctor") == ("wancore doctor" if on_path else ".venv/bin/wancore doctor")
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_the_module_is_named_with_the_python_that_ran_it(found: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("on_path", [True, False])
+def test_the_module_is_named_with_the_python_that_ran_it(on_path: bool, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", [str(PACKAGE / "__main__.py"), "plan"])
     monkeypatch.setattr("sys.executable", "/opt/python")
-    monkeypatch.setattr("shutil.which", lambda name: f"{'/opt' if found else '/usr/bin'}/{name}")
-    assert command("doctor") == f"{'python' if found else '/opt/python'} -m wan_core doctor"
+    monkeypatch.setattr("shutil.which", lambda name: f"{'/opt' if on_path else '/usr/bin'}/{name}")
+    assert command("doctor") == f"{'python' if on_path else '/opt/python'} -m wan_core doctor"
 
 
 def test_messages_use_it() -> None:

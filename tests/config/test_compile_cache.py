@@ -121,9 +121,9 @@ def test_windows_is_not_asked_for_modes(home: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_doctor_says_so(home: Path) -> None:
     folder = home / ".cache" / "wancore"
-    found = examine("cpu")
-    assert found["compile cache"] == {"folder": str(folder), "why_not": None} and not folder.exists()
-    assert f"compile cache            {folder}" in text(found)
+    report = examine("cpu")
+    assert report["compile cache"] == {"folder": str(folder), "why_not": None} and not folder.exists()
+    assert f"compile cache            {folder}" in text(report)
     make_private(folder)
     folder.chmod(0o777)
     assert f"compile cache            not used: other users can write to {folder}" in text(examine("cpu"))

@@ -47,9 +47,9 @@ def test_files_of_a_folder_and_shards_of_an_index_are_inputs(tmp_path: Path) -> 
     (tmp_path / "model" / "vae").mkdir(parents=True)
     for name in ("model/vae/a.safetensors", "model/x-00001-of-00002.safetensors", "model/x.safetensors.index.json"):
         (tmp_path / name).write_text("weights")
-    for given in ("model", "model/x.safetensors.index.json"):
+    for source in ("model", "model/x.safetensors.index.json"):
         with (
-            Outputs({"source": tmp_path / given}, overwrite=True) as outputs,
+            Outputs({"source": tmp_path / source}, overwrite=True) as outputs,
             pytest.raises(OptionError, match="reads"),
         ):
             outputs.add("out", tmp_path / "model/x-00001-of-00002.safetensors")
@@ -83,8 +83,8 @@ def test_existing_outputs_get_a_number(tmp_path: Path) -> None:
     with Outputs({}, overwrite=True, tell=said.append) as outputs:
         assert outputs.add("--out", tmp_path / "x.mp4") == tmp_path / "x.mp4"
     assert len(said) == 1
-    found = [path.name for path, _ in zip(numbered(Path("v.1.latents.safetensors")), range(2), strict=False)]
-    assert found == ["v.1.latents.safetensors", "v.1-1.latents.safetensors"]
+    names = [path.name for path, _ in zip(numbered(Path("v.1.latents.safetensors")), range(2), strict=False)]
+    assert names == ["v.1.latents.safetensors", "v.1-1.latents.safetensors"]
     assert next(path for path in numbered(Path("no ending")) if path.name != "no ending").name == "no ending-1"
 
 
@@ -103,13 +103,13 @@ def test_a_new_name_is_said_at_the_end_at_the_latest_and_not_after_an_error(tmp_
 
 def test_runs_at_once_get_different_names(tmp_path: Path) -> None:
     """Sixteen at the same time, each in a thread; a claim lasts as long as its run."""
-    found: list[Path] = []
+    paths: list[Path] = []
     begin, end = threading.Barrier(16), threading.Barrier(16)
 
     def one() -> None:
         begin.wait()
         with Outputs({}) as outputs:
-            found.append(outputs.add("--out", tmp_path / "x.mp4"))
+            paths.append(outputs.add("--out", tmp_path / "x.mp4"))
             end.wait()
 
     threads = [threading.Thread(target=one) for _ in range(16)]
@@ -117,7 +117,7 @@ def test_runs_at_once_get_different_names(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(path.name for path in found) == sorted(["x.mp4", *(f"x-{n}.mp4" for n in range(1, 16))])
+    assert sorted(path.name for path in paths) == sorted(["x.mp4", *(f"x-{n}.mp4" for n in range(1, 16))])
     assert not names(tmp_path)
 
 
@@ -199,12 +199,12 @@ def test_an_old_curve_is_kept(tmp_path: Path) -> None:
     assert keep_old(path) is None
     for number, expected in enumerate(("m.magcache.json.bak", "m.magcache.json-1.bak")):
         path.write_text(f"curve {number}")
-        kept = keep_old(path)
-        assert kept is not None and kept.name == expected and kept.read_text() == path.read_text()
+        old_file = keep_old(path)
+        assert old_file is not None and old_file.name == expected and old_file.read_text() == path.read_text()
 
 
 @pytest.mark.parametrize("name", ["x" * 200 + ".json", "ü" * 120 + ".json", "a\udcffb.json", "-", ".hidden"])
 def test_names_of_all_kinds(tmp_path: Path, name: str) -> None:
     with Outputs({}) as outputs:
         assert write_text(outputs.add("--report", tmp_path / name), "x").read_text() == "x"
-    assert [os.fsencode(found) for found in os.listdir(tmp_path)] == [os.fsencode(name)]
+    assert [os.fsencode(name_on_disk) for name_on_disk in os.listdir(tmp_path)] == [os.fsencode(name)]

@@ -104,8 +104,8 @@ def test_nested_options_come_back_from_json() -> None:
     skip = SkipOptions(
         sparse=SparseOptions(sparsity=0.5, mass=0.9), taylorseer=TaylorSeerOptions(interval=2), stages=stages
     )
-    made = Request(prompt="", skip=skip, nag=NagOptions(), outpaint=(0, 8, 0, 8), control=ControlOptions(scale=0.5))
-    assert unpack(Request, json.loads(json.dumps(asdict(made)))) == made
+    request = Request(prompt="", skip=skip, nag=NagOptions(), outpaint=(0, 8, 0, 8), control=ControlOptions(scale=0.5))
+    assert unpack(Request, json.loads(json.dumps(asdict(request)))) == request
     assert from_values(Request, {"prompt": "", "control_scale": 0.5}).control == ControlOptions(scale=0.5)
     assert from_values(Request, {"prompt": "", "control_scale": None}).control is None
 
@@ -127,9 +127,9 @@ def test_words_of_short_forms_say_one_thing(example: Any, name: str) -> None:
     one = table(kind)[name]
     values = [*one.words.values(), *([2 if one.type is int else 0.25] if one.prefix else [])]
     for value in values:
-        words = spelled(replace(example, **{name: value}) if name != "closed_loop" else looped(example), name)
-        assert words or value == one.default
-        assert parse_words(kind, words) == ({name: value} if words else {})
+        short_form = spelled(replace(example, **{name: value}) if name != "closed_loop" else looped(example), name)
+        assert short_form or value == one.default
+        assert parse_words(kind, short_form) == ({name: value} if short_form else {})
     for word in ("other", f"{one.prefix}x"):
         with pytest.raises(ValueError, match=word):
             parse_words(kind, [word])

@@ -89,10 +89,10 @@ def test_swapping_leaves_one_model_on_the_gpu_and_keeps_the_host_copy():
 
 
 def test_the_doctor_passes_every_precision_and_kernel_that_can_run_here():
-    found = examine("cuda")
+    report = examine("cuda")
     for name, scheme in SCHEMES.items():
-        assert found["precisions"][name]["usable"] == (scheme.why_not(CUDA) is None), found["precisions"][name]
-    assert found["kernels"]["usable"] == (missing_triton() is None), found["kernels"]["why_not"]
+        assert report["precisions"][name]["usable"] == (scheme.why_not(CUDA) is None), report["precisions"][name]
+    assert report["kernels"]["usable"] == (missing_triton() is None), report["kernels"]["why_not"]
 
 
 def test_vae_in_bf16_is_close_to_fp32():

@@ -58,7 +58,7 @@ def shows_where_it_hangs(capfd):
     os.close(terminal)
 
 
-def held(precision: str):
+def quantization_of(precision: str):
     if precision == "bf16":
         return None
     reason = SCHEMES[precision].why_not(CUDA)
@@ -68,7 +68,7 @@ def held(precision: str):
 
 
 def experts(precision: str, device, compile: str = "off"):
-    quantization, attend = held(precision), resolve_attention("sdpa", CUDA)[1]
+    quantization, attend = quantization_of(precision), resolve_attention("sdpa", CUDA)[1]
     models = {}
     for seed, name in enumerate(("high", "low")):
         model = random_module(
@@ -160,16 +160,16 @@ def test_staged_loading_is_the_plain_path_bit_for_bit(precision, tmp_path, monke
     monkeypatch.setattr("wan_core.checkpoint.staged.PIECE", 1 << 20)
     few = replace(MIDDLE, num_layers=2)
     save(random_module(few, device="cpu", dtype=torch.float32, draw_on=CUDA), tmp_path / "a.safetensors")
-    quantization = held(precision)
+    quantization = quantization_of(precision)
     for dtype in (torch.bfloat16,) if quantization else (torch.bfloat16, torch.float32):
-        found = []
+        states = []
         for how in (Reading(staged=False), Reading(mapped=False), Reading(threads=3)):
             options = {"dtype": dtype, "quantization": quantization, "how": how}
             model = load_dit(tmp_path / "a.safetensors", device=CUDA, **options)
-            found.append(model.state_dict())
-        for other in found[1:]:
-            assert set(other) == set(found[0])
-            for name, value in found[0].items():
+            states.append(model.state_dict())
+        for other in states[1:]:
+            assert set(other) == set(states[0])
+            for name, value in states[0].items():
                 assert value.is_cuda and torch.equal(value.view(torch.uint8), other[name].view(torch.uint8)), name
 
 

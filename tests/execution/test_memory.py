@@ -47,20 +47,20 @@ def test_sizes_are_those_of_the_module(quantized, keep):
     module = empty_module(config)
     if quantized:
         swap_linears(module, Fp8RowLinear, config.quantized_names(keep), torch.bfloat16)
-    found = dict.fromkeys(range(5), 0)
+    bytes_of_unit = dict.fromkeys(range(5), 0)
     for name, tensor in tensors_of(module).items():
         unit = int(name.split(".")[1]) + 1 if name.startswith("blocks.") else 0
-        found[unit] += tensor.numel() * (
+        bytes_of_unit[unit] += tensor.numel() * (
             2 if tensor.dtype == torch.float32 and "scale" not in name else tensor.itemsize
         )
-    assert unit_bytes(config, 2, quantized, keep) == tuple(found.values())
+    assert unit_bytes(config, 2, quantized, keep) == tuple(bytes_of_unit.values())
 
 
 def test_the_plan_says_what_was_measured_on_an_h200():
     """benchmarks/results: switch (720p FP8, everything resident) 42.54 GiB; generate (480p bf16) denoise 67.92, decode
     67.35; single (720p, one prompt) activations 4.034 GiB; VAE 2.1 at 720p 7.5, VAE 2.2 6.5."""
-    beside = beside_weights(T2V_A14B, VAE_21, SHAPE_720P, per_token=FACTORS["fused"])
-    plan = plan_memory(a14b(fp8=True), beside, 139 << 30)
+    activations = beside_weights(T2V_A14B, VAE_21, SHAPE_720P, per_token=FACTORS["fused"])
+    plan = plan_memory(a14b(fp8=True), activations, 139 << 30)
     phases = {phase.name: phase.total / GIB for phase in plan.phases}
     assert plan.policy == "resident" and phases["denoise"] == pytest.approx(42.54, rel=0.01)
     small = beside_weights(T2V_A14B, VAE_21, SHAPE_480P, per_token=FACTORS["fused"])
@@ -80,30 +80,32 @@ def test_the_plan_says_what_was_measured_on_an_h200():
 )
 def test_what_is_chosen_fits_and_nothing_better_would(gib, fp8, shape, batched, residuals):
     sizes = a14b(fp8)
-    beside = beside_weights(T2V_A14B, VAE_21, shape, per_token=FACTORS["fused"], batched=batched, residuals=residuals)
-    plan = plan_memory(sizes, beside, limited(gib))
+    activations = beside_weights(
+        T2V_A14B, VAE_21, shape, per_token=FACTORS["fused"], batched=batched, residuals=residuals
+    )
+    plan = plan_memory(sizes, activations, limited(gib))
     denoise = next(phase for phase in plan.phases if phase.name == "denoise")
     if plan.policy == "resident":
         assert plan.fits and denoise.weights == sizes.all and plan.host == 0
         return
-    assert sizes.all + beside.most > plan.room  # all of it would not fit
+    assert sizes.all + activations.most > plan.room  # all of it would not fit
     assert plan.host == sizes.all
     if plan.policy == "swap":
-        assert sizes.expert + beside.denoise <= plan.room
+        assert sizes.expert + activations.denoise <= plan.room
         return
-    assert sizes.expert + beside.denoise > plan.room  # nor would a whole expert
-    held = stage_bytes(list(sizes.units), plan.resident_blocks)
-    assert plan.resident_blocks == 0 or held + beside.denoise <= plan.room
+    assert sizes.expert + activations.denoise > plan.room  # nor would a whole expert
+    resident_bytes = stage_bytes(list(sizes.units), plan.resident_blocks)
+    assert plan.resident_blocks == 0 or resident_bytes + activations.denoise <= plan.room
     if plan.resident_blocks < plan.blocks - 3:
-        assert stage_bytes(list(sizes.units), plan.resident_blocks + 1) + beside.denoise > plan.room
+        assert stage_bytes(list(sizes.units), plan.resident_blocks + 1) + activations.denoise > plan.room
 
 
 def test_cards_of_24_gib_and_16_gib_take_720p():
     """Streaming never waits for room: 16 GiB hold FP8 and bf16 at 720p, all phases."""
     for gib in (48, 32, 24, 16):
         for fp8 in (False, True):
-            beside = beside_weights(T2V_A14B, VAE_21, SHAPE_720P, per_token=FACTORS["fused"])
-            plan = plan_memory(a14b(fp8), beside, limited(gib))
+            activations = beside_weights(T2V_A14B, VAE_21, SHAPE_720P, per_token=FACTORS["fused"])
+            plan = plan_memory(a14b(fp8), activations, limited(gib))
             assert plan.fits, plan.table()
             assert plan.peak <= limited(gib)
             assert plan.host <= 1.15 * a14b(fp8).all
@@ -112,9 +114,9 @@ def test_cards_of_24_gib_and_16_gib_take_720p():
 @given(blocks=st.integers(1, 60), data=st.data())
 def test_streamed_blocks_lie_evenly_apart(blocks, data):
     resident = data.draw(st.integers(0, blocks))
-    found = spread(blocks, resident)
-    assert len(found) == len(set(found)) == blocks - resident and all(0 <= i < blocks for i in found)
-    gaps = {b - a for a, b in itertools.pairwise(found)}
+    positions = spread(blocks, resident)
+    assert len(positions) == len(set(positions)) == blocks - resident and all(0 <= i < blocks for i in positions)
+    gaps = {b - a for a, b in itertools.pairwise(positions)}
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
@@ -136,9 +138,9 @@ def test_a_stage_takes_the_bytes_that_were_planned(resident):
 
 def test_bad_numbers_are_refused():
     sizes = a14b(True)
-    beside = Beside(text=1, denoise=1, decode=1)
+    activations = Beside(text=1, denoise=1, decode=1)
     with pytest.raises(OptionError, match="0 to 40"):
-        plan_memory(sizes, beside, 16 << 30, resident_blocks=41)
+        plan_memory(sizes, activations, 16 << 30, resident_blocks=41)
     with pytest.raises(OptionError, match="memory limit 1"):
         limited(1)
     with pytest.raises(OptionError, match="use residency stream"):

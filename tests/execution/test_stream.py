@@ -53,16 +53,16 @@ FOUR_STEPS = Request(prompt=CAPTION, steps=4, seed=3, guidance_mode="sequential"
 
 # Each way of holding weights with the plans that are its own: they meet in no code.
 PLANS = [("plain", None), ("plain", 0), ("plain", 3), ("fp8, ends kept", 1), ("te-delayed", None), ("te-delayed", 1)]
-EVERY_PLAN = pytest.mark.parametrize(("held", "resident"), [(HELD[name], resident) for name, resident in PLANS])
+EVERY_PLAN = pytest.mark.parametrize(("quantization", "resident"), [(HELD[name], resident) for name, resident in PLANS])
 
 
 @EVERY_PLAN
-def test_streamed_is_resident_bit_for_bit(held, resident):
+def test_streamed_is_resident_bit_for_bit(quantization, resident):
     plan = make_plan(steps=4)
     assert set(plan.experts) == {"high", "low"}
-    residency = streaming(held, resident)
+    residency = streaming(quantization, resident)
     for batched in (False, True):
-        exact = run(experts(held).__getitem__, plan, batched=batched)
+        exact = run(experts(quantization).__getitem__, plan, batched=batched)
         for _ in range(2):  # the second video finds what the first left
             assert torch.equal(run(residency.use, plan, batched=batched, prefetch=residency.prefetch), exact)
 
@@ -203,8 +203,8 @@ def lora_state(config: DiTConfig, rank: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def with_loras(held: Quantization | None, ranks: dict[str, int]) -> dict[str, WanModel]:
-    models = experts(held)
+def with_loras(quantization: Quantization | None, ranks: dict[str, int]) -> dict[str, WanModel]:
+    models = experts(quantization)
     for name, model in models.items():
         lora = read_lora(lora_state(SMALL, ranks[name]), expected_shapes(SMALL))
         loras_on(model, CPU).attached.apply(model, [Wanted(lora, 0.7, (name, 0, 0))])
@@ -212,14 +212,14 @@ def with_loras(held: Quantization | None, ranks: dict[str, int]) -> dict[str, Wa
 
 
 @EVERY_PLAN
-def test_loras_attached_to_weights_that_stream(held, resident):
+def test_loras_attached_to_weights_that_stream(quantization, resident):
     """They stay on the device: experts take turns in one stage, whatever the ranks of their LoRAs."""
     plan, ranks = make_plan(steps=4), {"high": 3, "low": 3} if resident == 1 else RANKS
-    plain = with_loras(held, ranks)
+    plain = with_loras(quantization, ranks)
     exact = run(plain.__getitem__, plan)
-    assert not torch.equal(exact, run(experts(held).__getitem__, plan))
+    assert not torch.equal(exact, run(experts(quantization).__getitem__, plan))
     residency = Residency(CPU, "swap" if resident is None else "stream", resident_blocks=resident or 0)
-    for name, model in with_loras(held, ranks).items():
+    for name, model in with_loras(quantization, ranks).items():
         residency.add(name, model)
     assert len(residency.stages) == 1
     for _ in range(2):
@@ -232,26 +232,26 @@ def test_loras_attached_to_weights_that_stream(held, resident):
 
 
 @EVERY_PLAN
-def test_loras_change_while_weights_stream(held, resident):
+def test_loras_change_while_weights_stream(quantization, resident):
     """On, stronger, others, off: each as where weights stay, and off leaves every bit as it was."""
-    plan, residency = make_plan(steps=2), streaming(held, resident)
-    plain = experts(held)
+    plan, residency = make_plan(steps=2), streaming(quantization, resident)
+    plain = experts(quantization)
     loras = {rank: read_lora(lora_state(SMALL, rank), expected_shapes(SMALL)) for rank in (2, 5)}
     for wanted in ([(2, 0.7)], [(2, -0.3)], [(5, 1.0), (2, 0.5)], []):
-        found = [Wanted(loras[rank], strength, (str(rank), 0, 0)) for rank, strength in wanted]
+        loras_of_step = [Wanted(loras[rank], strength, (str(rank), 0, 0)) for rank, strength in wanted]
 
-        def use(name, found=found):
+        def use(name, loras_of_step=loras_of_step):
             model = residency.use(name)
             applied = loras_on(model, CPU).attached
-            if applied.writes_weights(found):
+            if applied.writes_weights(loras_of_step):
                 residency.release(name)
-            applied.apply(model, found)
+            applied.apply(model, loras_of_step)
             return residency.use(name)
 
         for model in plain.values():
-            loras_on(model).attached.apply(model, found)
+            loras_on(model).attached.apply(model, loras_of_step)
         assert torch.equal(run(use, plan, prefetch=residency.prefetch), run(plain.__getitem__, plan))
-    for name, model in experts(held).items():
+    for name, model in experts(quantization).items():
         residency.release(name)
         now = tensors_of(residency.models[name])
         assert all(torch.equal(tensor, now[key]) for key, tensor in tensors_of(model).items() if "amax" not in key)
@@ -271,11 +271,11 @@ def test_a_pipeline_that_streams_with_loras_of_different_ranks(tmp_path, mode):
     for name, rank in RANKS.items():
         write_safetensors(lora_state(config, rank), tmp_path / f"{name}.safetensors", {})
     loras = tuple(LoraOptions(path=str(tmp_path / f"{name}.safetensors"), expert=name) for name in RANKS)
-    found = []
+    latents = []
     for where in ({}, {"residency": "stream", "resident_blocks": 2}):
         pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", loras=loras, lora_mode=mode, **where))
-        found += [latents_of(pipe, FOUR_STEPS)[0] for _ in range(2)]
-    assert all(torch.equal(one, found[0]) for one in found)
+        latents += [latents_of(pipe, FOUR_STEPS)[0] for _ in range(2)]
+    assert all(torch.equal(one, latents[0]) for one in latents)
 
 
 # --------------------------------------------------------------------------------------------------- out of memory
@@ -299,8 +299,8 @@ def memory_runs_out(model: WanModel, at: int):
 
 
 def latents_of(pipe: Pipeline, request: Request, on_step=None):
-    made = pipe.prepare(request)
-    return pipe.sample(made, pipe.encode(made), on_step), pipe.report
+    prepared = pipe.prepare(request)
+    return pipe.sample(prepared, pipe.encode(prepared), on_step), pipe.report
 
 
 @pytest.mark.parametrize("residency", ["auto", "stream"])
@@ -337,9 +337,9 @@ def test_cheaper_plans_come_one_after_the_other():
     for name, model in experts().items():
         residency.add(name, model)
     seen = []
-    while (words := residency.cheaper("low")) is not None:
+    while (change := residency.cheaper("low")) is not None:
         seen.append((residency.policy, residency.resident_blocks))
-        assert words
+        assert change
         with torch.no_grad():
             residency.use("low")(draw_noise(0, (1, 16, 2, 4, 6)), torch.tensor([1.0]), draw_noise(1, (1, 5, 48)))
     assert seen == [("swap", 0), ("stream", 2), ("stream", 1), ("stream", 0)]

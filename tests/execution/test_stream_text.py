@@ -77,8 +77,8 @@ def test_streamed_is_resident_bit_for_bit(packed, streams):
 def test_out_of_memory_makes_it_stream():
     residency = Residency(CPU, "swap", room=1 << 40)
     residency.add("text_encoder", copy.deepcopy(plain(False)))
-    words = [residency.cheaper("text_encoder") for _ in range(3)]
-    assert "one model at a time" in str(words[0]) and "text encoder stream" in str(words[1]) and words[2] is None
+    changes = [residency.cheaper("text_encoder") for _ in range(3)]
+    assert "one model at a time" in str(changes[0]) and "text encoder stream" in str(changes[1]) and changes[2] is None
     assert torch.equal(residency.use("text_encoder").encode(PROMPTS), plain(False).encode(PROMPTS))
 
 
@@ -115,21 +115,21 @@ def test_it_streams_where_it_does_not_fit_and_nowhere_else(gib, fp8, text_fp8, e
     stage = stage_bytes((table, *[(text - table) // UMT5_XXL.num_layers] * UMT5_XXL.num_layers), 0)
     units = unit_bytes(T2V_A14B, 2, fp8)
     sizes = Sizes(units=units, experts=experts, text_encoder=text, vae=254_000_000, text_stage=stage)
-    beside = beside_weights(T2V_A14B, VAE_21, (1, 16, 21, 80, 80), per_token=5.05)
-    plan = plan_memory(sizes, beside, limited(gib))
+    activations = beside_weights(T2V_A14B, VAE_21, (1, 16, 21, 80, 80), per_token=5.05)
+    plan = plan_memory(sizes, activations, limited(gib))
     phase = plan.phases[0]
     assert phase.total <= plan.room
-    assert plan.streams_text == (plan.policy != "resident" and text + beside.text > plan.room)
+    assert plan.streams_text == (plan.policy != "resident" and text + activations.text > plan.room)
     assert phase.weights >= (stage if plan.streams_text else text)
-    assert plan.beside["text_encoder"] == beside.text
+    assert plan.beside["text_encoder"] == activations.text
 
 
 def test_a_pipeline_that_streams_makes_the_same_video():
     request = Request(prompt=PROMPTS[2], steps=1, width=32, height=32, frames=5)
-    found = []
+    latents = []
     for options in ({}, {"residency": "stream"}):
         pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", **options))
-        found.append(pipe.generate(request).latents)
-    assert torch.equal(*found) and pipe.models.residency.streams_text
+        latents.append(pipe.generate(request).latents)
+    assert torch.equal(*latents) and pipe.models.residency.streams_text
     pipe.models.text_encoder()
     assert any(stage.slots for stage in pipe.models.residency.stages.values())

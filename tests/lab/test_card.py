@@ -60,7 +60,7 @@ class DrawnMaker:
         return pixels.byte(), Report(CPU, {**said, **self.odd}, phases, attention=ATTENTION if skip else [])
 
 
-def made(maker: DrawnMaker, out: Path, samples=SAMPLES, prompts: bool = False, frames: int = 9):
+def small_card(maker: DrawnMaker, out: Path, samples=SAMPLES, prompts: bool = False, frames: int = 9):
     """The text of a card, and what was told."""
     told: list[str] = []
     with Outputs({}) as outputs:
@@ -72,7 +72,7 @@ def made(maker: DrawnMaker, out: Path, samples=SAMPLES, prompts: bool = False, f
 
 
 def test_a_card_has_a_row_for_each_setting_and_says_before_how_long_it_takes(tmp_path: Path):
-    text, told = made(DrawnMaker(), tmp_path)
+    text, told = small_card(DrawnMaker(), tmp_path)
     rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
     assert next(iter(rows)) == "setting" and list(rows)[2:] == [FULL, *BOUNDS]
     assert rows["fast"].endswith("| 2.0 |"), "the peak of the run, not of loading"
@@ -81,7 +81,7 @@ def test_a_card_has_a_row_for_each_setting_and_says_before_how_long_it_takes(tmp
     assert told[-1].endswith("done") and sorted(os.listdir(tmp_path)) == ["report-card.md", "report-card.png"]
     with Image.open(tmp_path / "report-card.png") as picture:
         assert picture.size[0] == 4 * 240 and not picture.info
-    made(DrawnMaker(), tmp_path)
+    small_card(DrawnMaker(), tmp_path)
     assert (tmp_path / "report-card-1.md").exists() and "(report-card-1.png)" in (
         tmp_path / "report-card-1.md"
     ).read_text()
@@ -92,10 +92,10 @@ def test_a_card_that_was_broken_off_goes_on(tmp_path: Path, stop: int):
     maker = DrawnMaker()
     maker.fail[stop] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        made(maker, tmp_path)
+        small_card(maker, tmp_path)
     assert not (tmp_path / "report-card.md").exists() and (tmp_path / ".report-card").exists() == (stop > 1)
     again = DrawnMaker()
-    text, told = made(again, tmp_path)
+    text, told = small_card(again, tmp_path)
     assert len(again.made) == 8 - (stop - 1) and (f"{stop - 1} finished videos are there" in told[0]) == (stop > 1)
     assert not (tmp_path / ".report-card").exists() and "| fast |" in text
 
@@ -104,35 +104,35 @@ def test_videos_of_another_model_or_damaged_ones_are_not_taken(tmp_path: Path):
     maker = DrawnMaker(model="one")
     maker.fail[4] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        made(maker, tmp_path)
+        small_card(maker, tmp_path)
     other = DrawnMaker(model="other")
-    made(other, tmp_path)
+    small_card(other, tmp_path)
     assert len(other.made) == 8 and len(list(tmp_path.glob(".report-card/*/*.npz"))) == 3, "the first one's stay"
     next(tmp_path.glob(".report-card/*/0-full-*.npz")).write_bytes(b"PK\3\4 broken")
     again = DrawnMaker(model="one")
-    made(again, tmp_path)
+    small_card(again, tmp_path)
     assert len(again.made) == 6
 
 
 def test_a_small_card_takes_what_fits_and_says_so(tmp_path: Path):
     maker = DrawnMaker(fits=40)
     maker.fail[4] = torch.cuda.OutOfMemoryError("out of memory")
-    text, told = made(maker, tmp_path, frames=81)
+    text, told = small_card(maker, tmp_path, frames=81)
     assert {frames for _, _, frames in maker.made} == {33} and len(maker.made) == 7
     assert "33 frames: a forward of 81 did not fit" in text and "fast: left out, it did not fit" in text
     assert "| fast |" not in text and "| balanced |" in text and any("fast is left out" in line for line in told)
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        made(DrawnMaker(fits=5), tmp_path)
+        small_card(DrawnMaker(fits=5), tmp_path)
 
 
 def test_a_refused_preset_is_left_out_without_the_words_of_the_refusal(tmp_path: Path):
     maker = DrawnMaker()
     maker.fail["plan"] = card_settings()["balanced"]
-    text, told = made(maker, tmp_path)
+    text, told = small_card(maker, tmp_path)
     assert "balanced: left out, it cannot run" in text and "/home/me" not in text and "/home/me" in told[0]
     maker.fail["plan"] = None
     with pytest.raises(OptionError):
-        made(maker, tmp_path)
+        small_card(maker, tmp_path)
 
 
 # Names that are no part of other words of a card.
@@ -160,7 +160,9 @@ def test_no_name_is_in_the_files_of_a_command(tmp_path: Path, monkeypatch, capsy
     monkeypatch.setattr(
         Canvas,
         "text",
-        lambda self, x, y, words, *more, **how: drawn.append(words) or text(self, x, y, words, *more, **how),
+        lambda self, x, y, drawn_text, *more, **how: (
+            drawn.append(drawn_text) or text(self, x, y, drawn_text, *more, **how)
+        ),
     )
     monkeypatch.setattr(pictures, "_caption", lambda name, *size: drawn.append(name) or caption(name, *size))
     monkeypatch.setenv("USER", "Zqänne")

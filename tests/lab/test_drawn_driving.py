@@ -30,25 +30,25 @@ def frames(videos: Tensor) -> Tensor:
 def test_the_made_video_has_one_look_and_the_others_motion(curved_share: float, height: int, width: int):
     trio = drawn(curved_share, height, width)
     assert bool(trio.is_curved.all()) == (curved_share == 1.0)
-    made, driving = frames(trio.made), frames(trio.driving)
+    videos, driving = frames(trio.made), frames(trio.driving)
     pictures = frames(trio.reference[:, :, None])
     for n, scene in enumerate(LOOKS):
-        seen, other, picture = (describe(video) for video in (made[n], driving[n], pictures[n]))
+        seen, other, picture = (describe(video) for video in (videos[n], driving[n], pictures[n]))
         assert (seen.colour, seen.shape, seen.background) == (scene.colour, scene.shape, scene.background)
         assert (picture.colour, picture.shape, picture.background) == (scene.colour, scene.shape, scene.background)
         assert other.shape != scene.shape and other.colour != scene.colour
-        assert follows(made[n], driving[n]) and not follows(made[n], driving[n - 1])
+        assert follows(videos[n], driving[n]) and not follows(videos[n], driving[n - 1])
         if not curved_share:
-            assert judge(made[n], scene).all_true and other.motion == scene.motion
+            assert judge(videos[n], scene).all_true and other.motion == scene.motion
 
 
 def test_a_video_that_stands_still_or_shows_nothing_follows_nothing():
     trio = drawn(1.0)
-    made, driving = frames(trio.made), frames(trio.driving)
-    still = [follows(one[:1].expand_as(one), other) for one, other in zip(made, driving, strict=True)]
+    videos, driving = frames(trio.made), frames(trio.driving)
+    still = [follows(one[:1].expand_as(one), other) for one, other in zip(videos, driving, strict=True)]
     assert sum(still) <= 2
-    assert not follows(torch.full_like(made[0], 0.5), driving[0])
-    vanishing = made[0].clone()
+    assert not follows(torch.full_like(videos[0], 0.5), driving[0])
+    vanishing = videos[0].clone()
     vanishing[-1] = vanishing[-1, 0, 0]
     assert track(vanishing) is None and not follows(vanishing, driving[0])
 

@@ -60,12 +60,12 @@ def test_captions_outside_the_grammar_are_refused_with_what_is_allowed(caption: 
 
 def test_held_out_scenes_leave_every_three_words_together_in_training():
     assert len(SCENES) == len(set(SCENES)) == 1120
-    kept = [s for s in SCENES if not held_out(s)]
-    assert len(SCENES) - len(kept) == 110
-    words = [(s.colour, s.shape, s.motion, s.background) for s in SCENES]
-    kept_words = [(s.colour, s.shape, s.motion, s.background) for s in kept]
+    trained = [s for s in SCENES if not held_out(s)]
+    assert len(SCENES) - len(trained) == 110
+    captions = [(s.colour, s.shape, s.motion, s.background) for s in SCENES]
+    kept_words = [(s.colour, s.shape, s.motion, s.background) for s in trained]
     for left_out in range(4):
-        three = [{w[:left_out] + w[left_out + 1 :] for w in group} for group in (words, kept_words)]
+        three = [{w[:left_out] + w[left_out + 1 :] for w in group} for group in (captions, kept_words)]
         assert three[0] == three[1]
 
 
@@ -101,8 +101,8 @@ def test_every_wrong_word_is_judged_wrong_and_the_others_right():
         "shape": [s for s in SHAPES if s != "square"],
         "motion": [m for m in MOTIONS if m != "left"],
     }
-    for field, words in wrong.items():
-        for word in words:
+    for field, alternatives in wrong.items():
+        for word in alternatives:
             verdict = judge(frames, replace(scene, **{field: word}).caption)
             assert not verdict.all_true
             assert {f for f in wrong if not getattr(verdict, f)} == {field}

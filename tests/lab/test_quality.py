@@ -53,19 +53,19 @@ def test_recorded_ratios_are_those_of_the_residuals():
     ratios = record(plan, EXPERTS.__getitem__, TEXT, NOISE)
     x, last = NOISE, {}
     for step in plan.steps:
-        model, t, found = EXPERTS[step.expert], torch.tensor([step.timestep]), {}
+        model, t, velocities = EXPERTS[step.expert], torch.tensor([step.timestep]), {}
         for branch in ("cond", "uncond"):
             grid = model.token_grid(x)
             tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
             text = model.prepare_text(getattr(TEXT, branch))
-            given = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)
-            after = model.run_blocks(BlockInputs(*given))
+            block_inputs = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)
+            after = model.run_blocks(BlockInputs(*block_inputs))
             norm = (after - tokens).norm(dim=-1)
             if branch in last:
                 assert ratios[step.index, branch] == pytest.approx(float((norm / last[branch]).mean()), rel=1e-3)
             last[branch] = norm
-            found[branch] = model.unpatchify(model.head(after, time), grid)
-        velocity = found["uncond"] + step.guidance * (found["cond"] - found["uncond"])
+            velocities[branch] = model.unpatchify(model.head(after, time), grid)
+        velocity = velocities["uncond"] + step.guidance * (velocities["cond"] - velocities["uncond"])
         x = x + velocity * (step.sigma_next - step.sigma)
     assert all(model.runners.runners == [] for model in EXPERTS.values()), "the recorder is gone"
     curve = calibrate(plan, [ratios, {k: v + 0.2 for k, v in ratios.items()}], "test", [3, 1])
@@ -193,13 +193,13 @@ def test_videos_count_alike_in_batches_of_any_size(tiny_assets):
     base = Request(prompt="", steps=10, frames=1, width=64, height=48)
     settings = {"adaptive:0.15": parse_setting("adaptive:0.15"), "every:2": parse_setting("every:2")}
     samples = choose_samples(None, 3, 7, tiny=True)
-    found = {size: measure_quality(pipe, base, samples, settings, size).rows() for size in (1, 2)}
-    for rows in found.values():
-        for row, alone in zip(rows, found[1], strict=True):
+    by_batch = {size: measure_quality(pipe, base, samples, settings, size).rows() for size in (1, 2)}
+    for rows in by_batch.values():
+        for row, alone in zip(rows, by_batch[1], strict=True):
             assert (row["forwards"], row["saved"]) == (alone["forwards"], alone["saved"])
             assert row["psnr"] == pytest.approx(alone["psnr"], abs=0.3)
-    assert not float(found[1][0]["forwards"]).is_integer(), "videos differ in what they skip, or this shows nothing"
-    assert found[2][0]["ratio_to"] == ALONE and found[2][1]["ratio_to"] == found[1][0]["ratio_to"] == "full"
+    assert not float(by_batch[1][0]["forwards"]).is_integer(), "videos differ in what they skip, or this shows nothing"
+    assert by_batch[2][0]["ratio_to"] == ALONE and by_batch[2][1]["ratio_to"] == by_batch[1][0]["ratio_to"] == "full"
 
 
 @pytest.mark.parametrize(
@@ -289,9 +289,9 @@ class NotedCanvas(Canvas):
 @pytest.fixture
 def noted(monkeypatch):
     """The canvases of all pictures that are drawn."""
-    made = []
-    monkeypatch.setattr(pictures, "Canvas", lambda *size: made.append(NotedCanvas(*size)) or made[-1])
-    return made
+    canvases = []
+    monkeypatch.setattr(pictures, "Canvas", lambda *size: canvases.append(NotedCanvas(*size)) or canvases[-1])
+    return canvases
 
 
 @pytest.mark.parametrize("high", [0, 1, 7, 13, 20])
@@ -308,11 +308,11 @@ def test_a_curve_s_picture_shows_ratios_experts_and_computed_steps(noted, high):
     steps = [dataclasses.replace(step, skipped=which) for step, which in zip(plan.steps, skipped, strict=True)]
     draw_curve(curve, {"full": plan, "drawn": dataclasses.replace(plan, steps=tuple(steps))})
     (canvas,) = noted
-    left, width = 72.0, (960 - 24 - 72) / 20
+    plot_left, width = 72.0, (960 - 24 - 72) / 20
     shades = [box for box in canvas.boxes if box[4] in EXPERT_SHADE.values()]
     tops, floors = {box[1] for box in shades}, {box[3] for box in shades}
     for number, (x0, _, x1, _, fill) in enumerate(shades):
-        assert (x0, x1) == pytest.approx((left + number * width, left + (number + 1) * width))
+        assert (x0, x1) == pytest.approx((plot_left + number * width, plot_left + (number + 1) * width))
         assert fill == EXPERT_SHADE["high" if number < high else "low"]
     (top,), (floor,) = tops, floors
     best, least = 1.02, min(0.9, min(map(min, ratios_within_experts(curve)), default=1) - 0.02)
@@ -320,7 +320,7 @@ def test_a_curve_s_picture_shows_ratios_experts_and_computed_steps(noted, high):
     for expert, first, end in (("high", 1, high), ("low", high + 1, 20)):
         for values, colour in ((curve.uncond, FAINT), (curve.cond, EXPERT_COLOUR[expert])):
             rows = [(best - value) / (best - least) * (floor - top) + top for value in values]
-            line = [(left + (n + 0.5) * width, rows[n]) for n in range(first, end)]
+            line = [(plot_left + (n + 0.5) * width, rows[n]) for n in range(first, end)]
             wanted += [(line, colour)] if len(line) > 1 else []
     drawn = [(points, fill) for points, fill, thick in canvas.lines if thick == 2]
     assert [fill for _, fill in drawn] == [fill for _, fill in wanted]
@@ -331,7 +331,7 @@ def test_a_curve_s_picture_shows_ratios_experts_and_computed_steps(noted, high):
     for row, of_plan in ((0, plan.steps), (1, steps)):
         y = floor + 30 + 30 * row
         for step in of_plan:
-            x, colour = left + step.index * width, EXPERT_COLOUR[step.expert]
+            x, colour = plot_left + step.index * width, EXPERT_COLOUR[step.expert]
             inside = [box for box in cells if box[1] >= y and box[3] <= y + 18 and x <= box[0] < box[2] <= x + width]
             computed = 1 - len(step.skipped) / len(step.branches)
             wanted = [(y, y + 18, PAPER, colour), (y + 18 * (1 - computed), y + 18, colour)][: 2 if computed else 1]
@@ -485,7 +485,7 @@ def test_samples_of_a_file_are_taken_in_turn_with_their_own_images(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "no samples"),
         ("prompt\n", "line 1 .* no JSON object"),
@@ -495,11 +495,11 @@ def test_samples_of_a_file_are_taken_in_turn_with_their_own_images(tmp_path: Pat
         (None, "cannot read the samples"),
     ],
 )
-def test_a_file_of_samples_that_is_none_is_refused(tmp_path: Path, text: str | None, words: str):
+def test_a_file_of_samples_that_is_none_is_refused(tmp_path: Path, text: str | None, message: str):
     path = tmp_path / "samples.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(OptionError, match=words):
+    with pytest.raises(OptionError, match=message):
         read_samples(path, 1, 0)
 
 

@@ -80,7 +80,7 @@ def test_a_preset_is_a_candidate(name):
     """The candidate of a preset computes the preset's steps, and its own words are a fixed point."""
     setting, plan = find_speed(name).setting, make_plan(task="i2v-A14B" if "i2v" in name else "t2v-A14B")
     one = Candidate.of(setting, plan, AXES)
-    steps = [skip_forwards(plan, parse_setting(words), None).steps for words in (setting, one.setting)]
+    steps = [skip_forwards(plan, parse_setting(text), None).steps for text in (setting, one.setting)]
     assert steps[0] == steps[1]
     assert Candidate.of(one.setting, plan, AXES) == one
 
@@ -104,9 +104,9 @@ def test_the_same_seed_searches_the_same():
 
 def test_a_bound_of_quality_is_kept_by_the_fastest():
     _, _, search = searched(30.0)
-    found = least_seconds(search, 45.0, 80.0)
-    assert search.score(found, 8) >= 45
-    faster = search.within(seconds(found.setting) * 0.8)
+    fastest = least_seconds(search, 45.0, 80.0)
+    assert search.score(fastest, 8) >= 45
+    faster = search.within(seconds(fastest.setting) * 0.8)
     assert search.score(faster, 8) < 45
     unreachable = least_seconds(search, 60.0, 80.0)
     assert unreachable.setting == "full"
@@ -123,8 +123,8 @@ def test_steps_are_spread_over_every_phase(count, high, early):
     phases = (high, 40 - high)
     steps = spread(count, phases, early)
     assert len(steps) == count and {0, high, 39} <= steps <= set(range(40))
-    for words in ("", AXES["sparse"][1]):
-        one = Candidate((words, ""), phases, steps)
+    for sparse_setting in ("", AXES["sparse"][1]):
+        one = Candidate((sparse_setting, ""), phases, steps)
         marks = one.pattern().high + one.pattern().low
         assert len(one.pattern().high) == high and {i for i, mark in enumerate(marks) if mark == "1"} == steps
 
@@ -178,16 +178,16 @@ def test_a_search_writes_a_preset_and_goes_on_where_it_was(tiny_assets, tmp_path
 
 
 @pytest.mark.parametrize(
-    "given", [[], ["--seconds", "x"], ["--seconds", "../x=3"], ["--seconds", "a=1", "--psnr", "a=2"]]
+    "arguments", [[], ["--seconds", "x"], ["--seconds", "../x=3"], ["--seconds", "a=1", "--psnr", "a=2"]]
 )
-def test_the_command_refuses(given, tiny_assets, tmp_path, capsys):
-    assert main([*SMALL, "--out", str(tmp_path / "new"), *given]) == 2
+def test_the_command_refuses(arguments, tiny_assets, tmp_path, capsys):
+    assert main([*SMALL, "--out", str(tmp_path / "new"), *arguments]) == 2
     told = capsys.readouterr().err
     assert "wan_core search" in told and ("given" in told or "no preset" in told)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (["--first", "0"], "at least 1 video"),
         (["--of-task", "nothing"], "nothing"),
@@ -195,9 +195,9 @@ def test_the_command_refuses(given, tiny_assets, tmp_path, capsys):
         (["--of-task", "t2v-A14B", "--of-size", "1280x720"], "write WIDTHxHEIGHTxFRAMES"),
     ],
 )
-def test_options_are_refused_before_anything_is_loaded(words, said, tmp_path, capsys, monkeypatch):
+def test_options_are_refused_before_anything_is_loaded(arguments, said, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Pipeline, "load", lambda *_, **__: pytest.fail("loaded"))
-    assert main([*SMALL, "--seconds", "a=1", *words, "--out", str(tmp_path / "new")]) == 2
+    assert main([*SMALL, "--seconds", "a=1", *arguments, "--out", str(tmp_path / "new")]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
@@ -276,9 +276,9 @@ def test_a_preset_for_any_number_of_steps_says_nothing(tmp_path):
 
 
 def test_steps_of_a_preset_are_said_before_loading(tmp_path, capsys):
-    words = ["generate", "--model", "tiny", "--prompt", "a red circle moving right on a blue background"]
-    words += ["--speed", "searched-balanced", "--steps", "10", "--frames", "5", "--size", "32x32"]
-    assert main([*words, "--out", str(tmp_path / "x.mp4")]) == 0
+    arguments = ["generate", "--model", "tiny", "--prompt", "a red circle moving right on a blue background"]
+    arguments += ["--speed", "searched-balanced", "--steps", "10", "--frames", "5", "--size", "32x32"]
+    assert main([*arguments, "--out", str(tmp_path / "x.mp4")]) == 0
     told = capsys.readouterr().err
     assert told.count("measured with 40 steps, and this run has 10") == 1
     assert told.index("measured with 40 steps") < told.index("load ")

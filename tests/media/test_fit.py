@@ -36,10 +36,10 @@ def test_averages_are_sums_over_areas(size: tuple[int, int], wanted: tuple[int, 
 def test_what_is_not_the_picture_is_black(size: tuple[int, int], by_area: bool) -> None:
     picture = drawn(32, 24) // 2 + 100
     left, top, width, height = fitted_box((24, 32), size)
-    found = fit_with_bars(picture, size, by_area=by_area)
-    assert found.shape == (size[1], size[0], 3)
-    inner = np.zeros(found.shape, bool)
+    fitted = fit_with_bars(picture, size, by_area=by_area)
+    assert fitted.shape == (size[1], size[0], 3)
+    inner = np.zeros(fitted.shape, bool)
     inner[top : top + height, left : left + width] = True
-    assert (found[inner] >= 99).all() and not found[~inner].any()
+    assert (fitted[inner] >= 99).all() and not fitted[~inner].any()
     assert abs(width / height - 24 / 32) < 0.1 and (width == size[0] or height == size[1])
     assert fit_with_bars(picture, (24, 32), by_area=by_area) is picture

@@ -65,14 +65,14 @@ def test_the_command_line_refuses_before_work(tmp_path: Path, capsys: pytest.Cap
     save_latents(tmp_path / "a.latents.safetensors", torch.zeros(1, 16, 1, 1, 3000), 8, {})
     make = ["generate", "--model", "tiny", "--prompt", "a red circle", "--steps", "1", "--frames", "1"]
     video = ["--out", str(tmp_path / "x.mp4")]
-    for command, words in (
+    for command, message in (
         ([*make, *video, "--image", str(tmp_path / "wide.png")], "60000x1 pixels"),
         ([*make, *video, "--image", str(tmp_path / "long.png")], "taken from a picture's aspect"),
         ([*make, *video, "--size", "16000x16"], "size 16000x16 given"),
         (["decode", str(tmp_path / "a.latents.safetensors"), "--model", "tiny", *video], "24000x8 pixels cannot be"),
     ):
         assert main(command) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "x.mp4").exists()
 
 

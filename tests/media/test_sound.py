@@ -46,36 +46,40 @@ def pitch_of(samples: np.ndarray, rate: int) -> float:
 @pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("channels", [1, 2])
 def test_every_kind_of_file_gives_its_sound(tmp_path: Path, kind: str, channels: int) -> None:
-    found = read_sound(written(tmp_path / f"tone.{kind}", tone(channels=channels)))
-    assert (found.rate, len(found.samples)) == (RATE, channels)
-    assert abs(found.seconds - 1) < 0.12  # MP3 and AAC store whole frames
-    for row, pitch in zip(found.samples, (440, 660), strict=False):
+    sound = read_sound(written(tmp_path / f"tone.{kind}", tone(channels=channels)))
+    assert (sound.rate, len(sound.samples)) == (RATE, channels)
+    assert abs(sound.seconds - 1) < 0.12  # MP3 and AAC store whole frames
+    for row, pitch in zip(sound.samples, (440, 660), strict=False):
         assert abs(pitch_of(row, RATE) - pitch) < 3
     if kind in ("wav", "flac"):
-        assert np.abs(found.samples - tone(channels=channels)).max() < 1e-4
+        assert np.abs(sound.samples - tone(channels=channels)).max() < 1e-4
 
 
 def test_the_sound_of_a_video_is_read(tmp_path: Path) -> None:
     frames = np.zeros((16, 32, 32, 3), np.uint8)
     write_mp4(tmp_path / "video.mp4", frames, fps=16, sound=Sound(tone(), RATE))
-    found = read_sound(tmp_path / "video.mp4")
-    assert abs(found.seconds - 1) < 0.12 and abs(pitch_of(found.samples[1], RATE) - 660) < 3
+    sound = read_sound(tmp_path / "video.mp4")
+    assert abs(sound.seconds - 1) < 0.12 and abs(pitch_of(sound.samples[1], RATE) - 660) < 3
 
 
 @pytest.mark.parametrize("rate", [18900, 44056, 50000])
 def test_a_rate_that_aac_does_not_know_is_written_at_another(tmp_path: Path, rate: int) -> None:
     sound = read_sound(written(tmp_path / "tone.wav", tone(rate=rate), rate))
     write_mp4(tmp_path / "video.mp4", np.zeros((16, 32, 32, 3), np.uint8), fps=16, sound=sound)
-    found = read_sound(tmp_path / "video.mp4")
-    assert found.rate == 48000 and abs(found.seconds - 1) < 0.12 and abs(pitch_of(found.samples[1], 48000) - 660) < 3
+    sound_read = read_sound(tmp_path / "video.mp4")
+    assert (
+        sound_read.rate == 48000
+        and abs(sound_read.seconds - 1) < 0.12
+        and abs(pitch_of(sound_read.samples[1], 48000) - 660) < 3
+    )
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rate=st.integers(8000, 96000), wanted=st.sampled_from([8000, 16000, 44100]), length=st.floats(0.3, 1.5))
 def test_one_channel_at_another_rate_keeps_length_and_pitch(rate: int, wanted: int, length: float) -> None:
-    found = mono(Sound(tone(length, rate, channels=1), rate), wanted)
-    assert found.ndim == 1 and abs(len(found) / wanted - length) < 0.01
-    assert abs(pitch_of(found, wanted) - 440) < 2 / length
+    resampled = mono(Sound(tone(length, rate, channels=1), rate), wanted)
+    assert resampled.ndim == 1 and abs(len(resampled) / wanted - length) < 0.01
+    assert abs(pitch_of(resampled, wanted) - 440) < 2 / length
 
 
 def test_channels_are_averaged() -> None:
@@ -92,14 +96,14 @@ def test_what_is_no_sound_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         file.setframerate(16000)
     whole = written(tmp_path / "tone.flac", tone()).read_bytes()
     (tmp_path / "cut.flac").write_bytes(whole[:30])
-    for name, words in (
+    for name, message in (
         ("none.wav", "No such file"),
         ("text.wav", "it is none of WAV, FLAC, MP3, M4A and OGG, nor a video"),
         ("silent.mp4", "holds no sound"),
         ("empty.wav", "holds no samples"),
         ("cut.flac", "cannot read"),
     ):
-        with pytest.raises(OptionError, match=words):
+        with pytest.raises(OptionError, match=message):
             read_sound(tmp_path / name)
     monkeypatch.setattr(sound_module, "MAX_SOUND", 1000)
     with pytest.raises(OptionError, match="more than 1000 samples"):

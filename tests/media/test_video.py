@@ -177,9 +177,9 @@ def test_refusals_say_why_and_leave_nothing(tmp_path, case):
     changes, message = REFUSED[case]
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.mp4").mkdir()
-    given = {"path": "clip.mp4", "frames": FINE, "fps": 8, **changes}
+    arguments = {"path": "clip.mp4", "frames": FINE, "fps": 8, **changes}
     with pytest.raises(OptionError, match=message):
-        write_mp4(tmp_path / given["path"], given["frames"], fps=given["fps"])
+        write_mp4(tmp_path / arguments["path"], arguments["frames"], fps=arguments["fps"])
     assert files(tmp_path) == ["file", "folder.mp4"] and not files(tmp_path / "folder.mp4")
 
 
@@ -318,9 +318,9 @@ def test_equal_frames_give_equal_files(tmp_path: Path) -> None:
     clouds = torch.rand(5, 3, 33, 61, generator=random)
     smooth = torch.nn.functional.interpolate(clouds, size=(256, 480), mode="bilinear") * 255
     noisy = (smooth + 20 * torch.randn(smooth.shape, generator=random)).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
-    made = set()
+    contents = set()
     for _ in range(5):
         memory = [torch.randn(int(size)) for size in torch.randint(100, 40_000, (60,))]
         del memory
-        made.add(write_mp4(tmp_path / "same.mp4", noisy, fps=16).read_bytes())
-    assert len(made) == 1
+        contents.add(write_mp4(tmp_path / "same.mp4", noisy, fps=16).read_bytes())
+    assert len(contents) == 1

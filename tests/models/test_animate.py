@@ -28,9 +28,9 @@ def test_matches_the_official_module():
     """Its outputs are kept, with the commit that made them: `tests/animate_references.py`."""
     model = wan_core.load_dit(draw_weights(ANIMATE))
     assert model.family == "animate" and model.config == ANIMATE
-    with safe_open(DATA / "animate_official.safetensors", "pt") as kept:
+    with safe_open(DATA / "animate_official.safetensors", "pt") as references:
         for grid in OFFICIAL_GRIDS:
-            assert distance(run(model, draw_inputs(ANIMATE, grid)), kept.get_tensor(str(grid))) <= 1e-5
+            assert distance(run(model, draw_inputs(ANIMATE, grid)), references.get_tensor(str(grid))) <= 1e-5
 
 
 def diffusers_model(config: AnimateConfig) -> WanAnimateTransformer3DModel:
@@ -56,21 +56,21 @@ def test_matches_diffusers(config):
     ours = wan_core.load_dit(theirs.state_dict())
     assert ours.config == config
     for grid in GRIDS if config is TINY else GRIDS[:1]:
-        given = draw_inputs(config, grid)
+        inputs = draw_inputs(config, grid)
         with torch.no_grad():
             expected = theirs(
-                given["x"], given["timestep"], given["context"], given["image"], given["pose"], given["face"],
+                inputs["x"], inputs["timestep"], inputs["context"], inputs["image"], inputs["pose"], inputs["face"],
                 return_dict=False,
             )[0]  # fmt: skip
-        assert distance(run(ours, given), expected) <= 1e-5
+        assert distance(run(ours, inputs), expected) <= 1e-5
 
 
 def test_a_shorter_face_drives_the_first_frames_only():
     """The frames without a face are as the reference frame: attention to a face of zeros, not none."""
-    model, given = load_tiny("animate"), draw_inputs(TINY, (1, 4, 2, 2))
-    short = run(model, given, face=given["face"][:, :, :5])
-    assert distance(short, run(model, given)) > 1e-4
-    assert distance(short, run(model, given, face=given["face"][:, :, :1])) > 1e-4
+    model, inputs = load_tiny("animate"), draw_inputs(TINY, (1, 4, 2, 2))
+    short = run(model, inputs, face=inputs["face"][:, :, :5])
+    assert distance(short, run(model, inputs)) > 1e-4
+    assert distance(short, run(model, inputs, face=inputs["face"][:, :, :1])) > 1e-4
     assert torch.isfinite(short).all()
 
 
@@ -82,8 +82,8 @@ def test_diffusers_names_are_all_known():
     joined = FAMILIES["animate"].assembled(theirs)
     parts = {part for one in joined.values() for part in one.parts}
     names = [*(name for name in theirs if name not in parts), *joined]
-    found = diffusers_names(names)
-    assert found is not None and set(found) == set(names) and len(set(found.values())) == len(names)
+    renamed = diffusers_names(names)
+    assert renamed is not None and set(renamed) == set(names) and len(set(renamed.values())) == len(names)
 
 
 def test_wrong_shapes_and_strange_tensors_are_named(weights):

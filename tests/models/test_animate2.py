@@ -55,11 +55,11 @@ def test_matches_comfyui(model):
     assert model.family == "animate2" and model.config == ANIMATE2
     kinds = {"": {}, " defaults": {"pose_image": None, "pose_context": None}, " no pose": {"pose": None}}
     kinds[" strengths"] = {"pose_strength": 0.6, "reference_strength": 1.7}
-    with safe_open(DATA / "animate2_comfyui.safetensors", "pt") as kept:
+    with safe_open(DATA / "animate2_comfyui.safetensors", "pt") as references:
         for grid in COMFYUI_GRIDS:
             for kind, changed in kinds.items():
-                found = run(model, draw_inputs(ANIMATE2, grid), **changed)
-                assert distance(found, kept.get_tensor(f"{grid}{kind}")) <= 1e-5, (grid, kind)
+                output = run(model, draw_inputs(ANIMATE2, grid), **changed)
+                assert distance(output, references.get_tensor(f"{grid}{kind}")) <= 1e-5, (grid, kind)
 
 
 def test_matches_diffusers(monkeypatch):
@@ -79,25 +79,25 @@ def test_matches_diffusers(monkeypatch):
     ours = wan_core.load_dit(theirs.state_dict(), metadata={"num_heads": 2})
     assert ours.config == config
     grid = (1, 3, 2, 2)
-    given = draw_inputs(config, grid)
+    inputs = draw_inputs(config, grid)
     frame, sizes = grid[2] * grid[3], torch.tensor([[grid[1] - 1, *grid[2:]]])
     cache = theirs_module.WanAnimate2KVCache(config.num_layers)
     shared = {"kv_cache": cache, "return_dict": False}
-    pose, x, time = given["pose"][0], given["x"][0], given["timestep"]
+    pose, x, time = inputs["pose"][0], inputs["x"][0], inputs["timestep"]
     with torch.no_grad():
         theirs(
-            [pose[:16]], time, [given["pose_context"][0]], [pose[16:]], kv_cache_mode="extract",
-            seq_len=(grid[1] - 1) * frame, encoder_hidden_states_image=given["pose_image"], offset_grid_sizes=sizes,
+            [pose[:16]], time, [inputs["pose_context"][0]], [pose[16:]], kv_cache_mode="extract",
+            seq_len=(grid[1] - 1) * frame, encoder_hidden_states_image=inputs["pose_image"], offset_grid_sizes=sizes,
             **shared,
         )  # fmt: skip
         for unconditional in (False, True):
             [expected] = theirs(
-                [x[:16]], time, [given["context"][0]], [x[16:]], kv_cache_mode="cached", seq_len=grid[1] * frame,
-                encoder_hidden_states_image=given["image"], reference_grid_sizes=sizes,
+                [x[:16]], time, [inputs["context"][0]], [x[16:]], kv_cache_mode="cached", seq_len=grid[1] * frame,
+                encoder_hidden_states_image=inputs["image"], reference_grid_sizes=sizes,
                 origin_len=4 * (grid[1] - 2) + 1, origin_area=[16 * grid[2], 16 * grid[3]],
                 is_uncondtion=unconditional, **shared,
             )[0]  # fmt: skip
-            assert distance(run(ours, given, unconditional=unconditional)[0], expected) <= 1e-5
+            assert distance(run(ours, inputs, unconditional=unconditional)[0], expected) <= 1e-5
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -128,8 +128,8 @@ def test_equals_one_softmax_over_the_whole_square(monkeypatch, frames, rows, few
     keys, values = torch.randn(2, few, (frames - 1) * frame, 2, 8)
     own = Driven(frame, keys, values, log_scale)
     repeated = Driven(frame, keys.repeat(rows // few, 1, 1, 1), values.repeat(rows // few, 1, 1, 1))
-    found = DrivenAttention(SDPA)(q, k, v, AttentionCall(own=own))
-    torch.testing.assert_close(found, one_softmax(q, k, v, repeated, log_scale), rtol=1e-5, atol=1e-5)
+    output = DrivenAttention(SDPA)(q, k, v, AttentionCall(own=own))
+    torch.testing.assert_close(output, one_softmax(q, k, v, repeated, log_scale), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("parts", [[15], [4, 4, 4, 3], [1, 9, 5]])
@@ -152,20 +152,20 @@ def test_around_a_ring_equals_one_softmax(parts):
         def around(self, *_):
             yield from ((rank, split[1][rank], split[2][rank]) for rank in range(len(parts)))
 
-        def merge(self, found):
-            return attention.merge_lse(found)
+        def merge(self, partials):
+            return attention.merge_lse(partials)
 
     for index, queries in enumerate(split[0]):
-        found = DrivenAttention(SDPA).over_ring(queries, k, v, FakeRing(index), AttentionCall(own=own))
+        output = DrivenAttention(SDPA).over_ring(queries, k, v, FakeRing(index), AttentionCall(own=own))
         begin = sum(parts[:index])
-        torch.testing.assert_close(found, expected[:, begin : begin + parts[index]], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output, expected[:, begin : begin + parts[index]], rtol=1e-5, atol=1e-5)
 
 
 def test_spans_cover_every_driven_token_once():
     for begin, end in ((0, 20), (3, 20), (4, 8), (5, 6), (0, 4), (9, 17)):
-        found = list(spans(begin, end, 4, 9))
-        assert [t for start, stop, _ in found for t in range(start, stop)] == list(range(max(begin, 4), end))
-        for start, stop, frames in found:
+        pieces = list(spans(begin, end, 4, 9))
+        assert [t for start, stop, _ in pieces for t in range(start, stop)] == list(range(max(begin, 4), end))
+        for start, stop, frames in pieces:
             assert (stop - 1) // 4 - start // 4 + 1 == frames and (frames == 1 or stop - start == 4 * frames)
 
 
@@ -178,65 +178,65 @@ def test_the_driving_pass_is_recorded_and_attends_as_usual():
 
 def test_fp8_attention_stays_close(model):
     """A backend that computes in FP8 gives its log-sum-exp too."""
-    given = draw_inputs(ANIMATE2, GRID)
-    exact = run(model, given)
+    inputs = draw_inputs(ANIMATE2, GRID)
+    exact = run(model, inputs)
     try:
         optimize(model, attend=resolve_attention("math-fp8", torch.device("cpu"), torch.float32)[1])
-        assert 1e-5 < distance(run(model, given), exact) < 0.05
+        assert 1e-5 < distance(run(model, inputs), exact) < 0.05
     finally:
         optimize(model, attend=SDPA)
-    assert torch.equal(run(model, given), exact)
+    assert torch.equal(run(model, inputs), exact)
 
 
 @pytest.mark.parametrize("videos", [1, 2])
 def test_kept_in_host_memory_it_is_the_same(model, monkeypatch, caplog, videos):
     """A layer's keys and values arrive while the one before computes; two places serve all layers."""
     caplog.set_level("INFO")
-    given = draw_inputs(ANIMATE2, (videos, *GRID[1:]))
-    there = run(model, given)
+    inputs = draw_inputs(ANIMATE2, (videos, *GRID[1:]))
+    there = run(model, inputs)
     assert "are kept" not in caplog.text
     monkeypatch.setattr(animate2_model, "choose_form", lambda *_: Form(on_host=True))
-    assert torch.equal(run(model, given), there)
+    assert torch.equal(run(model, inputs), there)
     assert "of the driving video (0.0 GiB) are kept" in caplog.text
-    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    x, timestep, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
     with torch.no_grad():
-        prepared = model.prepare_text(context, **given)
+        prepared = model.prepare_text(context, **inputs)
         assert isinstance(prepared.own.layers, HostLayers)
         for _ in range(2):  # steps
             assert torch.equal(model(x, timestep, prepared), there)
         for row in range(videos):
             here = slice(row, row + 1)
-            found = model(x[here], timestep[here], prepared.rows(row, row + 1))
-            assert distance(found, there[here]) <= 1e-5
+            output = model(x[here], timestep[here], prepared.rows(row, row + 1))
+            assert distance(output, there[here]) <= 1e-5
 
 
 def test_only_the_unconditional_forward_leaves_its_block_out():
     config = Animate2Config(**{**vars(ANIMATE2), "num_layers": 4, "unconditional_skips": 2})
     model = Animate2Model(config).eval()
     model.load_state_dict(draw_weights(config))
-    given = draw_inputs(config, (2, 3, 2, 2))
-    cond, uncond = run(model, given), run(model, given, unconditional=True)
-    mixed = run(model, given, unconditional=[False, True])
+    inputs = draw_inputs(config, (2, 3, 2, 2))
+    cond, uncond = run(model, inputs), run(model, inputs, unconditional=True)
+    mixed = run(model, inputs, unconditional=[False, True])
     assert distance(mixed, torch.stack([cond[0], uncond[1]])) <= 1e-5
     assert distance(uncond, cond) > 1e-3
-    undriven = run(model, given, unconditional=True, pose=None)
+    undriven = run(model, inputs, unconditional=True, pose=None)
     model.blocks[2].ffn[2].bias.data += 1
-    assert torch.equal(run(model, given, unconditional=True, pose=None), undriven)
+    assert torch.equal(run(model, inputs, unconditional=True, pose=None), undriven)
 
 
 def test_branches_share_the_driving_video(model):
     """Two prompts of one video: the driving video is passed over once, and each branch sees it."""
-    given, other = draw_inputs(ANIMATE2, GRID), draw_inputs(ANIMATE2, GRID, seed=5)
-    shared = {name: given[name] for name in ("image", "pose", "pose_image", "pose_context")}
-    both = torch.cat([given["context"], other["context"]])
+    inputs, other = draw_inputs(ANIMATE2, GRID), draw_inputs(ANIMATE2, GRID, seed=5)
+    shared = {name: inputs[name] for name in ("image", "pose", "pose_image", "pose_context")}
+    both = torch.cat([inputs["context"], other["context"]])
     with torch.no_grad():
-        prepared = model.prepare_text(both, **(shared | {"image": given["image"].expand(2, -1, -1)}))
+        prepared = model.prepare_text(both, **(shared | {"image": inputs["image"].expand(2, -1, -1)}))
         assert prepared.own.layers.videos == 1
-        together = model(given["x"].repeat(2, 1, 1, 1, 1), given["timestep"].repeat(2), prepared)
-        for row, context in enumerate((given["context"], other["context"])):
-            expected = run(model, given, context=context)[0]
+        together = model(inputs["x"].repeat(2, 1, 1, 1, 1), inputs["timestep"].repeat(2), prepared)
+        for row, context in enumerate((inputs["context"], other["context"])):
+            expected = run(model, inputs, context=context)[0]
             assert distance(together[row], expected) <= 1e-5
-            alone = model(given["x"], given["timestep"], prepared.rows(row, row + 1))
+            alone = model(inputs["x"], inputs["timestep"], prepared.rows(row, row + 1))
             assert distance(alone[0], expected) <= 1e-5
 
 
@@ -248,10 +248,10 @@ def test_packed_numbers_are_near_in_every_head(scale: float) -> None:
     x = torch.randn(2, 7, 3, 16, generator=torch.Generator().manual_seed(0)) * scale
     x[0, 0, 0], x[1, :, 2] = 0.0, x[1, :, 2] * 1000  # nothing at all; a head that is far larger than the others
     packed = Packed(*pack(x))
-    found = packed[:, :]
-    assert packed.data.element_size() == 1 and found.isfinite().all() and not found[0, 0, 0].any()
-    assert ((found - x).abs().amax(-1) <= x.abs().amax(-1) / 14).all()
-    assert torch.equal(packed[1:, 2:5], found[1:, 2:5])
+    unpacked = packed[:, :]
+    assert packed.data.element_size() == 1 and unpacked.isfinite().all() and not unpacked[0, 0, 0].any()
+    assert ((unpacked - x).abs().amax(-1) <= x.abs().amax(-1) / 14).all()
+    assert torch.equal(packed[1:, 2:5], unpacked[1:, 2:5])
 
 
 @pytest.mark.parametrize("videos", [1, 2])
@@ -259,20 +259,20 @@ def test_packed_numbers_are_near_in_every_head(scale: float) -> None:
 def test_in_fp8_the_video_is_almost_the_same_wherever_they_are(
     model: WanModel, videos: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = draw_inputs(ANIMATE2, (videos, 3, 4, 6))
-    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
-    exact = model(x, timestep, model.prepare_text(context, **given))
-    found = []
+    inputs = draw_inputs(ANIMATE2, (videos, 3, 4, 6))
+    x, timestep, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
+    exact = model(x, timestep, model.prepare_text(context, **inputs))
+    outputs = []
     for on_host in (False, True):
         monkeypatch.setattr(animate2_model, "choose_form", lambda *_, h=on_host: Form(on_host=h, fp8=True))
-        prepared = model.prepare_text(context, **given)
-        found += [model(x, timestep, prepared) for _ in range(2)]
+        prepared = model.prepare_text(context, **inputs)
+        outputs += [model(x, timestep, prepared) for _ in range(2)]
         for row in range(videos):
             here = slice(row, row + 1)
             alone = model(x[here], timestep[here], prepared.rows(row, row + 1))
-            torch.testing.assert_close(alone, found[-1][here], atol=1e-4, rtol=1e-4)
-    assert all(torch.equal(one, found[0]) for one in found)
-    assert 0 < (found[0] - exact).norm() / exact.norm() < 0.02
+            torch.testing.assert_close(alone, outputs[-1][here], atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(one, outputs[0]) for one in outputs)
+    assert 0 < (outputs[0] - exact).norm() / exact.norm() < 0.02
 
 
 @pytest.mark.parametrize(
@@ -312,8 +312,8 @@ def test_the_first_form_that_fits_is_taken(
 
 def test_saved_it_is_recognised_again(model, weights, tmp_path):
     save(model, tmp_path / "m.safetensors")
-    found = wan_core.load_dit(tmp_path / "m.safetensors")
-    assert found.family == "animate2" and same_weights(found, weights)
+    loaded = wan_core.load_dit(tmp_path / "m.safetensors")
+    assert loaded.family == "animate2" and same_weights(loaded, weights)
 
 
 @pytest.mark.parametrize("name", ["wan_animate_2_14B_bf16", "wan_animate2", "Wan-Animate-2"])

@@ -41,9 +41,9 @@ def test_lines_of_poses_are_the_path_that_wrote_them(motions, frames, size) -> N
     path = read_camera(text, frames)
     again = read_camera(lines_of(path), frames)
     assert pose_count(lines_of(path)) == frames or frames == 1
-    rays, found = camera_rays(path, *size), camera_rays(again, *size)
+    rays, rays_again = camera_rays(path, *size), camera_rays(again, *size)
     assert rays.shape == (1, 24, (frames + 3) // 4, size[1], size[0])
-    assert torch.allclose(rays, found, atol=1e-5)
+    assert torch.allclose(rays, rays_again, atol=1e-5)
 
 
 AHEAD, RIGHT = np.array([0.0, 0, 1]), np.array([1.0, 0, 0])

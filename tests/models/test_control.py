@@ -37,24 +37,26 @@ def test_matches_comfyui(name):
     model, config = load_tiny(name), CONFIGS[name]
     assert model.config == config and model.family == config.family == name.partition(" ")[0]
     own = OWN[config.family]
-    with safe_open(DATA / "control_comfyui.safetensors", "pt") as kept:
+    with safe_open(DATA / "control_comfyui.safetensors", "pt") as references:
         for grid in GRIDS:
-            given = draw_inputs(config, grid)
-            assert distance(run(model, given), kept.get_tensor(f"{name} {grid}")) <= 1e-5
+            inputs = draw_inputs(config, grid)
+            assert distance(run(model, inputs), references.get_tensor(f"{name} {grid}")) <= 1e-5
             if own != "control":
-                assert distance(run(model, given, **{own: None}), kept.get_tensor(f"{name} {grid} none")) <= 1e-5
+                assert distance(run(model, inputs, **{own: None}), references.get_tensor(f"{name} {grid} none")) <= 1e-5
                 continue
-            two = {"control": contexts(given[own]), "control_scale": [0.7, 1.6]}
-            assert distance(run(model, given, **two), kept.get_tensor(f"{name} {grid} two")) <= 1e-5
+            two = {"control": contexts(inputs[own]), "control_scale": [0.7, 1.6]}
+            assert distance(run(model, inputs, **two), references.get_tensor(f"{name} {grid} two")) <= 1e-5
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "vace"])
 def test_matches_videox_fun(name):
     """The makers' module, of which outputs are kept with the commit that made them."""
     model = load_tiny(name)
-    with safe_open(DATA / "control_videox-fun.safetensors", "pt") as kept:
+    with safe_open(DATA / "control_videox-fun.safetensors", "pt") as references:
         for grid in GRIDS:
-            assert distance(run(model, draw_inputs(CONFIGS[name], grid)), kept.get_tensor(f"{name} {grid}")) <= 1e-5
+            assert (
+                distance(run(model, draw_inputs(CONFIGS[name], grid)), references.get_tensor(f"{name} {grid}")) <= 1e-5
+            )
 
 
 def diffusers_model(layers: int, vace_layers: list[int]) -> WanVACETransformer3DModel:
@@ -75,16 +77,16 @@ def test_matches_diffusers(layers, vace_layers):
     ours = wan_core.load_dit(theirs.state_dict(), {"num_heads": 2})
     assert isinstance(ours.config, VaceConfig) and ours.config.vace_blocks == len(vace_layers)
     for grid in GRIDS if layers == 6 else GRIDS[:1]:
-        given = draw_inputs(ours.config, grid)
+        inputs = draw_inputs(ours.config, grid)
         for scale in (1.0, 0.0, 0.45, 2.5):
             with torch.no_grad():
                 expected = theirs(
-                    given["x"], given["timestep"], given["context"], control_hidden_states=given["control"],
+                    inputs["x"], inputs["timestep"], inputs["context"], control_hidden_states=inputs["control"],
                     control_hidden_states_scale=torch.full((len(vace_layers),), scale), return_dict=False,
                 )[0]  # fmt: skip
-            assert distance(run(ours, given, control_scale=scale), expected) <= 1e-5
+            assert distance(run(ours, inputs, control_scale=scale), expected) <= 1e-5
             if scale == 1.0:
-                assert distance(run(ours, given), expected) <= 1e-5
+                assert distance(run(ours, inputs), expected) <= 1e-5
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts
@@ -93,7 +95,7 @@ def test_matches_diffusers(layers, vace_layers):
 def test_loras_of_either_layout_find_vace_blocks():
     """Those of text-to-video change its blocks, as in ComfyUI, and none of VACE's."""
     finder = Finder(list(draw_weights(CONFIGS["vace"])))
-    for given, ours in {
+    for file_name, ours in {
         "diffusion_model.vace_blocks.1.self_attn.q": "vace_blocks.1.self_attn.q",
         "transformer.vace_blocks.0.proj_in": "vace_blocks.0.before_proj",
         "transformer.vace_blocks.1.attn2.to_out.0": "vace_blocks.1.cross_attn.o",
@@ -101,7 +103,7 @@ def test_loras_of_either_layout_find_vace_blocks():
         "diffusion_model.blocks.3.self_attn.q": "blocks.3.self_attn.q",
         "transformer.blocks.1.attn1.to_q": "blocks.1.self_attn.q",
     }.items():
-        assert finder.module(given) == ours
+        assert finder.module(file_name) == ours
 
 
 def test_strange_tensors_and_numbers_of_blocks_are_refused():

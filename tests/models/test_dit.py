@@ -188,15 +188,15 @@ def test_a_loaded_transformer_says_its_family_and_takes_its_inputs_by_name():
     """`load_dit` from a state dict; CLIP features by name, texts as rows or as a list of different lengths."""
     for kind, config in KINDS.items():
         ours, _ = random_pair(config)
-        found = wan_core.load_dit(ours.state_dict(), {"num_heads": 2, "text_len": config.text_len})
-        assert found.family == "wan" and found.config == config, kind
+        loaded = wan_core.load_dit(ours.state_dict(), {"num_heads": 2, "text_len": config.text_len})
+        assert loaded.family == "wan" and loaded.config == config, kind
         x, time = torch.randn(2, config.in_channels, 2, 4, 4), torch.tensor([3.0, 700.0])
         texts = [torch.randn(5, config.text_dim), torch.randn(9, config.text_dim)]
         inputs = {} if config.image_dim is None else {"image": torch.randn(2, 257, config.image_dim)}
         padded = torch.stack([torch.nn.functional.pad(one, (0, 0, 0, 9 - len(one))) for one in texts])
         with torch.no_grad():
             expected = ours(x, time, ours.prepare_text(padded, **inputs))
-            assert torch.equal(found(x, time, padded, **inputs), expected)
-            torch.testing.assert_close(found(x, time, texts, **inputs), expected, rtol=0, atol=1e-6)
+            assert torch.equal(loaded(x, time, padded, **inputs), expected)
+            torch.testing.assert_close(loaded(x, time, texts, **inputs), expected, rtol=0, atol=1e-6)
             with pytest.raises(ValueError, match=r"inputs pose given; a model of the family wan takes (none|image)"):
-                found(x, time, padded, pose=x)
+                loaded(x, time, padded, pose=x)

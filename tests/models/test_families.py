@@ -48,18 +48,18 @@ def grid_of(name: str, batch: int = 1) -> tuple[int, int, int, int]:
 @torch.no_grad()
 def test_prepared_once_is_the_same(name: str) -> None:
     """Prompt and inputs are prepared once; branches along the batch see their rows, one control serves all videos."""
-    model, given = load_tiny(name), draw_inputs(CONFIGS[name], grid_of(name, 2))
-    inputs = {key: given[key] for key in given.keys() - {"x", "timestep", "context"}}
-    both = model.prepare_text(given["context"], **inputs)
+    model, sample = load_tiny(name), draw_inputs(CONFIGS[name], grid_of(name, 2))
+    inputs = {key: sample[key] for key in sample.keys() - {"x", "timestep", "context"}}
+    both = model.prepare_text(sample["context"], **inputs)
     for row in range(2):
         here = slice(row, row + 1)
-        found = model(given["x"][here], given["timestep"][here], both.rows(row, row + 1))
-        assert distance(found, run(model, {key: value[here] for key, value in given.items()})) <= 1e-5
+        output = model(sample["x"][here], sample["timestep"][here], both.rows(row, row + 1))
+        assert distance(output, run(model, {key: value[here] for key, value in sample.items()})) <= 1e-5
     with pytest.raises(ValueError, match="beside prepared text"):
-        model(given["x"], given["timestep"], both, **inputs)
+        model(sample["x"], sample["timestep"], both, **inputs)
     if (own := OWN.get(CONFIGS[name].family)) is not None:
-        one, twice = given[own][:1], given[own][:1].expand_as(given[own])
-        assert distance(run(model, given, **{own: one}), run(model, given, **{own: twice})) <= 1e-5
+        one, twice = sample[own][:1], sample[own][:1].expand_as(sample[own])
+        assert distance(run(model, sample, **{own: one}), run(model, sample, **{own: twice})) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -124,16 +124,16 @@ def official(name: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights as ComfyUI's FP8 files have them: a scale for each matrix, also outside the blocks."""
-    found = {"scaled_fp8": torch.zeros(1, dtype=torch.float8_e4m3fn)}
+    scaled_state = {"scaled_fp8": torch.zeros(1, dtype=torch.float8_e4m3fn)}
     for key, value in state.items():
         matrix = value.ndim == 2 and key.endswith("weight")
         if matrix and ("blocks." in key or key.startswith(("face_adapter.", *SOUND_LAYERS))):
             scale = value.abs().max() / 448
-            found[key] = (value / scale).to(torch.float8_e4m3fn)
-            found[key.removesuffix("weight") + "scale_weight"] = scale.reshape(1)
+            scaled_state[key] = (value / scale).to(torch.float8_e4m3fn)
+            scaled_state[key.removesuffix("weight") + "scale_weight"] = scale.reshape(1)
         else:
-            found[key] = value
-    return found
+            scaled_state[key] = value
+    return scaled_state
 
 
 @EVERY
@@ -144,8 +144,8 @@ def test_official_comfyui_and_scaled_files_load(name, tmp_path):
         save_file({prefix + key: value for key, value in state.items()}, path, {"num_heads": "2"})
         assert detect(path).names.keys() == weights.keys() and same_weights(wan_core.load_dit(path), weights)
     save_file(scaled(state), path, {"num_heads": "2"})
-    found = wan_core.load_dit(path, dtype=torch.float32).state_dict()
-    assert all((found[key] - value).abs().max() <= 0.07 * value.abs().max() for key, value in weights.items())
+    loaded = wan_core.load_dit(path, dtype=torch.float32).state_dict()
+    assert all((loaded[key] - value).abs().max() <= 0.07 * value.abs().max() for key, value in weights.items())
 
 
 @pytest.mark.parametrize("config", [TINY_ANIMATE, ANIMATE2], ids=lambda config: config.family)
@@ -166,10 +166,10 @@ def test_int8_files_multiply_as_they_are(config):
     metadata = ANIMATE2_METADATA if config.family == "animate2" else {"num_heads": 2}
     wide = wan_core.load_dit(state, metadata, dtype=torch.float32)
     assert wide.config == config and same_weights(wide, meant)
-    held = wan_core.load_dit(state, metadata, dtype=torch.float32, quantization=HOLD)
-    assert {name for name, module in held.named_modules() if isinstance(module, PackedLinear)} == names
-    given = draw_inputs(config, (1, 3, 4, 6))
-    assert 0 < distance(run(held, given), run(wide, given)) < 0.03
+    packed = wan_core.load_dit(state, metadata, dtype=torch.float32, quantization=HOLD)
+    assert {name for name, module in packed.named_modules() if isinstance(module, PackedLinear)} == names
+    inputs = draw_inputs(config, (1, 3, 4, 6))
+    assert 0 < distance(run(packed, inputs), run(wide, inputs)) < 0.03
 
 
 @pytest.mark.parametrize(

@@ -42,15 +42,15 @@ def on_gpu(config: DiTConfig, attention: str, **options: Any) -> WanModel:
 
 def drawn(config: DiTConfig, device: torch.device, grid=GRID) -> tuple[list[Tensor], dict[str, Any]]:
     """x, timestep and context, and the inputs by name; two control videos."""
-    given = draw_inputs(config, grid)
-    if "control" in given:
-        given |= {"control": contexts(given["control"]), "control_scale": torch.tensor([0.7, 1.6])}
-    given = {name: value.to(device) for name, value in given.items()}
-    return [given.pop(name) for name in ("x", "timestep", "context")], given
+    inputs = draw_inputs(config, grid)
+    if "control" in inputs:
+        inputs |= {"control": contexts(inputs["control"]), "control_scale": torch.tensor([0.7, 1.6])}
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    return [inputs.pop(name) for name in ("x", "timestep", "context")], inputs
 
 
-def difference(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+def difference(actual: Tensor, exact: Tensor) -> float:
+    return float((actual - exact).norm() / exact.norm())
 
 
 @torch.no_grad()
@@ -61,11 +61,11 @@ def test_a_gpu_computes_what_a_cpu_computes(name, attention):
     model = on_gpu(config, attention)
     extra = {"log_scale": -1.3} if name == "animate2" else {}
     for grid in (GRID, (1, 3, 7, 9))[: 2 if name == "s2v" else 1]:  # the tokens of S2V depend on odd sizes
-        first, given = drawn(config, torch.device("cpu"), grid)
-        exact = wan_core.load_dit(draw_weights(config), family=config.family)(*first, **given, **extra)
-        first, given = drawn(config, CUDA, grid)
-        found = model(*first, **given, **extra).cpu()
-        assert difference(found, exact) < (0.05 if attention == "auto" else 0.12)
+        first, inputs = drawn(config, torch.device("cpu"), grid)
+        exact = wan_core.load_dit(draw_weights(config), family=config.family)(*first, **inputs, **extra)
+        first, inputs = drawn(config, CUDA, grid)
+        output = model(*first, **inputs, **extra).cpu()
+        assert difference(output, exact) < (0.05 if attention == "auto" else 0.12)
 
 
 @torch.no_grad()
@@ -74,8 +74,8 @@ def test_a_gpu_computes_what_a_cpu_computes(name, attention):
 def test_sparse_attention_that_reads_everything_is_dense(name, attention):
     """Through the kernels of a GPU, their log-sum-exp included."""
     model = on_gpu(WIDE[name], attention, graphs=False)
-    (x, timestep, context), given = drawn(WIDE[name], CUDA)
-    prepared = model.prepare_text(context, **given)
+    (x, timestep, context), inputs = drawn(WIDE[name], CUDA)
+    prepared = model.prepare_text(context, **inputs)
     dense = model(x, timestep, prepared)
     for sparsity, limit in ((0.001, 0.05), (0.5, 0.4)):
         with in_tiles(model, SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), None, GRID[1:])):
@@ -88,34 +88,36 @@ def test_replayed_it_is_the_same(name):
     """Forwards are replayed as CUDA graphs; other inputs after them are not the first ones. Animate-2: both branches
     together, of which one leaves a block out."""
     config, model = WIDE[name], None
-    (x, timestep, context), given = drawn(config, CUDA)
+    (x, timestep, context), drawn_inputs = drawn(config, CUDA)
     if isinstance(config, Animate2Config):
         config = replace(config, unconditional_skips=1)
-        x, timestep, context, given["image"] = (torch.cat([one, one]) for one in (x, timestep, context, given["image"]))
+        x, timestep, context, drawn_inputs["image"] = (
+            torch.cat([one, one]) for one in (x, timestep, context, drawn_inputs["image"])
+        )
         model = family_of(config).model_class(config)(config)
         model.load_state_dict(draw_weights(config))
         attend = resolve_attention("auto", CUDA, torch.bfloat16)[1]
         model = optimize(model.to(CUDA, torch.bfloat16).requires_grad_(False), attend=attend)
     branches = {} if model is None else {"unconditional": [False, True]}
     model = model or on_gpu(config, "auto")
-    found = []
-    for inputs in (given, {key: -value for key, value in given.items()}):
+    outputs = []
+    for inputs in (drawn_inputs, {key: -value for key, value in drawn_inputs.items()}):
         prepared = model.prepare_text(context, **inputs, **branches)
-        found.append(model(x, timestep, prepared))
+        outputs.append(model(x, timestep, prepared))
         for _ in range(4):
-            assert torch.equal(model(x, timestep, prepared), found[-1])
-    assert difference(found[1], found[0]) > 1e-3
+            assert torch.equal(model(x, timestep, prepared), outputs[-1])
+    assert difference(outputs[1], outputs[0]) > 1e-3
 
 
 @torch.no_grad()
 def test_a_driving_video_in_host_memory_or_in_fp8_is_the_same(monkeypatch):
     """Animate-2's keys and values, which are copied while the layer before computes."""
     model = on_gpu(WIDE["animate2"], "auto", graphs=False)  # which no stream may copy into
-    (x, timestep, context), given = drawn(WIDE["animate2"], CUDA, (1, 5, 24, 24))
+    (x, timestep, context), inputs = drawn(WIDE["animate2"], CUDA, (1, 5, 24, 24))
 
     def repeated(form: Form, times: int) -> list[Tensor]:
         monkeypatch.setattr(animate2_model, "choose_form", lambda *_: form)
-        prepared = model.prepare_text(context, **given)
+        prepared = model.prepare_text(context, **inputs)
         return [model(x, timestep, prepared) for _ in range(times)]
 
     exact = repeated(Form(), 1)[0]

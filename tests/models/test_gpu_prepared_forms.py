@@ -38,8 +38,8 @@ def whole_card() -> Iterator[None]:
 
 def planned(available: float, host: int | None = None) -> MemoryPlan:
     sizes = Sizes(units=unit_bytes(CONFIG, 2, False), experts=1, text_encoder=0, vae=0)
-    beside = beside_weights(CONFIG, VAE_21, LATENTS, per_token=FACTORS["fused"], guided=False)
-    return plan_memory(sizes, replace(beside, text=0, decode=0), int(available), host=host)
+    activations = beside_weights(CONFIG, VAE_21, LATENTS, per_token=FACTORS["fused"], guided=False)
+    return plan_memory(sizes, replace(activations, text=0, decode=0), int(available), host=host)
 
 
 def smallest(form: Form, host: int | None = None) -> tuple[float, MemoryPlan]:
@@ -54,14 +54,14 @@ def test_every_form_takes_at_most_what_is_planned_and_the_exact_ones_are_equal()
     rows = torch.Generator().manual_seed(0)
     x = torch.randn(1, 36, T, Y, X, generator=rows).to(CUDA)
     timestep, context = torch.tensor([700.0], device=CUDA), torch.randn(1, 512, 4096, generator=rows).to(CUDA)
-    given = {
+    inputs = {
         "image": torch.randn(1, 257, 1280, generator=rows).to(CUDA),
         "pose": torch.randn(1, 36, T - 1, Y, X, generator=rows).to(CUDA),
     }
     attend = resolve_attention("auto", CUDA, torch.bfloat16, CONFIG.head_dim)[1]
     model = random_module(CONFIG, device="cpu", dtype=torch.bfloat16, draw_on=CUDA)
     model = optimize(model, attend=attend, device=CUDA, graphs=False)
-    found = {}
+    outputs = {}
     for form in FORMS:
         # Host memory for FP8 alone, where exact forms are not meant.
         host = sum(unit_bytes(CONFIG, 2, False)) + 9 * GIB if form.fp8 else None
@@ -70,18 +70,22 @@ def test_every_form_takes_at_most_what_is_planned_and_the_exact_ones_are_equal()
         assert plan.policy == "stream"
         residency.add("high", model)
         torch.cuda.empty_cache()
-        held = torch.cuda.memory_allocated()  # inputs
+        bytes_before = torch.cuda.memory_allocated()  # inputs
         _, total = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction((available + held) / total)
+        torch.cuda.set_per_process_memory_fraction((available + bytes_before) / total)
         torch.cuda.reset_peak_memory_stats()
         ready = residency.use("high")
-        found[form] = [ready(x, timestep, ready.prepare_text(context, **given)).cpu() for _ in range(2)]
-        peak = torch.cuda.max_memory_allocated() - held
-        kept = ready.prepared_form
-        words = f"{form.words()}: {peak / GIB:.2f} GiB of {plan.denoise / GIB:.2f} planned, room {available / GIB:.2f}"
-        print(words, f"{plan.policy}, {plan.resident_blocks} of {plan.blocks} blocks stay")
-        assert kept is not None and kept.form == form and peak <= plan.denoise
-        assert torch.equal(*found[form])
+        outputs[form] = [ready(x, timestep, ready.prepare_text(context, **inputs)).cpu() for _ in range(2)]
+        peak = torch.cuda.max_memory_allocated() - bytes_before
+        prepared_form = ready.prepared_form
+        summary = (
+            f"{form.words()}: {peak / GIB:.2f} GiB of {plan.denoise / GIB:.2f} planned, room {available / GIB:.2f}"
+        )
+        print(summary, f"{plan.policy}, {plan.resident_blocks} of {plan.blocks} blocks stay")
+        assert prepared_form is not None and prepared_form.form == form and peak <= plan.denoise
+        assert torch.equal(*outputs[form])
         residency.remove("high")
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.equal(found[FORMS[0]][0], found[FORMS[1]][0]) and torch.equal(found[FORMS[2]][0], found[FORMS[3]][0])
+    assert torch.equal(outputs[FORMS[0]][0], outputs[FORMS[1]][0]) and torch.equal(
+        outputs[FORMS[2]][0], outputs[FORMS[3]][0]
+    )

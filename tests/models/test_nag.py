@@ -56,12 +56,12 @@ def test_without_effect_it_changes_nothing():
 def plain_cross_attention(attention, x, texts, options):
     """Queries of x, keys and values of both texts, softmax, the reference, the output projection."""
     q = norm(attention.q(x), attention.norm_q)
-    found = []
+    attended = []
     for text in texts:
         k, v = norm(attention.k(text), attention.norm_k), attention.v(text)
         heads = [t.unflatten(-1, (attention.heads, -1)).transpose(1, 2) for t in (q, k, v)]
-        found.append(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
-    return attention.o(reference(*found, options))
+        attended.append(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
+    return attention.o(reference(*attended, options))
 
 
 def norm(x, layer):
@@ -72,8 +72,8 @@ def test_cross_attention_with_two_texts():
     attention = EXPERTS["high"].blocks[0].cross_attn
     x, texts = draw_noise(1, (2, 10, 32)), draw_noise(2, (2, 2, 8, 32))
     both = [attention.kv(text) for text in texts]
-    found = attention(x, (*both[0], *both[1], numbers(USUAL)))
-    torch.testing.assert_close(found, plain_cross_attention(attention, x, texts, USUAL), rtol=1e-4, atol=1e-5)
+    output = attention(x, (*both[0], *both[1], numbers(USUAL)))
+    torch.testing.assert_close(output, plain_cross_attention(attention, x, texts, USUAL), rtol=1e-4, atol=1e-5)
 
 
 def test_the_image_of_wan_21_is_attended_to_as_it_was():
@@ -85,14 +85,14 @@ def test_the_image_of_wan_21_is_attended_to_as_it_was():
     embedded = [model.embed_text(draw_noise(n, (1, 3, 12)), draw_noise(9, (1, 5, 6))) for n in (1, 2)]
     both = [attention.kv(one) for one in embedded]
     x = draw_noise(4, (1, 10, 32))
-    found = attention(x, (*both[0], *both[1][:2], numbers(USUAL)))
+    output = attention(x, (*both[0], *both[1][:2], numbers(USUAL)))
     with_text = {n: attention(x, kv) for n, kv in enumerate(both)}
     # the output projection is linear: the image's part is what both have in common
     q = norm(attention.q(x), attention.norm_q).unflatten(-1, (2, -1))
     texts = [attention.attend(q, kv[0], kv[1]).flatten(-2) for kv in both]
     seen = attention.attend(q, both[0][2], both[0][3]).flatten(-2)
     torch.testing.assert_close(with_text[0], attention.o(texts[0] + seen))
-    torch.testing.assert_close(found, attention.o(reference(*texts, USUAL) + seen), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output, attention.o(reference(*texts, USUAL) + seen), rtol=1e-4, atol=1e-5)
 
 
 def plan_with(options=USUAL, steps=4, skip=None, **guidance):
@@ -115,10 +115,10 @@ def test_a_run_uses_it_in_steps_without_guidance_alone(batched, high):
             away = model(x, t, uncond)
             velocity = away + step.guidance * (model(x, t, cond) - away)
         x = x + velocity * (step.sigma_next - step.sigma)
-    made = denoised(plan, batched=batched)
-    torch.testing.assert_close(made, x, rtol=1e-4, atol=1e-4)
+    latents = denoised(plan, batched=batched)
+    torch.testing.assert_close(latents, x, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(
-        made, denoised(replace(plan, nag=None, steps=tuple(replace(s, nag=False) for s in plan.steps)))
+        latents, denoised(replace(plan, nag=None, steps=tuple(replace(s, nag=False) for s in plan.steps)))
     )
 
 

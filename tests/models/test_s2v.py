@@ -38,39 +38,39 @@ def model() -> WanModel:
 def test_matches_the_official_module(model):
     """Its outputs are kept, with the commit that made them: `tests/s2v_references.py`."""
     assert model.family == "s2v" and model.config == S2V
-    with safe_open(DATA / "s2v_official.safetensors", "pt") as kept:
+    with safe_open(DATA / "s2v_official.safetensors", "pt") as references:
         for grid in GRIDS:
-            given = draw_inputs(S2V, grid, motion=MOTION[grid])
-            assert distance(run(model, given), kept.get_tensor(str(grid))) <= 1e-5
-            silent = torch.zeros_like(given["pose"])
+            inputs = draw_inputs(S2V, grid, motion=MOTION[grid])
+            assert distance(run(model, inputs), references.get_tensor(str(grid))) <= 1e-5
+            silent = torch.zeros_like(inputs["pose"])
             for pose in (None, silent):
-                assert distance(run(model, given, pose=pose), kept.get_tensor(f"{grid} no pose")) <= 1e-5
+                assert distance(run(model, inputs, pose=pose), references.get_tensor(f"{grid} no pose")) <= 1e-5
 
 
 def test_matches_comfyui(model):
     """With its positions of motion frames, and with one sound in all frames: it has no copies of the first in front.
     Its timesteps are not those of the tokens where a grid has odd rows and columns."""
-    with safe_open(DATA / "s2v_comfyui.safetensors", "pt") as kept:
+    with safe_open(DATA / "s2v_comfyui.safetensors", "pt") as references:
         for grid in GRIDS:
-            given = steady(draw_inputs(S2V, grid, motion=MOTION[grid])) | {"comfyui_positions": True}
-            found = run(model, given)
+            inputs = steady(draw_inputs(S2V, grid, motion=MOTION[grid])) | {"comfyui_positions": True}
+            output = run(model, inputs)
             if grid[2] % 2 and grid[3] % 2:
-                assert distance(found, kept.get_tensor(str(grid))) > 1e-3
+                assert distance(output, references.get_tensor(str(grid))) > 1e-3
                 continue
-            assert distance(found, kept.get_tensor(str(grid))) <= 1e-5
-            assert distance(run(model, given, audio=None), kept.get_tensor(f"{grid} silent")) <= 1e-5
-            alone = run(model, given, reference=None, motion=None)
-            assert distance(alone, kept.get_tensor(f"{grid} no reference")) <= 1e-5
+            assert distance(output, references.get_tensor(str(grid))) <= 1e-5
+            assert distance(run(model, inputs, audio=None), references.get_tensor(f"{grid} silent")) <= 1e-5
+            alone = run(model, inputs, reference=None, motion=None)
+            assert distance(alone, references.get_tensor(f"{grid} no reference")) <= 1e-5
             if MOTION[grid] is not None:
-                assert distance(run(model, given, comfyui_positions=False), found) > 1e-4
+                assert distance(run(model, inputs, comfyui_positions=False), output) > 1e-4
 
 
 @settings(max_examples=12, deadline=None)
 @over(T=st.integers(1, 3), Y=st.integers(4, 9), X=st.integers(4, 9), motion=st.booleans(), reference=st.booleans())
 def test_every_grid_has_the_tokens_that_its_configuration_counts(model, T, Y, X, motion, reference):
-    given = draw_inputs(S2V, (1, T, Y, X), motion=2 if motion else None)
+    inputs = draw_inputs(S2V, (1, T, Y, X), motion=2 if motion else None)
     if not reference:
-        del given["reference"]
+        del inputs["reference"]
     seen: list[BlockInputs] = []
 
     class Watch:
@@ -81,9 +81,9 @@ def test_every_grid_has_the_tokens_that_its_configuration_counts(model, T, Y, X,
             return inner(inputs)
 
     with model.runners.adding(Watch()):
-        found = run(model, given)
+        output = run(model, inputs)
     length = T * Y * X + extra_tokens((T, Y, X), reference=reference, motion=motion)
-    assert found.shape == given["x"].shape and torch.isfinite(found).all()
+    assert output.shape == inputs["x"].shape and torch.isfinite(output).all()
     assert seen[0].tokens.shape[1] == len(seen[0].rope) == length <= S2V.tokens(T, 2 * Y, 2 * X)
     assert length % seen[0].modulation.shape[1] == 0
 

@@ -36,8 +36,8 @@ def state(theirs) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in theirs.state_dict().items()}
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("samples", [400, 719, 16000, 23456])
@@ -49,20 +49,20 @@ def test_matches_transformers(theirs, state, samples):
     with torch.no_grad():
         out = theirs(prepared.input_values, output_hidden_states=True)
         expected = torch.stack([*out.hidden_states[:-1], out.last_hidden_state], 1)
-        found = load_speech(state)(sound[None])
-    assert found.shape == expected.shape and found.shape[1] == 4
-    assert distance(found, expected) <= 1e-5
+        states = load_speech(state)(sound[None])
+    assert states.shape == expected.shape and states.shape[1] == 4
+    assert distance(states, expected) <= 1e-5
 
 
 def older(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """With the names that files of Hugging Face have, and what S2V does not use."""
     new = {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}
-    found = {}
+    renamed = {}
     for name, value in state.items():
         for theirs, ours in new.items():
             name = name.replace(theirs, ours)
-        found[f"wav2vec2.{name}"] = value
-    return {**found, "lm_head.weight": torch.zeros(3, 128), "lm_head.bias": torch.zeros(3)}
+        renamed[f"wav2vec2.{name}"] = value
+    return {**renamed, "lm_head.weight": torch.zeros(3, 128), "lm_head.bias": torch.zeros(3)}
 
 
 def test_files_of_hugging_face_and_comfyui_load(state, tmp_path):
@@ -113,7 +113,7 @@ def test_full_size():
 def test_video_frames_hear_what_the_official_code_has(length, clip):
     """Bit for bit: resampling, indices, zeros after the sound, number of clips."""
     states = draw_states(length)
-    found = audio_features(states, clip)
-    with safe_open(DATA / "s2v_official.safetensors", "pt") as kept:
-        assert torch.equal(found, kept.get_tensor(f"features {length} {clip}"))
-    assert found.shape[-1] == clip * clip_count(resampled(states).shape[1], clip)
+    features = audio_features(states, clip)
+    with safe_open(DATA / "s2v_official.safetensors", "pt") as references:
+        assert torch.equal(features, references.get_tensor(f"features {length} {clip}"))
+    assert features.shape[-1] == clip * clip_count(resampled(states).shape[1], clip)

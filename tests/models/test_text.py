@@ -161,10 +161,10 @@ def test_text_is_cleaned(proto):
 
 
 @settings(max_examples=50, deadline=None)
-@given(words=st.text(alphabet=st.characters(exclude_categories=()), max_size=80), limit=st.integers(1, 20))
-def test_any_text_is_truncated_to_the_limit_and_ends(proto, words, limit):
+@given(text=st.text(alphabet=st.characters(exclude_categories=()), max_size=80), limit=st.integers(1, 20))
+def test_any_text_is_truncated_to_the_limit_and_ends(proto, text, limit):
     """Lone surrogates and control characters included."""
-    whole, cut = Tokenizer(proto).encode(words), Tokenizer(proto, limit).encode(words)
+    whole, cut = Tokenizer(proto).encode(text), Tokenizer(proto, limit).encode(text)
     assert cut == [*whole[:-1][: limit - 1], 1]
     assert len(cut) <= limit and max(cut) < PIECES
 

@@ -47,7 +47,7 @@ def weights_of(name: str) -> dict[str, Tensor]:
     return {key: one / one[0].numel() ** 0.5 if one.ndim > 1 else 0.1 * one for key, one in drawn.items()}
 
 
-def made(name: str, folder: Path, file: str = "") -> TinyVAE:
+def tiny_vae(name: str, folder: Path, file: str = "") -> TinyVAE:
     """The module of a file called `file`, or by its released name."""
     path = folder / f"{file or name}.safetensors"
     write_safetensors(weights_of(name), path, {})
@@ -60,7 +60,7 @@ def made(name: str, folder: Path, file: str = "") -> TinyVAE:
 @pytest.mark.parametrize("chunk", [1, 2, None])
 def test_equals_the_reference(name: str, chunk: int | None, tmp_path: Path) -> None:
     """With latents as the transformer has them, which the files are for."""
-    vae, expected = made(name, tmp_path), load_file(DATA)
+    vae, expected = tiny_vae(name, tmp_path), load_file(DATA)
     assert vae.config == config_of(name)
     latents = draw(*LATENTS[name], seed=1)
     decoded = vae.decode(vae.denormalise(latents), chunk=chunk) / 2 + 0.5
@@ -74,7 +74,7 @@ def test_equals_the_reference(name: str, chunk: int | None, tmp_path: Path) -> N
 
 def test_lightx2v_s_files_take_latents_of_the_vae(tmp_path: Path) -> None:
     """Their tensors are the same; lightx2v's own code tells by the name, too (`need_scaled`)."""
-    plain, light = made("taew2_1", tmp_path), made("taew2_1", tmp_path, "lighttaew2_1")
+    plain, light = tiny_vae("taew2_1", tmp_path), tiny_vae("taew2_1", tmp_path, "lighttaew2_1")
     assert plain.config.of_model and not light.config.of_model
     latents = draw(*LATENTS["taew2_1"], seed=1)
     as_vae = plain.denormalise(latents)
@@ -84,7 +84,7 @@ def test_lightx2v_s_files_take_latents_of_the_vae(tmp_path: Path) -> None:
 
 
 def test_several_videos_and_tiles(tmp_path: Path) -> None:
-    vae, latents = made("taew2_1", tmp_path), draw(2, 16, 2, 3, 4, seed=3)
+    vae, latents = tiny_vae("taew2_1", tmp_path), draw(2, 16, 2, 3, 4, seed=3)
     decoded = vae.decode(latents)
     torch.testing.assert_close(decoded[1:], vae.decode(latents[1:]), atol=1e-5, rtol=0)
     assert decoded.shape == (2, 3, 5, 24, 32) and bool(decoded.abs().max() <= 1)
@@ -96,18 +96,18 @@ def test_several_videos_and_tiles(tmp_path: Path) -> None:
 
 def test_a_file_of_hunyuanvideo_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="tiny autoencoder of HunyuanVideo by its name"):
-        made("taew2_1", tmp_path, "taehv")
+        tiny_vae("taew2_1", tmp_path, "taehv")
 
 
 def test_it_decodes_for_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    vae = made("taew2_1", tmp_path)
+    vae = tiny_vae("taew2_1", tmp_path)
     latents = tmp_path / "x.latents.safetensors"
     assert try_to_save_latents(latents, draw(1, 16, 2, 4, 4, seed=4), 8, {}) is None
     file = str(tmp_path / "taew2_1.safetensors")
     assert main(["decode", str(latents), "--vae", file, "--device", "cpu", "--out", str(tmp_path / "x.mp4")]) == 0
     assert (tmp_path / "x.mp4").exists()
-    found, _ = load_vae_only(None, file, "cpu", "fp32", 16)
-    assert type(found) is type(vae)
+    loaded, _ = load_vae_only(None, file, "cpu", "fp32", 16)
+    assert type(loaded) is type(vae)
     assert main(["inspect", file]) == 0
     assert "VAE" in capsys.readouterr().out
 

@@ -140,12 +140,12 @@ def test_frames_that_stand_still_are_encoded_once(config: VAEConfig, begin: int,
     vae, video = make_vae(config), make_video(config, 61, 2, 2)
     video[:, :, begin:end] = video[:, :, begin : begin + 1]
     count = Counted(vae.encoder.downsamples[0])
-    found = vae.encode(video, chunk=chunk)
+    latents = vae.encode(video, chunk=chunk)
     skipped, count.frames = count.frames, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wan_core.models.vae.vae._still_since", lambda video: list(range(video.shape[2])))
         expected = vae.encode(video, chunk=chunk)
-    assert torch.equal(found, expected)
+    assert torch.equal(latents, expected)
     assert count.frames == 61 and skipped <= 61 - (end - begin) + 12 + 8 * chunk
 
 
@@ -154,10 +154,10 @@ def test_pictures_that_stand_still_give_the_same_bits() -> None:
     vae, _ = load_vae_only("tiny", None, "cpu", "fp32", 16)
     pictures = torch.zeros(1, 17, 96, 96, 3)
     pictures[:, 0] = torch.rand(96, 96, 3, generator=torch.Generator().manual_seed(0))
-    found = vae.encode(pictures.movedim(-1, 1))
+    latents = vae.encode(pictures.movedim(-1, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wan_core.models.vae.vae._still_since", lambda video: list(range(video.shape[2])))
-        assert torch.equal(found, vae.encode(pictures.movedim(-1, 1)))
+        assert torch.equal(latents, vae.encode(pictures.movedim(-1, 1)))
 
 
 class Counted:
@@ -226,12 +226,12 @@ def test_two_streams_share_a_model(config: VAEConfig) -> None:
 def test_memory_of_a_stream_is_bounded(config: VAEConfig) -> None:
     vae, latents = make_vae(config), make_latents(config, 5, 1, 1)
     history: dict[nn.Module, Tensor] = {}
-    held = []
+    history_bytes = []
     for t in range(5):
         vae.decoder(latents[:, :, t : t + 1], Chunk(first=t == 0, last=t == 4, history=history))
-        held.append(sum(tensor.untyped_storage().nbytes() for tensor in history.values()))
-    assert 0 < held[0] < held[1] == held[2] == held[3]
-    assert held[4] == 0
+        history_bytes.append(sum(tensor.untyped_storage().nbytes() for tensor in history.values()))
+    assert 0 < history_bytes[0] < history_bytes[1] == history_bytes[2] == history_bytes[3]
+    assert history_bytes[4] == 0
 
 
 # --------------------------------------------------------------------------------------------------------------- tiling
@@ -341,10 +341,10 @@ def test_the_kernel_is_nearer_to_float32_than_torch(config: VAEConfig, chunk: in
     latents, video = make_latents(config, 5, 4, 6), make_video(config, 17, 4, 6)
     for run, x in (("decode", latents), ("encode", video)):
         expected = getattr(exact, run)(x)
-        found = relative(getattr(vae, run)(x, chunk=chunk).cpu(), expected)
+        error = relative(getattr(vae, run)(x, chunk=chunk).cpu(), expected)
         with fused.use("torch"):
             plain = relative(getattr(vae, run)(x, chunk=chunk).cpu(), expected)
-        assert found < 1.1 * plain and found < 0.1, (run, found, plain)
+        assert error < 1.1 * plain and error < 0.1, (run, error, plain)
 
 
 @pytest.mark.gpu
@@ -353,10 +353,10 @@ def test_frames_that_stand_still_are_the_same_bits_on_a_gpu() -> None:
     """A repeated frame equals a computed one, as on the CPU."""
     vae, video = on_gpu(WIDE_21), make_video(WIDE_21, 61, 4, 4).to(CUDA)
     video[:, :, 1:] = 0
-    found = vae.encode(video)
+    latents = vae.encode(video)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wan_core.models.vae.vae._still_since", lambda video: list(range(video.shape[2])))
-        assert torch.equal(found, vae.encode(video))
+        assert torch.equal(latents, vae.encode(video))
 
 
 @pytest.mark.gpu

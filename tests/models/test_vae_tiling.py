@@ -138,11 +138,11 @@ def test_small_videos_take_no_slow_convolution(kernel: tuple[int, int, int], las
         layer = CausalConv3d(8, 12, kernel, time_stride)
         x = torch.randn(1, 8, frames, 12, 20).to(memory_format=layout)
         with torch.no_grad(), torch.profiler.profile() as profile:
-            found = layer(x, Chunk(first=True, last=True))
+            output = layer(x, Chunk(first=True, last=True))
         front = torch.zeros(1, 8, layer.lead, 12, 20, dtype=torch.float64)
         with torch.no_grad():
             expected = layer.double()._conv_forward(torch.cat([front, x.double()], 2), layer.weight, layer.bias)
-        assert (found - expected).abs().max() < 1e-5
+        assert (output - expected).abs().max() < 1e-5
         assert {"aten::mkldnn_convolution"} == {
             e.name for e in profile.events() or () if "conv" in e.name.split("::")[-1]
         }

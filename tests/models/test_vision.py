@@ -35,7 +35,7 @@ def names_of(model: CLIPVisionModel) -> dict[str, Tensor]:
 def official(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same weights as Wan2.1's `.pth` has them, with parts that are not used."""
     of = {name.removeprefix("vision_model."): value for name, value in state.items()}
-    found = {
+    official_state = {
         "visual.cls_embedding": of["embeddings.class_embedding"].view(1, 1, -1),
         "visual.pos_embedding": of["embeddings.position_embedding.weight"][None],
         "visual.patch_embedding.weight": of["embeddings.patch_embedding.weight"],
@@ -45,13 +45,15 @@ def official(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
     renamed = {"layer_norm1": "norm1", "self_attn.out_proj": "attn.proj", "layer_norm2": "norm2"}
     for kind in ("weight", "bias"):
-        found[f"visual.pre_norm.{kind}"] = of[f"pre_layrnorm.{kind}"]
+        official_state[f"visual.pre_norm.{kind}"] = of[f"pre_layrnorm.{kind}"]
         for n in range(LAYERS):
             theirs, ours = f"encoder.layers.{n}", f"visual.transformer.{n}"
-            found[f"{ours}.attn.to_qkv.{kind}"] = torch.cat([of[f"{theirs}.self_attn.{p}_proj.{kind}"] for p in "qkv"])
+            official_state[f"{ours}.attn.to_qkv.{kind}"] = torch.cat(
+                [of[f"{theirs}.self_attn.{p}_proj.{kind}"] for p in "qkv"]
+            )
             for a, b in {**renamed, "mlp.fc1": "mlp.0", "mlp.fc2": "mlp.2"}.items():
-                found[f"{ours}.{b}.{kind}"] = of[f"{theirs}.{a}.{kind}"]
-    return found
+                official_state[f"{ours}.{b}.{kind}"] = of[f"{theirs}.{a}.{kind}"]
+    return official_state
 
 
 @torch.no_grad()

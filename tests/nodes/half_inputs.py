@@ -27,8 +27,8 @@ CAPTION = "a red circle moving right on a blue background"
 
 
 def node(module: str, name: str, **inputs: Any) -> tuple[Any, ...]:
-    made = getattr(importlib.import_module(f"pack.nodes.{module}"), name).execute(**inputs)
-    return (asyncio.run(made) if inspect.iscoroutine(made) else made).result
+    result = getattr(importlib.import_module(f"pack.nodes.{module}"), name).execute(**inputs)
+    return (asyncio.run(result) if inspect.iscoroutine(result) else result).result
 
 
 def pictures(count: int = 5, seed: int = 1) -> Any:
@@ -43,24 +43,24 @@ def latents(channels: int = 16) -> Any:
     return world.rows(1, channels, 2, 6, 6, seed=3)
 
 
-def converted(value: Any, dtype: Any, made: dict[int, Any] | None = None) -> Any:
+def converted(value: Any, dtype: Any, copies: dict[int, Any] | None = None) -> Any:
     """Floating-point tensors in it rounded to float16, as `dtype`. What is there twice stays one object."""
     import torch
 
-    made = {} if made is None else made
-    if id(value) in made:
-        return made[id(value)]
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
     if isinstance(value, torch.Tensor):
         changed = value.half().to(dtype) if value.is_floating_point() else value
     elif isinstance(value, Mapping):
-        changed = {key: converted(one, dtype, made) for key, one in value.items()}
+        changed = {key: converted(one, dtype, copies) for key, one in value.items()}
     elif isinstance(value, list | tuple):
-        changed = type(value)(converted(one, dtype, made) for one in value)
+        changed = type(value)(converted(one, dtype, copies) for one in value)
     elif isinstance(value, SimpleNamespace):
-        changed = SimpleNamespace(**converted(vars(value), dtype, made))
+        changed = SimpleNamespace(**converted(vars(value), dtype, copies))
     else:
         return value
-    return made.setdefault(id(value), changed)
+    return copies.setdefault(id(value), changed)
 
 
 def tensors(value: Any) -> Iterator[Any]:
@@ -96,9 +96,9 @@ class Nodes:
         import torch
 
         results = [call(**converted(inputs, dtype)) for dtype in (torch.float32, torch.float16)]
-        expected, found = (list(tensors(result)) for result in results)
-        assert len(found) == len(expected) > 0
-        for one, other in zip(found, expected, strict=True):
+        expected, actual = (list(tensors(result)) for result in results)
+        assert len(actual) == len(expected) > 0
+        for one, other in zip(actual, expected, strict=True):
             assert one.dtype != torch.float64 and one.isfinite().all()
             torch.testing.assert_close(one.float(), other.float(), rtol=1e-5, atol=1e-5)
         return results[1]
@@ -108,36 +108,41 @@ def check_image_to_video(it: Nodes) -> None:
     """First and last frame, through our nodes and as ComfyUI's own give them, sampled and decoded."""
     both = {"positive": it.positive, "negative": it.negative, "vae": it.vae}
     images = {"first_image": pictures(1), "last_image": pictures(1, seed=2)}
-    made = it.same(lambda **given: node("conditioning", "WanCoreImageToVideo", **both, **SIZE, **given), **images)
-    sample(it, it.model("tiny i2v (embedded)"), *made)
+    conditioning = it.same(
+        lambda **images: node("conditioning", "WanCoreImageToVideo", **both, **SIZE, **images), **images
+    )
+    sample(it, it.model("tiny i2v (embedded)"), *conditioning)
 
 
 def check_text_to_video(it: Nodes) -> None:
     empty = {"samples": latents() * 0}
     sample(it, it.model("tiny (embedded)"), it.positive, it.negative, empty)
-    rest = {"denoise": 0.5, "steps": 4}
-    sample(it, it.model("tiny (embedded)"), it.positive, it.negative, {"samples": latents()}, **rest)
+    options = {"denoise": 0.5, "steps": 4}
+    sample(it, it.model("tiny (embedded)"), it.positive, it.negative, {"samples": latents()}, **options)
 
 
-def sample(it: Nodes, model: Any, positive: Any, negative: Any, latent: Any, **given: Any) -> None:
+def sample(it: Nodes, model: Any, positive: Any, negative: Any, latent: Any, **options: Any) -> None:
     plan = {"steps": 2, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guidance_low": 0.0, "solver": "unipc"}
-    rest = {"model": model, "seed": 1, **plan, "guidance_mode": "auto", **given}
-    made = it.same(
-        lambda **inputs: node("sampling", "WanCoreSampler", **rest, **inputs)[:1],
+    arguments = {"model": model, "seed": 1, **plan, "guidance_mode": "auto", **options}
+    latents = it.same(
+        lambda **inputs: node("sampling", "WanCoreSampler", **arguments, **inputs)[:1],
         positive=positive,
         negative=negative,
         latent=latent,
     )
-    decode(it, made[0])
+    decode(it, latents[0])
 
 
 def decode(it: Nodes, latent: Any) -> None:
     for tiling in ("auto", "always"):
-        rest = {"vae": it.vae, "tiling": tiling}
-        it.same(lambda latent, rest=rest: node("video", "WanCoreVAEDecode", **rest, latent=latent)[:1], latent=latent)
-    rest = {"vae": it.vae, "fps": 8.0, "encoder": "fast", "tiling": "auto"}
+        options = {"vae": it.vae, "tiling": tiling}
+        it.same(
+            lambda latent, options=options: node("video", "WanCoreVAEDecode", **options, latent=latent)[:1],
+            latent=latent,
+        )
+    options = {"vae": it.vae, "fps": 8.0, "encoder": "fast", "tiling": "auto"}
     it.same(
-        lambda latent: node("video", "WanCoreDecodeToVideo", **rest, latent=latent)[0].get_components().images,
+        lambda latent: node("video", "WanCoreDecodeToVideo", **options, latent=latent)[0].get_components().images,
         latent=latent,
     )
     it.same(lambda samples: it.vae.decode(samples), samples=latent["samples"])
@@ -157,20 +162,20 @@ def check_driven(it: Nodes) -> None:
     moving = {"reference_image": pictures(1), "pose_video": pictures(), "previous_frames": pictures(seed=4)}
     animate = {**moving, "face_video": pictures(seed=3), "background_video": pictures(seed=5)}
     animate |= {"character_mask": pictures(seed=6)[..., 0], "clip_vision_output": seen}
-    it.same(lambda **given: node("animate", "WanCoreAnimate", **shared, **given), **animate)
-    made = it.same(
-        lambda **given: node("animate", "WanCoreAnimate2", **shared, **given),
+    it.same(lambda **media: node("animate", "WanCoreAnimate", **shared, **media), **animate)
+    conditioning = it.same(
+        lambda **media: node("animate", "WanCoreAnimate2", **shared, **media),
         **moving,
         clip_vision_output=seen,
     )
-    sample(it, it.model("tiny animate 2 (embedded)", "none"), *made[:3])
+    sample(it, it.model("tiny animate 2 (embedded)", "none"), *conditioning[:3])
     heard = {"encoded_audio_all_layers": [world.rows(1, 40, 32, seed=n) for n in range(3)], "audio_samples": 16000}
     big = {**shared, "width": 64, "height": 64}
     sound = {**moving, "audio_encoder_output": heard}
-    it.same(lambda **given: node("sound", "WanCoreSoundToVideo", **big, **given), **sound)
+    it.same(lambda **media: node("sound", "WanCoreSoundToVideo", **big, **media), **sound)
     control = {"control_video": pictures(), "control_masks": pictures(seed=6)[..., 0], "first_image": pictures(1)}
     control |= {"reference_images": pictures(1, seed=2), "last_image": pictures(1, seed=8)}
-    it.same(lambda **given: node("control", "WanCoreVACE", **shared, strength=1.0, **given), **control)
+    it.same(lambda **media: node("control", "WanCoreVACE", **shared, strength=1.0, **media), **control)
 
 
 def check_numbers_that_are_none(it: Nodes) -> None:
@@ -178,15 +183,15 @@ def check_numbers_that_are_none(it: Nodes) -> None:
     from wan_core.config import OptionError
 
     asked = 0
-    for made in importlib.import_module("pack.nodes").NODES:
-        for one in made.define_schema().inputs:
+    for node_class in importlib.import_module("pack.nodes").NODES:
+        for one in node_class.define_schema().inputs:
             if one.io_type != "FLOAT":
                 continue
             for number in (math.nan, math.inf, -math.inf):
                 asked += 1
                 try:
-                    result = made.execute(**{one.id: number})
-                    said = f"{made.__name__}: {asyncio.run(result) if inspect.isawaitable(result) else result}"
+                    result = node_class.execute(**{one.id: number})
+                    said = f"{node_class.__name__}: {asyncio.run(result) if inspect.isawaitable(result) else result}"
                 except OptionError as fault:
                     said = str(fault)
                 assert said == f"{one.id} {number:g} given; it takes a finite number"
@@ -221,15 +226,15 @@ def main() -> None:
 
     folder_paths.set_temp_directory(tempfile.mkdtemp())
     server.PromptServer.instance = SimpleNamespace(client_id=None, sockets_metadata={})
-    found: dict[str, str] = {}
+    failures: dict[str, str] = {}
     with torch.inference_mode():
         for name, check in CHECKS.items():
             try:
                 check(Nodes())
-                found[name] = ""
+                failures[name] = ""
             except Exception:  # noqa: BLE001 - told to the test
-                found[name] = traceback.format_exc()
-    print(json.dumps(found))
+                failures[name] = traceback.format_exc()
+    print(json.dumps(failures))
 
 
 if __name__ == "__main__":

@@ -75,18 +75,25 @@ def ours(files: dict[str, Path], loras: dict[str, Path], mode: str, preset: str)
     from wan_core.sampling.conditioning import Conditioning
     from wan_core.sampling.start import Start
 
-    found, report = find_experts(str(files["high"]), str(files["low"])), Report(torch.device("cpu"))
-    given = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in loras.items())
+    models, report = find_experts(str(files["high"]), str(files["low"])), Report(torch.device("cpu"))
+    lora_options = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in loras.items())
     options = LoadOptions(
-        high=str(files["high"]), low=str(files["low"]), precision="fp32", device="cpu", lora_mode=mode, loras=given
+        high=str(files["high"]),
+        low=str(files["low"]),
+        precision="fp32",
+        device="cpu",
+        lora_mode=mode,
+        loras=lora_options,
     )
-    facts = ModelFacts(task=found.task, dit=found.dit, vae=found.vae, high=files["high"], loras=tuple(loras.values()))
+    facts = ModelFacts(
+        task=models.task, dit=models.dit, vae=models.vae, high=files["high"], loras=tuple(loras.values())
+    )
     plan = build_plan(PlanRequest(preset=preset, shift=SHIFT, boundary=0.8), facts).plan
     text = Conditioning(cond=conditions(1)[0][0], uncond=conditions(2)[0][0])
     start = Start(shape=LATENTS, seed=5)
-    noise = start.sample(plan, found.vae, report.device)
-    owner = OwnMemory(load_models(found, options, report), report)
-    return sample_latents(plan, owner, text, noise, found.vae, report, start=start)
+    noise = start.sample(plan, models.vae, report.device)
+    owner = OwnMemory(load_models(models, options, report), report)
+    return sample_latents(plan, owner, text, noise, models.vae, report, start=start)
 
 
 def main() -> dict[str, float]:
@@ -105,10 +112,13 @@ def main() -> dict[str, float]:
             write_safetensors(states[expert], loras[expert], {})
         with torch.inference_mode():
             expected = theirs(models, states, CUTS)
-        made = {mode: ours(files, loras, mode, "8-step-motion") for mode in ("merge", "attach")}
+        latents_of_mode = {mode: ours(files, loras, mode, "8-step-motion") for mode in ("merge", "attach")}
         plain = ours(files, loras, "merge", "8-step")
-    found = {mode: float((latents - expected).abs().max() / expected.abs().max()) for mode, latents in made.items()}
-    return found | {"without the phase": float((plain - expected).abs().max() / expected.abs().max())}
+    errors = {
+        mode: float((latents - expected).abs().max() / expected.abs().max())
+        for mode, latents in latents_of_mode.items()
+    }
+    return errors | {"without the phase": float((plain - expected).abs().max() / expected.abs().max())}
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class World:
 
     def counts(self) -> tuple[int, int]:
         """Skipped and all forwards of the last run."""
-        words = self.said[-1].split("): ", 1)[1].split()
-        return int(words[0]), int(words[2])
+        fields = self.said[-1].split("): ", 1)[1].split()
+        return int(fields[0]), int(fields[2])
 
 
 def half(**changed: Any) -> dict[str, Any]:
@@ -120,20 +120,20 @@ def check_sparse_node(it: World) -> None:
     plain = sample(model, EULER)
     expected = sample(SparseNode(0.79).apply(model), EULER)
     assert world.error(expected, plain) > 1e-2
-    words = "Model Sparse Attention computes the self-attention that it takes, WanCore the rest"
+    advice = "Model Sparse Attention computes the self-attention that it takes, WanCore the rest"
     for order in ("before", "behind"):
         node = SparseNode(0.79)
         both = it(node.apply(model)) if order == "before" else node.apply(it(model))
         assert world.error(sample(both, EULER), expected) <= SAME, order
-        assert (words in it.text) is (order == "before"), (order, it.text)
-        assert it.said[-1].endswith(words) and it.said[-1].count("Sparse") == 1, (order, it.said[-1])
+        assert (advice in it.text) is (order == "before"), (order, it.text)
+        assert it.said[-1].endswith(advice) and it.said[-1].count("Sparse") == 1, (order, it.said[-1])
         taken = 3 * 6 * node.batches  # steps from 1.0 to 0.8
         assert f"self-attention calls: {taken} by sdpa; left" in it.said[-1], (order, taken, it.said[-1])
     twice = [
         refusal(lambda: it(SparseNode(0.79).apply(model), **half())),
         refusal(lambda: sample(SparseNode(0.79).apply(it(model, **half())), EULER)),
     ]
-    assert all("Model Sparse Attention and WanCore's sparse attention" in words for words in twice), twice
+    assert all("Model Sparse Attention and WanCore's sparse attention" in message for message in twice), twice
 
 
 def check_easycache(it: World) -> None:
@@ -142,17 +142,17 @@ def check_easycache(it: World) -> None:
 
     model = world.tiny("WAN21_T2V")
     for node, name in ((EasyCacheNode, "EasyCache"), (LazyCacheNode, "LazyCache")):
-        lazy = lambda given, node=node: node.execute(given, 0.5, 0.1, 0.95, False).result[0]  # noqa: E731
-        expected, words = sample(lazy(model), EULER), f"{name} skips forwards, WanCore computes the others"
+        lazy = lambda model, node=node: node.execute(model, 0.5, 0.1, 0.95, False).result[0]  # noqa: E731
+        expected, message = sample(lazy(model), EULER), f"{name} skips forwards, WanCore computes the others"
         assert world.error(sample(it(lazy(model)), EULER), expected) <= SAME
-        assert words in it.text and it.said[-1].endswith(words), (it.text, it.said[-1])
+        assert message in it.text and it.said[-1].endswith(message), (it.text, it.said[-1])
         assert world.error(sample(lazy(it(model)), EULER), expected) <= SAME
-        assert words not in it.text and it.said[-1].endswith(words), (it.text, it.said[-1])
+        assert message not in it.text and it.said[-1].endswith(message), (it.text, it.said[-1])
         twice = [
             refusal(lambda lazy=lazy: it(lazy(model), **every_second())),
             refusal(lambda lazy=lazy: sample(lazy(it(model, **every_second())), EULER)),
         ]
-        assert all(f"{name} and WanCore's step cache are on one model" in words for words in twice), twice
+        assert all(f"{name} and WanCore's step cache are on one model" in message for message in twice), twice
 
 
 def check_memory_plan(it: World) -> None:
@@ -196,16 +196,16 @@ def check_containers(it: World) -> None:
     expected = {name: sample(it(model, **options), EULER) for name, options in (("dense", {}), ("sparse", half()))}
     forward.attend = attend
     try:
-        with boxed(lambda given: handed.append([StorageWeakRef(x.untyped_storage()) for x in given])):
+        with boxed(lambda tensors: handed.append([StorageWeakRef(x.untyped_storage()) for x in tensors])):
             assert (sample(it(model), EULER) == expected["dense"]).all(), "dense"
             assert (sample(it(model, **half()), EULER) == expected["sparse"]).all(), "sparse"
             assert freed and all(all(three) for three in freed), freed[:3]
             assert "left to ComfyUI" in it.said[-1] and "cross-attention" in it.said[-1]
-            left = with_override(it(model, "comfyui", **every_second()), None)
+            unaccelerated = with_override(it(model, "comfyui", **every_second()), None)
             override = it(model, "comfyui", **every_second()).model_options["transformer_options"][OVERRIDE]
             override.original = lambda *args, **kwargs: in_boxes(*args, **kwargs)
-            left.model_options["transformer_options"][OVERRIDE] = override
-            sample(left, EULER)
+            unaccelerated.model_options["transformer_options"][OVERRIDE] = override
+            sample(unaccelerated, EULER)
             assert len(boxes) > 3 * STEPS, boxes[:4]
             warm = with_override(model, lambda func, q, *args, **kwargs: func(q * 1.5, *args, **kwargs))
             assert world.error(sample(it(warm), EULER), sample(warm, EULER)) <= SAME
@@ -218,7 +218,7 @@ def repatched(model: Any, kind: str, anew: Callable[[int], bool], inside: str = 
     where `anew` of how many there were is true. kind: of patches."""
     from comfy.patcher_extension import WrappersMP
 
-    clone, made = model.clone(), []
+    clone, functions = model.clone(), []
 
     def patched(options: dict[str, Any]) -> dict[str, Any]:
         if kind == "block":
@@ -227,13 +227,13 @@ def repatched(model: Any, kind: str, anew: Callable[[int], bool], inside: str = 
             earlier = options[OVERRIDE]
             new = lambda func, *args, **kwargs: earlier(func, *args, **kwargs)  # noqa: E731
         else:
-            new = lambda given: given["x"]  # noqa: E731
-        made.append(new if not made or anew(len(made)) else made[-1])
+            new = lambda block: block["x"]  # noqa: E731
+        functions.append(new if not functions or anew(len(functions)) else functions[-1])
         if kind == "block":
-            return {**options, "patches_replace": {"dit": {("double_block", 1): made[-1]}}}
+            return {**options, "patches_replace": {"dit": {("double_block", 1): functions[-1]}}}
         if kind == "override":
-            return {**options, OVERRIDE: made[-1]}
-        return {**options, "patches": {kind: [made[-1]]}}
+            return {**options, OVERRIDE: functions[-1]}
+        return {**options, "patches": {kind: [functions[-1]]}}
 
     def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
         if "transformer_options" in kwargs:
@@ -248,17 +248,19 @@ def check_new_replacements(it: World) -> None:
     """A pack that puts something new on the model in every forward: nothing is kept, and the report names it. A node
     that does so once, or with the same object, is cached."""
     cache = importlib.import_module("pack.nodes.host.native_cache")
-    model, held = world.tiny("WAN21_T2V"), []
+    model, residual_counts = world.tiny("WAN21_T2V"), []
     plain = sample(model, EULER)
     real = cache.CachedRun.finish
-    cache.CachedRun.finish = lambda self, *args: held.append((self.most, len(self.states))) or real(self, *args)
+    cache.CachedRun.finish = lambda self, *args: (
+        residual_counts.append((self.most, len(self.states))) or real(self, *args)
+    )
     cases = [("block", policy) for policy in policies()] + [("attn1_patch", "taylorseer"), ("override", "taylorseer")]
     for kind, name in cases:
         policy = policies()[name]
-        found = sample(it(repatched(model, kind, lambda _: True), **policy), EULER)
-        assert world.error(found, plain) <= SAME and it.counts()[0] == 0, (kind, name, it.said[-1])
-        most, states = held[-1]
-        assert most == 0 and states <= 6, (kind, name, held[-1])  # two prompts, three steps
+        latents = sample(it(repatched(model, kind, lambda _: True), **policy), EULER)
+        assert world.error(latents, plain) <= SAME and it.counts()[0] == 0, (kind, name, it.said[-1])
+        most, states = residual_counts[-1]
+        assert most == 0 and states <= 6, (kind, name, residual_counts[-1])  # two prompts, three steps
         assert "kept in 0.00 GiB" in it.said[-1]
         assert "was put on the model in" in it.said[-1] and "repatched.<locals>" in it.said[-1], it.said[-1]
         assert "remove that node, or the step cache" in it.said[-1]
@@ -278,10 +280,10 @@ def check_selections(it: World) -> None:
     model, runs = world.tiny("WAN21_T2V"), []
     real = native.NativeRun
     native.NativeRun = lambda *args, **named: runs.append(real(*args, **named)) or runs[-1]
-    for anew, kept in ((True, False), (False, True)):
+    for anew, routes_stay in ((True, False), (False, True)):
         other = repatched(model, "attn1_patch", lambda _, anew=anew: anew, "APPLY_MODEL")
         sample(it(other, **half(reuse=3)), EULER)
-        assert bool(runs[-1].routes) is kept, (anew, len(runs[-1].routes))
+        assert bool(runs[-1].routes) is routes_stay, (anew, len(runs[-1].routes))
         assert ("let every step select its blocks (reuse 1)" in it.said[-1]) is anew, it.said[-1]
     native.NativeRun = real
 
@@ -317,12 +319,12 @@ def check_compiled_fun_control(it: World) -> None:
     model = make()
     expected = sample(it(model, **half()), EULER, extra, size=size)
     with torch.compiler.set_stance("force_eager"):
-        found = sample(it(compiled(model), **half()), EULER, extra, size=size)
-    assert "by sparse attention (math); left" in it.said[-1] and world.error(found, expected) <= SAME, it.said[-1]
+        latents = sample(it(compiled(model), **half()), EULER, extra, size=size)
+    assert "by sparse attention (math); left" in it.said[-1] and world.error(latents, expected) <= SAME, it.said[-1]
     native = importlib.import_module("pack.nodes.host.native")
-    known, native.EXTRA_TOKENS = native.EXTRA_TOKENS, ()
+    extra_tokens, native.EXTRA_TOKENS = native.EXTRA_TOKENS, ()
     sample(it(model, **half()), EULER, extra, size=size)
-    native.EXTRA_TOKENS = known
+    native.EXTRA_TOKENS = extra_tokens
     assert "by sdpa; left" in it.said[-1]
     assert it.said[-1].count("self-attention of 144 tokens read all keys: which of them are the 120 of") == 1
 
@@ -338,12 +340,12 @@ def check_compiled(it: World) -> None:
         model, options = world.tiny("WAN21_T2V", num_layers=1), {**half(), **policies()["taylorseer"]}
         plain = sample(model, EULER, cfg=1.0)
         expected = sample(it(model, **options), EULER, cfg=1.0)
-        words = it.said[-1].splitlines()[-1]
-        assert "sparse attention (math)" in words and it.counts()[0] == 5 and world.error(expected, plain) > 1e-3
+        summary = it.said[-1].splitlines()[-1]
+        assert "sparse attention (math)" in summary and it.counts()[0] == 5 and world.error(expected, plain) > 1e-3
         assert world.error(sample(compiled(model), EULER, cfg=1.0), plain) <= SAME
-        for made in (it(compiled(model), **options), compiled(it(model, **options))):
-            assert world.error(sample(made, EULER, cfg=1.0), expected) <= SAME
-            assert it.said[-1].splitlines()[-1] == words, it.said[-1]
+        for accelerated in (it(compiled(model), **options), compiled(it(model, **options))):
+            assert world.error(sample(accelerated, EULER, cfg=1.0), expected) <= SAME
+            assert it.said[-1].splitlines()[-1] == summary, it.said[-1]
         assert world.error(sample(compiled(model), EULER, cfg=1.0), plain) <= SAME
     finally:
         wan.optimized_attention = usual

@@ -83,10 +83,10 @@ class MemoryPlan(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if self.inside:
-            given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-            for made in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
-                    self.made.append(StorageWeakRef(made.untyped_storage()))
+            inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+            for output in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(output, Tensor) and output.untyped_storage().data_ptr() not in inputs:
+                    self.made.append(StorageWeakRef(output.untyped_storage()))
         return out
 
     @contextmanager

@@ -46,17 +46,17 @@ class World:
     @contextmanager
     def runs(self) -> Iterator[list[Any]]:
         """The cached runs that are made inside."""
-        real, made = self.cache.CachedRun, []
-        self.cache.CachedRun = lambda *given: made.append(real(*given)) or made[-1]
+        real, runs = self.cache.CachedRun, []
+        self.cache.CachedRun = lambda *arguments: runs.append(real(*arguments)) or runs[-1]
         try:
-            yield made
+            yield runs
         finally:
             self.cache.CachedRun = real
 
     def counts(self) -> tuple[int, int]:
         """Skipped and all forwards of the last run."""
-        words = self.said[-1].split(": ", 1)[1].split()
-        return int(words[0]), int(words[2])
+        fields = self.said[-1].split(": ", 1)[1].split()
+        return int(fields[0]), int(fields[2])
 
 
 def policies() -> dict[str, dict[str, Any]]:
@@ -98,11 +98,11 @@ def sample(
     how = {"sampler": "euler", "size": SIZE, "cfg": 3.0, "callback": None, **changed}
     positive, negative = world.conditions(extra or {})
     noise = world.rows(*how["size"], seed=9) if latent is None else torch.zeros_like(latent)
-    given = torch.zeros_like(noise) if latent is None else latent
+    start = torch.zeros_like(noise) if latent is None else latent
     with torch.inference_mode():
         return comfy.sample.sample_custom(
             model, noise, how["cfg"], comfy.samplers.sampler_object(how["sampler"]), torch.tensor(sigmas),
-            positive, negative, given, disable_pbar=True, seed=0, callback=how["callback"],
+            positive, negative, start, disable_pbar=True, seed=0, callback=how["callback"],
         )  # fmt: skip
 
 
@@ -112,9 +112,9 @@ def engine(model: Any, seed: int) -> Any:
     from wan_core.models.wan.model import WanModel
 
     small = {name: value for name, value in world.SMALL.items() if name != "in_dim"}
-    made = WanModel(DiTConfig(in_channels=16, out_channels=16, **small)).eval()
-    made.load_state_dict(model.model.diffusion_model.state_dict())
-    return made
+    transformer = WanModel(DiTConfig(in_channels=16, out_channels=16, **small)).eval()
+    transformer.load_state_dict(model.model.diffusion_model.state_dict())
+    return transformer
 
 
 def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: dict[str, Any]) -> tuple[Any, Any]:
@@ -139,8 +139,10 @@ def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: d
     conditioning = Conditioning(cond=padded(world.rows(1, 6, 32, seed=2)), uncond=padded(world.rows(1, 6, 32, seed=3)))
     with torch.inference_mode():
         noise = world.rows(*SIZE, seed=9)
-        made = denoise(plan, Ready(models.__getitem__), conditioning, noise, on_step=lambda p: ran.append(p.forwards))
-    return made, (2 * len(steps) - sum(ran), 2 * len(steps))
+        latents = denoise(
+            plan, Ready(models.__getitem__), conditioning, noise, on_step=lambda p: ran.append(p.forwards)
+        )
+    return latents, (2 * len(steps) - sum(ran), 2 * len(steps))
 
 
 def padded(rows: Any) -> Any:
@@ -153,6 +155,6 @@ def native_conditions(_: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     return [[padded(world.rows(1, 6, 32, seed=2)), {}]], [[padded(world.rows(1, 6, 32, seed=3)), {}]]
 
 
-def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    error = world.error(found, expected)
+def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    error = world.error(actual, expected)
     assert error <= tolerance, f"error {error:.2e}"

@@ -48,11 +48,11 @@ def check_one_model(it: World) -> None:
         for batched in (True, False):
             ran.clear()
             with it.guidance(batched):
-                found = model.model.process_latent_in(sample(it.cached(model, **policy), EULER))
-            close(found, expected)
+                latents = model.model.process_latent_in(sample(it.cached(model, **policy), EULER))
+            close(latents, expected)
             assert it.counts() == skipped and 4 <= skipped[0] <= 12, (name, batched, it.said[-1], skipped)
             assert sum(ran) == skipped[1] - skipped[0], "blocks run as often as is reported"
-        assert world.error(found, model.model.process_latent_in(full)) > 1e-3, "skipping must show"
+        assert world.error(latents, model.model.process_latent_in(full)) > 1e-3, "skipping must show"
 
 
 def check_two_experts(it: World) -> None:
@@ -68,8 +68,8 @@ def check_two_experts(it: World) -> None:
             fast = [it.cached(model, whole, **policy) for model in models]
             half = sample(fast[0], EULER[:7])
             first = it.counts()
-            found = models[0].model.process_latent_in(sample(fast[1], EULER[6:], latent=half))
-            close(found, expected)
+            latents = models[0].model.process_latent_in(sample(fast[1], EULER[6:], latent=half))
+            close(latents, expected)
             assert tuple(a + b for a, b in zip(first, it.counts(), strict=True)) == skipped, (name, it.said)
     short = it.cached(models[0], WholeRun(steps=9), **policy)
     sample(short, EULER[:7])
@@ -80,10 +80,10 @@ def check_variants(it: World) -> None:
     """Without skips bit for bit; every second step skipped: what the velocity of the step before gives."""
     import torch
 
-    made = world.variants()
+    variants = world.variants()
     fixed = world.rows(3, 512, seed=8)
     for name in ("i2v", "5B", "fun", "vace", "camera", "animate", "animate2", "s2v", "humo", "scail", "wandancer"):
-        make, extra, size = made[name]
+        make, extra, size = variants[name]
         model = make()
         if name == "animate":  # its motion encoder takes seconds
             model.model.diffusion_model.motion_encoder.get_motion = lambda image: image.mean((2, 3)) @ fixed
@@ -93,9 +93,12 @@ def check_variants(it: World) -> None:
         assert (sample(it.cached(model, **never()[1]), sigmas, extra, size=size) == plain).all(), name
         seen: list[Any] = []
         fast = it.cached(model, **every_second())
-        found = sample(fast, sigmas, extra, size=size, callback=lambda i, x0, x, n, seen=seen: seen.append((x0, x)))
+        latents = sample(fast, sigmas, extra, size=size, callback=lambda i, x0, x, n, seen=seen: seen.append((x0, x)))
         skipped, forwards = it.counts()
-        assert found.isfinite().all() and (found != plain).any() and 0 < skipped <= forwards // 2, (name, it.said[-1])
+        assert latents.isfinite().all() and (latents != plain).any() and 0 < skipped <= forwards // 2, (
+            name,
+            it.said[-1],
+        )
         level = "blocks" if name in ("i2v", "5B", "fun", "camera", "humo", "scail") else "output"
         assert f"{level} kept" in it.said[-1], (name, it.said[-1])
         if level == "output":  # x0 = x - sigma * velocity: the velocity of step 0 is that of step 1
@@ -122,10 +125,10 @@ def check_windows(it: World) -> None:
     states: list[int] = []
     with it.runs() as runs:
         fast = it.cached(model, **policies()["taylorseer"])
-        found = sample(fast, EULER, size=size, callback=lambda *_: states.append(len(runs[-1].states)))
+        latents = sample(fast, EULER, size=size, callback=lambda *_: states.append(len(runs[-1].states)))
     assert states[-1] == 2 * 3, states  # two prompts, three windows
     assert it.counts() == (30, 66), it.said[-1]
-    assert world.error(found, plain) < 0.5 and (found != plain).any()
+    assert world.error(latents, plain) < 0.5 and (latents != plain).any()
     moving = windowed("standard_uniform")
     assert (sample(it.cached(moving, **every_second()), EULER, size=size) == sample(moving, EULER, size=size)).all()
     assert "move from step to step" in it.said[-1], it.said[-1]
@@ -157,8 +160,8 @@ def check_faults(it: World) -> None:
             handle.remove()
         gc.collect()
         alive = [thing for thing in gc.get_objects() if isinstance(thing, it.cache.CachedRun)]
-        kept = [thing for thing in gc.get_objects() if isinstance(thing, it.cache.Residuals)]
-        assert not alive and not kept, (alive, kept)
+        residuals = [thing for thing in gc.get_objects() if isinstance(thing, it.cache.Residuals)]
+        assert not alive and not residuals, (alive, residuals)
         assert "patches_replace" not in model.model_options["transformer_options"]
         assert "wrappers" not in model.model_options["transformer_options"]
         other = sample(model, EULER, size=(1, 16, 2, 6, 4))
@@ -189,8 +192,8 @@ def check_samplers(it: World) -> None:
         "dpmpp_2m": (10, 22),
         "res_multistep": (10, 22),
     }
-    keep, kept = it.cache.keep_blocks, []
-    it.cache.keep_blocks = lambda *given: kept.append(float(given[3]["sigmas"][0])) or keep(*given)
+    keep, sigmas = it.cache.keep_blocks, []
+    it.cache.keep_blocks = lambda *arguments: sigmas.append(float(arguments[3]["sigmas"][0])) or keep(*arguments)
     for sampler in expected:
         plain = sample(model, EULER, sampler=sampler)
         assert (sample(it.cached(model, **never()[1]), EULER, sampler=sampler) == plain).all(), sampler
@@ -198,7 +201,7 @@ def check_samplers(it: World) -> None:
         assert fast.isfinite().all() and world.error(fast, plain) < 0.6, (sampler, world.error(fast, plain))
         assert it.counts() == expected[sampler], (sampler, it.said[-1])
     it.cache.keep_blocks = keep
-    assert all(min(abs(sigma - known) for known in EULER) < 1e-5 for sigma in kept) and len(kept) > 25
+    assert all(min(abs(sigma - scheduled) for scheduled in EULER) < 1e-5 for sigma in sigmas) and len(sigmas) > 25
 
 
 def check_conditions(it: World) -> None:
@@ -226,11 +229,11 @@ def check_conditions(it: World) -> None:
     # the first of them begins in a step that is skipped, and is computed there
     late = [[world.rows(1, 6, 32, seed=4), {"start_percent": 0.637}], [world.rows(1, 6, 32, seed=2), {}]]
     with torch.inference_mode():
-        found = comfy.sample.sample_custom(
+        latents = comfy.sample.sample_custom(
             fast, world.rows(*SIZE, seed=9), 1.0, comfy.samplers.sampler_object("euler"), torch.tensor(EULER),
             late, late, torch.zeros(SIZE), disable_pbar=True, seed=0,
         )  # fmt: skip
-    assert found.isfinite().all() and 0 < it.counts()[0] < it.counts()[1] / 2, it.said[-1]
+    assert latents.isfinite().all() and 0 < it.counts()[0] < it.counts()[1] / 2, it.said[-1]
     both = EasyCacheNode.execute(fast, 0.2, 0.15, 0.95, False).result[0]
     refused = []
     lcm = lambda: sample(fast, EULER, sampler="lcm")  # noqa: E731
@@ -258,10 +261,10 @@ def check_preview(it: World) -> None:
         actions = [line.split("  ")[-1] for line in table.splitlines() if line[:4].strip().isdigit()]
         return [action.removesuffix(", 50 % of keys") for action in actions]
 
-    given = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
+    settings = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
     for low, denoise in ((None, 1.0), (None, 0.5), (models[1], 1.0)):
         picture, table = node.execute(
-            models[0], **given, denoise=denoise, seconds_per_forward=1.0, model_low=low, split_step=9
+            models[0], **settings, denoise=denoise, seconds_per_forward=1.0, model_low=low, split_step=9
         ).result
         parts = [(models[0], {"denoise": denoise})] if low is None else [
             (models[0], {"start_step": 0, "last_step": 9, "force_full_denoise": False}),
@@ -269,7 +272,7 @@ def check_preview(it: World) -> None:
         ]  # fmt: skip
         with it.runs() as runs:
             for model, part in parts:
-                world.sample(model, {}, SIZE, **given, **part)
+                world.sample(model, {}, SIZE, **settings, **part)
         ran = [step.words() for run in runs for step in run.plan.steps]
         assert rows(table) == ran and any("forecast" in row for row in ran), (low, denoise, table, ran)
         assert "50 % of keys" in table and picture.shape[-1] == 3 and len(ran) == 20
@@ -322,27 +325,27 @@ def check_pose_cache(it: World) -> None:
     without = {name: value for name, value in extra.items() if name not in pose}
     whole, parted = world.conditions, [(pose, 0.2, 0.7), ({}, 0.0, 0.2), ({}, 0.7, 1.0)]
 
-    def conditions(given: dict[str, Any]) -> Any:
-        both = whole(given)
+    def conditions(inputs: dict[str, Any]) -> Any:
+        both = whole(inputs)
         parts = [({**more, "start_percent": start, "end_percent": end}) for more, start, end in parted]
         return [[[one[0][0], {**one[0][1], **part}] for part in parts] for one in both]
 
     runs: list[int] = []
     for part in (False, True):
         for newer in (False, True):
-            world.conditions, given = (conditions, without) if part else (whole, {**extra, **pose})
+            world.conditions, inputs = (conditions, without) if part else (whole, {**extra, **pose})
             model = make()
             cache = model.model_options["transformer_options"]["animate2_cache"] = pose_cache(newer)
             block = model.model.diffusion_model.blocks[0]
             block.forward_pose = lambda *args, run=block.forward_pose, **named: (runs.append(1), run(*args, **named))[1]
-            first = sample(model, EULER, given, size=size)  # its first step has keys and values before they were kept
-            close(first, plain := sample(model, EULER, given, size=size))
+            first = sample(model, EULER, inputs, size=size)  # its first step has keys and values before they were kept
+            close(first, plain := sample(model, EULER, inputs, size=size))
             assert sum(runs) == 1 and cache.filled(len(model.model.diffusion_model.blocks)), (part, newer, sum(runs))
-            assert (sample(it.cached(model, **never()[1]), EULER, given, size=size) == plain).all(), (part, newer)
-            close(sample(world.Accelerated(it.pack)(model), EULER, given, size=size), plain)
-            found = sample(it.cached(model, **every_second()), EULER, given, size=size)
+            assert (sample(it.cached(model, **never()[1]), EULER, inputs, size=size) == plain).all(), (part, newer)
+            close(sample(world.Accelerated(it.pack)(model), EULER, inputs, size=size), plain)
+            latents = sample(it.cached(model, **every_second()), EULER, inputs, size=size)
             skipped, forwards = it.counts()
-            assert found.isfinite().all() and (found != plain).any() and 2 <= skipped <= forwards // 2, it.said[-1]
+            assert latents.isfinite().all() and (latents != plain).any() and 2 <= skipped <= forwards // 2, it.said[-1]
             assert sum(runs) == 1, "what the cache holds is read in every run"
             runs.clear()
     world.conditions = whole

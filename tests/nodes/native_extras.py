@@ -84,21 +84,21 @@ def infinite_talk(model: Any, masks: bool = False) -> Any:
     from comfy.ldm.wan import model_multitalk as talk
     from comfy.patcher_extension import WrappersMP
 
-    made, cpu = model.clone(), torch.device("cpu")
+    patched, cpu = model.clone(), torch.device("cpu")
     patch = comfy.model_patcher.ModelPatcher(torch.nn.Linear(1, 1), cpu, cpu)
-    made.model_options["transformer_options"]["audio_embeds"] = world.rows(1, 3, 4, 8)
+    patched.model_options["transformer_options"]["audio_embeds"] = world.rows(1, 3, 4, 8)
     frames = talk.InfiniteTalkOuterSampleWrapper(world.rows(1, 16, 1, *SIZE[3:]), patch)
-    made.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "infinite_talk_outer_sample", frames)
-    made.set_model_patch(talk.MultiTalkCrossAttnPatch(patch), "attn2_patch")
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "infinite_talk_outer_sample", frames)
+    patched.set_model_patch(talk.MultiTalkCrossAttnPatch(patch), "attn2_patch")
     if masks:
-        made.set_model_patch(talk.MultiTalkGetAttnMapPatch(torch.ones(2, 6) > 0), "attn1_patch")
-    return made
+        patched.set_model_patch(talk.MultiTalkGetAttnMapPatch(torch.ones(2, 6) > 0), "attn1_patch")
+    return patched
 
 
 def unknown(model: Any) -> Any:
-    made = model.clone()
-    made.set_model_patch(lambda args: args, "double_block")
-    return made
+    patched = model.clone()
+    patched.set_model_patch(lambda args: args, "double_block")
+    return patched
 
 
 def easy_cache(model: Any) -> Any:
@@ -140,8 +140,8 @@ def check_inputs(it: World) -> None:
                 said = refused(lambda: sample(first(), EULER))  # noqa: B023
                 assert "InfiniteTalk" in said and "Resolution Schedule" in said and not ran, (masks, said)
         for name, add in {"unknown.<locals>.<lambda> of native_extras": unknown, "EasyCache": easy_cache}.items():
-            for made in (staged(it, add(model)), add(fast)):
-                said = refused(lambda: sample(made, EULER))  # noqa: B023
+            for patched in (staged(it, add(model)), add(fast)):
+                said = refused(lambda: sample(patched, EULER))  # noqa: B023
                 assert name in said and "Resolution Schedule" in said and not ran, said
     assert sample(fast, EULER).isfinite().all(), "nothing of it stays"
 
@@ -156,9 +156,9 @@ def check_sampling(it: World) -> None:
     assert sample(staged(it, shifted), EULER).isfinite().all()
 
     def with_sampling(*kinds: type) -> Any:
-        made = model.clone()
-        made.add_object_patch("model_sampling", type("Other", kinds, {})(model.model.model_config))
-        return made
+        patched = model.clone()
+        patched.add_object_patch("model_sampling", type("Other", kinds, {})(model.model.model_config))
+        return patched
 
     flow = comfy.model_sampling.ModelSamplingDiscreteFlow
     video_to_video = world.tiny("WAN21_FlowRVS")
@@ -205,10 +205,10 @@ def check_uni3c(it: World) -> None:
     plain = sample(controlled, EULER)
     assert sizes == [(32, 48)] and world.error(plain, sample(model, EULER)) > 1e-2
     sizes.clear()
-    found = sample(staged(it, controlled), EULER)
+    latents = sample(staged(it, controlled), EULER)
     assert sizes == [(16, 32), (32, 48)], sizes
-    assert found.isfinite().all() and world.error(found, sample(staged(it, model), EULER)) > 1e-2
-    assert world.error(found, plain) > 1e-3, "stages must show"
+    assert latents.isfinite().all() and world.error(latents, sample(staged(it, model), EULER)) > 1e-2
+    assert world.error(latents, plain) > 1e-3, "stages must show"
 
 
 def check_control_lora(it: World) -> None:
@@ -218,13 +218,13 @@ def check_control_lora(it: World) -> None:
     model = world.tiny("WAN21_T2V")
     wide = torch.zeros(48, 32, 1, 2, 2)
     wide[:, 16:] = world.rows(48, 16, 1, 2, 2) * 0.1
-    made = model.clone()
-    made.add_patches({"diffusion_model.patch_embedding.weight": ("diff", (wide, {"pad_weight": True}))})
+    patched = model.clone()
+    patched.add_patches({"diffusion_model.patch_embedding.weight": ("diff", (wide, {"pad_weight": True}))})
     extra = {"concat_latent_image": world.rows(*SIZE, seed=7)}
-    controlled = sample(made, EULER, extra)
+    controlled = sample(patched, EULER, extra)
     assert world.error(controlled, sample(model, EULER)) > 1e-2
-    found = sample(staged(it, made), EULER, extra)
-    assert found.isfinite().all() and 1e-3 < world.error(found, controlled) < 1
+    latents = sample(staged(it, patched), EULER, extra)
+    assert latents.isfinite().all() and 1e-3 < world.error(latents, controlled) < 1
 
 
 # --------------------------------------------------------------------------------------------------- dtype

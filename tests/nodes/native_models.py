@@ -46,9 +46,9 @@ def tiny(kind: str, seed: int = 0, **changed: Any) -> Any:
     config = getattr(comfy.supported_models, kind)
     settings = {**config.unet_config, **SMALL, **changed}
     with torch.inference_mode(False), torch.no_grad():
-        made = config(settings)
-        made.set_inference_dtype(getattr(torch, DTYPE), None)
-        model = made.get_model({})
+        config_of_model = config(settings)
+        config_of_model.set_inference_dtype(getattr(torch, DTYPE), None)
+        model = config_of_model.get_model({})
         draw = torch.Generator().manual_seed(seed)
         for name, tensor in model.diffusion_model.named_parameters():
             torch.nn.init.normal_(tensor, std=0.1 if tensor.ndim > 1 else 0.02, generator=draw)
@@ -163,12 +163,12 @@ class Accelerated:
         self.said.append("\n".join(line for line in text.splitlines() if line.startswith(begins)))
 
 
-def error(found: Any, expected: Any) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def error(actual: Any, expected: Any) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def check_variants(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (make, extra, size) in variants().items():
         if names and name not in names:
             continue
@@ -176,13 +176,13 @@ def check_variants(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
         plain = sample(model, extra, size)
         fast = sample(accelerated(model), extra, size)
         again = sample(model, extra, size)
-        found[name] = {
+        results[name] = {
             "error": error(fast, plain),
             "restored": bool((again == plain).all()),
             "finite": bool(plain.isfinite().all() and plain.std() > 0.01),
             "words": accelerated.said,
         }
-    return found
+    return results
 
 
 def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
             return super()._state(forward, layer, rule, grid, q, dense)
 
     importlib.import_module("wan_core.sampling.native.attention").NativeSparse = Recorded
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (make, extra, size) in variants().items():
         if names and name not in names:
             continue
@@ -210,8 +210,12 @@ def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
         for sparsity, slope in ((1e-6, False), (0.75, False), (0.75, True)):
             options = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, slope=slope)
             errors.append(error(sample(accelerated(model, sparse=options), extra, size), plain))
-        found[name] = {"errors": errors, "words": accelerated.said, "places": sorted(map(list, {*map(tuple, places)}))}
-    return found
+        results[name] = {
+            "errors": errors,
+            "words": accelerated.said,
+            "places": sorted(map(list, {*map(tuple, places)})),
+        }
+    return results
 
 
 def check_order(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
@@ -225,39 +229,39 @@ def check_order(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     layer = "diffusion_model.blocks.1.self_attn.q.lora_"
     lora = {f"{layer}A.weight": rows(4, 48, seed=4), f"{layer}B.weight": rows(48, 4, seed=5)}
 
-    def with_lora(given: Any) -> Any:
-        return comfy.sd.load_lora_for_models(given, None, lora, 0.5, 0)[0]
+    def with_lora(model: Any) -> Any:
+        return comfy.sd.load_lora_for_models(model, None, lora, 0.5, 0)[0]
 
-    def with_shift(given: Any) -> Any:
-        return ModelSamplingSD3().patch(given, 3.0)[0]
+    def with_shift(model: Any) -> Any:
+        return ModelSamplingSD3().patch(model, 3.0)[0]
 
-    def with_backend(given: Any) -> Any:
-        made = given.clone()
-        made.set_model_optimized_attention(attention_sub_quad)
-        return made
+    def with_backend(model: Any) -> Any:
+        patched = model.clone()
+        patched.set_model_optimized_attention(attention_sub_quad)
+        return patched
 
-    def compiled(given: Any) -> Any:
-        made = given.clone()
-        set_torch_compile_wrapper(made, backend="eager")
-        return made
+    def compiled(model: Any) -> Any:
+        patched = model.clone()
+        set_torch_compile_wrapper(patched, backend="eager")
+        return patched
 
     plain = sample(model, {}, SIZE)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, change in (("lora", with_lora), ("shift", with_shift), ("backend", with_backend), ("compile", compiled)):
         expected = sample(change(model), {}, SIZE)
-        found[name] = {
+        results[name] = {
             "changes": error(expected, plain),
             "before": error(sample(accelerated(change(model)), {}, SIZE), expected),
             "after": error(sample(change(accelerated(model)), {}, SIZE), expected),
             "words": accelerated.said[-2:],
         }
     twice = accelerated(accelerated(model, "math"))
-    found["twice"] = {
+    results["twice"] = {
         "error": error(sample(twice, {}, SIZE), plain),
         "words": accelerated.said[-1:],
         "runs": len(accelerated.said),
     }
-    return found
+    return results
 
 
 def check_parts(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
@@ -268,8 +272,8 @@ def check_parts(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     native = importlib.import_module("pack.nodes.host.native")
 
     class Recorded(native.NativeRun):
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
             self.seen: list[float] = []
             runs.append(self)
 
@@ -303,7 +307,7 @@ def check_faults(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     from wan_core.config import SparseOptions
 
     sparse = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, reuse=3)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     faults = {
         "interruption": comfy.model_management.InterruptProcessingException(),
         "memory": torch.cuda.OutOfMemoryError("no memory left, says the test"),
@@ -315,11 +319,11 @@ def check_faults(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
         before = sorted(model.model_options["transformer_options"])
         calls = []
 
-        def stop(given: dict[str, Any], fault: BaseException = fault, calls: list[int] = calls) -> dict[str, Any]:
-            calls.append(given["block_index"])
+        def stop(block: dict[str, Any], fault: BaseException = fault, calls: list[int] = calls) -> dict[str, Any]:
+            calls.append(block["block_index"])
             if len(calls) == 5:
                 raise fault
-            return given
+            return block
 
         broken = model.clone()
         broken.set_model_patch(stop, "double_block")
@@ -328,13 +332,13 @@ def check_faults(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
             raised = None
         except (torch.OutOfMemoryError, comfy.model_management.InterruptProcessingException) as seen:
             raised = type(seen).__name__
-        found[name] = {
+        results[name] = {
             "raised": raised,
             "said": len(accelerated.said),
             "left": sorted(model.model_options["transformer_options"]) != before,
             "same": bool((sample(model, {}, SIZE) == fresh).all() and (sample(model, {}, SIZE) == fresh).all()),
         }
-    return found
+    return results
 
 
 def check_context(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
@@ -366,19 +370,19 @@ def check_devices(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     from wan_core.config import SparseOptions
 
     devices = torch.device("cpu"), torch.device("cpu", 0)  # not equal: enough for its bookkeeping
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     model, other = tiny("WAN21_T2V"), tiny("WAN21_T2V")
     other.model.current_patcher = other
     for name, sparse in (("dense", None), ("sparse", SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, reuse=3))):
         accelerated = Accelerated(pack)
-        given = accelerated(model, sparse=sparse)
-        one = sample(given, {}, SIZE)
-        given.model_options["multigpu_clones"] = {devices[0]: given, devices[1]: other}
-        given.model_options["multigpu_thread_pool"] = comfy.multigpu.MultiGPUThreadPool(
+        fast = accelerated(model, sparse=sparse)
+        one = sample(fast, {}, SIZE)
+        fast.model_options["multigpu_clones"] = {devices[0]: fast, devices[1]: other}
+        fast.model_options["multigpu_thread_pool"] = comfy.multigpu.MultiGPUThreadPool(
             list(devices)
         )  # ends with the run
-        found[name] = {"error": error(sample(given, {}, SIZE), one), "words": accelerated.said}
-    return found
+        results[name] = {"error": error(sample(fast, {}, SIZE), one), "words": accelerated.said}
+    return results
 
 
 def check_refusals(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
@@ -393,18 +397,18 @@ def check_refusals(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     other.model.diffusion_model = torch.nn.Linear(2, 2)
     schedule = config.SkipOptions(guidance=config.GuidanceOptions(every=2))
     sparse = config.SkipOptions(sparse=config.SparseOptions(sparsity=0.5))
-    model, found = tiny("WAN21_T2V"), {}
-    for name, given in {
+    model, messages = tiny("WAN21_T2V"), {}
+    for name, arguments in {
         "other": (other, "auto", "off"),
         "backend": (model, "flash4", "off"),
         "schedule": (model, "auto", "off", schedule),
         "twice": (model, "auto", "balanced", sparse),
     }.items():
         try:
-            accelerate.execute(*given)
+            accelerate.execute(*arguments)
         except config.UserError as fault:
-            found[name] = str(fault)
-    return found
+            messages[name] = str(fault)
+    return messages
 
 
 CHECKS = {

@@ -46,7 +46,7 @@ def check_dual_guidance(it: World) -> None:
     """Every one of three conditionings is skipped, batched or not; of two that count, the result is CFG's."""
     model = world.tiny("WAN21_T2V")
     for name, policy in policies().items():
-        fast, made = it.cached(model, **policy), []
+        fast, latents = it.cached(model, **policy), []
         plain = sample(fast, EULER)
         skipped, forwards = it.counts()
         for batched in (True, False):
@@ -55,11 +55,11 @@ def check_dual_guidance(it: World) -> None:
                     close(dual(fast, 0.0, 3.0), plain)  # the first prompt's scale is 0
                     assert it.counts() == (skipped * 3 // 2, forwards * 3 // 2), (name, batched, it.said[-1])
                 for style in ("regular", "nested"):
-                    made.append(dual(fast, 3.0, 2.0, style))
+                    latents.append(dual(fast, 3.0, 2.0, style))
                     assert it.counts()[0] % 3 == 0 and it.counts()[0] >= 6, (name, batched, it.said[-1])
-        close(made[2], made[0])
-        close(made[3], made[1])
-        assert (made[0] != dual(model, 3.0, 2.0)).any() and (made[0] != made[1]).any(), name
+        close(latents[2], latents[0])
+        close(latents[3], latents[1])
+        assert (latents[0] != dual(model, 3.0, 2.0)).any() and (latents[0] != latents[1]).any(), name
     alone = dual(fast, 1.0, 1.0)
     assert it.counts()[1] == len(EULER) - 1 and alone.isfinite().all(), "scales of 1 leave one prompt"
 
@@ -74,8 +74,8 @@ def check_rising(it: World) -> None:
 
     native, stages = (importlib.import_module(f"pack.nodes.host.{name}") for name in ("native", "native_stages"))
 
-    def same(found: Any, expected: Any) -> None:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)  # ComfyUI's of [1.0] is NaN
+    def same(actual: Any, expected: Any) -> None:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)  # ComfyUI's of [1.0] is NaN
 
     model = world.tiny("WAN21_T2V")
     flipped = [0.0001, *EULER[-2::-1]]
@@ -87,7 +87,7 @@ def check_rising(it: World) -> None:
                 fast = native.accelerate(model, "comfyui", sparse, None, it.said.append, whole)
                 same(sample(fast, sigmas), plain)
             same(sample(it.cached(fast, whole, **every_second()), sigmas), plain)
-            said = next(words for words in reversed(it.said) if "step cache" in words)
+            said = next(line for line in reversed(it.said) if "step cache" in line)
             assert "every step is computed" in said, said
             assert ("sigmas do not fall" if sigmas[1:] else "the sampler has no step") in said, said
     staged = model.clone()
@@ -154,13 +154,13 @@ def check_plans(it: World) -> None:
     node = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
     model = world.tiny("WAN21_T2V", num_layers=1)
     cached = it.cached(model, **every_second())
-    rising, given = torch.tensor([0.0001, *EULER[-2::-1]]), (10, 1.0, "heun", "simple", 1.0, 0.0)
-    table = node.execute(cached, *given, sigmas=rising).result[1]
+    rising, settings = torch.tensor([0.0001, *EULER[-2::-1]]), (10, 1.0, "heun", "simple", 1.0, 0.0)
+    table = node.execute(cached, *settings, sigmas=rising).result[1]
     assert "the step cache is off: sigmas do not fall" in table and "11 steps" in table and "reuse" not in table, table
-    assert "step cache" not in node.execute(model, *given, sigmas=rising).result[1]
-    assert "sigmas without a step" in refusal(lambda: node.execute(model, *given, sigmas=rising[:1]))
+    assert "step cache" not in node.execute(model, *settings, sigmas=rising).result[1]
+    assert "sigmas without a step" in refusal(lambda: node.execute(model, *settings, sigmas=rising[:1]))
     guided = SkipLayerGuidanceDiT.execute(model, 2.0, 0.0, 0.5, "0", "").result[0]
-    assert "skip-layer guidance runs the prompt once more" in node.execute(guided, *given).result[1]
+    assert "skip-layer guidance runs the prompt once more" in node.execute(guided, *settings).result[1]
 
 
 def check_no_curve(it: World) -> None:
@@ -178,17 +178,19 @@ def check_no_curve(it: World) -> None:
         "vace_mask": [world.rows(1, 64, *SMALL[2:])] * 2,
     }
     for preset, seer in (("quality", (2, 2, 0.2)), ("balanced", (2, 2, 0.1)), ("fast", (3, 2, 0.1))):
-        made = accelerate.execute(model, "comfyui", "off", None, preset)
-        words = f"taylorseer {seer[0]}/{seer[1]}/{seer[2]}"
-        assert f"MagCache has no curve for VaceWanModel: {words}" in made.ui.as_dict()["text"][0], made.ui.as_dict()
-        table = node.execute(made.result[0], 12, 3.0, "euler", "simple", 1.0, 0.0).result[1]
-        assert f"MagCache has no curve for VaceWanModel: {words}" in table and "forecast" in table, table
+        result = accelerate.execute(model, "comfyui", "off", None, preset)
+        message = f"taylorseer {seer[0]}/{seer[1]}/{seer[2]}"
+        assert f"MagCache has no curve for VaceWanModel: {message}" in result.ui.as_dict()["text"][0], (
+            result.ui.as_dict()
+        )
+        table = node.execute(result.result[0], 12, 3.0, "euler", "simple", 1.0, 0.0).result[1]
+        assert f"MagCache has no curve for VaceWanModel: {message}" in table and "forecast" in table, table
         options = TaylorSeerOptions(interval=seer[0], order=seer[1], retention=seer[2])
-        found = sample(made.result[0], EULER, extra, size=SMALL)
-        assert (found == sample(it.cached(model, taylorseer=options), EULER, extra, size=SMALL)).all(), preset
+        latents = sample(result.result[0], EULER, extra, size=SMALL)
+        assert (latents == sample(it.cached(model, taylorseer=options), EULER, extra, size=SMALL)).all(), preset
     own = SkipOptions(magcache=MagCacheOptions(threshold=0.1, max_skips=2, retention=0.2))
-    made = accelerate.execute(model, "comfyui", "off", own)
-    assert "MagCache needs a curve, and there is none for VaceWanModel" in made.ui.as_dict()["text"][0]
-    words = refusal(lambda: sample(made.result[0], EULER, extra, size=SMALL))
-    assert "or a preset (quality, balanced, fast), which does without one" in words
-    assert sample(made.result[0], EULER[:5], extra, size=SMALL).isfinite().all()
+    result = accelerate.execute(model, "comfyui", "off", own)
+    assert "MagCache needs a curve, and there is none for VaceWanModel" in result.ui.as_dict()["text"][0]
+    message = refusal(lambda: sample(result.result[0], EULER, extra, size=SMALL))
+    assert "or a preset (quality, balanced, fast), which does without one" in message
+    assert sample(result.result[0], EULER[:5], extra, size=SMALL).isfinite().all()

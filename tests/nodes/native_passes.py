@@ -43,16 +43,16 @@ def check_passes(it: World) -> None:
                 own[0].videos |= first.videos if begins_small else {}
             around[stages.KEY] = own
             options = comfy.model_patcher.set_model_options_patch_replace(
-                options, lambda given, _: given, "dit", "double_block", 1
+                options, lambda inputs, _: inputs, "dit", "double_block", 1
             )
             (skipped,) = comfy.samplers.calc_cond_batch(
                 args["model"], [args["cond"]], args["input"], args["sigma"], options
             )
             return args["denoised"] + (args["cond_denoised"] - skipped) * scale
 
-        made = model.clone()
-        made.set_model_sampler_post_cfg_function(guide)
-        return made
+        patched = model.clone()
+        patched.set_model_sampler_post_cfg_function(guide)
+        return patched
 
     model = world.tiny("WAN21_T2V")
     sampling = model.get_model_object("model_sampling")
@@ -60,10 +60,10 @@ def check_passes(it: World) -> None:
         sigma = sampling.percent_to_sigma(begin)
         assert begins_small == (0.79 < sigma < 0.93)
         native = SkipLayerGuidanceDiT.execute(model, 2.0, begin, 1.0, "1", "").result[0]
-        found = sample(staged(it, native), EULER, size=size)
+        latents = sample(staged(it, native), EULER, size=size)
         wanted = sample(staged(it, apart(model, 2.0, sigma, 0.0)), EULER, size=size)
-        close(found, wanted, 1e-6)
-        assert world.error(found, sample(staged(it, model), EULER, size=size)) > 1e-2, "the pass must show"
+        close(latents, wanted, 1e-6)
+        assert world.error(latents, sample(staged(it, model), EULER, size=size)) > 1e-2, "the pass must show"
     sparse = {"sparse": SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, reuse=3, kernel="math"), "attention": "math"}
     fast, both = staged(it, native, "1/0.5-1", **sparse), []
     for batched in (True, False):  # apart, the first pass has no other condition in its forward either
@@ -91,7 +91,7 @@ def guiders(model: Any) -> dict[str, Any]:
     from comfy_extras.nodes_perpneg import PerpNeg, PerpNegGuider
 
     positive, negative = world.conditions({})
-    made = {
+    results = {
         "plain": CFGGuider.execute(model, positive, negative, 3.0),
         "dual": DualCFGGuider.execute(model, positive, negative, negative, 3.0, 5.0, "regular"),
         "nested": DualCFGGuider.execute(model, positive, negative, negative, 3.0, 1.0, "nested"),
@@ -100,7 +100,7 @@ def guiders(model: Any) -> dict[str, Any]:
             PerpNeg.execute(model, negative, 0.0).result[0], positive, world.conditions({})[0], 3.0
         ),
     }
-    return {name: one.result[0] for name, one in made.items()}
+    return {name: one.result[0] for name, one in results.items()}
 
 
 def check_guiders(it: World) -> None:
@@ -108,9 +108,9 @@ def check_guiders(it: World) -> None:
     model = world.tiny("WAN21_T2V")
     cached = it.cached(model, **every_second())
     for fast in (staged(it, model), cached):
-        made = guiders(fast)
-        wanted = guided(made.pop("plain"), EULER)
-        for name, guider in made.items():
+        by_name = guiders(fast)
+        wanted = guided(by_name.pop("plain"), EULER)
+        for name, guider in by_name.items():
             for batched in (True, False):
                 with it.guidance(batched):
                     close(guided(guider, EULER), wanted, 1e-5)
@@ -155,8 +155,8 @@ def check_texts(it: World) -> None:
             world.rows(*SIZE, seed=9),
         )
         positive = [[one, {"start_percent": 0.0, "end_percent": 0.5}], [two, {"start_percent": 0.5, "end_percent": 1}]]
-        found = comfy.sample.sample_custom(
+        latents = comfy.sample.sample_custom(
             staged(it, model), world.rows(*SIZE, seed=9), 3.0, comfy.samplers.sampler_object("euler"),
             torch.tensor(EULER), positive, [[negative, {}]], torch.zeros(SIZE), disable_pbar=True, seed=0,
         )  # fmt: skip
-    close(model.model.process_latent_in(found), wanted, 1e-4)
+    close(model.model.process_latent_in(latents), wanted, 1e-4)

@@ -41,9 +41,11 @@ def cases() -> dict[str, Case]:
     """Name -> what differs from text-to-video of 7 latent frames, guided, whose skipped steps are forecast from two."""
     simple, late = "SkipLayerGuidanceDiTSimple", {"start_percent": 0.95}
     dual = {"guider": ("DualCFGGuider", 3.0, 2.0, "regular")}
-    found: dict[str, Case] = {name: {"model": name} for name in FAMILIES}
-    found |= {f"{name}, windows": {"model": name, **windows()} for name in FAMILIES if name != "humo"}  # slow to make
-    return found | {
+    all_cases: dict[str, Case] = {name: {"model": name} for name in FAMILIES}
+    all_cases |= {
+        f"{name}, windows": {"model": name, **windows()} for name in FAMILIES if name != "humo"
+    }  # slow to make
+    return all_cases | {
         "windows of 129 frames": {"frames": LONG, **windows()},
         "windows without a lead": windows(causal_window_fix=False),
         "windows, batched": windows(context_schedule="batched"),
@@ -130,7 +132,7 @@ def recorded(cache: Any) -> Iterator[tuple[list[Any], list[int]]]:
     import comfy.sampler_helpers as helpers
 
     shapes: list[Any] = []
-    kept: list[int] = [0]
+    buffer_bytes: list[int] = [0]
     states: weakref.WeakSet[Any] = weakref.WeakSet()
     estimate, residuals = helpers.estimate_memory, cache.Residuals
 
@@ -138,13 +140,15 @@ def recorded(cache: Any) -> Iterator[tuple[list[Any], list[int]]]:
         def slot(self, step: int, like: Any) -> Any:
             states.add(self)
             slot = super().slot(step, like)
-            kept.append(sum(0 if one.buffer is None else one.buffer.untyped_storage().nbytes() for one in states))
+            buffer_bytes.append(
+                sum(0 if one.buffer is None else one.buffer.untyped_storage().nbytes() for one in states)
+            )
             return slot
 
     helpers.estimate_memory = lambda model, shape, conds: shapes.append(list(shape)) or estimate(model, shape, conds)
     cache.Residuals = Counted
     try:
-        yield shapes, kept
+        yield shapes, buffer_bytes
     finally:
         helpers.estimate_memory, cache.Residuals = estimate, residuals
 
@@ -168,16 +172,16 @@ def measure(it: World, case: Case) -> list[int]:
             stages.attach_stages(one, stages.Stages([StageOptions(scale=0.5, low=0.5, high=0.99)], it.said.append))
     sampler = comfy.samplers.sampler_object(case.get("sampler", "euler"))
     noise, sigmas = world.rows(*size, seed=9), torch.tensor(case.get("sigmas", EULER))
-    with recorded(it.cache) as (shapes, kept), it.guidance(case.get("batched", True)), torch.inference_mode():
+    with recorded(it.cache) as (shapes, buffer_bytes), it.guidance(case.get("batched", True)), torch.inference_mode():
         for one, steps in zip(models, (sigmas[:2], sigmas), strict=True):  # the first for its estimate alone
             guider_of(one, extra, case).sample(noise, torch.zeros(size), sampler, steps, disable_pbar=True, seed=0)
     plain, asked = (model.model.memory_required([2 * shape[0], *shape[1:]]) for shape in shapes)
-    return [round(asked - plain), max(kept)]
+    return [round(asked - plain), max(buffer_bytes)]
 
 
 if __name__ == "__main__":
-    pack, found = world.set_up(sys.argv[1]), {}
+    pack, measured = world.set_up(sys.argv[1]), {}
     for name, case in cases().items():
         if name in (sys.argv[2:] or cases()):
-            found[name] = measure(World(pack), case)
-    print(json.dumps(found))
+            measured[name] = measure(World(pack), case)
+    print(json.dumps(measured))

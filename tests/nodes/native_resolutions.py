@@ -54,9 +54,9 @@ def check_engine(it: World) -> None:
         wanted = denoise(plan, Ready(lambda _: net), Conditioning(**texts), world.rows(*SIZE, seed=9))
     for batched in (True, False):
         with it.guidance(batched):
-            found = model.model.process_latent_in(sample(staged(it, model), EULER))
-        close(found, wanted, 1e-4)
-    assert world.error(found, model.model.process_latent_in(sample(model, EULER))) > 1e-2, "stages must show"
+            latents = model.model.process_latent_in(sample(staged(it, model), EULER))
+        close(latents, wanted, 1e-4)
+    assert world.error(latents, model.model.process_latent_in(sample(model, EULER))) > 1e-2, "stages must show"
 
 
 def check_variants(it: World) -> None:
@@ -66,11 +66,11 @@ def check_variants(it: World) -> None:
     taken = {"t2v", "i2v", "i2v 2.2", "5B"}
     for name, (make, extra, size) in world.variants().items():
         try:
-            found = sample(staged(it, make()), EULER, extra, size=size)
+            latents = sample(staged(it, make()), EULER, extra, size=size)
         except OptionError as fault:
             said = str(fault)
         else:
-            said = "" if found.isfinite().all() else "not finite"
+            said = "" if latents.isfinite().all() else "not finite"
         assert (said == "") == (name in taken | {"odd"}) and ("Resolution Schedule" in said) == bool(said), (name, said)
 
 
@@ -79,11 +79,11 @@ def check_together(it: World) -> None:
     from wan_core.config import SparseOptions
 
     stages = importlib.import_module("pack.nodes.host.native_stages")
-    model, made, real = world.tiny("WAN21_T2V"), [], stages.StagedRun
-    stages.StagedRun = lambda *given: made.append(real(*given)) or made[-1]
+    model, runs, real = world.tiny("WAN21_T2V"), [], stages.StagedRun
+    stages.StagedRun = lambda *arguments: runs.append(real(*arguments)) or runs[-1]
     for asked, ran in ((HALF, 8), (f"{HALF}:every2", 4), (f"{HALF}:own", 8)):
         sample(staged(it, model, asked), EULER)
-        assert made[-1].small == ran, (asked, made[-1].small)
+        assert runs[-1].small == ran, (asked, runs[-1].small)
     sparse = {"sparse": SparseOptions(sparsity=0.5, reuse=2, kernel="math"), "attention": "math"}
     for policy in (*policies().values(), sparse):
         fast = staged(it, model, **policy)
@@ -92,7 +92,7 @@ def check_together(it: World) -> None:
     for sampler in ("dpmpp_2m", "heun", "res_multistep", "lcm", "uni_pc"):
         assert sample(staged(it, model), EULER, sampler=sampler).isfinite().all(), sampler
     stages.StagedRun = real
-    assert all(run.small and run.forwards > run.small and not run.videos for run in made)
+    assert all(run.small and run.forwards > run.small and not run.videos for run in runs)
     gc.collect()
     assert "wancore_stages" not in str(model.model_options)
 
@@ -105,19 +105,19 @@ def check_sparse(it: World) -> None:
     seen: set[tuple[int, int, float]] = set()
     real = NativeSparse._state
 
-    def noted(self: Any, forward: Any, layer: int, rule: Any, grid: Any, *rest: Any) -> Any:
-        state = real(self, forward, layer, rule, grid, *rest)
+    def noted(self: Any, forward: Any, layer: int, rule: Any, grid: Any, *more: Any) -> Any:
+        state = real(self, forward, layer, rule, grid, *more)
         assert state.tiles.grid == grid and state.rules[0].keep == rule.keep
         seen.add((forward.run.index, grid[1], rule.keep))
         return state
 
     NativeSparse._state = noted
     try:
-        given = {
+        options = {
             "sparse": SparseOptions(sparsity=0.875, dense_steps=0, ramp=0, reuse=3, kernel="math"),
             "attention": "math",
         }
-        fast = staged(it, world.tiny("WAN21_T2V"), f"{HALF}:every2", **given)
+        fast = staged(it, world.tiny("WAN21_T2V"), f"{HALF}:every2", **options)
         assert sample(fast, EULER, size=(1, 16, 3, 16, 16)).isfinite().all()
     finally:
         NativeSparse._state = real
@@ -133,9 +133,9 @@ def check_reuse(it: World) -> None:
     real, seen = it.cache.CachedRun._begin, {}
 
     def noted(self: Any, x: Any, options: Any) -> Any:
-        found = real(self, x, options)
-        seen[found[0]] = x.shape[3], found[-1]
-        return found
+        result = real(self, x, options)
+        seen[result[0]] = x.shape[3], result[-1]
+        return result
 
     it.cache.CachedRun._begin = noted
     try:
@@ -153,10 +153,10 @@ def check_shown(it: World) -> None:
     from wan_core.config import OptionError
 
     preview = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
-    given = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
-    given |= {"denoise": 1.0, "seconds_per_forward": 1.0}
-    _, table = preview.execute(staged(it, world.tiny("WAN21_T2V")), **given).result
-    lcm = preview.execute(staged(it, world.tiny("WAN21_T2V")), **{**given, "sampler_name": "lcm"}).result[1]
+    settings = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
+    settings |= {"denoise": 1.0, "seconds_per_forward": 1.0}
+    _, table = preview.execute(staged(it, world.tiny("WAN21_T2V")), **settings).result
+    lcm = preview.execute(staged(it, world.tiny("WAN21_T2V")), **{**settings, "sampler_name": "lcm"}).result[1]
     assert "0.5 of the size" in lcm
     assert "0.5 of the size" in table and "resolution schedule: 0.5 of width and height" in table, table
     ran: list[int] = []
@@ -167,7 +167,7 @@ def check_shown(it: World) -> None:
     two = staged(it, world.tiny("WAN21_T2V"), "0.5/0.5-0.97:every3")
     sigmas = importlib.import_module("pack.nodes.host").sampler_sigmas(two, "euler", "simple", 20, 1.0).tolist()
     for split in (6, 7, 8):
-        table = preview.execute(two, **given, model_low=two, split_step=split).result[1]
+        table = preview.execute(two, **settings, model_low=two, split_step=split).result[1]
         rows = [line for line in table.splitlines() if line.split()[0].isdigit()]
         small = []
         for own in (sigmas[:split], sigmas[split:-1]):

@@ -82,37 +82,37 @@ def compare(
     from_video = denoise < 1 or start > 0 or (sigmas is not None and sigmas[0] < 1)
     latent = {"samples": video if from_video else torch.zeros(SIZE)}
     boundary = 0.8 if two else 0.0
-    given = None if sigmas is None else torch.tensor(sigmas)
+    own_sigmas = None if sigmas is None else torch.tensor(sigmas)
     plans: list[Any] = []
     real = sampling.join
     sampling.join = lambda *args: plans.append(real(*args)) or plans[-1]
 
     def ours(positive: Any, uncond: Any) -> Any:
         return sampling.WanCoreSampler.execute(
-            socket, positive, uncond, latent, SEED, "batched", steps=0 if given is not None else STEPS, shift=shift,
+            socket, positive, uncond, latent, SEED, "batched", steps=STEPS if own_sigmas is None else 0, shift=shift,
             boundary=boundary, guidance_high=3.0, guidance_low=3.0 * two, solver=solver, preset="none", denoise=denoise,
-            start_step=start, sigmas=given,
+            start_step=start, sigmas=own_sigmas,
         ).result[0]["samples"]  # fmt: skip
 
     try:
-        found = ours(*texts)
+        latents = ours(*texts)
     finally:
         sampling.join = real
     plan = plans[0].plan
     whole = [step.sigma for step in plan.steps if not step.correction] + [0.0]
     change = sum(sigma >= boundary for sigma in whole) if two else 0
     parts = [(models[0], whole[: change + 1]), (models[1], whole[change:])] if two else [(models[0], whole)]
-    made, noise = latent["samples"], comfy.sample.prepare_noise(latent["samples"], SEED)
+    expected, noise = latent["samples"], comfy.sample.prepare_noise(latent["samples"], SEED)
     for model, own in parts:
-        made = comfy.sample.sample_custom(
-            model, noise, 3.0, comfy.samplers.sampler_object(solver), torch.tensor(own), *texts, made,
+        expected = comfy.sample.sample_custom(
+            model, noise, 3.0, comfy.samplers.sampler_object(solver), torch.tensor(own), *texts, expected,
             disable_pbar=True, seed=SEED,
         )  # fmt: skip
         noise = torch.zeros_like(noise)
     other = ours([[texts[0][0][0], {}]], [[texts[1][0][0], {}]])
     return {
-        "error": world.error(found, made),
-        "changes": world.error(other, made),
+        "error": world.error(latents, expected),
+        "changes": world.error(other, expected),
         "texts": [step.texts[negative] for step in plan.steps],
     }
 
@@ -120,11 +120,11 @@ def compare(
 if __name__ == "__main__":
     import torch
 
-    found = {}
+    compared = {}
     world.set_up(sys.argv[1])
     nobody = SimpleNamespace(sockets_metadata={}, client_id=None)  # no page watches
     importlib.import_module("server").PromptServer.instance = nobody
     with ThreadPoolExecutor(1) as thread, torch.inference_mode():
         for name in sys.argv[2:] or CASES:
-            found[name] = thread.submit(compare, **CASES[name]).result()
-    print(json.dumps(found))
+            compared[name] = thread.submit(compare, **CASES[name]).result()
+    print(json.dumps(compared))

@@ -73,9 +73,9 @@ def engine_model(native: Any, task: Any) -> Any:
         text_len=6,
         image_dim=task.image_dim,
     )
-    made = family_of(task).model_class(config)(config)
-    made.load_state_dict(state)
-    return made.float().eval()
+    transformer = family_of(task).model_class(config)(config)
+    transformer.load_state_dict(state)
+    return transformer.float().eval()
 
 
 def ours(natives: list[Any], kind: str, conditions: Any, latent: dict[str, Any], sigmas: Any, solver: str) -> Any:
@@ -95,10 +95,10 @@ def ours(natives: list[Any], kind: str, conditions: Any, latent: dict[str, Any],
     models = {name: engine_model(one, task) for name, one in zip(("high", "low"), natives, strict=False)}
     read = importlib.import_module("pack.nodes.native_windows").read_windows
     (windows,) = {read(native, "the MODEL") for native in natives}
-    given = [float(sigma) for sigma in sigmas]
-    boundary = sum(given[FIRST - 1 : FIRST + 1]) / 2 if len(natives) == 2 else 0.0
+    sigma_list = [float(sigma) for sigma in sigmas]
+    boundary = sum(sigma_list[FIRST - 1 : FIRST + 1]) / 2 if len(natives) == 2 else 0.0
     low = {"guidance_low": 3.0} if len(natives) == 2 else {}
-    plan = make_plan(task=task.name, sigmas=given, boundary=boundary, guidance_high=3.0, solver=solver, **low)
+    plan = make_plan(task=task.name, sigmas=sigma_list, boundary=boundary, guidance_high=3.0, solver=solver, **low)
     shape = tuple(latent["samples"].shape)
     plan = with_windows(plan, windows, shape[2]) if windows is not None else plan
     experts = SimpleNamespace(task=task, dit=models["high"].config, vae=task.vae)
@@ -119,9 +119,9 @@ def compare(kind: str, changed: dict[str, Any]) -> dict[str, Any]:
     make, extra, size = native_models.variants()["t2v" if kind == "experts" else kind.removesuffix(" image")]
     size = (1, size[1], *SIZE[2:])
     if "concat_mask" in extra:
-        known = torch.ones(1, 1, *SIZE[2:])
-        known[:, :, :1] = 0
-        extra = {**extra, "concat_latent_image": native_models.rows(*size, seed=7), "concat_mask": known}
+        unknown_frames = torch.ones(1, 1, *SIZE[2:])
+        unknown_frames[:, :, :1] = 0
+        extra = {**extra, "concat_latent_image": native_models.rows(*size, seed=7), "concat_mask": unknown_frames}
     changed = {**WINDOWS, **changed}
     models = [make(), native_models.tiny("WAN21_T2V", seed=1)] if kind == "experts" else [make()]
     solver = changed.pop("solver", "euler")
@@ -143,17 +143,17 @@ def compare(kind: str, changed: dict[str, Any]) -> dict[str, Any]:
     def theirs(natives: list[Any]) -> Any:
         first, *second = natives
         ends = {"start_step": 0, "last_step": FIRST} if second else {}
-        made = comfy.sample.sample(first, noise.clone(), STEPS, latent_image=latent["samples"], **ends, **how)
+        half_way = comfy.sample.sample(first, noise.clone(), STEPS, latent_image=latent["samples"], **ends, **how)
         if not second:
-            return made
-        rest = {"latent_image": made, "start_step": FIRST, "last_step": STEPS, "disable_noise": True}
-        return comfy.sample.sample(*second, torch.zeros_like(noise), STEPS, **rest, **how)
+            return half_way
+        second_half = {"latent_image": half_way, "start_step": FIRST, "last_step": STEPS, "disable_noise": True}
+        return comfy.sample.sample(*second, torch.zeros_like(noise), STEPS, **second_half, **how)
 
     with torch.inference_mode():
         expected, plain = theirs(windowed), theirs(models)
-        plan, found = ours(windowed, kind, conditions, latent, sampler.sigmas, solver)
+        plan, latents = ours(windowed, kind, conditions, latent, sampler.sigmas, solver)
     return {
-        "error": native_models.error(found, expected),
+        "error": native_models.error(latents, expected),
         "changes": native_models.error(plain, expected),
         "windows": sorted({len(step.windows) for step in plan.steps}),
         "moves": len({step.windows for step in plan.steps}) > 1,
@@ -187,7 +187,7 @@ def planned_and_run(changed: dict[str, Any]) -> list[Any]:
     ]  # fmt: skip
     for model in models:
         first = model.model.diffusion_model.blocks[0].self_attn
-        first.register_forward_pre_hook(lambda _, given: ran.append(len(given[0])))
+        first.register_forward_pre_hook(lambda _, inputs: ran.append(len(inputs[0])))
     positive, negative = native_models.conditions({})
     parts = [{"start_step": 0, "last_step": FIRST}, {"start_step": FIRST, "last_step": steps}] if two else [{}]
     for model, part in zip(models, parts, strict=True):
@@ -213,12 +213,12 @@ def different_windows() -> int:
             handler = SimpleNamespace(context_length=length, context_overlap=overlap, context_stride=1,
                                       closed_loop=closed, _step=step)  # fmt: skip
             expected = theirs.CONTEXT_MAPPING[schedule](frames, handler, {})
-            found = windows_of(options, frames, step)
-            wrong += [list(window) for window in found] != expected
+            actual = windows_of(options, frames, step)
+            wrong += [list(window) for window in actual] != expected
             tried += 1
             for fuse in FUSE_METHODS[::3] if schedule == "standard_uniform" and overlap else ():
                 weighted = WindowOptions(length=length, overlap=overlap, fuse=fuse)
-                for window in found:
+                for window in actual:
                     raw = theirs.FUSE_MAPPING[fuse](length, full_length=frames, idxs=list(window), handler=handler,
                                                     context_overlap=overlap)  # fmt: skip
                     ours = window_weights(window, weighted, frames)
@@ -237,9 +237,9 @@ def sizes(schedule: str) -> Any:
 def main(checkout: str) -> None:
     native_models.set_up(checkout)
     importlib.import_module("pack.nodes.native_windows")
-    found: dict[str, Any] = {name: compare(*case) for name, case in CASES.items()}
+    runs: dict[str, Any] = {name: compare(*case) for name, case in CASES.items()}
     plans = {name: planned_and_run(changed) for name, changed in PLANS.items()}
-    print(json.dumps({"runs": found, "plans": plans, "different": different_windows()}))
+    print(json.dumps({"runs": runs, "plans": plans, "different": different_windows()}))
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ TOTAL = 100 * GIB
 class Device:
     """cuda:0 and cuda:1 as ComfyUI's memory manager sees them, each with a model of ComfyUI's own."""
 
-    def __init__(self, model: int, kept: int) -> None:
+    def __init__(self, model: int, kept_bytes: int) -> None:
         """model: bytes of ComfyUI's own model on each. kept: bytes that its allocator keeps on each."""
         import comfy.model_management as manager
         import comfy.model_patcher
         import torch
 
-        self.manager, self.kept, self.workers, self.ended = manager, kept, 0, 0
+        self.manager, self.kept, self.workers, self.ended = manager, kept_bytes, 0, 0
         self.names = [torch.device("cuda", index) for index in range(2)]
         cpu = torch.device("cpu")
         manager.current_loaded_models.clear()
@@ -80,21 +80,21 @@ FINALIZER = Finalizer()
 
 def kept_is_given_back(pack: Any) -> str:
     """Enough is free in the manager's count, and not for another process."""
-    device = Device(model=0, kept=24 * GIB)
+    device = Device(model=0, kept_bytes=24 * GIB)
     device.remote(pack, [True]).use("experts", 75 * GIB, 5 * GIB)
     return "" if device.left(device.names[0]) >= 81 * GIB else f"{device.left(device.names[0]) / GIB:.0f} GiB left"
 
 
 def others_make_room(pack: Any) -> str:
-    device = Device(model=70 * GIB, kept=10 * GIB)
+    device = Device(model=70 * GIB, kept_bytes=10 * GIB)
     device.remote(pack, [True]).use("experts", 40 * GIB, 5 * GIB)
-    left = [device.left(name) / GIB for name in device.names]
-    return "" if min(left) >= 46 else f"{left} GiB left"
+    free = [device.left(name) / GIB for name in device.names]
+    return "" if min(free) >= 46 else f"{free} GiB left"
 
 
 def held_is_not_asked_for_again(pack: Any) -> str:
     """What the workers hold is theirs: the same again sends nothing away, more does."""
-    device, running = Device(model=30 * GIB, kept=0), [True]
+    device, running = Device(model=30 * GIB, kept_bytes=0), [True]
     remote = device.remote(pack, running)
     remote.use("experts", 40 * GIB, 5 * GIB)
     device.workers = 46 * GIB
@@ -108,7 +108,7 @@ def held_is_not_asked_for_again(pack: Any) -> str:
 
 
 def workers_that_ended_hold_nothing(pack: Any) -> str:
-    device, running = Device(model=30 * GIB, kept=0), [True]
+    device, running = Device(model=30 * GIB, kept_bytes=0), [True]
     remote = device.remote(pack, running)
     remote.use("experts", 60 * GIB, 5 * GIB)
     running[0], device.workers, device.kept = False, 0, 65 * GIB
@@ -119,7 +119,7 @@ def workers_that_ended_hold_nothing(pack: Any) -> str:
 
 
 def others_may_end_them(pack: Any) -> str:
-    device = Device(model=0, kept=0)
+    device = Device(model=0, kept_bytes=0)
     remote = device.remote(pack, [True])
     remote.use("experts", 60 * GIB, 5 * GIB)
     device.workers = 66 * GIB
@@ -129,7 +129,7 @@ def others_may_end_them(pack: Any) -> str:
 
 def a_later_prompt_ends_others_on_its_devices(pack: Any) -> str:
     """A graph may have several launchers, and ComfyUI keeps those of earlier graphs."""
-    device, module = Device(model=0, kept=0), importlib.import_module("pack.nodes.host.remote")
+    device, module = Device(model=0, kept_bytes=0), importlib.import_module("pack.nodes.host.remote")
     running = {name: [False] for name in ("first", "beside", "elsewhere", "changed")}
     remotes = {
         name: device.remote(pack, running[name], ("cuda:2",) if name == "elsewhere" else ("cuda:1",))

@@ -27,9 +27,9 @@ def seen(width: int = 1280) -> SimpleNamespace:
 
 
 def test_wan21_reads_what_clip_sees() -> None:
-    found = read("i2v-14B-480P", {**IMAGE, "clip_vision_output": seen()})
-    assert found["concat"].shape == (1, 20, 3, 4, 6)
-    assert found["image_features"].shape == (1, 257, 1280) and found["image_features"].dtype == torch.float32
+    keys = read("i2v-14B-480P", {**IMAGE, "clip_vision_output": seen()})
+    assert keys["concat"].shape == (1, 20, 3, 4, 6)
+    assert keys["image_features"].shape == (1, 257, 1280) and keys["image_features"].dtype == torch.float32
 
 
 def test_wan21_asks_for_what_clip_sees() -> None:

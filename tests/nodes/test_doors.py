@@ -37,10 +37,10 @@ def test_nodes_and_generate_agree(media: dict[str, str], tmp_path: Path) -> None
     checkout = find_comfyui()
     sets, expected = [], []
     for number in range(SETS):
-        words, task = drawn_options(number), FULL[number % len(FULL)]
-        if "--denoise" in words and family_of(task).driven:
+        arguments, task = drawn_options(number), FULL[number % len(FULL)]
+        if "--denoise" in arguments and family_of(task).driven:
             task = TASKS["t2v-A14B"]
-        line = ["--prompt", "x", "--model", f"random:{task.name}", *begins_with(task, words, media), *words]
+        line = ["--prompt", "x", "--model", f"random:{task.name}", *begins_with(task, arguments, media), *arguments]
         try:
             options = PARSER.parse_args(["generate", *line])
             loaded, request = load_options_of(options), request_of(options)
@@ -49,18 +49,20 @@ def test_nodes_and_generate_agree(media: dict[str, str], tmp_path: Path) -> None
         if request.nag is not None or request.control is not None or 0 in (request.steps, request.shift):
             continue  # these come to the sampler with the conditioning, and 0 of a widget is the model's own
         try:
-            made: Any = json.loads(json.dumps(check_request(loaded, request, torch.device("cpu")).job.plan.as_dict()))
+            planned: Any = json.loads(
+                json.dumps(check_request(loaded, request, torch.device("cpu")).job.plan.as_dict())
+            )
         except UserError as fault:
-            made = str(fault)
-        if "leaves nothing of the video" in str(made):
+            planned = str(fault)
+        if "leaves nothing of the video" in str(planned):
             continue  # the sampler sees in its latents whether there is a video
         sets.append(of_nodes(task.name, request))
-        expected.append(made)
+        expected.append(planned)
     (tmp_path / "sets.json").write_text(json.dumps(sets))
     answers = printed_by("doors.py", checkout, str(tmp_path / "sets.json"))
     assert len(answers) > SETS // 2
-    for one, made, answer in zip(sets, expected, answers, strict=True):
-        if isinstance(made, dict) and isinstance(answer, dict):
-            made, answer = without_costs(made), without_costs(answer)
-        assert answer == made, one
-    assert 10 < sum(isinstance(made, str) for made in expected) < len(expected) - 10
+    for one, planned, answer in zip(sets, expected, answers, strict=True):
+        if isinstance(planned, dict) and isinstance(answer, dict):
+            planned, answer = without_costs(planned), without_costs(answer)
+        assert answer == planned, one
+    assert 10 < sum(isinstance(plan_or_refusal, str) for plan_or_refusal in expected) < len(expected) - 10

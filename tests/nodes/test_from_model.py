@@ -178,10 +178,10 @@ def native(*loras: tuple[str, float], shift: float | None = 5.0, extra: str = ""
         graph[expert] = node("UNETLoader", unet_name=f"t2v_{expert}_noise.safetensors", weight_dtype="default")
         last = expert
         for name, strength in loras:
-            made = f"{expert} lora {name}"
-            graph[made] = node("LoraLoaderModelOnly", model=[last, 0], lora_name=f"{name}_{expert}.safetensors",
+            lora_node = f"{expert} lora {name}"
+            graph[lora_node] = node("LoraLoaderModelOnly", model=[last, 0], lora_name=f"{name}_{expert}.safetensors",
                                strength_model=strength)  # fmt: skip
-            last = made
+            last = lora_node
         if shift is not None:
             graph[f"{expert} shift"] = node("ModelSamplingSD3", model=[last, 0], shift=shift)
             last = f"{expert} shift"
@@ -196,9 +196,9 @@ def native(*loras: tuple[str, float], shift: float | None = 5.0, extra: str = ""
 
 def facts(run: Run) -> dict[str, Any]:
     assert run.ok, run.status
-    found = json.loads(run.outputs["facts"]["text"][0])
-    assert found["finite"]
-    return found
+    shown = json.loads(run.outputs["facts"]["text"][0])
+    assert shown["finite"]
+    return shown
 
 
 def test_native_models_give_what_our_loader_gives(comfy: ComfyUI) -> None:
@@ -225,16 +225,16 @@ def test_another_strength_loads_nothing_again(comfy: ComfyUI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "words"),
+    ("extra", "message"),
     [
         ("ObjectPatch", "object patch diffusion_model.head"),
         ("Wrapped", "wrapper some_cache"),
         ("SetWeight", "patch of kind 'set'"),
     ],
 )
-def test_what_cannot_be_carried_is_refused_by_name(comfy: ComfyUI, extra: str, words: str) -> None:
+def test_what_cannot_be_carried_is_refused_by_name(comfy: ComfyUI, extra: str, message: str) -> None:
     run = comfy.run(native(extra=extra))
-    assert not run.ok and words in str(run.status) and "the high MODEL" in str(run.status)
+    assert not run.ok and message in str(run.status) and "the high MODEL" in str(run.status)
 
 
 WINDOWS = {"context_length": 9, "context_overlap": 4, "context_schedule": "standard_uniform", "context_stride": 1,
@@ -266,29 +266,31 @@ def test_context_windows_are_taken_over(comfy: ComfyUI) -> None:
     numbers = {"steps": 3, "shift": 5.0, "boundary": 0.9, "guidance_high": 2.0, "guidance_low": 1.0, "solver": "unipc"}
     links = {"model": ["windows", 0], "frames": 17, "seconds_per_forward": 2.0}
     graph["preview"] = node("WanCorePlanPreview", **links, **numbers)
-    found = comfy.run(graph)
-    assert (facts(run)["hash"] == facts(found)["hash"]) == ("nolead" not in info) and facts(found)["hash"] != plain
-    preview = found.outputs["preview"]["text"][0]
-    assert "forwards" in preview and found.outputs["windows"]["text"] == ["9/4:standard_uniform:relative"]
+    windowed_run = comfy.run(graph)
+    assert (facts(run)["hash"] == facts(windowed_run)["hash"]) == ("nolead" not in info) and facts(windowed_run)[
+        "hash"
+    ] != plain
+    preview = windowed_run.outputs["preview"]["text"][0]
+    assert "forwards" in preview and windowed_run.outputs["windows"]["text"] == ["9/4:standard_uniform:relative"]
     wide = {**graph["windows"]["inputs"], "length": 17}
     assert facts(comfy.run({**graph, "windows": node("WanCoreContextWindows", **wide)}))["hash"] == plain
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"context_stride": 2}, "context_stride 2, whose windows leave frames out"),
         ({"retain_first_frame": True}, "t2v-A14B has no image beside its noise"),
     ],
 )
 def test_context_windows_of_other_kinds_are_refused_by_name(
-    comfy: ComfyUI, changed: dict[str, Any], words: str
+    comfy: ComfyUI, changed: dict[str, Any], message: str
 ) -> None:
     if not changed.keys() <= {name for kind in comfy.get("/object_info")["WanContextWindowsManual"]["input"].values()
                               for name in kind}:  # fmt: skip
         pytest.skip("this version of ComfyUI has no such input")
     run = comfy.run(windowed(comfy, changed))
-    assert not run.ok and words in run.message("execution_error")["exception_message"]
+    assert not run.ok and message in run.message("execution_error")["exception_message"]
 
 
 def test_context_windows_of_one_expert_are_refused(comfy: ComfyUI) -> None:

@@ -12,14 +12,14 @@ CHECKS = ("image_to_video", "text_to_video", "pictures", "driven", "numbers_that
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
+def failures() -> dict[str, str]:
     return printed_by("half_inputs.py", find_comfyui())
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_float16_is_as_float32(found: dict[str, str], name: str) -> None:
-    assert not found[name], found[name]
+def test_float16_is_as_float32(failures: dict[str, str], name: str) -> None:
+    assert not failures[name], failures[name]
 
 
-def test_all_checks_are_listed(found: dict[str, str]) -> None:
-    assert sorted(found) == sorted(CHECKS)
+def test_all_checks_are_listed(failures: dict[str, str]) -> None:
+    assert sorted(failures) == sorted(CHECKS)

@@ -22,8 +22,8 @@ schemas = test_nodes_schemas.schemas  # a fixture
 IN_MESSAGES = re.compile(r"[{}@|]")  # vue-i18n gives these a meaning
 
 
-def words(entry: dict[str, Any] | str) -> list[str]:
-    return [entry] if isinstance(entry, str) else [word for inner in entry.values() for word in words(inner)]
+def sentences(entry: dict[str, Any] | str) -> list[str]:
+    return [entry] if isinstance(entry, str) else [word for inner in entry.values() for word in sentences(inner)]
 
 
 def test_languages() -> None:
@@ -40,7 +40,7 @@ def test_every_node_and_input_is_covered_and_none_is_stale(schemas: dict[str, An
         assert list(texts[name]["outputs"]) == [str(slot) for slot in range(len(schema.outputs))], name
         for entry in (*texts[name]["inputs"].values(), *texts[name]["outputs"].values()):
             assert set(entry) == {"name", "tooltip"}
-    assert all(word.strip() and not IN_MESSAGES.search(word) for word in words(texts))
+    assert all(word.strip() and not IN_MESSAGES.search(word) for word in sentences(texts))
 
 
 def test_chinese_is_chinese(schemas: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def test_commands_and_settings_of_the_page_are_covered(language: str) -> None:
     for name, ids in (("commands", commands), ("settings", settings)):
         texts = json.loads((ROOT / "locales" / language / f"{name}.json").read_text(encoding="utf-8"))
         assert list(texts) == [one.replace(".", "_") for one in ids] != []
-        assert not any(IN_MESSAGES.search(word) for word in words(texts))
+        assert not any(IN_MESSAGES.search(word) for word in sentences(texts))
 
 
 def test_every_node_has_a_help_page_in_chinese(schemas: dict[str, Any]) -> None:

@@ -50,11 +50,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         (root / "linked.safetensors").symlink_to(outside / "secret.safetensors")
         (root / "elsewhere").symlink_to(outside / "folder", target_is_directory=True)
         (root / "gone.safetensors").symlink_to(outside / "deleted.safetensors")
-    made = modules()
-    vars(made["folder_paths"]).update(folder_paths_on(base))
-    vars(made["comfy.model_management"]).update(get_torch_device=lambda: torch.device("cpu"))
+    stubs = modules()
+    vars(stubs["folder_paths"]).update(folder_paths_on(base))
+    vars(stubs["comfy.model_management"]).update(get_torch_device=lambda: torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in made.items():
+        for name, module in stubs.items():
             patch.setitem(sys.modules, name, module)
         yield SimpleNamespace(
             base=base,
@@ -71,11 +71,11 @@ LOADERS = ("model_loader", "part_loaders", "lora")
 
 def folder_paths_on(base: Path) -> dict[str, Callable[..., Any]]:
     def search(root: str, excluded_dir_names: list[str]) -> tuple[list[str], dict[str, float]]:
-        found = []
+        listed = []
         for folder, inner, names in os.walk(root, followlinks=True):
             inner[:] = [name for name in inner if name not in excluded_dir_names]
-            found += [os.path.relpath(os.path.join(folder, name), root) for name in names]
-        return found, {}
+            listed += [os.path.relpath(os.path.join(folder, name), root) for name in names]
+        return listed, {}
 
     def ending(names: list[str], endings: list[str]) -> list[str]:
         return sorted(name for name in names if os.path.splitext(name)[-1].lower() in endings)
@@ -180,8 +180,8 @@ def test_names_that_are_listed_are_found(nodes: SimpleNamespace) -> None:
     for folder in FOLDERS:
         assert set(nodes.host.model_names(folder)) == {*LISTED, "big/", "gone.safetensors"}
         for name in (*LISTED, "big/"):
-            found = nodes.files.locate(folder, name, {})
-            assert found == nodes.base / folder / name and found.exists()
+            path = nodes.files.locate(folder, name, {})
+            assert path == nodes.base / folder / name and path.exists()
     inside = nodes.files.embedded("vae")
     assert nodes.files.locate("vae", nodes.files.TINY_T2V, inside) == TINY / "vae.safetensors"
 

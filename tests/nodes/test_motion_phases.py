@@ -10,6 +10,6 @@ pytestmark = pytest.mark.comfy
 
 
 def test_three_phases_are_three_samplers() -> None:
-    found = printed_by("motion_phases.py", find_comfyui())
-    assert found["merge"] < 1e-5 and found["attach"] < 1e-5, found
-    assert found["without the phase"] > 0.01, found
+    errors = printed_by("motion_phases.py", find_comfyui())
+    assert errors["merge"] < 1e-5 and errors["attach"] < 1e-5, errors
+    assert errors["without the phase"] > 0.01, errors

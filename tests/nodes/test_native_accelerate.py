@@ -33,43 +33,43 @@ PLACES = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def checked() -> dict[str, Any]:
     return printed_by("native_models.py", find_newer_comfyui(), CHECKS)
 
 
-def said(taken: str, left: int) -> str:
-    return f"WanCore Accelerate: self-attention calls: {taken}; left to ComfyUI: {left} {CROSS}"
+def said(taken: str, others: int) -> str:
+    return f"WanCore Accelerate: self-attention calls: {taken}; left to ComfyUI: {others} {CROSS}"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_model_gives_what_it_gives_without_the_node(found: dict[str, Any], name: str) -> None:
-    run = found["variants"][name]
+def test_a_model_gives_what_it_gives_without_the_node(checked: dict[str, Any], name: str) -> None:
+    run = checked["variants"][name]
     assert run["finite"] and run["restored"] and run["error"] <= SAME
-    [words] = run["words"]
-    assert words.startswith(f"WanCore Accelerate: self-attention calls: {STEPS * CALLS.get(name, LAYERS)} by sdpa; ")
-    assert words.endswith(CROSS)
+    [line] = run["words"]
+    assert line.startswith(f"WanCore Accelerate: self-attention calls: {STEPS * CALLS.get(name, LAYERS)} by sdpa; ")
+    assert line.endswith(CROSS)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_sparse_attention_keeps_every_token_in_its_place(found: dict[str, Any], name: str) -> None:
-    run = found["sparse"][name]
+def test_sparse_attention_keeps_every_token_in_its_place(checked: dict[str, Any], name: str) -> None:
+    run = checked["sparse"][name]
     nearly_all, quarter, sloped = run["errors"]
     assert nearly_all <= SAME < quarter < 0.1 and SAME < sloped < 0.1 and sloped != quarter
     assert run["places"] == PLACES.get(name, [[0, 5, 4, 6, 120]])
     taken = f"{STEPS * CALLS.get(name, LAYERS)} by sparse attention (math)"
-    assert all(f"self-attention calls: {taken}" in words for words in run["words"])
+    assert all(f"self-attention calls: {taken}" in line for line in run["words"])
 
 
 @pytest.mark.parametrize("name", ["lora", "shift", "compile"])
-def test_the_order_of_nodes_does_not_matter(found: dict[str, Any], name: str) -> None:
-    run = found["order"][name]
+def test_the_order_of_nodes_does_not_matter(checked: dict[str, Any], name: str) -> None:
+    run = checked["order"][name]
     assert run["before"] <= SAME and run["after"] <= SAME
     assert (run["changes"] > 1e-3) is (name != "compile")
     assert run["words"] == [said("9 by sdpa", 9)] * 2
 
 
-def test_an_override_before_gets_what_is_left_and_one_after_is_reported(found: dict[str, Any]) -> None:
-    run = found["order"]["backend"]
+def test_an_override_before_gets_what_is_left_and_one_after_is_reported(checked: dict[str, Any]) -> None:
+    run = checked["order"]["backend"]
     assert run["before"] <= SAME and run["after"] <= SAME
     before, after = run["words"]
     assert before == said("9 by sdpa", 9)
@@ -79,41 +79,41 @@ def test_an_override_before_gets_what_is_left_and_one_after_is_reported(found: d
     assert counts.startswith("WanCore Accelerate: self-attention calls: none")
 
 
-def test_the_second_of_two_nodes_replaces_the_first(found: dict[str, Any]) -> None:
-    run = found["order"]["twice"]
+def test_the_second_of_two_nodes_replaces_the_first(checked: dict[str, Any]) -> None:
+    run = checked["order"]["twice"]
     assert run["error"] <= SAME and run["words"] == [said("9 by sdpa", 9)]
 
 
-def test_steps_of_two_samplers_are_those_of_one_schedule(found: dict[str, Any]) -> None:
+def test_steps_of_two_samplers_are_those_of_one_schedule(checked: dict[str, Any]) -> None:
     """The budgets of 10 steps of `balanced`: 0.625 in the first 30 %, then 0.8125."""
-    first, second, image, heun, unipc = found["parts"]["seen"]
+    first, second, image, heun, unipc = checked["parts"]["seen"]
     whole = [0.625] * 3 + [0.8125] * 7
     assert first + second == whole == unipc and image == [0.8125] * 10
     assert heun == [0.625] * 5 + [0.8125] * 14  # two forwards in a step but the last
-    assert found["parts"]["parts"] == [[0, 5, 10], [5, 5, 10], [10, 10, 20], [0, 10, 10], [0, 10, 10]]
+    assert checked["parts"]["parts"] == [[0, 5, 10], [5, 5, 10], [10, 10, 20], [0, 10, 10], [0, 10, 10]]
 
 
 @pytest.mark.parametrize("name", ["interruption", "memory"])
-def test_a_run_that_ends_early_leaves_nothing(found: dict[str, Any], name: str) -> None:
-    run = found["faults"][name]
+def test_a_run_that_ends_early_leaves_nothing(checked: dict[str, Any], name: str) -> None:
+    run = checked["faults"][name]
     assert run["raised"] in ("InterruptProcessingException", "OutOfMemoryError")
     assert run["said"] == 0 and run["same"] and not run["left"]
 
 
-def test_context_windows(found: dict[str, Any]) -> None:
-    run = found["context"]
+def test_context_windows(checked: dict[str, Any]) -> None:
+    run = checked["context"]
     assert run["changes"] > 1e-3 and run["dense"] <= SAME and run["sparse"] <= SAME
     assert run["words"] == [said("18 by sdpa", 18), said("18 by sparse attention (math)", 18)]
 
 
-def test_conditions_on_two_devices(found: dict[str, Any]) -> None:
+def test_conditions_on_two_devices(checked: dict[str, Any]) -> None:
     for name, by in (("dense", "sdpa"), ("sparse", "sparse attention (math)")):
-        run = found["devices"][name]
+        run = checked["devices"][name]
         assert run["error"] <= SAME and run["words"] == [said(f"9 by {by}", 9), said(f"18 by {by}", 18)]
 
 
-def test_refusals(found: dict[str, Any]) -> None:
-    words = found["refusals"]
-    assert words["other"] == "WanCore Accelerate takes Wan models, this is Linear: connect a Wan model"
-    assert "'flash4' cannot run on cpu" in words["backend"]
-    assert "guidance schedule" in words["schedule"] and "set sparse to 'off'" in words["twice"]
+def test_refusals(checked: dict[str, Any]) -> None:
+    messages = checked["refusals"]
+    assert messages["other"] == "WanCore Accelerate takes Wan models, this is Linear: connect a Wan model"
+    assert "'flash4' cannot run on cpu" in messages["backend"]
+    assert "guidance schedule" in messages["schedule"] and "set sparse to 'off'" in messages["twice"]

@@ -24,8 +24,8 @@ EXPERTS = ("high.safetensors", "low.safetensors")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two experts of Wan 2.2 T2V in miniature, as ComfyUI recognises them, with the embedded text encoder's width."""
-    made = make_base(tmp_path_factory.mktemp("native"))
-    folder = made / "models" / "diffusion_models"
+    server_base = make_base(tmp_path_factory.mktemp("native"))
+    folder = server_base / "models" / "diffusion_models"
     folder.mkdir(parents=True)
     config = DiTConfig(
         in_channels=16, out_channels=16, dim=256, ffn_dim=256, num_heads=2, num_layers=2, text_dim=64, text_len=512
@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(EXPERTS):
         weights = random_module(config, device=torch.device("cpu"), dtype=torch.float32, seed=seed).state_dict()
         save_file({key: value.contiguous() for key, value in weights.items()}, folder / name, metadata)
-    return made
+    return server_base
 
 
 @pytest.fixture
@@ -46,28 +46,28 @@ def comfy(base: Path) -> Iterator[ComfyUI]:
 
 def graph(accelerate: dict[str, Any] | None, seed: int = 1, length: int = 17) -> Graph:
     """Two experts, two KSamplerAdvanced; accelerate: inputs of the node, None: without it."""
-    made = {
+    nodes = {
         "encoder": node("WanCoreTextEncoderLoader", text_encoder=TINY, precision="checkpoint"),
         "text": node("WanCoreTextEncode", clip=["encoder", 0], positive=CAPTION, negative=""),
         "size": node("EmptyHunyuanLatentVideo", width=96, height=64, length=length, batch_size=1),
     }
     latent = ["size", 0]
     for index, expert in enumerate(EXPERTS):
-        made[f"load{index}"] = node("UNETLoader", unet_name=expert, weight_dtype="default")
-        made[f"shift{index}"] = node("ModelSamplingSD3", model=[f"load{index}", 0], shift=8.0)
+        nodes[f"load{index}"] = node("UNETLoader", unet_name=expert, weight_dtype="default")
+        nodes[f"shift{index}"] = node("ModelSamplingSD3", model=[f"load{index}", 0], shift=8.0)
         model = [f"shift{index}", 0]
         if accelerate is not None:
-            made[f"fast{index}"] = node("WanCoreAccelerate", model=model, **accelerate)
+            nodes[f"fast{index}"] = node("WanCoreAccelerate", model=model, **accelerate)
             model = [f"fast{index}", 0]
-        made[f"sample{index}"] = node(
+        nodes[f"sample{index}"] = node(
             "KSamplerAdvanced", model=model, add_noise="disable" if index else "enable", noise_seed=seed, steps=4,
             cfg=3.0, sampler_name="euler", scheduler="simple", positive=["text", 0], negative=["text", 1],
             latent_image=latent, start_at_step=2 * index, end_at_step=2 + 2 * index,
             return_with_leftover_noise="disable" if index else "enable",
         )  # fmt: skip
         latent = [f"sample{index}", 0]
-    made["save"] = node("SaveLatent", samples=latent, filename_prefix="native")
-    return made
+    nodes["save"] = node("SaveLatent", samples=latent, filename_prefix="native")
+    return nodes
 
 
 def latents(comfy: ComfyUI, run: Run) -> torch.Tensor:
@@ -83,18 +83,18 @@ SPARSE = {"attention": "auto", "sparse": "balanced"}
 def test_a_graph_of_two_experts_with_the_node_in_it(comfy: ComfyUI) -> None:
     plain = latents(comfy, comfy.run(graph(None)))
     watched = comfy.watch(graph(EXACT))
-    found = latents(comfy, watched)
-    assert (found - plain).abs().max() <= 1e-5 * plain.abs().max()
+    fast = latents(comfy, watched)
+    assert (fast - plain).abs().max() <= 1e-5 * plain.abs().max()
     for expert in "01":
-        [words] = [e["data"] for e in watched.events if e["type"] == "text" and e["node"] == f"fast{expert}"]
+        [text] = [e["data"] for e in watched.events if e["type"] == "text" and e["node"] == f"fast{expert}"]
         # With and without guidance in one forward or two, as the memory that is free allows.
         assert re.fullmatch(
             r"[\d.]+ s a step; attention by sdpa\n"
             r"WanCore Accelerate: self-attention calls: ([48]) by sdpa; left to ComfyUI: \1 cross-attention calls",
-            words,
+            text,
         )
         assert watched.outputs[f"fast{expert}"]["text"] == ["attention: sdpa"]
-    assert comfy.log().count(words.splitlines()[-1]) == 2
+    assert comfy.log().count(text.splitlines()[-1]) == 2
     sparse = latents(comfy, comfy.run(graph(SPARSE)))
     assert (sparse - plain).abs().max() > 1e-3 * plain.abs().max()
     assert comfy.run(graph(SPARSE)).cached

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.comfy
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def compared() -> dict[str, Any]:
     return printed_by("native_texts.py", find_comfyui())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_step_has_the_text_that_comfyuis_sampler_gives_it(found: dict[str, Any], name: str) -> None:
-    run = found[name]
+def test_every_step_has_the_text_that_comfyuis_sampler_gives_it(compared: dict[str, Any], name: str) -> None:
+    run = compared[name]
     assert run["error"] <= 2e-5 < 1e-2 < run["changes"] and len(set(run["texts"])) > 1, run

@@ -18,25 +18,25 @@ ALONE = "t2v one window"
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def compared() -> dict[str, Any]:
     return printed_by("native_windows.py", find_newer_comfyui())
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != ALONE])
-def test_latents_are_those_of_comfyuis_sampler(found: dict[str, Any], name: str) -> None:
-    run = found["runs"][name]
+def test_latents_are_those_of_comfyuis_sampler(compared: dict[str, Any], name: str) -> None:
+    run = compared["runs"][name]
     assert run["error"] <= 2e-6 < 1e-3 < run["changes"] and run["windows"][0] > 1
     assert run["moves"] == ("uniform" in name or "looped" in name)
 
 
-def test_one_window_changes_nothing(found: dict[str, Any]) -> None:
-    run = found["runs"][ALONE]
+def test_one_window_changes_nothing(compared: dict[str, Any]) -> None:
+    run = compared["runs"][ALONE]
     assert run["error"] <= 2e-6 and run["changes"] == 0 and run["windows"] == [0]
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_plan_for_ksampler_counts_each_window(found: dict[str, Any], name: str) -> None:
-    planned, blind, ran = found["plans"][name]
+def test_the_plan_for_ksampler_counts_each_window(compared: dict[str, Any], name: str) -> None:
+    planned, blind, ran = compared["plans"][name]
     assert re.search(rf", {ran}( of \d+)? forwards", planned[0]), (planned, ran)
     assert any("context windows" in line for line in planned)
     assert any("context windows are not counted: connect a latent" in line for line in blind)
@@ -44,5 +44,5 @@ def test_the_plan_for_ksampler_counts_each_window(found: dict[str, Any], name: s
     assert any("off: context windows" in line for line in planned) == (name == "uniform, a cache")
 
 
-def test_windows_and_weights_of_every_size(found: dict[str, Any]) -> None:
-    assert found["different"] == 0
+def test_windows_and_weights_of_every_size(compared: dict[str, Any]) -> None:
+    assert compared["different"] == 0

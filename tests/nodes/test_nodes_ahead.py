@@ -62,10 +62,10 @@ def expected(comfy: ComfyUI) -> dict[str, np.ndarray]:
     return {"plain": video(comfy, graph()), "lora": video(comfy, with_lora())}
 
 
-def video(comfy: ComfyUI, given: Graph) -> np.ndarray:
+def video(comfy: ComfyUI, graph: Graph) -> np.ndarray:
     """Its frames as pictures: ComfyUI 0.8's encoder does not give the same bytes for the same frames."""
-    given = {**given, "pictures": node("SaveImage", images=["decode", 0], filename_prefix="frame")}
-    run = comfy.run(given)
+    graph = {**graph, "pictures": node("SaveImage", images=["decode", 0], filename_prefix="frame")}
+    run = comfy.run(graph)
     assert run.ok, run.status
     files = [comfy.output_file(run, "pictures", index) for index in range(SMALL["frames"])]
     return np.stack([np.asarray(Image.open(file)) for file in files])
@@ -77,11 +77,11 @@ def graph() -> Graph:
 
 def with_lora() -> Graph:
     """Both experts are read again with it, if they were being read without."""
-    made = graph()
+    changed = graph()
     names = {"high": "tiny 4-step high (embedded)", "low": "tiny 4-step low (embedded)"}
-    made["lora"] = node("WanCoreLoRA", model=["model", 0], **names, strength_high=1.0, strength_low=1.0)
-    made["sampler"]["inputs"]["model"] = ["lora", 0]
-    return made
+    changed["lora"] = node("WanCoreLoRA", model=["model", 0], **names, strength_high=1.0, strength_low=1.0)
+    changed["sampler"]["inputs"]["model"] = ["lora", 0]
+    return changed
 
 
 def freed(comfy: ComfyUI) -> None:

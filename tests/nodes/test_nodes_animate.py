@@ -50,15 +50,15 @@ def test_a_clip_equals_comfyuis(family: str, part: tuple[str, ...], driven: int,
     clip = torch.load(out)
     path = tmp_path / "wan_model.safetensors"
     save_file(draw_weights(CONFIGS[family]), path, METADATA if family == "animate2" else None)
-    found = find_experts(path)
-    assert found.task.family == family
+    experts = find_experts(path)
+    assert experts.task.family == family
     texts = with_objects(clip["positive"], clip["negative"])
-    plan, conditioning, *_ = join(*texts, clip["latent"], found, plan_of(WINDOWED if part else 2))
+    plan, conditioning, *_ = join(*texts, clip["latent"], experts, plan_of(WINDOWED if part else 2))
     assert sum(not step.undriven for step in plan.steps) == driven
     noise = draw_noise(SEED, tuple(clip["latent"]["samples"].shape))
     model = load_dit(path, dtype=torch.float32)
     assert len(model.blocks) < 10  # none of them is the one that is left out
     with torch.no_grad():
         latents = denoise(plan, lambda _: model, conditioning, noise)
-    made = found.vae.denormalise(latents)
-    assert float((made - clip["made"]).norm() / clip["made"].norm()) < 1e-3
+    decoded = experts.vae.denormalise(latents)
+    assert float((decoded - clip["made"]).norm() / clip["made"].norm()) < 1e-3

@@ -21,8 +21,8 @@ def module() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "nodes"]:
             patch.delitem(sys.modules, name)
-        for name, made in modules().items():
-            patch.setitem(sys.modules, name, made)
+        for name, stub in modules().items():
+            patch.setitem(sys.modules, name, stub)
         yield importlib.import_module("nodes.host.background")
         for name in [name for name in sys.modules if name.partition(".")[0] == "nodes"]:
             del sys.modules[name]
@@ -71,9 +71,9 @@ def test_it_begins_when_the_server_is_up_and_only_for_a_gpu(
 def test_kernels_are_prepared_once_for_settings_on_a_gpu(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[object] = []
     monkeypatch.setattr(module, "load_kernels", lambda settings, device: ran.append(settings))
-    given = {"recognised": SimpleNamespace(dit="config"), "precision": "fp8", "attention": "sdpa", "compile": "off"}
-    cpu = SimpleNamespace(**given, device=torch.device("cpu"))
-    gpu = SimpleNamespace(**given, device=torch.device("cuda"))
+    settings = {"recognised": SimpleNamespace(dit="config"), "precision": "fp8", "attention": "sdpa", "compile": "off"}
+    cpu = SimpleNamespace(**settings, device=torch.device("cpu"))
+    gpu = SimpleNamespace(**settings, device=torch.device("cuda"))
     assert module.prepare_kernels(cpu) is None
     assert module.prepare_kernels(SimpleNamespace(**{**vars(gpu), "compile": "blocks"})) is None
     names = {module.prepare_kernels(gpu) for _ in range(3)}

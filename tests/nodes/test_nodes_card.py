@@ -54,12 +54,12 @@ def test_what_does_not_fit_the_model_is_refused(comfy: ComfyUI) -> None:
 
 def test_a_card_that_was_interrupted_goes_on(comfy: ComfyUI) -> None:
     graph = card(seed=11)
-    queued, kept = comfy.queue(graph), comfy.base / "output" / "WanCore" / ".report-card"
+    queued, folder = comfy.queue(graph), comfy.base / "output" / "WanCore" / ".report-card"
     deadline = time.monotonic() + 300
-    while len(finished := sorted(kept.glob("*/*.npz"))) < 2 and time.monotonic() < deadline:
+    while len(finished := sorted(folder.glob("*/*.npz"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     comfy.post("/interrupt", {})
     assert not comfy.wait(queued).ok and finished
-    assert "finished videos are kept in" in comfy.log() and list(kept.glob("*/*.npz"))
+    assert "finished videos are kept in" in comfy.log() and list(folder.glob("*/*.npz"))
     run = comfy.run(graph)
-    assert run.ok and "finished videos are there" in comfy.log() and not kept.exists()
+    assert run.ok and "finished videos are there" in comfy.log() and not folder.exists()

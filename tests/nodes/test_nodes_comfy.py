@@ -130,8 +130,8 @@ def assert_comes_true(path: Path) -> None:
     assert verdict.all_true, verdict
 
 
-def count(server: ComfyUI, words: str) -> int:
-    return server.log().count(words)
+def count(server: ComfyUI, text: str) -> int:
+    return server.log().count(text)
 
 
 # --------------------------------------------------------------------------------------------------------------- tests
@@ -167,9 +167,9 @@ def test_the_schemas_are_those_that_are_frozen(comfy: ComfyUI) -> None:
     info = comfy.get("/object_info")
     for name, frozen in json.loads(SCHEMAS.read_text()).items():
         groups = [info[name]["input"].get(group, {}) for group in ("required", "optional")]
-        given = [(key, kind) for group in groups for key, (kind, _) in group.items()]
+        inputs = [(key, kind) for group in groups for key, (kind, _) in group.items()]
         order = [(entry["name"], entry["type"]) for entry in frozen["inputs"]]
-        assert sorted(given) == sorted(order) and [g for g in given if g in order] == given, name
+        assert sorted(inputs) == sorted(order) and [g for g in inputs if g in order] == inputs, name
         assert info[name]["output"] == [entry["type"] for entry in frozen["outputs"]]
         assert info[name]["output_name"] == [entry["name"] for entry in frozen["outputs"]]
 
@@ -196,16 +196,16 @@ def test_text_to_video_with_preview_progress_plan_and_report(comfy: ComfyUI) -> 
     assert len(pictures) == 20
     assert np.asarray(pictures[-1]).std() > 1
     said = [e["data"] for e in run.events if e["type"] == "text" and e["node"] == "sampler"]
-    assert any("step 19 of 20, low-noise expert" in words and "left" in words for words in said)
+    assert any("step 19 of 20, low-noise expert" in text and "left" in text for text in said)
     assert "t2v-tiny: two experts" in run.outputs["model"]["text"][0]
     assert "t2v-tiny: 20 steps" in run.outputs["sampler"]["text"][0]
 
     for drawn in ("plan", "report"):
         picture = Image.open(comfy.output_file(run, drawn))
         assert picture.width == 960 and len(picture.getcolors(1 << 20)) > 20
-    table, words = (run.outputs[key]["text"][0] for key in ("table", "words"))
+    table, report = (run.outputs[key]["text"][0] for key in ("table", "words"))
     assert "boundary 875: high -> low" in table and table.count("\n") >= 21
-    assert all(phase in words for phase in ("text", "denoise high", "denoise low", "decode", "seed: 1", "t2v_high"))
+    assert all(phase in report for phase in ("text", "denoise high", "denoise low", "decode", "seed: 1", "t2v_high"))
 
 
 def test_a_plan_has_the_settings_of_the_sampler(comfy: ComfyUI) -> None:
@@ -345,7 +345,7 @@ def test_encode_and_decode_are_inverse(comfy: ComfyUI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "inputs", "words"),
+    ("where", "inputs", "message"),
     [
         ("size", {"width": 100}, "The nearest is 96x48"),
         ("size", {"frames": 18}, "4n + 1"),
@@ -366,8 +366,8 @@ def test_encode_and_decode_are_inverse(comfy: ComfyUI) -> None:
         ("sampler", {"solver": "ddim"}, "ddim"),
     ],
 )
-def test_bad_input_is_refused_at_its_node(comfy: ComfyUI, where: str, inputs: dict[str, Any], words: str) -> None:
-    if words == "ddim" and not comfy.get("/object_info")["WanCoreFromModel"].get("search_aliases"):
+def test_bad_input_is_refused_at_its_node(comfy: ComfyUI, where: str, inputs: dict[str, Any], message: str) -> None:
+    if message == "ddim" and not comfy.get("/object_info")["WanCoreFromModel"].get("search_aliases"):
         pytest.skip("this ComfyUI compares no lists: the sampler refuses it when it runs")
     graph = small()
     graph[where]["inputs"] |= inputs
@@ -376,7 +376,7 @@ def test_bad_input_is_refused_at_its_node(comfy: ComfyUI, where: str, inputs: di
     assert set(refused.value.errors) == {where}
     errors = refused.value.errors[where]["errors"]
     assert len(errors) == 1, "one bad value is one error"
-    assert words in errors[0]["details"] + errors[0]["message"]
+    assert message in errors[0]["details"] + errors[0]["message"]
 
 
 def test_what_only_shows_while_running_names_its_node(comfy: ComfyUI) -> None:
@@ -455,13 +455,13 @@ def test_free_gives_memory_back_and_models_return_when_used(comfy: ComfyUI) -> N
     graph |= {"model": loaders("large.safetensors", "none")["model"]}
     before = comfy.resident_bytes()
     assert comfy.run(graph).ok
-    held = comfy.resident_bytes()
-    assert held - before > LARGE
+    loaded = comfy.resident_bytes()
+    assert loaded - before > LARGE
     deadline = time.monotonic() + 30
-    while comfy.resident_bytes() > held - LARGE and time.monotonic() < deadline:
+    while comfy.resident_bytes() > loaded - LARGE and time.monotonic() < deadline:
         comfy.post("/free", {"unload_models": True})  # again: it hears nothing while it cleans up after a prompt
         time.sleep(0.2)
-    assert held - comfy.resident_bytes() > LARGE
+    assert loaded - comfy.resident_bytes() > LARGE
     loads = count(comfy, "WanCore loaded the transformer")
     graph["sampler"]["inputs"]["seed"] = 6
     assert comfy.run(graph).ok
@@ -474,9 +474,9 @@ def test_another_model_replaces_the_last_one_at_once(comfy: ComfyUI) -> None:
     graph = small(seed=5)
     graph |= {"model": loaders("large.safetensors", "none")["model"]}
     assert comfy.run(graph).ok
-    held = comfy.resident_bytes()
+    loaded = comfy.resident_bytes()
     assert comfy.run(small(seed=5)).ok
-    assert held - comfy.resident_bytes() > LARGE
+    assert loaded - comfy.resident_bytes() > LARGE
 
 
 @pytest.mark.parametrize("residency", ["resident", "swap"])

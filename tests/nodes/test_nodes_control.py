@@ -27,8 +27,8 @@ SCRIPT = Path(__file__).parents[1] / "comfy_control_clip.py"
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory) -> dict[str, Any]:
     checkout, out = find_comfyui(), tmp_path_factory.mktemp("clips") / "clips.pt"
-    found = subprocess.run([python_of(checkout), SCRIPT, checkout, out], timeout=600, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-3000:]
+    process = subprocess.run([python_of(checkout), SCRIPT, checkout, out], timeout=600, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
     return torch.load(out)
 
 
@@ -43,15 +43,15 @@ def test_a_clip_equals_comfyuis(name: str, clips: dict[str, Any], tmp_path: Path
         save_file(weights, path)
         models[expert] = load_dit(path, dtype=torch.float32)
     paths = [tmp_path / f"wan_{expert}_noise.safetensors" for expert in models]
-    found = find_experts(*paths)
-    assert found.task.family == case.config.family
+    experts = find_experts(*paths)
+    assert experts.task.family == case.config.family
     texts = with_objects(clip["positive"], clip["negative"])
-    joined = join(*texts, clip["latent"], found, plan)
+    joined = join(*texts, clip["latent"], experts, plan)
     noise = draw_noise(SEED, tuple(clip["latent"]["samples"].shape))
     with torch.no_grad():
         latents = denoise(joined.plan, models.__getitem__, joined.conditioning, noise)
-    made = found.vae.denormalise(latents)
-    assert float((made - clip["made"]).norm() / clip["made"].norm()) < 1e-3
+    decoded = experts.vae.denormalise(latents)
+    assert float((decoded - clip["made"]).norm() / clip["made"].norm()) < 1e-3
 
 
 def test_a_camera_moves_as_comfyuis_does(clips: dict[str, Any]) -> None:

@@ -58,9 +58,9 @@ def graph_of(**more: Any) -> Graph:
     graph[named["WanCoreTextEncode"]]["inputs"] |= PROMPTS
     graph["reference"] = node("LoadImage", image="reference.png")
     graph["first"] = node("LoadImage", image="first.png")
-    given = graph[named["WanCoreVACE"]]["inputs"]
-    del given["last_image"]
-    given |= {**SIZE, "first_image": ["first", 0], "reference_images": ["reference", 0], **more}
+    vace = graph[named["WanCoreVACE"]]["inputs"]
+    del vace["last_image"]
+    vace |= {**SIZE, "first_image": ["first", 0], "reference_images": ["reference", 0], **more}
     graph[named["WanCoreSampler"]]["inputs"] |= PLAN
     graph["kept"] = node("SaveLatent", samples=[named["WanCoreSampler"], 0], filename_prefix="kept")
     wanted, waiting = set(), ["kept"]
@@ -71,7 +71,7 @@ def graph_of(**more: Any) -> Graph:
     return {name: one for name, one in graph.items() if name in wanted}
 
 
-def made(comfy: ComfyUI, graph: Graph) -> torch.Tensor:
+def run_latents(comfy: ComfyUI, graph: Graph) -> torch.Tensor:
     run = comfy.run(graph)
     assert run.ok, run.status
     [saved] = run.outputs["kept"]["latents"]
@@ -80,7 +80,7 @@ def made(comfy: ComfyUI, graph: Graph) -> torch.Tensor:
 
 @pytest.mark.parametrize("part", [{}, {"strength": 0.6, "end": 0.5}])
 def test_a_clip_of_vace_is_the_command_lines(comfy: ComfyUI, part: dict[str, float]) -> None:
-    latents = made(comfy, graph_of(**part))
+    latents = run_latents(comfy, graph_of(**part))
     assert latents.shape == (1, 16, 3, HEIGHT // 8, WIDTH // 8)
     models, control = comfy.base / "models", ControlOptions(scale=part.get("strength", 1.0), end=part.get("end", 1.0))
     files = {"high": f"diffusion_models/{VIDEO_MODEL}", "text_encoder": "text_encoders/umt5.safetensors"}
@@ -88,10 +88,10 @@ def test_a_clip_of_vace_is_the_command_lines(comfy: ComfyUI, part: dict[str, flo
     pictures = {"image": str(comfy.base / "input/first.png"), "reference": str(comfy.base / "input/reference.png")}
     prompts = {"prompt": PROMPTS["positive"], "negative_prompt": PROMPTS["negative"]}
     request = Request(**pictures, **prompts, **SIZE, **PLAN, control=control)
-    found = Pipeline.load(LoadOptions(device="cpu", **options)).generate(request).latents
-    assert float((found - latents).norm() / latents.norm()) < 1e-3
+    expected = Pipeline.load(LoadOptions(device="cpu", **options)).generate(request).latents
+    assert float((expected - latents).norm() / latents.norm()) < 1e-3
     if part:
-        assert not torch.allclose(latents, made(comfy, graph_of()), atol=1e-3)
+        assert not torch.allclose(latents, run_latents(comfy, graph_of()), atol=1e-3)
 
 
 def test_a_range_that_ends_before_it_begins_is_refused(comfy: ComfyUI) -> None:

@@ -107,7 +107,7 @@ def frames_of(comfy: ComfyUI, graph: Graph) -> np.ndarray:
     return np.stack([np.asarray(Image.open(path)) for path in saved])
 
 
-def made(comfy: ComfyUI, graph: Graph) -> tuple[torch.Tensor, int]:
+def latents_of(comfy: ComfyUI, graph: Graph) -> tuple[torch.Tensor, int]:
     """The latents, and how many frames were decoded of them."""
     run = comfy.run(graph)
     assert run.ok, run.status
@@ -125,21 +125,21 @@ def test_a_clip_is_the_command_lines(comfy: ComfyUI, family: str) -> None:
         graph["first"] = node("ImageFromBatch", image=[video, 0], batch_index=0, length=1)
         graph["seen"] = node("CLIPVisionEncode", clip_vision=[vision, 0], image=["first", 0], crop="none")
         graph[of_kind(graph, KINDS[family])]["inputs"]["clip_vision_output_pose"] = ["seen", 0]
-    latents, frames = made(comfy, graph)
+    latents, frames = latents_of(comfy, graph)
     assert latents.shape == (1, 16, 4, HEIGHT // 8, WIDTH // 8) and frames == 9
     models = comfy.base / "models"
     files = {"text_encoder": "text_encoders/umt5", "vae": "vae/vae", "clip_vision": "clip_vision/clip_vision_h"}
     files["high"] = f"diffusion_models/{family}"
     options = {name: str(models / f"{path}.safetensors") for name, path in files.items()}
     media = {"reference": str(comfy.base / "input/reference.png"), "pose_video": str(comfy.base / "input/pose.mp4")}
-    given = {"prompt": PROMPTS["positive"], "negative_prompt": PROMPTS["negative"], "clip_frames": 9, **SIZE, **PLAN}
-    found = Pipeline.load(LoadOptions(device="cpu", **options)).generate(Request(**media, **given)).latents
-    assert float((found[:, :, :4] - latents).norm() / latents.norm()) < 0.05
+    settings = {"prompt": PROMPTS["positive"], "negative_prompt": PROMPTS["negative"], "clip_frames": 9, **SIZE, **PLAN}
+    expected = Pipeline.load(LoadOptions(device="cpu", **options)).generate(Request(**media, **settings)).latents
+    assert float((expected[:, :, :4] - latents).norm() / latents.norm()) < 0.05
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_clip_goes_on_from_frames_that_were_made(comfy: ComfyUI, family: str) -> None:
-    first, _ = made(comfy, graph_of(family))
+    first, _ = latents_of(comfy, graph_of(family))
     graph, again = graph_of(family), graph_of(family)
     decode = of_kind(graph, "WanCoreVAEDecode")
     for key in (of_kind(again, kind) for kind in (KINDS[family], "WanCoreSampler", "TrimVideoLatent")):
@@ -154,7 +154,7 @@ def test_a_clip_goes_on_from_frames_that_were_made(comfy: ComfyUI, family: str) 
     graph[driven]["inputs"]["previous_frames"] = [decode, 0]
     graph["count"] = node("PreviewAny", source=[driven, 4])
     graph["kept"]["inputs"]["samples"] = [f"second-{of_kind(again, 'WanCoreSampler')}", 0]
-    second, _ = made(comfy, graph)
+    second, _ = latents_of(comfy, graph)
     assert second.shape == first.shape and not torch.allclose(second, first, atol=1e-2)
 
 
@@ -180,7 +180,7 @@ def test_strengths_reach_the_model_and_a_plan_shows_all_clips(comfy: ComfyUI, fa
     assert run.ok, run.status
     assert run.outputs["table"]["text"][0].endswith("clips: 3 of 9 frames, 1 carried over: 3 x 2 steps")
     if changed:
-        assert not torch.equal(made(comfy, graph)[0], made(comfy, graph_of(family))[0])
+        assert not torch.equal(latents_of(comfy, graph)[0], latents_of(comfy, graph_of(family))[0])
 
 
 @pytest.mark.parametrize(("clip", "passes"), [(5, 2), (9, 1)])

@@ -59,16 +59,16 @@ def vae() -> VideoVAE:
 def test_image_conditioning_is_the_same_through_comfyui_s_keys(vae: VideoVAE, ends: str) -> None:
     """The CLI's way in one go, and the nodes' way by latents and mask, one channel or four."""
     first, last = torch.rand(2, 1, 3, 1, 32, 32) * 2 - 1
-    given = (first if ends != "last" else None, last if ends != "first" else None)
-    whole = image_channels(vae, *given, 9)
-    video, unknown = known_frames(*given, 9)
+    pictures = (first if ends != "last" else None, last if ends != "first" else None)
+    whole = image_channels(vae, *pictures, 9)
+    video, unknown = known_frames(*pictures, 9)
     latents = vae.encode(video)
     mask = frame_mask(unknown, latents)
     assert torch.equal(join_image(latents, mask, vae.config), whole)
     assert whole.shape == (1, 20, 3, 4, 4)
-    known = whole[0, :4, :, 0, 0]
-    assert known[:, 0].tolist() == ([1] * 4 if ends != "last" else [0] * 4)
-    assert known[:, -1].tolist() == ([0, 0, 0, 1] if ends != "first" else [0] * 4)
+    known_mask = whole[0, :4, :, 0, 0]
+    assert known_mask[:, 0].tolist() == ([1] * 4 if ends != "last" else [0] * 4)
+    assert known_mask[:, -1].tolist() == ([0, 0, 0, 1] if ends != "first" else [0] * 4)
     if ends == "first":  # WanImageToVideo's mask: one channel per latent frame
         native = torch.ones(1, 1, 3, 4, 4)
         native[:, :, 0] = 0
@@ -88,10 +88,10 @@ def test_image_conditioning_that_does_not_fit_is_refused() -> None:
 def test_a_known_first_latent_frame_travels_in_the_latent() -> None:
     latents, first = empty_latents(VAE_22, 64, 32, 9), torch.randn(1, 48, 1, 2, 4)
     samples, unknown = hold_first(first, latents)
-    known = known_first(samples, unknown, VAE_22)
+    first_latents = known_first(samples, unknown, VAE_22)
     mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (VAE_22.latents_mean, VAE_22.latents_std))
-    assert known is not None
-    torch.testing.assert_close(known, (first - mean) / std)
+    assert first_latents is not None
+    torch.testing.assert_close(first_latents, (first - mean) / std)
     assert known_first(samples, torch.ones_like(unknown), VAE_22) is None
     for bad in (torch.zeros_like(unknown), unknown.flip(2), unknown[:, :, :1], torch.rand(unknown.shape)):
         with pytest.raises(OptionError, match="mask"):
@@ -116,18 +116,18 @@ def test_several_first_and_last_frames_are_known(first: int, last: int) -> None:
         known_frames(*given_ones, first + last - 1)
 
 
-@given(known=st.integers(1, 20), frames=st.integers(0, 4))
-def test_first_frames_of_ti2v_are_whole_latent_frames(known: int, frames: int) -> None:
+@given(count=st.integers(1, 20), frames=st.integers(0, 4))
+def test_first_frames_of_ti2v_are_whole_latent_frames(count: int, frames: int) -> None:
     total = 4 * frames + 1
-    if known % 4 == 1 and known < total:
-        check_first(known, total, VAE_22)
-        first = torch.rand(1, 48, (known - 1) // 4 + 1, 2, 2)
+    if count % 4 == 1 and count < total:
+        check_first(count, total, VAE_22)
+        first = torch.rand(1, 48, (count - 1) // 4 + 1, 2, 2)
         samples, unknown = hold_first(first, torch.zeros(2, 48, frames + 1, 2, 2))
-        found = known_first(samples, unknown, VAE_22)
-        assert found is not None and found.shape[2] == first.shape[2]
+        first_latents = known_first(samples, unknown, VAE_22)
+        assert first_latents is not None and first_latents.shape[2] == first.shape[2]
     else:
         with pytest.raises(OptionError, match="this model takes 1, 5, 9"):
-            check_first(known, total, VAE_22)
+            check_first(count, total, VAE_22)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 8), st.sampled_from([VAE_21, VAE_22]))
@@ -288,9 +288,9 @@ def test_a_branch_of_a_report_leaves_the_first_as_it_is() -> None:
     assert not first.notes and first.setting_lines() == ["a: 1"] and first.total_seconds == 1.0
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(4.24, "4.2 s"), (187, "3:07 min"), (3765, "1:02:45 h")])
-def test_clock(seconds: float, words: str) -> None:
-    assert clock(seconds) == words
+@pytest.mark.parametrize(("seconds", "text"), [(4.24, "4.2 s"), (187, "3:07 min"), (3765, "1:02:45 h")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
 
 
 def test_the_estimate_counts_forwards() -> None:

@@ -47,8 +47,8 @@ def make_files(models: Path) -> None:
                 scaled[key] = value.half()
         int8 = load_dit(TINY / f"t2v_{name}.safetensors", dtype=torch.float32, quantization=INT8)
         save(int8, models / "diffusion_models" / f"{name}_int8_convrot.safetensors")
-        words = {key: str(value) for key, value in notes.items()}
-        write_safetensors(scaled, models / "diffusion_models" / f"{name}_fp8_scaled.safetensors", words)
+        metadata = {key: str(value) for key, value in notes.items()}
+        write_safetensors(scaled, models / "diffusion_models" / f"{name}_fp8_scaled.safetensors", metadata)
     encoder = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32)
     write(
         models / "text_encoders" / "text-Q8_0.gguf",

@@ -99,13 +99,13 @@ def graph(*chain: dict[str, Any], **sampling: Any) -> Graph:
     names = ["model", *(f"lora{n}" for n in range(len(chain)))]
     for before, one in zip(names, chain, strict=False):
         one["inputs"]["model"] = [before, 0]
-    made = {**loaders(), **dict(zip(names[1:], chain, strict=True))}
-    made["size"] = node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)")
-    made["sampler"] = sampler(**numbers)
-    made["sampler"]["inputs"]["model"] = [names[-1], 0]
-    made["look"] = node("Look", model=[names[-1], 0], latent=["sampler", 0])
-    made["facts"] = node("PreviewAny", source=["look", 0])
-    return made
+    nodes = {**loaders(), **dict(zip(names[1:], chain, strict=True))}
+    nodes["size"] = node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)")
+    nodes["sampler"] = sampler(**numbers)
+    nodes["sampler"]["inputs"]["model"] = [names[-1], 0]
+    nodes["look"] = node("Look", model=[names[-1], 0], latent=["sampler", 0])
+    nodes["facts"] = node("PreviewAny", source=["look", 0])
+    return nodes
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -133,10 +133,10 @@ def test_another_strength_and_no_lora_load_nothing_again(comfy: ComfyUI) -> None
 
 
 def test_a_loader_that_attaches(comfy: ComfyUI) -> None:
-    made = graph(lora())
-    merged = facts(comfy.run(made))
-    made["model"]["inputs"]["lora_mode"] = "attach"
-    run = comfy.run(made)
+    attaching = graph(lora())
+    merged = facts(comfy.run(attaching))
+    attaching["model"]["inputs"]["lora_mode"] = "attach"
+    run = comfy.run(attaching)
     attached = facts(run)
     assert "attached: asked for" in run.outputs["lora0"]["text"][0]
     assert attached["attached"] == [len(LINEARS), len(LINEARS)] and attached["merged"] == [0, 0]
@@ -152,11 +152,14 @@ def test_nodes_are_chained_and_experts_are_told_apart(comfy: ComfyUI) -> None:
 
 
 def test_a_distilled_lora_brings_its_settings(comfy: ComfyUI) -> None:
-    made = graph(lora(high="other_4steps.safetensors"), steps=0, guidance_high=0.0, guidance_low=0.0, preset="auto")
-    made["plan"] = node("WanCorePlanPreview", model=["lora0", 0], steps=0, shift=0.0, boundary=0.0, guidance_high=0.0,
-                        guidance_low=0.0, solver="unipc", seconds_per_forward=1.0)  # fmt: skip
-    made["table"] = node("PreviewAny", source=["plan", 1])
-    run = comfy.run(made)
+    distilled = graph(
+        lora(high="other_4steps.safetensors"), steps=0, guidance_high=0.0, guidance_low=0.0, preset="auto"
+    )
+    guidance = {"guidance_high": 0.0, "guidance_low": 0.0}
+    numbers = {"steps": 0, "shift": 0.0, "boundary": 0.0, **guidance, "solver": "unipc", "seconds_per_forward": 1.0}
+    distilled["plan"] = node("WanCorePlanPreview", model=["lora0", 0], **numbers)
+    distilled["table"] = node("PreviewAny", source=["plan", 1])
+    run = comfy.run(distilled)
     assert run.ok, run.status
     table = run.outputs["table"]["text"][0]
     assert "4 steps, euler, shift 5" in table and "4 forwards" in table and "preset 4-step" in table
@@ -164,24 +167,24 @@ def test_a_distilled_lora_brings_its_settings(comfy: ComfyUI) -> None:
 
 
 def test_what_is_no_lora_is_refused_by_name(comfy: ComfyUI) -> None:
-    for changed, words in (
+    for changed, message in (
         ({"high": "no_lora.safetensors"}, "not a LoRA"),
         ({"low": "no_lora.safetensors"}, "not a LoRA"),
         ({"high": "absent.safetensors"}, "is not a model in"),
     ):
-        with pytest.raises(Refused, match=words) as refused:
+        with pytest.raises(Refused, match=message) as refused:
             comfy.run(graph(lora(**changed)))
         assert set(refused.value.errors) == {"lora0"} and len(refused.value.errors["lora0"]["errors"]) == 1
 
 
 def stacked(entries: Any, low: Any = None, **files: Any) -> Graph:
     """The LoRA node with lists of another pack, and no files of its own unless given."""
-    made = graph(lora(**{"high": "none", **files}))
-    for name, given in (("lora_stack", entries), ("lora_stack_low", low)):
-        if given is not None:
-            made[name] = node("Stack", entries=json.dumps(given))
-            made["lora0"]["inputs"][name] = [name, 0]
-    return made
+    nodes = graph(lora(**{"high": "none", **files}))
+    for name, listed in (("lora_stack", entries), ("lora_stack_low", low)):
+        if listed is not None:
+            nodes[name] = node("Stack", entries=json.dumps(listed))
+            nodes["lora0"]["inputs"][name] = [name, 0]
+    return nodes
 
 
 def test_a_stack_of_another_pack_is_the_same_chain(comfy: ComfyUI) -> None:
@@ -196,7 +199,7 @@ def test_a_stack_of_another_pack_is_the_same_chain(comfy: ComfyUI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "words"),
+    ("entries", "message"),
     [
         ({"style.safetensors": 1.0}, "lora_stack is a dict"),
         ([["style.safetensors", 1.0, 1.0], ["style.safetensors", "much", 1.0]], "entry 2 of lora_stack"),
@@ -205,17 +208,17 @@ def test_a_stack_of_another_pack_is_the_same_chain(comfy: ComfyUI) -> None:
         ([["style.safetensors", 1000.0, 1.0]], "allowed are -100 to 100"),
     ],
 )
-def test_a_stack_of_another_form_is_refused(comfy: ComfyUI, entries: Any, words: str) -> None:
+def test_a_stack_of_another_form_is_refused(comfy: ComfyUI, entries: Any, message: str) -> None:
     run = comfy.run(stacked(entries))
-    assert not run.ok and words in str(run.status)
+    assert not run.ok and message in str(run.status)
 
 
-def with_room(made: Graph, mb: float) -> Graph:
+def with_room(nodes: Graph, mb: float) -> Graph:
     """The graph, its sampler on a device of so many MB."""
-    model = made["sampler"]["inputs"]["model"]
-    made["room"] = node("Room", model=model, mb=mb)
-    made["sampler"]["inputs"]["model"] = ["room", 0]
-    return made
+    model = nodes["sampler"]["inputs"]["model"]
+    nodes["room"] = node("Room", model=model, mb=mb)
+    nodes["sampler"]["inputs"]["model"] = ["room", 0]
+    return nodes
 
 
 def test_weights_that_stream_take_loras(comfy: ComfyUI) -> None:

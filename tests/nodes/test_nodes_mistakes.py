@@ -23,11 +23,11 @@ VAE_5B, LORA = "wan2.2_vae.safetensors", "wan2.2_t2v_lightx2v_4steps_lora_v1.1_h
 REFUSED, FAILED, WARNED = "before the prompt runs", "when the node runs", "and the prompt runs"
 
 
-def changed(made: Graph, **nodes: dict[str, Any]) -> Graph:
+def changed(changed_graph: Graph, **nodes: dict[str, Any]) -> Graph:
     """nodes: by name in the graph, inputs that are others."""
     for name, inputs in nodes.items():
-        made[name] = {**made[name], "inputs": made[name]["inputs"] | inputs}
-    return made
+        changed_graph[name] = {**changed_graph[name], "inputs": changed_graph[name]["inputs"] | inputs}
+    return changed_graph
 
 
 def small_14b() -> Graph:
@@ -40,24 +40,24 @@ def with_picture() -> Graph:
 
 def with_lora() -> Graph:
     own = {"model": ["model", 0], "high": LORA, "strength_high": 1.0, "low": "the file above", "strength_low": 1.0}
-    made = small_14b() | {"lora": node("WanCoreLoRA", **own)}
-    return changed(made, sampler={"model": ["lora", 0]})
+    nodes = small_14b() | {"lora": node("WanCoreLoRA", **own)}
+    return changed(nodes, sampler={"model": ["lora", 0]})
 
 
 def with_ksampler() -> Graph:
-    made = small_14b()
-    links = {name: made["sampler"]["inputs"][name] for name in ("model", "positive", "negative")}
+    nodes = small_14b()
+    links = {name: nodes["sampler"]["inputs"][name] for name in ("model", "positive", "negative")}
     own = {"seed": 1, "steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
-    made["sampler"] = node("KSampler", **links, latent_image=["size", 0], **own)
-    made["decode"]["inputs"].pop("report")
-    return made
+    nodes["sampler"] = node("KSampler", **links, latent_image=["size", 0], **own)
+    nodes["decode"]["inputs"].pop("report")
+    return nodes
 
 
 def unconnected() -> Graph:
-    made = small_14b()
+    nodes = small_14b()
     for name in ("model", "positive", "negative", "latent"):
-        del made["sampler"]["inputs"][name]
-    return made
+        del nodes["sampler"]["inputs"][name]
+    return nodes
 
 
 class Mistake(NamedTuple):
@@ -160,6 +160,6 @@ def told(comfy: ComfyUI, graph: Graph) -> tuple[str, str, str]:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_where_it_is(comfy: ComfyUI, name: str) -> None:
     graph, *expected, what, help_ = MISTAKES[name]
-    *found, words = told(comfy, graph)
-    assert found == expected or (name == "huge size" and found == [FAILED, "sampler"]), words
-    assert what in words and help_ in words, words
+    *place, message = told(comfy, graph)
+    assert place == expected or (name == "huge size" and place == [FAILED, "sampler"]), message
+    assert what in message and help_ in message, message

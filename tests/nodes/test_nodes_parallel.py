@@ -60,9 +60,9 @@ def test_the_workflow_runs_twice_on_the_same_workers(comfy: ComfyUI) -> None:
         steps = [e["data"]["value"] for e in run.events if e["type"] == "progress" and e["data"]["node"] == sampler]
         assert steps == list(range(1, 21))
         assert sum(e["type"] == "preview" for e in run.events) == 20
-        words = run.outputs["words"]["text"][0]
-        assert all(word in words for word in ("denoise high", "decode", "mesh: 2x1x1"))
-        assert "guidance: parallel (each branch has ranks of its own)" in words and "batched" not in words
+        report_text = run.outputs["words"]["text"][0]
+        assert all(word in report_text for word in ("denoise high", "decode", "mesh: 2x1x1"))
+        assert "guidance: parallel (each branch has ranks of its own)" in report_text and "batched" not in report_text
         workers.append(ranks_below(comfy.process.pid))
     assert len(workers[0]) == 2 and workers[0] == workers[1]
     assert not list(comfy.base.rglob("unfinished-*"))
@@ -96,8 +96,8 @@ def test_the_report_says_how_the_workers_hold_the_model(comfy: ComfyUI) -> None:
     graph["words"] = node("PreviewAny", source=["report", 1])
     run = comfy.run(graph)
     assert run.ok, run.status
-    words = run.outputs["words"]["text"][0]
-    assert "residency: stream" in words and "blocks stay" not in words
+    report = run.outputs["words"]["text"][0]
+    assert "residency: stream" in report and "blocks stay" not in report
 
 
 def test_interruption_leaves_the_workers_alive_and_the_next_prompt_uses_them(comfy: ComfyUI) -> None:
@@ -166,7 +166,7 @@ def test_a_launcher_that_was_changed_ends_the_workers_before(tmp_path_factory: p
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"devices": "cpu,gpu"}, "'gpu' is not known"),
         ({"devices": "cuda:90"}, "finds"),
@@ -176,11 +176,11 @@ def test_a_launcher_that_was_changed_ends_the_workers_before(tmp_path_factory: p
         ({"step_timeout": 0}, "1 to 86400"),
     ],
 )
-def test_bad_input_is_refused_at_the_launcher(comfy: ComfyUI, changed: dict[str, object], words: str) -> None:
+def test_bad_input_is_refused_at_the_launcher(comfy: ComfyUI, changed: dict[str, object], message: str) -> None:
     with pytest.raises(Refused) as refused:
         comfy.queue(on_workers(small(), **changed))
     assert set(refused.value.errors) == {"launcher"}
-    assert words in json.dumps(refused.value.errors["launcher"]["errors"])
+    assert message in json.dumps(refused.value.errors["launcher"]["errors"])
     assert len(refused.value.errors["launcher"]["errors"]) == 1
 
 

@@ -65,15 +65,15 @@ def graph(**nodes: Any) -> Graph:
     return {**loaders(), "size": size, "sampler": sampler(**FEW), **nodes}
 
 
-def latents(comfy: ComfyUI, made: Graph, of: str = "sampler") -> torch.Tensor:
-    run = comfy.run({**made, "kept": node("SaveLatent", samples=[of, 0], filename_prefix="kept")})
+def latents(comfy: ComfyUI, nodes: Graph, of: str = "sampler") -> torch.Tensor:
+    run = comfy.run({**nodes, "kept": node("SaveLatent", samples=[of, 0], filename_prefix="kept")})
     assert run.ok, run.status
     [saved] = run.outputs["kept"]["latents"]
     return load_file(comfy.base / saved["type"] / saved["subfolder"] / saved["filename"])["latent_tensor"]
 
 
-def refusal(comfy: ComfyUI, made: Graph, of: str = "sampler") -> str:
-    run = comfy.run({**made, "kept": node("SaveLatent", samples=[of, 0], filename_prefix="kept")})
+def refusal(comfy: ComfyUI, nodes: Graph, of: str = "sampler") -> str:
+    run = comfy.run({**nodes, "kept": node("SaveLatent", samples=[of, 0], filename_prefix="kept")})
     assert not run.ok
     return run.message("execution_error")["exception_message"]
 
@@ -82,10 +82,10 @@ def refusal(comfy: ComfyUI, made: Graph, of: str = "sampler") -> str:
 def test_two_samplers_in_a_row_give_what_one_gives(comfy: ComfyUI, solver: str) -> None:
     whole = latents(comfy, graph(sampler=sampler(**FEW, solver=solver)))
     first = sampler(**FEW, solver=solver, end_step=2, return_with_leftover_noise="enable")
-    rest = {**FEW, "solver": solver, "start_step": 2, "latent": ["first", 0]}
-    both = graph(first=first, sampler=sampler(**rest, add_noise="disable"))
+    settings = {**FEW, "solver": solver, "start_step": 2, "latent": ["first", 0]}
+    both = graph(first=first, sampler=sampler(**settings, add_noise="disable"))
     assert torch.equal(latents(comfy, both), whole)
-    assert "disable add_noise here" in refusal(comfy, graph(first=first, sampler=sampler(**rest)))
+    assert "disable add_noise here" in refusal(comfy, graph(first=first, sampler=sampler(**settings)))
 
 
 def test_latents_that_were_saved_in_between(comfy: ComfyUI) -> None:
@@ -93,15 +93,17 @@ def test_latents_that_were_saved_in_between(comfy: ComfyUI) -> None:
     numbers = {**FEW, "solver": "euler"}
     whole = latents(comfy, graph(sampler=sampler(**numbers)))
     first = sampler(**numbers, end_step=3, return_with_leftover_noise="enable")
-    left = latents(comfy, graph(sampler=first))
+    half_way = latents(comfy, graph(sampler=first))
     write_safetensors(
-        {"latent_tensor": left, "latent_format_version_0": torch.tensor([])}, comfy.base / "input" / "left.latent", {}
+        {"latent_tensor": half_way, "latent_format_version_0": torch.tensor([])},
+        comfy.base / "input" / "left.latent",
+        {},
     )
-    made = graph(
+    continued = graph(
         saved=node("LoadLatent", latent="left.latent"),
         sampler=sampler(**numbers, start_step=3, add_noise="disable", latent=["saved", 0]),
     )
-    torch.testing.assert_close(latents(comfy, made), whole, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(latents(comfy, continued), whole, rtol=1e-3, atol=1e-3)
 
 
 def test_video_to_video_stays_nearer_the_weaker_it_is(comfy: ComfyUI) -> None:
@@ -109,8 +111,8 @@ def test_video_to_video_stays_nearer_the_weaker_it_is(comfy: ComfyUI) -> None:
     far = []
     for denoise in (0.2, 0.5, 0.8):
         again = sampler(**FEW, seed=5, denoise=denoise, latent=["sampler", 0])
-        made = latents(comfy, graph(again=again), "again")
-        far.append((made - before).norm().item())
+        weakened = latents(comfy, graph(again=again), "again")
+        far.append((weakened - before).norm().item())
     assert far[0] < far[1] < far[2]
     again = sampler(**FEW, latent=["sampler", 0])
     assert "lower denoise" in refusal(comfy, graph(again=again), "again")
@@ -119,20 +121,20 @@ def test_video_to_video_stays_nearer_the_weaker_it_is(comfy: ComfyUI) -> None:
 
 def test_sigmas_of_a_scheduler_node(comfy: ComfyUI) -> None:
     schedule = node("KarrasScheduler", steps=5, sigma_max=1.0, sigma_min=0.05, rho=7.0)
-    given = {"sigmas": ["schedule", 0], "solver": "res_multistep", "guidance_high": 1.0, "guidance_low": 1.0}
-    made = graph(schedule=schedule, sampler=sampler(**given), plan=plan(**given))
-    assert latents(comfy, made).isfinite().all()
+    settings = {"sigmas": ["schedule", 0], "solver": "res_multistep", "guidance_high": 1.0, "guidance_low": 1.0}
+    scheduled = graph(schedule=schedule, sampler=sampler(**settings), plan=plan(**settings))
+    assert latents(comfy, scheduled).isfinite().all()
     assert (
         "5 steps, res_multistep"
         in comfy.run(
-            {k: made[k] for k in ("model", "schedule", "plan")} | {"text": node("PreviewAny", source=["plan", 1])}
+            {k: scheduled[k] for k in ("model", "schedule", "plan")} | {"text": node("PreviewAny", source=["plan", 1])}
         ).outputs["text"]["text"][0]
     )
-    assert "leave the steps out" in refusal(comfy, graph(schedule=schedule, sampler=sampler(**given | {"steps": 4})))
+    assert "leave the steps out" in refusal(comfy, graph(schedule=schedule, sampler=sampler(**settings | {"steps": 4})))
 
 
-def plan(**given: Any) -> dict[str, Any]:
-    numbers = sampler(**given)["inputs"]
+def plan(**settings: Any) -> dict[str, Any]:
+    numbers = sampler(**settings)["inputs"]
     own = ("model", "steps", "shift", "boundary", "guidance_high", "guidance_low", "solver", "sigmas")
     return node("WanCorePlanPreview", **{name: numbers[name] for name in own if name in numbers}, seconds_per_forward=0)
 
@@ -169,42 +171,42 @@ def test_a_batch_and_one_video_of_it(comfy: ComfyUI) -> None:
 
 def test_several_first_frames(comfy: ComfyUI) -> None:
     """What is known of the video is its first five frames; none but them is."""
-    made = {
+    nodes = {
         **loaders(TINY_I2V, TINY_I2V),
         "frames": node("EmptyImage", width=64, height=64, batch_size=5, color=0xE03020),
         "image": node("WanCoreImageToVideo", positive=["text", 0], negative=["text", 1], vae=["vae", 0], **SIZE,
                       first_image=["frames", 0], batch_size=2),
         "sampler": sampler(**FEW, positive=["image", 0], negative=["image", 1], latent=["image", 2]),
     }  # fmt: skip
-    assert latents(comfy, made).shape[:3] == (2, 16, 3)
-    made["frames"]["inputs"]["batch_size"] = 10
-    assert "10 known frames given for a video of 9" in refusal(comfy, made)
+    assert latents(comfy, nodes).shape[:3] == (2, 16, 3)
+    nodes["frames"]["inputs"]["batch_size"] = 10
+    assert "10 known frames given for a video of 9" in refusal(comfy, nodes)
 
 
 # ------------------------------------------------------------------------------------------------------------ templates
 
 
-def of_kind(made: Graph, kind: str) -> dict[str, Any]:
-    [found] = [one["inputs"] for one in made.values() if one["class_type"] == kind]
-    return found
+def of_kind(nodes: Graph, kind: str) -> dict[str, Any]:
+    [inputs] = [one["inputs"] for one in nodes.values() if one["class_type"] == kind]
+    return inputs
 
 
 @pytest.mark.parametrize("name", ["wan22_image_to_video", "wan22_text_to_video", "wan22_first_last_frame"])
 def test_the_template_s_graph_with_its_switch(comfy: ComfyUI, name: str) -> None:
-    made, words = api_form(name), {}
+    nodes, plans = api_form(name), {}
     kind = "WanCoreEmptyLatent" if name == "wan22_text_to_video" else "WanCoreImageToVideo"
-    of_kind(made, kind).update(SIZE)
-    [key] = [key for key, one in made.items() if one["class_type"] == "WanCoreSampler"]
-    switches = [one for one in made.values() if one["class_type"] == "ComfySwitchNode"]
+    of_kind(nodes, kind).update(SIZE)
+    [key] = [key for key, one in nodes.items() if one["class_type"] == "WanCoreSampler"]
+    switches = [one for one in nodes.values() if one["class_type"] == "ComfySwitchNode"]
     for on in (False, True)[: 1 + len(switches)]:
         for switch in switches:
             switch["inputs"]["switch"] = on
-        run = comfy.run(made)
+        run = comfy.run(nodes)
         assert run.ok, run.message("execution_error")["exception_message"]
-        words[on] = run.outputs[key]["text"][0]
-    assert "20 steps, euler" in words[False] and "(10 high-noise, 10 low-noise), 40 forwards" in words[False]
+        plans[on] = run.outputs[key]["text"][0]
+    assert "20 steps, euler" in plans[False] and "(10 high-noise, 10 low-noise), 40 forwards" in plans[False]
     if switches:
-        assert "4 steps, euler, shift 5" in words[True] and "(2 high-noise, 2 low-noise), 4 forwards" in words[True]
+        assert "4 steps, euler, shift 5" in plans[True] and "(2 high-noise, 2 low-noise), 4 forwards" in plans[True]
 
 
 # -------------------------------------------------------------------------------------------------------------- preview
@@ -227,9 +229,9 @@ def test_the_preview_moves(comfy: ComfyUI) -> None:
     page = Page(comfy.port)
     large = node("WanCoreEmptyLatent", width=192, height=192, frames=33, latent_type="Wan 2.1 VAE (A14B, tiny)")
     steps = 16
-    made = graph(size=large, sampler=sampler(**{**FEW, "steps": steps}, seed=77))
+    nodes = graph(size=large, sampler=sampler(**{**FEW, "steps": steps}, seed=77))
     prompt = comfy.queue(
-        {**made, "kept": node("SaveLatent", samples=["sampler", 0], filename_prefix="kept")}, page.name
+        {**nodes, "kept": node("SaveLatent", samples=["sampler", 0], filename_prefix="kept")}, page.name
     )
     pictures, times, running, after = [], [], "", 0
     for event in page.events():

@@ -107,11 +107,11 @@ def test_fp8_makes_the_video_that_was_asked_for_and_says_that_it_is_fp8(comfy: C
 
 
 def test_blocks_that_are_kept_are_not_quantised(comfy: ComfyUI) -> None:
-    [whole, kept] = [
+    [whole, partly] = [
         facts_of(comfy.run(looked_at(with_loader(small(), precision="fp8", keep_blocks=count)))) for count in (0, 2)
     ]
-    assert kept["fp8"] == whole["fp8"] / 2  # 4 of 8 blocks are between them
-    assert kept["told"] == pytest.approx(kept["bytes"], rel=SCALES) and kept["told"] > whole["told"]
+    assert partly["fp8"] == whole["fp8"] / 2  # 4 of 8 blocks are between them
+    assert partly["told"] == pytest.approx(partly["bytes"], rel=SCALES) and partly["told"] > whole["told"]
 
 
 def evict_all(comfy: ComfyUI) -> None:
@@ -153,7 +153,7 @@ def test_a_compiled_model_comes_back_without_another_compilation(comfy: ComfyUI)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "words"),
+    ("inputs", "message"),
     [
         ({"precision": "te-current"}, "NVIDIA GPU"),
         ({"precision": "fp4"}, "fp8-weights"),
@@ -165,11 +165,11 @@ def test_a_compiled_model_comes_back_without_another_compilation(comfy: ComfyUI)
         ({"compile": "everything"}, "everything"),
     ],
 )
-def test_what_cannot_be_is_refused_at_the_loader(comfy: ComfyUI, inputs: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_refused_at_the_loader(comfy: ComfyUI, inputs: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused) as refused:
         comfy.queue(with_loader(small(), **inputs))
     assert set(refused.value.errors) == {"model"}
-    assert words in json.dumps(refused.value.errors["model"]["errors"])
+    assert message in json.dumps(refused.value.errors["model"]["errors"])
     assert len(refused.value.errors["model"]["errors"]) == 1
 
 

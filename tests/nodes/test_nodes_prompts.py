@@ -29,9 +29,9 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
 
 
 def graph(prompts: str = f"0: {RED}\n8: {GREEN}", whole: str = "", **sampling: Any) -> Graph:
-    made = text_to_video(SIZE, **{"steps": 3, "positive": ["prompts", 0], **sampling})
-    made["prompts"] = node("WanCorePromptsOverTime", clip=["encoder", 0], prompts=prompts, whole_video=whole)
-    return made
+    nodes = text_to_video(SIZE, **{"steps": 3, "positive": ["prompts", 0], **sampling})
+    nodes["prompts"] = node("WanCorePromptsOverTime", clip=["encoder", 0], prompts=prompts, whole_video=whole)
+    return nodes
 
 
 def test_the_video_is_that_of_the_command_line_and_the_plan_shows_the_prompts(comfy: ComfyUI) -> None:
@@ -44,14 +44,14 @@ def test_the_video_is_that_of_the_command_line_and_the_plan_shows_the_prompts(co
     run = comfy.run(asked)
     assert run.ok, run.status
     assert "prompts from frames 0, 8 of 17" in run.outputs["table"]["text"][0]
-    found = read_video(comfy.output_file(run, "save")).astype(np.float32)
+    frames = read_video(comfy.output_file(run, "save")).astype(np.float32)
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     requests = (
         Request(prompt="", prompts_at=SCENES, steps=3, seed=1, **SIZE),
         Request(prompt=RED, steps=3, seed=1, **SIZE),
     )  # type: ignore[arg-type]
     expected, plain = (pipe.generate(one).frames.astype(np.float32) for one in requests)
-    near, far = (float(np.abs(found - one).mean()) for one in (expected, plain))
+    near, far = (float(np.abs(frames - one).mean()) for one in (expected, plain))
     assert near < 6 and near < 0.7 * far, (near, far)  # of 255: H.264 takes some
 
 
@@ -70,17 +70,17 @@ def test_texts_that_are_combined_go_to_windows(comfy: ComfyUI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "words"),
+    ("prompts", "message"),
     [
         (f"8: {GREEN}\n0: {RED}", "the first begins at frame 0"),
         (f"{GREEN}", "the first at frame 0"),
         ("", "no prompts given"),
     ],
 )
-def test_bad_prompts_are_refused_before_anything_runs(comfy: ComfyUI, prompts: str, words: str) -> None:
+def test_bad_prompts_are_refused_before_anything_runs(comfy: ComfyUI, prompts: str, message: str) -> None:
     with pytest.raises(Refused) as refused:
         comfy.run(graph(prompts))
-    assert words in str(refused.value.errors)
+    assert message in str(refused.value.errors)
 
 
 def test_a_prompt_outside_the_video_is_refused(comfy: ComfyUI) -> None:

@@ -37,13 +37,13 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
 
 def texts(*ranges: tuple[float, float], **sampling: Any) -> Graph:
     """Two prompts, each for a range of the run, combined; nothing is guided."""
-    made = small(**{"steps": 4, "guidance_high": 1.0, "guidance_low": 1.0, "solver": "euler", **sampling})
+    nodes = small(**{"steps": 4, "guidance_high": 1.0, "guidance_low": 1.0, "solver": "euler", **sampling})
     for n, (start, end) in enumerate(ranges):
-        made[f"text{n}"] = node("CLIPTextEncode", clip=["encoder", 0], text=(CAPTION, OTHER)[n])
-        made[f"range{n}"] = node("ConditioningSetTimestepRange", conditioning=[f"text{n}", 0], start=start, end=end)
-    made["sum"] = node("ConditioningCombine", conditioning_1=["range0", 0], conditioning_2=["range1", 0])
-    made["sampler"]["inputs"]["positive"] = ["sum", 0]
-    return made
+        nodes[f"text{n}"] = node("CLIPTextEncode", clip=["encoder", 0], text=(CAPTION, OTHER)[n])
+        nodes[f"range{n}"] = node("ConditioningSetTimestepRange", conditioning=[f"text{n}", 0], start=start, end=end)
+    nodes["sum"] = node("ConditioningCombine", conditioning_1=["range0", 0], conditioning_2=["range1", 0])
+    nodes["sampler"]["inputs"]["positive"] = ["sum", 0]
+    return nodes
 
 
 def refused(run: Run, where: str = "sampler") -> str:
@@ -59,36 +59,39 @@ def test_texts_for_ranges_of_the_run(comfy: ComfyUI) -> None:
 
 
 def test_a_video_on_the_latent_input(comfy: ComfyUI) -> None:
-    made = small()
-    made["second"] = {**made["sampler"], "inputs": {**made["sampler"]["inputs"], "latent": ["sampler", 0], "seed": 5}}
-    made["decode"]["inputs"]["latent"] = ["second", 0]
-    assert "`latent` holds a video" in refused(comfy.run(made), "second")
+    nodes = small()
+    nodes["second"] = {
+        **nodes["sampler"],
+        "inputs": {**nodes["sampler"]["inputs"], "latent": ["sampler", 0], "seed": 5},
+    }
+    nodes["decode"]["inputs"]["latent"] = ["second", 0]
+    assert "`latent` holds a video" in refused(comfy.run(nodes), "second")
 
 
 def test_strengths_and_more_first_frames_than_frames(comfy: ComfyUI) -> None:
-    made = small()
-    made["weaker"] = node("ConditioningSetAreaStrength", conditioning=["text", 0], strength=0.5)
-    made["sampler"]["inputs"]["positive"] = ["weaker", 0]
-    assert "`positive` carries strength" in refused(comfy.run(made))
-    made = image_to_video()
-    made["model"]["inputs"] |= {"high": TINY_I2V, "low": TINY_I2V}
-    made["many"] = node("RepeatImageBatch", image=["picture", 0], amount=18)
-    made["size"]["inputs"]["first_image"] = ["many", 0]
-    assert "18 known frames given for a video of 17" in refused(comfy.run(made), "size")
+    nodes = small()
+    nodes["weaker"] = node("ConditioningSetAreaStrength", conditioning=["text", 0], strength=0.5)
+    nodes["sampler"]["inputs"]["positive"] = ["weaker", 0]
+    assert "`positive` carries strength" in refused(comfy.run(nodes))
+    nodes = image_to_video()
+    nodes["model"]["inputs"] |= {"high": TINY_I2V, "low": TINY_I2V}
+    nodes["many"] = node("RepeatImageBatch", image=["picture", 0], amount=18)
+    nodes["size"]["inputs"]["first_image"] = ["many", 0]
+    assert "18 known frames given for a video of 17" in refused(comfy.run(nodes), "size")
 
 
 def test_swapped_experts_and_weights_are_said_on_the_node(comfy: ComfyUI) -> None:
-    made = small()
-    made["model"]["inputs"] |= {"high": "low_noise.safetensors", "low": "high_noise.safetensors"}
-    made["text"]["inputs"]["positive"] = "a (red:1.4) circle"
-    made["report"] = node("WanCoreReport", report=["sampler", 1])
-    made["words"] = node("PreviewAny", source=["report", 1])
-    run = comfy.run(made)
+    nodes = small()
+    nodes["model"]["inputs"] |= {"high": "low_noise.safetensors", "low": "high_noise.safetensors"}
+    nodes["text"]["inputs"]["positive"] = "a (red:1.4) circle"
+    nodes["report"] = node("WanCoreReport", report=["sampler", 1])
+    nodes["words"] = node("PreviewAny", source=["report", 1])
+    run = comfy.run(nodes)
     assert run.ok, run.status
     assert "warning: the experts are swapped" in run.outputs["model"]["text"][0]
     assert "(red:1.4): it is read as text" in run.outputs["text"]["text"][0]
-    words = run.outputs["words"]["text"][0]
-    assert "the experts are swapped" in words and "(red:1.4): it is read as text" in words
+    report = run.outputs["words"]["text"][0]
+    assert "the experts are swapped" in report and "(red:1.4): it is read as text" in report
 
 
 KNOWN = {"positive": ["text", 0], "negative": ["text", 1], "vae": ["vae", 0], "pose_video": ["picture", 0]}
@@ -96,7 +99,7 @@ KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
 
 
 @pytest.mark.parametrize(
-    ("kind", "inputs", "words"),
+    ("kind", "inputs", "message"),
     [
         ("WanCoreVAELoader", {"vae": HIGH, "precision": "auto"}, "a Wan VAE is expected here"),
         ("WanCoreTextEncoderLoader", {"text_encoder": HIGH, "precision": "checkpoint"}, "is expected here"),
@@ -119,28 +122,28 @@ KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
     ],
 )
 def test_what_constants_show_to_be_wrong_is_refused_before_the_prompt_runs(
-    comfy: ComfyUI, kind: str, inputs: dict[str, Any], words: str
+    comfy: ComfyUI, kind: str, inputs: dict[str, Any], message: str
 ) -> None:
     """By an exception, whose sentence ComfyUI's page shows at once."""
-    made, wrong = small(), node(kind, **with_defaults(comfy, kind, inputs))
-    made["picture"] = node("LoadImage", image="first.png")
-    [found] = [key for key, one in made.items() if one["class_type"] == kind] or ["wrong"]
-    made[found] = {**wrong, "inputs": made.get(found, {"inputs": {}})["inputs"] | wrong["inputs"]}
-    if found == "wrong":  # ComfyUI runs the outputs that are right
-        del made["save"]
-        made["shown"] = node("PreviewAny", source=["wrong", 0])
+    nodes, wrong = small(), node(kind, **with_defaults(comfy, kind, inputs))
+    nodes["picture"] = node("LoadImage", image="first.png")
+    [key] = [key for key, one in nodes.items() if one["class_type"] == kind] or ["wrong"]
+    nodes[key] = {**wrong, "inputs": nodes.get(key, {"inputs": {}})["inputs"] | wrong["inputs"]}
+    if key == "wrong":  # ComfyUI runs the outputs that are right
+        del nodes["save"]
+        nodes["shown"] = node("PreviewAny", source=["wrong", 0])
     with pytest.raises(Refused) as refused:
-        comfy.queue(made)
+        comfy.queue(nodes)
     [[error]] = [one["errors"] for one in refused.value.errors.values()]
-    assert set(refused.value.errors) == {found} and words in error["details"]
+    assert set(refused.value.errors) == {key} and message in error["details"]
     assert error["type"] in ("exception_during_validation", "exception_during_inner_validation")
 
 
 def with_defaults(comfy: ComfyUI, kind: str, inputs: dict[str, Any]) -> dict[str, Any]:
     """The widgets of a node as the page sends them; a model where it takes one."""
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     inputs_of = comfy.get("/object_info")[kind]["input"]
     for group in (inputs_of.get(name, {}) for name in ("required", "optional")):
-        made |= {name: options["default"] for name, (_, options) in group.items() if "default" in options}
-        made |= {"model": ["model", 0]} if "model" in group and kind != "WanCoreModelLoader" else {}
-    return made | inputs
+        values |= {name: options["default"] for name, (_, options) in group.items() if "default" in options}
+        values |= {"model": ["model", 0]} if "model" in group and kind != "WanCoreModelLoader" else {}
+    return values | inputs

@@ -51,15 +51,15 @@ class NewestSchema(types.SimpleNamespace):
 
 def modules() -> dict[str, types.ModuleType]:
     """What `nodes` imports of ComfyUI, empty but for what its module bodies and schemas touch."""
-    made = {
+    stubs = {
         name: types.ModuleType(name)
         for name in ("comfy", "comfy.model_management", "comfy.model_patcher", "comfy.utils", "comfy_execution")
     }
     names = ("comfy.patcher_extension", "comfy.samplers", "comfy_execution.utils", "comfy_execution.progress")
     for name in (*names, "folder_paths", "server", "comfy_api", "comfy_api.feature_flags", "comfy_api.latest"):
-        made[name] = types.ModuleType(name)
+        stubs[name] = types.ModuleType(name)
     plain = {
-        "comfy": {"model_management": made["comfy.model_management"]},
+        "comfy": {"model_management": stubs["comfy.model_management"]},
         "comfy.model_patcher": {"ModelPatcher": object},
         "comfy.patcher_extension": {"WrappersMP": object, "add_wrapper_with_key": None},
         "comfy.samplers": {"KSampler": types.SimpleNamespace(SAMPLERS=OF_COMFYUI[0], SCHEDULERS=OF_COMFYUI[1])},
@@ -75,8 +75,8 @@ def modules() -> dict[str, types.ModuleType]:
     io.Custom, io.ComfyNode, io.Schema = Recorder, object, NewestSchema
     plain["comfy_api.latest"] = {"io": io, "ui": None, "ComfyExtension": object, "InputImpl": None}
     for name, contents in plain.items():
-        vars(made[name]).update(contents)
-    return made
+        vars(stubs[name]).update(contents)
+    return stubs
 
 
 OF_COMFYUI = (["euler"], ["simple"])  # samplers and schedulers differ between its versions: the file has none
@@ -98,10 +98,10 @@ def schemas() -> dict[str, Any]:
         for name, module in modules().items():
             patch.setitem(sys.modules, name, module)
         nodes = importlib.import_module("nodes")
-        found = [node.define_schema() for node in nodes.NODES]
+        defined = [node.define_schema() for node in nodes.NODES]
         for name in [name for name in sys.modules if name.partition(".")[0] == "nodes"]:
             del sys.modules[name]
-    return {schema.node_id: schema for schema in found}
+    return {schema.node_id: schema for schema in defined}
 
 
 def test_nothing_that_was_shared_is_gone(schemas: dict[str, Any]) -> None:
@@ -110,16 +110,16 @@ def test_nothing_that_was_shared_is_gone(schemas: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_inputs_only_grow_at_the_end(schemas: dict[str, Any], name: str) -> None:
-    given, frozen = schemas[name].inputs, FROZEN[name]["inputs"]
-    for now, before in zip(given, frozen, strict=False):
+    inputs, frozen = schemas[name].inputs, FROZEN[name]["inputs"]
+    for now, before in zip(inputs, frozen, strict=False):
         for key in ("name", "type", "default", "optional", "control_after_generate"):
             assert now.get(key, False) == before.get(key, False), f"{name}.{before['name']}: {key}"
         gone = [option for option in before.get("options", []) if option not in now["options"]]
         assert not gone, f"{name}.{before['name']} lost {gone}"
-    assert len(given) >= len(frozen)
+    assert len(inputs) >= len(frozen)
     # a prompt saved without the addition must still pass validation
-    assert all(added.get("optional") for added in given[len(frozen) :])
-    required = [not entry.get("optional", False) for entry in given]
+    assert all(added.get("optional") for added in inputs[len(frozen) :])
+    required = [not entry.get("optional", False) for entry in inputs]
     assert required == sorted(required, reverse=True), "the page shows optional inputs last: declare them last"
 
 
@@ -146,9 +146,9 @@ def test_steps_and_rounding_fit_the_range(schemas: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_outputs_only_grow_at_the_end(schemas: dict[str, Any], name: str) -> None:
-    given = [(entry["name"], entry["type"]) for entry in schemas[name].outputs]
+    outputs = [(entry["name"], entry["type"]) for entry in schemas[name].outputs]
     frozen = [(entry["name"], entry["type"]) for entry in FROZEN[name]["outputs"]]
-    assert given[: len(frozen)] == frozen
+    assert outputs[: len(frozen)] == frozen
 
 
 def test_names_of_inputs_and_outputs_do_not_meet(schemas: dict[str, Any]) -> None:
@@ -186,7 +186,9 @@ def test_the_pack_imports_nothing_of_comfyui_before_its_entry_point() -> None:
     assert (Path(__file__).resolve().parents[2] / pack.WEB_DIRECTORY).is_dir()
 
 
-@pytest.mark.parametrize("words", ["wan fast", "sage", "teacache", "magcache", "block swap", "speed", "faster", "vram"])
-def test_words_that_people_search_for_find_a_node(schemas: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    "search_term", ["wan fast", "sage", "teacache", "magcache", "block swap", "speed", "faster", "vram"]
+)
+def test_words_that_people_search_for_find_a_node(schemas: dict[str, Any], search_term: str) -> None:
     """ComfyUI's search takes them where its schemas have `search_aliases`."""
-    assert any(words in schema.search_aliases for schema in schemas.values())
+    assert any(search_term in schema.search_aliases for schema in schemas.values())

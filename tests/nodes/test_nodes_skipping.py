@@ -63,9 +63,9 @@ def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
     graph["pair"] = node("PreviewImage", images=["compare", 0])
     run = comfy.run(graph)
     assert run.ok, run.status
-    table, words = (run.outputs[key]["text"][0] for key in ("table", "words"))
+    table, report = (run.outputs[key]["text"][0] for key in ("table", "words"))
     assert "forecast" in table and "last guidance" in table and "% saved" in table and "0.5 of the size" in table
-    assert "of 24 (" in words and "magcache 10/2/0.2, order 1, guidance every 2, stages 0.5/0.9-0.97" in words
+    assert "of 24 (" in report and "magcache 10/2/0.2, order 1, guidance every 2, stages 0.5/0.9-0.97" in report
     assert "% saved" in run.outputs["sampler"]["text"][0] and "saved" not in run.outputs["full"]["text"][0]
     text = run.outputs["compare"]["text"][0]
     assert "PSNR" in text and "equal" not in text and "caption" not in text

@@ -29,14 +29,14 @@ def test_two_clips_equal_comfyuis(tmp_path: Path) -> None:
     subprocess.run([python_of(checkout), SCRIPT, checkout, out], check=True, timeout=600, capture_output=True)
     path = tmp_path / "wan_model.safetensors"
     save_file(draw_weights(CONFIG), path)
-    found, model = find_experts(path), load_dit(path, dtype=torch.float32)
+    experts, model = find_experts(path), load_dit(path, dtype=torch.float32)
     for clip in torch.load(out):
         for asked, least, most in ((True, 0, 1e-3), (False, 1e-3, 1)):
             positive = [[rows, {**extras, COMFYUI_POSITIONS: asked}] for rows, extras in clip["positive"]]
-            plan, conditioning, *_ = join(positive, clip["negative"], clip["latent"], found, plan_of())
+            plan, conditioning, *_ = join(positive, clip["negative"], clip["latent"], experts, plan_of())
             assert {"audio", "reference", "motion", "pose"} <= conditioning.inputs.keys()
             noise = draw_noise(SEED, tuple(clip["latent"]["samples"].shape))
             with torch.no_grad():
                 latents = denoise(plan, lambda _: model, conditioning, noise)
-            made = found.vae.denormalise(latents)
-            assert least <= float((made - clip["made"]).norm() / clip["made"].norm()) < most
+            decoded = experts.vae.denormalise(latents)
+            assert least <= float((decoded - clip["made"]).norm() / clip["made"].norm()) < most

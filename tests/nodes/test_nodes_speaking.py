@@ -70,11 +70,11 @@ def graph_of(comfy: ComfyUI) -> Graph:
     files = {"WanCoreModelLoader": {"high": "s2v.safetensors"}, "WanCoreVAELoader": {"vae": "vae.safetensors"}}
     files |= {"WanCoreTextEncoderLoader": {"text_encoder": "umt5.safetensors"}, "WanCoreTextEncode": PROMPTS}
     files |= {"LoadImage": {"image": "reference.png"}, "LoadAudio": {"audio": "speech.wav"}}
-    given = {**files, "WanCoreSoundToVideo": SIZE, "WanCoreSampler": PLAN}
+    settings = {**files, "WanCoreSoundToVideo": SIZE, "WanCoreSampler": PLAN}
     shared = api_form("wan22_sound_to_video")
     loader = next(key for key, one in shared.items() if one["class_type"] == "WanCoreModelLoader")
     for key, one in shared.items():
-        kind, inputs = one["class_type"], one["inputs"] | given.get(one["class_type"], {})
+        kind, inputs = one["class_type"], one["inputs"] | settings.get(one["class_type"], {})
         if kind == "AudioEncoderEncode":
             kind, inputs = "States", {"path": str(comfy.base / "states.pt"), "samples": FRAMES * 1000}
         if kind == "WanCoreSampler":
@@ -88,7 +88,7 @@ def graph_of(comfy: ComfyUI) -> Graph:
 
 def command_line(comfy: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     """Frames of the same video, each clip with the seed of its sampler."""
-    models, given = comfy.base / "models", comfy.base / "input"
+    models, input_folder = comfy.base / "models", comfy.base / "input"
     monkeypatch.setattr(hearing, "encoded", lambda *_: loop.drawn_states()[:, :99])
     monkeypatch.setattr(sources, "recognise_speech", lambda *_: hearing.Speech(None, lambda _: None))
     files = {"high": "diffusion_models/s2v", "text_encoder": "text_encoders/umt5", "vae": "vae/vae"}
@@ -97,13 +97,13 @@ def command_line(comfy: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     )
     sample = clips.sample
 
-    def seeded(run: Any, *rest: Any, clip: int) -> torch.Tensor:
+    def seeded(run: Any, *arguments: Any, clip: int) -> torch.Tensor:
         job = replace(run.job, request=replace(run.job.request, seed=SEEDS[clip]))
-        return sample(replace(run, job=job), *rest)
+        return sample(replace(run, job=job), *arguments)
 
     monkeypatch.setattr(clips, "sample", seeded)
     size = {"width": loop.SIDE, "height": loop.SIDE, "clip_frames": SIZE["frames"]}
-    media = {"reference": str(given / "reference.png"), "audio": str(given / "speech.wav")}
+    media = {"reference": str(input_folder / "reference.png"), "audio": str(input_folder / "speech.wav")}
     texts = {"prompt": PROMPTS["positive"], "negative_prompt": PROMPTS["negative"]}
     return pipe.generate(Request(**texts, **size, **media, **PLAN)).frames
 
@@ -115,10 +115,10 @@ def test_the_shared_workflow_makes_the_video_of_the_command_line(
     run = comfy.run(graph)
     assert run.ok, run.status
     pictures = run.outputs["pictures"]["images"]
-    found = np.stack([load_image(path_of(comfy, one)) for one in pictures]) * 255
-    assert len(found) == FRAMES
+    frames = np.stack([load_image(path_of(comfy, one)) for one in pictures]) * 255
+    assert len(frames) == FRAMES
     expected = command_line(comfy, monkeypatch).astype(np.float32)
-    assert np.abs(found - expected).max() <= 2 and np.abs(found - expected).mean() < 0.5
+    assert np.abs(frames - expected).max() <= 2 and np.abs(frames - expected).mean() < 0.5
     [saved] = [key for key, one in graph.items() if one["class_type"] == "SaveVideo"]
     [file] = run.outputs[saved]["images"]
     assert len(read_video(path_of(comfy, file))) == FRAMES

@@ -77,10 +77,10 @@ class Patcher:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[SimpleNamespace]:
-    made, manager = modules(), Manager()
-    vars(made["comfy.model_patcher"])["ModelPatcher"] = Patcher
-    vars(made["comfy_execution.utils"])["get_executing_context"] = lambda: None
-    vars(made["comfy.model_management"]).update(
+    stubs, manager = modules(), Manager()
+    vars(stubs["comfy.model_patcher"])["ModelPatcher"] = Patcher
+    vars(stubs["comfy_execution.utils"])["get_executing_context"] = lambda: None
+    vars(stubs["comfy.model_management"]).update(
         get_torch_device=lambda: CPU,
         throw_exception_if_processing_interrupted=lambda: None,
         load_models_gpu=manager.load_models_gpu,
@@ -88,7 +88,7 @@ def nodes() -> Iterator[SimpleNamespace]:
         get_total_memory=manager.get_total_memory,
     )
     before = dict(sys.modules)
-    sys.modules.update(made)
+    sys.modules.update(stubs)
     try:
         yield SimpleNamespace(
             host=importlib.import_module("nodes.host"),
@@ -99,9 +99,9 @@ def nodes() -> Iterator[SimpleNamespace]:
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "nodes"]:
             del sys.modules[name]
-        for name in made:
+        for name in stubs:
             sys.modules.pop(name, None)
-        sys.modules.update({name: module for name, module in before.items() if name in made})
+        sys.modules.update({name: module for name, module in before.items() if name in stubs})
 
 
 EMBEDDED = {expert: TINY / f"t2v_{expert}.safetensors" for expert in ("high", "low")}
@@ -113,19 +113,19 @@ def socket(nodes: SimpleNamespace, residency: str, lora_mode: str = "auto", file
     options = LoadOptions(high=paths[0], low=paths[1], residency=residency, lora_mode=lora_mode)
     settings = resolve_settings(find_experts(*paths), options, CPU)
     shared = Residency(CPU, "stream")
-    held = {
+    models = {
         name: nodes.host.Held(name, part, lambda module: finish(module, settings, CPU), shared)
         for name, part in settings.parts.items()
     }
     nodes.manager.free_memory(1e30, CPU)
-    return nodes.sockets.ModelSocket(options, settings, held, None)
+    return nodes.sockets.ModelSocket(options, settings, models, None)
 
 
 def with_loras(model: Any, strength: float) -> Any:
     files = {name: TINY / "lora" / f"t2v_4step_lora_{name}_noise.safetensors" for name in ("high", "low")}
     options = [LoraOptions(path=str(path), expert=name, strength=strength) for name, path in files.items()]
-    found = read_loras(options, model.experts.dit, True)
-    return replace(model, loras={name: tuple(wanted) for name, wanted in found.items()})
+    loras = read_loras(options, model.experts.dit, True)
+    return replace(model, loras={name: tuple(wanted) for name, wanted in loras.items()})
 
 
 def owner_of(model: Any, workload: Workload = WORKLOAD) -> Any:
@@ -153,11 +153,11 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
 ) -> None:
     """What a family prepares besides text counts for both doors. Nothing is loaded."""
     options = LoadOptions(model=f"random:{task}", residency="stream", precision="bf16")
-    found = find_models(options)
-    experts = {name: part for name, part in found.of.items() if name in ("high", "low")}
-    settings = resolve_settings(replace(found, of=experts), options, CPU)
-    held = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
-    model = nodes.sockets.ModelSocket(options, settings, held, None)
+    recognised = find_models(options)
+    experts = {name: part for name, part in recognised.of.items() if name in ("high", "low")}
+    settings = resolve_settings(replace(recognised, of=experts), options, CPU)
+    models = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
+    model = nodes.sockets.ModelSocket(options, settings, models, None)
     workload = Workload((1, 16, 21, 60, 104), make_plan(steps=4), batched)
     room = 30 << 30
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room)
@@ -165,7 +165,7 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
     planned = MemoryPlanner(settings, options).plan(workload)
     here = nodes.memory.plan_experts(model, workload)
     assert here.beside["high"] == planned.beside["high"] and here.form == planned.form
-    assert here.staying_blocks == planned.resident_blocks < found.dit.num_layers
+    assert here.staying_blocks == planned.resident_blocks < recognised.dit.num_layers
 
 
 @pytest.mark.parametrize(("share", "stays"), [(0.25, True), (0.75, False)])
@@ -174,14 +174,14 @@ def test_blocks_that_stream_stay_while_half_of_the_reserve_is_left(
 ) -> None:
     """Under ComfyUI's memory manager as under the engine's own. share: of the reserve, which the steps take."""
     options = LoadOptions(model="random:t2v-A14B", precision="bf16")
-    found = find_models(options)
-    experts = {name: part for name, part in found.of.items() if name in ("high", "low")}
-    settings = resolve_settings(replace(found, of=experts), options, CPU)
-    held = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
-    model = nodes.sockets.ModelSocket(options, settings, held, None)
+    recognised = find_models(options)
+    experts = {name: part for name, part in recognised.of.items() if name in ("high", "low")}
+    settings = resolve_settings(replace(recognised, of=experts), options, CPU)
+    models = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
+    model = nodes.sockets.ModelSocket(options, settings, models, None)
     workload, blocks = Workload((1, 16, 21, 60, 104), make_plan(steps=4), False), 20
     now = Residency(CPU, "stream", resident_blocks=blocks, room=1)
-    for one in held.values():
+    for one in models.values():
         one.resident_blocks = blocks
     taken = nodes.memory.plan_experts(model, workload).beside["high"] + stage_bytes(
         settings.parts["high"].units, blocks
@@ -203,8 +203,8 @@ def test_nodes_tell_the_model_how_the_plan_keeps_what_it_prepares(
     settings = resolve_settings(find_experts(path), options, CPU)
     shared = Residency(CPU, "stream")
     part = settings.parts["high"]
-    held = nodes.host.Held("high", part, lambda module: finish(module, settings, CPU), shared)
-    model = nodes.sockets.ModelSocket(options, settings, {"high": held, "low": held}, None)
+    expert = nodes.host.Held("high", part, lambda module: finish(module, settings, CPU), shared)
+    model = nodes.sockets.ModelSocket(options, settings, {"high": expert, "low": expert}, None)
     workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
     monkeypatch.setattr(planning, "RESERVE", (0, 0))
     on_device = nodes.memory.plan_experts(model, workload)
@@ -212,13 +212,13 @@ def test_nodes_tell_the_model_how_the_plan_keeps_what_it_prepares(
     less = on_device.beside["high"] + stage_bytes(part.units, 0) - 1
     monkeypatch.setattr(nodes.host, "room", lambda: less)
     owner = owner_of(model, workload)
-    found = owner.acquire("high")
+    loaded = owner.acquire("high")
     plan = nodes.memory.plan_experts(model, workload)
-    assert plan.form is not None and plan.form.host and found.prepared_form == plan.form == held.kept_form
-    assert held.resident_blocks == plan.staying_blocks and f"memory: {plan.form.words}" in owner.report.notes
+    assert plan.form is not None and plan.form.host and loaded.prepared_form == plan.form == expert.kept_form
+    assert expert.resident_blocks == plan.staying_blocks and f"memory: {plan.form.words}" in owner.report.notes
     monkeypatch.setattr(nodes.host, "room", lambda: 1 << 40)
     assert owner.acquire("high").prepared_form == on_device.form
-    held.detach()
+    expert.detach()
 
 
 def test_host_memory_that_is_short_is_said_before_anything_is_read(
@@ -227,15 +227,15 @@ def test_host_memory_that_is_short_is_said_before_anything_is_read(
     path = str(TINY / "driven.safetensors")
     options = LoadOptions(high=path, residency="stream")
     settings = resolve_settings(find_experts(path), options, CPU)
-    held = nodes.host.Held("high", settings.parts["high"], lambda module: module, Residency(CPU, "stream"))
-    model = nodes.sockets.ModelSocket(options, settings, {"high": held, "low": held}, None)
+    expert = nodes.host.Held("high", settings.parts["high"], lambda module: module, Residency(CPU, "stream"))
+    model = nodes.sockets.ModelSocket(options, settings, {"high": expert, "low": expert}, None)
     workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
     monkeypatch.setattr(planning, "RESERVE", (0, 0))
     monkeypatch.setattr(nodes.host, "room", lambda: 1 << 20)  # less than any form takes
     monkeypatch.setattr(nodes.memory, "host_room", lambda: settings.parts["high"].bytes)
     with pytest.raises(OptionError, match=r"driving video, FP8, in host memory, take .* make a smaller video"):
         owner_of(model, workload).acquire("high")
-    assert not held.is_loaded and not held.in_host_memory
+    assert not expert.is_loaded and not expert.in_host_memory
 
 
 MODES = ("merge", "attach")
@@ -245,7 +245,7 @@ MODES = ("merge", "attach")
 def test_loras_on_blocks_that_stream(nodes: SimpleNamespace, mode: str) -> None:
     """On, weaker, off: the bits of resident weights; and again after everything was evicted."""
     resident, streamed = socket(nodes, "resident", mode), socket(nodes, "stream", mode)
-    found = []
+    runs = []
     for strength in (1.0, 0.5, None):
         makes = [one if strength is None else with_loras(one, strength) for one in (resident, streamed)]
         exact = latents(makes[0])
@@ -256,8 +256,8 @@ def test_loras_on_blocks_that_stream(nodes: SimpleNamespace, mode: str) -> None:
         assert all(one.resident_blocks is not None for one in streamed.held.values())
         nodes.manager.free_memory(1e30, CPU)
         assert torch.equal(latents(makes[1]), exact)
-        found.append(exact)
-    assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+        runs.append(exact)
+    assert not torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
 
 
 @pytest.mark.parametrize("mode", [*MODES, "auto"])
@@ -336,9 +336,9 @@ def test_packed_weights_are_read_again_where_loras_are_to_be_merged(
     model = socket(nodes, residency, "merge", files)
     plain = latents(model)
     for strength in (1.0, 0.5):
-        found = latents(with_loras(model, strength))
-        assert torch.equal(found, latents(with_loras(socket(nodes, residency, "merge", files), strength)))
-        assert not torch.equal(found, plain)
+        changed = latents(with_loras(model, strength))
+        assert torch.equal(changed, latents(with_loras(socket(nodes, residency, "merge", files), strength)))
+        assert not torch.equal(changed, plain)
     assert torch.equal(latents(model), plain)
 
 
@@ -395,9 +395,9 @@ def test_a_text_encoder_that_does_not_fit_streams(nodes: SimpleNamespace, tmp_pa
     nodes.manager.room = int((fits - 1e4 if small else fits + 1e6) / (1 - RESERVE[1]))
     try:
         for prompts in (["a red circle"], ["a blue cross moving up", ""]):
-            found = text.encode(prompts)
-            for made, rows in zip(found, exact.encode(prompts), strict=True):
-                assert torch.equal(made[0][0][0], rows[: made[0][0].shape[1]])
+            encoded = text.encode(prompts)
+            for conditioning, rows in zip(encoded, exact.encode(prompts), strict=True):
+                assert torch.equal(conditioning[0][0][0], rows[: conditioning[0][0].shape[1]])
             assert [bool(stage.slots) for stage in residency.stages.values()] == [True] * small
             nodes.manager.free_memory(1e30, CPU)
             assert not residency.models and not any(stage.held for stage in residency.stages.values())
@@ -416,19 +416,19 @@ def test_weights_that_do_not_fit_into_host_memory_stay_in_their_file(
     exact = latents(with_loras(socket(nodes, "resident", "merge", files), 1.0))
     model = with_loras(socket(nodes, "stream", files=files), 1.0)
     one = model.settings.parts["high"].bytes
-    held, weights = model.held, model.held["high"].residency.host_weights
+    experts, weights = model.held, model.held["high"].residency.host_weights
 
-    def left() -> int:
+    def room_left() -> int:
         return int(1.5 * one) - sum(u.layout.nbytes for w in weights.values() for u in w.units if u.memory is not None)
 
-    monkeypatch.setattr(nodes.memory, "host_room", left)
-    found = latents(model)
-    pinned = {name: all(unit.memory is not None for unit in weights[name].units) for name in held}
+    monkeypatch.setattr(nodes.memory, "host_room", room_left)
+    streamed = latents(model)
+    pinned = {name: all(unit.memory is not None for unit in weights[name].units) for name in experts}
     assert pinned == {"high": True, "low": False}
-    attached = {n: any(map(is_attached, dict(h.residency.models[n].named_buffers()))) for n, h in held.items()}
+    attached = {n: any(map(is_attached, dict(h.residency.models[n].named_buffers()))) for n, h in experts.items()}
     assert attached == {"high": False, "low": True}
-    torch.testing.assert_close(found, exact, atol=2e-4, rtol=1e-3)
-    assert torch.equal(latents(model), found)
+    torch.testing.assert_close(streamed, exact, atol=2e-4, rtol=1e-3)
+    assert torch.equal(latents(model), streamed)
     monkeypatch.setattr(nodes.memory, "host_room", lambda: one // 2)
     with pytest.raises(OptionError, match="GiB are available"):  # of 16 bits, and computed in 32
         latents(socket(nodes, "stream"))

@@ -34,11 +34,11 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
 def clip(number: int, **more: list[object]) -> Graph:
     links = {"positive": ["text", 0], "negative": ["text", 1], "vae": ["vae", 0], "anchor": ["picture", 0]}
     size = {"width": WIDTH, "height": HEIGHT, "frames": CLIP}
-    known = f"known{number}"
-    made = {"positive": [known, 0], "negative": [known, 1], "latent": [known, 2]}
+    name = f"known{number}"
+    links_in = {"positive": [name, 0], "negative": [name, 1], "latent": [name, 2]}
     return {
-        known: node("WanCoreImageToVideo", **links, **size, **more),
-        f"clip{number}": sampler(**made, seed=3 + number, steps=2),
+        name: node("WanCoreImageToVideo", **links, **size, **more),
+        f"clip{number}": sampler(**links_in, seed=3 + number, steps=2),
     }
 
 
@@ -64,19 +64,19 @@ def test_a_graph_makes_the_latents_of_the_command_line(comfy: ComfyUI) -> None:
     run = comfy.run(two_clips())
     assert run.ok, run.status
     [path] = Path(comfy.base, "output").glob("svi*.latent")
-    made = load_file(path)["latent_tensor"]
+    latents = load_file(path)["latent_tensor"]
     pipe = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
     picture = str(Path(comfy.base) / "input" / "anchor.png")
     size = {"width": WIDTH, "height": HEIGHT, "clip_frames": CLIP, "frames": 2 * CLIP - 5}
     expected = pipe.generate(Request(prompt=CAPTION, image=picture, svi=True, steps=2, seed=3, **size)).latents  # type: ignore[arg-type]
-    assert made.shape == expected.shape == (1, 16, 8, HEIGHT // 8, WIDTH // 8)
-    assert (made - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert torch.isfinite(made).all()
+    assert latents.shape == expected.shape == (1, 16, 8, HEIGHT // 8, WIDTH // 8)
+    assert (latents - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert torch.isfinite(latents).all()
     assert "the latents before are its frames 1 to 4" in run.outputs["words"]["text"][0]
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"anchor": None}, "previous connected without anchor"),
         ({"first_image": ["picture", 0]}, "a clip of SVI begins with the anchor alone"),
@@ -84,9 +84,9 @@ def test_a_graph_makes_the_latents_of_the_command_line(comfy: ComfyUI) -> None:
         ({"frames": 5}, "make it longer, or hand fewer on"),
     ],
 )
-def test_what_cannot_be_is_refused(comfy: ComfyUI, changed: dict[str, object], words: str) -> None:
+def test_what_cannot_be_is_refused(comfy: ComfyUI, changed: dict[str, object], message: str) -> None:
     graph = two_clips()
     inputs = graph["known1"]["inputs"] | changed
     graph["known1"]["inputs"] = {name: value for name, value in inputs.items() if value is not None}
     run = comfy.run(graph)
-    assert not run.ok and words in str(run.status)
+    assert not run.ok and message in str(run.status)

@@ -71,9 +71,9 @@ def test_save_video_copies_what_was_encoded(comfy: ComfyUI) -> None:
         graph[name] = node("SaveVideo", video=["video", 0], filename_prefix=name, format=form, codec="auto")
     run = comfy.run(graph)
     assert run.ok, run.status
-    (made,) = temporary(comfy) - before
+    (encoded,) = temporary(comfy) - before
     for name in ("save", "mp4"):
-        assert packets(comfy.output_file(run, name)) == packets(made)
+        assert packets(comfy.output_file(run, name)) == packets(encoded)
         with av.open(str(comfy.output_file(run, name))) as container:
             assert "WanCoreDecodeToVideo" in container.metadata["prompt"]
             assert container.streams.video[0].average_rate == 8

@@ -92,8 +92,8 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
 
 
 def of_kind(graph: Graph, kind: str) -> dict[str, object]:
-    [found] = [one["inputs"] for one in graph.values() if one["class_type"] == kind]
-    return found
+    [inputs] = [one["inputs"] for one in graph.values() if one["class_type"] == kind]
+    return inputs
 
 
 def smaller(**changes: object) -> Graph:

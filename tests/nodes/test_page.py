@@ -80,23 +80,23 @@ def page(comfy: ComfyUI, request: pytest.FixtureRequest) -> Iterator[Browser]:
 
 def workflow(**changed: dict[int, Any]) -> dict[str, Any]:
     """*Text to video* with few steps. changed: by type of node, place of a widget's value -> another value."""
-    made = page_form("text_to_video")
+    page = page_form("text_to_video")
     changed = {"WanCoreSampler": {1: "fixed", 2: STEPS}} | changed
-    for node in made["nodes"]:
+    for node in page["nodes"]:
         for place, value in changed.get(node["type"], {}).items():
             node["widgets_values"][place] = value
-    return made
+    return page
 
 
-def said(page: Browser, words: str) -> list[str]:
+def said(page: Browser, wanted_text: str) -> list[str]:
     """The lines of the text on a node in which `words` are, as they are drawn."""
     texts = [text.replace("\ufeff", "") for text in page.script(SHOWN)]
-    [found] = [text for text in texts if words in text]
-    return [" ".join(line.split()) for line in found.strip().splitlines()]
+    [match] = [text for text in texts if wanted_text in text]
+    return [" ".join(line.split()) for line in match.strip().splitlines()]
 
 
-def toasted(page: Browser, words: str) -> bool:
-    return any(words in text for text in page.script("return toasts"))
+def toasted(page: Browser, wanted_text: str) -> bool:
+    return any(wanted_text in text for text in page.script("return toasts"))
 
 
 def test_the_page_has_what_the_script_uses(page: Browser) -> None:
@@ -105,8 +105,8 @@ def test_the_page_has_what_the_script_uses(page: Browser) -> None:
 
 
 def test_texts_stay_on_their_nodes_line_by_line_with_warnings_first(page: Browser) -> None:
-    made = workflow(WanCoreModelLoader={0: LOW, 1: HIGH}, WanCoreTextEncode={0: "a cat"})
-    page.script(LOAD, made, "swapped")
+    page_graph = workflow(WanCoreModelLoader={0: LOW, 1: HIGH}, WanCoreTextEncode={0: "a cat"})
+    page.script(LOAD, page_graph, "swapped")
     assert page.script(RUN) == "execution_success"
     assert toasted(page, "the experts are swapped")
     loader, sampler = said(page, "two experts, 8 blocks"), said(page, "done in")

@@ -79,15 +79,15 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
     find_browser()
     front = os.environ.get("COMFYUI_FRONTEND")
     try:
-        made = Templates(
+        server = Templates(
             find_newer_comfyui(),
             tmp_path_factory.mktemp("comfyui"),
             arguments=["--front-end-root", front] if front else [],
         )
     except FileNotFoundError as fault:
         pytest.skip(str(fault))
-    yield made
-    made.stop()
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes 2.0"])
@@ -106,27 +106,27 @@ def page(templates: Templates, request: pytest.FixtureRequest) -> Iterator[Brows
 
 def accelerated(prompt: Graph) -> dict[str, Any]:
     """What WanCore Accelerate's inputs are in front of every sampler; None: it is not there."""
-    found = {}
+    inputs_of = {}
     for name, one in prompt.items():
         if one["class_type"] in SAMPLERS:
             before = prompt[one["inputs"]["model"][0]]
             own = before["class_type"] == "WanCoreAccelerate"
-            found[name] = {key: value for key, value in before["inputs"].items() if key != "model"} if own else None
-    return found
+            inputs_of[name] = {key: value for key, value in before["inputs"].items() if key != "model"} if own else None
+    return inputs_of
 
 
 def the_same(templates: Templates, graphs: list[Graph]) -> int:
     """How many samplers ran in both graphs, plain and clicked, and gave the same latents."""
-    made, said = [], []
+    runs, said = [], []
     for run, graph in zip(("plain", "clicked"), graphs, strict=True):
         done = templates.server.run(observed(graph, run))
         assert done.ok, f"{run}: {done.status}"
         paths = sorted((templates.base / "output").glob(f"{run}-*.pt"))
-        made.append({path.name.removeprefix(run): torch.load(path) for path in paths})
+        runs.append({path.name.removeprefix(run): torch.load(path) for path in paths})
         for path in paths:
             path.unlink()
         said.append(templates.server.log().count("WanCore Accelerate: "))
-    plain, clicked = made
+    plain, clicked = runs
     assert plain.keys() == clicked.keys()
     for key, one in plain.items():
         assert (one - clicked[key]).abs().max() <= 1e-5 * one.abs().max()

@@ -14,14 +14,14 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
+def failures() -> dict[str, str]:
     return printed_by("remote_memory.py", find_comfyui())
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_memory_of_workers(found: dict[str, str], name: str) -> None:
-    assert not found[name], found[name]
+def test_memory_of_workers(failures: dict[str, str], name: str) -> None:
+    assert not failures[name], failures[name]
 
 
-def test_all_checks_are_listed(found: dict[str, str]) -> None:
-    assert sorted(found) == sorted(CHECKS)
+def test_all_checks_are_listed(failures: dict[str, str]) -> None:
+    assert sorted(failures) == sorted(CHECKS)

@@ -65,7 +65,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
 
 def smaller(graph: Graph) -> Graph:
     """At a few steps, pixels and frames; the sound encoder's result from a node of ours."""
-    made: dict[str, Any] = {}
+    nodes: dict[str, Any] = {}
     for key, one in on_cpu_workers(graph).items():
         kind, inputs = one["class_type"], dict(one["inputs"])
         if kind == "AudioEncoderEncode":
@@ -76,8 +76,8 @@ def smaller(graph: Graph) -> Graph:
             inputs |= dict.fromkeys(PADS, 0)
         elif kind != "ImageFromBatch":
             inputs |= {name: value for name, value in SIZES.items() if isinstance(inputs.get(name), int)}
-        made[key] = {"class_type": kind, "inputs": inputs}
-    return {key: one for key, one in made.items() if one["class_type"] != "AudioEncoderLoader"}
+        nodes[key] = {"class_type": kind, "inputs": inputs}
+    return {key: one for key, one in nodes.items() if one["class_type"] != "AudioEncoderLoader"}
 
 
 @pytest.mark.parametrize("name", [name for name in BOXES if name != NATIVE])
@@ -93,11 +93,11 @@ def test_it_makes_a_video(comfy: ComfyUI, name: str) -> None:
 def test_accelerate_stands_before_both_samplers(tmp_path: Path) -> None:
     """In the template of ComfyUI's own nodes; with its exact settings the latents are the same but for rounding."""
     try:
-        made = Templates(find_newer_comfyui(), tmp_path)
+        server = Templates(find_newer_comfyui(), tmp_path)
     except FileNotFoundError as fault:
         pytest.skip(str(fault))
     try:
-        graph = made.runnable(expand(page_form(NATIVE), made.info), "video_wan2_2_14B_i2v")
+        graph = server.runnable(expand(page_form(NATIVE), server.info), "video_wan2_2_14B_i2v")
         fast = [key for key, one in graph.items() if one["class_type"] == "WanCoreAccelerate"]
         plain = json.loads(json.dumps(graph))
         for one in plain.values():
@@ -105,12 +105,12 @@ def test_accelerate_stands_before_both_samplers(tmp_path: Path) -> None:
                 one["inputs"]["model"] = graph[source[0]]["inputs"]["model"]
         latents = []
         for run, variant in (("fast", graph), ("plain", plain)):
-            done = made.server.run(observed(variant, run))
+            done = server.server.run(observed(variant, run))
             assert done.ok, done.status
-            latents.append([torch.load(path) for path in sorted((made.base / "output").glob(f"{run}-*.pt"))])
+            latents.append([torch.load(path) for path in sorted((server.base / "output").glob(f"{run}-*.pt"))])
         assert len(fast) == len(latents[0]) == 2
-        assert made.server.log().count("WanCore Accelerate:") >= 2
+        assert server.server.log().count("WanCore Accelerate:") >= 2
         for one, other in zip(*latents, strict=True):
             assert one.isfinite().all() and (one - other).abs().max() <= 1e-5 * other.abs().max()
     finally:
-        made.stop()
+        server.stop()

@@ -26,11 +26,11 @@ EXPECTED = {one["template"]: one for one in json.loads(RESULTS.read_text(encodin
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
     checkout = find_newer_comfyui()
     try:
-        made = Templates(checkout, tmp_path_factory.mktemp("comfyui"))
+        server = Templates(checkout, tmp_path_factory.mktemp("comfyui"))
     except FileNotFoundError as fault:
         pytest.skip(str(fault))
-    yield made
-    made.stop()
+    yield server
+    server.stop()
 
 
 def latents(templates: Templates, graph: Graph, run: str, accelerate: Mapping[str, Any] | None = None) -> list[Any]:
@@ -38,16 +38,16 @@ def latents(templates: Templates, graph: Graph, run: str, accelerate: Mapping[st
     done = templates.server.run(observed(graph, run, accelerate))
     assert done.ok, f"{run}: {done.status}"
     files = sorted((templates.base / "output").glob(f"{run}-*.pt"))
-    made = [torch.load(path) for path in files]
+    tensors = [torch.load(path) for path in files]
     for path in files:
         path.unlink()
-    assert all(one.isfinite().all() and one.abs().max() > 0 for one in made), "the latents are not those of a model"
-    return made
+    assert all(one.isfinite().all() and one.abs().max() > 0 for one in tensors), "the latents are not those of a model"
+    return tensors
 
 
-def error(made: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest of all samplers."""
-    pairs = zip(made, expected, strict=True)
+    pairs = zip(actual, expected, strict=True)
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
@@ -80,12 +80,12 @@ BOUND = {"preset": "bound", "bound": 0.5, "unselected": "slope, error", "kernel"
 def test_a_template_keeps_a_bound_on_the_error_of_attention(templates: Templates, name: str) -> None:
     graph, begin = with_steps(templates.graph(name), 8), len(templates.server.log())
     graph["bound"] = {"class_type": "WanCoreSparseAttention", "inputs": BOUND}
-    made = latents(templates, graph, "bound", {"attention": "auto", "sparse": "off", "skipping": ["bound", 0]})
+    bounded = latents(templates, graph, "bound", {"attention": "auto", "sparse": "off", "skipping": ["bound", 0]})
     again = latents(templates, graph, "again", {"attention": "auto", "sparse": "off", "skipping": ["bound", 0]})
-    assert error(again, made) == 0
-    words = re.findall(r"WanCore Accelerate: (.*)", templates.server.log()[begin:])
-    said = re.findall(r"attention read (\d+) % of the keys, error (\S+) of 0.5", "; ".join(words))
-    assert len(said) == len(words) and all(float(measured) <= 0.5 for _, measured in said), words
+    assert error(again, bounded) == 0
+    lines = re.findall(r"WanCore Accelerate: (.*)", templates.server.log()[begin:])
+    said = re.findall(r"attention read (\d+) % of the keys, error (\S+) of 0.5", "; ".join(lines))
+    assert len(said) == len(lines) and all(float(measured) <= 0.5 for _, measured in said), lines
 
 
 # ------------------------------------------------------------------------------------------------ without ComfyUI

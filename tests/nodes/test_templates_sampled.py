@@ -21,40 +21,40 @@ OWN = [name for name in TEMPLATES if "vace" in name or "_fun_" in name]
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
     try:
-        made = Templates(find_newer_comfyui(), tmp_path_factory.mktemp("comfyui"))
+        server = Templates(find_newer_comfyui(), tmp_path_factory.mktemp("comfyui"))
     except FileNotFoundError as fault:
         pytest.skip(str(fault))
-    yield made
-    made.stop()
+    yield server
+    server.stop()
 
 
 def comparable(graph: Graph) -> Graph:
     """The graph with what both compute alike. Euler's steps: ComfyUI's UniPC is another solver than the reference's. A
     sound that never changes: ComfyUI has no copies of its first frame in front, so its tokens hear other frames.
     Weights as their files have them: WanCore from MODEL reads these, whatever ComfyUI's loader makes of them."""
-    made = deepcopy(graph)
+    nodes = deepcopy(graph)
     changes = {
         "KSampler": {"sampler_name": "euler"},
         "KSamplerAdvanced": {"sampler_name": "euler"},
         "UNETLoader": {"weight_dtype": "default"},
         "StandInAudio": {"steady": True},
     }
-    for one in made.values():
+    for one in nodes.values():
         one["inputs"] |= changes.get(one["class_type"], {})
-    return made
+    return nodes
 
 
 def with_motion_positions(graph: Graph) -> Graph:
     """ComfyUI's positions of motion frames in front of every WanCore Sampler, where a model has any."""
-    made = deepcopy(graph)
+    nodes = deepcopy(graph)
     if not any(one["class_type"].startswith("WanSoundImageToVideo") for one in graph.values()):
-        return made
+        return nodes
     for name, one in graph.items():
         if one["class_type"] == OURS:
             placed = {"positive": one["inputs"]["positive"], "positions": "comfyui"}
-            made[f"motion {name}"] = {"class_type": "WanCoreMotionPositions", "inputs": placed}
-            made[name]["inputs"]["positive"] = [f"motion {name}", 0]
-    return made
+            nodes[f"motion {name}"] = {"class_type": "WanCoreMotionPositions", "inputs": placed}
+            nodes[name]["inputs"]["positive"] = [f"motion {name}", 0]
+    return nodes
 
 
 def differences(templates: Templates, name: str) -> dict[str, float]:
@@ -62,25 +62,25 @@ def differences(templates: Templates, name: str) -> dict[str, float]:
     one does not run."""
     graph = comparable(templates.graph(name))
     own = observed(with_motion_positions(with_our_sampler(graph)), "own")
-    for run, given in (("native", observed(graph, "native")), ("own", with_defaults(own, templates.info))):
-        done = templates.server.run(given)
+    for run, prompt in (("native", observed(graph, "native")), ("own", with_defaults(own, templates.info))):
+        done = templates.server.run(prompt)
         assert done.ok, f"{name}, {run}: {done.status}"
-    found = {}
+    errors = {}
     for path in sorted((templates.base / "output").glob("own-*.pt")):
         pair = torch.load(path.with_name("native" + path.name.removeprefix("own"))), torch.load(path)
-        found[path.stem.removeprefix("own-")] = float((pair[1] - pair[0]).norm() / pair[0].norm())
+        errors[path.stem.removeprefix("own-")] = float((pair[1] - pair[0]).norm() / pair[0].norm())
     for path in (templates.base / "output").glob("*.pt"):
         path.unlink()
-    return found
+    return errors
 
 
 def test_the_clips_of_the_sound_template_equal_comfyuis(templates: Templates) -> None:
-    found = differences(templates, "video_wan2_2_14B_s2v")
-    assert len(found) == 3 and max(found.values()) < 1e-3, found
+    errors = differences(templates, "video_wan2_2_14B_s2v")
+    assert len(errors) == 3 and max(errors.values()) < 1e-3, errors
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_controlled_video_equals_comfyuis(templates: Templates, name: str) -> None:
     """VACE, Fun control, inpaint and camera; two experts in one sampler."""
-    found = differences(templates, name)
-    assert len(found) == 1 and max(found.values()) < 1e-3, found
+    errors = differences(templates, name)
+    assert len(errors) == 1 and max(errors.values()) < 1e-3, errors

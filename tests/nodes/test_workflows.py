@@ -115,8 +115,8 @@ def captions_of(text: str) -> list[tuple[int, int | None, str]]:
     starts = [int(number) for number, _, _ in lines]
     ends = [*starts[1:], None]
     return [
-        (start and start + 4, None if end is None else end - 3, words.strip())
-        for start, end, (_, _, words) in zip(starts, ends, lines, strict=True)
+        (start and start + 4, None if end is None else end - 3, caption.strip())
+        for start, end, (_, _, caption) in zip(starts, ends, lines, strict=True)
     ]
 
 
@@ -137,8 +137,8 @@ def test_every_name_of_before_still_has_its_api_form_and_docs_say_what_took_its_
     assert set(rows) == set(OLD_NAMES)
     for old, new in rows.items():
         assert old.lower().replace("wan 2.", "wan2").replace(" ", "_") in PAGES
-        kept = (WORKFLOWS / "more" / f"{old}.json").is_file()
-        assert kept or re.search(r"WanCore \d\d", new), old
+        still_there = (WORKFLOWS / "more" / f"{old}.json").is_file()
+        assert still_there or re.search(r"WanCore \d\d", new), old
         assert all(any(title.startswith(one) for title in TITLES.values()) for one in re.findall(r"WanCore \d\d", new))
 
 
@@ -176,12 +176,12 @@ def test_notes_name_what_exists(name: str) -> None:
     labels = {"Files", "Time", "Next", "Load Image", "Load Video", "Load Audio"}
     kinds = {re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind).replace("Wan Core", "WanCore") for kind in shown}
     for bold in re.findall(r"\*\*([^*]+)\*\*", text):
-        known = bold in titles | inputs | labels or bold.lower() in {kind.lower() for kind in kinds}
-        assert known, f"{name}: **{bold}**"
+        exists = bold in titles | inputs | labels or bold.lower() in {kind.lower() for kind in kinds}
+        assert exists, f"{name}: **{bold}**"
     for template in re.findall(r"\*(WanCore \d\d[^*]*)\*", text):
         assert any(title == template or title.startswith(template + " - ") for title in TITLES.values()), template
-    for kept in re.findall(r"workflow \*([^*]+)\*", text):
-        assert (WORKFLOWS / "more" / f"{kept}.json").is_file()
+    for workflow_name in re.findall(r"workflow \*([^*]+)\*", text):
+        assert (WORKFLOWS / "more" / f"{workflow_name}.json").is_file()
 
 
 @pytest.mark.parametrize("name", TITLES)
@@ -209,9 +209,9 @@ def check_nodes(page: dict[str, Any]) -> None:
             check_box(node, boxes[node["type"]])
             continue
         schema = SCHEMAS[node["type"]]
-        entries, known = {entry["name"]: entry for entry in schema["inputs"]}, [one["name"] for one in node["inputs"]]
-        assert known == sorted(known, key=lambda name: (entries[name]["type"] in WIDGETS, [*entries].index(name)))
-        assert all(name in known or entry["optional"] for name, entry in entries.items()), node["type"]
+        entries, names = {entry["name"]: entry for entry in schema["inputs"]}, [one["name"] for one in node["inputs"]]
+        assert names == sorted(names, key=lambda name: (entries[name]["type"] in WIDGETS, [*entries].index(name)))
+        assert all(name in names or entry["optional"] for name, entry in entries.items()), node["type"]
         for shown in node["inputs"]:
             connected = shown["link"] is not None or "widget" in shown or entries[shown["name"]]["optional"]
             assert connected, f"{node['type']}.{shown['name']} needs a link"
@@ -445,10 +445,10 @@ def test_it_runs_and_every_caption_comes_true(comfy: ComfyUI, name: str) -> None
         frames = torch.from_numpy(read_video(video))
         assert frames.shape == (17, 96, 96, 3)
         parts = captions_of(caption)
-        for begin, end, words in parts:
-            verdict = judge(frames[begin:end], words)
+        for begin, end, part_caption in parts:
+            verdict = judge(frames[begin:end], part_caption)
             verdict = replace(verdict, motion=True) if len(parts) > 1 else verdict  # a few frames move too little
-            assert verdict.all_true, f"{video.name}: {words}: {verdict}"
+            assert verdict.all_true, f"{video.name}: {part_caption}: {verdict}"
 
 
 @pytest.mark.comfy

@@ -24,12 +24,12 @@ def links_of(node: dict[str, Any]) -> dict[str, list[Any]]:
 
 def reached(graph: Graph, key: str) -> set[str]:
     """All nodes that `key` takes something from, and itself."""
-    found, todo = set[str](), [key]
+    keys, todo = set[str](), [key]
     while todo:
-        if (one := todo.pop()) not in found:
-            found.add(one)
+        if (one := todo.pop()) not in keys:
+            keys.add(one)
             todo += [link[0] for link in links_of(graph[one]).values()]
-    return found
+    return keys
 
 
 def unrolled(graph: Graph, passes: int, nothing: list[Any]) -> Graph:
@@ -38,7 +38,7 @@ def unrolled(graph: Graph, passes: int, nothing: list[Any]) -> Graph:
     body = {key for key in reached(graph, end) if start in reached(graph, key)} - {start, end}
     schemas, closing = read_schemas(), graph[end]["inputs"]
     assert not closing["accumulate"] and graph[start]["inputs"]["mode"] == "simple"
-    made = {key: one for key, one in graph.items() if key not in body | {start, end}}
+    nodes = {key: one for key, one in graph.items() if key not in body | {start, end}}
     carried: list[Any] | None = None
 
     def copied(link: list[Any], number: int) -> list[Any]:
@@ -58,9 +58,9 @@ def unrolled(graph: Graph, passes: int, nothing: list[Any]) -> Graph:
                     del inputs[name]
                 else:
                     inputs[name] = nothing if carried is None else carried
-            made[f"{number}_{key}"] = {**graph[key], "inputs": inputs}
+            nodes[f"{number}_{key}"] = {**graph[key], "inputs": inputs}
         carried = copied(closing["next_iteration_value"], number)
     result = copied(closing["output_value"], passes - 1)
-    for one in made.values():
+    for one in nodes.values():
         one["inputs"] = {name: result if value == [end, 0] else value for name, value in one["inputs"].items()}
-    return made
+    return nodes

@@ -33,8 +33,8 @@ CPU = torch.device("cpu")
 sizes = st.integers(1, 70)
 
 
-def says(sentence: str | None, words: str) -> bool:
-    return sentence is not None and re.search(words, sentence) is not None
+def says(sentence: str | None, pattern: str) -> bool:
+    return sentence is not None and re.search(pattern, sentence) is not None
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
@@ -60,7 +60,7 @@ def test_an_unknown_name_lists_the_known():
 
 
 @pytest.mark.parametrize(
-    ("name", "capability", "dtype", "head_dim", "words"),
+    ("name", "capability", "dtype", "head_dim", "message"),
     [
         ("cudnn", None, torch.bfloat16, 128, "NVIDIA GPU"),
         ("cudnn", (7, 5), torch.bfloat16, 128, r"8\.0 \(Ampere\) or newer, this one has 7\.5"),
@@ -75,8 +75,8 @@ def test_an_unknown_name_lists_the_known():
         ("int8", (7, 0), torch.bfloat16, 128, r"7\.5 \(Turing\) or newer, this one has 7\.0"),
     ],
 )
-def test_what_a_kernel_cannot_compute_is_said(name, capability, dtype, head_dim, words):
-    assert says(BACKENDS[name].needs.why_not(capability, dtype, head_dim), words)
+def test_what_a_kernel_cannot_compute_is_said(name, capability, dtype, head_dim, message):
+    assert says(BACKENDS[name].needs.why_not(capability, dtype, head_dim), message)
 
 
 @pytest.mark.parametrize("name", [n for n in BACKENDS if n not in ("sdpa", "math", "math-fp8", "sage")])
@@ -157,7 +157,7 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         ("raise ImportError('libfoo.so: undefined symbol: _ZN3c10')", r"cannot be imported \(ImportError: libfoo"),
         ("raise OSError('libcudart.so.12: cannot open')", r"OSError: libcudart"),
@@ -171,9 +171,9 @@ def package(tmp_path, monkeypatch):
         ("attends = print", r"too old or incomplete, it has no attend"),
     ],
 )
-def test_a_broken_library_is_a_sentence(package, source, words):
+def test_a_broken_library_is_a_sentence(package, source, message):
     library = Library("Fake", package(source), "attend", "pip install fake")
-    assert says(probe(library), words)
+    assert says(probe(library), message)
     assert probe(library).endswith("pip install fake") and "\n" not in probe(library)
 
 
@@ -233,11 +233,11 @@ def test_queries_and_keys_fit_whatever_sticks_out(exponent, dtype, centred, spik
     x[:, 7] *= 100 if spike else 1
     x = x.to(dtype)
     mean = key_mean(x) if centred else None
-    found = quantize_mixed(x, mean)
+    quantized = quantize_mixed(x, mean)
     wanted = hadamard_heads((x if mean is None else x - mean).float())
-    assert (wanted / found.scale).abs().max() <= 448
+    assert (wanted / quantized.scale).abs().max() <= 448
     for rows in (slice(None), slice(8, None)):
-        assert relative(found.dequantize()[:, rows], wanted[:, rows]) < 0.04
+        assert relative(quantized.dequantize()[:, rows], wanted[:, rows]) < 0.04
 
 
 def test_quantising_zeros_gives_zeros():
@@ -352,27 +352,27 @@ def test_an_attention_without_a_wrapper_is_its_own_local():
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_attention_that_rounds_refuses_gradients(call, which):
     """They would be lost without a word: rounding has none."""
-    given = qkv(20, 20)
-    given[which].requires_grad_(True)
+    tensors = qkv(20, 20)
+    tensors[which].requires_grad_(True)
     with pytest.raises(RuntimeError, match="has no backward pass"):
-        call(*given)
+        call(*tensors)
     if call not in (dense.sage, dense.int8):
         with torch.no_grad():
-            call(*given)
-        call(*(x.detach() for x in given))
+            call(*tensors)
+        call(*(x.detach() for x in tensors))
 
 
 # --------------------------------------------------------------------------------------------------------------- doctor
 
 
 def test_doctor_tests_both_forms():
-    found = doctor.examine("cpu")
-    assert found["auto"] == "sdpa"
-    assert found["attention"]["sdpa"]["usable"] and found["attention"]["sdpa"]["lse_error"] < 1e-5
-    rounded = found["attention"]["math-fp8"]
+    report = doctor.examine("cpu")
+    assert report["auto"] == "sdpa"
+    assert report["attention"]["sdpa"]["usable"] and report["attention"]["sdpa"]["lse_error"] < 1e-5
+    rounded = report["attention"]["math-fp8"]
     assert rounded["usable"] and doctor.TOLERANCE < rounded["error"] < doctor.ROUNDED
-    assert not found["attention"]["cudnn-fp8"]["usable"]
-    page = doctor.text(found)
+    assert not report["attention"]["cudnn-fp8"]["usable"]
+    page = doctor.text(report)
     assert all(name in page for name in BACKENDS) and "(auto: sdpa)" in page
 
 
@@ -381,7 +381,7 @@ def fails(q, k, v):
 
 
 @pytest.mark.parametrize(
-    ("attend", "words"),
+    ("attend", "message"),
     [
         (Dense(lambda q, k, v: sdpa(q, k, v) * 1.05), r"relative error 0\.05, allowed 0\.01"),
         (Dense(lambda q, k, v: sdpa(q, k, v) * float("nan")), "relative error nan"),
@@ -389,9 +389,9 @@ def fails(q, k, v):
         (Dense(fails), "no kernel image is available$"),
     ],
 )
-def test_doctor_reports_a_backend_that_computes_something_else(monkeypatch, attend, words):
+def test_doctor_reports_a_backend_that_computes_something_else(monkeypatch, attend, message):
     wrong = Backend("wrong", "", load=lambda: attend, gives_lse=attend.gives_lse)
     monkeypatch.setitem(BACKENDS, "wrong", wrong)
-    found = doctor.examine("cpu")["attention"]["wrong"]
-    assert not found["usable"]
-    assert says(found["why_not"], words)
+    report = doctor.examine("cpu")["attention"]["wrong"]
+    assert not report["usable"]
+    assert says(report["why_not"], message)

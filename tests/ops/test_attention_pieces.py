@@ -17,16 +17,16 @@ from wan_core.ops.attention.sdpa import SDPA
 )
 def test_the_result_is_that_of_one_call(queries: int, keys: int, heads: int, most: int) -> None:
     calls: list[int] = []
-    made = torch.Generator().manual_seed(queries * keys)
-    q, k, v = (torch.randn(2, length, heads, 8, generator=made) for length in (queries, keys, keys))
+    generator = torch.Generator().manual_seed(queries * keys)
+    q, k, v = (torch.randn(2, length, heads, 8, generator=generator) for length in (queries, keys, keys))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "MOST", most)
         attend = InPieces(SDPA, lambda: calls.append(1))
         length = parts.piece_length(2 * heads * 8, keys)
         torch.testing.assert_close(attend(q, k, v), SDPA(q, k, v), atol=1e-5, rtol=1e-5)
         assert len(calls) == -(-queries // length)
-        for found, expected in zip(attend.with_lse(q, k, v), SDPA.with_lse(q, k, v), strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        for actual, expected in zip(attend.with_lse(q, k, v), SDPA.with_lse(q, k, v), strict=True):
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
         turned = [one.transpose(1, 2) for one in (q, k, v)]
         plain = torch.nn.functional.scaled_dot_product_attention
         torch.testing.assert_close(

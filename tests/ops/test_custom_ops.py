@@ -41,15 +41,17 @@ def test_compiled_as_they_run(backend: str) -> None:
     torch._dynamo.reset()
     x, bias = torch.randn(5, 7), torch.randn(7)
     with torch.no_grad():
-        found = torch.compile(chain, fullgraph=True, dynamic=True, backend=backend)(x, bias)
-        assert torch.equal(found, chain(x, bias))
+        output = torch.compile(chain, fullgraph=True, dynamic=True, backend=backend)(x, bias)
+        assert torch.equal(output, chain(x, bias))
 
 
 @pytest.mark.parametrize("operation", [scale_in_place, split])
 def test_what_they_say_of_their_results_is_so(operation: object) -> None:
     """Schema, aliases, shapes and strides, by torch's own check."""
-    given = (torch.randn(5, 7), 3.0, "times") if operation is scale_in_place else (torch.randn(5, 7), torch.half, None)
-    torch.library.opcheck(operation, given)  # pyright: ignore[reportArgumentType]
+    arguments = (
+        (torch.randn(5, 7), 3.0, "times") if operation is scale_in_place else (torch.randn(5, 7), torch.half, None)
+    )
+    torch.library.opcheck(operation, arguments)  # pyright: ignore[reportArgumentType]
 
 
 def test_neither_the_table_of_attention_nor_the_first_call_imports_a_library_or_a_compiler() -> None:
@@ -70,16 +72,16 @@ print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in
 
 @pytest.mark.parametrize("which", ["x", "bias"])
 def test_gradients_are_refused(which: str) -> None:
-    given = {"x": torch.randn(5, 7), "bias": torch.randn(7)}
-    given[which].requires_grad_(True)
+    arguments = {"x": torch.randn(5, 7), "bias": torch.randn(7)}
+    arguments[which].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"test_split has no backward pass.*sdpa"):
-        split(given["x"], torch.float64, given["bias"])
+        split(arguments["x"], torch.float64, arguments["bias"])
     with pytest.raises(RuntimeError, match="test_split has no backward pass"):
-        split(given["x"], torch.float64, bias=given["bias"])
+        split(arguments["x"], torch.float64, bias=arguments["bias"])
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            split(given["x"], torch.float64, given["bias"])
-    split(given["x"].detach(), torch.float64, given["bias"].detach())
+            split(arguments["x"], torch.float64, arguments["bias"])
+    split(arguments["x"].detach(), torch.float64, arguments["bias"].detach())
 
 
 def test_gradients_are_refused_where_a_tensor_is_changed_in_place() -> None:

@@ -97,9 +97,9 @@ def test_a_kept_kernel_that_does_not_run_is_compiled_anew(interface, caplog: pyt
     interface.fault = RuntimeError("undefined symbol: func")
     q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
     with caplog.at_level(logging.WARNING):
-        found = dense._run_flash4(q, k, k, False)
+        output = dense._run_flash4(q, k, k, False)
         dense._run_flash4(q, k, k, False)
-    assert found[0] is q
+    assert output[0] is q
     assert [type(cache).__name__ for cache in interface.calls] == ["JITPersistentCache", "JITCache", "JITCache"]
     assert caplog.text.count("undefined symbol: func") == 1
 

@@ -19,13 +19,13 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(params=[name for name in BACKENDS if not name.startswith("math")])
 def backend(request):
-    found = BACKENDS[request.param]
-    reason = found.why_not(CUDA, torch.bfloat16, 128)
+    chosen = BACKENDS[request.param]
+    reason = chosen.why_not(CUDA, torch.bfloat16, 128)
     if reason is not None:
         with pytest.raises(AttentionError):
             resolve_attention(request.param, CUDA, torch.bfloat16, 128)
         pytest.skip(reason)
-    return found
+    return chosen
 
 
 def allowed(backend) -> float:
@@ -73,11 +73,11 @@ def test_it_follows_the_current_stream_and_never_waits(backend):
     try:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)  # so that a kernel on another stream would read q before it is there
-            found = attend(q * 1, k * 1, v * 1)
+            output = attend(q * 1, k * 1, v * 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert torch.equal(found, expected)
+    assert torch.equal(output, expected)
 
 
 def test_the_users_random_numbers_are_left_alone(backend):

@@ -43,21 +43,23 @@ def test_products_equal_the_reference(kind: str, rows: int, dtype: torch.dtype, 
     generator = torch.Generator().manual_seed(rows)
     weight, bias = torch.randn(256, 512, generator=generator), torch.randn(256, generator=generator).to(dtype)
     x, parts = torch.randn(rows, 512, generator=generator).to(dtype), encoded(kind, weight)
-    found = int8.multiply(
+    product = int8.multiply(
         x.to(CUDA), FORMATS[kind].text, {name: part.to(CUDA) for name, part in parts.items()}, bias.to(CUDA)
     ).cpu()
     expected = linear_reference(x, *as_int8(FORMATS[kind], parts), bias, FORMATS[kind].rotation)
-    assert found.dtype == dtype and found.shape == expected.shape
+    assert product.dtype == dtype and product.shape == expected.shape
     if FORMATS[kind].int4 and way == "comfy-kitchen":  # activations in four bits
-        assert relative(found, x.float() @ decode(FORMATS[kind], parts).t() + bias) < 0.3
+        assert relative(product, x.float() @ decode(FORMATS[kind], parts).t() + bias) < 0.3
     else:  # of an int8 row, the half of a step that a rounded rotation moves some numbers by
-        assert relative(found, expected) < (0.015 if dtype == torch.bfloat16 else 0.006)
+        assert relative(product, expected) < (0.015 if dtype == torch.bfloat16 else 0.006)
 
 
 @pytest.mark.parametrize("kind", ["rotated 256", "tensor", "w4a8"])
-@pytest.mark.parametrize("held", [PackedLinear, Int8Linear])
+@pytest.mark.parametrize("kind_of_linear", [PackedLinear, Int8Linear])
 @torch.no_grad()
-def test_transformers_plain_compiled_and_captured(tmp_path: Path, kind: str, held: type[QuantLinear], way: str) -> None:
+def test_transformers_plain_compiled_and_captured(
+    tmp_path: Path, kind: str, kind_of_linear: type[QuantLinear], way: str
+) -> None:
     torch.compiler.reset()  # the compiler gives a function up after a number of variants
     state, _, _ = stored(kind)
     path = tmp_path / "m.safetensors"
@@ -67,7 +69,7 @@ def test_transformers_plain_compiled_and_captured(tmp_path: Path, kind: str, hel
     attend = resolve_attention("sdpa", CUDA, torch.bfloat16, 128)[1]
     out = {}
     for name, compile, graphs in (("plain", "off", False), ("compiled", "blocks", False), ("captured", "off", True)):
-        model = load_dit(path, device=CUDA, dtype=torch.bfloat16, quantization=Quantization(held, CUDA))
+        model = load_dit(path, device=CUDA, dtype=torch.bfloat16, quantization=Quantization(kind_of_linear, CUDA))
         optimize(model, attend=attend, compile=compile, graphs=graphs)
         before = compilations()
         prepared = model.prepare_text(text.bfloat16())

@@ -56,9 +56,9 @@ def test_fused_passes(fmt, batch, frames, each, width):
         assert relative(fused.residual(x.clone(), y.clone(), g), expected) < 0.004
     assert relative(fused.gelu(x.clone(), fmt), F.gelu(x.double(), approximate="tanh")) < allowed
     if fmt is not None:
-        found, expected = fused.quantize(x, fmt), quantize_reference(x, fmt)
-        assert found.scale.shape == expected.scale.shape and relative(found.scale, expected.scale) < 1e-5
-        assert relative(found, expected.dequantize()) < 0.01  # a rounding here and there falls the other way
+        quantized, expected = fused.quantize(x, fmt), quantize_reference(x, fmt)
+        assert quantized.scale.shape == expected.scale.shape and relative(quantized.scale, expected.scale) < 1e-5
+        assert relative(quantized, expected.dequantize()) < 0.01  # a rounding here and there falls the other way
 
 
 @pytest.mark.parametrize(("width", "heads"), [(5120, 40), (3072, 24), (128, 2), (96, 3)])
@@ -88,13 +88,13 @@ def test_fp8_of_mixed_heads(dtype, heads, dim, block):
     mean, scale = torch.randn(2, 1, heads, dim, device=CUDA), reference.length_scale(x, 2.0)
     assert fused._mixes(x) == (has_fp8(CUDA) and fused.missing_triton() is None)
     for taken in (None, mean):
-        found = fused.hadamard_fp8(x, scale, taken, block)
+        mixed = fused.hadamard_fp8(x, scale, taken, block)
         with fused.use("torch"):
             expected = fused.hadamard_fp8(x, scale, taken, block)
-        assert found.data.shape == expected.data.shape
-        assert relative(found.data.float(), expected.data.float()) < 0.01  # a rounding falls the other way
+        assert mixed.data.shape == expected.data.shape
+        assert relative(mixed.data.float(), expected.data.float()) < 0.01  # a rounding falls the other way
         if block:
-            assert not found.memory[:, :, 333:].float().any()
+            assert not mixed.memory[:, :, 333:].float().any()
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -105,13 +105,13 @@ def test_products(name, rows):
     torch.manual_seed(0)
     kind, linear = SCHEMES[name].linear, nn.Linear(512, 384, device=CUDA, dtype=torch.bfloat16)
     x = torch.randn(1, rows, 512, device=CUDA, dtype=torch.bfloat16)
-    found = kind(512, 384)
-    found.load({**kind.encode(linear.weight), "bias": linear.bias})
+    quantized = kind(512, 384)
+    quantized.load({**kind.encode(linear.weight), "bias": linear.bias})
     with torch.no_grad():
         exact = F.linear(x.double(), linear.weight.double(), linear.bias.double())
-        assert relative(found(x), exact) < 0.04
+        assert relative(quantized(x), exact) < 0.04
         if kind.takes_fp8:
-            assert relative(found(quantize_reference(x, "tensor")), exact) < 0.045
+            assert relative(quantized(quantize_reference(x, "tensor")), exact) < 0.045
 
 
 def case(model: WanModel, size: tuple[int, int, int], batch: int = 1):
@@ -210,9 +210,9 @@ def test_fp8_attention_hands_fp8_to_the_output_projection():
     reason = BACKENDS["cudnn-fp8"].why_not(CUDA, torch.bfloat16, SMALL.head_dim)
     if reason is not None:
         pytest.skip(reason)
-    exact, found = build("fp8", graphs=False), build("fp8", graphs=False, attention="cudnn-fp8")
+    exact, fp8 = build("fp8", graphs=False), build("fp8", graphs=False, attention="cudnn-fp8")
     inputs = case(exact, SIZES[0])
-    assert relative(found(*inputs), exact(*inputs)) < 0.05
+    assert relative(fp8(*inputs), exact(*inputs)) < 0.05
 
 
 @pytest.mark.parametrize("name", [None, "fp8", "fp8-tensor"])

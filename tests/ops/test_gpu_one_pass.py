@@ -40,11 +40,11 @@ def test_dense(queries, keys, dim, dtype):
 
     q, k, v = qkv(queries, keys, dim, dtype)
     out, lse = math_lse(q.float(), k.float(), v.float())
-    found = attention(q, k, v)
-    assert relative(found[0], out) < 0.005 and (found[1] - lse).abs().max() < 0.005
+    output = attention(q, k, v)
+    assert relative(output[0], out) < 0.005 and (output[1] - lse).abs().max() < 0.005
     expected = int8_reference(q, k, v)
-    found = attention(q, k, v, centre=key_mean(k))
-    assert relative(found[0], expected[0]) < 0.006 and (found[1] - expected[1]).abs().max() < 0.006
+    output = attention(q, k, v, centre=key_mean(k))
+    assert relative(output[0], expected[0]) < 0.006 and (output[1] - expected[1]).abs().max() < 0.006
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
@@ -60,11 +60,11 @@ def test_every_tile_that_fits_gives_the_same(kind):
     refused = []
     for tile in candidates(capability(CUDA), 128, kind):
         try:
-            found = attention(q, k, v, centre=centre, tile=tile)
+            output = attention(q, k, v, centre=centre, tile=tile)
         except TritonError:
             refused.append(tile)
             continue
-        assert relative(found[0], expected[0]) < 0.005 and (found[1] - expected[1]).abs().max() < 1e-3, tile
+        assert relative(output[0], expected[0]) < 0.005 and (output[1] - expected[1]).abs().max() < 1e-3, tile
     assert tile_for(capability(CUDA), kind) not in refused
 
 

@@ -35,11 +35,11 @@ GRIDS = [(5, 17, 23), (4, 16, 16), (7, 20, 31)]  # 1,955 (35 tokens in the last 
 
 @pytest.fixture(params=[name for name in KERNELS if name != "math"])
 def kernel(request):
-    found = KERNELS[request.param]
-    reason = found.why_not(CUDA, torch.bfloat16, 128)
+    chosen = KERNELS[request.param]
+    reason = chosen.why_not(CUDA, torch.bfloat16, 128)
     if reason is not None:
         pytest.skip(reason)
-    return found
+    return chosen
 
 
 def allowed(kernel) -> float:
@@ -52,9 +52,9 @@ def qkv(tokens: int, heads: int = 3) -> list[torch.Tensor]:
 
 def poison() -> None:
     """Leave NaN in memory that is about to be handed out again: whoever reads what nobody wrote shows it."""
-    held = [torch.full((1 << 24,), float("nan"), device=CUDA) for _ in range(8)]
-    held += [torch.full((n << 16,), float("nan"), device=CUDA) for n in (1, 3, 7, 20)]
-    del held
+    filled = [torch.full((1 << 24,), float("nan"), device=CUDA) for _ in range(8)]
+    filled += [torch.full((n << 16,), float("nan"), device=CUDA) for n in (1, 3, 7, 20)]
+    del filled
 
 
 def attention(kernel, tiles, rule: Rule, q, k, v, *, pooled: bool, slope: bool = False) -> torch.Tensor:
@@ -70,10 +70,10 @@ def in_fp8(q, k, v) -> tuple[Blocked, Blocked, Blocked]:
     return *laid, blocked.quantize_values(v.flatten(-2), v.shape[2], 128)
 
 
-def on_host(kernel, *given: torch.Tensor) -> list[torch.Tensor]:
+def on_host(kernel, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """The numbers that `kernel` computes with, float32 on the CPU: an FP8 kernel's, times the Hadamard matrix and
     rounded. Blocks are ranked by their variance, which the matrix changes: of random numbers a third of the choice."""
-    rounded = [Quantized(x.data, x.scale).dequantize() for x in in_fp8(*given)] if kernel.fp8 else given
+    rounded = [Quantized(x.data, x.scale).dequantize() for x in in_fp8(*tensors)] if kernel.fp8 else tensors
     return [x.float().cpu() for x in rounded]
 
 
@@ -101,10 +101,10 @@ def test_kernel_is_attention_under_a_mask(kernel, grid):
             values = blocked.quantize_values(v.flatten(-2), 3, 128)
             out, lse = kernel.load()(*laid, values, chosen, 128)
             tail = (chosen.blocks == chosen.blocks.shape[2] - 1).any(-1)
-            found = blocked.finish(
+            output = blocked.finish(
                 out, lse, laid[0].data, 128, q_scale=laid[0].scale, pads=-tokens % 128, tail=tail, scale=values.scale
             )
-            out = found.float() * values.scale
+            out = output.float() * values.scale
             assert relative(out, expected) < 0.12
             rows = tail.repeat_interleave(128, -1)[..., :tokens]
             less = torch.where(rows, blocked.without_pads(lse[..., :tokens], -tokens % 128), lse[..., :tokens])
@@ -134,13 +134,13 @@ def test_a_layer_is_that_of_plain_torch(kernel, grid, way, keep, pooled):
     rule = Rule(keep, score=options.score)
     tiles, there = (make_tiles(grid, 128, torch.device(d), parts=options.parts) for d in ("cuda", "cpu"))
     poison()
-    found = attention(kernel, tiles, rule, q, k, v, pooled=pooled, slope=options.slope)
+    output = attention(kernel, tiles, rule, q, k, v, pooled=pooled, slope=options.slope)
     if keep == 1.0:
-        assert relative(found, math_reference(q.float(), k.float(), v.float())) < allowed(kernel)
+        assert relative(output, math_reference(q.float(), k.float(), v.float())) < allowed(kernel)
         return
     state = SparseForward(KERNELS["math"], [], there, [rule], pooled=pooled, slope=options.slope)
     expected = SparseAttention()(*on_host(kernel, q, k, v), AttentionCall(0, state))
-    assert relative(found.cpu(), expected) < allowed_behind_a_choice(kernel)
+    assert relative(output.cpu(), expected) < allowed_behind_a_choice(kernel)
 
 
 @pytest.mark.parametrize("parts", [0, 1, 4])
@@ -152,26 +152,26 @@ def test_finish_is_that_of_plain_torch(parts, fp8):
     tokens, tiles = 1955, make_tiles((5, 17, 23), 128, CUDA, parts=max(1, parts))
     q, k, v = qkv(tokens)
     chosen = route(q, k, 128, Rule(0.3), tiles.forced)
-    kept, pooled = chosen.kept(tiles.blocks), None
+    selected, pooled = chosen.kept(tiles.blocks), None
     if parts:
         sizes = block_sizes(tokens, tiles.part, CUDA)
-        known = KeyMeans(*blocked.pool(k, tiles.part), sizes, *blocked.pool(v, tiles.part), parts)
-        weights = slope_weights(blocked.pool(q, 128)[0], known, kept)
-        slope = slopes(weights, known.keys, k, v, tiles.part)
-        hosts = [x.float().cpu() for x in (weights, known.keys, k, v)]
+        means = KeyMeans(*blocked.pool(k, tiles.part), sizes, *blocked.pool(v, tiles.part), parts)
+        weights = slope_weights(blocked.pool(q, 128)[0], means, selected)
+        slope = slopes(weights, means.keys, k, v, tiles.part)
+        hosts = [x.float().cpu() for x in (weights, means.keys, k, v)]
         assert relative(slope.cpu(), slopes(*hosts, tiles.part)) < 0.02
-        pooled = known.pooled(kept)._replace(slopes=slope)
+        pooled = means.pooled(selected)._replace(slopes=slope)
     out, lse = sparse_reference(q, k, v, chosen, 128)
-    given = {"pads": -tokens % 128, "tail": kept[..., -1], "pooled": pooled}
+    arguments = {"pads": -tokens % 128, "tail": selected[..., -1], "pooled": pooled}
     if fp8:
         q = Quantized(q.to(FP8), torch.full((1,), 1.0, device=CUDA))
-        given |= {"q_scale": q.scale, "scale": torch.full((1,), 0.01, device=CUDA)}
+        arguments |= {"q_scale": q.scale, "scale": torch.full((1,), 0.01, device=CUDA)}
         q = q.data
-    found = blocked.finish(out.clone(), lse, q, 128, **given)  # which it may write over
+    output = blocked.finish(out.clone(), lse, q, 128, **arguments)  # which it may write over
     with fused.use("torch"):
-        expected = blocked.finish(out, lse, q, 128, **given)
-    assert found.dtype == (FP8 if fp8 else torch.bfloat16) and found.is_contiguous()
-    assert relative(found, expected) < (0.03 if fp8 else 0.01)
+        expected = blocked.finish(out, lse, q, 128, **arguments)
+    assert output.dtype == (FP8 if fp8 else torch.bfloat16) and output.is_contiguous()
+    assert relative(output, expected) < (0.03 if fp8 else 0.01)
 
 
 def test_passes_match_plain_torch():
@@ -188,10 +188,10 @@ def test_passes_match_plain_torch():
     assert not values.memory[..., tokens:].float().any()
     assert relative(*(Quantized(x.data, x.scale).dequantize() for x in (values, plain))) < 0.01
     for x in (q, values.data, heads_first(Quantized(q.to(FP8), values.scale), 128).data):
-        found = blocked.pool(x, 128)
+        pooled = blocked.pool(x, 128)
         with fused.use("torch"):
             expected = blocked.pool(x, 128)
-        for a, b in zip(found, expected, strict=True):
+        for a, b in zip(pooled, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     weight, rope = torch.rand(heads * dim, device=CUDA) + 0.5, torch.randn(tokens, 1, dim // 2, 2, device=CUDA)
     x = q.flatten(-2)
@@ -246,24 +246,24 @@ def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
     tokens, tiles = 4340, make_tiles((7, 20, 31), 128, CUDA)
     q, k, v = qkv(tokens)
     chosen, sizes = route(q, k, 128, Rule(keep), tiles.forced), block_sizes(tokens, 128, CUDA)
-    kept = chosen.kept(tiles.blocks)
+    selected = chosen.kept(tiles.blocks)
     means = blocked.pool(k, 128)[0], blocked.pool(v, 128)[0]
     out, lse = sparse_reference(q.float(), k.float(), v.float(), chosen, 128)
     with fused.use("torch"):
-        pools = Pooled(*means, kept) if pooled else None
+        pools = Pooled(*means, selected) if pooled else None
         exact = blocked.finish(out, lse, q.float(), 128, pooled=pools)
     lengths = [12 * 128, 11 * 128, tokens - 23 * 128]
-    found, nothing = [], 0
+    outputs, nothing = [], 0
     poison()
     for rank, mine in enumerate(q.split(lengths, 1)):
         first = sum(lengths[:rank]) // 128
         rows = slice(first, first - (-lengths[rank] // 128))
-        some = Route(chosen.blocks[:, :, rows])
-        nothing += int(some.part(0, 12)[1].sum())
+        route_of_rows = Route(chosen.blocks[:, :, rows])
+        nothing += int(route_of_rows.part(0, 12)[1].sum())
         ring = LocalRing(Group(None, (0,), 0), lengths, lambda *_: (q, q))
-        out, lse = read_around(kernel.load(), mine, k, v, some, 128, ring)
+        out, lse = read_around(kernel.load(), mine, k, v, route_of_rows, 128, ring)
         assert lse.isfinite().all()
-        pools = Pooled(*means, kept[:, :, rows], sizes) if pooled else None
-        found.append(blocked.finish(out, lse, mine, 128, pooled=pools))
+        pools = Pooled(*means, selected[:, :, rows], sizes) if pooled else None
+        outputs.append(blocked.finish(out, lse, mine, 128, pooled=pools))
     assert nothing > 0 or keep > 0.1
-    assert relative(torch.cat(found, 1), exact) < 0.005 + allowed(kernel)
+    assert relative(torch.cat(outputs, 1), exact) < 0.005 + allowed(kernel)

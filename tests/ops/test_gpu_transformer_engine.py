@@ -102,8 +102,8 @@ def test_one_quantisation_serves_several_linears(kind):
 def test_takes_what_the_fused_kernels_make(kind, rows):
     layer, weight = linear(kind, 1024, 512)
     x = random(1, rows, 1024)
-    given = fused.quantize(x, layer.fmt or "tensor")
-    assert error(layer(given), x, weight, layer.bias.double()) <= TOLERANCE
+    quantized = fused.quantize(x, layer.fmt or "tensor")
+    assert error(layer(quantized), x, weight, layer.bias.double()) <= TOLERANCE
     with pytest.raises(ValueError, match="this recipe multiplies"):
         layer(fused.quantize(x, "row"))
 
@@ -180,5 +180,5 @@ def test_nothing_but_the_fp8_weight_is_kept(kind):
     x = random(512, 4096)
     for _ in range(2):
         layer(x)
-    held = torch.cuda.memory_allocated() - before - x.numel() * 2
-    assert held < 1.05 * 4096 * 4096
+    allocated = torch.cuda.memory_allocated() - before - x.numel() * 2
+    assert allocated < 1.05 * 4096 * 4096

@@ -120,8 +120,8 @@ def test_what_it_runs_as_on_each_card(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.setattr(
             int8, "_not_installed", lambda k=kitchen: None if k else "needs comfy-kitchen: torch multiplies"
         )
-        found, why = stored_precision(part, cuda)
-        assert found == precision and word in why, (capability, kitchen, found, why)
+        precision_used, why = stored_precision(part, cuda)
+        assert precision_used == precision and word in why, (capability, kitchen, precision_used, why)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -150,12 +150,12 @@ def test_the_calls_of_comfy_kitchen(kind: str, monkeypatch: pytest.MonkeyPatch) 
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(48, 512, generator=generator), torch.randn(37, 512, generator=generator)
     bias, parts = torch.randn(48, generator=generator), encoded(kind, weight)
-    found = int8._kitchen(x, FORMATS[kind], int8._named(*int8._order(parts)), bias)
-    assert torch.equal(found, int8.multiply(x, FORMATS[kind].text, parts, bias))
+    product = int8._kitchen(x, FORMATS[kind], int8._named(*int8._order(parts)), bias)
+    assert torch.equal(product, int8.multiply(x, FORMATS[kind].text, parts, bias))
     limit = 0.25 if FORMATS[kind].numbers_in_byte == 2 else 0.03
-    assert relative(found, x @ weight.t() + bias) < limit
+    assert relative(product, x @ weight.t() + bias) < limit
     assert torch.allclose(
-        int8.torch_linear(x, *as_int8(FORMATS[kind], parts), bias, FORMATS[kind].rotation), found, atol=1e-3
+        int8.torch_linear(x, *as_int8(FORMATS[kind], parts), bias, FORMATS[kind].rotation), product, atol=1e-3
     )
 
 

@@ -39,17 +39,17 @@ def spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def test_quantising_is_off_by_at_most_half_a_step(fmt, rows, groups, power, outlier, seed):
     x = draw(rows, groups * BLOCK, seed=seed) * 2.0**power
     x[0, 0] *= outlier
-    found = quantize_reference(x, fmt)
-    assert found.data.dtype == FP8 and found.data.shape == x.shape and found.scale.dtype == torch.float32
-    assert found.scale.shape == {"tensor": (1,), "row": (rows, 1), "block": (rows, groups)}[fmt]
-    allowed = x.abs() * HALF_STEP * 1.0001 + spread(found.scale, x) * TINIEST
-    assert ((found.dequantize() - x).abs() <= allowed).all()
+    quantized = quantize_reference(x, fmt)
+    assert quantized.data.dtype == FP8 and quantized.data.shape == x.shape and quantized.scale.dtype == torch.float32
+    assert quantized.scale.shape == {"tensor": (1,), "row": (rows, 1), "block": (rows, groups)}[fmt]
+    allowed = x.abs() * HALF_STEP * 1.0001 + spread(quantized.scale, x) * TINIEST
+    assert ((quantized.dequantize() - x).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_zeros_stay_zeros(fmt):
-    found = quantize_reference(torch.zeros(3, 256), fmt)
-    assert (found.dequantize() == 0).all() and (found.scale > 0).all()
+    quantized = quantize_reference(torch.zeros(3, 256), fmt)
+    assert (quantized.dequantize() == 0).all() and (quantized.scale > 0).all()
 
 
 @pytest.mark.parametrize("fmt", [None, *FORMATS])
@@ -60,15 +60,15 @@ def test_norm_and_residual_are_the_formula(fmt, frames):
     wide = lambda v: v.double().repeat_interleave(12 // frames, 1)  # noqa: E731
     total = x.double() + update.double() * wide(gate)
     normed = F.layer_norm(total, (256,), eps=1e-6) * wide(mul) + wide(add)
-    found_total, found = fused.residual_norm(x.clone(), update.clone(), gate, mul, add, 1e-6, fmt)
+    found_total, quantized = fused.residual_norm(x.clone(), update.clone(), gate, mul, add, 1e-6, fmt)
     torch.testing.assert_close(found_total.double(), total, rtol=1e-6, atol=1e-6)
     assert torch.equal(found_total, fused.residual(x.clone(), update.clone(), gate))
     if fmt is None:
-        torch.testing.assert_close(found.double(), normed, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(quantized.double(), normed, rtol=1e-5, atol=1e-5)
         plain = F.layer_norm(x.double(), (256,), eps=1e-6) * wide(mul) + wide(add)
         torch.testing.assert_close(fused.norm(x, mul, add, 1e-6).double(), plain, rtol=1e-5, atol=1e-5)
     else:
-        assert relative(found.dequantize(), normed) < 0.04
+        assert relative(quantized.dequantize(), normed) < 0.04
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,14 +90,14 @@ def test_the_scale_of_queries_and_keys_holds_whatever_comes(heads, half, weight,
     norm = draw(width, seed=seed + 1) * weight
     axes = (2 * half - 4 * (half // 3), 2 * (half // 3), 2 * (half // 3))
     table = rope_table((1, 2, 3), axes)
-    found = fused.head_norm_fp8(x.clone(), norm, heads, 1e-6, table, centre=centre)
-    assert found.data.shape == (1, 6, heads, 2 * half) and found.scale.shape == (1,)
+    quantized = fused.head_norm_fp8(x.clone(), norm, heads, 1e-6, table, centre=centre)
+    assert quantized.data.shape == (1, 6, heads, 2 * half) and quantized.scale.shape == (1,)
     exact = fused.head_norm(x.double(), norm.double(), heads, 1e-6, table).float()
     if centre:
         exact = exact - exact[:, ::32].mean((0, 1))
-    assert (exact.abs().amax() / found.scale) <= FP8_MAX * 1.001  # nothing was clamped
+    assert (exact.abs().amax() / quantized.scale) <= FP8_MAX * 1.001  # nothing was clamped
     if not spike:
-        assert relative(reference.hadamard_heads(found.dequantize()), exact) < 0.05
+        assert relative(reference.hadamard_heads(quantized.dequantize()), exact) < 0.05
 
 
 @pytest.mark.parametrize("dim", [8, 16, 64, 128, 256])
@@ -121,18 +121,18 @@ def test_heads_without_a_hadamard_matrix_stay_as_they_are():
 def test_fp8_of_mixed_heads_in_both_layouts(block):
     x = draw(2, 150, 3, 64) + 1
     mean = x.mean(1, keepdim=True)
-    found = fused.hadamard_fp8(x, reference.length_scale(x, 2.0), mean, block)
-    back = reference.hadamard_heads(Quantized(found.data, found.scale).dequantize())
+    mixed = fused.hadamard_fp8(x, reference.length_scale(x, 2.0), mean, block)
+    back = reference.hadamard_heads(Quantized(mixed.data, mixed.scale).dequantize())
     assert relative(back, x - mean) < 0.04
-    assert not block or not found.memory[:, :, 150:].float().any()
+    assert not block or not mixed.memory[:, :, 150:].float().any()
 
 
 @pytest.mark.parametrize("fmt", [None, *FORMATS])
 def test_gelu_is_the_tanh_form(fmt):
     x = draw(3, 256) * 3
     exact = F.gelu(x.double(), approximate="tanh")
-    found = fused.gelu(x.clone(), fmt)
-    assert relative(found if fmt is None else found.dequantize(), exact) < (1e-6 if fmt is None else 0.04)
+    output = fused.gelu(x.clone(), fmt)
+    assert relative(output if fmt is None else output.dequantize(), exact) < (1e-6 if fmt is None else 0.04)
 
 
 def test_use_is_undone_also_after_a_failure():

@@ -74,12 +74,12 @@ def test_encoding_rounds_to_the_nearest(fmt: str, rows: int, groups: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, groups * GROUP[fmt], generator=generator) * 2.0**size
     x[0] = 0
-    found = unpack(fmt, encoded(fmt, x), torch.float32)
-    assert torch.equal(found[0], torch.zeros_like(x[0]))
+    unpacked = unpack(fmt, encoded(fmt, x), torch.float32)
+    assert torch.equal(unpacked[0], torch.zeros_like(x[0]))
     # Half a step of the widest interval: E2M1 has a third of the largest number there, E4M3 a fourteenth.
     step = {"nvfp4": 1 / 6 + 1 / 15, "mxfp8": 1 / 14}[fmt]  # and E4M3's rounding of a scale
     largest = x.unflatten(1, (-1, GROUP[fmt])).abs().amax(-1, keepdim=True)
-    assert ((found - x).unflatten(1, (-1, GROUP[fmt])).abs() <= step * largest + 1e-6 * x.abs().max()).all()
+    assert ((unpacked - x).unflatten(1, (-1, GROUP[fmt])).abs() <= step * largest + 1e-6 * x.abs().max()).all()
 
 
 def test_every_number_of_four_bits() -> None:
@@ -97,8 +97,8 @@ def test_every_number_of_four_bits() -> None:
 
 
 def test_powers_of_two() -> None:
-    found = power_of_two(torch.tensor([0, 1, 127, 130, 254, 255], dtype=torch.uint8))
-    assert found[:5].tolist() == [0.0, 2.0**-126, 1.0, 8.0, 2.0**127] and found[5].isnan()
+    powers = power_of_two(torch.tensor([0, 1, 127, 130, 254, 255], dtype=torch.uint8))
+    assert powers[:5].tolist() == [0.0, 2.0**-126, 1.0, 8.0, 2.0**127] and powers[5].isnan()
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -146,12 +146,12 @@ def test_a_file_in_every_spelling(tmp_path: Path, fmt: str, spelling: str, mixed
     assert detect(path).config == SMALL
     wide = load_dit(path, dtype=torch.float32)
     assert all(torch.equal(value, meant[name]) for name, value in wide.state_dict().items())
-    held = load_dit(path, dtype=torch.float32, quantization=HOLD)
-    kinds = {name: m.packing for name, m in held.named_modules() if isinstance(m, PackedLinear)}
+    packed = load_dit(path, dtype=torch.float32, quantization=HOLD)
+    kinds = {name: m.packing for name, m in packed.named_modules() if isinstance(m, PackedLinear)}
     plain = {name for name in NAMES if mixed and name.endswith(".k")}
     assert set(kinds) == NAMES - plain
     assert all(kind == ("fp8" if mixed and name.endswith("ffn.0") else fmt) for name, kind in kinds.items())
-    assert torch.equal(held(*inputs()), wide(*inputs()))
+    assert torch.equal(packed(*inputs()), wide(*inputs()))
     part = recognise(path, "dit", load_dit)
     assert part.packed is not None and part.packed.fmt == fmt and precision_of("checkpoint", part, CPU) == PACKED
     if not mixed:
@@ -179,9 +179,9 @@ def test_damage_is_said(tmp_path: Path, fmt: str) -> None:
         "parts": state | {f"{one}.weight": torch.zeros(256, 128)},
         "quantised": state | {f"{one}.weight_scale_3": torch.ones(()), f"{one}.weight_scale_inv": torch.ones(())},
     }
-    for words, damaged in cases.items():
+    for message, damaged in cases.items():
         write_safetensors(damaged, tmp_path / "bad.safetensors", notes)
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=message):
             load_dit(tmp_path / "bad.safetensors")
 
 
@@ -199,9 +199,9 @@ def test_a_packed_matrix_reads_as_numbers(tmp_path: Path) -> None:
 
 def test_what_multiplies_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Blackwell" in str(mx.why_not_multiply(CPU))
-    found = doctor.examine("cpu")
-    words = [line for line in doctor.text(found).splitlines() if line.split()[0] in FORMATS]
-    assert len(words) == 2 and all("dequantised for each matmul" in line and "Blackwell" in line for line in words)
+    report = doctor.examine("cpu")
+    lines = [line for line in doctor.text(report).splitlines() if line.split()[0] in FORMATS]
+    assert len(lines) == 2 and all("dequantised for each matmul" in line and "Blackwell" in line for line in lines)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (10, 0))
     monkeypatch.setattr(mx, "find_spec", lambda _: None)
@@ -230,15 +230,15 @@ def test_the_call_of_the_product(fmt: str, rows: int, monkeypatch: pytest.Monkey
         assert pad_32x or len(x) % 32 == 0
         return encode_mxfp8(torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 32)))
 
-    def scaled_mm_nvfp4(a: Tensor, b: Tensor, **given: Tensor) -> Tensor:
-        left = decode_nvfp4(a, given["block_scale_a"], given["tensor_scale_a"])
-        right = decode_nvfp4(b, given["block_scale_b"].view(torch.uint8), given["tensor_scale_b"])
-        return finished(left @ right.t(), **given)
+    def scaled_mm_nvfp4(a: Tensor, b: Tensor, **options: Tensor) -> Tensor:
+        left = decode_nvfp4(a, options["block_scale_a"], options["tensor_scale_a"])
+        right = decode_nvfp4(b, options["block_scale_b"].view(torch.uint8), options["tensor_scale_b"])
+        return finished(left @ right.t(), **options)
 
-    def scaled_mm_mxfp8(a: Tensor, b: Tensor, own: Tensor, scales: Tensor, **given: Tensor) -> Tensor:
+    def scaled_mm_mxfp8(a: Tensor, b: Tensor, own: Tensor, scales: Tensor, **options: Tensor) -> Tensor:
         assert scales.dtype == torch.float8_e8m0fnu
         product = decode_mxfp8(a, own) @ decode_mxfp8(b, scales.view(torch.uint8)).t()
-        return finished(product, **given)
+        return finished(product, **options)
 
     import sys
     import types
@@ -254,9 +254,9 @@ def test_the_call_of_the_product(fmt: str, rows: int, monkeypatch: pytest.Monkey
     linear.load_state_dict(encoded(fmt, weight) | {"bias": bias}, assign=True)
     linear.multiplies = True
     x = torch.randn(2, rows, 64, generator=generator)
-    found, expected = linear(x), x @ weight.t() + bias
-    assert found.shape == expected.shape
-    assert float((found - expected).norm() / expected.norm()) < {"nvfp4": 0.2, "mxfp8": 0.06}[fmt]
+    product, expected = linear(x), x @ weight.t() + bias
+    assert product.shape == expected.shape
+    assert float((product - expected).norm() / expected.norm()) < {"nvfp4": 0.2, "mxfp8": 0.06}[fmt]
 
 
 WRITE = """

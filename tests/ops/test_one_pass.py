@@ -105,7 +105,7 @@ def test_a_kernel_that_adds_the_means_itself_gives_what_finish_gives(keep, poole
     def one_pass(q, k, v, route, block, pooled=None):
         return expected_sparse(q, k, v, route, block, pooled)
 
-    found = []
+    results = []
     for kernel in (
         KERNELS["math"],
         SparseKernel("one pass", "", lambda: one_pass, any_block=True, means=True),
@@ -113,5 +113,7 @@ def test_a_kernel_that_adds_the_means_itself_gives_what_finish_gives(keep, poole
         state = SparseForward(kernel, [], tiles, [Rule(keep)], pooled=pooled)
         out, lse = state.attend_lse(AttentionCall(0), q, k, v)
         assert torch.equal(out, state.attend(AttentionCall(0), q, k, v))
-        found.append((out, lse))
-    assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(found[0][1], found[1][1], atol=1e-5)
+        results.append((out, lse))
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-6) and torch.allclose(
+        results[0][1], results[1][1], atol=1e-5
+    )

@@ -35,9 +35,9 @@ SMALL = DiTConfig(
 
 
 def quantized(kind: type[QuantLinear], linear: nn.Linear) -> QuantLinear:
-    found = kind(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype)
-    found.load({**kind.encode(linear.weight), **({} if linear.bias is None else {"bias": linear.bias})})
-    return found
+    layer = kind(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype)
+    layer.load({**kind.encode(linear.weight), **({} if linear.bias is None else {"bias": linear.bias})})
+    return layer
 
 
 @settings(max_examples=40, deadline=None)
@@ -52,10 +52,10 @@ def quantized(kind: type[QuantLinear], linear: nn.Linear) -> QuantLinear:
 def test_a_product_is_within_what_three_bits_allow(kind, n, k, rows, bias, seed):
     torch.manual_seed(seed)
     linear, x = nn.Linear(k, n, bias=bias), torch.randn(2, rows, k)
-    found = quantized(kind, linear)
-    assert found.weight.dtype == FP8 and found.weight_scale.shape == kind.scale_shape(n, k)
+    layer = quantized(kind, linear)
+    assert layer.weight.dtype == FP8 and layer.weight_scale.shape == kind.scale_shape(n, k)
     with torch.no_grad():
-        exact, out = F.linear(x.double(), linear.weight.double(), None), found(x).double()
+        exact, out = F.linear(x.double(), linear.weight.double(), None), layer(x).double()
         out = out if linear.bias is None else out - linear.bias.double()
     assert out.shape == exact.shape and relative(out, exact) <= 0.06
 
@@ -84,10 +84,10 @@ def test_weights_are_widened_for_fp8_weights_alone():
     """Activations are not rounded: only the weight's error is there."""
     torch.manual_seed(0)
     linear, x = nn.Linear(128, 64), torch.randn(4, 128)
-    found = quantized(Fp8WeightLinear, linear)
-    weight = Quantized(found.weight, found.weight_scale).dequantize()
+    layer = quantized(Fp8WeightLinear, linear)
+    weight = Quantized(layer.weight, layer.weight_scale).dequantize()
     with torch.no_grad():
-        torch.testing.assert_close(found(x), F.linear(x, weight, linear.bias), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer(x), F.linear(x, weight, linear.bias), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2])
@@ -95,10 +95,15 @@ def test_what_is_quantised(keep):
     names = SMALL.quantized_names(keep)
     plain = dict(WanModel(SMALL).named_modules())
     assert all(isinstance(plain[name], nn.Linear) for name in names)
-    left = {n for n, m in plain.items() if isinstance(m, nn.Linear)} - names
-    inner = {n for n in left if n.startswith("blocks.")}
+    unquantised = {n for n, m in plain.items() if isinstance(m, nn.Linear)} - names
+    inner = {n for n in unquantised if n.startswith("blocks.")}
     assert {n.split(".")[1] for n in inner} == {str(i) for i in (*range(keep), *range(5 - keep, 5))}
-    assert {n.split(".")[0] for n in left - inner} == {"text_embedding", "time_embedding", "time_projection", "head"}
+    assert {n.split(".")[0] for n in unquantised - inner} == {
+        "text_embedding",
+        "time_embedding",
+        "time_projection",
+        "head",
+    }
 
 
 def test_bad_options_say_what_is_possible():

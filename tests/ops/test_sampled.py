@@ -42,11 +42,11 @@ GRID = (15, 16, 16)
 def drawn(kind: str, seed: int, grid: tuple[int, int, int] = GRID, heads: int = 8) -> list[Tensor]:
     """q, k, v [1, L, H, 64] in the order of the tiles."""
     if kind == "structured":
-        made = structured(grid, heads, 64, seed=seed)
+        tensors = structured(grid, heads, 64, seed=seed)
     else:
-        made = torch.randn(3, 1, math.prod(grid), heads, 64, generator=torch.Generator().manual_seed(seed)).unbind()
+        tensors = torch.randn(3, 1, math.prod(grid), heads, 64, generator=torch.Generator().manual_seed(seed)).unbind()
     order = make_tiles(grid, 32, CPU).order
-    return [x[:, order] for x in made]
+    return [x[:, order] for x in tensors]
 
 
 class Noted:
@@ -90,13 +90,13 @@ def test_the_error_of_sampled_rows_is_that_of_all_rows(kind: str, keep: float) -
     everything = squares(out, exact)
     true = float((everything[0].sum() / everything[1].sum()).sqrt())
     assert noted.error() == pytest.approx(true, rel=0.1)
-    found = []
+    ratios = []
     for step in range(40):
         rows = sample_rows(0, step, q.shape[1], CPU).here
         sums = squares(out[:, rows], exact[:, rows]).sum(1)
-        found.append(float((sums[0] / sums[1]).sqrt()) / true)
-    assert sum(abs(one - 1) < 0.1 for one in found) >= 36
-    assert abs(sum(found) / len(found) - 1) < 0.03
+        ratios.append(float((sums[0] / sums[1]).sqrt()) / true)
+    assert sum(abs(one - 1) < 0.1 for one in ratios) >= 36
+    assert abs(sum(ratios) / len(ratios) - 1) < 0.03
 
 
 FINER = [{}, {"parts": 2}, {"parts": 2, "slope": True}, {"pooled": False}]
@@ -113,8 +113,10 @@ def test_finished_rows_are_rows_of_what_is_finished(grid: tuple[int, int, int], 
     queries, keys = quantize_heads_first(q, 16), quantize_heads_first(k, 16, key_mean(k))
     out, lse, how = state._read_fp8(0, Rule(0.4), queries, keys, quantize_values(v.flatten(-2), 3, 16))
     rows = torch.tensor([0, 3, 17, 40, q.shape[1] - 1])
-    some = finished_rows(out, lse, queries.data, rows, 16, **how)
-    torch.testing.assert_close(some, finish(out, lse, queries.data.float(), 16, **how)[:, rows], rtol=1e-4, atol=1e-5)
+    finished = finished_rows(out, lse, queries.data, rows, 16, **how)
+    torch.testing.assert_close(
+        finished, finish(out, lse, queries.data.float(), 16, **how)[:, rows], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_an_fp8_kernel_is_compared_before_it_rounds() -> None:
@@ -139,8 +141,8 @@ def test_an_fp8_kernel_is_compared_before_it_rounds() -> None:
 def test_the_rounding_of_e4m3_and_rows_of_bytes() -> None:
     x = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0))
     rounded = x.to(FP8)
-    found = float((rounded.float() - x).square().sum() / rounding_of(rounded).sum())
-    assert found == pytest.approx(1, rel=0.1)
+    ratio = float((rounded.float() - x).square().sum() / rounding_of(rounded).sum())
+    assert ratio == pytest.approx(1, rel=0.1)
     rows = torch.tensor([5, 7])
     assert torch.equal(taken(rounded, rows).float(), rounded.float()[:, rows])
     assert isinstance(quantize_heads_first(torch.randn(1, 20, 2, 16), 8), Blocked)

@@ -105,20 +105,20 @@ def test_a_route_keeps_what_it_must(
     tiles = make_tiles(grid, block, CPU)
     q, k, _ = drawn(len(tiles.order), seed)
     rule = Rule(keep, mass, floor=0.1)
-    found = route(q, k, block, rule, tiles.forced)
+    chosen = route(q, k, block, rule, tiles.forced)
     n, most = tiles.blocks, rule.most(tiles.blocks)
-    kept = found.kept(n)
-    counts = kept.sum(-1)
-    assert found.blocks.dtype == torch.int32
-    assert found.blocks.shape[-1] == most
+    selected = chosen.kept(n)
+    counts = selected.sum(-1)
+    assert chosen.blocks.dtype == torch.int32
+    assert chosen.blocks.shape[-1] == most
     if mass is None:
         assert (counts == most).all()  # none twice
     else:
-        assert torch.equal(counts, found.counts.long())
+        assert torch.equal(counts, chosen.counts.long())
         assert (counts >= min(most, max(1, round(0.1 * n)))).all()
         assert (counts <= most).all()
     room = tiles.forced.sum(1) <= most
-    assert (kept | ~tiles.forced)[:, :, room].all()
+    assert (selected | ~tiles.forced)[:, :, room].all()
 
 
 def test_the_mass_rule_stops_where_enough_is_held() -> None:
@@ -139,14 +139,14 @@ def test_the_gain_of_scatter_is_that_of_drawn_scores() -> None:
         assert gain(torch.tensor([spread**2]), size).item() == pytest.approx(measured.item(), rel=0.25, abs=0.05)
 
 
-def mass_kept(q: torch.Tensor, k: torch.Tensor, kept: torch.Tensor, block: int) -> torch.Tensor:
+def mass_kept(q: torch.Tensor, k: torch.Tensor, selected: torch.Tensor, block: int) -> torch.Tensor:
     """The share of attention, as computed in full, that falls on the blocks that are read: float32 [B, H, L].
 
     kept: bool [B, H, n, n]. Needs the whole matrix of a head at once."""
     shares = []
     for head in range(q.shape[2]):
         share = block_mass(q[:, :, head], k[:, :, head], block)
-        rows = kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
+        rows = selected[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
         shares.append((share * rows).sum(-1))
     return torch.stack(shares, 1)
 
@@ -155,18 +155,18 @@ def test_routing_finds_attention_that_has_structure(monkeypatch: pytest.MonkeyPa
     """On drawn maps of attention: far more than a random choice, more in tiles than in lines, and scatter helps."""
     grid, block = (6, 16, 20), 32
     q, k, _ = structured(grid, heads=4, dim=32)
-    found = {}
+    masses = {}
     for raster, score in itertools.product((False, True), ("mean", "spread")):
         tiles = make_tiles(grid, block, CPU, raster=raster)
-        kept = route(q[:, tiles.order], k[:, tiles.order], block, Rule(0.25, score=score), tiles.forced)
-        found[raster, score] = mass_kept(q[:, tiles.order], k[:, tiles.order], kept.kept(tiles.blocks), block).mean()
-    assert found[False, "spread"] > 0.5
-    assert found[False, "spread"] > 1.08 * found[True, "spread"]
-    assert found[False, "spread"] >= found[False, "mean"]
+        chosen = route(q[:, tiles.order], k[:, tiles.order], block, Rule(0.25, score=score), tiles.forced)
+        masses[raster, score] = mass_kept(q[:, tiles.order], k[:, tiles.order], chosen.kept(tiles.blocks), block).mean()
+    assert masses[False, "spread"] > 0.5
+    assert masses[False, "spread"] > 1.08 * masses[True, "spread"]
+    assert masses[False, "spread"] >= masses[False, "mean"]
     tiles = make_tiles(grid, block, CPU)
     monkeypatch.setattr(calibrate, "ROWS", 60)
     covered = coverage(q[:, tiles.order], k[:, tiles.order], block, tiles.forced, (0.25, 1.0))
-    assert covered[:, 0].mean() == pytest.approx(found[False, "spread"].item(), abs=1e-4)
+    assert covered[:, 0].mean() == pytest.approx(masses[False, "spread"].item(), abs=1e-4)
     assert torch.allclose(covered[:, 1], torch.ones(4), atol=1e-4)
 
 
@@ -195,7 +195,7 @@ def test_the_reference_holds_some_rows_at_a_time(block: int, monkeypatch: pytest
     sizes: list[int] = []
     masks = kernels.spread
     monkeypatch.setattr(kernels, "SCORES", 2 * 60 * 2 * block)  # two blocks of queries of both samples
-    monkeypatch.setattr(kernels, "spread", lambda *given: sizes.append(given[2]) or masks(*given))
+    monkeypatch.setattr(kernels, "spread", lambda *arguments: sizes.append(arguments[2]) or masks(*arguments))
     parts = sparse_reference(q, k, v, chosen, block)
     assert max(sizes) == 2 * block
     for a, b in zip(parts, whole, strict=True):
@@ -220,12 +220,12 @@ def test_what_flex_is_handed_are_the_blocks_of_the_route(tokens: int, counted: b
     if not counted:
         chosen = Route(chosen.blocks)
     mask = block_mask(chosen, tokens, tokens, 16)
-    kept = chosen.kept(4)
+    selected = chosen.kept(4)
     for b, h, row in itertools.product(range(2), range(3), range(4)):
         whole = mask.full_kv_indices[b, h, row, : mask.full_kv_num_blocks[b, h, row]].tolist()
         part = mask.kv_indices[b, h, row, : mask.kv_num_blocks[b, h, row]].tolist()
-        assert sorted(whole + part) == kept[b, h, row].nonzero()[:, 0].tolist()
-        assert part == ([3] if tokens % 16 and kept[b, h, row, 3] else [])
+        assert sorted(whole + part) == selected[b, h, row].nonzero()[:, 0].tolist()
+        assert part == ([3] if tokens % 16 and selected[b, h, row, 3] else [])
 
 
 @pytest.mark.parametrize("run", [sparse_reference, sparse_flex])
@@ -250,13 +250,13 @@ def test_what_lies_behind_the_keys_is_never_read(run: object) -> None:
 def test_memory_in_whole_blocks_ends_in_zeros(tokens: int, block: int, seed: int) -> None:
     x = Quantized(drawn(tokens, seed)[0].to(FP8), torch.ones(1))
     for lay, turned in ((heads_first, (0, 2, 1, 3)), (channels_first, (0, 2, 3, 1))):
-        found = lay(x, block)
-        assert found.tokens == tokens and found.scale is x.scale
-        assert torch.equal(found.data.float(), x.data.float())
-        assert found.data.untyped_storage().data_ptr() == found.memory.untyped_storage().data_ptr()
-        memory = found.memory.float()
+        laid = lay(x, block)
+        assert laid.tokens == tokens and laid.scale is x.scale
+        assert torch.equal(laid.data.float(), x.data.float())
+        assert laid.data.untyped_storage().data_ptr() == laid.memory.untyped_storage().data_ptr()
+        memory = laid.memory.float()
         assert memory.is_contiguous()
-        last = 3 if found.channels_first else 2
+        last = 3 if laid.channels_first else 2
         assert memory.shape[last] == -(-tokens // block) * block
         assert not memory.narrow(last, tokens, memory.shape[last] - tokens).any()
         assert torch.equal(memory.narrow(last, 0, tokens), x.data.float().permute(turned))
@@ -289,8 +289,8 @@ def test_keys_of_zeros_are_taken_out_exactly(tokens: int, seed: int) -> None:
     out, lse = whole_block_kernel(*laid, values, chosen, block)
     tail = (chosen.blocks == n - 1).any(-1)
     exact, _ = sparse_reference(q, k, v, chosen, block)
-    found = blocked.finish(out, lse, q, block, pads=-tokens % block, tail=tail)
-    torch.testing.assert_close(found, exact, rtol=2e-3, atol=1e-4)
+    output = blocked.finish(out, lse, q, block, pads=-tokens % block, tail=tail)
+    torch.testing.assert_close(output, exact, rtol=2e-3, atol=1e-4)
     if -tokens % block and tail.any():
         assert not torch.allclose(out, exact, rtol=2e-3, atol=1e-4)  # the pads did count before
 
@@ -316,10 +316,10 @@ def test_the_estimate_is_of_the_mean_score() -> None:
     q, k, _ = drawn(32, 0)
     means = [blocked.pool(t, 8) for t in (q, k)]
     sizes = block_sizes(32, 8, CPU)
-    found = estimate(means[0][0], *means[1], sizes, "mean")
+    estimated = estimate(means[0][0], *means[1], sizes, "mean")
     scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) * 16**-0.5
     torch.testing.assert_close(
-        found, scores.unflatten(3, (4, 8)).unflatten(2, (4, 8)).mean((3, 5)), rtol=1e-4, atol=1e-5
+        estimated, scores.unflatten(3, (4, 8)).unflatten(2, (4, 8)).mean((3, 5)), rtol=1e-4, atol=1e-5
     )
 
 
@@ -332,18 +332,18 @@ def test_a_route_falls_into_parts(n: int, parts: int, seed: int, counted: bool) 
     """Together they are what the route names; a row of which a part has nothing is said to have nothing."""
     chosen = random_route(n * 4, 4, seed)
     chosen = chosen if counted else Route(chosen.blocks[..., : max(1, n // 3)])
-    kept = chosen.kept(n)
+    selected = chosen.kept(n)
     cuts = sorted({0, n, *torch.randint(0, n + 1, (parts,), generator=torch.Generator().manual_seed(seed)).tolist()})
     for first, end in itertools.pairwise(cuts):
-        some, none = chosen.part(first, end - first)
-        assert some.blocks.dtype == torch.int32
-        assert some.counts is not None
-        assert some.counts.dtype == torch.int32
-        assert 0 <= int(some.blocks.min()) <= int(some.blocks.max()) < end - first
-        found, expected = some.kept(end - first), kept[..., first:end]
+        part, none = chosen.part(first, end - first)
+        assert part.blocks.dtype == torch.int32
+        assert part.counts is not None
+        assert part.counts.dtype == torch.int32
+        assert 0 <= int(part.blocks.min()) <= int(part.blocks.max()) < end - first
+        selected_of_part, expected = part.kept(end - first), selected[..., first:end]
         assert torch.equal(none, ~expected.any(-1))
-        assert torch.equal(found & ~none[..., None], expected)
-        assert (found[none].sum(-1) == 1).all()  # something to read, to be given no weight
+        assert torch.equal(selected_of_part & ~none[..., None], expected)
+        assert (selected_of_part[none].sum(-1) == 1).all()  # something to read, to be given no weight
 
 
 def test_rows_apart_choose_what_they_choose_together() -> None:
@@ -370,8 +370,8 @@ def test_what_was_chosen_is_read_part_by_part(run: Run) -> None:
     rows = Route(blocks, torch.ones_like(blocks[..., 0]))  # one block each: two of the parts have none
     expected, expected_lse = sparse_reference(q[:, 32:80], k, v, rows, 16)
     ring = LocalRing(Group(None, (0,), 0), [32, 48, 20], lambda *_: (q, q))
-    found, lse = read_around(run, q[:, 32:80], k, v, rows, 16, ring)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    output, lse = read_around(run, q[:, 32:80], k, v, rows, 16, ring)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
 
 
@@ -389,12 +389,12 @@ def test_the_log_sum_exp_is_of_all_that_is_attended_to(pooled: bool) -> None:
     out, lse = SparseAttention().with_lse(q, k, v, call)
     assert torch.equal(out, SparseAttention()(q, k, v, call))
     route = state.route(0, rule, blocked.pool(q, block)[0], state.known(rule, k, v))
-    kept = kernels.spread(route.kept(tiles.blocks), block, 70, 70)
+    read = kernels.spread(route.kept(tiles.blocks), block, 70, 70)
     scores = torch.einsum("blhd,bshd->bhls", q, k) * 8**-0.5
-    wanted = scores.masked_fill(~kept, -torch.inf)
+    wanted = scores.masked_fill(~read, -torch.inf)
     if pooled:
         blocks = torch.arange(70) // block
         means = torch.stack([k[:, blocks == n].mean(1) for n in range(tiles.blocks)], 1)[:, blocks]
-        wanted = torch.where(kept, scores, torch.einsum("blhd,bshd->bhls", q, means) * 8**-0.5)
-    assert not bool(kept.all())
+        wanted = torch.where(read, scores, torch.einsum("blhd,bshd->bhls", q, means) * 8**-0.5)
+    assert not bool(read.all())
     torch.testing.assert_close(lse, wanted.logsumexp(-1), rtol=1e-5, atol=1e-5)

@@ -88,8 +88,8 @@ def test_parts_are_exact_where_each_is_constant(tokens: int, block: int, parts: 
     chosen = random_route(tokens, block, seed)
     out, lse = sparse_reference(q, k, v, chosen, block)
     pooled = known_of(k, v, block, parts).pooled(chosen.kept(-(-tokens // block)))
-    found = blocked.finish(out, lse, q, block, pooled=pooled)
-    torch.testing.assert_close(found, math_reference(q, k, v), rtol=1e-3, atol=1e-4)
+    output = blocked.finish(out, lse, q, block, pooled=pooled)
+    torch.testing.assert_close(output, math_reference(q, k, v), rtol=1e-3, atol=1e-4)
     wanted = q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1) * q.shape[-1] ** -0.5
     total = blocked.final_lse(lse, q, block, pooled=pooled)
     torch.testing.assert_close(total, wanted.logsumexp(-1), rtol=1e-3, atol=1e-4)
@@ -105,14 +105,14 @@ def test_the_slope_takes_the_first_order_away(tokens: int, block: int, parts: in
     q, k, v = drawn(tokens, seed)
     q = 0.02 * q
     chosen = random_route(tokens, block, seed)
-    kept, known = chosen.kept(-(-tokens // block)), known_of(k, v, block, parts)
+    selected, means = chosen.kept(-(-tokens // block)), known_of(k, v, block, parts)
     out, lse = sparse_reference(q, k, v, chosen, block)
     exact = math_reference(q, k, v)
-    pooled = known.pooled(kept)
-    weights = slope_weights(blocked.pool(q, block)[0], known, kept)
-    sloped = pooled._replace(slopes=slopes(weights, known.keys, k, v, block // parts))
+    pooled = means.pooled(selected)
+    weights = slope_weights(blocked.pool(q, block)[0], means, selected)
+    sloped = pooled._replace(slopes=slopes(weights, means.keys, k, v, block // parts))
     plain, better = (blocked.finish(out, lse, q, block, pooled=p) - exact for p in (pooled, sloped))
-    assert better.norm() < 0.1 * plain.norm() or bool(kept.all())
+    assert better.norm() < 0.1 * plain.norm() or bool(selected.all())
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -122,23 +122,23 @@ def test_slopes_of_fp8_in_whole_blocks_and_by_pieces_are_those_of_plain_numbers(
     q, k, v = drawn(tokens, 3)
     k, v = (Quantized(t.to(FP8), torch.full((1,), scale)) for t, scale in ((k, 0.5), (v, 3.0)))
     plain = k.dequantize(torch.float32), v.dequantize(torch.float32)
-    known = known_of(*plain, block, parts)
-    weights = slope_weights(blocked.pool(q, block)[0], known, random_route(tokens, block, 3).kept(tiles.blocks))
-    expected = slopes(weights, known.keys, *plain, tiles.part)
+    means = known_of(*plain, block, parts)
+    weights = slope_weights(blocked.pool(q, block)[0], means, random_route(tokens, block, 3).kept(tiles.blocks))
+    expected = slopes(weights, means.keys, *plain, tiles.part)
     assert expected.norm() > 0
     laid: tuple[Blocked, Blocked] = heads_first(k, block), channels_first(v, block)
     for given_k, given_v in (laid, (k, v)):
-        found = slopes(weights, known.keys, given_k, given_v, tiles.part)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        slope = slopes(weights, means.keys, given_k, given_v, tiles.part)
+        torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-5)
     for cut in (0, 48, 64):  # keys whose covariances are kept for several sets of rows, and others behind
         count = cut // tiles.part
-        found = slopes(weights[..., count:], known.keys[:, :, count:], *(x[:, cut:] for x in plain), tiles.part)
-        kept = Covariances(known.keys[:, :, :count], *(x[:, :cut] for x in plain), tiles.part)
-        kept.add_to(found, weights[..., :count])
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    pieces = SlopeSum(weights, known.keys, tiles)
-    for first, some in ((0, slice(0, 48)), (3, slice(48, 75))):
-        pieces.add(first, plain[0][:, some], plain[1][:, some])
+        slope = slopes(weights[..., count:], means.keys[:, :, count:], *(x[:, cut:] for x in plain), tiles.part)
+        earlier = Covariances(means.keys[:, :, :count], *(x[:, :cut] for x in plain), tiles.part)
+        earlier.add_to(slope, weights[..., :count])
+        torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-5)
+    pieces = SlopeSum(weights, means.keys, tiles)
+    for first, tokens_of_piece in ((0, slice(0, 48)), (3, slice(48, 75))):
+        pieces.add(first, plain[0][:, tokens_of_piece], plain[1][:, tokens_of_piece])
     assert pieces.total is not None
     torch.testing.assert_close(pieces.total, expected, rtol=1e-4, atol=1e-5)
 

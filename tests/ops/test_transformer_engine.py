@@ -33,9 +33,9 @@ KINDS = [TEDelayedLinear, TECurrentLinear, TEBlockLinear]
 
 
 def linear(kind, k: int = 256, n: int = 128, seed: int = 0):
-    made = kind(k, n)
-    made.load({**kind.encode(draw(n, k, seed=seed)), "bias": draw(n, seed=seed + 1).bfloat16()})
-    return made
+    layer = kind(k, n)
+    layer.load({**kind.encode(draw(n, k, seed=seed)), "bias": draw(n, seed=seed + 1).bfloat16()})
+    return layer
 
 
 def exact(layer, x: Tensor, seed: int = 0) -> Tensor:

@@ -42,8 +42,8 @@ def test_it_is_said_once_what_that_costs_and_how_to_get_it(hidden, caplog):
 
 
 def test_the_doctor_says_it():
-    found = doctor.examine("cpu")
-    assert not found["kernels"]["usable"] and fused.WITHOUT in doctor.text(found)
+    report = doctor.examine("cpu")
+    assert not report["kernels"]["usable"] and fused.WITHOUT in doctor.text(report)
 
 
 def test_a_broken_triton_is_not_a_missing_one(monkeypatch, tmp_path):
@@ -70,13 +70,13 @@ def test_sparse_attention_says_that_it_is_slow(hidden, caplog):
 
 def imported(path: Path) -> set[str]:
     """The modules that `path` imports when it is itself imported, not inside functions."""
-    found = set()
+    modules = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import):
-            found |= {one.name for one in node.names}
+            modules |= {one.name for one in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {str(node.module), *(f"{node.module}.{one.name}" for one in node.names)}
-    return found
+            modules |= {str(node.module), *(f"{node.module}.{one.name}" for one in node.names)}
+    return modules
 
 
 def test_only_kernels_import_it_and_nothing_imports_them():

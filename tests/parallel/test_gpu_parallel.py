@@ -31,9 +31,9 @@ BACKENDS_HERE = ("sdpa", "cudnn", "flash4", "cudnn-fp8")
 
 @pytest.fixture(scope="module")
 def ranks():
-    found = Ranks(min(GPUS, 4))
-    yield found
-    found.close()
+    started = Ranks(min(GPUS, 4))
+    yield started
+    started.close()
 
 
 def why_not(backend: str) -> str | None:
@@ -75,10 +75,10 @@ def test_a_rank_prepares_just_what_it_will_run(ranks, tmp_path, mesh):
 def test_attention_is_as_exact_as_the_backend_inside(ranks, mesh, backend, heads, tokens):
     if reason := why_not(backend):
         pytest.skip(reason)
-    given = {"backend": backend, "heads": heads, "tokens": tokens}
+    shape = {"backend": backend, "heads": heads, "tokens": tokens}
     for ways in (mesh, mesh.replace("x2x", "x2bx").replace("x4x", "x4bx")):
-        for whole, sharded in ranks.ask("gpu_attention", mesh=ways, **given):
-            assert sharded < 1.3 * whole + 1e-3, f"{ways} {given}: relative errors, {whole=:.3g} {sharded=:.3g}"
+        for whole, sharded in ranks.ask("gpu_attention", mesh=ways, **shape):
+            assert sharded < 1.3 * whole + 1e-3, f"{ways} {shape}: relative errors, {whole=:.3g} {sharded=:.3g}"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def odd(tmp_path_factory):
 def test_ranks_read_a_part_each_by_threads_and_have_what_one_reads(ranks, odd, mesh, limits):
     path, cut, uncut = odd
     answers = ranks.ask("staged_weights", mesh=mesh, path=path, device="cuda", **limits)
-    assert [(changed, left) for changed, _, left in answers] == [([], 0)] * len(answers)
+    assert [(changed, unread) for changed, _, unread in answers] == [([], 0)] * len(answers)
     read = [count for _, count, _ in answers]
     assert sum(read) == cut + len(read) * uncut
     assert max(read) - min(read) <= 40 * 16 * len(read)
@@ -104,9 +104,9 @@ def test_ranks_read_a_part_each_by_threads_and_have_what_one_reads(ranks, odd, m
 
 def test_ranks_that_read_by_threads_may_stop_early(ranks, odd):
     for taken in (0, 3, 99):
-        given = {"path": odd[0], "device": "cuda", "ahead": 100_000_000, "piece": 1_000_003, "taken": taken}
-        answers = ranks.ask("staged_weights", mesh="1x1x2", **given)
-        assert [(changed, left) for changed, _, left in answers] == [([], 0)] * 2
+        arguments = {"path": odd[0], "device": "cuda", "ahead": 100_000_000, "piece": 1_000_003, "taken": taken}
+        answers = ranks.ask("staged_weights", mesh="1x1x2", **arguments)
+        assert [(changed, unread) for changed, _, unread in answers] == [([], 0)] * 2
 
 
 def test_a_model_that_ranks_read_by_threads_is_that_of_one(ranks):
@@ -126,8 +126,8 @@ def test_a_model_that_ranks_read_by_threads_is_that_of_one(ranks):
 def test_a_forward_is_as_exact_as_on_one_gpu(ranks, mesh, precision, attention, compile):
     if reason := why_not(attention):
         pytest.skip(reason)
-    given = {"mesh": mesh, "precision": precision, "attention": attention, "compile": compile}
-    for whole, sharded, _ in ranks.ask("gpu_forward", **given):
+    options = {"mesh": mesh, "precision": precision, "attention": attention, "compile": compile}
+    for whole, sharded, _ in ranks.ask("gpu_forward", **options):
         assert sharded < 1.3 * whole + 2e-3
 
 
@@ -157,7 +157,7 @@ def test_a_sparse_forward_over_a_ring_is_as_exact_as_on_one_gpu(ranks, mesh, pre
     device = torch.device("cuda", 0)
     if reason := why_not(attention) or (kernel != "auto" and KERNELS[kernel].why_not(device, torch.bfloat16, 128)):
         pytest.skip(reason)
-    given = {"precision": precision, "attention": attention, "kernel": kernel, "compile": compile}
-    answers = ranks.ask("sparse_forward", mesh=mesh, device="cuda", grid=(5, 30, 30), dense_layers=1, **given)
+    options = {"precision": precision, "attention": attention, "kernel": kernel, "compile": compile}
+    answers = ranks.ask("sparse_forward", mesh=mesh, device="cuda", grid=(5, 30, 30), dense_layers=1, **options)
     for whole, sharded in answers:
         assert sharded < 1.4 * whole + 1e-2

@@ -45,22 +45,22 @@ MAGCACHE = {"threshold": 0.3, "max_skips": 2, "retention": 0.2}
 
 @pytest.fixture(scope="module")
 def ranks():
-    found = Ranks(6)
-    yield found
-    found.close()
+    started = Ranks(6)
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="module")
 def alone():
     """What one rank makes of a request, made once."""
-    known: dict[str, tuple[torch.Tensor, torch.Tensor, dict]] = {}
+    trajectories: dict[str, tuple[torch.Tensor, torch.Tensor, dict]] = {}
 
     def find(**options):
         options = {"decode": False, **options}
         key = repr(options)
-        if key not in known:
-            known[key] = parallel_checks.trajectory(None, **options)
-        return known[key]
+        if key not in trajectories:
+            trajectories[key] = parallel_checks.trajectory(None, **options)
+        return trajectories[key]
 
     return find
 
@@ -118,9 +118,9 @@ def test_sparse_attention_of_tokens_beside_the_video_equals_one_rank(ranks, mesh
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
     """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; 50 tokens go into 3 or 4 parts that differ."""
-    given = {"request": {"steps": 2, "width": 80, "height": 80, "frames": 5}, "decode": True}
-    answers = ranks.ask("trajectory", mesh=mesh, **given)
-    equal_on_all(answers, alone(**given))
+    options = {"request": {"steps": 2, "width": 80, "height": 80, "frames": 5}, "decode": True}
+    answers = ranks.ask("trajectory", mesh=mesh, **options)
+    equal_on_all(answers, alone(**options))
     assert answers[0][1].shape == (5, 80, 80, 3)
     assert ["text_encoder" in said["held"] for _, _, said in answers] == [False] * (len(answers) - 1) + [True]
     assert {said["mesh"] for _, _, said in answers} == {mesh}
@@ -130,7 +130,7 @@ LAYERS = ("layers2", "layers3", "layers4")
 
 
 @pytest.mark.parametrize(
-    ("mesh", "given"),
+    ("mesh", "changed"),
     [
         ("layers2", {"steps": 4, "guidance_low": 1.0}),
         ("layers3", {"steps": 4}),
@@ -138,9 +138,9 @@ LAYERS = ("layers2", "layers3", "layers4")
         ("layers4", {"steps": 3, "frames": 1}),
     ],
 )
-def test_a_layer_pipeline_equals_one_rank_bit_for_bit(ranks, alone, mesh, given):
+def test_a_layer_pipeline_equals_one_rank_bit_for_bit(ranks, alone, mesh, changed):
     """Steps with guidance and without."""
-    request = {"width": 80, "height": 80, "frames": 5, "guidance_mode": "sequential", **given}
+    request = {"width": 80, "height": 80, "frames": 5, "guidance_mode": "sequential", **changed}
     wanted = alone(request=request)
     answers = together(ranks, mesh=mesh, request=request)
     assert all(torch.equal(latents, wanted[0]) for latents, _, _ in answers)
@@ -149,10 +149,12 @@ def test_a_layer_pipeline_equals_one_rank_bit_for_bit(ranks, alone, mesh, given)
 
 @pytest.mark.parametrize("mesh", LAYERS)
 def test_each_rank_of_a_layer_pipeline_holds_its_blocks_alone(ranks, mesh):
-    held = ranks.ask("held_blocks", mesh=mesh)
-    layers = sum(len(blocks) for blocks in held)
-    assert sorted(block for blocks in held for block in blocks) == list(range(layers)), "each block on one rank"
-    assert max(map(len, held)) - min(map(len, held)) <= 1
+    blocks_of_ranks = ranks.ask("held_blocks", mesh=mesh)
+    layers = sum(len(blocks) for blocks in blocks_of_ranks)
+    assert sorted(block for blocks in blocks_of_ranks for block in blocks) == list(range(layers)), (
+        "each block on one rank"
+    )
+    assert max(map(len, blocks_of_ranks)) - min(map(len, blocks_of_ranks)) <= 1
 
 
 SPARSE = {"sparsity": 0.75, "dense_steps": 0.25, "ramp": 0.0}
@@ -198,7 +200,7 @@ def test_a_request_equals_one_rank(ranks, alone, mesh, name):
     assert all(set(notes) <= set(said["notes"]) for _, _, said in answers)
     assert name != "bounded cache" or ("saved" in notes[0] and "(0 %" not in notes[0])
     for changed in {"stages", "windows", "prompts_at"} & set(request):
-        plain = {option: given for option, given in request.items() if option != changed}
+        plain = {option: value for option, value in request.items() if option != changed}
         assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
 
 
@@ -219,7 +221,7 @@ def test_sparse_fp8_attention_takes_numbers_as_they_arrive(ranks, alone):
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x2x2"])
 def test_caches_keep_a_shard(ranks, mesh):
-    assert all(kept == mine and same for kept, mine, same in ranks.ask("cached_tokens", mesh=mesh))
+    assert all(cached == mine and same for cached, mine, same in ranks.ask("cached_tokens", mesh=mesh))
 
 
 def test_an_image_and_its_encoding(ranks, alone, tmp_path):
@@ -245,8 +247,8 @@ def test_compiled_blocks(ranks, alone, mesh, backend):
     [(5, 17, 1, "math"), (4, 13, 2, "sdpa"), (40, 19, 1, "math"), (8, 16, 2, "sdpa")],
 )
 def test_attention_with_any_heads_and_tokens(ranks, mesh, heads, tokens, batch, backend):
-    given = {"mesh": mesh, "heads": heads, "tokens": tokens, "batch": batch, "backend": backend, "seed": tokens}
-    assert max(ranks.ask("attention", **given)) < 2e-6
+    arguments = {"mesh": mesh, "heads": heads, "tokens": tokens, "batch": batch, "backend": backend, "seed": tokens}
+    assert max(ranks.ask("attention", **arguments)) < 2e-6
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x2x2"])
@@ -295,7 +297,7 @@ def odd(tmp_path_factory):
 def test_ranks_read_a_part_each_by_threads_and_have_what_one_reads(ranks, odd, mesh, limits):
     path, cut, uncut = odd
     answers = ranks.ask("staged_weights", mesh=mesh, path=path, **limits)
-    assert [(changed, left) for changed, _, left in answers] == [([], 0)] * len(answers)
+    assert [(changed, unread) for changed, _, unread in answers] == [([], 0)] * len(answers)
     read = [count for _, count, _ in answers]
     assert sum(read) == cut + len(read) * uncut  # nothing twice but what is small
     assert max(read) - min(read) <= 4 * 16 * len(read)  # of four tensors, up to the rounding of parts
@@ -305,7 +307,7 @@ def test_ranks_that_read_by_threads_may_stop_early(ranks, odd):
     """Whatever is on its way, none waits for another, and the next reading is sound."""
     for taken in (0, 1, 4):
         answers = ranks.ask("staged_weights", mesh="1x1x2", path=odd[0], ahead=1_000_000, piece=9_001, taken=taken)
-        assert [(changed, left) for changed, _, left in answers] == [([], 0)] * 2
+        assert [(changed, unread) for changed, _, unread in answers] == [([], 0)] * 2
     answers = ranks.ask("staged_weights", mesh="1x1x2", path=odd[0])
     assert [changed for changed, _, _ in answers] == [[]] * 2
 
@@ -323,8 +325,8 @@ def test_a_model_that_ranks_read_by_threads_is_that_of_one(ranks, tmp_path):
 def test_a_rank_whose_part_is_missing_says_so_and_no_other_waits_for_ever(ranks, tmp_path, missing):
     path = tmp_path / "short.safetensors"
     write_safetensors({"values": torch.zeros(300_000, dtype=torch.uint8)}, path, {})
-    given = {"path": str(path), "keep": 1000 if missing == "all parts" else 200_000, "timeout": 2.0}
-    first, last = ranks.ask("truncated", mesh="1x1x2", **given)
+    arguments = {"path": str(path), "keep": 1000 if missing == "all parts" else 200_000, "timeout": 2.0}
+    first, last = ranks.ask("truncated", mesh="1x1x2", **arguments)
     assert last.startswith("CheckpointError") and "become shorter" in last
     assert first.startswith("CheckpointError" if missing == "all parts" else "RuntimeError")
 
@@ -333,11 +335,15 @@ def test_a_rank_whose_part_is_missing_says_so_and_no_other_waits_for_ever(ranks,
 def test_a_rank_that_fails_is_reported_and_the_next_question_answered(how):
     ranks = Ranks(2)
     try:
-        words = {"raise": "rank 1: .*as a test wants it", "die": "rank 1: .*exit code 3", "hang": "rank 1 .*in fails"}
+        messages = {
+            "raise": "rank 1: .*as a test wants it",
+            "die": "rank 1: .*exit code 3",
+            "hang": "rank 1 .*in fails",
+        }
         ranks.ask("places", mesh="1x1x2")
         with mock.patch.object(parallel_ranks, "GRACE", 1.0), pytest.raises(AssertionError) as fault:
             ranks.ask("fails", mesh="1x1x2", rank=1, how=how, seconds=60.0 if how != "hang" else 3.0)
-        assert re.search(words[how], str(fault.value), re.DOTALL)
+        assert re.search(messages[how], str(fault.value), re.DOTALL)
         assert ranks.ask("places", mesh="1x1x2") == [(0, 0, 0, 0, 2), (0, 0, 1, 1, 2)]
     finally:
         ranks.close()
@@ -360,7 +366,7 @@ def test_experts_in_parts(ranks, alone):
     answers = ranks.ask("sharded_weights", mesh="1x1x3")
     assert [changed for _, changed in answers] == [[]] * 3
     blocks = sum(value.numel() * 4 for value in load_dit(TINY / "t2v_high.safetensors").blocks.state_dict().values())
-    assert sum(held for held, _ in answers) == blocks and max(held for held, _ in answers) < 0.4 * blocks
+    assert sum(count for count, _ in answers) == blocks and max(count for count, _ in answers) < 0.4 * blocks
 
 
 @pytest.mark.parametrize(
@@ -385,11 +391,11 @@ folder = test_sound_clips.folder  # a fixture
 
 def test_clips_of_a_sound_on_ranks_equal_one_rank(ranks, folder):
     """A long video, of which each clip goes on from the last."""
-    given = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
-    given |= {"high": str(folder / "small.safetensors"), "audio_encoder": str(folder / "wav2vec2.safetensors")}
+    files = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+    files |= {"high": str(folder / "small.safetensors"), "audio_encoder": str(folder / "wav2vec2.safetensors")}
     request = {"reference": str(folder / "reference.png"), "audio": str(folder / "speech.wav"), "frames": 20}
     request |= {"steps": 1, "width": 64, "height": 64, "clip_frames": test_sound_clips.FRAMES, "guidance_high": 2.0}
-    asked = {"model": None, "request": request, **given}
+    asked = {"model": None, "request": request, **files}
     latents, frames, _ = parallel_checks.trajectory(None, **asked)
     answers = ranks.ask("trajectory", mesh="2x1x2", **asked)
     for one, shown, said in answers:
@@ -403,8 +409,8 @@ def test_weights_of_vace_blocks_are_sharded_too(ranks, tmp_path):
     save_file(
         parallel_checks.draw_weights(parallel_checks.control_references.CONFIGS["vace"]), path, {"num_heads": "2"}
     )
-    for error, kept in ranks.ask("sharded_vace", mesh="1x1x2", path=str(path)):
-        assert error < ROUNDING and kept == []
+    for error, unsharded in ranks.ask("sharded_vace", mesh="1x1x2", path=str(path)):
+        assert error < ROUNDING and unsharded == []
 
 
 @pytest.mark.parametrize("mesh", ["1x1x2", "2x1x2"])
@@ -430,8 +436,8 @@ def test_threads_that_load_work_on_the_device_of_the_rank(monkeypatch, in_order)
     def load(name, how):  # the rank's main thread has its device already
         return threading.get_ident() == main or getattr(here, "device", None) == device
 
-    found = load_parts(["high", "text_encoder", "vae"], load, device, in_order=in_order)
-    assert found == {"high": True, "text_encoder": True, "vae": True}
+    loaded = load_parts(["high", "text_encoder", "vae"], load, device, in_order=in_order)
+    assert loaded == {"high": True, "text_encoder": True, "vae": True}
 
 
 @pytest.mark.parametrize("options", [{"compile": "blocks"}, {"precision": "fp8-weights"}, {}])
@@ -443,13 +449,13 @@ def test_what_cannot_be_held_in_parts_is_refused(options):
         mesh=Mesh(1, 1, 2),
         layers=SimpleNamespace(size=1),
     )
-    given = LoadOptions(model="tiny", device="cpu", residency="shard", **options)
+    load_options = LoadOptions(model="tiny", device="cpu", residency="shard", **options)
     with pytest.raises(OptionError, match="residency 'shard' is not available: "):
-        load_models(find_models(given), given, Report(ranks.device), None, ranks)
+        load_models(find_models(load_options), load_options, Report(ranks.device), None, ranks)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "given"),
+    ("mesh", "options"),
     [
         ("1x1x3", {"config": "2.1", "rows": 5, "columns": 9}),
         ("1x1x3", {"config": "2.2", "rows": 7, "columns": 4, "frames": 2, "last": True}),
@@ -458,9 +464,9 @@ def test_what_cannot_be_held_in_parts_is_refused(options):
         ("1x1x4", {"config": "2.1", "rows": 2, "columns": 3}),  # too small to cut
     ],
 )
-def test_a_picture_in_strips(ranks, mesh, given):
+def test_a_picture_in_strips(ranks, mesh, options):
     """Every value, edges between strips included: a missing or doubled halo is an error of a tenth, not of 1e-5."""
-    for decoded, encoded in ranks.ask("vae", mesh=mesh, **given):
+    for decoded, encoded in ranks.ask("vae", mesh=mesh, **options):
         assert decoded < ROUNDING and encoded < ROUNDING
 
 
@@ -483,7 +489,7 @@ def test_the_benchmark_refuses_gpus_that_are_not_there(capsys):
 
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x3x1", "1x3bx1", "1x2x2"])
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {"grid": (3, 5, 7), "block": 4},  # 27 blocks, the last of one token
         {"grid": (5, 6, 7), "block": 8, "pooled": False},
@@ -494,10 +500,10 @@ def test_the_benchmark_refuses_gpus_that_are_not_there(capsys):
     ],
     ids=["means", "alone", "mass", "reuse", "fp8", "finer"],
 )
-def test_sparse_attention_over_a_ring_is_that_of_one_rank(ranks, mesh, given):
-    answers = ranks.ask("sparse_attention", mesh=mesh, **given)
-    assert max(error for error, _ in answers) < (1e-2 if "fp8" in given else ROUNDING)
-    assert all(unread > 0 for _, unread in answers) == ("reuse" in given)
+def test_sparse_attention_over_a_ring_is_that_of_one_rank(ranks, mesh, options):
+    answers = ranks.ask("sparse_attention", mesh=mesh, **options)
+    assert max(error for error, _ in answers) < (1e-2 if "fp8" in options else ROUNDING)
+    assert all(unread > 0 for _, unread in answers) == ("reuse" in options)
 
 
 @pytest.mark.parametrize(
@@ -540,12 +546,14 @@ def test_ranks_measure_what_one_rank_measures(ranks, alone, mesh, request_):
     """And read as much, in every layer and step. Sums are added in another order."""
     request = {"steps": 8, "sparse": BOUNDED, **request_}
     answers, wanted = together(ranks, mesh=mesh, request=request), alone(request=request)
-    found, expected = answers[0][2]["attention"], wanted[2]["attention"]
-    assert all(said["attention"] == found for _, _, said in answers)
-    assert [(step["step"], step["shares"]) for step in found] == [(step["step"], step["shares"]) for step in expected]
-    assert len({share for step in found for share in step["shares"]}) > 3
+    measured, expected = answers[0][2]["attention"], wanted[2]["attention"]
+    assert all(said["attention"] == measured for _, _, said in answers)
+    assert [(step["step"], step["shares"]) for step in measured] == [
+        (step["step"], step["shares"]) for step in expected
+    ]
+    assert len({share for step in measured for share in step["shares"]}) > 3
     for name in ("errors", "worst_heads"):
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(measured, expected, strict=True):
             mine, theirs = ([number or 0.0 for number in step[name]] for step in (one, other))
             assert mine == pytest.approx(theirs, rel=0.02)
     assert all(torch.equal(latents, answers[0][0]) for latents, _, _ in answers)
@@ -559,8 +567,8 @@ def test_ranks_measure_what_one_rank_measures(ranks, alone, mesh, request_):
 def test_a_sparse_forward_with_frames_of_their_own_timesteps(ranks, mesh, attention):
     """Shards end at blocks and at pieces of a frame; behind FP8 attention the first layer, dense, stays FP8. There all
     that is exchanged is rounded, which on a CPU one rank's sparse attention is not: twice its error."""
-    given = {"mesh": mesh, "attention": attention, "grid": (5, 12, 14), "dense_layers": 1, "apart": True}
-    for whole, sharded in ranks.ask("sparse_forward", **given):
+    options = {"mesh": mesh, "attention": attention, "grid": (5, 12, 14), "dense_layers": 1, "apart": True}
+    for whole, sharded in ranks.ask("sparse_forward", **options):
         assert sharded < 2 * whole + ROUNDING
 
 

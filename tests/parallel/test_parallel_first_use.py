@@ -36,9 +36,9 @@ INT8 = Quantization(Int8Linear, CPU)
 
 @pytest.fixture(scope="module")
 def ranks():
-    found = Ranks(4)
-    yield found
-    found.close()
+    started = Ranks(4)
+    yield started
+    started.close()
 
 
 @pytest.mark.parametrize(
@@ -178,13 +178,13 @@ def test_after_an_update_one_goes_first_again(monkeypatch):
 
 
 def test_a_rehearsal_needs_room_for_its_blocks():
-    found = find_models(LoadOptions(model="tiny"))
-    settings = resolve_settings(found, LoadOptions(model="tiny", precision="bf16"), CPU)
+    models = find_models(LoadOptions(model="tiny"))
+    settings = resolve_settings(models, LoadOptions(model="tiny", precision="bf16"), CPU)
     workload = Workload((1, 16, 2, 4, 6), make_plan(task="t2v-tiny", steps=2), False)
-    rest, block, *_ = unit_bytes(found.dit, 2, False)
-    for spare, fits in ((rest + block, True), (rest + block - 1, False)):
+    other_bytes, block, *_ = unit_bytes(models.dit, 2, False)
+    for spare, fits in ((other_bytes + block, True), (other_bytes + block - 1, False)):
         memory = SimpleNamespace(peak=1000, room=1000 + spare)
         assert first_use.fits_beside(settings, workload, memory) is fits
     encoded = replace(settings, parts={n: replace(p, quantization=INT8) for n, p in settings.parts.items()})
-    memory = SimpleNamespace(peak=1000, room=1000 + rest + block)
+    memory = SimpleNamespace(peak=1000, room=1000 + other_bytes + block)
     assert not first_use.fits_beside(encoded, workload, memory)

@@ -93,8 +93,8 @@ def test_the_documented_links_are_the_estimates():
     assert len(LINKS) == 6
     for exact, other, *documented in LINKS:
         for cell, tokens in zip(documented, (75_600, 32_760), strict=True):
-            found = slowest_link(Mesh.parse(exact), Mesh.parse(other), T2V_A14B, tokens, **FP8)
-            assert found / 1e9 == pytest.approx(float(cell), rel=0.01)
+            link = slowest_link(Mesh.parse(exact), Mesh.parse(other), T2V_A14B, tokens, **FP8)
+            assert link / 1e9 == pytest.approx(float(cell), rel=0.01)
 
 
 @given(st.floats(0.1, 9), st.floats(0, 20), st.integers(2, 8))
@@ -142,10 +142,10 @@ def test_what_is_no_mesh_is_refused(text):
 def test_links_from_which_on_tokens_are_better_exchanged():
     """With NVLink exact meshes win; over a slow link handing latents on does, and guidance on two GPUs always."""
     tokens = 75600
-    found = slowest_link(Mesh(ulysses=4), Mesh(time=4), T2V_A14B, tokens, steps=50, paired=1.0)
-    assert 1e9 < found < H200.link
+    link = slowest_link(Mesh(ulysses=4), Mesh(time=4), T2V_A14B, tokens, steps=50, paired=1.0)
+    assert 1e9 < link < H200.link
     assert slowest_link(Mesh(cfg=2), Mesh(layers=2), T2V_A14B, tokens) == 0
-    assert slowest_link(Mesh(ulysses=2), Mesh(layers=2), T2V_A14B, tokens) < found
+    assert slowest_link(Mesh(ulysses=2), Mesh(layers=2), T2V_A14B, tokens) < link
     pair = [step_seconds(mesh, T2V_A14B, tokens) for mesh in (Mesh(), Mesh(layers=2))]
     assert 1.25 < pair[0] / pair[1] < 4 / 3, "two branches on two ranks take three halves of a forward each"
 
@@ -178,9 +178,9 @@ def test_units_of_a_shard_lie_in_one_frame(frames, inside, shards):
 
 @given(st.integers(1, 100), st.integers(1, 17))
 def test_even_parts(total, parts):
-    found = even_parts(total, parts)
-    assert sum(found) == total and len(found) == parts and found == sorted(found, reverse=True)
-    assert max(found) - min(found) <= 1
+    sizes = even_parts(total, parts)
+    assert sum(sizes) == total and len(sizes) == parts and sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.floats(1, 40), st.integers(0, 99))
@@ -189,7 +189,7 @@ def test_merged_parts_are_the_whole(lengths, spread, seed):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, n, 2, 8, generator=generator) for n in (5, sum(lengths), sum(lengths)))
     k[:, : lengths[0]] *= spread
-    parts = [math_lse(q, *some) for some in zip(k.split(lengths, 1), v.split(lengths, 1), strict=True)]
+    parts = [math_lse(q, *keys_values) for keys_values in zip(k.split(lengths, 1), v.split(lengths, 1), strict=True)]
     torch.testing.assert_close(merge(parts), math_reference(q, k, v), rtol=1e-5, atol=1e-5)
 
 
@@ -203,7 +203,7 @@ def test_parts_are_merged_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "given", "fits"),
+    ("gpus", "options", "fits"),
     [
         *((gpus, FP8, lambda mesh: mesh.cfg == 2) for gpus in (2, 4, 6, 8)),  # guidance comes first
         (4, {"paired": 0}, lambda mesh: mesh.cfg == 1),  # there is none
@@ -213,8 +213,8 @@ def test_parts_are_merged_in_float32():
         (16, {"paired": 0, "gpus_per_host": 8, **FP8}, lambda mesh: mesh.ring >= 2 and mesh.ulysses <= 8),
     ],
 )
-def test_the_mesh_that_is_chosen(gpus, given, fits):
-    assert fits(choose_mesh(gpus, T2V_A14B, 75_600, **given).mesh)
+def test_the_mesh_that_is_chosen(gpus, options, fits):
+    assert fits(choose_mesh(gpus, T2V_A14B, 75_600, **options).mesh)
 
 
 def test_what_ulysses_cannot_divide_is_left_to_a_ring_or_its_cost_is_known():
@@ -262,7 +262,7 @@ def test_a_ring_needs_a_backend_with_a_log_sum_exp():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "tokens", "sparse", "attention", "words"),
+    ("mesh", "tokens", "sparse", "attention", "message"),
     [
         ("1x2x1", 1000, {}, "sdpa", None),
         ("1x2x1", 100, {"kernel": "flex"}, "sdpa", "sparse kernel 'flex' cannot run"),
@@ -274,14 +274,16 @@ def test_a_ring_needs_a_backend_with_a_log_sum_exp():
         ("1x1x2", 1000, {}, "sdpa", None),
     ],
 )
-def test_a_mesh_that_cannot_run_a_request_is_refused_before_anything_is_loaded(mesh, tokens, sparse, attention, words):
+def test_a_mesh_that_cannot_run_a_request_is_refused_before_anything_is_loaded(
+    mesh, tokens, sparse, attention, message
+):
     """A mesh that was named, as workers take it from a request, too."""
     jobs = Jobs(SimpleNamespace(size=2, device=torch.device("cpu"), on_host=2))
     plan = replace(make_plan(steps=2), sparse=None if sparse is None else SparseOptions(sparsity=0.5, **sparse))
-    if words is None:
+    if message is None:
         assert str(jobs.choose(mesh, T2V_A14B, (tokens, 2, 2), plan, "fp32", attention).mesh) == mesh
         return
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         jobs.choose(mesh, T2V_A14B, (tokens, 2, 2), plan, "fp32", attention)
 
 

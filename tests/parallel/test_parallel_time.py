@@ -29,9 +29,9 @@ from wan_core.sampling.sparsity.schedule import sparsify
 
 @pytest.fixture(scope="module")
 def ranks():
-    found = Ranks(4)
-    yield found
-    found.close()
+    started = Ranks(4)
+    yield started
+    started.close()
 
 
 def one_process(starts: tuple[int, ...], sigmas: tuple[float, ...]) -> Tensor:
@@ -84,8 +84,8 @@ def test_steps_that_begin_one_after_the_other_equal_the_sequential_run(ranks, co
     x = torch.linspace(-2, 2, 10)
     for i, sigma in enumerate(sigmas[:-1]):
         x = x + parallel_checks.bent(x, sigma) * (sigmas[i + 1] - sigma)
-    for found, _ in ranks.ask("chords", mesh=f"time{count}", starts=tuple(range(count)), steps=9):
-        assert torch.equal(found, x)
+    for latents, _ in ranks.ask("chords", mesh=f"time{count}", starts=tuple(range(count)), steps=9):
+        assert torch.equal(latents, x)
 
 
 REQUEST = {"steps": 10, "solver": "euler", "width": 48, "height": 48, "frames": 5, "guidance_mode": "sequential"}
@@ -113,15 +113,15 @@ def test_a_trajectory(ranks, plain, mesh):
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks", "words"),
+    ("config", "ranks", "message"),
     [
         (T2V_A14B, 41, "has 40 blocks"),
         (replace(T2V_A14B, family="animate"), 2, "family animate"),
     ],
 )
-def test_layers_refused(config, ranks, words):
+def test_layers_refused(config, ranks, message):
     check_layers(Mesh(layers=2), T2V_A14B, make_plan())
-    with pytest.raises(OptionError, match=words):
+    with pytest.raises(OptionError, match=message):
         check_layers(Mesh(layers=ranks), config, make_plan())
 
 
@@ -129,19 +129,21 @@ def test_layers_refused(config, ranks, words):
 def test_hand_overs_fit(count, steps):
     """Whatever is sent is received, in the same order; the last rank ends at the last step."""
     try:
-        known = Stretches.of(count, steps)
+        stretches = Stretches.of(count, steps)
     except OptionError:
         return
-    assert known.end(count - 1) == steps and known.forwards <= steps and known.end(0) == known.forwards
+    assert stretches.end(count - 1) == steps and stretches.forwards <= steps and stretches.end(0) == stretches.forwards
     for rank in range(1, count):
-        sent = [i for i in range(known.starts[rank - 1], known.end(rank - 1)) if known.corrects(rank - 1, i)]
-        steps_of_rank = range(known.starts[rank], known.end(rank))
-        taken = [source for i in steps_of_rank if (source := known.corrected_from(rank, i)) is not None]
+        sent = [
+            i for i in range(stretches.starts[rank - 1], stretches.end(rank - 1)) if stretches.corrects(rank - 1, i)
+        ]
+        steps_of_rank = range(stretches.starts[rank], stretches.end(rank))
+        taken = [source for i in steps_of_rank if (source := stretches.corrected_from(rank, i)) is not None]
         assert sent == taken
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"solver": "unipc"}, "use solver euler"),
         ({"skip": SkipOptions(taylorseer=TaylorSeerOptions(interval=2))}, "step caching"),
@@ -149,17 +151,17 @@ def test_hand_overs_fit(count, steps):
         ({"steps": 4}, "4 steps cannot"),
     ],
 )
-def test_refused(changed, words):
-    given = {"steps": 20, "solver": "euler", **changed}
-    skip, sparse = given.pop("skip", None), given.pop("sparse", None)
-    plan = leave_out(make_plan(**given), skip, None)
+def test_refused(changed, message):
+    options = {"steps": 20, "solver": "euler", **changed}
+    skip, sparse = options.pop("skip", None), options.pop("sparse", None)
+    plan = leave_out(make_plan(**options), skip, None)
     plan = plan if sparse is None else sparsify(plan, sparse)
-    with pytest.raises(OptionError, match=words):
+    with pytest.raises(OptionError, match=message):
         check_chords(plan, 4)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "words"),
+    ("mesh", "options"),
     [
         ("2x1x1", f"{REPORTED} --guidance-mode sequential"),
         ("2x1x1", "--steps 10 --taylorseer 2/1/0.1 --windows 9/4:plain:standard_static"),
@@ -170,7 +172,7 @@ def test_refused(changed, words):
         ("time2", "--steps 4 --solver euler --windows 9/4:plain"),
     ],
 )
-def test_all_ranks_ask_equally_often_whether_to_stop(ranks, mesh, words):
+def test_all_ranks_ask_equally_often_whether_to_stop(ranks, mesh, options):
     """`tests/workers/test_agreements.py` has more options, without processes."""
-    (asked, due), (others, _) = ranks.ask("questions", mesh=mesh, words=words.split())
+    (asked, due), (others, _) = ranks.ask("questions", mesh=mesh, arguments=options.split())
     assert asked == others and sum(asked) > due

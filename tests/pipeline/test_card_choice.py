@@ -28,11 +28,11 @@ CAPABILITIES = [(major, minor) for major in range(5, 14) for minor in (0, 5, 6, 
 def test_every_name_of_the_table_is_known_and_can_run_on_its_card(card):
     assert card.attention[-1] == "sdpa" and all(BACKENDS[name].exact for name in card.attention)
     assert all(not BACKENDS[name].exact for name in card.rounding)
-    found = None if card is NO_CARD else card.since
+    capability = None if card is NO_CARD else card.since
     for name in (*card.attention, *card.rounding):
-        assert BACKENDS[name].needs.why_not(found, HALF, 128) is None
+        assert BACKENDS[name].needs.why_not(capability, HALF, 128) is None
     for name in card.sparse:
-        assert KERNELS[name].needs.why_not(found, HALF, 128) is None
+        assert KERNELS[name].needs.why_not(capability, HALF, 128) is None
     assert set(card.precision) <= SCHEMES.keys()
     assert card.int8[-1] != "kitchen", "one way runs without comfy-kitchen"
 
@@ -41,21 +41,21 @@ def test_a_card_has_the_last_row_that_is_not_newer():
     assert [card.since for card in CARDS] == sorted(card.since for card in CARDS)
     names = {(7, 0): NO_CARD.name, (7, 5): "Turing", (8, 6): "Ampere", (8, 9): "Ada", (9, 0): "Hopper"}
     names |= {(10, 3): "Blackwell, data centre", (12, 1): "Blackwell, GeForce and RTX PRO"}
-    assert {found: card_of(found).name for found in names} == names
+    assert {capability: card_of(capability).name for capability in names} == names
     assert card_of(None) is NO_CARD and card_of((99, 0)) is CARDS[-1]
 
 
 def test_fast_takes_what_rounds_and_auto_never_does():
-    for found, fast in itertools.product([None, *CAPABILITIES], (False, True)):
-        name = auto_choice(found, HALF, 128, lambda _: True, rounding=fast)
-        assert BACKENDS[name].exact == (not fast or card_of(found) is NO_CARD), (found, fast)
-        assert auto_choice(found, HALF, 128, {"sdpa"}.__contains__, rounding=fast) == "sdpa"
-        assert auto_choice(found, torch.float32, 128, lambda _: True, rounding=fast) == "sdpa"
+    for capability, fast in itertools.product([None, *CAPABILITIES], (False, True)):
+        name = auto_choice(capability, HALF, 128, lambda _: True, rounding=fast)
+        assert BACKENDS[name].exact == (not fast or card_of(capability) is NO_CARD), (capability, fast)
+        assert auto_choice(capability, HALF, 128, {"sdpa"}.__contains__, rounding=fast) == "sdpa"
+        assert auto_choice(capability, torch.float32, 128, lambda _: True, rounding=fast) == "sdpa"
     assert resolve_attention("fast", torch.device("cpu"), torch.float32, 128)[0] == "sdpa"
 
 
-def values(found: Capability, gib: float, runs) -> dict[str, str]:
-    return {one.what: one.value for one in card_choices(found, gib, runs)}
+def values(capability: Capability, gib: float, runs) -> dict[str, str]:
+    return {one.what: one.value for one in card_choices(capability, gib, runs)}
 
 
 def test_what_is_missing_changes_the_choice():
@@ -75,10 +75,10 @@ def test_what_is_missing_changes_the_choice():
         card_choices((8, 6), 1, everything)
 
 
-@given(found=st.sampled_from(CAPABILITIES), gib=st.floats(4, 200), more=st.floats(0, 100), kernels=st.booleans())
-def test_more_memory_never_makes_residency_worse(found, gib, more, kernels):
+@given(capability=st.sampled_from(CAPABILITIES), gib=st.floats(4, 200), more=st.floats(0, 100), kernels=st.booleans())
+def test_more_memory_never_makes_residency_worse(capability, gib, more, kernels):
     def rank(memory: float) -> tuple[int, int]:
-        value = values(found, memory, lambda kind, name: kind != "kernels" or kernels)["residency"]
+        value = values(capability, memory, lambda kind, name: kind != "kernels" or kernels)["residency"]
         order = ("does not fit", "stream", "swap", "resident")
         blocks = re.search(r"(\d+) of", value)
         return order.index(value.partition(",")[0]), int(blocks[1]) if blocks else 0
@@ -93,8 +93,8 @@ def test_the_doctor_says_it_with_reasons():
     assert all(
         one.why and f"{one.value}, because {one.why}" in line for one, line in zip(choices, lines[1:], strict=True)
     )
-    found = doctor.examine("cpu") | {"card": {one.what: {"value": one.value, "why": one.why} for one in choices}}
-    assert "\n".join(lines) in doctor.text(found)
+    report = doctor.examine("cpu") | {"card": {one.what: {"value": one.value, "why": one.why} for one in choices}}
+    assert "\n".join(lines) in doctor.text(report)
 
 
 def test_what_runs_is_what_each_kernel_says():

@@ -46,8 +46,8 @@ def test_a_video_to_start_from_gives_its_aspect_and_length(name: str, size: tupl
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "video_size", video_size)
-        *found, frames, fps = size_of_video(Request(prompt="", from_video=source), task, DIT, vae)
-        fits(task, vae, (found[0], found[1]), size, multiple)
+        *size_found, frames, fps = size_of_video(Request(prompt="", from_video=source), task, DIT, vae)
+        fits(task, vae, (size_found[0], size_found[1]), size, multiple)
         assert frames % 4 == 1 and frames <= min(count, task.frames) < frames + 4 and fps == task.fps
         assert asked == [(source, task.frames)]
         mine = Request(prompt="", from_video=source, width=64, height=32, frames=17, fps=8)

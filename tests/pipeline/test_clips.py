@@ -78,9 +78,9 @@ def request(folder: Path, family: str, *, replaced: bool = False, **changed: obj
         media["face_video"] = folder / "face.mp4"
     if replaced:
         media |= {"background": folder / "background.mp4", "mask": folder / "mask.mp4"}
-    given = {"prompt": "a red circle", "steps": 2, "seed": 3, "clip_frames": 9, "width": WIDTH, "height": HEIGHT}
-    given |= {"guidance_high": 1.5, "guidance_low": 1.5, "frames": 20}
-    return Request(**{**given, **{name: str(path) for name, path in media.items()}, **changed})
+    fields = {"prompt": "a red circle", "steps": 2, "seed": 3, "clip_frames": 9, "width": WIDTH, "height": HEIGHT}
+    fields |= {"guidance_high": 1.5, "guidance_low": 1.5, "frames": 20}
+    return Request(**{**fields, **{name: str(path) for name, path in media.items()}, **changed})
 
 
 # ------------------------------------------------------------------------------------------------- the reference loop
@@ -92,35 +92,35 @@ def in_pixels(frames: np.ndarray) -> Tensor:
 
 def to_and_fro(frames: np.ndarray, length: int) -> np.ndarray:
     """The count of `inputs_padding` in Wan2.2/wan/animate.py."""
-    found, index, step = [], 0, 1
-    while len(found) < length:
-        found.append(frames[index])
+    repeated, index, step = [], 0, 1
+    while len(repeated) < length:
+        repeated.append(frames[index])
         if not 0 <= index + step < len(frames):
             step = -step
         index += step
-    return np.stack(found)
+    return np.stack(repeated)
 
 
-def mask_of(known: Tensor) -> Tensor:
+def mask_of(known_pixels: Tensor) -> Tensor:
     """[F, Y, X] -> [1, 4, T, Y, X], frame by frame."""
-    T = (len(known) - 1) // 4 + 1
-    found = torch.zeros(1, 4, T, *known.shape[1:])
+    T = (len(known_pixels) - 1) // 4 + 1
+    mask = torch.zeros(1, 4, T, *known_pixels.shape[1:])
     for latent in range(T):
         for channel in range(4):
-            found[0, channel, latent] = known[0 if latent == 0 else 4 * latent - 3 + channel]
-    return found
+            mask[0, channel, latent] = known_pixels[0 if latent == 0 else 4 * latent - 3 + channel]
+    return mask
 
 
-def reference_loop(pipe: Pipeline, given: Request, reference: np.ndarray, videos: dict[str, np.ndarray]) -> np.ndarray:
+def reference_loop(pipe: Pipeline, asked: Request, reference: np.ndarray, videos: dict[str, np.ndarray]) -> np.ndarray:
     """The official loops, written out: Animate with refert_num, Animate-2 with one frame of overlap. videos are as long
     as all clips together. Returns frames [F, H, W, 3] in 0..255, not rounded."""
-    two, overlap, F = pipe.models.task.family == "animate2", given.overlap or 1, given.clip_frames
+    two, overlap, F = pipe.models.task.family == "animate2", asked.overlap or 1, asked.clip_frames
     assert F is not None
-    vae, vision, run = pipe.models.vae(), pipe.models.clip_vision(), pipe.prepare(given)
+    vae, vision, run = pipe.models.vae(), pipe.models.clip_vision(), pipe.prepare(asked)
     model = pipe.models.expert("high")
     text = encode_text(run)
-    generator = torch.Generator().manual_seed(given.seed)
-    picture, found, start, last = in_pixels(reference), [], 0, None
+    generator = torch.Generator().manual_seed(asked.seed)
+    picture, clips, start, last = in_pixels(reference), [], 0, None
     Y, X = HEIGHT // 8, WIDTH // 8
     total = len(videos["pose"])
     while start + overlap < total:
@@ -128,15 +128,17 @@ def reference_loop(pipe: Pipeline, given: Request, reference: np.ndarray, videos
         clip = {name: in_pixels(video[start:stop]) for name, video in videos.items()}
         length, T = stop - start, (stop - start - 1) // 4 + 1
         noise = torch.randn(1, 16, T + 1, Y, X, generator=generator)
-        seen, known = torch.zeros(1, 3, length, HEIGHT, WIDTH), torch.zeros(length, Y, X)
+        seen, known_pixels = torch.zeros(1, 3, length, HEIGHT, WIDTH), torch.zeros(length, Y, X)
         if "mask" in clip:
             seen = clip["background"].clone()
             person = (clip["mask"][0, :1] + 1) / 2
-            known = 1 - torch.nn.functional.interpolate(person.transpose(0, 1), size=(Y, X), mode="nearest")[:, 0]
+            known_pixels = (
+                1 - torch.nn.functional.interpolate(person.transpose(0, 1), size=(Y, X), mode="nearest")[:, 0]
+            )
         if last is not None:
-            seen[:, :, :overlap], known[:overlap] = last, 1
+            seen[:, :, :overlap], known_pixels[:overlap] = last, 1
         first = torch.cat([torch.ones(1, 4, 1, Y, X), vae.normalise(vae.encode(picture))], 1)
-        rest = torch.cat([mask_of(known), vae.normalise(vae.encode(seen))], 1)
+        channels = torch.cat([mask_of(known_pixels), vae.normalise(vae.encode(seen))], 1)
         pose = vae.normalise(vae.encode(clip["pose"]))
         if two:
             inputs = {"pose": torch.cat([pose, torch.ones_like(pose[:, :4]), pose], 1), "unconditional": False}
@@ -146,15 +148,15 @@ def reference_loop(pipe: Pipeline, given: Request, reference: np.ndarray, videos
             inputs = {"pose": pose, "face": clip["face"]}
             without = {"face": torch.full_like(clip["face"], -1)}
         conditioning = Conditioning(
-            cond=text.cond, uncond=text.uncond, concat=torch.cat([first, rest], 2),
+            cond=text.cond, uncond=text.uncond, concat=torch.cat([first, channels], 2),
             image_features=vision(picture[:, :, 0]), inputs=inputs, uncond_inputs=without,
         )  # fmt: skip
-        made = denoise(run.job.plan, lambda _: model, conditioning, noise)
-        frames = vae.decode(vae.denormalise(made)[:, :, 1:]).float()
+        latents = denoise(run.job.plan, lambda _: model, conditioning, noise)
+        frames = vae.decode(vae.denormalise(latents)[:, :, 1:]).float()
         last = frames[:, :, -overlap:]
-        found.append(frames if start == 0 else frames[:, :, overlap:])
+        clips.append(frames if start == 0 else frames[:, :, overlap:])
         start += length - overlap
-    whole = torch.cat(found, 2)[0, :, : given.frames].permute(1, 2, 3, 0)
+    whole = torch.cat(clips, 2)[0, :, : asked.frames].permute(1, 2, 3, 0)
     return ((whole + 1) * 127.5).numpy()
 
 
@@ -167,16 +169,16 @@ def test_clips_equal_the_reference_loop(folder: Path, family: str, overlap: int,
     """Media that need no fitting: everything has the size of the video."""
     pipe, picture = loaded(folder, family), drawn(1, HEIGHT, WIDTH, 9)
     Image.fromarray(picture[0]).save(folder / "same.png")
-    given = request(folder, family, replaced=replaced, overlap=overlap, reference=str(folder / "same.png"))
+    asked = request(folder, family, replaced=replaced, overlap=overlap, reference=str(folder / "same.png"))
     if family == "animate2":  # 20 frames are padded to 29; a clip of nothing but padding is not made
         padded = 29
     else:
         padded = overlap + -(-(20 - overlap) // (9 - overlap)) * (9 - overlap)
     names = ["pose", *["face"] * (family == "animate"), *["background", "mask"] * replaced]
     videos = {name: to_and_fro(read_video(folder / f"{name}.mp4"), padded) for name in names}
-    result = pipe.generate(given)
-    expected = reference_loop(pipe, given, picture, videos)
-    assert len(pipe.prepare(given).job.clips) == (4 if overlap == 5 else 3)
+    result = pipe.generate(asked)
+    expected = reference_loop(pipe, asked, picture, videos)
+    assert len(pipe.prepare(asked).job.clips) == (4 if overlap == 5 else 3)
     assert result.frames.shape == (20, HEIGHT, WIDTH, 3)
     assert np.abs(result.frames - expected).max() <= 0.5 + 0.05  # rounded to whole numbers
 
@@ -189,36 +191,36 @@ def test_clips_equal_the_reference_loop(folder: Path, family: str, overlap: int,
 def test_image_to_video_goes_on_from_its_last_frames(folder: Path, overlap: int) -> None:
     """Clip 2 of the embedded model equals its own image-to-video from the last frames of clip 1."""
     pipe = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
-    given = Request(
+    asked = Request(
         prompt="a red circle", image=str(folder / "reference.png"), steps=2, width=WIDTH, height=HEIGHT, seed=1
     )
-    long = replace(given, frames=13, clip_frames=9, overlap=overlap)
-    found = pipe.generate(long)
-    first = pipe.generate(replace(given, frames=9))
-    assert np.array_equal(found.frames[:9], first.frames)
+    long = replace(asked, frames=13, clip_frames=9, overlap=overlap)
+    long_video = pipe.generate(long)
+    first = pipe.generate(replace(asked, frames=9))
+    assert np.array_equal(long_video.frames[:9], first.frames)
     vae, run = pipe.models.vae(), pipe.prepare(long)
     tail = vae.decode(first.latents).float()[:, :, -overlap:]
-    video, known = torch.zeros(1, 3, 9, HEIGHT, WIDTH), torch.zeros(9, HEIGHT // 8, WIDTH // 8)
-    video[:, :, :overlap], known[:overlap] = tail, 1
-    concat = torch.cat([mask_of(known), vae.normalise(vae.encode(video))], 1)
+    video, known_pixels = torch.zeros(1, 3, 9, HEIGHT, WIDTH), torch.zeros(9, HEIGHT // 8, WIDTH // 8)
+    video[:, :, :overlap], known_pixels[:overlap] = tail, 1
+    concat = torch.cat([mask_of(known_pixels), vae.normalise(vae.encode(video))], 1)
     latents = pipe.sample(run, replace(encode_text(run), concat=concat), clip=1)
     second = (vae.decode(latents)[0, :, overlap : overlap + 4].permute(1, 2, 3, 0).float() + 1) * 127.5
-    assert np.abs(found.frames[9:] - second.numpy()).max() <= 0.55
+    assert np.abs(long_video.frames[9:] - second.numpy()).max() <= 0.55
 
 
 def test_what_cannot_be_cut_is_refused(folder: Path) -> None:
     pipe = Pipeline.load(LoadOptions(model="tiny", task="t2v-tiny", device="cpu"))
-    given = Request(prompt="a red circle", steps=2, width=WIDTH, height=HEIGHT, frames=13)
-    for changed, words in (
+    asked = Request(prompt="a red circle", steps=2, width=WIDTH, height=HEIGHT, frames=13)
+    for changed, message in (
         ({"clip_frames": 9}, "needs an image-to-video model"),
         ({"overlap": 1}, "give --clip-frames as well"),
         ({"pose_video": "x.mp4"}, "does not take --pose-video"),
     ):
-        with pytest.raises(OptionError, match=words):
-            pipe.prepare(replace(given, **changed))
+        with pytest.raises(OptionError, match=message):
+            pipe.prepare(replace(asked, **changed))
     pipe = loaded(folder, "animate")
-    given = request(folder, "animate")
-    for changed, words in (
+    asked = request(folder, "animate")
+    for changed, message in (
         ({"clip_frames": 10}, "4n \\+ 1 frames"),
         ({"overlap": 3}, "begin with 1 or 5 frames"),
         ({"overlap": 5, "clip_frames": 5}, "more than the overlap"),
@@ -229,10 +231,10 @@ def test_what_cannot_be_cut_is_refused(folder: Path) -> None:
         ({"pose_video": str(folder / "reference.png")}, "cannot read"),
         ({"face_video": str(folder / "none.mp4")}, "none.mp4"),
     ):
-        with pytest.raises(OptionError, match=words):
-            pipe.prepare(replace(given, **changed))
+        with pytest.raises(OptionError, match=message):
+            pipe.prepare(replace(asked, **changed))
     with pytest.raises(OptionError, match="does not take --face-video"):
-        loaded(folder, "animate2").prepare(given)
+        loaded(folder, "animate2").prepare(asked)
 
 
 @pytest.mark.parametrize("overlap", [1, 5])
@@ -257,8 +259,8 @@ def test_a_video_played_to_and_fro() -> None:
 @torch.no_grad()
 def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, family: str) -> None:
     """ComfyUI's keys, made of the media of the second clip, and read again."""
-    pipe, given = loaded(folder, family), request(folder, family, replaced=family == "animate")
-    run = pipe.prepare(given)
+    pipe, asked = loaded(folder, family), request(folder, family, replaced=family == "animate")
+    run = pipe.prepare(asked)
     clip, media = run.job.clips[1], load_media(run)
     assert media is not None
     pixels = clip_media(run, clip, media, torch.rand(1, 3, 1, HEIGHT, WIDTH) * 2 - 1)
@@ -267,10 +269,10 @@ def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, family: str) -
     extras = comfy_extras(vae.encode, pixels, clip, vae.config)
     seen = SimpleNamespace(penultimate_hidden_states=expected.image_features)
     latent = {"samples": torch.zeros(run.job.clip_shape(clip))}
-    found = FAMILIES[family].read_conditioning(run.job.task, vae.config, {**extras, "clip_vision_output": seen}, latent)
-    torch.testing.assert_close(found["concat"], expected.concat)
+    read = FAMILIES[family].read_conditioning(run.job.task, vae.config, {**extras, "clip_vision_output": seen}, latent)
+    torch.testing.assert_close(read["concat"], expected.concat)
     for name in {"pose", "face"} & set(expected.inputs):
-        torch.testing.assert_close(found["inputs"][name], expected.inputs[name])
+        torch.testing.assert_close(read["inputs"][name], expected.inputs[name])
 
 
 # ------------------------------------------------------------------------------------------------------------- restart
@@ -280,7 +282,7 @@ class Stopped(Exception):
     pass
 
 
-def stop_after(pipe: Pipeline, given: Request, clips: int, kept: Path) -> None:
+def stop_after(pipe: Pipeline, asked: Request, clips: int, clips_folder: Path) -> None:
     """Run until the first step of the clip after so many."""
 
     def on_step(progress, seconds):
@@ -288,7 +290,7 @@ def stop_after(pipe: Pipeline, given: Request, clips: int, kept: Path) -> None:
             raise Stopped
 
     with pytest.raises(Stopped):
-        pipe.generate(given, Watch(step=on_step), keep_clips=kept)
+        pipe.generate(asked, Watch(step=on_step), keep_clips=clips_folder)
 
 
 @pytest.fixture(scope="module")
@@ -301,41 +303,41 @@ def uninterrupted(folder: Path) -> Callable[[str], Result]:
 def test_an_interrupted_run_goes_on_after_its_last_clip(
     folder: Path, tmp_path: Path, uninterrupted: Callable[[str], Result], family: str
 ) -> None:
-    given, kept = request(folder, family), tmp_path / "x.clips"
+    asked, clips_folder = request(folder, family), tmp_path / "x.clips"
     whole = uninterrupted(family)
-    stop_after(loaded(folder, family), given, 2, kept)
-    assert len(list(kept.iterdir())) == 2
+    stop_after(loaded(folder, family), asked, 2, clips_folder)
+    assert len(list(clips_folder.iterdir())) == 2
     ran = []
     pipe = loaded(folder, family)
-    again = pipe.generate(given, Watch(step=lambda progress, _: ran.append(progress.clip)), keep_clips=kept)
+    again = pipe.generate(asked, Watch(step=lambda progress, _: ran.append(progress.clip)), keep_clips=clips_folder)
     assert set(ran) == {(3, 3)}
     assert np.array_equal(again.frames, whole.frames) and torch.equal(again.latents, whole.latents)
     assert sum("was finished by an earlier run" in note for note in again.report.notes) == 2
     remove_kept(again.kept_clips)
-    assert not kept.exists()
+    assert not clips_folder.exists()
 
 
 def test_damaged_and_foreign_clips_are_left_alone(
     folder: Path, tmp_path: Path, uninterrupted: Callable[[str], Result]
 ) -> None:
-    given, kept = request(folder, "animate"), tmp_path / "x.clips"
+    asked, clips_folder = request(folder, "animate"), tmp_path / "x.clips"
     whole = uninterrupted("animate")
     pipe = loaded(folder, "animate")
-    stop_after(pipe, given, 2, kept)
-    stop_after(pipe, replace(given, seed=4), 1, kept)  # another video's clip beside them
-    first, second = sorted(kept.glob("clip-001*")), next(kept.glob("clip-002*"))
+    stop_after(pipe, asked, 2, clips_folder)
+    stop_after(pipe, replace(asked, seed=4), 1, clips_folder)  # another video's clip beside them
+    first, second = sorted(clips_folder.glob("clip-001*")), next(clips_folder.glob("clip-002*"))
     assert len(first) == 2
     [other] = [path for path in first if path.name.split("-")[2] != second.name.split("-")[2]]
-    third = kept / second.name.replace("clip-002", "clip-003")
+    third = clips_folder / second.name.replace("clip-002", "clip-003")
     third.write_bytes(other.read_bytes())  # another video's, under the name of this one's third clip
     second.write_bytes(second.read_bytes()[:-40])
-    mine = kept / "mine.txt"
+    mine = clips_folder / "mine.txt"
     mine.write_text("x")
     before = {path: path.read_bytes() for path in (*first, second, third, mine)}
-    found = pipe.generate(given, keep_clips=kept)
-    assert np.array_equal(found.frames, whole.frames)
-    remove_kept(found.kept_clips)
-    notes = "\n".join(found.report.notes)
+    video = pipe.generate(asked, keep_clips=clips_folder)
+    assert np.array_equal(video.frames, whole.frames)
+    remove_kept(video.kept_clips)
+    notes = "\n".join(video.report.notes)
     assert "is of another video" in notes
     assert "cannot be used and is made again" in notes and "1 kept clips of other videos" in notes
     used = [path for path in first if not path.exists()]
@@ -345,35 +347,35 @@ def test_damaged_and_foreign_clips_are_left_alone(
 
 def test_another_models_clips_are_not_used(folder: Path, tmp_path: Path) -> None:
     """Files of the same name and size, changed since: the weights, or a driving video."""
-    given, pipe = request(folder, "animate"), loaded(folder, "animate")
-    run = pipe.prepare(given)
+    asked, pipe = request(folder, "animate"), loaded(folder, "animate")
+    run = pipe.prepare(asked)
     key = run_key(run)
-    assert run_key(pipe.prepare(given)) == key
+    assert run_key(pipe.prepare(asked)) == key
     for changed in ({"seed": 5}, {"prompt": "a"}, {"overlap": 5}, {"steps": 3}, {"frames": 19}):
-        assert run_key(pipe.prepare(replace(given, **changed))) != key
+        assert run_key(pipe.prepare(replace(asked, **changed))) != key
     other = tmp_path / "pose.mp4"
     write_mp4(other, drawn(21, HEIGHT, WIDTH, 11), fps=24)
-    assert run_key(pipe.prepare(replace(given, pose_video=str(other)))) != key
+    assert run_key(pipe.prepare(replace(asked, pose_video=str(other)))) != key
     path = folder / "animate.safetensors"
     path.touch()
-    assert run_key(pipe.prepare(given)) != key
+    assert run_key(pipe.prepare(asked)) != key
 
 
 def test_a_full_disk_is_no_error(folder: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "x.clips"
     blocked.write_text("a file of the user's")
-    found = loaded(folder, "animate").generate(request(folder, "animate"), keep_clips=blocked)
-    assert any("could not be kept" in note for note in found.report.notes)
-    assert blocked.read_text() == "a file of the user's" and len(found.frames) == 20
+    video = loaded(folder, "animate").generate(request(folder, "animate"), keep_clips=blocked)
+    assert any("could not be kept" in note for note in video.report.notes)
+    assert blocked.read_text() == "a file of the user's" and len(video.frames) == 20
 
 
 def test_progress_counts_all_clips(folder: Path) -> None:
     told = []
     pipe = loaded(folder, "animate")
-    given = request(folder, "animate")
-    pipe.generate(given, Watch(step=lambda progress, _: told.append((progress.clip, progress.left(1.0)))))
+    asked = request(folder, "animate")
+    pipe.generate(asked, Watch(step=lambda progress, _: told.append((progress.clip, progress.left(1.0)))))
     assert [clip for clip, _ in told] == [(n, 3) for n in (1, 2, 3) for _ in range(2)]
-    assert [left for _, left in told] == [10.0, 8.0, 6.0, 4.0, 2.0, 0.0]  # two branches a step
+    assert [forwards_left for _, forwards_left in told] == [10.0, 8.0, 6.0, 4.0, 2.0, 0.0]  # two branches a step
     assert pipe.report.settings["clips"] == "3 of 9 frames, 1 carried over: 3 x 2 steps"
 
 
@@ -382,10 +384,14 @@ def test_progress_counts_all_clips(folder: Path) -> None:
 
 def arguments(folder: Path, family: str, out: Path, *more: str) -> list[str]:
     parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
-    given = {"--high": folder / f"{family}.safetensors", "--text-encoder": parts["text_encoder"]}
-    given |= {"--vae": parts["vae"], "--clip-vision": folder / "clip_vision_h.safetensors", "--out": out}
-    given |= {"--reference": folder / "reference.png", "--pose-video": folder / "pose.mp4", "--prompt": "a red circle"}
-    flags = [str(word) for pair in given.items() for word in pair]
+    options = {"--high": folder / f"{family}.safetensors", "--text-encoder": parts["text_encoder"]}
+    options |= {"--vae": parts["vae"], "--clip-vision": folder / "clip_vision_h.safetensors", "--out": out}
+    options |= {
+        "--reference": folder / "reference.png",
+        "--pose-video": folder / "pose.mp4",
+        "--prompt": "a red circle",
+    }
+    flags = [str(word) for pair in options.items() for word in pair]
     return ["generate", *flags, "--steps", "1", "--guidance", "1", "--clip-frames", "9", "--size", "48x32", *more]
 
 

@@ -43,15 +43,15 @@ def test_a_tinted_clip_gets_the_colours_of_the_first_again(scene: np.ndarray) ->
     """Another light and tint are undone whole at strength 1, and half of the mean at 0.5."""
     cpu, other = torch.device("cpu"), tinted(scene, 0.8, 4.0)
     assert np.abs(other.astype(int) - scene).mean() > 5
-    made = {}
+    matched = {}
     for strength in (1.0, 0.5):
         match = ColourMatch(strength, cpu)
         assert match.change(scene) is None
         change = match.change(other)
         assert change is not None
-        made[strength] = np.stack([pixels_of(change(unit(frame, cpu))) for frame in other])
-    assert np.abs(made[1.0].astype(int) - scene).max() <= 2
-    half = statistics(made[0.5], cpu)[0] - statistics(scene, cpu)[0]
+        matched[strength] = np.stack([pixels_of(change(unit(frame, cpu))) for frame in other])
+    assert np.abs(matched[1.0].astype(int) - scene).max() <= 2
+    half = statistics(matched[0.5], cpu)[0] - statistics(scene, cpu)[0]
     torch.testing.assert_close(half, (statistics(other, cpu)[0] - statistics(scene, cpu)[0]) / 2, rtol=0, atol=0.2)
 
 
@@ -63,10 +63,10 @@ def test_without_it_nothing_changes(scene: np.ndarray) -> None:
 def test_windows_have_the_colours_of_the_first(scene: np.ndarray) -> None:
     """Frames of the second window alone are as the first again; those of both are between."""
     whole = np.concatenate([scene[:1].repeat(9, 0), tinted(scene[:1].repeat(8, 0), 1.0, 6.0)])
-    made = whole.copy()
-    match_windows(made, ((0, 1, 2), (2, 3, 4)), 1.0, torch.device("cpu"))
-    assert np.abs(made[:5].astype(int) - whole[:5]).max() <= 1
-    before, after = (np.abs(one[9:].astype(int) - scene[0]).mean() for one in (whole, made))
+    matched = whole.copy()
+    match_windows(matched, ((0, 1, 2), (2, 3, 4)), 1.0, torch.device("cpu"))
+    assert np.abs(matched[:5].astype(int) - whole[:5]).max() <= 1
+    before, after = (np.abs(one[9:].astype(int) - scene[0]).mean() for one in (whole, matched))
     assert after < 0.75 * before
 
 
@@ -114,15 +114,15 @@ def test_a_video_in_windows_is_matched(pipe: Pipeline, picture: str) -> None:
     windows = WindowOptions.parse("17/8")
     size = {"width": 48, "height": 32, "frames": 33, "steps": 2, "windows": windows}
     written: list[np.ndarray] = []
-    plain, made = (
+    plain, matched = (
         pipe.generate(
             Request(prompt="x", image=picture, match_colours=one, **size),  # type: ignore[arg-type]
             write=lambda frames, /, **_: written.append(np.stack(list(frames))),
         )
         for one in (None, 1.0)
     )
-    assert torch.equal(plain.latents, made.latents) and not np.array_equal(plain.frames, made.frames)
-    assert np.array_equal(written[0], plain.frames) and np.array_equal(written[1], made.frames)
+    assert torch.equal(plain.latents, matched.latents) and not np.array_equal(plain.frames, matched.frames)
+    assert np.array_equal(written[0], plain.frames) and np.array_equal(written[1], matched.frames)
 
 
 def test_one_piece_has_nothing_to_match(pipe: Pipeline, picture: str) -> None:

@@ -71,13 +71,13 @@ def test_ranges_that_follow_one_another_give_every_step_one_text(
     borders = [0.0, *sorted(cuts), 1.0]
     ranges = [TextRange(a + gap * (a > 0), b - gap * (b < 1)) for a, b in pairwise(borders)]
     plan = make_plan(task="t2v-tiny", steps=steps, shift=shift, solver=solver)
-    made = check_texts(assign_ranges(plan, ranges, [WHOLE]))
-    numbers = [step.texts[0] for step in made.steps]
-    assert numbers == sorted(numbers) and all(step.texts[1] == 0 for step in made.steps)
+    assigned = check_texts(assign_ranges(plan, ranges, [WHOLE]))
+    numbers = [step.texts[0] for step in assigned.steps]
+    assert numbers == sorted(numbers) and all(step.texts[1] == 0 for step in assigned.steps)
     for step, n in zip(plan.steps, numbers, strict=True):
         slack = 1e-3
         assert sigma_at(ranges[n].end, shift) - slack <= step.sigma <= sigma_at(ranges[n].start, shift) + slack
-    assert [replace(step, texts=(0, 0)) for step in made.steps] == list(plan.steps)
+    assert [replace(step, texts=(0, 0)) for step in assigned.steps] == list(plan.steps)
 
 
 @given(
@@ -93,15 +93,15 @@ def test_a_step_has_the_text_that_comfyui_gives_it_whatever_the_sigmas_of_the_ru
     are `percent_to_sigma` of the MODEL's own sampling. Of two texts on their border the later one counts."""
     borders = [0.0, *(cut / 20 for cut in sorted(cuts)), 1.0]
     plan = make_plan(task="t2v-tiny", steps=steps, shift=shift, solver="euler")
-    made = check_texts(assign_ranges(plan, [TextRange(*pair) for pair in pairwise(borders)], [WHOLE], of_model))
+    assigned = check_texts(assign_ranges(plan, [TextRange(*pair) for pair in pairwise(borders)], [WHOLE], of_model))
     at = [torch.tensor(of_model * (1 - cut) / (1 + (of_model - 1) * (1 - cut))) for cut in borders]
-    for step in made.steps:
+    for step in assigned.steps:
         active = [n for n, (start, end) in enumerate(pairwise(at)) if end <= torch.tensor(step.sigma) <= start]
         assert step.texts == (active[-1], 0)
 
 
 @pytest.mark.parametrize(
-    ("ranges", "words"),
+    ("ranges", "message"),
     [
         ([(0.0, 0.6), (0.4, 1.0)], "has 2 texts for step"),
         ([(0.0, 0.4), (0.6, 1.0)], "has no text for step"),
@@ -110,9 +110,9 @@ def test_a_step_has_the_text_that_comfyui_gives_it_whatever_the_sigmas_of_the_ru
         ([(0.0, 1.0), (0.5, 1.0)], "has 2 texts for step"),
     ],
 )
-def test_gaps_and_overlaps_are_refused(ranges: list[tuple[float, float]], words: str) -> None:
+def test_gaps_and_overlaps_are_refused(ranges: list[tuple[float, float]], message: str) -> None:
     plan = plan_of(20)
-    with pytest.raises(OptionError, match=words) as fault:
+    with pytest.raises(OptionError, match=message) as fault:
         check_texts(assign_ranges(plan, [TextRange(*one) for one in ranges], [WHOLE]))
     assert "positive" in str(fault.value) and "not averaged" in str(fault.value)
     with pytest.raises(OptionError, match="`negative`"):
@@ -168,11 +168,11 @@ def test_every_step_attends_to_the_text_of_its_range(experts: Parts, cut: float,
     walk = partial(denoise, acquire=models.__getitem__, batched=batched)
     seen: dict[str, list[torch.Tensor]] = {}
     for name, positive in (("one", [one]), ("both", both), ("two", [two])):
-        made = join(positive, negative, LATENT, experts, plan)
+        joined_run = join(positive, negative, LATENT, experts, plan)
         note = seen.setdefault(name, [])
         walk(
-            made.plan,
-            conditioning=made.conditioning,
+            joined_run.plan,
+            conditioning=joined_run.conditioning,
             noise=draw_noise(7, SHAPE),
             on_step=lambda p, n=note: n.append(p.latents),
         )
@@ -180,10 +180,10 @@ def test_every_step_attends_to_the_text_of_its_range(experts: Parts, cut: float,
         assert torch.equal(seen["both"][step], seen["one"][step])
     assert not torch.equal(seen["both"][first], seen["one"][first])
     # The second half is that of a run which begins where the first one ended.
-    rest = replace(plan, steps=plan.steps[first:])
+    later_plan = replace(plan, steps=plan.steps[first:])
     alone = join([two], negative, LATENT, experts, plan)
     x, history = seen["both"][first - 1], []
-    for step in rest.steps:
+    for step in later_plan.steps:
         model = models[step.expert]
         time = torch.tensor([step.timestep])
         cond = model(x, time, alone.conditioning.cond)
@@ -252,8 +252,8 @@ def test_texts_that_cannot_be_one_run_are_refused(experts: Parts) -> None:
             "different values of concat_mask",
         ),
     ]
-    for positive, words in cases:
-        with pytest.raises(OptionError, match=words):
+    for positive, message in cases:
+        with pytest.raises(OptionError, match=message):
             join(positive, negative, LATENT, experts, plan)
     image = {"concat_latent_image": torch.zeros(SHAPE)}
     other = {"concat_latent_image": torch.ones(SHAPE)}
@@ -273,20 +273,20 @@ def test_latents_that_hold_a_video_are_refused(experts: Parts) -> None:
         join(positive, negative, {"samples": torch.randn(SHAPE), "noise_mask": unknown}, experts, plan)
 
 
-@given(known=st.integers(0, 2), filled=st.integers(0, 2), from_latents=st.booleans())
-def test_latents_are_taken_where_the_plan_starts_from_them(known: int, filled: int, from_latents: bool) -> None:
+@given(known_frames=st.integers(0, 2), filled=st.integers(0, 2), from_latents=st.booleans())
+def test_latents_are_taken_where_the_plan_starts_from_them(known_frames: int, filled: int, from_latents: bool) -> None:
     """And where anything but the known frames is in them, in whichever frame it is."""
     samples = torch.zeros(SHAPE)
-    samples[:, :, :known] = draw_noise(3, (1, 16, known, 4, 6))
+    samples[:, :, :known_frames] = draw_noise(3, (1, 16, known_frames, 4, 6))
     if filled < 2:
         samples[0, 7, filled, 2, 3] = 0.5
-    holds_video = known <= filled < 2
+    holds_video = known_frames <= filled < 2
     plan = replace(plan_of(), from_latents=from_latents)
     if holds_video and not from_latents:
         with pytest.raises(OptionError, match="holds a video"):
-            first_latents(plan, samples, known)
+            first_latents(plan, samples, known_frames)
     else:
-        assert first_latents(plan, samples, known) is (samples if holds_video else None)
+        assert first_latents(plan, samples, known_frames) is (samples if holds_video else None)
 
 
 def test_a_known_first_frame_is_no_video(experts: Parts) -> None:

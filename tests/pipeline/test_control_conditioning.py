@@ -36,16 +36,16 @@ CAMERA = {"concat_latent_image": torch.ones(1, 16, T, Y, X), "concat_mask": torc
 
 
 def read(task: str, extras: dict[str, Any], latent: dict[str, Any] = LATENT) -> dict[str, Any]:
-    found = find_task(task)
-    check_keys(family_of(found), "positive", extras)
-    return family_of(found).read_conditioning(found, VAE_21, extras, latent)
+    task_of_name = find_task(task)
+    check_keys(family_of(task_of_name), "positive", extras)
+    return family_of(task_of_name).read_conditioning(task_of_name, VAE_21, extras, latent)
 
 
 def test_vace_reads_every_control_video():
-    found = read("vace-14B", {key: value * 3 for key, value in VACE.items()})["inputs"]
-    assert found["control"].shape == (1, 3, 96, T, Y, X) and found["control_scale"].tolist() == [[0.5] * 3]
+    inputs = read("vace-14B", {key: value * 3 for key, value in VACE.items()})["inputs"]
+    assert inputs["control"].shape == (1, 3, 96, T, Y, X) and inputs["control_scale"].tolist() == [[0.5] * 3]
     raw = VAE_21.normalise(torch.ones(1, 16, T, Y, X))
-    assert torch.allclose(found["control"][:, 2, :16], raw) and torch.allclose(found["control"][:, 0, 16:32], raw)
+    assert torch.allclose(inputs["control"][:, 2, :16], raw) and torch.allclose(inputs["control"][:, 0, 16:32], raw)
     nothing = read("vace-A14B", {})["inputs"]["control"]
     assert torch.equal(nothing[:, 0, 32:], torch.ones(1, 64, T, Y, X))
     assert torch.allclose(nothing[:, 0, :16], VAE_21.normalise(torch.zeros(1, 16, T, Y, X)))
@@ -53,9 +53,11 @@ def test_vace_reads_every_control_video():
 
 def test_control_camera_and_inpaint_read_their_channels():
     reference = torch.full((1, 16, 1, Y, X), 2.0)
-    found = read("fun-control-A14B", {**CONTROL, "reference_latents": [reference]})
-    assert found["concat"].shape == (1, 36, T, Y, X) and (found["concat"][:, 16:20] == 1).all()  # known, after control
-    assert torch.equal(found["inputs"]["reference"], VAE_21.normalise(reference)[:, :, 0])
+    read_inputs = read("fun-control-A14B", {**CONTROL, "reference_latents": [reference]})
+    assert (
+        read_inputs["concat"].shape == (1, 36, T, Y, X) and (read_inputs["concat"][:, 16:20] == 1).all()
+    )  # known, after control
+    assert torch.equal(read_inputs["inputs"]["reference"], VAE_21.normalise(reference)[:, :, 0])
     older = read("fun-control-14B", {"concat_latent_image": CONTROL["concat_latent_image"], "clip_vision_output": SEEN})
     assert older["concat"].shape == (1, 32, T, Y, X) and older["image_features"].shape == (1, 257, 1280)
     rays = torch.ones(1, 24, T, 8 * Y, 8 * X)
@@ -102,8 +104,8 @@ def test_lists_of_both_prompts_are_compared_by_what_they_hold(tmp_path):
     experts, plan = vace_experts(tmp_path), make_plan(task="vace-14B", steps=2)
     rows = torch.zeros(1, 5, 24)
     positive, negative = ([[rows, {key: list(value) for key, value in VACE.items()}]] for _ in range(2))
-    found = join(positive, negative, LATENT, experts, plan).conditioning.inputs
-    assert found["control"].shape == (1, 1, 96, T, Y, X)
+    inputs = join(positive, negative, LATENT, experts, plan).conditioning.inputs
+    assert inputs["control"].shape == (1, 1, 96, T, Y, X)
     with pytest.raises(OptionError, match="`negative` carries vace_frames, vace_mask, vace_strength, and `positive`"):
         join([[rows, {}]], negative, LATENT, experts, plan)
     without = replace(plan, steps=tuple(replace(step, branches=("cond",), guidance=1.0) for step in plan.steps))
@@ -123,10 +125,10 @@ def test_control_of_the_positive_prompt_alone_is_not_that_of_the_negative_one(tm
     """ComfyUI's rule: the negative prompt then has nothing that stays, and all to generate, with a strength of 1."""
     plan, rows = make_plan(task="vace-14B", steps=2), torch.zeros(1, 5, 24)
     positive = [[rows, {key: value * 2 for key, value in VACE.items()}]]
-    found = join(positive, [[rows, {}]], LATENT, vace_experts(tmp_path), plan).conditioning
-    assert found.inputs["control"].shape[1] == 2 and found.uncond_inputs["control"].shape[1] == 1
-    assert torch.equal(found.uncond_inputs["control"], read("vace-14B", {})["inputs"]["control"])
-    both = found.family_inputs(["cond", "uncond"], 1)
+    conditioning = join(positive, [[rows, {}]], LATENT, vace_experts(tmp_path), plan).conditioning
+    assert conditioning.inputs["control"].shape[1] == 2 and conditioning.uncond_inputs["control"].shape[1] == 1
+    assert torch.equal(conditioning.uncond_inputs["control"], read("vace-14B", {})["inputs"]["control"])
+    both = conditioning.family_inputs(["cond", "uncond"], 1)
     assert both["control"].shape == (2, 2, 96, T, Y, X) and both["control_scale"].tolist() == [[0.5, 0.5], [1, 0]]
     same = join(positive, positive, LATENT, vace_experts(tmp_path), plan).conditioning
     assert not same.uncond_inputs and same.family_inputs(["cond", "uncond"], 1)["control"].shape[0] == 1
@@ -142,11 +144,11 @@ def test_strengths_that_change_during_the_run_are_in_the_plan(tmp_path):
         return [[rows, {**VACE, "vace_strength": [s], **t}] for s, t in zip(strengths, times, strict=True)]
 
     both = prompt(0.7, 0.0), prompt(0.7, 0.0)
-    found = join(*both, LATENT, experts, plan)
-    assert [step.control for step in found.plan.steps] == [(0.7,)] * 5 + [(0.0,)] * 5
-    assert found.conditioning.inputs["control_scale"].tolist() == [[1.0]] and not found.conditioning.uncond_inputs
-    assert unpack(Plan, json.loads(json.dumps(asdict(found.plan)))) == found.plan
-    assert "control 0.7" in found.plan.table() and "control 0" in found.plan.table()
+    joined = join(*both, LATENT, experts, plan)
+    assert [step.control for step in joined.plan.steps] == [(0.7,)] * 5 + [(0.0,)] * 5
+    assert joined.conditioning.inputs["control_scale"].tolist() == [[1.0]] and not joined.conditioning.uncond_inputs
+    assert unpack(Plan, json.loads(json.dumps(asdict(joined.plan)))) == joined.plan
+    assert "control 0.7" in joined.plan.table() and "control 0" in joined.plan.table()
     with pytest.raises(OptionError, match="those of `positive` and `negative` differ"):
         join(both[0], prompt(0.7, 0.5), LATENT, experts, plan)
     taylorseer = TaylorSeerOptions(interval=2, order=1, retention=0.2)

@@ -67,9 +67,9 @@ def options(folder: Path, name: str) -> list[str]:
     return [f"--high={folder / f'{name}.safetensors'}", *low, "--device=cpu", *parts, *vision]
 
 
-def run(folder: Path, name: str, out: Path, *given: str) -> int:
+def run(folder: Path, name: str, out: Path, *arguments: str) -> int:
     shared = ["--prompt=a red circle", "--steps=2", "--seed=3", f"--out={out}"]
-    return main(["generate", *options(folder, name), *shared, *(one.replace("@", f"{folder}/") for one in given)])
+    return main(["generate", *options(folder, name), *shared, *(one.replace("@", f"{folder}/") for one in arguments)])
 
 
 SIZE = f"--size={WIDTH}x{HEIGHT}"
@@ -90,8 +90,8 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_command_line_makes_a_video(folder: Path, tmp_path: Path, name: str) -> None:
-    model, given, frames = RUNS[name]
-    assert run(folder, model, tmp_path / "x.mp4", *given) == 0
+    model, arguments, frames = RUNS[name]
+    assert run(folder, model, tmp_path / "x.mp4", *arguments) == 0
     assert read_video(tmp_path / "x.mp4").shape == (frames, HEIGHT, WIDTH, 3)
     if name == "followed":
         assert "0.7" in read_metadata(tmp_path / "x.mp4")["control"]
@@ -107,10 +107,10 @@ def loaded(folder: Path, name: str) -> Pipeline:
     return Pipeline.load(LoadOptions(high=str(folder / f"{name}.safetensors"), low=low, device="cpu", **parts))
 
 
-def request(folder: Path, **given: Any) -> Request:
-    files = {field: str(folder / value) for field, value in given.items() if isinstance(value, str) and "." in value}
+def request(folder: Path, **fields: Any) -> Request:
+    files = {field: str(folder / value) for field, value in fields.items() if isinstance(value, str) and "." in value}
     shared = {"prompt": "a red circle", "steps": 2, "width": WIDTH, "height": HEIGHT, "frames": 5}
-    return Request(**{**shared, **given, **files})
+    return Request(**{**shared, **fields, **files})
 
 
 def encoded(pipe: Pipeline, video: Tensor) -> Tensor:
@@ -124,14 +124,14 @@ def in_pixels(frames: np.ndarray) -> Tensor:
 @torch.no_grad()
 def test_vace_is_given_what_stays_what_changes_and_where(folder: Path) -> None:
     pipe = loaded(folder, "vace")
-    given = request(folder, control_video="video.mp4", mask="mask.png", reference="picture.png", image="picture.png")
-    made = pipe.prepare(given)
+    asked = request(folder, control_video="video.mp4", mask="mask.png", reference="picture.png", image="picture.png")
+    run_prepared = pipe.prepare(asked)
     # The reference is a frame of the latents.
-    assert made.job.latent_shape == (1, 16, 3, 4, 6) and made.job.tokens == 3 * 2 * 3
-    control = pipe.encode(made).inputs["control"]
+    assert run_prepared.job.latent_shape == (1, 16, 3, 4, 6) and run_prepared.job.tokens == 3 * 2 * 3
+    control = pipe.encode(run_prepared).inputs["control"]
     assert control.shape == (1, 96, 3, 4, 6)
     video = in_pixels(read_video(folder / "video.mp4")[:5])
-    first = first_frames(made)["image"]
+    first = first_frames(run_prepared)["image"]
     changes = torch.zeros(5, HEIGHT, WIDTH)
     changes[1:, :, WIDTH // 2 :] = 1  # the first frame is known
     video[:, :, :1] = first
@@ -144,21 +144,21 @@ def test_vace_is_given_what_stays_what_changes_and_where(folder: Path) -> None:
 
 def test_the_channels_of_a_mask_are_the_pixels_of_a_latent() -> None:
     mask = torch.rand(1, 1, 5, 16, 24).round().expand(1, 3, -1, -1, -1) * 2 - 1
-    found = control_of_media(lambda x: torch.zeros(1, 16, 2, 2, 3), {"mask": mask}, Clip(0, 0, 5, 0), VAE_21)[1]
+    channels = control_of_media(lambda x: torch.zeros(1, 16, 2, 2, 3), {"mask": mask}, Clip(0, 0, 5, 0), VAE_21)[1]
     for y in range(16):
         for x in range(24):
             for latent, frame in ((0, 1), (1, 3)):  # the frame in the middle of each half
-                assert found[0, 8 * (y % 8) + x % 8, latent, y // 8, x // 8] == mask[0, 0, frame, y, x].clamp(min=0)
+                assert channels[0, 8 * (y % 8) + x % 8, latent, y // 8, x // 8] == mask[0, 0, frame, y, x].clamp(min=0)
 
 
 @torch.no_grad()
 def test_outpainting_pads_the_video_and_keeps_what_it_shows(folder: Path) -> None:
     pipe = loaded(folder, "vace")
-    given = request(folder, control_video="video.mp4", outpaint=(48, 0, 48, 0), width=144)
-    control = pipe.encode(pipe.prepare(given)).inputs["control"]
+    asked = request(folder, control_video="video.mp4", outpaint=(48, 0, 48, 0), width=144)
+    control = pipe.encode(pipe.prepare(asked)).inputs["control"]
     mask = control[0, 32:, :, :, :]
     assert not mask[:, :, :, 6:12].any() and (mask[:, :, :, :6] == 1).all() and (mask[:, :, :, 12:] == 1).all()
-    size = pipe.prepare(Request(prompt="", control_video=given.control_video, outpaint=given.outpaint)).job
+    size = pipe.prepare(Request(prompt="", control_video=asked.control_video, outpaint=asked.outpaint)).job
     assert abs(size.width / size.height - 144 / 32) < 0.2 and size.frames == 13
 
 
@@ -180,11 +180,11 @@ def test_several_last_frames_of_vace_end_with_the_last(count: int) -> None:
 def test_clips_are_kept_for_these_contents_of_every_picture(folder: Path, tmp_path: Path) -> None:
     pipe, keys = loaded(folder, "vace"), []
     files = {field: tmp_path / f"{field}.png" for field in ("image", "last_image", "reference")}
-    given = request(folder, **{field: str(path) for field, path in files.items()})
+    asked = request(folder, **{field: str(path) for field, path in files.items()})
     for path in (None, *files.values()):
         for number, one in enumerate(files.values()):
             Image.fromarray(drawn(1, number + 9 * (one == path))[0]).save(one)
-        keys.append(run_key(pipe.prepare(given)))
+        keys.append(run_key(pipe.prepare(asked)))
     assert len(set(keys)) == 4
 
 
@@ -193,17 +193,17 @@ def test_poses_of_the_command_line_hold_for_a_list(folder: Path, tmp_path: Path)
     poses.write_text("0 0.5 0.9 0.5 0.5 0 0 1 0 0 0 0 1 0 0 0 0 1 0\n" * 9)
     listed = tmp_path / "list.jsonl"
     listed.write_text('{"prompt": "a red circle"}\n{"prompt": "a", "camera": "zoom-in"}\n')
-    words = ["generate", *options(folder, "camera"), f"--prompts={listed}", f"--camera={poses}", "--out=x.mp4"]
-    given = build_parser().parse_args(words)
-    first, second = (video.request.camera for video in read_list(listed, given, LoadOptions(model="tiny")))
+    arguments = ["generate", *options(folder, "camera"), f"--prompts={listed}", f"--camera={poses}", "--out=x.mp4"]
+    parsed = build_parser().parse_args(arguments)
+    first, second = (video.request.camera for video in read_list(listed, parsed, LoadOptions(model="tiny")))
     assert first == poses.read_text() and second == "zoom-in"
 
 
 @torch.no_grad()
 def test_the_next_clip_of_vace_keeps_the_frames_before_it(folder: Path) -> None:
     pipe = loaded(folder, "vace")
-    made = pipe.prepare(request(folder, control_video="video.mp4", frames=13, clip_frames=9, overlap=5))
-    assert [(clip.first, clip.frames, clip.carried) for clip in made.job.clips] == [(0, 9, 0), (4, 9, 5)]
+    run_prepared = pipe.prepare(request(folder, control_video="video.mp4", frames=13, clip_frames=9, overlap=5))
+    assert [(clip.first, clip.frames, clip.carried) for clip in run_prepared.job.clips] == [(0, 9, 0), (4, 9, 5)]
     media = {"control_video": torch.rand(1, 3, 9, 32, 48), "mask": torch.ones(1, 3, 9, 32, 48)}
     seen: list[Tensor] = []
 
@@ -212,7 +212,7 @@ def test_the_next_clip_of_vace_keeps_the_frames_before_it(folder: Path) -> None:
         return torch.zeros(1, 16, 3, 4, 6)
 
     media["carried"] = torch.rand(1, 3, 5, 32, 48)
-    mask = control_of_media(encode, media, made.job.clips[1], VAE_21)[1]
+    mask = control_of_media(encode, media, run_prepared.job.clips[1], VAE_21)[1]
     assert torch.equal(seen[0][:, :, :5], media["carried"]) and not seen[0][:, :, 5:].any()
     assert torch.equal(seen[1][:, :, 5:], media["control_video"][:, :, 5:])
     assert not mask[:, :, :2].any() and (mask[:, :, 2] == 1).all()
@@ -223,30 +223,30 @@ def test_the_next_clip_of_vace_keeps_the_frames_before_it(folder: Path) -> None:
 def test_fun_is_given_its_control_and_what_is_known(folder: Path, name: str) -> None:
     pipe = loaded(folder, name)
     camera = name == "camera"
-    given = request(folder, **{"camera": "zoom-in"} if camera else {"control_video": "video.mp4"}, image="picture.png")
-    made = pipe.prepare(given)
-    found, first = pipe.encode(made), first_frames(pipe.prepare(given))["image"]
-    assert found.concat is not None
+    asked = request(folder, **{"camera": "zoom-in"} if camera else {"control_video": "video.mp4"}, image="picture.png")
+    run_prepared = pipe.prepare(asked)
+    conditioning, first = pipe.encode(run_prepared), first_frames(pipe.prepare(asked))["image"]
+    assert conditioning.concat is not None
     if name == "fun-control-21":
-        assert found.concat.shape == (1, 32, 2, 4, 6) and found.image_features is not None
-        assert found.image_features.abs().max() > 0
+        assert conditioning.concat.shape == (1, 32, 2, 4, 6) and conditioning.image_features is not None
+        assert conditioning.image_features.abs().max() > 0
         without = pipe.encode(pipe.prepare(request(folder, control_video="video.mp4")))
         assert without.image_features is not None and not without.image_features.any()
         assert not without.concat[:, 16:].any()
     else:
-        known = found.concat[:, 0 if camera else 16 :][:, :4]
-        assert (known[:, :, 0] == 1).all() and not known[:, :, 1].any()
-    rest = torch.cat([first, torch.zeros(1, 3, 4, HEIGHT, WIDTH)], 2)
-    start = found.concat[:, -16:]
-    assert torch.allclose(start if camera else start[:, :, :1], encoded(pipe, rest if camera else first), atol=1e-5)
+        known_mask = conditioning.concat[:, 0 if camera else 16 :][:, :4]
+        assert (known_mask[:, :, 0] == 1).all() and not known_mask[:, :, 1].any()
+    padded = torch.cat([first, torch.zeros(1, 3, 4, HEIGHT, WIDTH)], 2)
+    start = conditioning.concat[:, -16:]
+    assert torch.allclose(start if camera else start[:, :, :1], encoded(pipe, padded if camera else first), atol=1e-5)
     if camera:
-        assert found.inputs["camera"].shape == (1, 24, 2, HEIGHT, WIDTH)
+        assert conditioning.inputs["camera"].shape == (1, 24, 2, HEIGHT, WIDTH)
     else:
         control = in_pixels(read_video(folder / "video.mp4")[:5])
-        assert torch.allclose(found.concat[:, :16], encoded(pipe, control), atol=1e-5)
+        assert torch.allclose(conditioning.concat[:, :16], encoded(pipe, control), atol=1e-5)
     referred = None if camera else pipe.prepare(request(folder, control_video="video.mp4", reference="picture.png"))
-    beside = None if referred is None else (referred.job.tokens, referred.job.latent_shape[2])
-    assert beside in (None, (3 * 2 * 3, 2))  # beside the latents
+    reference_counts = None if referred is None else (referred.job.tokens, referred.job.latent_shape[2])
+    assert reference_counts in (None, (3 * 2 * 3, 2))  # beside the latents
 
 
 REFUSED = {
@@ -266,14 +266,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_does_not_fit_is_refused_before_work(folder: Path, tmp_path: Path, capsys, words: str) -> None:
-    assert run(folder, "vace", tmp_path / "x.mp4", SIZE, *words.split()) == 2
-    assert REFUSED[words] in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_does_not_fit_is_refused_before_work(folder: Path, tmp_path: Path, capsys, arguments: str) -> None:
+    assert run(folder, "vace", tmp_path / "x.mp4", SIZE, *arguments.split()) == 2
+    assert REFUSED[arguments] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "message"),
+    ("model", "arguments", "message"),
     [
         ("fun-control", "", "give --control-video"),
         ("fun-control", "--control-video=@video.mp4 --control-scale=0.5", "takes no strength of a control"),
@@ -283,8 +283,8 @@ def test_what_does_not_fit_is_refused_before_work(folder: Path, tmp_path: Path, 
         ("camera", "--camera=zoom-in:11", "speeds of 0 to 10"),
     ],
 )
-def test_other_families_refuse_what_they_do_not_take(folder, tmp_path, capsys, model, words, message) -> None:
-    assert run(folder, model, tmp_path / "x.mp4", SIZE, *words.split()) == 2
+def test_other_families_refuse_what_they_do_not_take(folder, tmp_path, capsys, model, arguments, message) -> None:
+    assert run(folder, model, tmp_path / "x.mp4", SIZE, *arguments.split()) == 2
     assert message in capsys.readouterr().err
 
 
@@ -293,13 +293,13 @@ def test_the_strength_of_a_part_of_the_run_counts_in_that_part_alone(folder: Pat
     """All of it, none of it, and the first steps of it: no two are equal, and strength 1 for all changes nothing."""
     pipe = loaded(folder, "vace")
 
-    def made(**control: float) -> Tensor:
+    def latents_with(**control: float) -> Tensor:
         options = ControlOptions(**control) if control else None
-        given = request(folder, control_video="video.mp4", control=options)
-        return pipe.generate(given).latents
+        asked = request(folder, control_video="video.mp4", control=options)
+        return pipe.generate(asked).latents
 
-    whole, part, nothing = made(), made(end=0.5), made(scale=0.0)
-    assert torch.equal(whole, made(scale=1.0))
+    whole, part, nothing = latents_with(), latents_with(end=0.5), latents_with(scale=0.0)
+    assert torch.equal(whole, latents_with(scale=1.0))
     assert not torch.equal(part, whole) and not torch.equal(part, nothing) and not torch.equal(whole, nothing)
     video = request(folder, control_video="video.mp4", control=ControlOptions(end=0.5))
     assert [step.control for step in pipe.prepare(video).job.plan.steps] == [(1.0,), (0.0,)]

@@ -52,10 +52,10 @@ def counted(pipe: Pipeline, asked: Request) -> tuple[int, list[int], Plan, int]:
     rows, told = [0], list[int]()
     for expert in dict.fromkeys(("high", "low") if pipe.models.task.two_experts else ("high",)):
         pipe.models.expert(expert).blocks[0].register_forward_pre_hook(
-            lambda _, given: rows.__setitem__(0, rows[0] + len(given[0]))
+            lambda _, inputs: rows.__setitem__(0, rows[0] + len(inputs[0]))
         )
-    made = pipe.generate(asked, Watch(step=lambda progress, _: told.append(progress.forwards)))
-    return rows[0], told, made.plan, len(pipe.prepare(asked).job.clips)
+    result = pipe.generate(asked, Watch(step=lambda progress, _: told.append(progress.forwards)))
+    return rows[0], told, result.plan, len(pipe.prepare(asked).job.clips)
 
 
 @pytest.mark.parametrize("changed", ANIMATE2)

@@ -33,19 +33,19 @@ SEEN, SEEN_POSE = (
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> dict[str, Parts]:
-    folder, found = tmp_path_factory.mktemp("models"), {}
+    folder, loaded = tmp_path_factory.mktemp("models"), {}
     claimed = {"config": '{"transformer": {"model_type": "animate2"}}', "num_heads": "2"}
     for name, config, said in (("animate", TINY_ANIMATE, {}), ("animate2", ANIMATE2, claimed)):
         save_file(draw_weights(config), folder / f"wan_{name}.safetensors", said)
-        found[name] = find_experts(folder / f"wan_{name}.safetensors")
-    return found
+        loaded[name] = find_experts(folder / f"wan_{name}.safetensors")
+    return loaded
 
 
 def plan_of(guidance: float = 2.0) -> Plan:
     return make_plan(task="animate-14B", steps=2, guidance_high=guidance, guidance_low=guidance)
 
 
-def given(seed: int, **extras: Any) -> list[list[Any]]:
+def prompt_rows(seed: int, **extras: Any) -> list[list[Any]]:
     shared = {
         "concat_latent_image": torch.ones(1, 16, T, Y, X),
         "concat_mask": torch.zeros(1, 4, T, Y, X),
@@ -57,49 +57,54 @@ def given(seed: int, **extras: Any) -> list[list[Any]]:
 
 def test_animate_is_told_pose_and_face(experts):
     face = torch.rand(1, 3, 5, 16, 16)
-    positive, negative = given(1, face_video_pixels=face), given(2, face_video_pixels=face * 0 - 1)
-    found = join(positive, negative, LATENT, experts["animate"], plan_of()).conditioning
-    assert found.concat is not None and found.concat.shape == (1, 20, T, Y, X)
-    assert found.image_features is not None and set(found.inputs) == {"pose", "face"}
-    assert torch.equal(found.inputs["pose"], VAE_21.normalise(torch.full((1, 16, T - 1, Y, X), 0.25)))
-    assert torch.equal(found.family_inputs(["cond", "uncond"], 1)["face"], torch.cat([face, face * 0 - 1]))
-    assert torch.equal(found.family_inputs(["cond"], 1)["face"], face)
+    positive, negative = prompt_rows(1, face_video_pixels=face), prompt_rows(2, face_video_pixels=face * 0 - 1)
+    conditioning = join(positive, negative, LATENT, experts["animate"], plan_of()).conditioning
+    assert conditioning.concat is not None and conditioning.concat.shape == (1, 20, T, Y, X)
+    assert conditioning.image_features is not None and set(conditioning.inputs) == {"pose", "face"}
+    assert torch.equal(conditioning.inputs["pose"], VAE_21.normalise(torch.full((1, 16, T - 1, Y, X), 0.25)))
+    assert torch.equal(conditioning.family_inputs(["cond", "uncond"], 1)["face"], torch.cat([face, face * 0 - 1]))
+    assert torch.equal(conditioning.family_inputs(["cond"], 1)["face"], face)
     alone = join(positive, negative, LATENT, experts["animate"], plan_of(1.0)).conditioning
     assert not alone.uncond_inputs
     with pytest.raises(OptionError, match="only one of `positive` and `negative` has face"):
-        join(positive, given(2), LATENT, experts["animate"], plan_of())
+        join(positive, prompt_rows(2), LATENT, experts["animate"], plan_of())
     long = torch.zeros(1, 16, T, Y, X)
     with pytest.raises(OptionError, match="not one size"):
-        join(*(given(n, pose_video_latent=long) for n in (1, 2)), LATENT, experts["animate"], plan_of())
+        join(*(prompt_rows(n, pose_video_latent=long) for n in (1, 2)), LATENT, experts["animate"], plan_of())
 
 
 def test_animate2_is_told_its_driving_video(experts):
     rows = torch.randn(1, 7, 24)
     own = {"cross_attn_pose": rows, "clip_vision_output_pose": SEEN_POSE, "pose_strength": 0.5}
-    found = join(given(1, **own), given(2, **own), LATENT, experts["animate2"], plan_of()).conditioning
+    conditioning = join(
+        prompt_rows(1, **own), prompt_rows(2, **own), LATENT, experts["animate2"], plan_of()
+    ).conditioning
     latents = VAE_21.normalise(torch.full((1, 16, T - 1, Y, X), 0.25))
     expected = torch.cat([latents, torch.ones(1, 4, T - 1, Y, X), latents], 1)
-    assert torch.equal(found.inputs["pose"], expected) and torch.equal(found.inputs["pose_context"], rows)
-    assert float(found.inputs["pose_image"][0, 0, 0]) == -0.5 and found.inputs["pose_strength"] == 0.5
-    both = found.family_inputs(["cond", "uncond"], 2)
-    assert both["unconditional"] == [False, False, True, True] and both["pose"] is found.inputs["pose"]
-    assert found.inputs["log_scale"] == 0 and found.inputs["reference_strength"] == 1
+    assert torch.equal(conditioning.inputs["pose"], expected) and torch.equal(conditioning.inputs["pose_context"], rows)
+    assert float(conditioning.inputs["pose_image"][0, 0, 0]) == -0.5 and conditioning.inputs["pose_strength"] == 0.5
+    both = conditioning.family_inputs(["cond", "uncond"], 2)
+    assert both["unconditional"] == [False, False, True, True] and both["pose"] is conditioning.inputs["pose"]
+    assert conditioning.inputs["log_scale"] == 0 and conditioning.inputs["reference_strength"] == 1
     distilled = replace(experts["animate2"], task=find_task("animate2-14B-distilled"))
-    found = join(given(1, **own), given(2, **own), LATENT, distilled, plan_of()).conditioning
-    assert found.inputs["log_scale"] == DISTILLED_LOG_SCALE
+    conditioning = join(prompt_rows(1, **own), prompt_rows(2, **own), LATENT, distilled, plan_of()).conditioning
+    assert conditioning.inputs["log_scale"] == DISTILLED_LOG_SCALE
 
 
 def test_what_they_cannot_do_is_refused(experts):
     sparse = sparsify(plan_of(), parse_sparse("0.5/0/0:ramp0"))
     distilled = replace(experts["animate2"], task=find_task("animate2-14B-distilled"))
     with pytest.raises(OptionError, match="sparse attention: distilled weights of Animate-2"):
-        join(given(1), given(2), LATENT, distilled, sparse)
-    join(given(1), given(2), LATENT, experts["animate2"], sparse)
+        join(prompt_rows(1), prompt_rows(2), LATENT, distilled, sparse)
+    join(prompt_rows(1), prompt_rows(2), LATENT, experts["animate2"], sparse)
     with pytest.raises(OptionError, match="carries face_video_pixels, which this model does not take"):
-        join(given(1, face_video_pixels=torch.zeros(1)), given(2), LATENT, experts["animate2"], plan_of())
-    ranges = [given(1, start_percent=0.0, end_percent=0.5)[0], given(1, start_percent=0.5, pose_video_latent=None)[0]]
+        join(prompt_rows(1, face_video_pixels=torch.zeros(1)), prompt_rows(2), LATENT, experts["animate2"], plan_of())
+    ranges = [
+        prompt_rows(1, start_percent=0.0, end_percent=0.5)[0],
+        prompt_rows(1, start_percent=0.5, pose_video_latent=None)[0],
+    ]
     with pytest.raises(OptionError, match="different values of pose_video_latent"):
-        join(ranges, given(2), LATENT, experts["animate2"], plan_of())
+        join(ranges, prompt_rows(2), LATENT, experts["animate2"], plan_of())
 
 
 def test_a_task_of_an_image_needs_no_videos():
@@ -108,7 +113,7 @@ def test_a_task_of_an_image_needs_no_videos():
 
 def windowed(seed: int, start: float, end: float, **extras: Any) -> list[list[Any]]:
     """A driving video for a part of the run, made like ComfyUI's WanAnimate2ToVideo does, all of the same text."""
-    [[rows, shared]] = given(seed, **extras)
+    [[rows, shared]] = prompt_rows(seed, **extras)
     undriven = {key: value for key, value in shared.items() if key not in DRIVING}
     parts = [({**shared}, start, end), (undriven, 0.0, start), (undriven, end, 1.0)]
     return [[rows, {**one, "start_percent": a, "end_percent": b}] for one, a, b in parts if (a, b) not in EMPTY]
@@ -163,9 +168,11 @@ def test_the_branches_of_a_step_agree_on_the_driving_video(experts):
         join(windowed(1, 0.0, 0.5), windowed(2, 0.0, 0.3), LATENT, experts["animate2"], whole)
     driven = windowed(1, 0.3, 0.8)
     driven[0][1]["pose_strength"] = 0.7
-    joined = join(driven, given(2, pose_video_latent=None), LATENT, experts["animate2"], whole)
+    joined = join(driven, prompt_rows(2, pose_video_latent=None), LATENT, experts["animate2"], whole)
     assert sum(step.undriven for step in joined.plan.steps) == 4, "both branches take what the prompt has"
-    assert not any(step.undriven for step in join(given(1), given(2), LATENT, experts["animate2"], whole).plan.steps)
-    none = [given(n, pose_video_latent=None) for n in (1, 2)]
+    assert not any(
+        step.undriven for step in join(prompt_rows(1), prompt_rows(2), LATENT, experts["animate2"], whole).plan.steps
+    )
+    none = [prompt_rows(n, pose_video_latent=None) for n in (1, 2)]
     undriven = join(*none, LATENT, experts["animate2"], whole).plan
     assert all(step.undriven for step in undriven.steps) and undriven.forwards == 16

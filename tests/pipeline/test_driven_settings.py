@@ -20,8 +20,8 @@ from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.guided import stack_text
 
 
-def conditioned(pipe: Pipeline, given: Request) -> Conditioning:
-    run = pipe.prepare(given)
+def conditioned(pipe: Pipeline, asked: Request) -> Conditioning:
+    run = pipe.prepare(asked)
     media = load_media(run)
     pixels = clip_media(run, run.job.clips[0], media, None)
     return condition(run, run.job.clips[0], pixels, encode_text(run))
@@ -29,11 +29,11 @@ def conditioned(pipe: Pipeline, given: Request) -> Conditioning:
 
 @torch.no_grad()
 def test_the_driving_video_has_a_prompt_of_its_own(media_folder: Path) -> None:  # noqa: F811
-    pipe, given = loaded(media_folder, "animate2"), request(media_folder, "animate2")
-    plain = conditioned(pipe, given)
+    pipe, asked = loaded(media_folder, "animate2"), request(media_folder, "animate2")
+    plain = conditioned(pipe, asked)
     assert torch.equal(plain.inputs["pose_context"], plain.cond) and plain.uncond is not None
-    told = conditioned(pipe, replace(given, pose_prompt="a blue square"))
-    expected = conditioned(pipe, replace(given, prompt="a blue square")).cond
+    told = conditioned(pipe, replace(asked, pose_prompt="a blue square"))
+    expected = conditioned(pipe, replace(asked, prompt="a blue square")).cond
     assert torch.equal(told.inputs["pose_context"], expected) and torch.equal(told.cond, plain.cond)
     assert not torch.equal(expected, plain.cond)
     # Both branches of guidance are driven by the same pass.
@@ -46,22 +46,22 @@ def test_the_driving_video_has_a_prompt_of_its_own(media_folder: Path) -> None: 
 @torch.no_grad()
 def test_strengths_change_the_video_and_1_does_not(media_folder: Path) -> None:  # noqa: F811
     pipe = loaded(media_folder, "animate2")
-    given = replace(request(media_folder, "animate2"), frames=9)
-    plain = pipe.generate(given).frames
-    assert np.array_equal(pipe.generate(replace(given, pose_strength=1.0, reference_strength=1.0)).frames, plain)
+    asked = replace(request(media_folder, "animate2"), frames=9)
+    plain = pipe.generate(asked).frames
+    assert np.array_equal(pipe.generate(replace(asked, pose_strength=1.0, reference_strength=1.0)).frames, plain)
     for name in ("pose_strength", "reference_strength"):
-        assert conditioned(pipe, replace(given, **{name: 0.5})).inputs[name] == 0.5
-        assert not np.array_equal(pipe.generate(replace(given, **{name: 0.0})).frames, plain)
+        assert conditioned(pipe, replace(asked, **{name: 0.5})).inputs[name] == 0.5
+        assert not np.array_equal(pipe.generate(replace(asked, **{name: 0.0})).frames, plain)
 
 
 @torch.no_grad()
 def test_guidance_leads_away_from_a_still_face_or_not(media_folder: Path) -> None:  # noqa: F811
     pipe = loaded(media_folder, "animate")
-    given = replace(request(media_folder, "animate"), frames=9)
-    plain = conditioned(pipe, given)
+    asked = replace(request(media_folder, "animate"), frames=9)
+    plain = conditioned(pipe, asked)
     assert torch.equal(plain.uncond_inputs["face"], torch.full_like(plain.inputs["face"], -1))
-    assert conditioned(pipe, replace(given, face_guidance=False)).uncond_inputs == {}
-    one, other, same = (pipe.generate(replace(given, face_guidance=wanted)).frames for wanted in (None, False, True))
+    assert conditioned(pipe, replace(asked, face_guidance=False)).uncond_inputs == {}
+    one, other, same = (pipe.generate(replace(asked, face_guidance=wanted)).frames for wanted in (None, False, True))
     assert np.array_equal(one, same) and not np.array_equal(one, other)
 
 
@@ -82,7 +82,7 @@ def test_settings_that_a_family_does_not_take_are_refused(media_folder: Path) ->
 
 
 def test_kept_clips_are_of_the_same_settings(media_folder: Path) -> None:  # noqa: F811
-    pipe, given = loaded(media_folder, "animate2"), request(media_folder, "animate2")
-    key = run_key(pipe.prepare(given))
+    pipe, asked = loaded(media_folder, "animate2"), request(media_folder, "animate2")
+    key = run_key(pipe.prepare(asked))
     for changed in ({"pose_prompt": "a blue square"}, {"pose_strength": 0.5}, {"reference_strength": 0.5}):
-        assert run_key(pipe.prepare(replace(given, **changed))) != key
+        assert run_key(pipe.prepare(replace(asked, **changed))) != key

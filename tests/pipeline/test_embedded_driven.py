@@ -46,13 +46,13 @@ def test_look_and_motion_are_right_in_full_and_with_caches_and_sparse_attention(
     pipe = Pipeline.load(LoadOptions(model="tiny", task="animate2-tiny", device="cpu"))
     samples = choose_samples(None, 110, 0, tiny=True)[10:11]
     settings = {name: parse_setting(name) for name in SETTINGS}
-    found = measure_quality(pipe, Request(prompt="", steps=12), samples, settings, len(samples))
-    for name, videos in found.comparisons.items():
+    measured = measure_quality(pipe, Request(prompt="", steps=12), samples, settings, len(samples))
+    for name, videos in measured.comparisons.items():
         for claim in ("look", "motion"):
             assert all(getattr(video, claim) for video in videos), (name, claim)
     # 24 dB where a step reads the reference in whole, and little else
-    assert fmean(video.psnr for video in found.comparisons[SETTINGS[1]]) > 27
-    assert found.forwards[SETTINGS[1]] < found.forwards[SETTINGS[0]]
+    assert fmean(video.psnr for video in measured.comparisons[SETTINGS[1]]) > 27
+    assert measured.forwards[SETTINGS[1]] < measured.forwards[SETTINGS[0]]
 
 
 @pytest.mark.parametrize("part", ["driven", "i2v_high"])
@@ -60,30 +60,30 @@ def test_a_first_frame_that_is_given_is_not_read_in_whole(tiny_assets: Path, par
     model = load_dit(tiny_assets / f"{part}.safetensors")
     tiles = SparseTiles(model, parse_sparse("0.75/0"), None, (6, 6, 6))
     like = (torch.zeros(1, 216, 2), torch.zeros(1, 1, 6, 2), torch.zeros(216, 1, 1, 2))
-    found, _ = tiles.arranged(BlockInputs(*like, PreparedText(()), ForwardInfo(), (6, 6, 6)))
-    first = (found.inverse[:36] // found.block).unique()
-    assert not found.forced[:, first].all(0).any()
+    arranged, _ = tiles.arranged(BlockInputs(*like, PreparedText(()), ForwardInfo(), (6, 6, 6)))
+    first = (arranged.inverse[:36] // arranged.block).unique()
+    assert not arranged.forced[:, first].all(0).any()
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pictures and videos of two pairs."""
     folder = tmp_path_factory.mktemp("drawn")
-    found = {}
+    files = {}
     for name, caption in (("first", CAPTION), ("second", "a red circle moving left on a black background")):
         trio = drawn_trio(Sample(caption, 7))
         driving = as_pixels(trio.driving[0].transpose(0, 1))
-        found[f"{name} video"] = write_mp4(folder / f"{name}.mp4", driving, fps=8, encoder=Encoder(crf=10))
-        found[f"{name} picture"] = Path(save_frame(trio.reference[0], folder / f"{name}.png"))
-    return found
+        files[f"{name} video"] = write_mp4(folder / f"{name}.mp4", driving, fps=8, encoder=Encoder(crf=10))
+        files[f"{name} picture"] = Path(save_frame(trio.reference[0], folder / f"{name}.png"))
+    return files
 
 
 def test_the_command_line_drives_a_picture(drawn: dict[str, Path], tmp_path: Path) -> None:
     """With another one's video it moves as that does, and looks the same."""
     out = tmp_path / "driven.mp4"
-    given = {"--reference": drawn["first picture"], "--pose-video": drawn["second video"], "--out": out, "--seed": 5}
-    words = ["generate", "--model", "tiny", "--device", "cpu", "--prompt", ""]
-    assert main([*words, *(str(word) for pair in given.items() for word in pair)]) == 0
+    options = {"--reference": drawn["first picture"], "--pose-video": drawn["second video"], "--out": out, "--seed": 5}
+    command = ["generate", "--model", "tiny", "--device", "cpu", "--prompt", ""]
+    assert main([*command, *(str(word) for pair in options.items() for word in pair)]) == 0
     frames, driving = (torch.from_numpy(read_video(path)) for path in (out, drawn["second video"]))
     assert follows(frames, driving)
     assert judge(frames, parse_caption(CAPTION.replace("moving up", "moving left"))).all_true
@@ -115,8 +115,8 @@ def test_a_small_card_makes_the_same_latents(
     """The memory limit is emulated: the plan is that of a card with so much room, and the run follows it on a CPU."""
     pipe, request = Pipeline.load(DRIVEN), with_media(drawn)
     planner = MemoryPlanner(pipe.models.settings, DRIVEN)
-    beside = beside_workload(pipe.models.settings.recognised, Workload.of(pipe.prepare(request).job), 20.1, 4)
-    on_device, on_host = (beside.kept_as(one).denoise for one in beside.forms[:2])
+    activations = beside_workload(pipe.models.settings.recognised, Workload.of(pipe.prepare(request).job), 20.1, 4)
+    on_device, on_host = (activations.kept_as(one).denoise for one in activations.forms[:2])
     assert on_host < on_device
     room = (on_host + on_device) // 2 + stage_bytes(pipe.models.settings.parts["high"].units, 0)
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room - pipe.models.residency.weights_on_device())
@@ -124,11 +124,11 @@ def test_a_small_card_makes_the_same_latents(
     monkeypatch.setattr(memory_planning, "host_room", lambda *_: int(host * GIB))
     limited = Pipeline(replace(pipe.models, planner=planner), pipe.report)
     with caplog.at_level("INFO"):
-        found = limited.generate(request)
-    assert form.words() in caplog.text and found.report.settings["memory"]["policy"] == "stream"
-    assert torch.equal(found.latents, unlimited) == (not form.fp8)
+        limited_run = limited.generate(request)
+    assert form.words() in caplog.text and limited_run.report.settings["memory"]["policy"] == "stream"
+    assert torch.equal(limited_run.latents, unlimited) == (not form.fp8)
     again = limited.generate(request)
-    assert torch.equal(again.latents, found.latents)
+    assert torch.equal(again.latents, limited_run.latents)
 
 
 def test_committed_results_reach_their_targets() -> None:

@@ -28,28 +28,28 @@ def pipe():
 
 
 @pytest.fixture(scope="module")
-def made(pipe):
+def frames_of(pipe):
     """Frames of a scene's caption, by the default solver; the same ones for all tests that ask."""
     return cache(lambda scene: torch.from_numpy(pipe.generate(Request(prompt=scene.caption, seed=7)).frames))
 
 
-def test_captions_never_trained_on_come_true(made):
-    verdicts = [judge(made(scene), scene) for scene in SAMPLE]
+def test_captions_never_trained_on_come_true(frames_of):
+    verdicts = [judge(frames_of(scene), scene) for scene in SAMPLE]
     for word in ("background", "colour", "motion"):
         assert sum(getattr(v, word) for v in verdicts) >= len(SAMPLE) - 1, word
     assert sum(v.all_true for v in verdicts) >= len(SAMPLE) - 1
 
 
-def test_another_caption_makes_another_video(made):
+def test_another_caption_makes_another_video(frames_of):
     """A model that ignored its prompt would pass nothing: the same seed with another caption fails the first one."""
     first, second = SAMPLE[0], next(s for s in SAMPLE if s.colour != SAMPLE[0].colour)
-    assert not judge(made(second), first).all_true
+    assert not judge(frames_of(second), first).all_true
 
 
-def test_every_solver_keeps_the_caption(pipe, made):
+def test_every_solver_keeps_the_caption(pipe, frames_of):
     scene = SAMPLE[1]
     assert pipe.prepare(Request(prompt=scene.caption)).job.plan.solver == "unipc"
-    frames = {"unipc": made(scene)}
+    frames = {"unipc": frames_of(scene)}
     for solver in ("dpm++", "euler"):
         result = pipe.generate(Request(prompt=scene.caption, seed=7, solver=solver, steps=12))
         frames[solver] = torch.from_numpy(result.frames)

@@ -23,13 +23,13 @@ CAPTION = "a red circle moving right on a blue background"
 def notes(
     prompt: str = CAPTION, task: str = "t2v-tiny", size: tuple[int, int] = (96, 96), frames: int = 17, windows=None
 ):
-    given = {
+    fields = {
         "plan": SimpleNamespace(context_windows=windows),
         "request": SimpleNamespace(prompts_at=()),
         "texts": (SimpleNamespace(text=prompt),),
         "clips": (SimpleNamespace(frames=frames),),
     }
-    job = SimpleNamespace(task=find_task(task), width=size[0], height=size[1], **given)
+    job = SimpleNamespace(task=find_task(task), width=size[0], height=size[1], **fields)
     return never_seen(job)  # pyright: ignore[reportArgumentType]
 
 
@@ -41,7 +41,7 @@ def test_every_caption_is_known_and_other_models_know_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("fields", "said"),
     [
         ({"prompt": "a cat"}, "captions such as"),
         ({"prompt": ""}, "captions such as"),
@@ -50,8 +50,8 @@ def test_every_caption_is_known_and_other_models_know_everything() -> None:
         ({"frames": 33}, "33 are asked for"),
     ],
 )
-def test_what_it_never_saw(given: dict, said: str) -> None:
-    (note,) = notes(**given)
+def test_what_it_never_saw(fields: dict, said: str) -> None:
+    (note,) = notes(**fields)
     assert said in note
 
 

@@ -69,9 +69,9 @@ def test_experts_that_are_not_what_they_are_used_for(tmp_path: Path) -> None:
     assert "runs every step here" in alone
 
 
-def loras_of(*given: tuple[str, str, float]) -> list[str]:
+def loras_of(*loras: tuple[str, str, float]) -> list[str]:
     """The notes of the embedded LoRAs: (which file, for which expert, strength)."""
-    options = [LoraOptions(path=str(TINY_LORAS[file]), expert=expert, strength=s) for file, expert, s in given]
+    options = [LoraOptions(path=str(TINY_LORAS[file]), expert=expert, strength=s) for file, expert, s in loras]
     return notes_of(read_loras(options, find_experts(HIGH, LOW).dit, True))
 
 
@@ -91,8 +91,8 @@ def test_the_report_and_the_log_say_it(caplog: pytest.LogCaptureFixture) -> None
     report = Report(torch.device("cpu"))
     with caplog.at_level(logging.WARNING):
         load_models(find_models(options), options, report)
-    for words in ("the experts are swapped", "none is for the low-noise expert"):
-        assert any(words in note for note in report.notes) and words in caplog.text
+    for message in ("the experts are swapped", "none is for the low-noise expert"):
+        assert any(message in note for note in report.notes) and message in caplog.text
 
 
 def test_what_differs_is_said_in_numbers() -> None:

@@ -31,8 +31,8 @@ def test_clips_of_a_gpu_are_those_of_the_cpu(folder: Path, residency: str) -> No
     for device in ("cpu", "cuda"):
         where = residency if device == "cuda" else "auto"
         pipe = Pipeline.load(LoadOptions(device=device, residency=where, **parts, **exact))
-        given = asked(folder, frames=20, pose_video=str(folder / "pose.avi"))
-        frames[device] = pipe.generate(given).frames.astype(np.int32)
+        request = asked(folder, frames=20, pose_video=str(folder / "pose.avi"))
+        frames[device] = pipe.generate(request).frames.astype(np.int32)
     difference = np.abs(frames["cuda"] - frames["cpu"])
     # With convolutions in TF32 0.03 and 2; in bf16 0.7 and 30; with a lead that is one frame off 10 and 255.
     assert difference.mean() < 0.2 and difference.max() <= 8

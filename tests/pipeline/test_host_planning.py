@@ -44,10 +44,10 @@ def everyday(scaled: bool) -> dict[str, PartToLoad]:
     table = UMT5_XXL.vocab_size * UMT5_XXL.dim
     size = PackedSize("fp8", TEXT - table, TEXT - table) if scaled else None
     text = part(UMT5_XXL, TEXT, scaled=scaled, packed=size)
-    held = Quantization(Fp8RowLinear, CPU, as_stored=True) if scaled else None
+    quantization = Quantization(Fp8RowLinear, CPU, as_stored=True) if scaled else None
     return {
-        "high": PartToLoad(expert, torch.bfloat16, held),
-        "low": PartToLoad(expert, torch.bfloat16, held),
+        "high": PartToLoad(expert, torch.bfloat16, quantization),
+        "low": PartToLoad(expert, torch.bfloat16, quantization),
         "text_encoder": PartToLoad(text, torch.bfloat16, Quantization(PackedLinear, CPU) if scaled else None),
         "vae": PartToLoad(part(VAE_21, 127_000_000), torch.bfloat16),
     }
@@ -135,12 +135,12 @@ def mappings(path: Path) -> list[tuple[int, int]]:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 @pytest.mark.parametrize("precision", [None, "fp8"])
 def test_weights_in_their_file_are_no_copy_and_compute_the_same(tmp_path: Path, precision: str | None) -> None:
-    held = None if precision is None else find_quantization(precision, CPU)
-    stored = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32, quantization=held)
+    quantization = None if precision is None else find_quantization(precision, CPU)
+    stored = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32, quantization=quantization)
     save(stored, tmp_path / "model.safetensors")
     # Nothing may go by the device that encodes.
-    held = None if held is None else replace(held, as_stored=True, device=torch.device("meta"))
-    part = PartToLoad(recognise(tmp_path / "model.safetensors", "dit", load_dit), torch.float32, held)
+    quantization = None if quantization is None else replace(quantization, as_stored=True, device=torch.device("meta"))
+    part = PartToLoad(recognise(tmp_path / "model.safetensors", "dit", load_dit), torch.float32, quantization)
     assert part.stays_in_file and staying_in_file(part).lora_mode == "attach"
     model = part.load(CPU, how=Reading(stays=True))
     weights = [m.weight for name, m in model.named_modules() if name.startswith("blocks.") and hasattr(m, "weight")]

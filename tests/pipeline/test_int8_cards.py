@@ -59,10 +59,10 @@ HELD = {"int8": Quantization(Int8Linear, CPU), "checkpoint": HOLD}
 # ------------------------------------------------------------------------------------------------------------ full size
 
 
-def expert_of(config: DiTConfig, description: Mapping[str, object] = ROTATED, kept: int = 0) -> Part:
+def expert_of(config: DiTConfig, description: Mapping[str, object] = ROTATED, unquantised: int = 0) -> Part:
     """A transformer in INT8 as ComfyUI's files have it, recognised without a value being read. kept: matrices in
     bf16."""
-    encoded = sorted(config.quantized_names())[kept:]
+    encoded = sorted(config.quantized_names())[unquantised:]
     tensors = {name: TensorInfo(s, torch.bfloat16, 2 * prod(s)) for name, s in expected_shapes(config).items()}
     for name in encoded:
         n, k = tensors[f"{name}.weight"].shape
@@ -109,21 +109,21 @@ def resolved(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("precision", HELD)
 def test_a_pair_with_loras_under_24_16_and_12_gib(monkeypatch, resolved, precision: str) -> None:
     """`checkpoint` is INT8 as stored, as on cards whose row of the table says so."""
-    held = resolved(expert_of(I2V_A14B), precision)
-    sizes = {name: round(part.bytes / GIB, 1) for name, part in held.parts.items()}
+    settings = resolved(expert_of(I2V_A14B), precision)
+    sizes = {name: round(part.bytes / GIB, 1) for name, part in settings.parts.items()}
     assert sizes == {"high": 13.5, "low": 13.5, "text_encoder": 6.3, "vae": 0.2}
-    waits = plan_host(held.parts, HOST)
+    waits = plan_host(settings.parts, HOST)
     assert waits.mapped == {"text_encoder", "low"} and waits.pins
-    assert plan_host(held.parts, int(12 * GIB)).mapped == {"text_encoder", "low", "high"}
-    parts = {name: staying_in_file(part) if name in waits.mapped else part for name, part in held.parts.items()}
+    assert plan_host(settings.parts, int(12 * GIB)).mapped == {"text_encoder", "low", "high"}
+    parts = {name: staying_in_file(part) if name in waits.mapped else part for name, part in settings.parts.items()}
     assert parts["low"].lora_mode == "attach"
     wanted = [Wanted(lora_of(64), 1.0, ("", 0, 0))]
-    held = replace(held, parts=parts, loras={"high": wanted, "low": wanted})
+    settings = replace(settings, parts=parts, loras={"high": wanted, "low": wanted})
     workload = Workload((1, 16, 21, 80, 80), make_plan(task="i2v-A14B", steps=4), batched=False, image=True)
     blocks = []
     for gib in (24, 16, 12):
         monkeypatch.setattr(memory_planning, "device_room", lambda *_, gib=gib: limited(gib))
-        plan = MemoryPlanner(held, LoadOptions(high="a file", precision=precision)).plan(workload)
+        plan = MemoryPlanner(settings, LoadOptions(high="a file", precision=precision)).plan(workload)
         assert plan.fits and plan.policy in ("swap", "stream")
         blocks.append(plan.resident_blocks)
     assert blocks == sorted(blocks, reverse=True) and blocks[0] > blocks[-1]
@@ -132,11 +132,11 @@ def test_a_pair_with_loras_under_24_16_and_12_gib(monkeypatch, resolved, precisi
 def test_what_has_to_be_encoded_does_not_stay_in_its_file(resolved) -> None:
     """From another rotation, or from matrices in bf16, `int8` makes other numbers."""
     plain = expert_of(I2V_A14B, {"format": "int8_tensorwise"})
-    for expert in (plain, expert_of(I2V_A14B, kept=1)):
-        held = resolved(expert, "int8")
-        assert not held.parts["high"].stays_in_file
+    for expert in (plain, expert_of(I2V_A14B, unquantised=1)):
+        settings = resolved(expert, "int8")
+        assert not settings.parts["high"].stays_in_file
         with pytest.raises(OptionError, match=r"27.0 GiB are available: .* INT8 \(ConvRot\) with 'int8'"):
-            plan_host(held.parts, HOST)
+            plan_host(settings.parts, HOST)
         assert resolved(expert, "checkpoint").parts["high"].stays_in_file
 
 
@@ -151,9 +151,9 @@ def streamed(model: nn.Module, copy: bool | None) -> WanModel:
     residency = Residency(CPU, "stream", resident_blocks=1)
     residency.add("high", model, copy=copy)
     assert all((unit.memory is None) == (copy is False) for unit in residency.host_weights["high"].units)
-    found = residency.use("high")
-    assert isinstance(found, WanModel)
-    return found
+    streaming_model = residency.use("high")
+    assert isinstance(streaming_model, WanModel)
+    return streaming_model
 
 
 @pytest.mark.parametrize(
@@ -170,15 +170,15 @@ def test_from_its_file_it_is_the_same(files, lora: Wanted, precision: str, kind:
     wanted = [] if mode == "none" else [lora]
     resident, waiting = (load(part, wanted, how) for how in (Reading(mapped=False), Reading(stays=True)))
     ranges = mappings(path)
-    kept = [
+    packed = [
         name for name in NAMES if any(a <= waiting.get_parameter(f"{name}.weight").data_ptr() < b for a, b in ranges)
     ]
     changed = {name for name in NAMES if f"{name}.weight" in lora.lora.changes}
-    assert kept and set(kept) == (NAMES - changed if mode == "merge" else NAMES)
-    found = streamed(waiting, None if mode == "merge" else False)(*inputs())
-    assert torch.equal(found, resident(*inputs()))
+    assert packed and set(packed) == (NAMES - changed if mode == "merge" else NAMES)
+    output = streamed(waiting, None if mode == "merge" else False)(*inputs())
+    assert torch.equal(output, resident(*inputs()))
     if mode != "none":
-        assert not torch.equal(found, load(part, [], Reading())(*inputs()))
+        assert not torch.equal(output, load(part, [], Reading())(*inputs()))
 
 
 @pytest.mark.parametrize("family", ["wan", "vace"])
@@ -190,8 +190,8 @@ def test_blocks_that_are_kept_are_decoded_into_host_memory(tmp_path: Path, preci
     state, _, notes = stored("rotated 256", config=config)
     path = tmp_path / "m.safetensors"
     write_safetensors(state, path, notes)
-    held = replace(HELD[precision], keep_blocks=1)
-    part = PartToLoad(recognise(path, "dit", load_dit), torch.float32, held)
+    quantization = replace(HELD[precision], keep_blocks=1)
+    part = PartToLoad(recognise(path, "dit", load_dit), torch.float32, quantization)
     model = load(staying_in_file(part), [], Reading(stays=True))
     residency = Residency(CPU, "stream")
     residency.add("high", model, copy=False)
@@ -230,8 +230,8 @@ def test_a_lora_that_has_to_be_merged_is_refused(files) -> None:  # noqa: F811
     n, k = expected_shapes(SMALL)[f"{name}.weight"]
     whole = read_lora(from_state_dict({f"{name}.diff": torch.ones(n, k)}, "a LoRA"), expected_shapes(SMALL))
     wanted = [Wanted(whole, 1.0, ("", 0, 0))]
-    for precision, held in HELD.items():
-        part = PartToLoad(recognise(files["rotated 256"], "dit", load_dit), torch.float32, held)
+    for precision, quantization in HELD.items():
+        part = PartToLoad(recognise(files["rotated 256"], "dit", load_dit), torch.float32, quantization)
         if precision == "checkpoint":
             with pytest.raises(OptionError, match=f"changes {name}.* stay packed"):
                 staying_in_file(part, wanted)
@@ -241,19 +241,19 @@ def test_a_lora_that_has_to_be_merged_is_refused(files) -> None:  # noqa: F811
 
 @torch.no_grad()
 def test_a_text_encoder_in_fp8_stays_so_beside_int8(scaled: Path) -> None:  # noqa: F811
-    found = find_models(LoadOptions(model="tiny"))
+    models = find_models(LoadOptions(model="tiny"))
     part = recognise(scaled, "text_encoder", load_text_encoder)
-    assert isinstance(found, Parts)
-    found = replace(found, of={**found.of, "text_encoder": part})
+    assert isinstance(models, Parts)
+    models = replace(models, of={**models.of, "text_encoder": part})
     resolved = {
-        precision: resolve_settings(found, LoadOptions(model="tiny", precision=precision), CPU)
+        precision: resolve_settings(models, LoadOptions(model="tiny", precision=precision), CPU)
         for precision in ("int8", "checkpoint", "fp8")
     }
-    held = {precision: one.parts["text_encoder"] for precision, one in resolved.items()}
+    encoders = {precision: one.parts["text_encoder"] for precision, one in resolved.items()}
     load_stage.check_parts(resolved["int8"], Residency(CPU, "resident"), False)  # the layer pipeline takes it
-    assert held["int8"] == held["checkpoint"] and held["int8"].stays_in_file
-    assert held["fp8"].quantization is None
-    packed, wide = held["int8"].load(CPU), held["fp8"].load(CPU)
+    assert encoders["int8"] == encoders["checkpoint"] and encoders["int8"].stays_in_file
+    assert encoders["fp8"].quantization is None
+    packed, wide = encoders["int8"].load(CPU), encoders["fp8"].load(CPU)
     assert any(isinstance(module, PackedLinear) for module in packed.modules())
     assert torch.equal(packed.encode(["a red circle", ""]), wide.encode(["a red circle", ""]))  # type: ignore[operator]
 
@@ -277,8 +277,8 @@ def test_a_run_whose_models_all_stay_in_their_files(monkeypatch, tmp_path, scale
     vae = recognise(TINY / "vae.safetensors", "vae", load_vae).bytes(torch.float32)
     limited = replace(plain, lora_mode="auto", host_memory_limit=1.2 * vae / GIB)
     pipe = Pipeline.load(limited, request=request)
-    held = pipe.models.residency.host_weights
-    memory = {name: any(unit.memory is not None for unit in weights.units) for name, weights in held.items()}
+    weights_of = pipe.models.residency.host_weights
+    memory = {name: any(unit.memory is not None for unit in weights.units) for name, weights in weights_of.items()}
     assert memory == {"high": False, "low": False, "text_encoder": False, "vae": True}
     assert pipe.models.settings.parts["high"].lora_mode == "attach"
     assert torch.equal(latents_of(pipe, request), expected)

@@ -40,22 +40,22 @@ def mask_of(unknown: Tensor) -> Tensor:
 
 
 @given(st.sets(st.integers(0, 16), min_size=1))
-def test_a_frame_has_one_mask_channel_of_its_latent_frame(known: set[int]) -> None:
+def test_a_frame_has_one_mask_channel_of_its_latent_frame(frames: set[int]) -> None:
     """ComfyUI's WanFirstLastFrameToVideo: 4 T entries, of which the first four are frame 0 and entry n + 3 is frame n.
     Wan22FMLF knows the four entries that end there: the same for the first frame, more than ours for others."""
-    pictures = {place: torch.rand(1, 3, 1, 8, 8) for place in known}
+    pictures = {place: torch.rand(1, 3, 1, 8, 8) for place in frames}
     video, unknown = known_frames(None, None, 17, pictures)
     native, fmlf = torch.ones(20), torch.ones(20)
-    for place in known:
+    for place in frames:
         native[: 4 if place == 0 else 0] = 0
         native[place + 3] = 0
         fmlf[place : place + 4] = 0
     mask = mask_of(unknown)
     assert torch.equal(mask, native.view(5, 4).T)
     assert bool((mask >= fmlf.view(5, 4).T).all())
-    assert known_of(mask[None, :, :, None, None]) == tuple(sorted(known))
+    assert known_of(mask[None, :, :, None, None]) == tuple(sorted(frames))
     for place in range(17):
-        assert torch.equal(video[:, :, place], pictures[place][:, :, 0] if place in known else video[:, :, place] * 0)
+        assert torch.equal(video[:, :, place], pictures[place][:, :, 0] if place in frames else video[:, :, place] * 0)
 
 
 def test_first_and_last_frames_are_keyframes_at_their_places(pipe: Pipeline) -> None:
@@ -90,24 +90,24 @@ def pipe() -> Pipeline:
 
 def channels(pipe: Pipeline, **fields: object) -> Tensor:
     run = pipe.prepare(Request(prompt="x", **{**SIZE, **fields}))  # type: ignore[arg-type]
-    made = encode_media(run, Conditioning(cond=torch.zeros(1, 1, 4096))).concat
-    assert made is not None
-    return made
+    concat = encode_media(run, Conditioning(cond=torch.zeros(1, 1, 4096))).concat
+    assert concat is not None
+    return concat
 
 
 def test_a_request_s_keyframes_reach_the_model(pipe: Pipeline, pictures: list[str]) -> None:
     first, middle, last = pictures
-    known = Keyframe(frame=8, path=last), Keyframe(frame=0, path=first)
-    assert torch.equal(channels(pipe, keyframes=known), channels(pipe, image=first, last_image=last))
-    made = channels(pipe, image=first, keyframes=(Keyframe(frame=6, path=middle),))
-    assert made[0, :4, :, 0, 0].tolist() == [[1, 0, 0], [1, 0, 1], [1, 0, 0], [1, 0, 0]]
+    keyframes = Keyframe(frame=8, path=last), Keyframe(frame=0, path=first)
+    assert torch.equal(channels(pipe, keyframes=keyframes), channels(pipe, image=first, last_image=last))
+    concat = channels(pipe, image=first, keyframes=(Keyframe(frame=6, path=middle),))
+    assert concat[0, :4, :, 0, 0].tolist() == [[1, 0, 0], [1, 0, 1], [1, 0, 0], [1, 0, 0]]
 
 
 def test_each_clip_has_its_own_keyframes(pipe: Pipeline, pictures: list[str]) -> None:
     """A frame that a clip carries over was known in the one before."""
-    known = tuple(Keyframe(frame=frame, path=pictures[1]) for frame in (4, 8, 12))
+    run_keyframes = tuple(Keyframe(frame=frame, path=pictures[1]) for frame in (4, 8, 12))
     fields = {**SIZE, "frames": 17, "clip_frames": 9, "overlap": 1}
-    run = pipe.prepare(Request(prompt="x", image=pictures[0], keyframes=known, **fields))  # type: ignore[arg-type]
+    run = pipe.prepare(Request(prompt="x", image=pictures[0], keyframes=run_keyframes, **fields))  # type: ignore[arg-type]
     places = [list(keyframes_of(keyframes(run, clip))) for clip in run.job.clips]
     assert [clip.first for clip in run.job.clips] == [0, 8] and places == [[4, 8], [4]]
 
@@ -130,30 +130,30 @@ def test_vace_keeps_keyframes() -> None:
     picture = torch.rand(1, 3, 1, 16, 16)
     media = {"mask": torch.ones(1, 3, 9, 16, 16), "keyframes": picture, "keyframes_at": torch.tensor([4])}
     control_of_media(encode, media, Clip(0, 0, 9, 0), VAE_21)
-    kept, changed = seen
-    assert torch.equal(kept[:, :, 4], picture[:, :, 0]) and not changed.any()
-    assert not kept[:, :, [0, 1, 2, 3, 5, 6, 7, 8]].any()
+    unchanged, changed = seen
+    assert torch.equal(unchanged[:, :, 4], picture[:, :, 0]) and not changed.any()
+    assert not unchanged[:, :, [0, 1, 2, 3, 5, 6, 7, 8]].any()
 
 
 @pytest.mark.parametrize(
-    ("frames", "words"),
+    ("frames", "message"),
     [((9,), "9 given for a video of 9 frames"), ((4, 4), "frame 4 is known twice"), ((0,), "frame 0 is known twice")],
 )
 def test_keyframes_outside_and_frames_that_are_known_twice_are_refused(
-    pipe: Pipeline, pictures: list[str], frames: tuple[int, ...], words: str
+    pipe: Pipeline, pictures: list[str], frames: tuple[int, ...], message: str
 ) -> None:
-    known = tuple(Keyframe(frame=frame, path=pictures[1]) for frame in frames)
-    with pytest.raises(OptionError, match=words):
-        pipe.prepare(Request(prompt="x", image=pictures[0], keyframes=known, **SIZE))  # type: ignore[arg-type]
+    keyframes = tuple(Keyframe(frame=frame, path=pictures[1]) for frame in frames)
+    with pytest.raises(OptionError, match=message):
+        pipe.prepare(Request(prompt="x", image=pictures[0], keyframes=keyframes, **SIZE))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("task", "words"),
+    ("task", "message"),
     [("t2v-A14B", "takes no image"), ("ti2v-5B", "first frame only"), ("animate-14B", "takes no --keyframe")],
 )
-def test_a_task_that_cannot_says_so(task: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_cannot_says_so(task: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--task", task, "--keyframe", "4"]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["middle.png", "x=middle.png", "-4=middle.png", "4=", "=middle.png"])
@@ -174,8 +174,8 @@ def test_lists_of_videos_and_workers_take_keyframes(tmp_path: Path, pictures: li
         {"prompt": "a", "keyframes": f"4={same}"},
     ]
     listed.write_text("\n".join(map(json.dumps, lines)))
-    words = ["generate", "--model=tiny", f"--prompts={listed}", f"--keyframe=8={pictures[0]}", "--out=x.mp4"]
-    videos = read_list(listed, build_parser().parse_args(words), LoadOptions(model="tiny"))
+    arguments = ["generate", "--model=tiny", f"--prompts={listed}", f"--keyframe=8={pictures[0]}", "--out=x.mp4"]
+    videos = read_list(listed, build_parser().parse_args(arguments), LoadOptions(model="tiny"))
     frames = [[one.frame for one in video.request.keyframes or ()] for video in videos]
     assert frames == [[8], [4, 6], [4], [4]]
     assert videos[2].key == videos[3].key and len({video.key for video in videos}) == 3
@@ -193,8 +193,9 @@ def test_the_plan_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_picture_of_a_plan_marks_them() -> None:
     task = TASKS["i2v-A14B"]
     facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae)
-    without, known = (
-        np.asarray(draw_plan(build_plan(PlanRequest(steps=4, known=known), facts).plan)) for known in ((), (0, 40, 80))
+    without, marked = (
+        np.asarray(draw_plan(build_plan(PlanRequest(steps=4, known=frames), facts).plan))
+        for frames in ((), (0, 40, 80))
     )
-    changed = (without != known).any(-1)
+    changed = (without != marked).any(-1)
     assert changed[:60].any() and not changed[64:].any()

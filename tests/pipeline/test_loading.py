@@ -99,7 +99,7 @@ def test_a_failure_ends_the_other_reading(fault: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "given", "expected"),
+    ("names", "reading", "expected"),
     [
         (["high"], Reading(), 8),
         (["high", "low"], Reading(), 4),
@@ -109,7 +109,7 @@ def test_a_failure_ends_the_other_reading(fault: BaseException) -> None:
     ],
 )
 def test_several_files_share_the_threads(
-    names: list[str], given: Reading, expected: int, monkeypatch: pytest.MonkeyPatch
+    names: list[str], reading: Reading, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged.os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     seen: list[tuple[int | None, bool]] = []
@@ -118,14 +118,14 @@ def test_several_files_share_the_threads(
         seen.append((how.threads, how.mapped))
         return torch.nn.Identity()
 
-    load_parts(names, load, GPU, in_order=False, how=given)
+    load_parts(names, load, GPU, in_order=False, how=reading)
     assert seen == [(expected, False)] * len(names)
 
 
-@pytest.mark.parametrize(("name", "words"), [("flash9", "is not known"), ("flash4", "needs an NVIDIA GPU")])
-def test_a_backend_that_cannot_run_is_refused_before_anything_is_read(name: str, words: str) -> None:
+@pytest.mark.parametrize(("name", "message"), [("flash9", "is not known"), ("flash4", "needs an NVIDIA GPU")])
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_read(name: str, message: str) -> None:
     read: list[int] = []
-    with pytest.raises(AttentionError, match=words):
+    with pytest.raises(AttentionError, match=message):
         Pipeline.load(LoadOptions(model="tiny", device="cpu", attention=name), how=Reading(on_bytes=read.append))
     assert read == []
 

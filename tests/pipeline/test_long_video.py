@@ -31,37 +31,41 @@ def test_the_plan_shows_clips_and_the_time_of_all(capsys: pytest.CaptureFixture[
     out = plan(capsys, "--task", "animate-14B", "--frames", "200", "--seconds-per-forward", "6")
     assert "200 frames: 3 of 77 frames, 1 carried over: 3 x 20 steps" in out
     assert "about 6:00 min in all, with 6 s a forward" in out
-    given = ("--task", "i2v-A14B", "--frames", "157", "--clip-frames", "81", "--overlap", "5", "--steps", "2")
-    told = json.loads(plan(capsys, *given, "--seconds-per-forward", "1.5", "--json"))
+    arguments = ("--task", "i2v-A14B", "--frames", "157", "--clip-frames", "81", "--overlap", "5", "--steps", "2")
+    told = json.loads(plan(capsys, *arguments, "--seconds-per-forward", "1.5", "--json"))
     assert [clip["first"] for clip in told["clips"]] == [0, 76] and told["seconds"] == 2 * 4 * 1.5
     assert plan(capsys, "--task", "t2v-A14B", "--frames", "81").endswith("81 frames: one piece\n")
     assert "frames" not in plan(capsys, "--task", "t2v-A14B")
 
 
 def test_steps_that_cost_less_are_estimated_so(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--steps", "4", "--seconds-per-forward", "10", "--json")
-    dense, sparse = (json.loads(plan(capsys, *given, *more))["seconds"] for more in ((), ("--sparse", "balanced")))
+    arguments = ("--steps", "4", "--seconds-per-forward", "10", "--json")
+    dense, sparse = (json.loads(plan(capsys, *arguments, *more))["seconds"] for more in ((), ("--sparse", "balanced")))
     assert dense == 80 and 20 < sparse < 60
     # Fewer frames have less attention.
     for short in (
         ("--frames", "17"),
         ("--frames", "161", "--clip-frames", "17", "--overlap", "1", "--task", "i2v-A14B"),
     ):
-        times = [json.loads(plan(capsys, *given, *short, *more))["seconds"] for more in ((), ("--sparse", "balanced"))]
+        times = [
+            json.loads(plan(capsys, *arguments, *short, *more))["seconds"] for more in ((), ("--sparse", "balanced"))
+        ]
         assert 0.7 < times[1] / times[0] < 0.9
     # The blocks of the control are 8 beside 40.
-    given = (*given, "--task", "vace-14B")
-    whole, half = (json.loads(plan(capsys, *given, *more))["seconds"] for more in ((), ("--control-end", "0.5")))
-    free = sum(step["control"] == [0.0] for step in json.loads(plan(capsys, *given, "--control-end", "0.5"))["steps"])
+    arguments = (*arguments, "--task", "vace-14B")
+    whole, half = (json.loads(plan(capsys, *arguments, *more))["seconds"] for more in ((), ("--control-end", "0.5")))
+    free = sum(
+        step["control"] == [0.0] for step in json.loads(plan(capsys, *arguments, "--control-end", "0.5"))["steps"]
+    )
     assert whole == 80 and half == pytest.approx(80 - 20 * free * (1 - 40 / 48), abs=0.1) and 0 < free < 4
 
 
 def test_the_plan_counts_context_windows(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--frames", "161", "--steps", "10", "--seconds-per-forward", "2")
-    out = plan(capsys, *given, "--windows", "81/28:standard_static")
+    arguments = ("--frames", "161", "--steps", "10", "--seconds-per-forward", "2")
+    out = plan(capsys, *arguments, "--windows", "81/28:standard_static")
     assert "60 forwards" in out and "context windows 81/28:standard_static:pyramid: 3 of 21 of 41 latent frames" in out
     assert out.endswith("about 2:00 min in all, with 2 s a forward\n")
-    told = json.loads(plan(capsys, *given, "--windows", "81", "--json"))
+    told = json.loads(plan(capsys, *arguments, "--windows", "81", "--json"))
     counts = [len(step["windows"]) for step in told["steps"]]
     assert told["forwards"] == 2 * sum(counts) and set(counts) == {3, 4} and told["seconds"] == 4 * sum(counts)
     assert told["context_windows"]["schedule"] == "standard_uniform"

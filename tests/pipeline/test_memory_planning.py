@@ -34,8 +34,8 @@ LARGE = LoadOptions(model="random:t2v-A14B", precision="bf16")
 WORKLOAD = Workload((1, 16, 21, 60, 104), make_plan(), batched=False)
 
 
-def large(found: Parts, options: LoadOptions = LARGE) -> ModelSettings:
-    return resolve_settings(found, options, CPU)
+def large(models: Parts, options: LoadOptions = LARGE) -> ModelSettings:
+    return resolve_settings(models, options, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,19 @@ def room(monkeypatch: pytest.MonkeyPatch):
 
 def test_attention_in_parts_is_in_the_plan() -> None:
     """Measured: a clip of Animate-2 at 832x480, 81 frames, in FP8 took 29.23 GiB beside its weights."""
-    found = find_models(LoadOptions(model="random:animate2-14B-distilled"))
+    models = find_models(LoadOptions(model="random:animate2-14B-distilled"))
     workload = Workload((1, 16, 22, 60, 104), make_plan(steps=10, guidance_high=1, guidance_low=1), batched=False)
-    per_token = factor(found.dit, itemsize=2, device="cuda", compile="off", precision="fp8")
-    planned = beside_workload(found, workload, per_token, 2).denoise / GIB
+    per_token = factor(models.dit, itemsize=2, device="cuda", compile="off", precision="fp8")
+    planned = beside_workload(models, workload, per_token, 2).denoise / GIB
     assert 29.23 <= planned < 1.02 * 29.23
 
 
 def test_slopes_of_sparse_attention_take_memory():
     """At 720p a matrix of 128 x 128 for each of 40 heads and 591 blocks in bf16: 0.77 GB, and what makes them."""
-    found, plan = find_models(LoadOptions(model="random:t2v-A14B", precision="fp8")), make_plan()
+    models, plan = find_models(LoadOptions(model="random:t2v-A14B", precision="fp8")), make_plan()
     shape = (1, 16, 21, 90, 160)
     taken = [
-        beside_workload(found, Workload(shape, replace(plan, sparse=sparse), batched=False), 5.05, 2).denoise
+        beside_workload(models, Workload(shape, replace(plan, sparse=sparse), batched=False), 5.05, 2).denoise
         for sparse in (None, SparseOptions(sparsity=0.75), SparseOptions(sparsity=0.75, slope=True))
     ]
     assert taken[0] == taken[1]
@@ -80,16 +80,16 @@ def test_slopes_of_sparse_attention_take_memory():
 @pytest.mark.parametrize(("task", "sees"), [("i2v-14B-480P", True), ("i2v-A14B", False), ("animate2-14B", True)])
 def test_a_task_that_needs_an_image_plans_for_what_sees_it(task: str, sees: bool) -> None:
     """Before there is one: the VAE, and CLIP where the task takes its features, beside what they compute."""
-    sizes, beside = task_memory(LoadOptions(model=f"random:{task}"), Request(prompt=""))
-    phases = {phase.name: phase for phase in plan_memory(sizes, beside, 40 * GIB, "swap").phases}
-    assert (sizes.clip_vision > 0) == sees and 0 < beside.image == beside.decode
+    sizes, activations = task_memory(LoadOptions(model=f"random:{task}"), Request(prompt=""))
+    phases = {phase.name: phase for phase in plan_memory(sizes, activations, 40 * GIB, "swap").phases}
+    assert (sizes.clip_vision > 0) == sees and 0 < activations.image == activations.decode
     assert phases["encode image"].weights >= sizes.vae + sizes.clip_vision
     assert ("CLIP" in phases["encode image"].what) == sees
 
 
 def test_transformers_alone_plan_for_nothing_else(whole: Parts, experts: Parts, room) -> None:
     room(66)
-    alone, all_of_it = (MemoryPlanner(large(found), LARGE).plan(WORKLOAD) for found in (experts, whole))
+    alone, all_of_it = (MemoryPlanner(large(models), LARGE).plan(WORKLOAD) for models in (experts, whole))
     assert model_sizes(large(experts)).text_encoder == model_sizes(large(experts)).vae == 0
     phases = {phase.name: phase.total for phase in alone.phases}
     assert alone.policy == "resident" and all_of_it.policy == "swap"
@@ -116,11 +116,11 @@ def test_transformers_that_stream_keep_the_blocks_that_fit(experts: Parts, room,
     assert 0 < residency.resident_blocks == plan.resident_blocks < 40
 
 
-@pytest.mark.parametrize(("given", "said"), [({}, "resident"), ({"residency": "stream"}, "stream"),
+@pytest.mark.parametrize(("options", "said"), [({}, "resident"), ({"residency": "stream"}, "stream"),
                                              ({"resident_blocks": 3}, "stream")])  # fmt: skip
-def test_on_a_cpu_the_report_says_how_blocks_are_run(given: dict[str, Any], said: str) -> None:
+def test_on_a_cpu_the_report_says_how_blocks_are_run(options: dict[str, Any], said: str) -> None:
     report = Report(CPU)
-    residency, _ = choose_residency(LoadOptions(model="tiny", **given), report, None, 40, None, None)
+    residency, _ = choose_residency(LoadOptions(model="tiny", **options), report, None, 40, None, None)
     assert report.notes == [f"residency: {said} (weights are in host memory on a CPU)"] and residency.policy == said
 
 
@@ -140,8 +140,8 @@ def test_attached_loras_count_in_every_phase(room) -> None:
     room(8)
     loras = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
     options = LoadOptions(model="tiny", loras=loras, residency="swap", lora_mode="attach")
-    found = find_models(options)
-    settings = resolve_settings(found, options, CPU)
+    models = find_models(options)
+    settings = resolve_settings(models, options, CPU)
     workload = Workload((1, 16, 3, 12, 12), make_plan(task="t2v-tiny"), batched=False)
     with_loras = MemoryPlanner(settings, options).plan(workload)
     without = MemoryPlanner(replace(settings, loras={}), options).plan(workload)
@@ -149,12 +149,12 @@ def test_attached_loras_count_in_every_phase(room) -> None:
     assert lora_bytes(settings.all_loras) > 0
     assert set(extra.values()) == {lora_bytes(settings.all_loras)}
     merged = replace(options, lora_mode="auto")
-    assert MemoryPlanner(resolve_settings(found, merged, CPU), merged).plan(workload).beside == without.beside
+    assert MemoryPlanner(resolve_settings(models, merged, CPU), merged).plan(workload).beside == without.beside
 
 
 def test_time_left_of_workers_counts_what_sparse_steps_read() -> None:
-    found = find_experts(TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors")
-    plan = with_costs(make_plan(task="t2v-tiny", steps=4), found.dit, (1, 20, 20))
+    experts = find_experts(TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors")
+    plan = with_costs(make_plan(task="t2v-tiny", steps=4), experts.dit, (1, 20, 20))
     plan = replace(plan, steps=tuple(replace(step, cost=0.5) if step.index == 3 else step for step in plan.steps))
     progress = Progress(plan.steps[1], plan, 2)
     assert progress.left(2.0) == 2.0 * (2 + 2 * 0.5)

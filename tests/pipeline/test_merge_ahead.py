@@ -109,9 +109,9 @@ def test_bytes_arrive_through_bounded_pinned_memory(batch, monkeypatch):
     for names in merge._batches(listed):
         moved, _ = ahead._move(names)
         for name in names:
-            ((found, strength),) = moved[name]
+            ((moved_lora, strength),) = moved[name]
             wanted = listed[name][0][0].factors[0]
-            (factor,) = found.factors
+            (factor,) = moved_lora.factors
             assert strength == 0.5 and factor.dtype == wanted.dtype and factor.shape == wanted.shape
             assert torch.equal(factor.double(), wanted.double())
     assert sizes and max(sizes) <= batch

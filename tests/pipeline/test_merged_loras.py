@@ -36,11 +36,11 @@ STORED = {"row scales": "fp8", "a tensor's scale": "fp8-tensor"}
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The embedded model as people have it: in its own precision, and as scaled FP8."""
     folder = tmp_path_factory.mktemp("scaled")
-    made = {"its own precision": SOURCE}
+    paths = {"its own precision": SOURCE}
     for name, precision in STORED.items():
-        made[name] = folder / f"{precision}.safetensors"
-        save(load_dit(SOURCE, dtype=torch.float32, quantization=find_quantization(precision, CPU)), made[name])
-    return made
+        paths[name] = folder / f"{precision}.safetensors"
+        save(load_dit(SOURCE, dtype=torch.float32, quantization=find_quantization(precision, CPU)), paths[name])
+    return paths
 
 
 def part_of(path: Path, precision: str | None) -> PartToLoad:
@@ -60,8 +60,10 @@ def bits(model: WanModel) -> dict[str, Tensor]:
 
 
 def equal(model: WanModel, expected: dict[str, Tensor]) -> bool:
-    found = bits(model)
-    return found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+    tensors = bits(model)
+    return tensors.keys() == expected.keys() and all(
+        torch.equal(tensors[name], value) for name, value in expected.items()
+    )
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -123,12 +125,12 @@ def test_an_interrupted_change_is_made_good(files, taken_off):
     model = load_with_loras(part, [one(1)], CPU, CPU)
     loras_on(model, CPU, [one(1)])
     wanted = [] if taken_off else [one(2, everywhere=False)]
-    left = 9
+    forwards_left = 9
 
     def stop(_: int) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
+        nonlocal forwards_left
+        forwards_left -= 1
+        if not forwards_left:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -84,8 +84,8 @@ def test_what_is_named_wins_and_the_largest_file_of_a_kind_is_taken(tmp_path: Pa
 def test_repositories_are_never_downloaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = name.partition("/")[2]
-    for given in (name, folder, name.lower()):
-        said = str(no_folder(given))
+    for spelling in (name, folder, name.lower()):
+        said = str(no_folder(spelling))
         assert f"`hf download {name} --local-dir {folder}`" in said and f"give --model {folder}" in said
     (tmp_path / folder).mkdir()
     assert f"but {folder} is: give --model {folder}" in str(no_folder(name))
@@ -103,8 +103,8 @@ def test_names_that_are_nearly_right(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_inspect_and_plan_of_folders(tmp_path: Path, capsys) -> None:
     models = put(tmp_path / "models")
-    found = inspect(models)
-    assert len(found["parts"]) == 7 and found["problems"] == [] and len(found["models"]) == 2
+    report = inspect(models)
+    assert len(report["parts"]) == 7 and report["problems"] == [] and len(report["models"]) == 2
     release = {f"{name}_noise_model": f"t2v_{name}" for name in ("high", "low")} | {"text_encoder": "text_encoder"}
     for name, source in release.items():
         (tmp_path / "release").mkdir(exist_ok=True)

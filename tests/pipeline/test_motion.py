@@ -64,10 +64,10 @@ def phases(plan: Plan) -> list[tuple[int, str, float, tuple[tuple[str, float], .
 )
 def test_motion_has_the_published_thresholds(task: str, preset: str, counts: list[int], shift: float) -> None:
     plan = plan_of(task, preset=preset)
-    found = phases(plan)
-    assert [one[0] for one in found] == counts and plan.shift == shift and plan.solver == "euler"
-    assert found[0][1:3] == ("high", 3.5) and {one[2] for one in found[1:]} == {1.0}
-    assert found[0][3] and not any(one[3] for one in found[1:])
+    found_phases = phases(plan)
+    assert [one[0] for one in found_phases] == counts and plan.shift == shift and plan.solver == "euler"
+    assert found_phases[0][1:3] == ("high", 3.5) and {one[2] for one in found_phases[1:]} == {1.0}
+    assert found_phases[0][3] and not any(one[3] for one in found_phases[1:])
     assert plan.forwards == plan.count + 1
     assert "phases: 1 high-noise step guided 3.5" in plan.table() and "---- LoRAs:" in plan.table()
 
@@ -97,7 +97,7 @@ def test_a_threshold_is_a_share_of_the_noise_or_a_timestep() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"preset": "motion", "steps": 2}, "3 phases given .* for 2 steps .* low-noise"),
         ({"preset": "4-step", "motion": MotionOptions(above=0.5)}, "3 phases given"),
@@ -110,8 +110,8 @@ def test_a_threshold_is_a_share_of_the_noise_or_a_timestep() -> None:
         ),
     ],
 )
-def test_phases_that_cannot_be_are_refused(fields: dict[str, object], words: str) -> None:
-    with pytest.raises(OptionError, match=words):
+def test_phases_that_cannot_be_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         plan_of(**fields)  # type: ignore[arg-type]
 
 
@@ -147,8 +147,8 @@ def test_the_picture_and_lists_and_the_command_line_have_them(
     listed = tmp_path / "list.jsonl"
     lines = [{"prompt": "a", "lora_strengths": ["high=0;1", "low=1;0.5"]}, {"prompt": "b", "motion": "0.9/2"}]
     listed.write_text("\n".join(map(json.dumps, lines)))
-    words = ["generate", "--model=tiny", f"--prompts={listed}", "--out=x.mp4"]
-    videos = [one.request for one in read_list(listed, build_parser().parse_args(words), LoadOptions(model="tiny"))]
+    arguments = ["generate", "--model=tiny", f"--prompts={listed}", "--out=x.mp4"]
+    videos = [one.request for one in read_list(listed, build_parser().parse_args(arguments), LoadOptions(model="tiny"))]
     assert videos[0].lora_strengths == (
         LoraShares(of="high", shares=(0, 1)),
         LoraShares(of="low", shares=(1, 0.5)),
@@ -162,21 +162,21 @@ def test_the_picture_and_lists_and_the_command_line_have_them(
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """Both experts, in their own precision, FP8 and INT8."""
-    folder, made = tmp_path_factory.mktemp("experts"), {"own": {}}
-    made["own"] = {expert: str(TINY / f"t2v_{expert}.safetensors") for expert in ("high", "low")}
+    folder, paths = tmp_path_factory.mktemp("experts"), {"own": {}}
+    paths["own"] = {expert: str(TINY / f"t2v_{expert}.safetensors") for expert in ("high", "low")}
     for precision in ("fp8", "int8"):
         quantization = find_quantization(precision, torch.device("cpu"))
-        made[precision] = {}
-        for expert, path in made["own"].items():
+        paths[precision] = {}
+        for expert, path in paths["own"].items():
             file = folder / f"{precision}_{expert}.safetensors"
             save(load_dit(Path(path), dtype=torch.float32, quantization=quantization), file)
-            made[precision][expert] = str(file)
-    return made
+            paths[precision][expert] = str(file)
+    return paths
 
 
 def load(files: dict[str, str], loras: tuple[LoraOptions, ...] = LORAS, **options: object) -> Pipeline:
-    given = {"model": "tiny", "device": "cpu", "loras": loras, **files, **options}
-    return Pipeline.load(LoadOptions(**given))  # type: ignore[arg-type]
+    fields = {"model": "tiny", "device": "cpu", "loras": loras, **files, **options}
+    return Pipeline.load(LoadOptions(**fields))  # type: ignore[arg-type]
 
 
 class Phases(Ready):
@@ -234,8 +234,8 @@ def test_a_run_with_sparse_attention_and_skipped_steps(files: dict[str, dict[str
     )
     request = Request(preset="motion", steps=12, motion=MotionOptions(above=0.93), skip=skip, **SMALL)  # type: ignore[arg-type]
     pipe, with_loras, without = (load(files["own"], loras) for loras in (LORAS, LORAS, ()))
-    made = pipe.generate(request).latents
-    assert torch.equal(made, one_by_one(with_loras, without, request).cpu())
+    latents = pipe.generate(request).latents
+    assert torch.equal(latents, one_by_one(with_loras, without, request).cpu())
 
 
 def test_merged_into_packed_weights_they_cannot_change(files: dict[str, dict[str, str]]) -> None:

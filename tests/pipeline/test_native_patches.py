@@ -79,22 +79,22 @@ KINDS = st.lists(st.sampled_from([None, "lora", "dora", "loha", "lokr", "diff"])
 @given(st.lists(st.tuples(KINDS.filter(any), st.sampled_from([1.0, 0.5])), min_size=1, max_size=3))
 def test_patches_change_what_their_files_change(loras: list[tuple[list[str | None], float]]) -> None:
     """In the same order for each parameter, to the same bits."""
-    shapes, expected, given = expected_shapes(CONFIG), {}, {}
+    shapes, expected, by_module = expected_shapes(CONFIG), {}, {}
     patches: dict[str, list[tuple[Any, ...]]] = {}
     for seed, (kinds, strength) in enumerate(loras):
-        file, made = file_and_patches(kinds, strength, 100 * seed)
+        file, patches_of_file = file_and_patches(kinds, strength, 100 * seed)
         for name, changes in read_lora(file, shapes).changes.items():
             expected.setdefault(name, []).extend((change, strength) for change in changes)
-        for key, patch in made.items():
+        for key, patch in patches_of_file.items():
             patches.setdefault(key, []).append(patch)
-    found = loras_of_patches(patches, CONFIG, "the MODEL")
-    for one in found:
+    loras_read = loras_of_patches(patches, CONFIG, "the MODEL")
+    for one in loras_read:
         for name, changes in one.lora.changes.items():
-            given.setdefault(name, []).extend((change, one.strength) for change in changes)
-    assert given.keys() == expected.keys()
+            by_module.setdefault(name, []).extend((change, one.strength) for change in changes)
+    assert by_module.keys() == expected.keys()
     for name, changes in expected.items():
         values = [torch.ones(shapes[name]), torch.ones(shapes[name])]
-        for at, several in enumerate((changes, given[name])):
+        for at, several in enumerate((changes, by_module[name])):
             for change, strength in several:
                 values[at] = change.apply(values[at], strength)
         assert torch.equal(*values), name
@@ -115,7 +115,7 @@ TENSOR = torch.zeros(64, 64)
 
 
 @pytest.mark.parametrize(
-    ("patch", "words"),
+    ("patch", "message"),
     [
         ((1.0, ("set", (TENSOR,)), 1.0, None, None), "kind 'set'"),
         ((1.0, Adapter("oft", (TENSOR, None, 1.0, None), set()), 1.0, None, None), "kind 'oft'"),
@@ -126,8 +126,8 @@ TENSOR = torch.zeros(64, 64)
         ((1.0, ("diff", (TENSOR, {"pad_weight": True})), 1.0, None, None), "kind 'diff'"),
     ],
 )
-def test_patches_of_other_kinds_are_refused_by_name(patch: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(OptionError, match=words):
+def test_patches_of_other_kinds_are_refused_by_name(patch: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         loras_of_patches({"diffusion_model.blocks.0.self_attn.q.weight": [patch]}, CONFIG, "the MODEL")
 
 
@@ -147,7 +147,7 @@ def test_names_of_two_processes_differ() -> None:
         spec.loader.exec_module(module)
         patches = file_and_patches(["lora", None, None, None], 1.0, seed)[1]
         patches = {key: [patch] for key, patch in patches.items()}
-        found, again = (module.lora_checkpoints(patches, "the MODEL")[0][1].describe() for _ in range(2))
-        assert found == again
-        names.append(found)
+        description, again = (module.lora_checkpoints(patches, "the MODEL")[0][1].describe() for _ in range(2))
+        assert description == again
+        names.append(description)
     assert names[0] != names[1]

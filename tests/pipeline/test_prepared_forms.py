@@ -43,11 +43,13 @@ def plan_of(precision: str, size: str, card: float, host: int | None = None) -> 
 
 def in_one_form(precision: str, size: str, card: int, host: int | None = None) -> list[MemoryPlan]:
     """A plan for each form alone that fits."""
-    sizes, beside = needs(precision, size)
-    plans = [plan_memory(sizes, replace(beside.kept_as(form), forms=()), limited(card)) for form in beside.forms]
+    sizes, activations = needs(precision, size)
+    plans = [
+        plan_memory(sizes, replace(activations.kept_as(form), forms=()), limited(card)) for form in activations.forms
+    ]
     plans = [
         replace(plan, form=form, copied=plan.copied + form.copied, host=plan.host + form.host)
-        for plan, form in zip(plans, beside.forms, strict=True)
+        for plan, form in zip(plans, activations.forms, strict=True)
     ]
     fit = [plan for plan in plans if plan.denoise <= plan.room]
     return [p for p in fit if host is None or not (p.form and p.form.host) or p.host + HOST_RESERVE <= host]
@@ -79,7 +81,7 @@ def test_the_cheapest_form_that_fits_is_planned(precision: str, size: str, card:
 @pytest.mark.parametrize(("precision", "size", "card"), CASES)
 def test_a_run_keeps_what_was_planned(precision: str, size: str, card: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the memory free that the plan counts on. Where others took it, in host memory."""
-    (sizes, beside), cuda = needs(precision, size), torch.device("cuda")
+    (sizes, activations), cuda = needs(precision, size), torch.device("cuda")
     monkeypatch.setattr(kept, "available_bytes", lambda: 200 * GIB)
     for host in HOSTS:
         plan = plan_of(precision, size, card, host)
@@ -87,9 +89,9 @@ def test_a_run_keeps_what_was_planned(precision: str, size: str, card: int, monk
         assert form is not None
         if plan.denoise <= plan.room:
             monkeypatch.setattr(kept, "free_on", lambda _, free=free: free)
-            assert kept.choose_form(beside.forms, form, 0, 0, cuda) == form.form
+            assert kept.choose_form(activations.forms, form, 0, 0, cuda) == form.form
             monkeypatch.setattr(kept, "free_on", lambda _, form=form: form.device)
-            assert kept.choose_form(beside.forms, form, 0, 0, cuda) == (HOST if plan.exact else FP8_HOST)
+            assert kept.choose_form(activations.forms, form, 0, 0, cuda) == (HOST if plan.exact else FP8_HOST)
 
 
 def test_host_memory_of_the_run_before_is_used_again_for_the_same_size_alone() -> None:
@@ -97,9 +99,9 @@ def test_host_memory_of_the_run_before_is_used_again_for_the_same_size_alone() -
     what is left over from this one."""
     before = plan_of("fp8", "720p", 24, 130 * GIB)
     assert before.form is not None and before.form.form == HOST
-    left = 130 * GIB - before.form.host
-    again = {size: plan_memory(*needs("fp8", size), limited(24), host=left, kept=before.form) for size in SIZES}
-    fresh = {size: plan_of("fp8", size, 24, left) for size in SIZES}
+    host_bytes = 130 * GIB - before.form.host
+    again = {size: plan_memory(*needs("fp8", size), limited(24), host=host_bytes, kept=before.form) for size in SIZES}
+    fresh = {size: plan_of("fp8", size, 24, host_bytes) for size in SIZES}
     assert again["720p"] == before != fresh["720p"] and again["480p"] == fresh["480p"]
     assert fresh["720p"].form is not None and fresh["720p"].form.form.fp8
 

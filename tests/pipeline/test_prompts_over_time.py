@@ -81,23 +81,23 @@ def test_quantised_weights(pipe: Pipeline, precision: str, far: float) -> None:
         run = of.prepare(Request(**{**SMALL, "steps": 3, "seed": 1, **fields}))  # type: ignore[arg-type]
         return of.sample(run, of.encode(run))
 
-    exact, found = (latents(of, prompt="", prompts_at=SCENES) for of in (pipe, quantised))
+    exact, output = (latents(of, prompt="", prompts_at=SCENES) for of in (pipe, quantised))
     plain = latents(quantised, prompt=RED)
-    assert float((found - exact).norm() / exact.norm()) < far < float((found - plain).norm() / plain.norm())
+    assert float((output - exact).norm() / exact.norm()) < far < float((output - plain).norm() / plain.norm())
 
 
 def test_windows_follow_them(pipe: Pipeline) -> None:
     """Each window the penalties of its frames, or, with `split`, the prompt of its middle."""
-    found = {}
+    by_text = {}
     for text in ("9/4:standard_static", "9/4:standard_static:split"):
         fields = {**SMALL, "prompts_at": SCENES, "windows": WindowOptions.parse(text)}
         run = pipe.prepare(Request(prompt="", **fields))  # type: ignore[arg-type]
-        found[text] = pipe.sample(run, encode_text(run))
+        by_text[text] = pipe.sample(run, encode_text(run))
         assert WindowOptions.parse(WindowOptions.parse(text).words()) == fields["windows"]
     windows = run.job.plan.steps[0]
     assert windows.window_texts == tuple((int(sum(one) / len(one) >= 2), 0) for one in windows.windows)
     assert [one.text for one in run.job.texts] == [RED, GREEN]
-    assert not torch.equal(*found.values())
+    assert not torch.equal(*by_text.values())
 
 
 def test_each_clip_has_the_prompts_of_its_frames(tmp_path: Path) -> None:
@@ -112,20 +112,20 @@ def test_each_clip_has_the_prompts_of_its_frames(tmp_path: Path) -> None:
     first, second = (text_of_clip(run, text, clip) for clip in run.job.clips)
     assert first.penalty is not None and first.penalty.shape[1] == 3 and second.penalty is None
     assert torch.equal(second.cond[:, : text.cond.shape[1]].sum(), text.later_cond[0].sum())  # type: ignore[index]
-    made = pipe.generate(Request(prompt="", prompts_at=SCENES, **fields))  # type: ignore[arg-type]
+    video = pipe.generate(Request(prompt="", prompts_at=SCENES, **fields))  # type: ignore[arg-type]
     alone = pipe.generate(Request(prompt=RED, **fields))  # type: ignore[arg-type]
     later = PromptAt(frame=16, text=GREEN)
     same = pipe.generate(Request(prompt="", prompts_at=(SCENES[0], later), **fields))  # type: ignore[arg-type]
     torch.testing.assert_close(same.latents[:, :, :3], alone.latents[:, :, :3], atol=1e-3, rtol=0)
-    assert not torch.allclose(made.latents[:, :, :3], alone.latents[:, :, :3], atol=1e-2)
+    assert not torch.allclose(video.latents[:, :, :3], alone.latents[:, :, :3], atol=1e-2)
 
 
 def test_lists_of_videos_and_workers_take_prompts(tmp_path: Path) -> None:
     listed = tmp_path / "list.jsonl"
     lines = [{"prompt": "a"}, {"prompts_at": [f"0={RED}", f"8={GREEN}"]}, {"prompt": "a", "prompts_at": f"0={RED}"}]
     listed.write_text("\n".join(map(json.dumps, lines)))
-    words = ["generate", "--model=tiny", f"--prompts={listed}", "--out=x.mp4"]
-    videos = read_list(listed, build_parser().parse_args(words), LoadOptions(model="tiny"))
+    arguments = ["generate", "--model=tiny", f"--prompts={listed}", "--out=x.mp4"]
+    videos = read_list(listed, build_parser().parse_args(arguments), LoadOptions(model="tiny"))
     assert videos[1].request.prompts_at == SCENES and videos[1].request.prompt == ""
     assert len({video.key for video in videos}) == 3
     sent = json.loads(json.dumps(asdict(videos[1].request)))
@@ -141,7 +141,7 @@ def test_the_command_needs_no_other_prompt(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--prompt-at", "8", "--prompt-at", "0"], "the first begins at frame 0"),
         (["--prompt-at", "0", "--prompt-at", "81"], "for a video of 81 frames"),
@@ -149,13 +149,15 @@ def test_the_command_needs_no_other_prompt(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_what_cannot_be_is_refused_before_work(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", *words]) == 2
+    assert main(["plan", *arguments]) == 2
     assert expected in capsys.readouterr().err
-    given = [f"{word}=a" if word.isdecimal() else word for word in words if word != "animate-14B" and word != "--task"]
-    assert "--task" in words or main(["generate", "--model", "tiny", *given, "--frames", "81"]) == 2
-    assert "--task" in words or expected in capsys.readouterr().err
+    generate_arguments = [
+        f"{word}=a" if word.isdecimal() else word for word in arguments if word != "animate-14B" and word != "--task"
+    ]
+    assert "--task" in arguments or main(["generate", "--model", "tiny", *generate_arguments, "--frames", "81"]) == 2
+    assert "--task" in arguments or expected in capsys.readouterr().err
 
 
 def test_the_plan_shows_them(capsys: pytest.CaptureFixture[str]) -> None:

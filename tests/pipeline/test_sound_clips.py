@@ -98,10 +98,10 @@ def loaded(folder: Path, size: str = "small") -> Pipeline:
 
 
 def request(folder: Path, **changed: object) -> Request:
-    given = {"prompt": "a red circle", "steps": loop.STEPS, "seed": loop.SEED, "clip_frames": FRAMES}
-    given |= {"width": loop.SIDE, "height": loop.SIDE, "shift": loop.SHIFT, "guidance_high": loop.GUIDANCE}
-    given |= {"reference": str(folder / "reference.png"), "audio": str(folder / "speech.wav")}
-    return Request(**{**given, **changed})
+    fields = {"prompt": "a red circle", "steps": loop.STEPS, "seed": loop.SEED, "clip_frames": FRAMES}
+    fields |= {"width": loop.SIDE, "height": loop.SIDE, "shift": loop.SHIFT, "guidance_high": loop.GUIDANCE}
+    fields |= {"reference": str(folder / "reference.png"), "audio": str(folder / "speech.wav")}
+    return Request(**{**fields, **changed})
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +119,12 @@ def test_three_clips_equal_the_official_loop(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sources, "recognise_speech", lambda *_: hearing.Speech(None, lambda _: None))
     pipe = loaded(folder, "large")
     monkeypatch.setattr(clips_module, "encode_text", lambda run: Conditioning(cond=rows[0], uncond=rows[1]))
-    found = pipe.generate(request(folder, pose_video=str(folder / "pose.avi") if pose else None))
-    assert len(pipe.prepare(request(folder)).job.clips) == loop.CLIPS and len(found.frames) == loop.FRAMES
-    made = pipe.models.vae().normalise(found.latents)
+    video_run = pipe.generate(request(folder, pose_video=str(folder / "pose.avi") if pose else None))
+    assert len(pipe.prepare(request(folder)).job.clips) == loop.CLIPS and len(video_run.frames) == loop.FRAMES
+    normalised = pipe.models.vae().normalise(video_run.latents)
     latents = torch.cat(list(expected[f"latents{pose}"]), 1)[None]
-    assert float((made - latents).norm() / latents.norm()) < 1e-3
-    video = torch.from_numpy(found.frames).permute(3, 0, 1, 2) / 127.5 - 1
+    assert float((normalised - latents).norm() / latents.norm()) < 1e-3
+    video = torch.from_numpy(video_run.frames).permute(3, 0, 1, 2) / 127.5 - 1
     assert float((loop.spots(video) - expected[f"frames{pose}"]).abs().max()) < 0.01
 
 
@@ -137,16 +137,16 @@ def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, number: int) -
     clip, media = run.job.clips[number], load_media(run)
     before = torch.rand(7, loop.SIDE, loop.SIDE, 3)
     pixels = pixels_to_video(motion_frames(before)) if number else None
-    given = clip_media(run, clip, media, pixels)
-    expected = condition(run, clip, given, encode_text(run))
+    media_of_clip = clip_media(run, clip, media, pixels)
+    expected = condition(run, clip, media_of_clip, encode_text(run))
     vae = pipe.models.vae()
-    extras, lead = comfy_extras(vae.encode, given, clip)
+    extras, lead = comfy_extras(vae.encode, media_of_clip, clip)
     latent = {"samples": torch.zeros(run.job.clip_shape(clip))}
-    found = FAMILIES["s2v"].read_conditioning(run.job.task, vae.config, extras, latent)
-    assert found["inputs"].keys() == expected.inputs.keys() >= {"audio", "reference", "pose"}
+    read = FAMILIES["s2v"].read_conditioning(run.job.task, vae.config, extras, latent)
+    assert read["inputs"].keys() == expected.inputs.keys() >= {"audio", "reference", "pose"}
     for name, value in expected.inputs.items():
-        torch.testing.assert_close(found["inputs"][name], value)
-    torch.testing.assert_close(lead, given["lead"])
+        torch.testing.assert_close(read["inputs"][name], value)
+    torch.testing.assert_close(lead, media_of_clip["lead"])
     assert (pixels is None) == ("motion" not in expected.inputs) and not expected.uncond_inputs["audio"].any()
 
 
@@ -207,16 +207,16 @@ def test_a_sound_that_is_gone_by_the_end_is_in_the_file(folder: Path, tmp_path: 
 
 def test_every_part_of_the_sound_counts_where_it_is_heard(folder: Path, two_clips: np.ndarray) -> None:
     """Another sound after the first clip changes the second, and not the first."""
-    pipe, given, heard = loaded(folder), request(folder, frames=20, steps=1), hearing.encoded
+    pipe, asked, heard = loaded(folder), request(folder, frames=20, steps=1), hearing.encoded
 
-    def changed(*given: object) -> torch.Tensor:
-        states = heard(*given)
+    def changed(*arguments: object) -> torch.Tensor:
+        states = heard(*arguments)
         states[:, int(1.1 * 50) :] += 1
         return states
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hearing, "encoded", changed)
-        second = pipe.generate(given).frames
+        second = pipe.generate(asked).frames
     assert np.array_equal(two_clips[:13], second[:13]) and not np.array_equal(two_clips[13:], second[13:])
 
 
@@ -237,8 +237,8 @@ def test_a_sound_that_the_device_has_no_memory_for_is_encoded_on_the_cpu(folder:
         return load_speech(folder / "wav2vec2.safetensors")
 
     report, samples = Report(torch.device("cpu")), torch.randn(1, 8000)
-    found = hearing.encoded(hearing.Speech(None, load), samples, torch.device("cuda"), report)
-    assert torch.equal(found, load(torch.device("cpu"))(samples)[0])
+    states = hearing.encoded(hearing.Speech(None, load), samples, torch.device("cuda"), report)
+    assert torch.equal(states, load(torch.device("cpu"))(samples)[0])
     assert any("encoded on the CPU" in note for note in report.notes)
 
 
@@ -247,31 +247,31 @@ def test_models_make_room_for_the_encoder_of_sound(folder: Path, monkeypatch: py
     parts = {"text_encoder": str(TINY / "text_encoder.safetensors"), "vae": str(folder / "vae.safetensors")}
     parts |= {"high": str(folder / "small.safetensors"), "audio_encoder": str(folder / "wav2vec2.safetensors")}
     pipe = Pipeline.load(LoadOptions(device="cpu", residency="stream", **parts))
-    held: list[list[int]] = []
+    held_bytes: list[list[int]] = []
     make_room, encoded = pipe.models.residency.make_room, hearing.encoded
     stages = pipe.models.residency.stages
 
     def note(step):
-        def run(*given):
-            held.append([stage.held for stage in stages.values()])
-            return step(*given)
+        def run(*arguments):
+            held_bytes.append([stage.held for stage in stages.values()])
+            return step(*arguments)
 
         return run
 
     monkeypatch.setattr(pipe.models.residency, "make_room", note(make_room))
     monkeypatch.setattr(hearing, "encoded", note(encoded))
     videos = [pipe.generate(request(folder, frames=5, steps=1)).frames for _ in range(2)]
-    assert any(held[2]) and not any(held[3]) and np.array_equal(*videos)
+    assert any(held_bytes[2]) and not any(held_bytes[3]) and np.array_equal(*videos)
 
 
 def test_the_memory_plan_counts_the_sound() -> None:
     """A long sound takes more than anything else; its encoder counts for a short one, too."""
     options = LoadOptions(model="random:s2v-14B", precision="bf16")
-    found = find_models(options)
-    assert found.speech is not None
+    models = find_models(options)
+    assert models.speech is not None
     plan = make_plan(task="s2v-14B", steps=4)
     workloads = [Workload((1, 16, 20, 60, 104), plan, False, image=True, seconds=n) for n in (0, 5, 600)]
-    silent, short, long = (beside_workload(found, one, 5.05, 2) for one in workloads)
+    silent, short, long = (beside_workload(models, one, 5.05, 2) for one in workloads)
     with torch.device("meta"):
         on_meta = SpeechEncoder(XLSR_LARGE)
     weights = 4 * sum(p.numel() for p in on_meta.parameters())
@@ -281,23 +281,25 @@ def test_the_memory_plan_counts_the_sound() -> None:
     assert weights < task.sound < 1.5 * weights
     assert "encode audio" in plan_memory(sizes, task, 80 * GIB).table()
     room = int((sizes.all + silent.most) * 1.05 + GIB)
-    assert [plan_memory(sizes, beside, room).policy for beside in (short, long)] == ["resident", "swap"]
+    assert [plan_memory(sizes, activations, room).policy for activations in (short, long)] == ["resident", "swap"]
 
 
 # ------------------------------------------------------------------------------------------------- restarts and faults
 
 
 def test_an_interrupted_run_goes_on_after_its_last_clip(folder: Path, tmp_path: Path, two_clips: np.ndarray) -> None:
-    given, kept = request(folder, frames=20, steps=1), tmp_path / "x.clips"
-    stop_after(loaded(folder), given, 1, kept)
-    assert len(list(kept.iterdir())) == 1
+    asked, clips_folder = request(folder, frames=20, steps=1), tmp_path / "x.clips"
+    stop_after(loaded(folder), asked, 1, clips_folder)
+    assert len(list(clips_folder.iterdir())) == 1
     ran = []
-    again = loaded(folder).generate(given, Watch(step=lambda progress, _: ran.append(progress.clip)), keep_clips=kept)
+    again = loaded(folder).generate(
+        asked, Watch(step=lambda progress, _: ran.append(progress.clip)), keep_clips=clips_folder
+    )
     assert set(ran) == {(2, 2)} and np.array_equal(again.frames, two_clips)
     write_wav(folder / "other.wav", loop.FRAMES / 16, rate=8000)
     other, pipe = request(folder, audio=str(folder / "other.wav"), frames=20, steps=1), loaded(folder)
     with pytest.raises(Stopped):  # the sound is another: nothing of it is kept
-        pipe.generate(other, Watch(step=lambda progress, _: stop(progress)), keep_clips=kept)
+        pipe.generate(other, Watch(step=lambda progress, _: stop(progress)), keep_clips=clips_folder)
 
 
 def stop(progress: object) -> None:
@@ -308,7 +310,7 @@ def stop(progress: object) -> None:
 def test_what_does_not_belong_together_is_refused(folder: Path) -> None:
     pipe = loaded(folder)
     write_wav(folder / "short.wav", 0.05)
-    for changed, words in (
+    for changed, message in (
         ({"audio": None}, "makes a video of a reference and audio: give --audio"),
         ({"reference": None}, "give --reference"),
         ({"face_video": "x.mp4"}, "does not take --face-video"),
@@ -321,11 +323,11 @@ def test_what_does_not_belong_together_is_refused(folder: Path) -> None:
         ({"overlap": 1}, "begin with 0 frames"),
         ({"clip_frames": 16}, "4n \\+ 1 frames"),
     ):
-        with pytest.raises(OptionError, match=words):
+        with pytest.raises(OptionError, match=message):
             pipe.prepare(request(folder, **changed))
     assert pipe.prepare(request(folder, frames=3)).job.frames == 3
-    made = pipe.prepare(request(folder, width=None, height=None)).job
-    assert made.width % 64 == made.height % 64 == 0
+    resolved = pipe.prepare(request(folder, width=None, height=None)).job
+    assert resolved.width % 64 == resolved.height % 64 == 0
 
 
 def test_a_models_folder_has_the_encoder_of_sound(folder: Path, tmp_path: Path) -> None:
@@ -335,8 +337,8 @@ def test_a_models_folder_has_the_encoder_of_sound(folder: Path, tmp_path: Path) 
     for name, source in files.items():
         (tmp_path / name).parent.mkdir()
         shutil.copy(f"{source}.safetensors", tmp_path / f"{name}.safetensors")
-    found = find_models(LoadOptions(model=str(tmp_path)))
-    assert found.speech is not None and found.speech.path == tmp_path / "audio_encoders/wav2vec2.safetensors"
+    models = find_models(LoadOptions(model=str(tmp_path)))
+    assert models.speech is not None and models.speech.path == tmp_path / "audio_encoders/wav2vec2.safetensors"
     shutil.copy(folder / "large.safetensors", tmp_path / "diffusion_models/wan2.2_s2v_14B.safetensors")
     with pytest.raises(OptionError, match="needs an encoder of its sound"):
         find_models(LoadOptions(model=str(tmp_path)))
@@ -345,10 +347,10 @@ def test_a_models_folder_has_the_encoder_of_sound(folder: Path, tmp_path: Path) 
 def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
     def find(**changed: object) -> Callable[[], object]:
         parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
-        given = {"high": str(folder / "small.safetensors"), **parts, **changed}
-        return lambda: find_models(LoadOptions(**given))
+        paths = {"high": str(folder / "small.safetensors"), **parts, **changed}
+        return lambda: find_models(LoadOptions(**paths))
 
-    for changed, words in (
+    for changed, message in (
         ({}, "add --audio-encoder FILE"),
         (
             {"audio_encoder": str(folder / "wav2vec2.safetensors"), "high": str(folder / "large.safetensors")},
@@ -356,17 +358,17 @@ def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path, t
         ),
         ({"audio_encoder": str(folder / "small.safetensors")}, "not a wav2vec 2.0 speech encoder"),
     ):
-        with pytest.raises((OptionError, ValueError), match=words):
+        with pytest.raises((OptionError, ValueError), match=message):
             find(**changed)()
     with pytest.raises(OptionError, match="hears no sound: leave --audio-encoder out"):
         find_models(LoadOptions(model="tiny", audio_encoder=str(folder / "wav2vec2.safetensors")))
-    for found, name in (
+    for embedded_name, name in (
         ("t2v_high", "high_noise_model"),
         ("t2v_low", "low_noise_model"),
         ("text_encoder", "text_encoder"),
         ("vae", "vae"),
     ):
-        shutil.copy(TINY / f"{found}.safetensors", tmp_path / f"{name}.safetensors")
+        shutil.copy(TINY / f"{embedded_name}.safetensors", tmp_path / f"{name}.safetensors")
     shutil.copy(folder / "wav2vec2.safetensors", tmp_path / "wav2vec2_large.safetensors")  # beside other models
     assert find_models(LoadOptions(model=str(tmp_path))).speech is None
     tiny = Pipeline.load(LoadOptions(model="tiny", device="cpu"))

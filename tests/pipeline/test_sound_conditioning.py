@@ -37,7 +37,7 @@ def plan_of(guidance: float = 2.0) -> Plan:
     return make_plan(task="s2v-14B", steps=2, guidance_high=guidance, guidance_low=guidance)
 
 
-def given(seed: int, **extras: Any) -> list[list[Any]]:
+def prompt_rows(seed: int, **extras: Any) -> list[list[Any]]:
     """ComfyUI's conditioning: each prompt has its own lists, and the negative one hears zeros."""
     own = {
         "audio_embed": AUDIO if seed == 1 else AUDIO * 0,
@@ -50,31 +50,35 @@ def given(seed: int, **extras: Any) -> list[list[Any]]:
 
 def test_all_inputs_arrive(experts):
     assert experts.task.name == "s2v-14B"
-    found = join(given(1), given(2), LATENT, experts, plan_of()).conditioning
-    assert set(found.inputs) == {"audio", "reference", "motion", "pose"}
+    conditioning = join(prompt_rows(1), prompt_rows(2), LATENT, experts, plan_of()).conditioning
+    assert set(conditioning.inputs) == {"audio", "reference", "motion", "pose"}
     for name, raw in {"reference": REFERENCE, "motion": MOTION, "pose": POSE}.items():
-        assert torch.equal(found.inputs[name], VAE_21.normalise(raw))
-    both = found.family_inputs(["cond", "uncond"], 2)
+        assert torch.equal(conditioning.inputs[name], VAE_21.normalise(raw))
+    both = conditioning.family_inputs(["cond", "uncond"], 2)
     assert torch.equal(both["audio"], torch.cat([AUDIO, AUDIO, AUDIO * 0, AUDIO * 0]))
-    alone = join(given(1), given(2), LATENT, experts, plan_of(1.0)).conditioning
+    alone = join(prompt_rows(1), prompt_rows(2), LATENT, experts, plan_of(1.0)).conditioning
     assert not alone.uncond_inputs
 
 
 def test_what_is_not_given_is_left_out(experts):
     bare = {"audio_embed": None, "reference_latents": None, "reference_motion": None}
-    found = join(given(1, **bare), given(2, **bare), LATENT, experts, plan_of()).conditioning
-    assert set(found.inputs) == {"pose"}
+    conditioning = join(prompt_rows(1, **bare), prompt_rows(2, **bare), LATENT, experts, plan_of()).conditioning
+    assert set(conditioning.inputs) == {"pose"}
     longer = torch.cat([AUDIO, AUDIO], -1)  # the rest of the sound is of later clips
-    found = join(given(1, audio_embed=longer), given(2, audio_embed=longer), LATENT, experts, plan_of()).conditioning
-    assert torch.equal(found.inputs["audio"], AUDIO)
+    conditioning = join(
+        prompt_rows(1, audio_embed=longer), prompt_rows(2, audio_embed=longer), LATENT, experts, plan_of()
+    ).conditioning
+    assert torch.equal(conditioning.inputs["audio"], AUDIO)
 
 
 def test_comfyui_positions_are_asked_for_by_name(experts):
     """Only the prompt carries the name, which WanCore Motion Positions sets."""
     for asked in (True, False):
-        found = join(given(1, **{COMFYUI_POSITIONS: asked}), given(2), LATENT, experts, plan_of()).conditioning
-        assert found.inputs.get("comfyui_positions", False) is asked
-        assert ("comfyui_positions" in found.uncond_inputs) is asked
+        conditioning = join(
+            prompt_rows(1, **{COMFYUI_POSITIONS: asked}), prompt_rows(2), LATENT, experts, plan_of()
+        ).conditioning
+        assert conditioning.inputs.get("comfyui_positions", False) is asked
+        assert ("comfyui_positions" in conditioning.uncond_inputs) is asked
 
 
 @pytest.mark.parametrize(
@@ -89,21 +93,21 @@ def test_comfyui_positions_are_asked_for_by_name(experts):
 )
 def test_what_does_not_fit_is_refused(experts, changed, message):
     with pytest.raises(OptionError, match=message):
-        join(given(1, **changed), given(2, **changed), LATENT, experts, plan_of())
+        join(prompt_rows(1, **changed), prompt_rows(2, **changed), LATENT, experts, plan_of())
 
 
 def test_one_prompt_without_sound_is_refused(experts):
     with pytest.raises(OptionError, match="only one of `positive` and `negative` has audio"):
-        join(given(1), given(2, audio_embed=None), LATENT, experts, plan_of())
+        join(prompt_rows(1), prompt_rows(2, audio_embed=None), LATENT, experts, plan_of())
 
 
 def test_a_small_video_with_motion_and_a_noise_mask_are_refused(experts):
     small = {"samples": torch.zeros(1, 16, T, 6, X)}
     extras = {"reference_latents": None, "control_video": None, "reference_motion": MOTION[..., :6, :]}
     with pytest.raises(OptionError, match="at least 64 pixels"):
-        join(given(1, **extras), given(2, **extras), small, experts, plan_of())
+        join(prompt_rows(1, **extras), prompt_rows(2, **extras), small, experts, plan_of())
     with pytest.raises(OptionError, match="noise mask"):
-        join(given(1), given(2), LATENT | {"noise_mask": torch.ones(1)}, experts, plan_of())
+        join(prompt_rows(1), prompt_rows(2), LATENT | {"noise_mask": torch.ones(1)}, experts, plan_of())
 
 
 def test_the_command_line_says_that_it_needs_a_sound():

@@ -41,21 +41,25 @@ def of_kjnodes(anchor: Tensor, previous: Tensor | None, count: int, length: int,
     """What a transformer is given beside noise by the node WanImageToVideoSVIPro and ComfyUI's `process_in`, written
     out place by place: [1, 20, T, Y, X]. Compared with that node itself, whose difference from ours was 0.0."""
     frames = (length - 1) // 4 + 1
-    given = torch.zeros(1, 20, frames, *anchor.shape[3:])
-    known = [anchor[:, :, 0]] if previous is None or not count else [anchor[:, :, 0], *previous.unbind(2)[-count:]]
+    concat = torch.zeros(1, 20, frames, *anchor.shape[3:])
+    known_latents = (
+        [anchor[:, :, 0]] if previous is None or not count else [anchor[:, :, 0], *previous.unbind(2)[-count:]]
+    )
     for place in range(frames):
         for channel in range(16):
             mean, deviation = vae.latents_mean[channel], vae.latents_std[channel]
-            latent = known[place][:, channel] if place < len(known) else torch.full(anchor.shape[3:], mean)
-            given[:, 4 + channel, place] = (latent - mean) / deviation
-    given[:, :4, 0] = 1
-    return given
+            latent = (
+                known_latents[place][:, channel] if place < len(known_latents) else torch.full(anchor.shape[3:], mean)
+            )
+            concat[:, 4 + channel, place] = (latent - mean) / deviation
+    concat[:, :4, 0] = 1
+    return concat
 
 
-@pytest.mark.parametrize(("length", "made", "count"), [(17, None, 1), (17, 5, 1), (33, 7, 2), (81, 21, 1)])
-def test_conditioning_is_that_of_kjnodes(length: int, made: int | None, count: int) -> None:
+@pytest.mark.parametrize(("length", "previous_length", "count"), [(17, None, 1), (17, 5, 1), (33, 7, 2), (81, 21, 1)])
+def test_conditioning_is_that_of_kjnodes(length: int, previous_length: int | None, count: int) -> None:
     anchor = torch.randn(1, 16, 1, 4, 6)
-    previous = None if made is None else torch.randn(1, 16, made, 4, 6)
+    previous = None if previous_length is None else torch.randn(1, 16, previous_length, 4, 6)
     latents, unknown = svi_clip(anchor, None, None if previous is None else previous[:, :, -count:], length, VAE_21)
     ours = join_image(latents, unknown, VAE_21)
     torch.testing.assert_close(ours, of_kjnodes(anchor, previous, count, length), rtol=0, atol=1e-5)
@@ -102,32 +106,32 @@ def pipe() -> Pipeline:
 
 def request(pictures: list[str], **changed: object) -> Request:
     size = {"width": WIDTH, "height": HEIGHT, "frames": 33, "clip_frames": 17, "steps": 2, "seed": 3}
-    given = {"prompt": "a red circle", "image": pictures[0], "svi": True, **size}
-    return Request(**{**given, **changed})  # type: ignore[arg-type]
+    fields = {"prompt": "a red circle", "image": pictures[0], "svi": True, **size}
+    return Request(**{**fields, **changed})  # type: ignore[arg-type]
 
 
-def reference_loop(pipe: Pipeline, given: Request, last: str | None = None) -> tuple[Tensor, np.ndarray]:
+def reference_loop(pipe: Pipeline, asked: Request, last: str | None = None) -> tuple[Tensor, np.ndarray]:
     """KJNodes' workflow, written out: samplers one after the other, each with a seed of its own; all latents but those
     that were given are one video. Returns latents and frames 0..255, not rounded."""
-    vae, run, count = pipe.models.vae(), pipe.prepare(given), ((given.overlap or 5) - 1) // 4
-    text, T = encode_text(run), ((given.clip_frames or 17) - 1) // 4 + 1
+    vae, run, count = pipe.models.vae(), pipe.prepare(asked), ((asked.overlap or 5) - 1) // 4
+    text, T = encode_text(run), ((asked.clip_frames or 17) - 1) // 4 + 1
 
     def picture(path: str) -> Tensor:
         pixels = torch.from_numpy(np.array(Image.open(path)).astype(np.float32) / 255)
         return vae.encode((pixels * 2 - 1).permute(2, 0, 1)[None, :, None]).float()
 
-    made: Tensor | None = None
+    latents: Tensor | None = None
     for number in range(len(run.job.clips)):
-        concat = of_kjnodes(picture(given.image or ""), made, count, 4 * T - 3, vae.config)
+        concat = of_kjnodes(picture(asked.image or ""), latents, count, 4 * T - 3, vae.config)
         if last is not None and number + 1 == len(run.job.clips):
             concat[:, 4:, -1:], concat[:, 3, -1] = vae.normalise(picture(last)), 1
         noise = torch.randn(1, 16, T, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(3 + number))
         conditioning = Conditioning(cond=text.cond, uncond=text.uncond, concat=concat)
         new = vae.denormalise(denoise(run.job.plan, pipe.models.expert, conditioning, noise))
-        made = new if made is None else torch.cat([made, new[:, :, 1 + count :]], 2)
-    assert made is not None
-    frames = vae.decode(made).float()[0].permute(1, 2, 3, 0)
-    return made, ((frames + 1) * 127.5).numpy()
+        latents = new if latents is None else torch.cat([latents, new[:, :, 1 + count :]], 2)
+    assert latents is not None
+    frames = vae.decode(latents).float()[0].permute(1, 2, 3, 0)
+    return latents, ((frames + 1) * 127.5).numpy()
 
 
 @torch.no_grad()
@@ -136,25 +140,25 @@ def test_clips_equal_the_reference_loop(
     pipe: Pipeline, pictures: list[str], frames: int, overlap: int, ends: bool
 ) -> None:
     last = pictures[1] if ends else None
-    given = request(pictures, last_image=last, frames=frames, overlap=overlap)
-    found = pipe.generate(given)
-    latents, decoded = reference_loop(pipe, given, last)
-    assert (found.latents - latents).abs().max() < 1e-4
-    assert found.frames.shape == (frames, HEIGHT, WIDTH, 3)
+    asked = request(pictures, last_image=last, frames=frames, overlap=overlap)
+    video = pipe.generate(asked)
+    latents, decoded = reference_loop(pipe, asked, last)
+    assert (video.latents - latents).abs().max() < 1e-4
+    assert video.frames.shape == (frames, HEIGHT, WIDTH, 3)
     # Frames of later clips are decoded after the last latents before them, and not after all.
-    assert np.abs(found.frames - decoded[:frames]).max() <= 2.5
-    assert found.report.settings["svi"] and "carried over" in found.report.settings["clips"]
+    assert np.abs(video.frames - decoded[:frames]).max() <= 2.5
+    assert video.report.settings["svi"] and "carried over" in video.report.settings["clips"]
 
 
 def test_finished_clips_are_not_made_again(pipe: Pipeline, pictures: list[str], tmp_path: Path) -> None:
-    given = request(pictures, frames=29)
-    first = pipe.generate(given, keep_clips=tmp_path)
+    asked = request(pictures, frames=29)
+    first = pipe.generate(asked, keep_clips=tmp_path)
     assert len(first.kept_clips) == 2
     first.kept_clips[1].unlink()
-    again = pipe.generate(given, keep_clips=tmp_path)
+    again = pipe.generate(asked, keep_clips=tmp_path)
     assert np.array_equal(again.frames, first.frames) and torch.equal(again.latents, first.latents)
     assert "clip 1 was finished by an earlier run" in again.report.notes
-    keys = {run_key(pipe.prepare(one)) for one in (given, replace(given, svi=None, overlap=5), given)}
+    keys = {run_key(pipe.prepare(one)) for one in (asked, replace(asked, svi=None, overlap=5), asked)}
     assert len(keys) == 2
 
 
@@ -173,9 +177,9 @@ def test_a_short_video_is_one_clip(pipe: Pipeline, pictures: list[str]) -> None:
     ids=["sparse", "cached"],
 )
 def test_clips_with_policies(pipe: Pipeline, pictures: list[str], steps: int, skip: SkipOptions) -> None:
-    plain, made = (pipe.generate(request(pictures, frames=29, steps=steps, skip=one)) for one in (None, skip))
-    assert made.frames.shape == plain.frames.shape and not np.array_equal(made.frames, plain.frames)
-    assert made.plan.forwards < plain.plan.forwards or made.plan.sparse is not None
+    plain, skipped = (pipe.generate(request(pictures, frames=29, steps=steps, skip=one)) for one in (None, skip))
+    assert skipped.frames.shape == plain.frames.shape and not np.array_equal(skipped.frames, plain.frames)
+    assert skipped.plan.forwards < plain.plan.forwards or skipped.plan.sparse is not None
 
 
 # --------------------------------------------------------------------------------------------------- plans and refusals
@@ -205,7 +209,7 @@ def test_a_task_that_cannot_says_so(task: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         (["--keyframe", "40"], "--svi and keyframes given"),
         (["--windows", "81"], "--svi and context windows given"),
@@ -213,9 +217,11 @@ def test_a_task_that_cannot_says_so(task: str) -> None:
         (["--clip-frames", "80"], "a clip has 4n"),
     ],
 )
-def test_what_its_clips_cannot_have_is_refused(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_its_clips_cannot_have_is_refused(
+    more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--task", "i2v-A14B", "--svi", "--frames", "161", *more]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_last_image_ends_the_last_clip(pipe: Pipeline, pictures: list[str]) -> None:
@@ -270,8 +276,8 @@ def test_lists_of_videos_and_workers_take_it(tmp_path: Path, pictures: list[str]
     listed = tmp_path / "list.jsonl"
     lines = [{"prompt": "a", "svi": True}, {"prompt": "a", "svi": False}, {"prompt": "a"}]
     listed.write_text("\n".join(map(json.dumps, lines)))
-    words = ["generate", "--model=tiny", f"--prompts={listed}", f"--image={pictures[0]}", "--out=x.mp4"]
-    videos = read_list(listed, build_parser().parse_args(words), LoadOptions(model="tiny"))
+    arguments = ["generate", "--model=tiny", f"--prompts={listed}", f"--image={pictures[0]}", "--out=x.mp4"]
+    videos = read_list(listed, build_parser().parse_args(arguments), LoadOptions(model="tiny"))
     assert [video.request.svi for video in videos] == [True, False, None]
     sent = json.loads(json.dumps(asdict(videos[0].request)))
     assert unpack(Request, sent) == videos[0].request
@@ -287,12 +293,12 @@ def test_clips_of_quantised_weights_with_the_makers_lora(pictures: list[str], tm
         tensors |= {f"{name}.lora_B.default.weight": torch.randn(96, 4, generator=draw) * 0.1 for name in names}
         save_file(tensors, path)
         loras.append(LoraOptions(path=str(path)))
-    made = {}
-    for precision, given in (("fp32", ()), ("fp32", loras), ("fp8-weights", loras)):
-        options = LoadOptions(model="tiny", task="i2v-tiny", device="cpu", precision=precision, loras=tuple(given))
+    by_setup = {}
+    for precision, lora_files in (("fp32", ()), ("fp32", loras), ("fp8-weights", loras)):
+        options = LoadOptions(model="tiny", task="i2v-tiny", device="cpu", precision=precision, loras=tuple(lora_files))
         result = Pipeline.load(options).generate(request(pictures, frames=29))
-        made[precision, bool(given)] = result.latents
-        assert ("no LoRA is SVI 2.0 Pro's" in " ".join(result.report.notes)) is not bool(given)
-    exact, spread = made["fp32", True], made["fp32", True].std()
-    assert (made["fp32", False] - exact).abs().mean() > 0.05 * spread  # the LoRA counts
-    assert 0 < (made["fp8-weights", True] - exact).abs().mean() < 0.5 * spread
+        by_setup[precision, bool(lora_files)] = result.latents
+        assert ("no LoRA is SVI 2.0 Pro's" in " ".join(result.report.notes)) is not bool(lora_files)
+    exact, spread = by_setup["fp32", True], by_setup["fp32", True].std()
+    assert (by_setup["fp32", False] - exact).abs().mean() > 0.05 * spread  # the LoRA counts
+    assert 0 < (by_setup["fp8-weights", True] - exact).abs().mean() < 0.5 * spread

@@ -90,11 +90,11 @@ def test_clip_sees_the_whole_image(files: Path) -> None:
     Image.fromarray(pixels).save(image)
     pipe = Pipeline.load(options(files / "wan2.1_i2v_480p_14B.safetensors", clip_vision=clip))
     run = pipe.prepare(Request(prompt="a red circle", image=str(image), **SMALL))
-    found = clip_features(run, run.job.clips[0], {})["image"]
+    features = clip_features(run, run.job.clips[0], {})["image"]
     whole = torch.from_numpy(pixels).movedim(-1, 0)[None] / 127.5 - 1
-    assert found is not None
+    assert features is not None
     with torch.no_grad():
-        torch.testing.assert_close(found, pipe.models.clip_vision()(whole))
+        torch.testing.assert_close(features, pipe.models.clip_vision()(whole))
 
 
 def test_the_vision_encoder_is_asked_for_and_refused(files: Path) -> None:
@@ -160,7 +160,7 @@ def test_image_keys_and_values_are_quantised(files: Path) -> None:
         files / "wan2.1_i2v_480p_14B.safetensors", quantization=Quantization(SCHEMES["fp8-weights"].linear, CPU)
     )
     text, image = torch.randn(1, 4, 64), torch.randn(1, 5, 1280)
-    found = (model.prepare_text(text, image).keys_values[0] for model in (plain, quantised))
-    for a, b in zip(*found, strict=True):
+    keys_values = (model.prepare_text(text, image).keys_values[0] for model in (plain, quantised))
+    for a, b in zip(*keys_values, strict=True):
         assert not torch.equal(a, b)
         assert (a - b).norm() / a.norm() < 0.1

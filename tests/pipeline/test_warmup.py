@@ -69,12 +69,12 @@ def test_sparse_steps_are_warm_too():
     for name in ("high", "low"):
         block = pipe.models.residency.models[name].blocks[0]
         block.register_forward_pre_hook(  # the fifth input of a block is the call of attention
-            lambda _, given, n=name: calls.setdefault(n, []).append(any(given[4].sparse.rules))
+            lambda _, inputs, n=name: calls.setdefault(n, []).append(any(inputs[4].sparse.rules))
         )
     pipe.warm_up(request)
     kinds = {name: {step.sparsity > 0 for step in run.job.plan.steps if step.expert == name} for name in calls}
-    found = {name: set(several) for name, several in calls.items()}
-    assert found == kinds == {"high": {False, True}, "low": {True}} and len(calls["high"]) == 2
+    kinds_called = {name: set(several) for name, several in calls.items()}
+    assert kinds_called == kinds == {"high": {False, True}, "low": {True}} and len(calls["high"]) == 2
     run = pipe.prepare(request)
     assert torch.equal(pipe.sample(run, pipe.encode(run)), exact)
 
@@ -85,7 +85,7 @@ def test_smaller_steps_are_warm_too():
     request = Request(prompt=CAPTION, steps=4, seed=3, skip=skip)
     pipe, tokens = Pipeline.load(LoadOptions(model="tiny", device="cpu")), []
     block = pipe.models.expert("high").blocks[0]
-    hook = block.register_forward_pre_hook(lambda _, given: tokens.append(given[0].shape[1]))
+    hook = block.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].shape[1]))
     pipe.warm_up(request)
     hook.remove()
     assert sorted(set(tokens)) == [45, 180]
@@ -133,9 +133,9 @@ def test_a_block_of_the_model_runs_the_way_the_model_will(image: bool, precision
     attend = settings.attend
 
     class Seen(type(attend)):  # type: ignore[misc]
-        def __call__(self, q, k, v, *rest):
+        def __call__(self, q, k, v, *more):
             seen.append(tuple(q.shape))
-            return attend(q, k, v, *rest)
+            return attend(q, k, v, *more)
 
     monkeypatch.setattr(type(settings.recognised), "dit", property(lambda _: config))
     seer = Seen.__new__(Seen)
@@ -147,9 +147,9 @@ def test_a_block_of_the_model_runs_the_way_the_model_will(image: bool, precision
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_forward_of_each_family_needs_no_media(name: str) -> None:
     """Also of those that take features of an image, as ranks that prepare kernels and a warm-up run it."""
-    config, found = TRANSFORMERS[name], find_models(LoadOptions(model="tiny"))
-    settings = resolve_settings(found, LoadOptions(model="tiny"), CPU)
-    of = {**found.of, "high": replace(found.of["high"], config=config)}
-    settings = replace(settings, recognised=replace(found, of=of))  # type: ignore[arg-type]
+    config, models = TRANSFORMERS[name], find_models(LoadOptions(model="tiny"))
+    settings = resolve_settings(models, LoadOptions(model="tiny"), CPU)
+    of = {**models.of, "high": replace(models.of["high"], config=config)}
+    settings = replace(settings, recognised=replace(models, of=of))  # type: ignore[arg-type]
     workload = Workload((1, config.out_channels, 3, 8, 8), make_plan(task="t2v-tiny", steps=2), True, image=True)
     first_use.forward_each_kind(first_use.random_blocks(settings, CPU, 1), workload, workload.plan.steps, CPU)

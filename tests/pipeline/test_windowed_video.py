@@ -83,19 +83,19 @@ def test_an_interruption_leaves_nothing_behind(pipe: Pipeline, windows: str) -> 
 
 def test_memory_is_that_of_a_window() -> None:
     """Activations of the largest window; residuals of all of them, and latents; decoding as before."""
-    found = find_models(TINY)
-    files = found.task, found.dit, VAE_21
+    models = find_models(TINY)
+    files = models.task, models.dit, VAE_21
 
-    def beside(request: Request):
+    def job_and_activations(request: Request):
         job = make_job(request, *files)
-        return job, beside_workload(found, Workload.of(job), 10.0, 4)
+        return job, beside_workload(models, Workload.of(job), 10.0, 4)
 
     skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.1))
     still = replace(WINDOWS, schedule="standard_static")
-    job, windowed = beside(replace(LONG, steps=12, skip=skip, windows=still))
+    job, windowed = job_and_activations(replace(LONG, steps=12, skip=skip, windows=still))
     assert job.latent_shape[2] == 7 and job.plan.window_sizes(7) == (3, 4, 4)
-    seen, short = beside(replace(LONG, steps=12, skip=skip, frames=13))
-    assert job.tokens == seen.tokens == found.dit.tokens(4, *job.latent_shape[3:])
+    seen, short = job_and_activations(replace(LONG, steps=12, skip=skip, frames=13))
+    assert job.tokens == seen.tokens == models.dit.tokens(4, *job.latent_shape[3:])
     assert windowed.residuals * 4 == short.residuals * 11 and windowed.decode == short.decode
     latents = 4 * (7 * 16 + 2 * 16) * (7 - 4) * 4 * 4
     assert windowed.denoise - windowed.residuals == short.denoise - short.residuals + latents
@@ -104,9 +104,9 @@ def test_memory_is_that_of_a_window() -> None:
 def test_the_command_line_makes_one_from_an_image(tmp_path: Path) -> None:
     picture, out = tmp_path / "first.png", tmp_path / "long.mp4"
     Image.effect_mandelbrot((48, 48), (-2, -1.2, 1, 1.2), 30).convert("RGB").save(picture)
-    given = ["--model", "tiny", "--device", "cpu", "--prompt", CAPTION, "--image", str(picture), "--size", "32x32"]
-    given += ["--frames", "21", "--steps", "3", "--windows", "9/4:relative:retain", "--out", str(out)]
-    assert main(["generate", *given]) == 0
+    arguments = ["--model", "tiny", "--device", "cpu", "--prompt", CAPTION, "--image", str(picture), "--size", "32x32"]
+    arguments += ["--frames", "21", "--steps", "3", "--windows", "9/4:relative:retain", "--out", str(out)]
+    assert main(["generate", *arguments]) == 0
     assert read_metadata(out)["windows"] == "9/4:standard_uniform:relative:retain"
 
 
@@ -114,6 +114,6 @@ def test_a_list_of_videos_has_windows(tmp_path: Path) -> None:
     lines = tmp_path / "list.jsonl"
     video = {"prompt": CAPTION, "size": "32x32", "frames": 17, "steps": 2, "windows": "9/4"}
     lines.write_text(json.dumps(video))
-    given = ["--model", "tiny", "--device", "cpu", "--prompts", str(lines), "--out", str(tmp_path / "a.mp4")]
-    assert main(["generate", *given]) == 0
+    arguments = ["--model", "tiny", "--device", "cpu", "--prompts", str(lines), "--out", str(tmp_path / "a.mp4")]
+    assert main(["generate", *arguments]) == 0
     assert [read_metadata(path)["windows"] for path in tmp_path.glob("*.mp4")] == ["9/4:standard_uniform:pyramid"]

@@ -61,13 +61,13 @@ def test_forecasts_of_smooth_velocities_stay_within_the_bound(bound, seed, jumps
     rule, judged, errors = Judged(plan.adaptive), {}, {}
     for step in plan.steps:
         past = rule.sources(step, before=step.index)
-        known = [judged[index] for index in sorted(judged) if index <= step.index - LAG][-2:]
-        skipped = rule.decide(step, known)
+        sources = [judged[index] for index in sorted(judged) if index <= step.index - LAG][-2:]
+        skipped = rule.decide(step, sources)
         if past is None:
             continue
         weights, true = forecast(past, step.index, FORECAST), velocity(step.index)
-        made = [sum(w * velocity(i)[n] for i, w in zip(past, weights, strict=True)) for n in range(16)]
-        error = math.dist(made, true) / math.hypot(*true)
+        forecast_velocity = [sum(w * velocity(i)[n] for i, w in zip(past, weights, strict=True)) for n in range(16)]
+        error = math.dist(forecast_velocity, true) / math.hypot(*true)
         if skipped:
             errors[step.index] = error, step.forecast_bound
         elif step.action == "adaptive":
@@ -105,12 +105,12 @@ def test_what_is_judged_is_the_error_of_the_forecast(monkeypatch):
         judge(self, step, sums)
         judged[step.index] = float((sums[0] / sums[1]).sqrt())
 
-    def made(self, step, skip):
+    def wrong_forecast(self, step, skip):
         velocities[step.index] = forecast_of(self, step, skip)
         return velocities[step.index]
 
     monkeypatch.setattr(BoundedCache, "judge", seen)
-    monkeypatch.setattr(Guided, "forecast_of", made)
+    monkeypatch.setattr(Guided, "forecast_of", wrong_forecast)
     computed = {}
     run(plan, on_step=lambda p: computed.update({p.step.index: p.velocity}))
     assert set(judged) == {step.index for step in plan.steps if step.action == "adaptive"}
@@ -189,8 +189,10 @@ def test_words_of_the_command_line():
 @pytest.mark.parametrize("bound", [0.1, 0.4])
 def test_errors_of_skipped_steps_of_the_embedded_model_stay_within_the_bound(monkeypatch, bound, of):
     """Their true errors: the blocks run too, from the same latents, and nothing of it is kept."""
-    kept, found, making = residual.keep_before, [], [False]
-    monkeypatch.setattr(residual, "keep_before", lambda *given: [None] * len(given[0]) if making[0] else kept(*given))
+    keep_before, errors, making = residual.keep_before, [], [False]
+    monkeypatch.setattr(
+        residual, "keep_before", lambda *arguments: [None] * len(arguments[0]) if making[0] else keep_before(*arguments)
+    )
     real = Guided.velocity
 
     def compared(self, x, timestep, step):
@@ -200,7 +202,7 @@ def test_errors_of_skipped_steps_of_the_embedded_model_stay_within_the_bound(mon
             decided, self.adaptive, delta = self.adaptive, None, self.delta
             true, _ = real(self, x, timestep, dataclasses.replace(step, action="compute", skipped=(), order=0))
             self.adaptive, self.delta, making[0] = decided, delta, False
-            found.append((float((velocity - true).norm() / true.norm()), step.forecast_bound))
+            errors.append((float((velocity - true).norm() / true.norm()), step.forecast_bound))
         return velocity, forwards
 
     monkeypatch.setattr(Guided, "velocity", compared)
@@ -208,9 +210,9 @@ def test_errors_of_skipped_steps_of_the_embedded_model_stay_within_the_bound(mon
         adaptive=parse_adaptive(f"bound:{bound}"), guidance=None if of == "text" else GuidanceOptions(low=0.6)
     )
     embedded_run(leave_out(make_plan(task="t2v-tiny", steps=40), options, None))
-    assert len(found) > 5
-    assert sum(error for error, _ in found) <= sum(most for _, most in found)
-    assert sum(error <= 1.5 * most for error, most in found) >= 0.95 * len(found)
+    assert len(errors) > 5
+    assert sum(error for error, _ in errors) <= sum(most for _, most in errors)
+    assert sum(error <= 1.5 * most for error, most in errors) >= 0.95 * len(errors)
 
 
 def embedded_run(plan):

@@ -155,14 +155,14 @@ def test_sampled_errors_are_those_of_all_rows_in_every_layer(
     """128 of 315 rows of the embedded model, in the steps that read the same share by rule: the second of each
     expert."""
     plan = bounded_plan("0.06", 6)
-    found = run(experts, plan, frames=9)[1]
+    sampled_steps = run(experts, plan, frames=9)[1]
     monkeypatch.setattr(sampled, "ROWS", 1000)
     monkeypatch.setattr(sampled, "_jitter", sampled._jitter.__wrapped__)
     true = run(experts, plan, frames=9)[1]
-    seconds = [n for n in range(1, 6) if set(found[n]["shares"]) == {0.5} == set(true[n]["shares"])]
+    seconds = [n for n in range(1, 6) if set(sampled_steps[n]["shares"]) == {0.5} == set(true[n]["shares"])]
     assert len(seconds) >= 2
     # Of the first expert alone both runs have had the same latents.
-    for sampled_error, error in zip(found[seconds[0]]["errors"], true[seconds[0]]["errors"], strict=True):
+    for sampled_error, error in zip(sampled_steps[seconds[0]]["errors"], true[seconds[0]]["errors"], strict=True):
         assert sampled_error == pytest.approx(error, rel=0.1)
 
 
@@ -189,11 +189,11 @@ def test_a_run_that_was_interrupted_or_ran_out_of_memory_gives_the_same_video(
 
     compare, calls = SparseForward.compare, [0]
 
-    def failing(self: SparseForward, *given: Any) -> None:
+    def failing(self: SparseForward, *arguments: Any) -> None:
         calls[0] += 1
         if calls[0] == 40:
             raise torch.cuda.OutOfMemoryError
-        compare(self, *given)
+        compare(self, *arguments)
 
     monkeypatch.setattr(SparseForward, "compare", failing)
     after, measured = run(experts, plan, relieve=lambda _: True)
@@ -204,9 +204,9 @@ def test_batches_read_as_much_as_one_video_and_branch_at_a_time(experts: dict[st
     plan = bounded_plan("0.06", 6)
     wanted, attention = run(experts, plan)
     for how in ({"batched": True}, {"batch": 2}):
-        found, measured = run(experts, plan, **how)
+        videos, measured = run(experts, plan, **how)
         assert shares(measured) == shares(attention)
-        for video in found:
+        for video in videos:
             torch.testing.assert_close(video, wanted[0], rtol=1e-3, atol=1e-3)
 
 
@@ -218,9 +218,9 @@ def test_windows_and_a_part_of_a_schedule(experts: dict[str, WanModel]) -> None:
     assert_kept(run(experts, plan, frames=6)[1], 0.06)
     whole = replace(bounded_plan(steps=12), window=Window(start=4, end=12))
     part = with_costs(cut_plan(whole), experts["high"].config, (3, 10, 14))
-    found = run(experts, part)[1]
-    assert set(found[0]["shares"]) == {1.0} and [step.sparsity for step in part.steps][:3] != [0.75] * 3
-    assert_kept(found, 0.06)
+    measured = run(experts, part)[1]
+    assert set(measured[0]["shares"]) == {1.0} and [step.sparsity for step in part.steps][:3] != [0.75] * 3
+    assert_kept(measured, 0.06)
 
 
 def test_a_lora_is_measured_too() -> None:

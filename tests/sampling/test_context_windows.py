@@ -96,24 +96,24 @@ def frame_by_frame(options, frames, step):
     if options.schedule == "batched":
         return [[f for f in range(frames) if f // length == n] for n in range((frames + length - 1) // length)]
     if options.schedule == "standard_static":
-        found = [[first + n for n in range(length)] for first in range(0, frames - length, begins)]
-        return [*found, list(range(frames))[-length:]]
+        windows = [[first + n for n in range(length)] for first in range(0, frames - length, begins)]
+        return [*windows, list(range(frames))[-length:]]
     turn = sum(2.0 ** (-1 - bit) for bit in range(16) if step >> bit & 1)  # van der Corput: 0, 1/2, 1/4, 3/4, ...
-    first, found = round(frames * turn), []
+    first, windows = round(frames * turn), []
     past = first + frames - (0 if options.closed_loop else options.overlap)
     while first < past:
-        found.append([(first + n) % frames for n in range(length)])
+        windows.append([(first + n) % frames for n in range(length)])
         first += begins
     if options.schedule == "looped_uniform":
-        return found
+        return windows
     number = 0
-    while number < len(found):  # none goes past the end, and none is there twice
-        if sorted(found[number]) != found[number]:
-            found[number] = list(range(frames))[-length:]
-            if 0 not in found[(number + 1) % len(found)]:
-                found.insert(number + 1, list(range(length)))
+    while number < len(windows):  # none goes past the end, and none is there twice
+        if sorted(windows[number]) != windows[number]:
+            windows[number] = list(range(frames))[-length:]
+            if 0 not in windows[(number + 1) % len(windows)]:
+                windows.insert(number + 1, list(range(length)))
         number += 1
-    return [window for number, window in enumerate(found) if window not in found[:number]]
+    return [window for number, window in enumerate(windows) if window not in windows[:number]]
 
 
 @settings(max_examples=300)
@@ -155,7 +155,7 @@ def test_short_words():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("80", "4n \\+ 1"),
         ("81/81", "smaller than the length"),
@@ -167,8 +167,8 @@ def test_short_words():
         ("81:batched:overlap-linear", "another fuse method"),
     ],
 )
-def test_what_is_no_windows_is_refused(text, words):
-    with pytest.raises(OptionError, match=words):
+def test_what_is_no_windows_is_refused(text, message):
+    with pytest.raises(OptionError, match=message):
         WindowOptions.parse(text)
 
 
@@ -271,25 +271,25 @@ def test_a_step_equals_the_sum_written_out(options, batch, task):
     (step, *_) = with_windows(make_plan(task=task, steps=3), options, 7).steps
     told = []
 
-    def forward(some, some_time, number):
-        told.append((some.clone(), some_time, number))
-        return draw_noise(number, (batch, 16, some.shape[2], 2, 2))
+    def forward(window_inputs, some_time, number):
+        told.append((window_inputs.clone(), some_time, number))
+        return draw_noise(number, (batch, 16, window_inputs.shape[2], 2, 2))
 
-    found, wanted = in_windows(forward, inputs, time, step, options, 16), torch.zeros(batch, 16, 7, 2, 2)
+    step_velocity, wanted = in_windows(forward, inputs, time, step, options, 16), torch.zeros(batch, 16, 7, 2, 2)
     assert [number for *_, number in told] == list(range(len(step.windows)))
     weights = fuse_weights(step.windows, options, 7)
-    for (some, some_time, number), window, shares in zip(told, step.windows, weights, strict=True):
+    for (window_inputs, some_time, number), window, shares in zip(told, step.windows, weights, strict=True):
         frames = list(options.seen(window))
-        assert torch.equal(some[:, :16], inputs[:, :16, frames])
+        assert torch.equal(window_inputs[:, :16], inputs[:, :16, frames])
         if options.retain_first:
-            assert torch.equal(some[:, 16:, 0], inputs[:, 16:, 0])
-            assert torch.equal(some[:, 16:, 1:], inputs[:, 16:, frames[1:]])
+            assert torch.equal(window_inputs[:, 16:, 0], inputs[:, 16:, 0])
+            assert torch.equal(window_inputs[:, 16:, 1:], inputs[:, 16:, frames[1:]])
         else:
-            assert torch.equal(some, inputs[:, :, frames])
+            assert torch.equal(window_inputs, inputs[:, :, frames])
         assert torch.equal(some_time, time if time.ndim == 1 else time[:, frames])
         velocity = draw_noise(number, (batch, 16, len(frames), 2, 2))[:, :, -len(window) :]
         wanted[:, :, list(window)] += velocity * torch.tensor(shares)[:, None, None]
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(step_velocity, wanted)
 
 
 @settings(max_examples=10)
@@ -304,8 +304,8 @@ def test_two_runs_in_a_row_are_one_run_bit_for_bit(solver, steps, data):
         return skip_forwards(with_windows(plan, options, 7), None, None)
 
     whole, _ = sample(part(), Start(shape=SHAPE, seed=3))
-    first, left = sample(part(end=cut, leftover=True), Start(shape=SHAPE, seed=3))
-    second, _ = sample(part(start=cut), Start(shape=SHAPE, seed=3, add_noise=False, latents=first, leftover=left))
+    first, leftover = sample(part(end=cut, leftover=True), Start(shape=SHAPE, seed=3))
+    second, _ = sample(part(start=cut), Start(shape=SHAPE, seed=3, add_noise=False, latents=first, leftover=leftover))
     assert torch.equal(whole, second)
 
 
@@ -319,10 +319,10 @@ def test_one_window_is_no_window_bit_for_bit():
 def test_freenoise_repeats_the_noise_of_earlier_frames():
     options = WindowOptions(length=4, overlap=1)
     noise = draw_noise(1, (1, 2, 12, 3, 3))
-    found = reordered_noise(noise, options, seed=9)
-    assert torch.equal(found[:, :, :4], noise[:, :, :4])
+    reordered = reordered_noise(noise, options, seed=9)
+    assert torch.equal(reordered[:, :, :4], noise[:, :, :4])
     for first in (0, 3):  # so many frames after a window are those at its beginning
-        source, later = (found[:, :, at : at + 3].unbind(2) for at in (first, first + 4))
+        source, later = (reordered[:, :, at : at + 3].unbind(2) for at in (first, first + 4))
         assert sorted(next(n for n, one in enumerate(source) if torch.equal(one, other)) for other in later) == [
             0,
             1,
@@ -337,11 +337,11 @@ def test_freenoise_repeats_the_noise_of_earlier_frames():
 def test_windows_of_two_lengths_keep_their_rotation_tables():
     """A CUDA graph goes with its table: made anew for every forward, no graph would be replayed."""
     model, device = small_dit(), torch.device("cpu")
-    first, second, rest = (model.rope((frames, 2, 3), device) for frames in (5, 6, 2))
-    assert first.shape[0] == 30 and second.shape[0] == 36 and rest.shape[0] == 12
+    first, second, shortest = (model.rope((frames, 2, 3), device) for frames in (5, 6, 2))
+    assert first.shape[0] == 30 and second.shape[0] == 36 and shortest.shape[0] == 12
     assert model.rope((5, 2, 3), device) is first and model.rope((6, 2, 3), device) is second
     model.rope((7, 2, 3), device)
-    assert model.rope((5, 2, 3), device) is first and model.rope((2, 2, 3), device) is not rest
+    assert model.rope((5, 2, 3), device) is first and model.rope((2, 2, 3), device) is not shortest
 
 
 def test_each_window_has_residuals_of_its_own():
@@ -354,7 +354,7 @@ def test_each_window_has_residuals_of_its_own():
         inputs, time = model_inputs(NOISE, torch.ones(1), TEXT)
         for step in plan.phases[0][:2]:
             in_windows(
-                lambda some, some_time, number, step=step: model(some, some_time, text, info(step, number)),
+                lambda window, at, number, step=step: model(window, at, text, info(step, number)),
                 inputs, time, step, plan.context_windows, 16,
             )  # fmt: skip
         assert set(cache.kept) == {("cond", window) for window in range(3)}
@@ -371,5 +371,5 @@ def test_experts_and_windows():
     plan = make_plan(steps=6)
     moving = with_windows(plan, WindowOptions(length=3, overlap=1), 7)
     assert len({step.windows for step in moving.steps}) > 1 and len(moving.experts) == 2
-    found = run(moving, noise=NOISE)
-    assert found.isfinite().all() and not torch.equal(found, run(plan, noise=NOISE))
+    latents = run(moving, noise=NOISE)
+    assert latents.isfinite().all() and not torch.equal(latents, run(plan, noise=NOISE))

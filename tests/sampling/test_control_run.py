@@ -42,7 +42,7 @@ def name(request) -> str:
     return request.param
 
 
-def made(name: str, seed: int = 0) -> WanModel:
+def prepared_model(name: str, seed: int = 0) -> WanModel:
     return optimize(wan_core.load_dit(draw_weights(CONFIGS[name], seed), {"num_heads": 2}), attend=SDPA)
 
 
@@ -77,16 +77,16 @@ def run(
     noise = torch.randn(videos, 16, T, 2 * Y, 2 * X, generator=torch.Generator().manual_seed(2))
     acquire = models.__getitem__ if isinstance(models, dict) else lambda _: models
     with torch.no_grad():
-        given = conditioned(name, videos, grid)
-        return denoise(plan_for() if plan is None else plan, acquire, given, noise, **options)
+        conditioning = conditioned(name, videos, grid)
+        return denoise(plan_for() if plan is None else plan, acquire, conditioning, noise, **options)
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def test_branches_together_equal_one_after_the_other(name):
-    model = made(name)
+    model = prepared_model(name)
     for videos in (1, 2):
         alone = run(model, name, videos=videos)
         assert difference(run(model, name, videos=videos, batched=True), alone) < 1e-4
@@ -94,16 +94,16 @@ def test_branches_together_equal_one_after_the_other(name):
 
 def test_two_experts_each_prepare_their_own(name):
     """Neither expert of A14B sees what the other made of the control."""
-    experts = {"high": made(name), "low": made(name, 7)}
+    experts = {"high": prepared_model(name), "low": prepared_model(name, 7)}
     plan = make_plan(task="t2v-A14B", steps=4, guidance_high=2.0, guidance_low=2.0)
     assert len(plan.phases) == 2
-    found = run(experts, name, plan)
-    assert all(difference(run(model, name, plan), found) > 1e-3 for model in experts.values())
-    assert torch.equal(run(experts, name, plan), found)
+    latents = run(experts, name, plan)
+    assert all(difference(run(model, name, plan), latents) > 1e-3 for model in experts.values())
+    assert torch.equal(run(experts, name, plan), latents)
 
 
 def test_step_caching_changes_the_video_a_little(name):
-    model, plan = made(name), plan_for(steps=10)
+    model, plan = prepared_model(name), plan_for(steps=10)
     skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
     cached = skip_forwards(plan, skip, None, None)
     assert any(step.skipped for step in cached.steps)
@@ -114,9 +114,9 @@ def test_step_caching_changes_the_video_a_little(name):
 
 @pytest.mark.parametrize("resident", [0, 1])
 def test_streamed_blocks_give_the_same_bits(name, resident):
-    exact = run(made(name), name)
+    exact = run(prepared_model(name), name)
     residency = Residency(CPU, "stream", resident_blocks=resident)
-    residency.add("high", made(name))
+    residency.add("high", prepared_model(name))
     for _ in range(2):  # the second video finds what the first left
         assert torch.equal(run(residency.use("high"), name), exact)
 
@@ -130,23 +130,23 @@ def test_streamed_blocks_give_the_same_bits(name, resident):
 def test_the_order_of_tiles_changes_nothing(name, kind, grid):
     """Control videos and cameras find their tokens in the order of the tiles, and the reference stays in front. Every
     block is read: because all are chosen, in dense steps of a sparse phase, in dense layers of a sparse step."""
-    model, plan = made(name), plan_for(steps=3)
+    model, plan = prepared_model(name), plan_for(steps=3)
     everything = sparsify(plan, parse_sparse(f"{kind}:ramp0"))
     assert everything.sparse is not None
     assert difference(run(model, name, everything, grid=grid), run(model, name, plan, grid=grid)) < 1e-4
 
 
 def test_sparse_attention_reads_less(name):
-    model, plan = made(name), plan_for()
+    model, plan = prepared_model(name), plan_for()
     whole = run(model, name, plan)
-    found = run(model, name, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
-    assert 1e-5 < difference(found, whole) < 0.3
+    latents = run(model, name, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
+    assert 1e-5 < difference(latents, whole) < 0.3
     assert torch.equal(run(model, name, plan), whole)  # nothing stays behind
 
 
 def test_vace_blocks_choose_for_themselves():
     """Each of 4 blocks, and each of 2 VACE blocks for each of 2 control videos, keeps a choice of its own."""
-    model, drawn = made("vace"), draw_inputs(CONFIGS["vace"], (1, *GRID))
+    model, drawn = prepared_model("vace"), draw_inputs(CONFIGS["vace"], (1, *GRID))
     options = sparsify(plan_for(), parse_sparse("0.9/0/0:ramp0")).sparse
     assert options is not None
     with torch.no_grad(), in_tiles(model, SparseTiles(model, replace(options, reuse=2), None, GRID)) as tiles:
@@ -159,7 +159,7 @@ def test_vace_blocks_choose_for_themselves():
 
 
 def test_vace_blocks_stream_with_the_block_beside_them():
-    model = made("vace")
+    model = prepared_model("vace")
     weights = HostWeights(model, lock=False)
     wanted = unit_bytes(model.config, 4, False)
     for unit, nbytes in zip(weights.units, wanted, strict=True):
@@ -169,8 +169,8 @@ def test_vace_blocks_stream_with_the_block_beside_them():
 
 
 def names_of_rest(weights: HostWeights) -> list[str]:
-    kept = {id(tensor) for tensor in weights.units[0].tensors}
-    return [name for name, tensor in weights.model.named_parameters() if id(tensor) in kept]
+    kept_ids = {id(tensor) for tensor in weights.units[0].tensors}
+    return [name for name, tensor in weights.model.named_parameters() if id(tensor) in kept_ids]
 
 
 def test_vace_blocks_are_quantised():
@@ -194,17 +194,17 @@ def test_the_memory_plan_counts_what_is_prepared(config):
 
 def test_strengths_of_the_plan_are_those_of_the_control():
     """0 in every step is no control, 1 is none said, and a number counts as the scale of the conditioning does."""
-    model, plan = made("vace"), plan_for()
+    model, plan = prepared_model("vace"), plan_for()
 
     def with_strength(*control: float) -> torch.Tensor:
         return run(model, "vace", replace(plan, steps=tuple(replace(s, control=control) for s in plan.steps)))
 
-    given = conditioned("vace")
+    conditioning = conditioned("vace")
     noise = torch.randn(1, 16, 3, 8, 10, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        free = denoise(plan, lambda _: model, replace(given, inputs={}), noise)
-        half = {**given.inputs, "control_scale": given.inputs["control_scale"] / 2}
-        halved = denoise(plan, lambda _: model, replace(given, inputs=half), noise)
+        free = denoise(plan, lambda _: model, replace(conditioning, inputs={}), noise)
+        half = {**conditioning.inputs, "control_scale": conditioning.inputs["control_scale"] / 2}
+        halved = denoise(plan, lambda _: model, replace(conditioning, inputs=half), noise)
     assert torch.equal(with_strength(0.0), free) and torch.equal(with_strength(1.0), run(model, "vace"))
     assert difference(with_strength(0.5), halved) < 1e-5 and difference(halved, free) > 1e-4
     assert difference(with_strength(0.0, 1.0), with_strength(1.0, 0.0)) > 1e-4

@@ -112,8 +112,8 @@ def test_a_preset_without_a_curve_computes_nearly_the_same_steps(task, preset):
 def test_the_command_line_takes_a_preset_without_a_curve(capsys):
     assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "balanced"]) == 0
     assert "MagCache has no curve for t2v-14B: taylorseer 2/2/0.1 runs in its place" in capsys.readouterr().out
-    given = ["--magcache", "balanced", "--magcache-order", "1"]
-    assert main(["plan", "--task", "t2v-14B", "--steps", "20", *given]) == 0
+    arguments = ["--magcache", "balanced", "--magcache-order", "1"]
+    assert main(["plan", "--task", "t2v-14B", "--steps", "20", *arguments]) == 0
     assert "MagCache has no curve for t2v-14B: taylorseer 2/1/0.1 runs in its place" in capsys.readouterr().out
     assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "0.12/2/0.2"]) != 0
     assert "or a preset (quality, balanced, fast), which does without one" in capsys.readouterr().err
@@ -193,14 +193,14 @@ def test_an_empty_option_is_refused(option, capsys):
 
 def test_plan_knows_images_and_refuses_a_file_that_is_not_there(tmp_path, capsys):
     command = ["plan", "--task", "ti2v-5B", "--magcache", "0.06/2/0.2", "--json"]
-    found = []
+    reports = []
     for more in ([], ["--image"]):
         assert main([*command, *more]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    for image, said in zip((False, True), found, strict=True):
+        reports.append(json.loads(capsys.readouterr().out))
+    for image, said in zip((False, True), reports, strict=True):
         plan = skip_forwards(make_plan(task="ti2v-5B"), parse_setting("magcache:0.06/2/0.2"), None, image=image)
         assert said == json.loads(json.dumps(plan.as_dict()))
-    assert found[0]["unskipped"] == 100 and found[0]["forwards"] != found[1]["forwards"]
+    assert reports[0]["unskipped"] == 100 and reports[0]["forwards"] != reports[1]["forwards"]
     for option in ("--high", "--low"):
         assert main([*command, option, str(tmp_path / "typo.safetensors")]) == 2
         assert "does not exist" in capsys.readouterr().err

@@ -76,9 +76,9 @@ def test_each_expert_is_acquired_once_and_prepares_its_text_once():
     acquired, prepared = [], []
     original = WanModel.prepare_text
 
-    def counting(self, *given):
+    def counting(self, *arguments):
         prepared.append(self)
-        return original(self, *given)
+        return original(self, *arguments)
 
     def acquire(name):
         acquired.append(name)
@@ -94,13 +94,13 @@ def test_known_first_frame_is_held_and_has_timestep_zero():
     seen = []
     model = small_dit(48, 48)
     model.register_forward_pre_hook(lambda _, args: seen.append((args[0][:, :, 0], args[1])))
-    known = draw_noise(3, (1, 48, 1, 4, 4))
+    known_latents = draw_noise(3, (1, 48, 1, 4, 4))
     noise = draw_noise(4, (1, 48, 3, 4, 4))
     plan = make_plan(task="ti2v-5B", steps=3)
-    result = run(plan, Conditioning(cond=TEXT.cond, uncond=TEXT.uncond, known=known), noise, lambda _: model)
-    assert torch.equal(result[:, :, :1], known)
+    result = run(plan, Conditioning(cond=TEXT.cond, uncond=TEXT.uncond, known=known_latents), noise, lambda _: model)
+    assert torch.equal(result[:, :, :1], known_latents)
     for (first, timestep), step in zip(seen[::2], plan.steps, strict=True):
-        assert torch.equal(first, known[:, :, 0])
+        assert torch.equal(first, known_latents[:, :, 0])
         assert timestep.tolist() == [[0.0, step.timestep, step.timestep]]
 
 

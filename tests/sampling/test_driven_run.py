@@ -36,7 +36,7 @@ def family(request) -> str:
     return request.param
 
 
-def made(family: str) -> WanModel:
+def prepared_model(family: str) -> WanModel:
     config = CONFIGS[family]
     model = wan_core.load_dit(draw_weights(config), {"num_heads": config.num_heads}, family)
     return optimize(model, attend=SDPA)
@@ -45,15 +45,15 @@ def made(family: str) -> WanModel:
 def conditioned(family: str, videos: int = 1) -> Conditioning:
     """A prompt and a negative prompt; what drives the videos differs between the branches as ComfyUI's nodes and the
     reference have it."""
-    given = draw_inputs(CONFIGS[family], (videos, *GRID[1:]))
-    names = set(given) - {"x", "timestep", "context", "image"}
-    inputs = {name: given[name] for name in names}
-    other = {"face": torch.full_like(given["face"], -1)} if family == "animate" else {"unconditional": True}
+    drawn = draw_inputs(CONFIGS[family], (videos, *GRID[1:]))
+    names = set(drawn) - {"x", "timestep", "context", "image"}
+    inputs = {name: drawn[name] for name in names}
+    other = {"face": torch.full_like(drawn["face"], -1)} if family == "animate" else {"unconditional": True}
     return Conditioning(
-        cond=given["context"][:1],
-        uncond=given["context"][:1].flip(1),
-        concat=given["x"][:, 16:],
-        image_features=given["image"],
+        cond=drawn["context"][:1],
+        uncond=drawn["context"][:1].flip(1),
+        concat=drawn["x"][:, 16:],
+        image_features=drawn["image"],
         inputs=inputs | ({"unconditional": False} if family == "animate2" else {}),
         uncond_inputs=other,
     )
@@ -70,40 +70,42 @@ def run(model: WanModel, family: str, plan: Plan | None = None, videos: int = 1,
         return denoise(plan, lambda _: model, conditioned(family, videos), noise, **options)
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def test_branches_together_equal_one_after_the_other(family):
-    model = made(family)
+    model = prepared_model(family)
     for videos in (1, 2):
         alone = run(model, family, videos=videos)
         assert difference(run(model, family, videos=videos, batched=True), alone) < 1e-4
 
 
 def test_what_differs_between_branches_counts(family):
-    model = made(family)
+    model = prepared_model(family)
     if family == "animate2":
         model.config = replace(model.config, unconditional_skips=1)
     plan, noise = plan_for(family), torch.randn(1, 16, GRID[1], 2 * GRID[2], 2 * GRID[3])
     with torch.no_grad():
-        given = conditioned(family)
-        one, other = (denoise(plan, lambda _: model, c, noise) for c in (given, replace(given, uncond_inputs={})))
+        conditioning = conditioned(family)
+        one, other = (
+            denoise(plan, lambda _: model, c, noise) for c in (conditioning, replace(conditioning, uncond_inputs={}))
+        )
     assert difference(other, one) > 1e-4
 
 
 def test_conditioning_travels_flat(family):
-    given = conditioned(family)
-    found = Conditioning.of(given.flat())
-    assert found.flat().keys() == given.flat().keys()
-    assert all(torch.equal(value, given.flat()[name]) for name, value in found.flat().items())
-    assert found.uncond_inputs.get("unconditional") is given.uncond_inputs.get("unconditional")
-    assert Conditioning.of(replace(given, inputs={"log_scale": -1.3}).flat()).inputs == {"log_scale": -1.3}
+    conditioning = conditioned(family)
+    unpacked = Conditioning.of(conditioning.flat())
+    assert unpacked.flat().keys() == conditioning.flat().keys()
+    assert all(torch.equal(value, conditioning.flat()[name]) for name, value in unpacked.flat().items())
+    assert unpacked.uncond_inputs.get("unconditional") is conditioning.uncond_inputs.get("unconditional")
+    assert Conditioning.of(replace(conditioning, inputs={"log_scale": -1.3}).flat()).inputs == {"log_scale": -1.3}
 
 
 def test_step_caching_changes_the_video_a_little(family):
     """The driving pass is no step: it is not replaced, and nothing is kept of it."""
-    model, plan = made(family), plan_for(family, steps=10)
+    model, plan = prepared_model(family), plan_for(family, steps=10)
     skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
     cached = skip_forwards(plan, skip, None, None)
     assert any(step.skipped for step in cached.steps)
@@ -115,9 +117,9 @@ def test_step_caching_changes_the_video_a_little(family):
 @pytest.mark.parametrize("resident", [0, 1])
 def test_streamed_blocks_give_the_same_bits(family, resident):
     """The driving pass streams them too."""
-    exact = run(made(family), family)
+    exact = run(prepared_model(family), family)
     residency = Residency(CPU, "stream", resident_blocks=resident)
-    residency.add("high", made(family))
+    residency.add("high", prepared_model(family))
     for _ in range(2):  # the second video finds what the first left
         assert torch.equal(run(residency.use("high"), family), exact)
 
@@ -126,17 +128,17 @@ def test_streamed_blocks_give_the_same_bits(family, resident):
 def test_the_order_of_tiles_changes_nothing(family, kind):
     """Tokens in the order of the tiles find their face, or their driving frame. Every block is read: because all are
     chosen, in dense steps of a sparse phase, in dense layers of a sparse step."""
-    model, plan = made(family), plan_for(family)
+    model, plan = prepared_model(family), plan_for(family)
     everything = sparsify(plan, parse_sparse(f"{kind}:ramp0"))
     assert everything.sparse is not None
     assert difference(run(model, family, everything), run(model, family, plan)) < 1e-4
 
 
 def test_sparse_attention_reads_less(family):
-    model, plan = made(family), plan_for(family)
+    model, plan = prepared_model(family), plan_for(family)
     whole = run(model, family, plan)
-    found = run(model, family, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
-    assert 1e-5 < difference(found, whole) < 0.3
+    latents = run(model, family, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
+    assert 1e-5 < difference(latents, whole) < 0.3
     assert torch.equal(run(model, family, plan), whole)  # nothing stays behind
 
 
@@ -156,22 +158,22 @@ def test_int8_files_run_as_they_are_stored(family, layout, tmp_path):
             state[f"{stem}.{kind}"] = value
     claimed = {"config": '{"transformer": {"model_type": "animate2"}}'} if family == "animate2" and not level else {}
     write_safetensors(state, tmp_path / "m.safetensors", {"num_heads": "2", **claimed})
-    given = draw_inputs(config, GRID)
-    found = {}
-    for held in (None, HOLD):
-        model = wan_core.load_dit(tmp_path / "m.safetensors", dtype=torch.float32, quantization=held)
+    drawn = draw_inputs(config, GRID)
+    outputs = {}
+    for quantization in (None, HOLD):
+        model = wan_core.load_dit(tmp_path / "m.safetensors", dtype=torch.float32, quantization=quantization)
         assert model.family == family
-        inputs = {name: value for name, value in given.items() if name not in ("x", "timestep", "context")}
+        inputs = {name: value for name, value in drawn.items() if name not in ("x", "timestep", "context")}
         with torch.no_grad():
-            found[held] = model(given["x"], given["timestep"], given["context"], **inputs)
-    assert 0 < difference(found[HOLD], found[None]) < 0.05
+            outputs[quantization] = model(drawn["x"], drawn["timestep"], drawn["context"], **inputs)
+    assert 0 < difference(outputs[HOLD], outputs[None]) < 0.05
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_steps_that_do_not_read_the_driving_video(batched):
     """Each step against forwards of the model itself, with the driving video and without; a pass over it runs once."""
-    model, plan = made("animate2"), plan_for("animate2", steps=5, solver="euler")
-    given, window = conditioned("animate2"), {1, 2, 3}
+    model, plan = prepared_model("animate2"), plan_for("animate2", steps=5, solver="euler")
+    conditioning, window = conditioned("animate2"), {1, 2, 3}
     steps = [replace(step, undriven=step.index not in window) for step in plan.steps]
     plan = with_passes(replace(plan, steps=tuple(steps)))
     told, passed = [], []
@@ -179,19 +181,21 @@ def test_steps_that_do_not_read_the_driving_video(batched):
     with torch.no_grad():
         for step in steps:
             inputs = {
-                name: value for name, value in given.inputs.items() if name not in DRIVING or step.index in window
+                name: value
+                for name, value in conditioning.inputs.items()
+                if name not in DRIVING or step.index in window
             }
-            taken, time = torch.cat([x, given.concat], 1), torch.tensor([step.timestep])
+            taken, time = torch.cat([x, conditioning.concat], 1), torch.tensor([step.timestep])
             cond, uncond = (
-                model(taken, time, rows, image=given.image_features, **inputs | other)
-                for rows, other in ((given.cond, {}), (given.uncond, given.uncond_inputs))
+                model(taken, time, rows, image=conditioning.image_features, **inputs | other)
+                for rows, other in ((conditioning.cond, {}), (conditioning.uncond, conditioning.uncond_inputs))
             )
             x = x + (uncond + step.guidance * (cond - uncond)) * (step.sigma_next - step.sigma)
         always, drive = run(model, "animate2", plan_for("animate2", steps=5, solver="euler")), model.drive
         model.drive = lambda *arguments: (passed.append(1), drive(*arguments))[1]
         options = {"batched": batched, "on_step": lambda progress: told.append(progress.forwards)}
-        found = denoise(plan, lambda _: model, given, noise, **options)
-    assert difference(found, x) < 1e-5 and difference(always, x) > 1e-3
+        latents = denoise(plan, lambda _: model, conditioning, noise, **options)
+    assert difference(latents, x) < 1e-5 and difference(always, x) > 1e-3
     assert sum(passed) == 1 and told == [2, 3, 2, 2, 2] and sum(told) == plan.forwards
 
 

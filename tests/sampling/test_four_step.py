@@ -90,8 +90,8 @@ def test_none_is_the_plan_as_it_was(task):
 )
 def test_names_that_say_it(name, steps):
     assert distilled_steps(Path("/models/loras") / name) == steps
-    found, why = find_preset("auto", [Path("other.safetensors"), Path(name)])
-    assert (found.steps if found else None) == steps and (name in why) == (steps is not None)
+    preset, why = find_preset("auto", [Path("other.safetensors"), Path(name)])
+    assert (preset.steps if preset else None) == steps and (name in why) == (steps is not None)
 
 
 def test_metadata_that_says_it(tmp_path):
@@ -108,10 +108,10 @@ def test_an_unknown_preset_names_the_known():
     assert set(CHOICES) == {"auto", "none", *PRESETS}
 
 
-@pytest.mark.parametrize("given", [{"steps": 0}, {"shift": 0.0}])
-def test_what_is_out_of_range_is_not_the_preset_s(given):
+@pytest.mark.parametrize("numbers", [{"steps": 0}, {"shift": 0.0}])
+def test_what_is_out_of_range_is_not_the_preset_s(numbers):
     with pytest.raises(OptionError, match="given; "):
-        preset_plan(PlanNumbers(preset="4-step", **given), task="t2v-A14B")
+        preset_plan(PlanNumbers(preset="4-step", **numbers), task="t2v-A14B")
 
 
 def lora(path: Path) -> Path:

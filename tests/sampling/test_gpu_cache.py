@@ -41,7 +41,7 @@ SETTINGS = {
 }
 
 
-def made(graphs: bool, compile: str = "off") -> dict[str, WanModel]:
+def expert_models(graphs: bool, compile: str = "off") -> dict[str, WanModel]:
     """Two small experts as they ship: what `optimize` puts around the blocks is beneath the cache."""
     attend = resolve_attention("sdpa", CUDA)[1]
     models = {name: small_dit(seed=n).to(CUDA, torch.bfloat16) for n, name in enumerate(("high", "low"))}
@@ -53,12 +53,12 @@ def made(graphs: bool, compile: str = "off") -> dict[str, WanModel]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["launched", "graphed"])
 def experts(request) -> dict[str, WanModel]:
-    return made(request.param)
+    return expert_models(request.param)
 
 
 @pytest.fixture(scope="module")
 def launched() -> dict[str, WanModel]:
-    return made(graphs=False)
+    return expert_models(graphs=False)
 
 
 def run(plan, experts, batched=False, on_step=None):
@@ -73,7 +73,7 @@ def run(plan, experts, batched=False, on_step=None):
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_cache_that_never_skips_is_bit_identical_to_none(batched, graphs, compile):
-    models = made(graphs, compile)
+    models = expert_models(graphs, compile)
     plan = make_plan(steps=20)
     exact = run(plan, models, batched)
     for options in (
@@ -83,10 +83,10 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched, graphs, comp
     ):
         assert torch.equal(run(leave_out(plan, options, CURVE), models, batched), exact)
     seen: list[list[torch.Tensor]] = [[], []]
-    some = leave_out(plan, SETTINGS["magcache"], CURVE)
-    first = next(step.index for step in some.steps if step.skipped)
+    skipping = leave_out(plan, SETTINGS["magcache"], CURVE)
+    first = next(step.index for step in skipping.steps if step.skipped)
     run(plan, models, batched, lambda progress: seen[0].append(progress.latents))
-    run(some, models, batched, lambda progress: seen[1].append(progress.latents))
+    run(skipping, models, batched, lambda progress: seen[1].append(progress.latents))
     assert [torch.equal(a, b) for a, b in zip(*seen, strict=True)] == [n < first for n in range(20)]
 
 
@@ -134,10 +134,10 @@ def test_memory_is_what_was_said_and_is_given_back():
     caption = "a green square moving left on a white background"
     cached = Request(prompt=caption, seed=5, skip=SkipOptions(magcache=MAG))
     first = pipe.generate(cached).frames
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     for seed in range(3):
         pipe.generate(Request(prompt=caption, seed=seed, skip=SkipOptions(magcache=MAG)))
-    assert torch.cuda.memory_allocated() - held < 1 << 20
+    assert torch.cuda.memory_allocated() - allocated < 1 << 20
     assert (pipe.generate(cached).frames == first).all()
     job = pipe.prepare(cached).job
     dim = pipe.models.dit_config.dim

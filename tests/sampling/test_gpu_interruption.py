@@ -33,9 +33,9 @@ class Stop(Exception):
 
 @pytest.fixture(scope="module")
 def model() -> WanModel:
-    found = random_module(A14B, device=CUDA, dtype=torch.bfloat16, seed=0)
-    assert isinstance(found, WanModel)
-    return optimize(found, attend=resolve_attention("auto", CUDA, torch.bfloat16, A14B.head_dim)[1])
+    module = random_module(A14B, device=CUDA, dtype=torch.bfloat16, seed=0)
+    assert isinstance(module, WanModel)
+    return optimize(module, attend=resolve_attention("auto", CUDA, torch.bfloat16, A14B.head_dim)[1])
 
 
 def run(model: WanModel, steps: int, on_block: Callable[[], None] | None) -> float:
@@ -66,9 +66,9 @@ def test_an_interruption_takes_the_blocks_ahead(model: WanModel) -> None:
         run(model, 4, stop)
     torch.cuda.synchronize()
     took = time.perf_counter() - stopped
-    words = f"{took:.2f} s, a block takes {block:.3f} s"
-    assert took < (BLOCKS_AHEAD + 1) * block, words
-    assert took < 1 or block > ALONE, words
+    times = f"{took:.2f} s, a block takes {block:.3f} s"
+    assert took < (BLOCKS_AHEAD + 1) * block, times
+    assert took < 1 or block > ALONE, times
 
 
 def test_pacing_costs_nothing(model: WanModel) -> None:

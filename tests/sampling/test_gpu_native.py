@@ -24,16 +24,18 @@ def qkv(length: int, keys: int) -> list[torch.Tensor]:
     return [torch.randn(2, n, HEADS * DIM, device=CUDA, dtype=torch.bfloat16) for n in (length, keys, keys)]
 
 
-def attended(attend: NativeAttention, given: list[torch.Tensor], sparsity: float, **place: int | bool) -> torch.Tensor:
+def attended(
+    attend: NativeAttention, tensors: list[torch.Tensor], sparsity: float, **place: int | bool
+) -> torch.Tensor:
     run = NativeRun(SchedulePart(0, 1, 1), (sparsity,) if sparsity else ())
     forward = NativeForward(run, GRID, **place)  # type: ignore[arg-type]
-    out = attend(original, *given, heads=HEADS, transformer_options={FORWARD: forward, "block_index": 0})
+    out = attend(original, *tensors, heads=HEADS, transformer_options={FORWARD: forward, "block_index": 0})
     assert sum(run.taken.values()) == 1 and not run.left
     return out.float()
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 EXACT = NativeAttention("sdpa")
@@ -43,8 +45,8 @@ EXACT = NativeAttention("sdpa")
 def test_dense(name: str) -> None:
     if (reason := BACKENDS[name].why_not(CUDA, torch.bfloat16, DIM)) is not None:
         pytest.skip(reason)
-    given = qkv(TOKENS, TOKENS)
-    assert relative(attended(NativeAttention(name), given, 0), attended(EXACT, given, 0)) < 0.1
+    tensors = qkv(TOKENS, TOKENS)
+    assert relative(attended(NativeAttention(name), tensors, 0), attended(EXACT, tensors, 0)) < 0.1
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -54,10 +56,10 @@ def test_sparse_with_other_tokens(kernel: str, front: int, behind: int) -> None:
     for table, name in ((KERNELS, kernel), (BACKENDS, dense)):
         if (reason := table[name].why_not(CUDA, torch.bfloat16, DIM)) is not None:
             pytest.skip(reason)
-    given = qkv(TOKENS + front + behind, TOKENS + front + behind)
+    tensors = qkv(TOKENS + front + behind, TOKENS + front + behind)
     options = SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0, kernel=kernel)
-    found = attended(NativeAttention(dense, options), given, 1e-6, front=front)
-    assert relative(found, attended(EXACT, given, 0)) < (0.1 if KERNELS[kernel].fp8 else 0.01)
+    output = attended(NativeAttention(dense, options), tensors, 1e-6, front=front)
+    assert relative(output, attended(EXACT, tensors, 0)) < (0.1 if KERNELS[kernel].fp8 else 0.01)
 
 
 def lost_by_frames(sparsity: float, slope: bool = False) -> list[float]:
@@ -68,9 +70,9 @@ def lost_by_frames(sparsity: float, slope: bool = False) -> list[float]:
     q, k, v = qkv(TOKENS, TOKENS + FRAME)
     lost = []
     for index, keys in ((0, TOKENS), (1, TOKENS + FRAME)):
-        given = q[:, index * FRAME : (index + 1) * FRAME], k[:, :keys], v[:, :keys]
-        found = attend(original, *given, heads=HEADS, transformer_options={FORWARD: forward, "block_index": 0})
-        lost.append(float(relative(found.float(), attended(EXACT, list(given), 0))))
+        tensors = q[:, index * FRAME : (index + 1) * FRAME], k[:, :keys], v[:, :keys]
+        output = attend(original, *tensors, heads=HEADS, transformer_options={FORWARD: forward, "block_index": 0})
+        lost.append(float(relative(output.float(), attended(EXACT, list(tensors), 0))))
     assert list(run.taken.values()) == [2]
     return lost
 

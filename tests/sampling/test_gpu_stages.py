@@ -24,8 +24,8 @@ def latents(device: str, setting: str, **options) -> torch.Tensor:
 @pytest.mark.parametrize("more", ["", "+sparse:0.5/0/0:math", "+taylorseer:2/1/0.2"])
 def test_a_gpu_makes_what_a_cpu_makes(more: str) -> None:
     setting = f"stages:0.5/0.9-0.99:every2{more}"
-    found, wanted = latents("cuda", setting), latents("cpu", setting)
-    assert float((found - wanted).norm() / wanted.norm()) < 2e-2  # rounding of the first steps grows over the others
+    actual, wanted = latents("cuda", setting), latents("cpu", setting)
+    assert float((actual - wanted).norm() / wanted.norm()) < 2e-2  # rounding of the first steps grows over the others
 
 
 def test_graphs_of_two_sizes_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +39,8 @@ def test_graphs_of_two_sizes_replay(monkeypatch: pytest.MonkeyPatch) -> None:
         return capture(graphs, inputs, inner)
 
     monkeypatch.setattr(GraphedBlocks, "capture", noted)
-    found = pipe.sample(run, pipe.encode(run))
+    video_latents = pipe.sample(run, pipe.encode(run))
     assert {*captured} == {5 * 6 * 6, 5 * 3 * 3}
     for expert in ("high", "low"):
         pipe.models.expert(expert).runners.remove(GraphedBlocks)
-    assert torch.equal(found, pipe.sample(run, pipe.encode(run))) and bool(found.isfinite().all())
+    assert torch.equal(video_latents, pipe.sample(run, pipe.encode(run))) and bool(video_latents.isfinite().all())

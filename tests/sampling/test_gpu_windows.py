@@ -39,12 +39,12 @@ def latents(pipe: Pipeline, asked: Request) -> torch.Tensor:
     ],
 )
 def test_a_gpu_makes_what_a_cpu_makes(windows: str, setting: str) -> None:
-    made = [
+    both = [
         latents(Pipeline.load(LoadOptions(model="tiny", device=device, precision="fp32")), request(windows, setting))
         for device in ("cuda", "cpu")
     ]
     assert (
-        float((made[0] - made[1]).norm() / made[1].norm()) < 2e-2
+        float((both[0] - both[1]).norm() / both[1].norm()) < 2e-2
     )  # rounding of the first steps grows over the others
 
 
@@ -54,5 +54,9 @@ def test_graphs_of_windows_replay() -> None:
         model = pipe.models.expert(expert)
         if model.runners.find(GraphedBlocks) is None:
             model.runners.add(GraphedBlocks(model))
-    made = [latents(pipe, request("17/8")) for _ in range(3)]
-    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2]) and bool(made[0].isfinite().all())
+    replays = [latents(pipe, request("17/8")) for _ in range(3)]
+    assert (
+        torch.equal(replays[0], replays[1])
+        and torch.equal(replays[0], replays[2])
+        and bool(replays[0].isfinite().all())
+    )

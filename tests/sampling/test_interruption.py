@@ -97,8 +97,8 @@ def test_at_every_block(name: str, resident: int | None, batched: bool) -> None:
 @pytest.mark.parametrize("resident", [None, 2])
 def test_delayed_scales(resident: int | None) -> None:
     """Scales that follow what was seen: an interrupted forward leaves nothing of them."""
-    held = Quantization(TEDelayedLinear, CPU)
-    residency, exact = streaming(held, resident), run(experts(held).__getitem__, FULL, None)
+    quantization = Quantization(TEDelayedLinear, CPU)
+    residency, exact = streaming(quantization, resident), run(experts(quantization).__getitem__, FULL, None)
     for at in range(0, len(FULL.steps) * 2 * LAYERS, 5):
         with pytest.raises(Stop):
             run(residency.use, FULL, Stopper(at), prefetch=residency.prefetch)

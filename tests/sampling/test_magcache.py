@@ -86,8 +86,8 @@ def test_published_rule_is_the_reference(task, T, K, R, steps):
     skipped = skip_magcache(plan, options, curve)
     split = 2 * len(plan.phases[0])
     expected = reference(task, len(plan.steps), split, list(curve.cond), list(curve.uncond), T, K, R)
-    given = [branch in step.skipped for step in skipped.steps for branch in ("cond", "uncond")]
-    assert given == expected
+    skips = [branch in step.skipped for step in skipped.steps for branch in ("cond", "uncond")]
+    assert skips == expected
     assert skipped.forwards == expected.count(False)
 
 
@@ -215,11 +215,11 @@ def test_properties_of_the_joint_rule(plan, curve, options, guidance):
         assert not any(s.skipped for s in phase[: int(len(phase) * options.retention)])
         runs = [len(list(group)) for skip, group in groupby(phase, lambda s: bool(s.skipped)) if skip]
         assert max(runs, default=0) <= options.max_skips
-        held: set[str] = set()
+        branches_kept: set[str] = set()
         for step in phase:
             assert step.skipped in ((), step.branches), "both branches agree"
-            assert held.issuperset(step.skipped), "a skip needs a residual of this expert and branch"
-            held |= set(step.branches) - set(step.skipped)
+            assert branches_kept.issuperset(step.skipped), "a skip needs a residual of this expert and branch"
+            branches_kept |= set(step.branches) - set(step.skipped)
         assert oldest(phase) <= options.max_skips
     if options.threshold == 0 or options.max_skips == 0:
         assert skipped.forwards == sum(len(s.branches) for s in skipped.steps)
@@ -270,9 +270,9 @@ def test_phases_decide_alone(plan, curve, options, data):
         "high": (*noise[:cut], *curve.cond[cut:]),
         "low": (*curve.cond[:cut], *noise[cut:]),
     }
-    for changed, kept in (("high", 1), ("low", 0)):
+    for changed, other_phase in (("high", 1), ("low", 0)):
         second = skip_magcache(plan, options, Curve(**{**vars(curve), "cond": other[changed]}))
-        assert first.phases[kept] == second.phases[kept]
+        assert first.phases[other_phase] == second.phases[other_phase]
 
 
 @given(plans, st.integers(1, 6), st.integers(0, 2), st.floats(0, 1), schedules)

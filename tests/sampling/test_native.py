@@ -57,10 +57,10 @@ def options(of: NativeForward, layer: int = 0, **changed: Any) -> dict[str, Any]
 
 
 def test_self_attention_is_taken_in_every_layout() -> None:
-    of, attend, given = forward(), NativeAttention("auto"), qkv(batch=2)
-    expected = math_reference(*map(heads, given))
-    flat = attend(original, *given, **options(of))
-    apart = [heads(x).transpose(1, 2) for x in given]
+    of, attend, tensors = forward(), NativeAttention("auto"), qkv(batch=2)
+    expected = math_reference(*map(heads, tensors))
+    flat = attend(original, *tensors, **options(of))
+    apart = [heads(x).transpose(1, 2) for x in tensors]
     tall = attend(original, *apart, skip_reshape=True, skip_output_reshape=True, **options(of))
     torch.testing.assert_close(heads(flat), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(tall.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
@@ -69,10 +69,10 @@ def test_self_attention_is_taken_in_every_layout() -> None:
 
 def test_the_last_step_of_a_run_that_compares_is_comfyuis() -> None:
     run, waited = NativeRun(SchedulePart(0, 3, 3), (0.5,) * 3, compare=True), []
-    attend, given = NativeAttention("auto", HALF), qkv()
+    attend, tensors = NativeAttention("auto", HALF), qkv()
     for step in range(3):
-        found = attend(original, *given, **options(NativeForward(run, GRID)))
-        assert bool((found == 7).all()) is (step == 2)
+        output = attend(original, *tensors, **options(NativeForward(run, GRID)))
+        assert bool((output == 7).all()) is (step == 2)
         run.pass_step(step, lambda step=step: waited.append(step))
     assert waited == [1, 2] and run.before == run.passed[2] - run.passed[1] > 0
     assert run.left == {"self-attention, of the step that is compared": 1} and sum(run.taken.values()) == 2
@@ -90,34 +90,34 @@ LEFT = {
 
 @pytest.mark.parametrize("why", LEFT)
 def test_what_is_left_goes_to_the_override_before_or_to_comfyui(why: str) -> None:
-    given, keywords = LEFT[why]
+    tensors, keywords = LEFT[why]
     of = forward()
-    assert (NativeAttention("auto")(original, *given, **keywords, **options(of)) == 7).all()
+    assert (NativeAttention("auto")(original, *tensors, **keywords, **options(of)) == 7).all()
     assert of.run.left == {why: 1} and not of.run.taken
 
-    def earlier(func: Any, q: torch.Tensor, *_: Any, **given: Any) -> torch.Tensor:
-        assert func is original and given.keys() == keywords.keys() | {"heads", "transformer_options"}
+    def earlier(func: Any, q: torch.Tensor, *_: Any, **arguments: Any) -> torch.Tensor:
+        assert func is original and arguments.keys() == keywords.keys() | {"heads", "transformer_options"}
         return torch.full_like(q, 3.0)
 
-    assert (NativeAttention("auto", earlier=earlier)(original, *given, **keywords, **options(of)) == 3).all()
+    assert (NativeAttention("auto", earlier=earlier)(original, *tensors, **keywords, **options(of)) == 3).all()
 
 
 def test_an_override_that_was_set_before_keeps_its_result() -> None:
     """It gets every call first, ours in the place of ComfyUI's function, with arguments by position too."""
-    given = qkv()
-    q, k, v = map(heads, given)
+    tensors = qkv()
+    q, k, v = map(heads, tensors)
 
     def warmer(func: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **named: Any) -> Any:
         return func(q * 1.5, k, v, heads, None, **named)
 
     of = forward()
-    found = NativeAttention("auto", earlier=warmer)(original, *given, **options(of))
-    torch.testing.assert_close(heads(found), math_reference(q * 1.5, k, v), atol=1e-5, rtol=1e-5)
+    output = NativeAttention("auto", earlier=warmer)(original, *tensors, **options(of))
+    torch.testing.assert_close(heads(output), math_reference(q * 1.5, k, v), atol=1e-5, rtol=1e-5)
     assert of.run.taken == {"sdpa": 1} and not of.run.left
 
     of = forward()
     own = NativeAttention("auto", earlier=lambda func, q, *_, **named: q * 2)
-    assert torch.equal(own(original, *given, **options(of)), given[0] * 2)
+    assert torch.equal(own(original, *tensors, **options(of)), tensors[0] * 2)
     [(by, count)] = of.run.taken.items()
     assert count == 1 and by.startswith("an attention override (") and by.endswith("which was set before")
 
@@ -125,9 +125,9 @@ def test_an_override_that_was_set_before_keeps_its_result() -> None:
 def test_what_chose_comfyuis_kernel_gets_what_is_left() -> None:
     of, attend = forward(), NativeAttention("auto", chosen=lambda func, q, *_, **named: q * 2)
     attend(original, *qkv(), **options(of))
-    given = qkv(TOKENS, 12)
+    tensors = qkv(TOKENS, 12)
     assert of.run.taken == {"sdpa": 1}
-    assert torch.equal(attend(original, *given, **options(of)), given[0] * 2)
+    assert torch.equal(attend(original, *tensors, **options(of)), tensors[0] * 2)
     assert of.run.left == {"cross-attention calls": 1}
 
 
@@ -159,8 +159,8 @@ def test_containers_are_emptied_where_the_call_is_taken(sparse: SparseOptions | 
     attend, plain = (NativeAttention("auto", sparse, original=comfyui, chosen=c) for c in (other, None))
     of = forward(0.5)
     boxes = [Box(x) for x in qkv()]
-    found = attend.container_function(*boxes, **options(of))
-    assert torch.equal(found, plain(original, *qkv(), **options(forward(0.5))))
+    output = attend.container_function(*boxes, **options(of))
+    assert torch.equal(output, plain(original, *qkv(), **options(forward(0.5))))
     assert not seen and all(box.tensor is None for box in boxes)
     cross = [Box(x) for x in qkv(TOKENS, 12)]
     assert attend.container_function(*cross, **options(of)) == 7
@@ -202,17 +202,17 @@ def test_what_a_backend_cannot_compute_is_left_with_its_reason() -> None:
 
 def test_fp8_is_quantised_as_in_our_engine() -> None:
     of = NativeForward(NativeRun(SchedulePart(0, 1, 1)), (1, 32, 32))
-    given = qkv(1024)
-    found = NativeAttention("math-fp8")(original, *given, **options(of))
-    assert torch.equal(heads(found), BACKENDS["math-fp8"].load()(*map(heads, given)))
+    tensors = qkv(1024)
+    output = NativeAttention("math-fp8")(original, *tensors, **options(of))
+    assert torch.equal(heads(output), BACKENDS["math-fp8"].load()(*map(heads, tensors)))
 
 
 def test_a_frame_of_queries_over_all_keys_is_self_attention() -> None:
     """Animate-2 attends so, to the pose's frame as well."""
     of, frame = forward(), GRID[1] * GRID[2]
-    given = qkv(frame, TOKENS + frame)
-    found = NativeAttention("auto", HALF)(original, *given, **options(of))
-    torch.testing.assert_close(heads(found), math_reference(*map(heads, given)), atol=1e-5, rtol=1e-5)
+    tensors = qkv(frame, TOKENS + frame)
+    output = NativeAttention("auto", HALF)(original, *tensors, **options(of))
+    torch.testing.assert_close(heads(output), math_reference(*map(heads, tensors)), atol=1e-5, rtol=1e-5)
     assert of.run.taken == {"sdpa": 1}
 
 
@@ -228,36 +228,38 @@ def test_a_frame_of_queries_over_all_keys_is_self_attention() -> None:
 def test_reading_nearly_all_blocks_is_dense_attention(grid: Any, front: int, behind: int) -> None:
     """Wherever other tokens are: nothing is lost, doubled or put elsewhere."""
     video = grid[0] * grid[1] * grid[2]
-    given = qkv(video + front + behind)
+    tensors = qkv(video + front + behind)
     run = NativeRun(SchedulePart(0, 1, 1), (1e-6,))
     of = NativeForward(run, grid, front=front)
     attend = NativeAttention("auto", SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0))
-    found = attend(original, *given, **options(of))
-    torch.testing.assert_close(heads(found), math_reference(*map(heads, given)), atol=1e-5, rtol=1e-4)
+    output = attend(original, *tensors, **options(of))
+    torch.testing.assert_close(heads(output), math_reference(*map(heads, tensors)), atol=1e-5, rtol=1e-4)
     assert run.taken == {"sparse attention (math)": 1}
 
 
 def by_frames(
-    sparsity: float, of: NativeForward, given: list[torch.Tensor], poses: list[torch.Tensor], **finer: Any
+    sparsity: float, of: NativeForward, tensors: list[torch.Tensor], poses: list[torch.Tensor], **finer: Any
 ) -> torch.Tensor:
     """Attention of Animate-2: every frame to all tokens, and but the first to a frame of the pose's keys and values."""
     sparse = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, **finer)
-    attend, (q, k, v), frame = NativeAttention("auto", sparse), given, of.frame
-    found = []
+    attend, (q, k, v), frame = NativeAttention("auto", sparse), tensors, of.frame
+    outputs = []
     for index in range(of.grid[0]):
-        some = slice((index - 1) * frame, index * frame)
-        keys, values = (torch.cat([x, pose[:, some]], 1) if index else x for x, pose in zip((k, v), poses, strict=True))
-        found.append(attend(original, q[:, index * frame : (index + 1) * frame], keys, values, **options(of)))
-    return torch.cat(found, 1)
+        frame_before = slice((index - 1) * frame, index * frame)
+        keys, values = (
+            torch.cat([x, pose[:, frame_before]], 1) if index else x for x, pose in zip((k, v), poses, strict=True)
+        )
+        outputs.append(attend(original, q[:, index * frame : (index + 1) * frame], keys, values, **options(of)))
+    return torch.cat(outputs, 1)
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.tuples(st.integers(2, 4), st.integers(2, 6), st.integers(2, 6)))
 def test_reading_nearly_all_blocks_frame_by_frame_is_dense_attention(grid: Any) -> None:
-    given, poses = qkv(grid[0] * grid[1] * grid[2], batch=2), qkv(grid[0] * grid[1] * grid[2], batch=2, seed=5)[:2]
+    tensors, poses = qkv(grid[0] * grid[1] * grid[2], batch=2), qkv(grid[0] * grid[1] * grid[2], batch=2, seed=5)[:2]
     runs = [NativeRun(SchedulePart(0, 1, 1), (sparsity,)) for sparsity in (1e-6, 0.0)]
     forwards = [NativeForward(run, grid, by_frames=True) for run in runs]
-    sparse, dense = (by_frames(1e-6, of, given, poses) for of in forwards)
+    sparse, dense = (by_frames(1e-6, of, tensors, poses) for of in forwards)
     torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-4)
     assert runs[0].taken == {"sparse attention (math)": grid[0]} and runs[1].taken == {"sdpa": grid[0]}
     assert forwards[0].frame_keys is None
@@ -266,22 +268,22 @@ def test_reading_nearly_all_blocks_frame_by_frame_is_dense_attention(grid: Any) 
 def test_frames_read_their_own_blocks_and_the_pose() -> None:
     """At a small share: the pose's values reach every query, and the result is near the dense one."""
     of = forward(0.75, by_frames=True)
-    given, poses = qkv(), qkv(seed=5)[:2]
-    found = by_frames(0.75, of, given, poses)
-    dense = by_frames(0.75, forward(by_frames=True), given, poses)
-    assert 0.01 < (found - dense).norm() / dense.norm() < 0.5
-    parts = by_frames(0.75, forward(0.75, by_frames=True), given, poses, parts=8, score="error")
+    tensors, poses = qkv(), qkv(seed=5)[:2]
+    output = by_frames(0.75, of, tensors, poses)
+    dense = by_frames(0.75, forward(by_frames=True), tensors, poses)
+    assert 0.01 < (output - dense).norm() / dense.norm() < 0.5
+    parts = by_frames(0.75, forward(0.75, by_frames=True), tensors, poses, parts=8, score="error")
     torch.testing.assert_close(parts, dense, atol=1e-5, rtol=1e-4)  # each of one token
     poses[1][:] += 100
-    changed = (by_frames(0.75, of, given, poses) - found).abs().amax((0, 2))
+    changed = (by_frames(0.75, of, tensors, poses) - output).abs().amax((0, 2))
     assert (changed[of.frame :] > 1).all() and (changed[: of.frame] == 0).all()
 
 
 def test_frames_with_the_slope_are_nearer_to_dense_ones() -> None:
     """Each of them, those that read a frame of the pose as well."""
-    given, poses = qkv(batch=2), qkv(seed=5, batch=2)[:2]
+    tensors, poses = qkv(batch=2), qkv(seed=5, batch=2)[:2]
     dense, plain, sloped = (
-        by_frames(0.75, forward(sparsity, by_frames=True), given, poses, slope=slope).unflatten(1, (GRID[0], -1))
+        by_frames(0.75, forward(sparsity, by_frames=True), tensors, poses, slope=slope).unflatten(1, (GRID[0], -1))
         for sparsity, slope in ((0.0, False), (0.75, False), (0.75, True))
     )
     lost, less = ((x - dense).square().mean((0, 2, 3)).sqrt() for x in (plain, sloped))
@@ -291,32 +293,32 @@ def test_frames_with_the_slope_are_nearer_to_dense_ones() -> None:
 @pytest.mark.parametrize("sparse", [HALF, replace(HALF, slope=True, score="error"), replace(HALF, parts=2)])
 def test_sparse_calls_are_those_of_our_engine(sparse: SparseOptions) -> None:
     """Bit for bit, for a video without other tokens."""
-    of, given = forward(0.5), qkv(batch=2)
-    found = NativeAttention("auto", sparse)(original, *given, **options(of, layer=1))
+    of, tensors = forward(0.5), qkv(batch=2)
+    output = NativeAttention("auto", sparse)(original, *tensors, **options(of, layer=1))
     kernel = KERNELS["math"]
     tiles = make_tiles(GRID, block_length(kernel, TOKENS), torch.device("cpu"), parts=sparse.parts)
     rule = layer_rule(sparse, None, 1, 0.5)
     state = SparseForward(kernel, (SDPA,), tiles, (rule,), slope=sparse.slope)
-    ordered = [heads(x)[:, tiles.order] for x in given]
-    assert torch.equal(heads(found), state.attend(AttentionCall(0), *ordered)[:, tiles.inverse])
-    dense = math_reference(*map(heads, given))
-    assert ((heads(found) - dense).norm() > 0.01 * dense.norm()) == (sparse.parts == 1)  # else parts are tokens
+    ordered = [heads(x)[:, tiles.order] for x in tensors]
+    assert torch.equal(heads(output), state.attend(AttentionCall(0), *ordered)[:, tiles.inverse])
+    dense = math_reference(*map(heads, tensors))
+    assert ((heads(output) - dense).norm() > 0.01 * dense.norm()) == (sparse.parts == 1)  # else parts are tokens
 
 
 def test_other_tokens_are_read_by_all_and_read_everything() -> None:
     """Whatever the share: their values reach every query, and their own queries are dense."""
     front, behind = 4, 6
-    of, given = forward(0.9, front=front), qkv(TOKENS + front + behind)
+    of, tensors = forward(0.9, front=front), qkv(TOKENS + front + behind)
     sparse = SparseOptions(sparsity=0.9, dense_steps=0, ramp=0, pooled=False)
-    found = heads(NativeAttention("auto", sparse)(original, *given, **options(of)))
-    dense = math_reference(*map(heads, given))
+    output = heads(NativeAttention("auto", sparse)(original, *tensors, **options(of)))
+    dense = math_reference(*map(heads, tensors))
     others = [*range(front), *range(front + TOKENS, TOKENS + front + behind)]
-    torch.testing.assert_close(found[:, others], dense[:, others], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output[:, others], dense[:, others], atol=1e-5, rtol=1e-5)
     for token in others:
-        given[2][:, token] += 100
-        changed = heads(NativeAttention("auto", sparse)(original, *given, **options(of)))
-        assert ((changed - found).abs().amax((0, 2, 3)) > 1e-4).all()
-        given[2][:, token] -= 100
+        tensors[2][:, token] += 100
+        changed = heads(NativeAttention("auto", sparse)(original, *tensors, **options(of)))
+        assert ((changed - output).abs().amax((0, 2, 3)) > 1e-4).all()
+        tensors[2][:, token] -= 100
 
 
 def test_other_tokens_take_nothing_of_the_share_of_the_video() -> None:
@@ -342,20 +344,20 @@ def test_sequences_whose_order_is_not_known_are_dense() -> None:
 
 def test_a_video_as_long_as_its_text_is_dense() -> None:
     """Cross-attention looks like self-attention there."""
-    override, given = NativeAttention("sdpa", HALF), qkv(512)
-    dense = math_reference(*map(heads, given)).flatten(2)
+    override, tensors = NativeAttention("sdpa", HALF), qkv(512)
+    dense = math_reference(*map(heads, tensors)).flatten(2)
     for text in (512, 513):
         of = NativeForward(NativeRun(SchedulePart(0, 1, 1), (0.5,)), (2, 16, 16), text=text)
-        out = override(original, *given, **options(of, 5))
+        out = override(original, *tensors, **options(of, 5))
         assert torch.allclose(out, dense, atol=1e-5) == (text == 512)
 
 
 def test_no_sparsity_takes_the_dense_way_bit_for_bit() -> None:
-    given = qkv()
-    dense = NativeAttention("auto")(original, *given, **options(forward()))
+    tensors = qkv()
+    dense = NativeAttention("auto")(original, *tensors, **options(forward()))
     for of, sparse in ((forward(), HALF), (forward(0.5), SparseOptions(sparsity=0)),
                        (forward(0.5), SparseOptions(sparsity=0.5, dense_layers=1))):  # fmt: skip
-        assert torch.equal(NativeAttention("auto", sparse)(original, *given, **options(of)), dense)
+        assert torch.equal(NativeAttention("auto", sparse)(original, *tensors, **options(of)), dense)
         assert of.run.taken == {"sdpa": 1}
 
 
@@ -411,10 +413,10 @@ def test_an_empty_or_rising_part_is_a_whole() -> None:
 @pytest.mark.parametrize("steps", [4, 20, 40])
 def test_two_samplers_have_the_sparsity_of_one_plan(name: str, steps: int) -> None:
     plan = sparsify(make_plan(task="t2v-A14B", steps=steps), PRESETS[name])
-    sigmas, found = simple(steps, 8.0), []
+    sigmas, sparsities = simple(steps, 8.0), []
     for begin, end in ((0, steps // 2), (steps // 2, steps)):
         part = find_part(sigmas[begin : end + 1], 8.0)
         run = NativeRun(part, step_sparsities(PRESETS[name], part.total))
         for run.step in range(end - begin):
-            found.append(run.sparsity)
-    assert found == [step.sparsity for step in plan.steps]
+            sparsities.append(run.sparsity)
+    assert sparsities == [step.sparsity for step in plan.steps]

@@ -42,12 +42,12 @@ def planned(part: Part, shift: float, boundary: float, policy: SkipOptions | Non
 @given(
     st.integers(2, 60), st.floats(1, 12), st.data(), st.sampled_from(("estimated", "steps", "sigmas", "cut to zero"))
 )
-def test_a_part_is_found_in_its_run(total: int, shift: float, data: st.DataObject, known: str) -> None:
+def test_a_part_is_found_in_its_run(total: int, shift: float, data: st.DataObject, known_by: str) -> None:
     whole = tuple(euler_schedule(total, shift)[0])
     first = data.draw(st.integers(0, total - 1))
-    last = total if known == "cut to zero" and first else data.draw(st.integers(first + 1, total))
+    last = total if known_by == "cut to zero" and first else data.draw(st.integers(first + 1, total))
     sigmas = whole[first : last + 1]
-    run = {"steps": WholeRun(steps=total), "sigmas": WholeRun(sigmas=whole)}.get(known, WholeRun())
+    run = {"steps": WholeRun(steps=total), "sigmas": WholeRun(sigmas=whole)}.get(known_by, WholeRun())
     part = run.place(sigmas, shift)
     assert (part.first, part.stop, part.total) == (first, last, total)
     assert part.whole == pytest.approx(whole, rel=1e-3, abs=1e-5) and part.whole[first : last + 1] == sigmas
@@ -58,13 +58,13 @@ def test_a_part_is_found_in_its_run(total: int, shift: float, data: st.DataObjec
 
 def test_a_part_that_does_not_fit_is_refused() -> None:
     whole = tuple(euler_schedule(20, 5.0)[0])
-    for run, sigmas, words in (
+    for run, sigmas, message in (
         (WholeRun(), (0.5, 0.7), "fall"),
         (WholeRun(), (0.5,), "fall"),
         (WholeRun(steps=3), whole[:6], "this sampler runs 5"),
         (WholeRun(sigmas=whole), (0.99, 0.5, 0.0), "no part of the whole schedule"),
     ):
-        with pytest.raises(OptionError, match=words):
+        with pytest.raises(OptionError, match=message):
             run.place(sigmas, 5.0)
     stopped = WholeRun(sigmas=whole).place((*whole[:10], 0.0), 5.0)  # all noise removed in the middle
     assert (stopped.first, stopped.stop, stopped.total) == (0, 10, 10)
@@ -80,11 +80,11 @@ def test_two_samplers_share_the_plan_of_one_run(policy: SkipOptions, split: int)
                     solver="euler")  # fmt: skip
     expected = leave_out(own, policy, CURVE)
     assert any(step.skipped for step in expected.steps)
-    found = []
+    steps = []
     for begin, end in ((0, split), (split, 24)):
         part = WholeRun().place(sigmas[begin : end + 1], 8.0)
-        found += cut(planned(part, 8.0, 0.875, policy), part).steps
-    assert [replace(s, timestep=0, sigma=0, sigma_next=0) for s in found] == [
+        steps += cut(planned(part, 8.0, 0.875, policy), part).steps
+    assert [replace(s, timestep=0, sigma=0, sigma_next=0) for s in steps] == [
         replace(s, timestep=0, sigma=0, sigma_next=0) for s in expected.steps
     ]
 
@@ -157,22 +157,22 @@ def test_a_branch_is_skipped_only_where_its_slots_hold_what_the_plan_expects() -
     sigmas, _ = euler_schedule(12, 5.0)
     part = WholeRun().place(sigmas, 5.0)
     plan = planned(part, 5.0, 0.0, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.05)))
-    kept = Residuals(residual_program(plan.steps, "cond"))
+    residuals = Residuals(residual_program(plan.steps, "cond"))
     row = torch.ones(1, 2, 2)
     skipped = [step.index for step in plan.steps if step.skipped]
     assert skipped == [1, 3, 5, 7, 9]
-    assert not kept.can_skip(1)
+    assert not residuals.can_skip(1)
     for step in (0, 2):
-        slot = kept.slot(step, row)
-        assert slot is not None and not kept.can_skip(step + 1), "not before it is filled"
+        slot = residuals.slot(step, row)
+        assert slot is not None and not residuals.can_skip(step + 1), "not before it is filled"
         slot.copy_(row * step)
-        kept.filled(step)
-        assert kept.can_skip(step + 1)
-    assert not kept.can_skip(7), "4 and 6 were never computed"
-    torch.testing.assert_close(kept.reused(3), row * 3)
-    torch.testing.assert_close(kept.reused(3, row), row * 4)
-    kept.slot(4, row)  # broken off: what was in the slot is gone
-    assert not kept.can_skip(3) and not kept.can_skip(5)
+        residuals.filled(step)
+        assert residuals.can_skip(step + 1)
+    assert not residuals.can_skip(7), "4 and 6 were never computed"
+    torch.testing.assert_close(residuals.reused(3), row * 3)
+    torch.testing.assert_close(residuals.reused(3, row), row * 4)
+    residuals.slot(4, row)  # broken off: what was in the slot is gone
+    assert not residuals.can_skip(3) and not residuals.can_skip(5)
 
 
 def test_what_only_our_own_loop_can_do_is_refused() -> None:

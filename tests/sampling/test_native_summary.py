@@ -18,12 +18,12 @@ def run_of(
     steps: int = 20,
     sparsities: tuple[float, ...] = (),
     taken: dict[str, int] = CALLS,
-    left: dict[str, int] = {},  # noqa: B006
+    left_calls: dict[str, int] = {},  # noqa: B006
     **changed: Any,
 ) -> NativeRun:
     run = NativeRun(SchedulePart(0, steps, steps), sparsities)
     run.began, run.seconds = 1.0, 284.0
-    for counter, calls in ((run.take, taken), (run.leave, left)):
+    for counter, calls in ((run.take, taken), (run.leave, left_calls)):
         for name, count in calls.items():
             for _ in range(count):
                 counter(name)
@@ -37,7 +37,7 @@ def lines(run: NativeRun, sparse: str | None = None, advice: str | None = None) 
 
 
 def test_the_users_words_stand_first_and_the_counts_last() -> None:
-    assert lines(run_of(left={"cross-attention calls": 3}), advice="a better card") == [
+    assert lines(run_of(left_calls={"cross-attention calls": 3}), advice="a better card") == [
         "14.2 s a step; attention by sdpa",
         "next: a better card",
         "WanCore Accelerate: self-attention calls: 20 by sdpa; left to ComfyUI: 3 cross-attention calls",
@@ -52,8 +52,10 @@ def test_what_was_saved_and_what_it_is_worth() -> None:
         "20 of 40 forwards skipped, attention reads 19 % of the keys: about 4.5 times as fast, estimated"
     )
     assert lines(run_of(skipped=(10, 20)))[0] == "10 of 20 forwards skipped: about 2.0 times as fast, estimated"
-    some = run_of(sparsities=sparsities, sparse_steps=list(range(15)))
-    assert lines(some, "balanced")[0].startswith("attention reads 19 % of the keys in 15 of 20 steps: about 1.7 times")
+    sparse_run = run_of(sparsities=sparsities, sparse_steps=list(range(15)))
+    assert lines(sparse_run, "balanced")[0].startswith(
+        "attention reads 19 % of the keys in 15 of 20 steps: about 1.7 times"
+    )
     assert lines(run_of(skipped=(0, 20)))[0] == "14.2 s a step; attention by sdpa"
 
 
@@ -69,26 +71,26 @@ def test_a_sampler_without_a_step_warns_of_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "first"),
+    ("left_calls", "first"),
     [
         ({}, "warning: self-attention stayed with ComfyUI: no call came to WanCore"),
         ({"calls with a mask": 2}, "warning: self-attention stayed with ComfyUI: 2 calls with a mask"),
         ({"self-attention, as chosen": 2}, "14.2 s a step; attention by ComfyUI"),
     ],
 )
-def test_a_run_that_was_not_accelerated_says_why(left: dict[str, int], first: str) -> None:
-    assert lines(run_of(taken={}, left={**left, "cross-attention calls": 9}))[0] == first
+def test_a_run_that_was_not_accelerated_says_why(left_calls: dict[str, int], first: str) -> None:
+    assert lines(run_of(taken={}, left_calls={**left_calls, "cross-attention calls": 9}))[0] == first
 
 
 def test_calls_of_self_attention_that_were_left_are_named() -> None:
-    assert "left to ComfyUI: 2 calls with a mask" in lines(run_of(left={"calls with a mask": 2}))
+    assert "left to ComfyUI: 2 calls with a mask" in lines(run_of(left_calls={"calls with a mask": 2}))
 
 
 def test_a_compared_step_says_what_a_step_took_before() -> None:
     """19 steps in 190 s, and one of ComfyUI's own in 16 s; nothing where that one was not computed."""
     compared = "self-attention, of the step that is compared"
     timed = {"compare": True, "seconds": 206.0, "passed": {18: 300.0, 19: 316.0}, "skipped": (8, 40)}
-    first, second, counts = lines(run_of(left={compared: 40}, **timed))
+    first, second, counts = lines(run_of(left_calls={compared: 40}, **timed))
     assert first == "8 of 40 forwards skipped"
     assert second == "10.0 s a step, 16.0 s before: 1.6 times as fast, by one step without WanCore; attention by sdpa"
     assert counts.endswith(f"40 {compared}")
@@ -99,7 +101,7 @@ HOPPER, ADA = (9, 0), (8, 9)
 
 
 @pytest.mark.parametrize(
-    ("steps", "kernels", "card", "bytes_each", "cache", "words"),
+    ("steps", "kernels", "card", "bytes_each", "cache", "message"),
     [
         (20, ["flash4"], HOPPER, 2.0, False, "pip install --pre flash-attn-4"),
         (20, [], HOPPER, 2.0, False, "cache 'balanced' skips about half of the forwards; a four-step LoRA"),
@@ -111,10 +113,10 @@ HOPPER, ADA = (9, 0), (8, 9)
     ],
 )
 def test_what_would_help_next(
-    steps: int, kernels: list[str], card: tuple[int, int] | None, bytes_each: float, cache: bool, words: str | None
+    steps: int, kernels: list[str], card: tuple[int, int] | None, bytes_each: float, cache: bool, message: str | None
 ) -> None:
     advice = advice_for(run_of(steps, caching=cache), kernels, card, bytes_each)
-    assert advice == words if words is None else str(advice).startswith(words)
+    assert advice == message if message is None else str(advice).startswith(message)
 
 
 def test_only_libraries_of_measured_cards_are_recommended() -> None:

@@ -16,7 +16,7 @@ from wan_core.sampling.native.plan import WholeRun, cut, plan_part
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.schedules import Window
 
-MARKS = st.text("01", max_size=40).map(lambda rest: "1" + rest)
+MARKS = st.text("01", max_size=40).map(lambda marks: "1" + marks)
 
 
 def computed(plan):
@@ -26,9 +26,9 @@ def computed(plan):
 def test_a_pattern_as_long_as_the_phases_is_taken_as_it_is():
     plan = make_plan(steps=40)  # 26 high, 14 low
     high, low = "11101001001001010101010101", "10100100100111"
-    found = leave_out(plan, SkipOptions(pattern=PatternOptions(high=high, low=low)), None)
-    assert computed(found) == [i for i, mark in enumerate(high + low) if mark == "1"]
-    assert found.unskipped == 80 and found.forwards == 2 * (high + low).count("1")
+    skipping = leave_out(plan, SkipOptions(pattern=PatternOptions(high=high, low=low)), None)
+    assert computed(skipping) == [i for i, mark in enumerate(high + low) if mark == "1"]
+    assert skipping.unskipped == 80 and skipping.forwards == 2 * (high + low).count("1")
 
 
 def test_half_the_steps_compute_at_the_same_noise():
@@ -42,8 +42,8 @@ def test_half_the_steps_compute_at_the_same_noise():
 
 def test_one_transformer_uses_both_patterns_in_a_row():
     plan = make_plan(task="ti2v-5B", steps=20)
-    found = leave_out(plan, SkipOptions(pattern=PatternOptions(high="10", low="11")), None)
-    assert computed(found) == [0, 10, 15, 19]  # the last step is always computed
+    skipping = leave_out(plan, SkipOptions(pattern=PatternOptions(high="10", low="11")), None)
+    assert computed(skipping) == [0, 10, 15, 19]  # the last step is always computed
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,10 +90,10 @@ def test_two_samplers_of_a_native_model_compute_the_pattern_of_the_run():
     options = SkipOptions(pattern=PatternOptions(high="101001", low="1100"))
     sigmas = [1 - i / 20 for i in range(21)]
     run = {"task": "Wan 2.2", "solver": "euler", "shift": 5.0, "boundary": 0.875, "guidance": 3.5}
-    found = []
+    indices = []
     for part in (sigmas[:11], sigmas[10:]):
         place = WholeRun(sigmas=tuple(sigmas)).place(part, 5.0)
         plan = leave_out(plan_part(place, branches=("cond", "uncond"), **run), options, None)
-        found += [step.index for step in cut(plan, place).steps if not step.skipped]
+        indices += [step.index for step in cut(plan, place).steps if not step.skipped]
     # 6 marks on the first 10 steps, 4 on the last 10, whose last step is always computed
-    assert found == [0, 2 * 10 // 6, 5 * 10 // 6, 10, 10 + 10 // 4, 19]
+    assert indices == [0, 2 * 10 // 6, 5 * 10 // 6, 10, 10 + 10 // 4, 19]

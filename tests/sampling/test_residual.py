@@ -67,12 +67,12 @@ def path(plan, batched):
 def textbook(plan, noise):
     """The loop written out: the residual of every branch and expert in a list, forecasts by numpy's polynomials."""
     x, history, delta = noise, History(), None
-    kept: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
+    residuals: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
     for step in plan.steps:
-        model, t, found = EXPERTS[step.expert], torch.full((len(noise),), step.timestep), {}
+        model, t, velocities = EXPERTS[step.expert], torch.full((len(noise),), step.timestep), {}
         for branch in step.branches:
             text = model.prepare_text(getattr(TEXT, branch).expand(len(noise), -1, -1))
-            grid, past = model.token_grid(x), kept.setdefault((step.expert, branch), [])
+            grid, past = model.token_grid(x), residuals.setdefault((step.expert, branch), [])
             tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
             if branch in step.skipped:
                 values = []
@@ -84,15 +84,15 @@ def textbook(plan, noise):
                 value = sum(values) / len(values)
                 after = tokens + torch.from_numpy(value).float().view_as(tokens)
             else:
-                given = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)
-                after = model.run_blocks(BlockInputs(*given))
+                inputs = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)
+                after = model.run_blocks(BlockInputs(*inputs))
                 past.append((step.index, after - tokens))
-            found[branch] = model.unpatchify(model.head(after, time), grid)
-        if "uncond" in found:
-            delta = found["cond"] - found["uncond"]
-            velocity = found["uncond"] + step.guidance * delta
+            velocities[branch] = model.unpatchify(model.head(after, time), grid)
+        if "uncond" in velocities:
+            delta = velocities["cond"] - velocities["uncond"]
+            velocity = velocities["uncond"] + step.guidance * delta
         else:
-            velocity = found["cond"] + ((step.guidance - 1) * delta if step.delta else 0)
+            velocity = velocities["cond"] + ((step.guidance - 1) * delta if step.delta else 0)
         x, history = SOLVERS[plan.solver](x, velocity, step.index, plan.sigmas, history)
     return x
 
@@ -128,9 +128,9 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched):
         assert same.forwards == plan.forwards
         assert torch.equal(run(same, batched=batched), exact), options
     for name in ("magcache", "taylorseer", "magcache order 1"):
-        some = leave_out(plan, SETTINGS[name], CURVE)
-        first = next(s.index for s in some.steps if s.skipped)
-        equal = [torch.equal(a, b) for a, b in zip(path(plan, batched), path(some, batched), strict=True)]
+        skipping = leave_out(plan, SETTINGS[name], CURVE)
+        first = next(s.index for s in skipping.steps if s.skipped)
+        equal = [torch.equal(a, b) for a, b in zip(path(plan, batched), path(skipping, batched), strict=True)]
         assert equal == [i < first for i in range(16)], name
 
 
@@ -343,10 +343,10 @@ def test_a_step_that_runs_again_changes_nothing(name, batched):
     computed = sum(count > 0 for count in forwards)
     for nth in (1,) if batched else (1, 2):
         fault = MemoryRunsOut(model, nth)
-        found = run(plan, noise, experts=experts, batched=batched, relieve=fault.relieve, on_step=fault.next_step)
+        latents = run(plan, noise, experts=experts, batched=batched, relieve=fault.relieve, on_step=fault.next_step)
         fault.handle.remove()
         assert fault.relieved == (computed if nth == 1 else forwards.count(2)) > 0
-        assert torch.equal(found, exact)
+        assert torch.equal(latents, exact)
 
 
 def test_an_adaptive_step_that_runs_again_after_its_forwards_is_measured_once(monkeypatch):
@@ -354,8 +354,8 @@ def test_an_adaptive_step_that_runs_again_after_its_forwards_is_measured_once(mo
     plan = faulty_plan("adaptive", 20)
     exact, guide, calls = run(plan), Guided.guide, []
 
-    def failing(self, found, step):
-        result = guide(self, found, step)
+    def failing(self, velocities, step):
+        result = guide(self, velocities, step)
         calls.append(step.index)
         if calls == [*range(6)]:
             raise torch.cuda.OutOfMemoryError("full")

@@ -33,18 +33,18 @@ SKIP = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def kept_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets the bytes of all residuals after each forward."""
-    found: list[int] = [0]
+    byte_counts: list[int] = [0]
 
     class Counted(residual.ResidualCache):
         def __call__(self, inputs: BlockInputs, inner: Run) -> torch.Tensor:
             tokens = super().__call__(inputs, inner)
-            found.append(sum(one.bytes for one in self.kept.values()))
+            byte_counts.append(sum(one.bytes for one in self.kept.values()))
             return tokens
 
     monkeypatch.setattr(residual, "ResidualCache", Counted)
-    return found
+    return byte_counts
 
 
 def planned(plan: Plan, model: WanModel, shape: tuple[int, ...]) -> int:
@@ -55,7 +55,7 @@ def planned(plan: Plan, model: WanModel, shape: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_planned_is_kept(kept: list[int], policy: str, windows: str) -> None:
+def test_what_is_planned_is_kept(kept_bytes: list[int], policy: str, windows: str) -> None:
     options, cases = WINDOWS[windows], [(1, ())]
     cases += [] if options is not None else [(2, ()), (1, (StageOptions(scale=0.5, low=0.9, high=0.98),))]
     for videos, stages in cases:
@@ -63,25 +63,25 @@ def test_what_is_planned_is_kept(kept: list[int], policy: str, windows: str) -> 
         plan = make_plan(steps=14, solver="euler")
         plan = plan if options is None else with_windows(plan, options, shape[2])
         plan = skip_forwards(plan, replace(POLICIES[policy], stages=stages), None)
-        kept.clear()
+        kept_bytes.clear()
         with torch.no_grad():
             denoise(plan, EXPERTS.__getitem__, TEXT, draw_noise(1, shape))
-        assert planned(plan, EXPERTS["high"], shape) == max(kept, default=0), (videos, stages)
+        assert planned(plan, EXPERTS["high"], shape) == max(kept_bytes, default=0), (videos, stages)
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "taylorseer"])
-def test_a_branch_that_never_runs_takes_no_memory(kept: list[int], policy: str) -> None:
+def test_a_branch_that_never_runs_takes_no_memory(kept_bytes: list[int], policy: str) -> None:
     shape = (1, 16, 7, 4, 8)
     plan = skip_forwards(
         make_plan(steps=14, solver="euler", guidance_high=1.0, guidance_low=1.0), POLICIES[policy], None
     )
     with torch.no_grad():
         denoise(plan, EXPERTS.__getitem__, TEXT, draw_noise(1, shape))
-    assert planned(plan, EXPERTS["high"], shape) == max(kept, default=0)
+    assert planned(plan, EXPERTS["high"], shape) == max(kept_bytes, default=0)
 
 
 @pytest.mark.parametrize("name", [*test_control_run.CONFIGS, *test_driven_run.CONFIGS, "s2v"])
-def test_families_keep_all_their_tokens(kept: list[int], name: str) -> None:
+def test_families_keep_all_their_tokens(kept_bytes: list[int], name: str) -> None:
     plan = replace(test_control_run.plan_for(steps=10), task="t2v-14B")
     plan = skip_forwards(plan, SKIP, None, None)
     if name == "s2v":
@@ -93,4 +93,4 @@ def test_families_keep_all_their_tokens(kept: list[int], name: str) -> None:
     else:
         model, shape = test_control_run.made(name), (2, 16, 3, 8, 10)
         test_control_run.run(model, name, plan, videos=2)
-    assert planned(plan, model, shape) == max(kept)
+    assert planned(plan, model, shape) == max(kept_bytes)

@@ -55,10 +55,10 @@ def test_samplers_of_comfyui_decide_as_our_own_loop(media: dict[str, str]) -> No
     """Both skip, and read, the same in every step, and refuse the same; all that may differ is named here."""
     equal = refused = 0
     for number in range(SETS):
-        words, task = drawn_options(number), FULL[number % len(FULL)]
-        if "--denoise" in words:
+        arguments, task = drawn_options(number), FULL[number % len(FULL)]
+        if "--denoise" in arguments:
             continue  # a part of a run, whose place in it a sampler estimates
-        line = ["--prompt", "x", "--model", f"random:{task.name}", *begins_with(task, words, media), *words]
+        line = ["--prompt", "x", "--model", f"random:{task.name}", *begins_with(task, arguments, media), *arguments]
         try:
             options = PARSER.parse_args(["generate", *line])
             loaded, request = load_options_of(options), request_of(options)
@@ -77,10 +77,10 @@ def test_samplers_of_comfyui_decide_as_our_own_loop(media: dict[str, str]) -> No
         elif isinstance(ours, str) and base.solver in TWICE and "two forwards" in ours:
             assert isinstance(theirs, Plan)  # a forward belongs to the step of its sigma, whichever it is
         elif isinstance(ours, str) or isinstance(theirs, str):
-            one, other = (str(words).partition(" does not fit ")[2] or words for words in (ours, theirs))
-            assert one == other, (task.name, words)
+            one, other = (str(refusal).partition(" does not fit ")[2] or refusal for refusal in (ours, theirs))
+            assert one == other, (task.name, arguments)
             refused += 1
         else:
-            assert decisions(ours) == decisions(theirs), (task.name, words)
+            assert decisions(ours) == decisions(theirs), (task.name, arguments)
             equal += 1
     assert equal > 20 and refused

@@ -166,15 +166,15 @@ def test_matches_the_k_diffusion_of_comfyui(tmp_path):
         find_comfyui(),
         [(s, n, shift) for s in K_DIFFUSION for n, shift in ((2, 5.0), (4, 5.0), (20, 8.0))],
     )
-    given = []
+    inputs = []
     for solver, steps, shift in cases:
         x, *noise = drawn(steps)
         sigmas = torch.tensor(make_plan(steps=steps, shift=shift, solver="euler").sigmas, dtype=torch.float64)
-        given.append((solver, x, sigmas, noise))
-    torch.save(given, tmp_path / "cases.pt")
+        inputs.append((solver, x, sigmas, noise))
+    torch.save(inputs, tmp_path / "cases.pt")
     command = [python_of(checkout), "-c", REFERENCE, str(checkout)]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=240, capture_output=True)
-    for case, (solver, x, _, noise), wanted in zip(cases, given, torch.load(tmp_path / "found.pt"), strict=True):
+    for case, (solver, x, _, noise), wanted in zip(cases, inputs, torch.load(tmp_path / "found.pt"), strict=True):
         assert (ours(solver, *case[1:], curved, x, noise) - wanted).abs().max() <= 1e-9, case
 
 
@@ -209,7 +209,7 @@ def test_steps_are_pure():
         x, history = torch.ones(4), History(noise=torch.ones(4))
         for i in range(6):
             before = x.clone()
-            first, kept = solver(x, curved(x, sigmas[i]), i, sigmas, history)
+            first, with_noise = solver(x, curved(x, sigmas[i]), i, sigmas, history)
             again, _ = solver(x, curved(x, sigmas[i]), i, sigmas, history)
             assert torch.equal(first, again) and torch.equal(x, before)
-            x, history = first, kept._replace(noise=torch.ones(4))
+            x, history = first, with_noise._replace(noise=torch.ones(4))

@@ -39,18 +39,18 @@ CPU = torch.device("cpu")
 GRID = (1, 3, 4, 5)
 
 
-def made() -> WanModel:
+def sound_model() -> WanModel:
     return optimize(wan_core.load_dit(draw_weights(S2V), {"num_heads": S2V.num_heads}), attend=SDPA)
 
 
-MODEL = made()
+MODEL = sound_model()
 
 
 def conditioned(videos: int = 1) -> Conditioning:
     """A prompt and a negative prompt, which hears nothing but zeros."""
-    given = draw_inputs(S2V, (videos, *GRID[1:]))
-    inputs = {name: given[name] for name in ("audio", "reference", "motion", "pose")}
-    text, silent = given["context"][:1], torch.zeros_like(given["audio"])
+    drawn = draw_inputs(S2V, (videos, *GRID[1:]))
+    inputs = {name: drawn[name] for name in ("audio", "reference", "motion", "pose")}
+    text, silent = drawn["context"][:1], torch.zeros_like(drawn["audio"])
     return Conditioning(cond=text, uncond=text.flip(1), inputs=inputs, uncond_inputs={"audio": silent})
 
 
@@ -60,36 +60,36 @@ def plan_for(**options) -> Plan:
 
 def run(model: WanModel, plan: Plan | None = None, videos: int = 1, **options) -> torch.Tensor:
     noise = torch.randn(videos, 16, GRID[1], 2 * GRID[2], 2 * GRID[3], generator=torch.Generator().manual_seed(2))
-    given = options.pop("conditioning", conditioned(videos))
+    conditions = options.pop("conditioning", conditioned(videos))
     with torch.no_grad():
-        return denoise(plan or plan_for(), lambda _: model, given, noise, **options)
+        return denoise(plan or plan_for(), lambda _: model, conditions, noise, **options)
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def test_branches_together_equal_one_after_the_other():
-    model = made()
+    model = sound_model()
     for videos in (1, 2):
         assert difference(run(model, videos=videos, batched=True), run(model, videos=videos)) < 1e-4
 
 
 def test_what_the_negative_prompt_hears_counts():
-    model, given = made(), conditioned()
-    assert difference(run(model, conditioning=replace(given, uncond_inputs={})), run(model)) > 1e-4
+    model, conditions = sound_model(), conditioned()
+    assert difference(run(model, conditioning=replace(conditions, uncond_inputs={})), run(model)) > 1e-4
 
 
 def test_conditioning_travels_flat():
-    given = replace(conditioned(), inputs={**conditioned().inputs, "comfyui_positions": True})
-    found = Conditioning.of(given.flat())
-    assert found.inputs["comfyui_positions"] is True
-    assert difference(run(made(), conditioning=found), run(made(), conditioning=given)) == 0.0
+    conditions = replace(conditioned(), inputs={**conditioned().inputs, "comfyui_positions": True})
+    unpacked = Conditioning.of(conditions.flat())
+    assert unpacked.inputs["comfyui_positions"] is True
+    assert difference(run(sound_model(), conditioning=unpacked), run(sound_model(), conditioning=conditions)) == 0.0
 
 
 @pytest.mark.parametrize("policy", ["taylorseer", "magcache"])
 def test_step_caching_changes_the_video_a_little(policy):
-    model, plan = made(), plan_for(steps=10)
+    model, plan = sound_model(), plan_for(steps=10)
     if policy == "taylorseer":
         skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
         cached = skip_forwards(plan, skip, None, None)
@@ -108,9 +108,9 @@ def test_step_caching_changes_the_video_a_little(policy):
 
 @pytest.mark.parametrize("resident", [0, 1])
 def test_streamed_blocks_give_the_same_bits(resident):
-    exact = run(made())
+    exact = run(sound_model())
     residency = Residency(CPU, "stream", resident_blocks=resident)
-    residency.add("high", made())
+    residency.add("high", sound_model())
     for _ in range(2):  # the second video finds what the first left
         assert torch.equal(run(residency.use("high")), exact)
 
@@ -119,37 +119,37 @@ GRIDS = {"T": st.integers(1, 4), "Y": st.integers(4, 9), "X": st.integers(4, 9),
 
 
 def forward(model: WanModel, T: int, Y: int, X: int, motion: bool, info: ForwardInfo) -> torch.Tensor:
-    given = draw_inputs(S2V, (1, T, Y, X), motion=19 if motion else None)
-    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    drawn = draw_inputs(S2V, (1, T, Y, X), motion=19 if motion else None)
+    x, timestep, context = (drawn.pop(name) for name in ("x", "timestep", "context"))
     with torch.no_grad():
-        return model(x, timestep, context, info=info, **given)
+        return model(x, timestep, context, info=info, **drawn)
 
 
 @settings(max_examples=6, deadline=None)
 @over(**GRIDS, resident=st.integers(0, 4))
 def test_streamed_blocks_give_the_same_bits_at_every_grid(T, Y, X, motion, resident):
     residency = Residency(CPU, "stream", resident_blocks=resident)
-    residency.add("high", made())
-    exact = forward(made(), T, Y, X, motion, ForwardInfo())
+    residency.add("high", sound_model())
+    exact = forward(sound_model(), T, Y, X, motion, ForwardInfo())
     assert torch.equal(forward(residency.use("high"), T, Y, X, motion, ForwardInfo()), exact)
 
 
 @settings(max_examples=6, deadline=None)
 @over(**GRIDS)
 def test_sparse_attention_that_reads_every_block_is_dense_at_every_grid(T, Y, X, motion):
-    model = made()
+    model = sound_model()
     exact = forward(model, T, Y, X, motion, ForwardInfo())
     tiles = SparseTiles(model, SparseOptions(sparsity=0.0001, kernel="math"), None, (T, Y, X))
     with in_tiles(model, tiles):
-        found = forward(model, T, Y, X, motion, ForwardInfo(sparsity=0.0001))
-    assert difference(found, exact) < 1e-4
+        output = forward(model, T, Y, X, motion, ForwardInfo(sparsity=0.0001))
+    assert difference(output, exact) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["0.0001/0/0", "0.9/1/0", "0.9/0/9"])
 def test_the_order_of_tiles_changes_nothing(kind):
     """Tokens in the order of the tiles find their sound and their modulation. Every block is read: because all are
     chosen, in dense steps of a sparse phase, in dense layers of a sparse step."""
-    model, plan = made(), plan_for()
+    model, plan = sound_model(), plan_for()
     everything = sparsify(plan, parse_sparse(f"{kind}:ramp0"))
     assert everything.sparse is not None
     assert difference(run(model, everything), run(model, plan)) < 1e-4
@@ -173,21 +173,21 @@ class Watched(Attention):
 def test_sparse_steps_read_tokens_beside_the_video_whole(T, Y, X, motion, reference):
     """The order has every token once, the video's first; the others are read by every block and read all keys."""
     model, watched = MODEL, Watched()
-    given = draw_inputs(S2V, (1, T, Y, X), motion=3 if motion else None)
+    drawn = draw_inputs(S2V, (1, T, Y, X), motion=3 if motion else None)
     if not reference:
-        del given["reference"]
+        del drawn["reference"]
     for block in model.blocks:
         block.self_attn.attend = watched
     tiles = SparseTiles(model, SparseOptions(sparsity=0.9, kernel="math"), None, (T, Y, X))
     seen = []
     inner = tiles.arranged
     tiles.arranged = lambda inputs: seen.append(inner(inputs)) or seen[-1]
-    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    x, timestep, context = (drawn.pop(name) for name in ("x", "timestep", "context"))
     with torch.no_grad(), in_tiles(model, tiles):
-        found = model(x, timestep, context, info=ForwardInfo(sparsity=0.9), **given)
+        output = model(x, timestep, context, info=ForwardInfo(sparsity=0.9), **drawn)
     (order, rules), video = seen[0], prod((T, Y, X))
     length = len(order.order)
-    assert torch.isfinite(found).all()
+    assert torch.isfinite(output).all()
     assert torch.equal(order.order.sort().values, torch.arange(length))
     assert torch.equal(order.order[video:], torch.arange(video, length))
     assert torch.equal(order.order[:video], make_tiles((T, Y, X), order.block, CPU).order)  # frames are not kept apart
@@ -198,25 +198,25 @@ def test_sparse_steps_read_tokens_beside_the_video_whole(T, Y, X, motion, refere
 
 
 def test_sparse_attention_reads_less():
-    model, plan = made(), plan_for()
+    model, plan = sound_model(), plan_for()
     whole = run(model, plan)
-    found = run(model, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
-    assert 1e-5 < difference(found, whole) < 0.5
+    latents = run(model, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
+    assert 1e-5 < difference(latents, whole) < 0.5
     assert torch.equal(run(model, plan), whole)  # nothing stays behind
 
 
 def test_sparse_attention_around_a_ring_is_refused():
-    model = made()
-    given = draw_inputs(S2V, GRID)
+    model = sound_model()
+    drawn = draw_inputs(S2V, GRID)
     tiles = SparseTiles(model, SparseOptions(sparsity=0.9, kernel="math"), None, GRID[1:])
 
     class OnARing(Attention):
         ring_size = 2
 
     tiles.around = [OnARing()] * len(model.blocks)
-    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    x, timestep, context = (drawn.pop(name) for name in ("x", "timestep", "context"))
     with pytest.raises(OptionError, match="around a ring"), in_tiles(model, tiles):
-        model(x, timestep, context, **given)
+        model(x, timestep, context, **drawn)
 
 
 def test_the_memory_plan_counts_every_token():

@@ -91,21 +91,23 @@ def test_what_makes_no_sense_is_refused(text: str) -> None:
 @given(OPTIONS, st.integers(1, 60))
 def test_first_steps_read_more(options: SparseOptions, steps: int) -> None:
     plan = make_plan(steps=steps)
-    found = sparsify(plan, options)
-    sparse = [step.sparsity > 0 for step in found.steps]
+    sparse_plan = sparsify(plan, options)
+    sparse = [step.sparsity > 0 for step in sparse_plan.steps]
     assert sparse == sorted(sparse)
     assert steps - sum(sparse) >= options.dense_steps * steps - 1e-6
     ramp = max(
         min(0.5, options.sparsity), 1 - 2 * (1 - options.sparsity)
     )  # half of the blocks, or twice those of later
-    assert {round(step.sparsity, 9) for step in found.steps} <= {round(s, 9) for s in (0.0, ramp, options.sparsity)}
-    assert [step.sparsity for step in found.steps] == sorted(step.sparsity for step in found.steps)
-    assert steps - sum(s.sparsity == options.sparsity for s in found.steps) >= (
+    assert {round(step.sparsity, 9) for step in sparse_plan.steps} <= {
+        round(s, 9) for s in (0.0, ramp, options.sparsity)
+    }
+    assert [step.sparsity for step in sparse_plan.steps] == sorted(step.sparsity for step in sparse_plan.steps)
+    assert steps - sum(s.sparsity == options.sparsity for s in sparse_plan.steps) >= (
         options.ramp * steps - 1e-6 if options.sparsity > 0.5 else 0
     )
-    dense = tuple(replace(step, sparsity=0.0) for step in found.steps)
-    assert replace(found, steps=dense, sparse=None, notes=()) == plan
-    assert found.forwards == plan.forwards
+    dense = tuple(replace(step, sparsity=0.0) for step in sparse_plan.steps)
+    assert replace(sparse_plan, steps=dense, sparse=None, notes=()) == plan
+    assert sparse_plan.forwards == plan.forwards
 
 
 def test_the_estimate_counts_what_is_read() -> None:
@@ -114,8 +116,8 @@ def test_the_estimate_counts_what_is_read() -> None:
     assert step_cost(0.0, 0.72) == 1.0
     share = attention_share(A14B, 75600)
     for keep, seconds in ((0.5, 5.345), (0.375, 4.578), (0.25, 3.79), (0.1875, 3.378), (0.125, 2.964)):
-        found = step_cost(1 - keep, share, rest_cost(parse_sparse("0.5/0/0:error")))  # forwards, dense 7.537 s
-        assert found == pytest.approx(seconds / 7.537, rel=0.01)
+        estimated = step_cost(1 - keep, share, rest_cost(parse_sparse("0.5/0/0:error")))  # forwards, dense 7.537 s
+        assert estimated == pytest.approx(seconds / 7.537, rel=0.01)
     for keep, seconds in ((0.5, 5.309), (0.25, 3.716), (0.125, 2.87)):  # with one mean alone, dense 7.581 s
         assert step_cost(1 - keep, share) == pytest.approx(seconds / 7.581, rel=0.025)
     ways = {"": 0.0288, ":error": 0.0299, ":slope": 0.0391, ":parts2": 0.0329, ":parts4": 0.0412}
@@ -126,10 +128,10 @@ def test_the_estimate_counts_what_is_read() -> None:
     dense = make_plan(steps=40)
     for name, before in (("quality", 1.0), ("balanced", 0.85), ("fast", 0.65)):
         plan = with_costs(sparsify(dense, PRESETS[name]), A14B, (21, 90, 160))
-        found = plan.estimate({"high": 1.0, "low": 1.0})
-        assert found is not None
-        assert found < before * 80
-        assert found == pytest.approx(sum(s.forwards * s.cost for s in plan.steps))
+        estimated = plan.estimate({"high": 1.0, "low": 1.0})
+        assert estimated is not None
+        assert estimated < before * 80
+        assert estimated == pytest.approx(sum(s.forwards * s.cost for s in plan.steps))
     layers = A14B.num_layers
     none, half = (
         with_costs(sparsify(dense, parse_sparse(f"0.5/0/{n}")), A14B, (21, 90, 160)).steps[-1].cost
@@ -187,11 +189,11 @@ def test_coverage_is_found_beside_its_checkpoint(tmp_path: Path) -> None:
     path = COVERAGE_FILES.beside(checkpoint, "t2v-A14B.high")
     assert path.name == "wan2.2_t2v_high.sparse.json"
     coverage = covering([1.0, 0.2])
-    found = COVERAGE_FILES.read(COVERAGE_FILES.write(coverage, path))
-    assert replace(found, mass=coverage.mass) == coverage
+    read_coverage = COVERAGE_FILES.read(COVERAGE_FILES.write(coverage, path))
+    assert replace(read_coverage, mass=coverage.mass) == coverage
     options = parse_setting("sparse:0.75")
     plan = skip_forwards(make_plan(), options, checkpoint, None)
-    assert dict(plan.keeps)["high"] == choose_keeps(found, 0.25)
+    assert dict(plan.keeps)["high"] == choose_keeps(read_coverage, 0.25)
     assert "low" not in dict(plan.keeps)
     assert "calibrated share per layer for high" in plan.table()
     assert skip_forwards(make_plan(), parse_setting("sparse:balanced:even"), checkpoint, None).keeps == ()

@@ -143,17 +143,17 @@ def test_a_choice_is_for_computed_steps_that_read_as_much(
     experts: dict[str, WanModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps that a cache skips do not count, and where the ramp ends blocks are chosen anew."""
-    made: list[tuple[int, float]] = []  # computed steps of the phase until then, share of the blocks
+    choices: list[tuple[int, float]] = []  # computed steps of the phase until then, share of the blocks
 
     route, asked = SparseForward.route, []
 
-    def asking(self: SparseForward, *given: object) -> Route:
+    def asking(self: SparseForward, *arguments: object) -> Route:
         asked.append(self.step)
-        return route(self, *given)  # type: ignore[arg-type]
+        return route(self, *arguments)  # type: ignore[arg-type]
 
-    def counting(scores: torch.Tensor, rule: Rule, *rest: torch.Tensor) -> Route:
-        made.append((asked[-1], rule.keep))
-        return choose(scores, rule, *rest)
+    def counting(scores: torch.Tensor, rule: Rule, *sizes: torch.Tensor) -> Route:
+        choices.append((asked[-1], rule.keep))
+        return choose(scores, rule, *sizes)
 
     monkeypatch.setattr(SparseForward, "route", asking)
     monkeypatch.setattr(sparse_forward, "choose", counting)
@@ -171,7 +171,7 @@ def test_a_choice_is_for_computed_steps_that_read_as_much(
                 expected += [(sum(uses.values()), keep)] * (len(step.branches) * layers * (uses[keep] % 2))
     assert {keep for _, keep in expected} == {0.25, 0.5}
     assert any(step.skipped for step in plan.steps)
-    assert made == expected
+    assert choices == expected
 
 
 def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) -> None:
@@ -179,17 +179,17 @@ def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) 
     model = experts["high"]
     tiles = SparseTiles(model, parse_sparse("0.5/0"), None, (3, 5, 7))
     tokens = torch.randn(2, 105, 8)
-    given, seen = tokens.clone(), []
+    before, seen = tokens.clone(), []
 
     def inner(inputs: BlockInputs) -> torch.Tensor:
         seen.append((inputs.tokens.data_ptr(), inputs.tokens.clone()))
         return inputs.tokens
 
     modulation, rope = torch.zeros(2, 1, 6, 8), torch.zeros(105, 1, 4, 2)
-    found = tiles(BlockInputs(tokens, modulation, rope, PreparedText(()), ForwardInfo(), (3, 5, 7)), inner)
+    after = tiles(BlockInputs(tokens, modulation, rope, PreparedText(()), ForwardInfo(), (3, 5, 7)), inner)
     assert seen[0][0] == tokens.data_ptr()
-    assert not torch.equal(seen[0][1], given)
-    assert torch.equal(found, given)
+    assert not torch.equal(seen[0][1], before)
+    assert torch.equal(after, before)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "math-fp8"])
@@ -197,23 +197,23 @@ def test_while_attention_runs_nobody_holds_the_norm_before_it(
     experts: dict[str, WanModel], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     block = experts["high"].blocks[0]
-    backend, norm, made = BACKENDS[name].load(), fused.norm, []
+    backend, norm, norms = BACKENDS[name].load(), fused.norm, []
 
-    def noting(*given: object) -> object:
-        found = norm(*given)  # type: ignore[arg-type]
-        made.append(weakref.ref(found))
-        return found
+    def noting(*arguments: object) -> object:
+        normed = norm(*arguments)  # type: ignore[arg-type]
+        norms.append(weakref.ref(normed))
+        return normed
 
     class Looking(Attention):
         takes_fp8, asked = backend.takes_fp8, 0
 
         def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-            assert made[0]() is None
+            assert norms[0]() is None
             Looking.asked += 1
             return backend(q, k, v, call)
 
         def quantized(self, q: Quantized, k: Quantized, v: Quantized, call: AttentionCall) -> Quantized:
-            assert made[0]() is None
+            assert norms[0]() is None
             Looking.asked += 1
             return backend.quantized(q, k, v, call)
 
@@ -224,9 +224,9 @@ def test_while_attention_runs_nobody_holds_the_norm_before_it(
     assert rope.shape == (6, 1, head // 2, 2)
     with torch.no_grad():
         prompt = block.cross_attn.kv(torch.randn(1, 4, dim))
-        found = block(torch.randn(1, 6, dim), torch.zeros(1, 1, 6, dim), rope, prompt)
-    assert found.shape == (1, 6, dim)
-    assert len(made) == Looking.asked == 1
+        output = block(torch.randn(1, 6, dim), torch.zeros(1, 1, 6, dim), rope, prompt)
+    assert output.shape == (1, 6, dim)
+    assert len(norms) == Looking.asked == 1
 
 
 def test_dense_layers_read_everything(experts: dict[str, WanModel]) -> None:
@@ -250,8 +250,8 @@ def test_modulation_by_frame_stays_with_its_tokens(experts: dict[str, WanModel])
     with torch.no_grad():
         dense = model(x, times, text)
         with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), None, (3, 5, 7))):
-            found = model(x, times, text, ForwardInfo(sparsity=step.sparsity))
-    assert difference(found, dense) < 1e-4
+            output = model(x, times, text, ForwardInfo(sparsity=step.sparsity))
+    assert difference(output, dense) < 1e-4
 
 
 def test_what_decorates_attention_keeps_its_place(experts: dict[str, WanModel]) -> None:
@@ -281,14 +281,14 @@ def test_what_decorates_attention_keeps_its_place(experts: dict[str, WanModel]) 
     for each in experts.values():
         set_attention(each, around)
     try:
-        found = run(experts, sparse_plan("0.5/0", 3))
+        latents = run(experts, sparse_plan("0.5/0", 3))
         assert model.blocks[0].self_attn.attend is around
         assert around.local is SDPA
     finally:
         for each in experts.values():
             set_attention(each, SDPA)
     assert Around.calls > before
-    assert torch.equal(found, plain_video)
+    assert torch.equal(latents, plain_video)
 
 
 def test_a_compiled_block_is_one_for_all_layers() -> None:
@@ -304,8 +304,8 @@ def test_a_compiled_block_is_one_for_all_layers() -> None:
     torch._dynamo.reset()
     compile_blocks(model, CPU, backend="eager")
     before = counters["stats"]["unique_graphs"]
-    found = run(experts, sparse_plan("0.5/0.3", 4))
-    assert difference(found, plain_video) < 1e-4
+    latents = run(experts, sparse_plan("0.5/0.3", 4))
+    assert difference(latents, plain_video) < 1e-4
     assert counters["stats"]["unique_graphs"] - before == 3
     after = counters["stats"]["unique_graphs"]
     run(experts, sparse_plan("0.75/0.3/1", 4))
@@ -338,13 +338,13 @@ def test_fp8_goes_from_the_projection_to_the_kernel_in_whole_blocks(
     for sparsity, allowed in ((0.001, 0.06), (0.5, 0.5)):
         tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0), None, (3, 5, 7))
         with in_tiles(model, tiles):
-            found = model(x, time, text, ForwardInfo(sparsity=sparsity))
+            output = model(x, time, text, ForwardInfo(sparsity=sparsity))
             if compiled:
                 for block in model.blocks:
                     block.parts = PLAIN_PARTS
-                assert difference(found, model(x, time, text, ForwardInfo(sparsity=sparsity))) < 1e-3
+                assert difference(output, model(x, time, text, ForwardInfo(sparsity=sparsity))) < 1e-3
                 compile_blocks(model, CPU, backend="aot_eager")
-        assert difference(found, dense) < allowed
+        assert difference(output, dense) < allowed
     assert all(v.channels_first and v.tokens == 105 and v.memory.shape[-1] % tiles.block == 0 for v in asked)
     assert 105 % tiles.block, "the last block is not full"
 
@@ -356,25 +356,25 @@ def test_single_forwards_can_be_sparse(experts: dict[str, WanModel]) -> None:
     with torch.no_grad():
         dense = model(x, time, text)
         AlwaysSparse.install(model, 0.5)
-        found = model(x, time, text)
+        output = model(x, time, text)
         model(x[..., :10], time, text)  # another size
         again = model(x, time, text)
-    assert 1e-5 < difference(found, dense) < 0.5
-    assert torch.equal(found, again)
+    assert 1e-5 < difference(output, dense) < 0.5
+    assert torch.equal(output, again)
 
 
 def test_coverage_of_the_embedded_model(experts: dict[str, WanModel]) -> None:
     plan = make_plan(task="t2v-tiny", steps=4)
     noise = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        found = measure_coverage(
+        measured = measure_coverage(
             plan,
             experts.__getitem__,  # type: ignore[arg-type]
             [(conditioned(experts["high"].config), noise)] * 2,
             source="test",
         )
-    assert set(found) == {"high", "low"}
-    for coverage in found.values():
+    assert set(measured) == {"high", "low"}
+    for coverage in measured.values():
         assert len(coverage.mass) == experts["high"].config.num_layers
         for layer in coverage.mass:
             for head in layer:
@@ -382,5 +382,5 @@ def test_coverage_of_the_embedded_model(experts: dict[str, WanModel]) -> None:
                 assert head[-1] == pytest.approx(1, abs=1e-3)
                 assert head[SHARES.index(0.5)] > 0.5
     assert experts["high"].runners.runners == []
-    assert coverage_words(found).count("\n") == 6
-    assert draw_coverage(found).size == (960, 540)
+    assert coverage_words(measured).count("\n") == 6
+    assert draw_coverage(measured).size == (960, 540)

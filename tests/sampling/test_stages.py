@@ -49,8 +49,8 @@ def stage_options(draw):
     pairs = list(zip(edges[::2], edges[1::2], strict=False))
     every = draw(st.sampled_from([0, 0, 2, 3]))
     scales = draw(st.lists(st.sampled_from([0.25, 0.5, 2 / 3, 0.75, 1.0]), min_size=len(pairs), max_size=len(pairs)))
-    made = zip(scales, pairs, strict=True)
-    return tuple(StageOptions(scale=s, low=low, high=high, every=every) for s, (low, high) in made)
+    stages = zip(scales, pairs, strict=True)
+    return tuple(StageOptions(scale=s, low=low, high=high, every=every) for s, (low, high) in stages)
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
@@ -121,7 +121,7 @@ def test_nothing_is_reused_at_another_size(stages, steps, cut):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: parse_stages("0.5"), "stages '0.5' given; write scale/low sigma-high sigma"),
         (lambda: parse_stages("0.5/0.9-0.98:every"), "write scale/low"),
@@ -138,8 +138,8 @@ def test_nothing_is_reused_at_another_size(stages, steps, cut):
         (lambda: check_stages(FAMILIES["vace"].tasks[0]), "it is for models of the family wan"),
     ],
 )
-def test_what_cannot_be_is_refused(make, words):
-    with pytest.raises(OptionError, match=words):
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(OptionError, match=message):
         make()
 
 
@@ -217,11 +217,13 @@ def test_a_run_that_begins_small_goes_on_with_white_noise(scale):
         x = x + resolution.whole(x, sample_, predicted, step, size) * (step.sigma_next - step.sigma)
     size = resolution.sizes[scale][0]
     video = size.up(small) * size.ratio
-    left = (x - (1 - step.sigma) * video) / step.sigma
-    torch.testing.assert_close(left, noise, rtol=1e-3, atol=1e-3)
-    assert abs(float(left.std()) - 1) < 0.02
+    remaining = (x - (1 - step.sigma) * video) / step.sigma
+    torch.testing.assert_close(remaining, noise, rtol=1e-3, atol=1e-3)
+    assert abs(float(remaining.std()) - 1) < 0.02
     for axis in (3, 4):
-        near = (left.narrow(axis, 0, left.shape[axis] - 1) * left.narrow(axis, 1, left.shape[axis] - 1)).mean()
+        near = (
+            remaining.narrow(axis, 0, remaining.shape[axis] - 1) * remaining.narrow(axis, 1, remaining.shape[axis] - 1)
+        ).mean()
         assert abs(float(near)) < 0.02
 
 
@@ -247,8 +249,8 @@ def test_full_size_everywhere_is_the_run_without_stages_bit_for_bit(solver, step
     full = staged((StageOptions(scale=1, low=low),), steps=steps, solver=solver)
     assert [replace(step, scale=1.0) for step in full.steps] == list(plain.steps)
     noises = [iter(draw_noise(9, (9, *NOISE.shape))) for _ in range(2)]
-    made = [run(p, noise=NOISE, step_noise=lambda n=n: next(n)) for p, n in zip((plain, full), noises, strict=True)]
-    assert torch.equal(*made)
+    latents = [run(p, noise=NOISE, step_noise=lambda n=n: next(n)) for p, n in zip((plain, full), noises, strict=True)]
+    assert torch.equal(*latents)
 
 
 @settings(max_examples=12)
@@ -261,40 +263,40 @@ def test_two_runs_in_a_row_are_one_run_bit_for_bit(solver, steps, data):
         return staged(steps=steps, solver=solver, shift=5.0, window=Window(**window))
 
     whole, _ = sample(part(), Start(shape=shape, seed=3))
-    first, left = sample(part(end=cut, leftover=True), Start(shape=shape, seed=3))
+    first, leftover = sample(part(end=cut, leftover=True), Start(shape=shape, seed=3))
     tensors: dict[str, torch.Tensor] = {}
-    left = unpack(Leftover, pack(left, tensors, "left"), tensors)
-    second, _ = sample(part(start=cut), Start(shape=shape, seed=3, add_noise=False, latents=first, leftover=left))
+    leftover = unpack(Leftover, pack(leftover, tensors, "left"), tensors)
+    second, _ = sample(part(start=cut), Start(shape=shape, seed=3, add_noise=False, latents=first, leftover=leftover))
     assert torch.equal(second, whole)
 
 
 @pytest.mark.parametrize("positions", ["video", "own"])
-@pytest.mark.parametrize("known", ["none", "concat", "known"])
-def test_the_model_sees_the_size_of_the_step_and_known_frames_too(known, positions):
+@pytest.mark.parametrize("known_through", ["none", "concat", "known"])
+def test_the_model_sees_the_size_of_the_step_and_known_frames_too(known_through, positions):
     """Image channels and known frames are those of the smaller size; known frames come out as they went in."""
     picture = draw_noise(4, (1, 20, 3, 8, 12))
     conditioning = {
         "none": TEXT,
         "concat": replace(TEXT, concat=picture),
         "known": replace(TEXT, known=picture[:, :16, :1]),
-    }[known]
-    model = small_dit(in_channels=36 if known == "concat" else 16)
+    }[known_through]
+    model = small_dit(in_channels=36 if known_through == "concat" else 16)
     plan, given_inputs = staged((replace(STAGES[0], positions=positions),)), []
     hook = model.register_forward_pre_hook(lambda _, args: given_inputs.append((args[0].clone(), args[3].spacing)))
-    made = run(plan, conditioning, NOISE, lambda _: model)
+    latents = run(plan, conditioning, NOISE, lambda _: model)
     hook.remove()
     forwards = [step for step in plan.steps for _ in step.branches]
     for step, (inputs, spacing) in zip(forwards, given_inputs, strict=True):
         size = (8, 12) if step.scale == 1 else (4, 6)
         assert tuple(inputs.shape[3:]) == size
         assert spacing == ((1, 1) if positions == "own" else (8 / size[0], 12 / size[1]))
-        if step.scale == 0.5 and known != "none":
+        if step.scale == 0.5 and known_through != "none":
             wanted = torch.nn.functional.avg_pool2d(picture[0], 2)[None]
-            found = inputs[:, 16:] if known == "concat" else inputs[:, :, :1]
-            wanted = wanted if known == "concat" else wanted[:, :16, :1]
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    if known == "known":
-        torch.testing.assert_close(made[:, :, :1], picture[:, :16, :1])
+            seen_known = inputs[:, 16:] if known_through == "concat" else inputs[:, :, :1]
+            wanted = wanted if known_through == "concat" else wanted[:, :16, :1]
+            torch.testing.assert_close(seen_known, wanted, rtol=1e-5, atol=1e-5)
+    if known_through == "known":
+        torch.testing.assert_close(latents[:, :, :1], picture[:, :16, :1])
 
 
 @pytest.mark.parametrize(
@@ -316,18 +318,18 @@ def test_other_savings_go_with_it(setting):
 
 def test_details_of_the_full_size_outlive_a_stage():
     """The stage changes low frequencies alone of the video that is predicted: the others are the last full step's."""
-    plan, found = staged(), []
+    plan, videos = staged(), []
 
     def note(progress):
         video = progress.latents - progress.velocity * progress.step.sigma_next
-        found.append((progress.step.scale, video))
+        videos.append((progress.step.scale, video))
 
     run(plan, noise=NOISE, on_step=note)
-    first = next(n for n, (scale, _) in enumerate(found) if scale != 1)
+    first = next(n for n, (scale, _) in enumerate(videos) if scale != 1)
     rows, columns = mean_over_areas(4, 8), mean_over_areas(6, 12)
-    details = [video - rows.T @ (rows @ video @ columns.T) @ columns for _, video in found]
+    details = [video - rows.T @ (rows @ video @ columns.T) @ columns for _, video in videos]
     torch.testing.assert_close(details[first], details[first - 1], rtol=1e-3, atol=1e-3)
-    assert float((found[first][1] - found[first - 1][1]).abs().max()) > 1e-3
+    assert float((videos[first][1] - videos[first - 1][1]).abs().max()) > 1e-3
 
 
 def test_out_of_memory_in_a_smaller_step_changes_nothing():
@@ -340,7 +342,7 @@ def test_out_of_memory_in_a_smaller_step_changes_nothing():
             raise torch.cuda.OutOfMemoryError("test")
 
     hooks = [expert.register_forward_pre_hook(fail) for expert in EXPERTS.values()]
-    found = run(plan, noise=NOISE, relieve=lambda _: True)
+    latents = run(plan, noise=NOISE, relieve=lambda _: True)
     for hook in hooks:
         hook.remove()
-    assert failed and torch.equal(found, wanted)
+    assert failed and torch.equal(latents, wanted)

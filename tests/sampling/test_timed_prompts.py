@@ -68,10 +68,10 @@ def test_equals_the_authors_code(name, starts, spans, tokens_at_once, monkeypatc
 
 def test_penalties():
     """Nothing inside a range, a thousandth of the weight two latent frames beyond it."""
-    found = torch.tensor(TimedText("", ("a", "b", "c"), (0, 2, 3)).penalties(6))
-    assert (found == 0).int().tolist() == [[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 1], [0, 0, 1]]
-    assert float(found[3, 0].neg().exp()) == pytest.approx(1e-3) and float(found[4, 0].neg().exp()) < 1e-6
-    assert found[0, 1] == found[3, 0] and TimedText("", ("a",), (0,)).penalties(3) == [[0.0]] * 3
+    rows = torch.tensor(TimedText("", ("a", "b", "c"), (0, 2, 3)).penalties(6))
+    assert (rows == 0).int().tolist() == [[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 1], [0, 0, 1]]
+    assert float(rows[3, 0].neg().exp()) == pytest.approx(1e-3) and float(rows[4, 0].neg().exp()) < 1e-6
+    assert rows[0, 1] == rows[3, 0] and TimedText("", ("a",), (0,)).penalties(3) == [[0.0]] * 3
 
 
 def test_tokens_have_the_bias_of_their_frame():
@@ -100,9 +100,9 @@ def test_a_text_that_no_frame_may_read_has_no_influence():
 def test_both_ways_of_guidance_are_the_same_run(batch):
     noise = draw_noise(3, (batch, *NOISE.shape[1:]))
     plan = make_plan(steps=4, guidance_high=3.0, guidance_low=2.0)
-    found = run(plan, TIMED, noise)
-    torch.testing.assert_close(run(plan, TIMED, noise, batched=True), found, atol=1e-5, rtol=0)
-    assert not torch.allclose(found, run(plan, TEXT, noise), atol=1e-3)
+    latents = run(plan, TIMED, noise)
+    torch.testing.assert_close(run(plan, TIMED, noise, batched=True), latents, atol=1e-5, rtol=0)
+    assert not torch.allclose(latents, run(plan, TEXT, noise), atol=1e-3)
 
 
 def test_the_negative_prompt_is_read_by_all_frames():
@@ -134,9 +134,9 @@ def test_sparse_and_cached_runs(skip):
     plan = make_plan(steps=12, guidance_high=1.0, guidance_low=1.0)
     faster = skip_forwards(plan, skip, None)
     noise = draw_noise(5, (1, 16, 7, 16, 16))
-    found, usual = run(faster, TIMED, noise), run(plan, TIMED, noise)
-    assert found.isfinite().all() and not torch.equal(found, run(faster, TEXT, noise))
-    assert float((found - usual).norm() / usual.norm()) < 0.2
+    latents, usual = run(faster, TIMED, noise), run(plan, TIMED, noise)
+    assert latents.isfinite().all() and not torch.equal(latents, run(faster, TEXT, noise))
+    assert float((latents - usual).norm() / usual.norm()) < 0.2
 
 
 def test_tiles_keep_the_frames_of_tokens():
@@ -145,19 +145,19 @@ def test_tiles_keep_the_frames_of_tokens():
     text = model.prepare_text(TEXT.cond)._replace(bias=-torch.nn.functional.pad(PENALTY, (0, 3)))
     expected = model(x, time, text)
     with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), None, (7, 8, 8))):
-        found = model(x, time, text, ForwardInfo(sparsity=0.001))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        output = model(x, time, text, ForwardInfo(sparsity=0.001))
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
     assert not torch.allclose(expected, model(x, time, text._replace(bias=None)), atol=1e-3)
 
 
 def test_windows_see_the_prompts_of_their_frames():
     """Windows that share nothing are videos of their own, each with its part of the penalties."""
     plain = make_plan(steps=3, guidance_high=2.0, guidance_low=2.0)
-    found = run(with_windows(plain, APART, 6), replace(TIMED, penalty=PENALTY[:, :6]), NOISE[:, :, :6])
+    latents = run(with_windows(plain, APART, 6), replace(TIMED, penalty=PENALTY[:, :6]), NOISE[:, :, :6])
     for first in (0, 3):
         part, penalty = NOISE[:, :, first : first + 3], PENALTY[:, first : first + 3]
         alone = run(plain, replace(TIMED, penalty=penalty), part)
-        torch.testing.assert_close(found[:, :, first : first + 3], alone, atol=1e-5, rtol=0)
+        torch.testing.assert_close(latents[:, :, first : first + 3], alone, atol=1e-5, rtol=0)
 
 
 def test_windows_with_a_text_each():
@@ -170,14 +170,14 @@ def test_windows_with_a_text_each():
     at = with_prompts(plan, (0, 9), 21)
     even = texts_in_windows(plan, 6, (0, 1), (0,))
     assert at.steps[0].window_texts == even.steps[0].window_texts == ((0, 0), (1, 0))
-    found = run(at, texts, NOISE[:, :, :6])
+    latents = run(at, texts, NOISE[:, :, :6])
     for number, first in enumerate((0, 3)):
         alone = replace(TEXT, cond=texts.text("cond", number))
         expected = run(plain, alone, NOISE[:, :, first : first + 3])
-        torch.testing.assert_close(found[:, :, first : first + 3], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(latents[:, :, first : first + 3], expected, atol=1e-5, rtol=0)
     assert "2 windows of texts 1, 2" in at.table()
     batched = run(at, texts, NOISE[:, :, :6], batched=True)
-    torch.testing.assert_close(batched, found, atol=1e-5, rtol=0)
+    torch.testing.assert_close(batched, latents, atol=1e-5, rtol=0)
 
 
 @given(st.integers(1, 6), st.integers(2, 40))
@@ -203,7 +203,7 @@ def test_the_text_of_a_video_and_of_its_clips():
 
 
 @pytest.mark.parametrize(
-    ("starts", "words"),
+    ("starts", "message"),
     [
         ((4, 8), "the first begins at frame 0"),
         ((0, 20, 8), "in the order of their frames"),
@@ -212,11 +212,11 @@ def test_the_text_of_a_video_and_of_its_clips():
         ((0, 81), "for a video of 81 frames, which are 0 to 80"),
     ],
 )
-def test_prompts_that_are_refused(starts, words):
-    with pytest.raises(OptionError, match=words):
+def test_prompts_that_are_refused(starts, message):
+    with pytest.raises(OptionError, match=message):
         check_prompts(starts, 81)
     task = TASKS["t2v-A14B"]
-    with pytest.raises(OptionError, match=words):
+    with pytest.raises(OptionError, match=message):
         build_plan(PlanRequest(prompt_starts=starts), ModelFacts(task=task, dit=None, vae=task.vae))
 
 
@@ -239,5 +239,5 @@ def test_who_takes_them():
 
 
 def test_conditioning_survives_the_way_to_workers():
-    found = Conditioning.of(TIMED.flat())
-    assert torch.equal(found.penalty, PENALTY)
+    unpacked = Conditioning.of(TIMED.flat())
+    assert torch.equal(unpacked.penalty, PENALTY)

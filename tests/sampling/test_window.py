@@ -41,11 +41,13 @@ def part(solver="euler", steps=6, *, skip=None, **window):
 def sample(plan, start, conditioning=TEXT, experts=EXPERTS, vae=VAE_21):
     """Un-normalised latents, and what is left over."""
     start.check(plan)
-    left: list[Leftover] = []
+    leftovers: list[Leftover] = []
     x = start.sample(plan, vae, CPU)
     acquire = experts.__getitem__
-    made = sample_latents(plan, Ready(acquire), conditioning, x, vae, Report(CPU), start=start, on_leftover=left.append)
-    return made, left[0] if left else None
+    latents = sample_latents(
+        plan, Ready(acquire), conditioning, x, vae, Report(CPU), start=start, on_leftover=leftovers.append
+    )
+    return latents, leftovers[0] if leftovers else None
 
 
 @settings(max_examples=15)
@@ -54,12 +56,12 @@ def test_two_runs_in_a_row_are_one_run_bit_for_bit(solver, steps, data):
     """Every solver, wherever it is cut, with the change of expert and guidance before, at or after the cut."""
     cut = data.draw(st.integers(1, steps - 1))
     whole, none = sample(part(solver, steps), Start(shape=SHAPE, seed=3))
-    first, left = sample(part(solver, steps, end=cut, leftover=True), Start(shape=SHAPE, seed=3))
-    assert none is None and left is not None
+    first, leftover = sample(part(solver, steps, end=cut, leftover=True), Start(shape=SHAPE, seed=3))
+    assert none is None and leftover is not None
     # as it travels to workers and back
     tensors: dict[str, torch.Tensor] = {}
-    left = unpack(Leftover, pack(left, tensors, "left"), tensors)
-    going_on = Start(shape=SHAPE, seed=3, add_noise=False, latents=first, leftover=left)
+    leftover = unpack(Leftover, pack(leftover, tensors, "left"), tensors)
+    going_on = Start(shape=SHAPE, seed=3, add_noise=False, latents=first, leftover=leftover)
     second, none = sample(part(solver, steps, start=cut), going_on)
     assert none is None and torch.equal(second, whole)
 
@@ -69,8 +71,8 @@ def test_through_latents_alone_solvers_of_single_steps_go_on_but_for_rounding(so
     """Latents saved to a file are x / (1 - sigma), as ComfyUI's samplers leave them. Solvers of several
     steps begin anew, which is another result."""
     whole, _ = sample(part(solver), Start(shape=SHAPE, seed=3))
-    first, left = sample(part(solver, end=3, leftover=True), Start(shape=SHAPE, seed=3))
-    torch.testing.assert_close(VAE_21.normalise(first) * (1 - left.sigma), left.x)
+    first, leftover = sample(part(solver, end=3, leftover=True), Start(shape=SHAPE, seed=3))
+    torch.testing.assert_close(VAE_21.normalise(first) * (1 - leftover.sigma), leftover.x)
     second, _ = sample(part(solver, start=3), Start(shape=SHAPE, seed=3, add_noise=False, latents=first))
     assert ((second - whole).abs().max() < 1e-4) == (solver in SINGLE)
 
@@ -87,7 +89,7 @@ def test_a_strength_runs_the_last_steps_of_a_longer_schedule(solver, denoise):
 def test_video_to_video_is_the_flow_from_noised_latents(denoise):
     """And a weaker one stays nearer to its video."""
     plan = part(denoise=denoise)
-    made, _ = sample(plan, Start(shape=SHAPE, seed=5, latents=VIDEO))
+    latents, _ = sample(plan, Start(shape=SHAPE, seed=5, latents=VIDEO))
     x, sigma = VAE_21.normalise(VIDEO), plan.sigmas[0]
     x = (1 - sigma) * x + sigma * draw_noise(5, SHAPE)
     for step in plan.steps:
@@ -98,7 +100,7 @@ def test_video_to_video_is_the_flow_from_noised_latents(denoise):
             uncond = model(x, t, TEXT.uncond)
             velocity = uncond + step.guidance * (cond - uncond)
         x = x + velocity * (step.sigma_next - step.sigma)
-    torch.testing.assert_close(VAE_21.normalise(made), x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(VAE_21.normalise(latents), x, rtol=1e-4, atol=1e-4)
 
 
 def test_an_early_end_without_leftover_noise_removes_all_of_it():
@@ -143,10 +145,10 @@ def test_what_is_skipped_has_its_sources_inside_the_window(taylorseer, guidance,
         deltas = [step.delta for step in phase if "uncond" in step.branches or step.delta]
         assert not deltas or not deltas[0]
         if adaptive:
-            known = set()
+            computed = set()
             for step in phase:
-                assert set(step.skipped) <= known
-                known |= set(step.branches)
+                assert set(step.skipped) <= computed
+                computed |= set(step.branches)
     assert plan.unskipped == sum(len(s.branches) for s in part(steps=20, start=start, end=end, leftover=True).steps)
     # from the first step that computes again, the window does what the whole run does
     if start == 0:
@@ -155,27 +157,27 @@ def test_what_is_skipped_has_its_sources_inside_the_window(taylorseer, guidance,
 
 def test_a_run_in_two_parts_that_skips_runs():
     skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=3))
-    first, left = sample(part(steps=12, skip=skip, end=7, leftover=True), Start(shape=SHAPE, seed=3))
-    going_on = Start(shape=SHAPE, seed=3, add_noise=False, latents=first, leftover=left)
+    first, leftover = sample(part(steps=12, skip=skip, end=7, leftover=True), Start(shape=SHAPE, seed=3))
+    going_on = Start(shape=SHAPE, seed=3, add_noise=False, latents=first, leftover=leftover)
     assert sample(part(steps=12, skip=skip, start=7), going_on)[0].isfinite().all()
 
 
 def test_known_frames_have_no_noise_left_over():
     model, shape = small_dit(48, 48), (1, 48, 4, 4, 4)
-    known = draw_noise(3, (1, 48, 2, 4, 4))
-    conditioning = Conditioning(cond=TEXT.cond, uncond=TEXT.uncond, known=known)
+    known_latents = draw_noise(3, (1, 48, 2, 4, 4))
+    conditioning = Conditioning(cond=TEXT.cond, uncond=TEXT.uncond, known=known_latents)
     plan = [
         make_plan(task="ti2v-5B", steps=4, solver="euler", window=w)
         for w in (None, Window(end=2, leftover=True), Window(start=2))
     ]
-    given = {"conditioning": conditioning, "experts": {"high": model}, "vae": VAE_22}
-    whole, _ = sample(plan[0], Start(shape=shape, seed=3), **given)
-    first, left = sample(cut_plan(plan[1]), Start(shape=shape, seed=3), **given)
-    torch.testing.assert_close(VAE_22.normalise(first)[:, :, :2], known)
-    going_on = Start(shape=shape, seed=3, add_noise=False, latents=first, leftover=left)
-    assert torch.equal(sample(cut_plan(plan[2]), going_on, **given)[0], whole)
+    setup = {"conditioning": conditioning, "experts": {"high": model}, "vae": VAE_22}
+    whole, _ = sample(plan[0], Start(shape=shape, seed=3), **setup)
+    first, leftover = sample(cut_plan(plan[1]), Start(shape=shape, seed=3), **setup)
+    torch.testing.assert_close(VAE_22.normalise(first)[:, :, :2], known_latents)
+    going_on = Start(shape=shape, seed=3, add_noise=False, latents=first, leftover=leftover)
+    assert torch.equal(sample(cut_plan(plan[2]), going_on, **setup)[0], whole)
     apart = replace(going_on, leftover=None)
-    torch.testing.assert_close(sample(cut_plan(plan[2]), apart, **given)[0], whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sample(cut_plan(plan[2]), apart, **setup)[0], whole, rtol=1e-4, atol=1e-4)
 
 
 @given(steps=st.integers(1, 30), shift=st.floats(0.5, 15), solver=st.sampled_from(sorted(SOLVERS)))
@@ -189,7 +191,7 @@ def test_the_solver_s_own_sigmas_given_are_its_own_run(steps, shift, solver):
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"),
+    ("bad", "message"),
     [
         ({"sigmas": [1.0]}, "at least two"),
         ({"sigmas": [14.6, 3.0, 0.0]}, "from 1 to 0"),
@@ -200,8 +202,8 @@ def test_the_solver_s_own_sigmas_given_are_its_own_run(steps, shift, solver):
         ({"steps": 6, "window": Window(start=6)}, "start earlier"),
     ],
 )
-def test_parts_and_sigmas_that_cannot_be(bad, words):
-    with pytest.raises(OptionError, match=words):
+def test_parts_and_sigmas_that_cannot_be(bad, message):
+    with pytest.raises(OptionError, match=message):
         make_plan(**bad)
 
 
@@ -212,14 +214,14 @@ def test_windows_that_cannot_be(bad):
 
 
 def test_beginnings_that_cannot_be():
-    left = Leftover(VIDEO, 0.5, "euler")
-    for plan, start, words in [
+    leftover = Leftover(VIDEO, 0.5, "euler")
+    for plan, start, message in [
         (part(), {"add_noise": False}, "nothing but noise"),
         (part(start=2), {}, "they are empty"),
-        (part(start=2), {"latents": VIDEO, "leftover": left}, "still have the noise"),
-        (part(start=2), {"latents": VIDEO, "leftover": left, "add_noise": False}, "were left at sigma 0.5"),
+        (part(start=2), {"latents": VIDEO, "leftover": leftover}, "still have the noise"),
+        (part(start=2), {"latents": VIDEO, "leftover": leftover, "add_noise": False}, "were left at sigma 0.5"),
     ]:
-        with pytest.raises(OptionError, match=words):
+        with pytest.raises(OptionError, match=message):
             Start(shape=SHAPE, seed=0, **start).check(plan)
 
 

@@ -58,8 +58,8 @@ def check_each(commands: list[Command], check: Callable[[Command], None]) -> Non
 
 
 def test_commands_are_found() -> None:
-    found = {command.page for command in COMMANDS}
-    assert len(COMMANDS) > 150 and {"README.md", "README.zh.md", "parallel.md", "sparse.md", "families.md"} <= found
+    pages = {command.page for command in COMMANDS}
+    assert len(COMMANDS) > 150 and {"README.md", "README.zh.md", "parallel.md", "sparse.md", "families.md"} <= pages
 
 
 @pytest.mark.parametrize("pattern", ["web/docs/**/*.md", "locales/*/nodeDefs.json", "nodes/**/*.py"])
@@ -99,15 +99,17 @@ def of_ours() -> list[Command]:
 
 def test_every_option_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     def check(command: Command) -> None:
-        words = command.own or []
-        if not command.block and is_name(words):
-            options = [word for word in words[1:] if word.startswith("--")]
-            known = PARSER.format_help() if words[0] == "COMMAND" else PARSER.commands[words[0]].format_help()
-            assert all(f"{option} " in known or f"{option}\n" in known for option in options)
+        arguments = command.own or []
+        if not command.block and is_name(arguments):
+            options = [word for word in arguments[1:] if word.startswith("--")]
+            help_text = (
+                PARSER.format_help() if arguments[0] == "COMMAND" else PARSER.commands[arguments[0]].format_help()
+            )
+            assert all(f"{option} " in help_text or f"{option}\n" in help_text for option in options)
             return
-        assert callable(build_parser().parse_args(words).run)
-        if words[0] == "plan" and "--memory" not in words:
-            assert main(words) == 0 and "step" in capsys.readouterr().out
+        assert callable(build_parser().parse_args(arguments).run)
+        if arguments[0] == "plan" and "--memory" not in arguments:
+            assert main(arguments) == 0 and "step" in capsys.readouterr().out
 
     check_each(of_ours(), check)
 
@@ -129,10 +131,10 @@ OTHERS = {  # options of others -> whose
 
 def test_every_option_in_the_text_is_known() -> None:
     pages = [parser.format_help() for parser in (PARSER, *PARSER.commands.values(), benchmark_parser())]
-    known = {*re.findall(r"--[a-z][\w-]*", " ".join(pages)), *OTHERS}
+    known_options = {*re.findall(r"--[a-z][\w-]*", " ".join(pages)), *OTHERS}
     for page in PAGES:
         named = {option for span in option_spans(page) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
-        assert named <= known, page
+        assert named <= known_options, page
     assert all(f'"{option}"' in (ROOT / file).read_text() for option, file in OTHERS.items() if file.endswith(".py"))
 
 
@@ -142,10 +144,10 @@ def test_every_measurement_is_known() -> None:
     def check(command: Command) -> None:
         measured = BENCHMARKS.match(command.text)
         text = (measured[1] or "") if measured else ""
-        words = [re.sub("^N$", "4", word) for word in shlex.split(re.split(r"[;,] | \(", text)[0], comments=True)]
-        suite = suite_first(words)[:1]
+        arguments = [re.sub("^N$", "4", word) for word in shlex.split(re.split(r"[;,] | \(", text)[0], comments=True)]
+        suite = suite_first(arguments)[:1]
         if suite and suite[0] not in ("SUITE", "NAME", "ladder", "pack", *ARCHIVED):  # two are programs of their own
-            assert benchmark_parser().parse_args(suite_first(words)).suite in SUITES
+            assert benchmark_parser().parse_args(suite_first(arguments)).suite in SUITES
 
     check_each(COMMANDS, check)
 
@@ -156,8 +158,8 @@ def test_files_and_targets_are_there() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
     def check(command: Command) -> None:
-        words, text = shlex.split(command.text, comments=True), command.text
-        assert words[0] != "make" or re.search(rf"^{words[1]}:", makefile, re.MULTILINE)
+        arguments, text = shlex.split(command.text, comments=True), command.text
+        assert arguments[0] != "make" or re.search(rf"^{arguments[1]}:", makefile, re.MULTILINE)
         assert set(re.findall(r"wancore\[(\w+)\]", text)) <= set(extras)
         names = re.findall(r"(?:^|\s)((?:tests|tools|workflows|wan_core/assets)/[\w./-]+|[\w-]+\.txt)", text)
         modules = re.findall(r"-m ((?:tools|benchmarks|wan_core)(?:\.\w+)?)", text)
@@ -196,8 +198,8 @@ def test_every_weight_of_a_command_is_in_the_tables() -> None:
     listed = {f"{folder_of(name)}/{name}" for row in ROWS for name in row}
 
     def check(command: Command) -> None:
-        words = [word.removeprefix("ComfyUI/models/") for word in command.own or []]
-        weights = {word for word in words if WEIGHT_FILE.search(word) and not word.startswith("wan_core/assets/")}
-        assert weights <= listed | ({words[2]} if words[0] == "quantize" and len(words) > 2 else set())
+        arguments = [word.removeprefix("ComfyUI/models/") for word in command.own or []]
+        weights = {word for word in arguments if WEIGHT_FILE.search(word) and not word.startswith("wan_core/assets/")}
+        assert weights <= listed | ({arguments[2]} if arguments[0] == "quantize" and len(arguments) > 2 else set())
 
     check_each(of_ours(), check)

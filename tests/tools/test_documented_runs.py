@@ -34,7 +34,7 @@ from tests.documented import (
     reason_not_run,
     releases_of,
 )
-from tests.documented_runs import COMFY_ORG, ROWS, SECTION, given, make_page, run, write_weights
+from tests.documented_runs import COMFY_ORG, ROWS, SECTION, make_page, paths_after, run, write_weights
 from tests.stand_ins import config_of
 from wan_core.cli import main
 from wan_core.cli.inspect import inspect
@@ -47,8 +47,10 @@ Enter = Callable[[str], Path]
 
 def different() -> dict[str, Command]:
     """The commands that are run, one of those that are the same, by place."""
-    found = {tuple(one.own or [one.page, one.text]): one for one in reversed(commands()) if reason_not_run(one) is None}
-    return {one.place: one for one in reversed(found.values())}
+    distinct = {
+        tuple(one.own or [one.page, one.text]): one for one in reversed(commands()) if reason_not_run(one) is None
+    }
+    return {one.place: one for one in reversed(distinct.values())}
 
 
 COMMANDS = different()
@@ -78,18 +80,18 @@ def enter(weights: Path, monkeypatch: pytest.MonkeyPatch) -> Enter:
 @pytest.mark.parametrize("place", COMMANDS)
 def test_a_command_runs(place: str, enter: Enter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     command = COMMANDS[place]
-    words, measurement = command.own, BENCHMARKS.match(command.text)
+    arguments, measurement = command.own, BENCHMARKS.match(command.text)
     folder = enter(command.page)
     if measurement is not None:
         assert measure(shlex.split(measurement[1])) == 0
-    elif words is None:
+    elif arguments is None:
         subprocess.run(["bash", "-c", command.text], check=True)
-    elif "Wan-AI/Wan2.2-T2V-A14B" in words:  # "prints the command that downloads it"
+    elif "Wan-AI/Wan2.2-T2V-A14B" in arguments:  # "prints the command that downloads it"
         monkeypatch.chdir(tmp_path)
-        assert main(words) == 2 and "`hf download Wan-AI/Wan2.2-T2V-A14B --local-dir" in capfd.readouterr().err
+        assert main(arguments) == 2 and "`hf download Wan-AI/Wan2.2-T2V-A14B --local-dir" in capfd.readouterr().err
     else:
-        assert run(words, capfd)
-    if words is not None and "--prompts" in words:
+        assert run(arguments, capfd)
+    if arguments is not None and "--prompts" in arguments:
         [page] = [page.read_text(encoding="utf-8") for page in PAGES if page.name == command.page]
         named = re.findall(r"[`\"](out/[\w-]+\.[\w.]+)[`\"]", page)
         assert len(named) > 2 and all((folder / name).is_file() for name in named)
@@ -134,34 +136,34 @@ def test_what_the_page_installs_runs_in_a_shell(tmp_path: Path) -> None:
 def example(model: str) -> list[str]:
     """The first command of the pages for such a model, without its weights and its output."""
     for command in COMMANDS.values():
-        words = command.own or []
-        named = next(iter(given(words, {"high", "task"})), None)
-        if words[:1] == ["generate"] and named is not None and config_of(named.name) is config_of(model):
-            pairs = zip(words[1::2], words[2::2], strict=True)
+        arguments = command.own or []
+        named = next(iter(paths_after(arguments, {"high", "task"})), None)
+        if arguments[:1] == ["generate"] and named is not None and config_of(named.name) is config_of(model):
+            pairs = zip(arguments[1::2], arguments[2::2], strict=True)
             return ["generate", *(word for pair in pairs if pair[0] not in (*WEIGHTS, "--out") for word in pair)]
     raise LookupError(f"no command is documented for {model}")
 
 
 def parts(model: str, text_encoder: str = "umt5_xxl_fp8_e4m3fn_scaled.safetensors") -> list[str]:
     """What docs/models.md says a model needs beside its transformers."""
-    found = {"--text-encoder": text_encoder, "--vae": "wan_2.1_vae.safetensors"}
+    files = {"--text-encoder": text_encoder, "--vae": "wan_2.1_vae.safetensors"}
     if (config := config_of(model)).out_channels == 48:
-        found["--vae"] = "wan2.2_vae.safetensors"
+        files["--vae"] = "wan2.2_vae.safetensors"
     if config.image_dim is not None:
-        found["--clip-vision"] = "clip_vision_h.safetensors"
+        files["--clip-vision"] = "clip_vision_h.safetensors"
     if config.family == "s2v":
-        found["--audio-encoder"] = "wav2vec2_large_english_fp16.safetensors"
-    return [word for option, name in found.items() for word in (option, f"{folder_of(name)}/{name}")]
+        files["--audio-encoder"] = "wav2vec2_large_english_fp16.safetensors"
+    return [word for option, name in files.items() for word in (option, f"{folder_of(name)}/{name}")]
 
 
 def models_of(rows: list[list[str]], folder: str) -> list[tuple[str, ...]]:
     """The files of each model, or of each pair of LoRAs: two experts, or one file alone."""
-    found: list[tuple[str, ...]] = []
+    names_of_rows: list[tuple[str, ...]] = []
     for row in rows:
         names = [name for name in row if folder_of(name) == folder]
         pair = bool(names) and "high" in names[0].lower()
-        found += [tuple(names)] if pair else [(name,) for name in names]
-    return found
+        names_of_rows += [tuple(names)] if pair else [(name,) for name in names]
+    return names_of_rows
 
 
 def experts(names: tuple[str, ...], *options: str) -> list[str]:
@@ -174,8 +176,8 @@ def experts(names: tuple[str, ...], *options: str) -> list[str]:
 def test_every_transformer_of_the_tables(names: tuple[str, ...], enter: Enter, capfd) -> None:
     enter("commands.md")
     encoder = ["umt5-xxl-encoder-Q8_0.gguf"] if names[0].endswith("gguf") else []
-    words = [*example(names[0]), *experts(names, "--high", "--low"), *parts(names[0], *encoder), "--out", "row.mp4"]
-    assert "swapped" not in run(words, capfd)
+    arguments = [*example(names[0]), *experts(names, "--high", "--low"), *parts(names[0], *encoder), "--out", "row.mp4"]
+    assert "swapped" not in run(arguments, capfd)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +188,15 @@ def test_every_lora_for_four_steps_of_the_tables(names: tuple[str, ...], enter: 
     kind = "i2v" if "i2v" in names[0] else "t2v"
     of = next(model for model in models_of(COMFY_ORG, "diffusion_models") if f"_{kind}_" in model[0])
     loras = experts(names, "--lora-high", "--lora-low")
-    words = [*example(of[0]), *experts(of, "--high", "--low"), *parts(of[0]), *loras, "--out", "four.mp4"]
-    run([*words, "--report", "four.json", "--overwrite"], capfd)
-    made = json.loads(Path("four.json").read_text())["settings"]
-    assert (made["steps"], made["solver"], made["shift"], set(made["guidance"].values())) == (4, "euler", 5, {1})
+    arguments = [*example(of[0]), *experts(of, "--high", "--low"), *parts(of[0]), *loras, "--out", "four.mp4"]
+    run([*arguments, "--report", "four.json", "--overwrite"], capfd)
+    settings = json.loads(Path("four.json").read_text())["settings"]
+    assert (settings["steps"], settings["solver"], settings["shift"], set(settings["guidance"].values())) == (
+        4,
+        "euler",
+        5,
+        {1},
+    )
 
 
 @pytest.mark.parametrize("name", releases_of(SECTION))

@@ -23,10 +23,10 @@ def project(root: Path, text: str) -> list[str]:
 
 
 def test_every_figure_of_readme_and_docs_is_in_a_result() -> None:
-    found = list(faults(ROOT))
-    assert not found, "\n".join(found)
-    left = [*EXCEPTIONS.items(), *TABLES_LEFT.items()]
-    assert all((ROOT / page).is_file() and all(reasons.values()) for page, reasons in left)
+    unsupported_figures = list(faults(ROOT))
+    assert not unsupported_figures, "\n".join(unsupported_figures)
+    reasons_of_pages = [*EXCEPTIONS.items(), *TABLES_LEFT.items()]
+    assert all((ROOT / page).is_file() and all(reasons.values()) for page, reasons in reasons_of_pages)
 
 
 def test_figures_are_compared_as_they_are_rounded(tmp_path: Path) -> None:

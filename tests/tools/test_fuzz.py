@@ -56,10 +56,10 @@ def test_each_fault_is_found_and_the_next_case_runs(what: str, monkeypatch: pyte
     monkeypatch.setattr(fuzz, "SECONDS", 1.0)
     monkeypatch.setattr(fuzz, "warm_up", lambda _: None)  # which keeps this whole process from being collected
     read_once(reader, tmp_path)  # what a first reading imports would count against the limit
-    found = list(fuzz.run("LoRA", range(4), seed=0))
-    assert [outcome.number for outcome in found] == [0, 1, 2, 3]
-    assert found[0].what == what and not any(outcome.is_fault for outcome in found[1:]), found
-    assert "| LoRA | 4 |" in fuzz.table(found)
+    outcomes = list(fuzz.run("LoRA", range(4), seed=0))
+    assert [outcome.number for outcome in outcomes] == [0, 1, 2, 3]
+    assert outcomes[0].what == what and not any(outcome.is_fault for outcome in outcomes[1:]), outcomes
+    assert "| LoRA | 4 |" in fuzz.table(outcomes)
 
 
 def test_a_case_is_the_same_each_time() -> None:

@@ -41,9 +41,9 @@ LINES = {
 def recorded(folder: Path, **other: str) -> Path:
     """other: lines in place of those of the same name after the slash, as if the product had changed."""
     lines = {name: other.get(name.partition("/")[2], line) for name, line in LINES.items()}
-    words = [sys.executable, "-c", RECORD, str(folder / "work"), str(folder / "out"), json.dumps(lines)]
+    command = [sys.executable, "-c", RECORD, str(folder / "work"), str(folder / "out"), json.dumps(lines)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return folder / "out"
 
@@ -82,9 +82,9 @@ def numbers(**changed: Any) -> dict[str, Any]:
 def test_differences_say_where_and_how_much() -> None:
     old = {"files": {"l": {"latents": numbers()}}, "out": "one\ntwo", "exit": 0, "list": [1, 2]}
     new = {"files": {"l": {"latents": numbers(sha256="b", samples=[0.5, 2.25])}}, "out": "one\nthree", "exit": 2}
-    found = differences(old, new)
-    assert found[0].startswith("files > l > latents: other numbers: of 12 samples the largest difference is 0.25")
-    assert found[1:4] == ["out:", "  - two", "  + three"] and found[4:] == ["exit: 0 -> 2", "list: [1, 2] -> nothing"]
+    lines = differences(old, new)
+    assert lines[0].startswith("files > l > latents: other numbers: of 12 samples the largest difference is 0.25")
+    assert lines[1:4] == ["out:", "  - two", "  + three"] and lines[4:] == ["exit: 0 -> 2", "list: [1, 2] -> nothing"]
     assert differences(old, json.loads(json.dumps(old))) == []
     other = numbers(sha256="b", shape=[3])
     assert differences({"a": numbers()}, {"a": other}) == ["a: shape [2] -> [3]"]
@@ -105,8 +105,8 @@ def accepted(line: str) -> dict[str, Any]:
     return {"command 1": {"exit": 0, "out": f"{line}, 4 forwards\nstep"}, "files": {}}
 
 
-def refused(words: str) -> dict[str, Any]:
-    return {"command 1": {"exit": 2, "err": f"python -m wan_core plan: {words}\n"}, "files": {}}
+def refused(message: str) -> dict[str, Any]:
+    return {"command 1": {"exit": 2, "err": f"python -m wan_core plan: {message}\n"}, "files": {}}
 
 
 def test_doors_that_disagree_are_listed_with_an_example() -> None:
@@ -118,8 +118,8 @@ def test_doors_that_disagree_are_listed_with_an_example() -> None:
         "doors/t2v --d/sampler": {"failed": "WanCoreSampler: too many"}, "doors/t2v --d/preview": shown,
         "messages/x": {},
     }  # fmt: skip
-    found = {(one[:3], one[3]) for one in disagreements(cases)}
-    assert found == {
+    examples = {(one[:3], one[3]) for one in disagreements(cases)}
+    assert examples == {
         (("plan", "generate", "second refuses"), "t2v --a"), (("plan", "preview", "other plan"), "t2v --c"),
         (("sampler", "preview", "first refuses"), "t2v --d"),
     }  # fmt: skip

@@ -61,8 +61,8 @@ def test_the_engine_and_the_lab_are_installed_alone(tmp_path: Path, capsys, monk
     """The benchmarks stay in the repository, and the command that was theirs says so."""
     from setuptools import find_packages
 
-    found = find_packages(str(ROOT), include=PROJECT["tool"]["setuptools"]["packages"]["find"]["include"])
-    assert "wan_core.pipeline" in found and {name.split(".")[0] for name in found} == {"wan_core", "wan_lab"}
+    packages = find_packages(str(ROOT), include=PROJECT["tool"]["setuptools"]["packages"]["find"]["include"])
+    assert "wan_core.pipeline" in packages and {name.split(".")[0] for name in packages} == {"wan_core", "wan_lab"}
     installed = tmp_path / "site" / "wan_core" / "cli" / "__init__.py"
     monkeypatch.setattr("wan_core.cli.__file__", str(installed))
     assert main(["bench", "single"]) == 2

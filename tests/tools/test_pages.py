@@ -49,7 +49,7 @@ def test_nodes_and_templates_that_a_page_names_are_there(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     text = " ".join(line for line in lines if not line.startswith("#"))
     rows = re.findall(r"^\| \[(WanCore .*?)\]", (ROOT / "docs/nodes.md").read_text(encoding="utf-8"), re.MULTILINE)
-    named = set() if "zh" in page.name else {found[0] for found in NODE.finditer(text)}
+    named = set() if "zh" in page.name else {match[0] for match in NODE.finditer(text)}
     assert not [name for name in named if not name.lower().startswith(tuple(row.lower() for row in rows))]
     titles = [path.stem for path in (ROOT / "workflows").glob("WanCore*.json")]
     for template in re.findall(r"\*(WanCore \d\d[^*]*)\*", text):

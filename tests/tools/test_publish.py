@@ -47,11 +47,11 @@ def test_the_archive_is_small_and_whole() -> None:
         pytest.skip("needs git")
     listed = ["git", "-c", "core.quotePath=false", "ls-files", "-z", "--cached"]
     ignored = [*listed, "--ignored", "--exclude-from=.comfyignore"]
-    every, left = (
+    every, excluded = (
         set(subprocess.run(one, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")) - {""}
         for one in (listed, ignored)
     )
-    names = {name for name in every - left if (ROOT / name).is_file()}
+    names = {name for name in every - excluded if (ROOT / name).is_file()}
     assert names >= {*NEEDED} and any(name.startswith("wan_core/assets/tiny/") for name in names)
     tops = {name.partition("/")[0] for name in names}
     assert not tops & {"tests", "benchmarks", "docs", "tools", ".github", ".ci"}

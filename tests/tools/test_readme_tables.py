@@ -58,8 +58,8 @@ def test_rows_of_another_version_say_their_date_and_commit(tmp_path: Path) -> No
 
 def test_results_of_the_ladder_stand_under_their_tables_and_the_archive_is_not_read(tmp_path: Path) -> None:
     results = tmp_path / "benchmarks" / "results"
-    left = body_of("ladder", tmp_path)
-    assert left.startswith("Not measured yet:") and "`on-640`" in left
+    body = body_of("ladder", tmp_path)
+    assert body.startswith("Not measured yet:") and "`on-640`" in body
     for date, name in (("20261120", "older"), ("20261121", "newer")):
         write(tmp_path, "on-640", "h100", date, [{"name": name, "size": "", "seconds": 2.0}])
         path = results / f"on-640-h100-{date}.json"
@@ -204,10 +204,10 @@ def test_four_gpus_on_paper_are_sums_of_measured_parts() -> None:
     lines = body_of("waterfall", ROOT / "benchmarks" / "results").splitlines()
     assert len(lines) == 6
     for line in lines[2:]:
-        one, share, denoising, decoding, kept, goal, cold = (cell.strip() for cell in line.split("|")[2:9])
+        one, share, denoising, decoding, warm, goal, cold = (cell.strip() for cell in line.split("|")[2:9])
         assert float(denoising) == pytest.approx(float(one) / float(share), rel=0.01)
-        assert float(denoising) + float(decoding) < float(kept) < float(cold)
-        assert not goal or float(kept) < float(goal)
+        assert float(denoising) + float(decoding) < float(warm) < float(cold)
+        assert not goal or float(warm) < float(goal)
 
 
 def test_a_short_table_names_the_row_that_is_missing(tmp_path: Path) -> None:

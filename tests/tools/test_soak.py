@@ -21,19 +21,19 @@ from tools.soak import Observed, check_memory, check_outputs, check_state, main
 from tools.soak_prompts import TURNS, WORKFLOWS, Prompt, prompts
 
 
-def seen(base: Path, **given: Any) -> Observed:
+def seen(base: Path, **fields: Any) -> Observed:
     (base / "tmp").mkdir(parents=True, exist_ok=True)
     (base / "output").mkdir(exist_ok=True)
-    return Observed(SimpleNamespace(base=base), **given)  # type: ignore[arg-type]  # a server is only asked for its folder
+    return Observed(SimpleNamespace(base=base), **fields)  # type: ignore[arg-type]  # a server is only asked for its folder
 
 
 def test_every_tenth_prompt_is_interrupted_or_wrong_and_a_seed_gives_the_same_ones() -> None:
-    made = prompts(80, 3, workers=False)
-    assert made == prompts(80, 3, workers=False) != prompts(80, 4, workers=False)
-    assert {prompt.kind for prompt in made[:10]} >= WORKFLOWS.keys()
-    outcomes = Counter(prompt.outcome for prompt in made)
+    drawn = prompts(80, 3, workers=False)
+    assert drawn == prompts(80, 3, workers=False) != prompts(80, 4, workers=False)
+    assert {prompt.kind for prompt in drawn[:10]} >= WORKFLOWS.keys()
+    outcomes = Counter(prompt.outcome for prompt in drawn)
     assert (outcomes["completed"], outcomes["interrupted"], outcomes["refused"] + outcomes["failed"]) == (72, 4, 4)
-    assert [prompt.outcome for prompt in made[9::10]].count("interrupted") == 2 * TURNS.count("interrupted")
+    assert [prompt.outcome for prompt in drawn[9::10]].count("interrupted") == 2 * TURNS.count("interrupted")
     together = prompts(80, 3, workers=True)
     assert [prompt.outcome for prompt in together].count("killed") == 4
     assert all("launcher" in prompt.graph for prompt in together)
@@ -59,14 +59,14 @@ def test_more_files_or_threads_are_violations() -> None:
 
 def test_files_and_threads_and_shared_memory_of_a_process() -> None:
     before = look(os.getpid())
-    kept = shared_memory.SharedMemory(create=True, size=1 << 16)
+    memory = shared_memory.SharedMemory(create=True, size=1 << 16)
     with socket.socket(), tempfile.NamedTemporaryFile() as opened:
         after = look(os.getpid())
         more = after.files - before.files
         assert more["socket"] == 1 and more[opened.name] == 1 and after.threads >= before.threads >= 1
-    assert Path("/dev/shm", kept.name) in mapped_memory(os.getpid())
-    kept.close()
-    kept.unlink()
+    assert Path("/dev/shm", memory.name) in mapped_memory(os.getpid())
+    memory.close()
+    memory.unlink()
 
 
 def test_outputs_that_cannot_be_read_and_files_that_nobody_named(tmp_path: Path) -> None:

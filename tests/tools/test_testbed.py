@@ -43,8 +43,8 @@ def test_captions_are_read_back_and_fit_the_text_rows():
     for world in worlds:
         assert parse_world(world.caption) == world
         assert len(set(world.colours)) == len(world.colours)
-        words = world.caption.replace(",", " ,").split()
-        assert len(tokenizer.encode(world.caption)) <= min(TEXT_LEN, len(words) + 1)  # a piece a word, and the end
+        tokens = world.caption.replace(",", " ,").split()
+        assert len(tokenizer.encode(world.caption)) <= min(TEXT_LEN, len(tokens) + 1)  # a piece a word, and the end
     with pytest.raises(ValueError, match="not a caption"):
         parse_world("a red circle moving right on a blue background")
     ids, mask = token_rows(tokenizer, silent_prompts())
@@ -97,8 +97,8 @@ def test_a_text_to_video_file_is_the_image_model_given_nothing(trained: Path):
     assert (image.config.in_channels, plain.config.in_channels, plain.config.head_dim) == (36, 16, 128)
     x, text = torch.randn(2, 16, 2, 6, 8), torch.randn(2, 9, 64)
     time = torch.tensor([900.0, 400.0])
-    given = torch.cat([x, torch.zeros(2, 20, 2, 6, 8)], 1)
-    assert torch.allclose(plain(x.clone(), time, text), image(given, time, text), atol=1e-5)
+    padded = torch.cat([x, torch.zeros(2, 20, 2, 6, 8)], 1)
+    assert torch.allclose(plain(x.clone(), time, text), image(padded, time, text), atol=1e-5)
     with torch.no_grad():
         image.head.head.weight.normal_()
     assert not torch.allclose(without_image(image)(x, time, text), plain(x, time, text), atol=1e-3)
@@ -127,10 +127,10 @@ def test_its_folders_are_evaluated_and_the_quality_command_takes_them(trained: P
 
 
 def test_full_runs_are_made_once_and_read_the_next_time(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    made = []
+    seeds = []
 
     def count(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
-        made.append(batch.samples[0].seed)
+        seeds.append(batch.samples[0].seed)
         return make(pipe, batch, plan)
 
     monkeypatch.setattr(full_runs, "make", count)
@@ -156,9 +156,9 @@ def test_full_runs_are_made_once_and_read_the_next_time(trained: Path, tmp_path:
         return [{key: row.get(key) for key in ("name", "psnr", "ssim", "colours", "saved")} for row in result["rows"]]
 
     first = rows("--steps", "2")
-    assert made == [0, 1]
-    assert rows("--steps", "2") == first and made == [0, 1]
-    assert rows("--steps", "3") != first and made == [0, 1, 0, 1], "another run is not read for this one"
+    assert seeds == [0, 1]
+    assert rows("--steps", "2") == first and seeds == [0, 1]
+    assert rows("--steps", "3") != first and seeds == [0, 1, 0, 1], "another run is not read for this one"
 
 
 def test_the_kept_weights_are_small_and_give_both_folders(tmp_path: Path):

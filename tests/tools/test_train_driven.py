@@ -61,10 +61,10 @@ def test_rows_are_the_pipelines_conditioning(vae: VideoVAE):
             media["carried"] = trio.made[n : n + 1, :, :1]
         clip = Clip(n, 0, 9, n)
         seen = dict.fromkeys(("reference", "pose_video"), torch.zeros(1))
-        given = clip_inputs(find_task("animate2-tiny"), vae, seen, media, clip)
-        torch.testing.assert_close(rows["image"][n : n + 1], given["concat"], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(rows["pose"][n : n + 1], given["inputs"]["pose"][:, :16], atol=1e-4, rtol=1e-4)
-        assert given["inputs"]["pose"].shape[1] == 36 and given["inputs"]["log_scale"] == 0
+        inputs = clip_inputs(find_task("animate2-tiny"), vae, seen, media, clip)
+        torch.testing.assert_close(rows["image"][n : n + 1], inputs["concat"], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(rows["pose"][n : n + 1], inputs["inputs"]["pose"][:, :16], atol=1e-4, rtol=1e-4)
+        assert inputs["inputs"]["pose"].shape[1] == 36 and inputs["inputs"]["log_scale"] == 0
     assert rows["latent"].shape == (2, 16, 4, 4, 6) and rows["outline"].shape == (2, 1, 4, 4, 6)
     torch.testing.assert_close(rows["latent"][:, :, :1], rows["image"][:, 4:, :1])
 
@@ -80,11 +80,11 @@ def test_training_computes_what_the_model_does(model: Animate2Model):
     for block in model.blocks:
         block.self_attn.attend = TrainedAttention(SDPA)
     try:
-        found = driven_velocity(model, x, timestep, text, seen, pose, first)
+        velocity = driven_velocity(model, x, timestep, text, seen, pose, first)
     finally:
         for block, attend in zip(model.blocks, before, strict=True):
             block.self_attn.attend = attend
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(velocity, expected, atol=1e-5, rtol=1e-5)
     other = model(x, timestep, text, image=seen, pose=channels.roll(1, 2), pose_image=first)
     assert not torch.allclose(other, expected, atol=1e-3), "the driving video decides"
 

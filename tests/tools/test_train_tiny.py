@@ -86,8 +86,8 @@ def test_experts_go_on_from_finished_ones_with_more_blocks(trained: Path, tmp_pa
     more = WanModel(T2V).requires_grad_(False)
     initialise(more)
     adopt(more, tmp_path / "few.safetensors")
-    given = torch.randn(2, 16, 2, 4, 4), torch.tensor([300.0, 900.0]), torch.randn(2, 5, 64)
-    assert torch.equal(more(*given), few(*given)) and len(more.blocks) == 8
+    inputs = torch.randn(2, 16, 2, 4, 4), torch.tensor([300.0, 900.0]), torch.randn(2, 5, 64)
+    assert torch.equal(more(*inputs), few(*inputs)) and len(more.blocks) == 8
     (trained / "resume_text.pt").rename(tmp_path / "resume_text.pt")
     before = (trained / "text_encoder.safetensors").read_bytes()
     out = ["--out", str(tmp_path), "--init", str(trained), "--device", "cpu", "--frames", "5", "--steps", "2"]

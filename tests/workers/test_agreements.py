@@ -77,23 +77,23 @@ def model() -> WanModel:
     return Idle(config).eval().requires_grad_(False)
 
 
-def planned(words: str) -> Plan:
+def planned(arguments: str) -> Plan:
     """What is sparse does not matter here: it changes no number of blocks."""
-    options = PARSER.parse_args(["plan", "--task", "t2v-A14B", "--frames", "17", *words.split()])
+    options = PARSER.parse_args(["plan", "--task", "t2v-A14B", "--frames", "17", *arguments.split()])
     plan = asked_plan(options, []).plan
     return replace(plan, sparse=None, steps=tuple(replace(step, sparsity=0.0) for step in plan.steps))
 
 
 def drawn_plans(count: int) -> list[tuple[str, Plan]]:
     """Draws of options that go together."""
-    found, draw = [(REPORTED, planned(REPORTED))], random.Random(11)
-    while len(found) < count:
-        words = " ".join(draw.choice(row) for row in CHOICES)
+    plans, draw = [(REPORTED, planned(REPORTED))], random.Random(11)
+    while len(plans) < count:
+        arguments = " ".join(draw.choice(row) for row in CHOICES)
         try:
-            found.append((words, planned(words)))
+            plans.append((arguments, planned(arguments)))
         except OptionError:
             continue
-    return found
+    return plans
 
 
 class Counting:
@@ -124,7 +124,7 @@ def questions(model: WanModel, plan: Plan, mesh: Mesh, split: int | None, batche
 
     with (
         mock.patch.object(conditioning, "all_gather", gathered),
-        mock.patch.object(conditioning.dist, "broadcast", lambda found, *_, **__: found.zero_()),
+        mock.patch.object(conditioning.dist, "broadcast", lambda tensor, *_, **__: tensor.zero_()),
     ):
         denoise(
             plan,
@@ -143,7 +143,7 @@ def questions(model: WanModel, plan: Plan, mesh: Mesh, split: int | None, batche
 
 def at_steps_alone(plan: Plan, mesh: Mesh) -> list[list[int]]:
     """The questions of each rank where ranks run different blocks or steps at a time."""
-    found = []
+    counts = []
     for index in range(mesh.time):
         rank = Counting()
         between = BetweenBlocks(rank, agreements(plan, mesh, BLOCKS))  # type: ignore[arg-type]
@@ -154,29 +154,29 @@ def at_steps_alone(plan: Plan, mesh: Mesh) -> list[list[int]]:
                 between.after_block()
             between.before_exchange()
             between.end_step()
-        found.append(rank.steps)
-    return found
+        counts.append(rank.steps)
+    return counts
 
 
 @pytest.mark.parametrize("name", MESHES)
 @torch.no_grad()
 def test_every_rank_asks_equally_often(model: WanModel, name: str) -> None:
     mesh, checked, most = Mesh.parse(name), 0, 0
-    for words, plan in drawn_plans(24 if mesh.layers == mesh.time == 1 else 300):
+    for arguments, plan in drawn_plans(24 if mesh.layers == mesh.time == 1 else 300):
         due = agreements(plan, mesh, BLOCKS)
         most = max(most, *due)
         if mesh.layers > 1 or mesh.time > 1:
             try:
                 check_layers(mesh, model.config, plan)
-                found = at_steps_alone(plan, mesh)
+                counts = at_steps_alone(plan, mesh)
             except OptionError:
                 continue
-            assert len({sum(one) for one in found}) == 1 and not sum(due), (words, found)
+            assert len({sum(one) for one in counts}) == 1 and not sum(due), (arguments, counts)
         else:
             cases: Sequence[tuple[int | None, bool]] = [(None, False), (None, True)]
             cases = cases if mesh.cfg == 1 else [(0, False), (1, False)]
             for split, batched in cases:
-                found = questions(model, plan, mesh, split, batched)
-                assert found == [count + 1 for count in due], (words, split, batched)
+                counts = questions(model, plan, mesh, split, batched)
+                assert counts == [count + 1 for count in due], (arguments, split, batched)
         checked += 1
     assert checked > 3 and (most > 3) == (mesh.layers == mesh.time == 1)

@@ -43,11 +43,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     def leave(code: int) -> None:
         raise Ended(code)
 
-    made = HashStore()
-    monkeypatch.setattr(heartbeat, "rendezvous", lambda *_, **__: iter([(made, 0, 1)]))
+    hash_store = HashStore()
+    monkeypatch.setattr(heartbeat, "rendezvous", lambda *_, **__: iter([(hash_store, 0, 1)]))
     monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0)
     monkeypatch.setattr(heartbeat.os, "_exit", leave)
-    return made
+    return hash_store
 
 
 def run(size: int, act: Callable[[int], object], code: int) -> list[list[dict[str, Any]]]:

@@ -53,11 +53,11 @@ def again(data: Any) -> Any:
 @st.composite
 def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     names = draw(st.lists(st.text(min_size=1, max_size=8), max_size=4, unique=True))
-    made = {}
+    tensors = {}
     for name in names:
         shape = draw(st.lists(st.integers(0, 4), max_size=4))
-        made[name] = (torch.rand(shape) * 100).to(draw(st.sampled_from(DTYPES)))
-    return made
+        tensors[name] = (torch.rand(shape) * 100).to(draw(st.sampled_from(DTYPES)))
+    return tensors
 
 
 @given(named_tensors())
@@ -291,7 +291,7 @@ def test_devices(text: str, gpus: int, devices: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "gpus", "words"),
+    ("text", "gpus", "message"),
     [
         ("auto", 0, "cpu,cpu"),
         ("3", 2, "finds 2"),
@@ -306,8 +306,8 @@ def test_devices(text: str, gpus: int, devices: tuple[str, ...]) -> None:
         ("cuda:" + "9" * 5000, 2, "finds 2"),
     ],
 )
-def test_invalid_devices(text: str, gpus: int, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
+def test_invalid_devices(text: str, gpus: int, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         parse_devices(text, gpus)
 
 
@@ -318,7 +318,7 @@ def test_any_text_names_devices_or_is_refused(text: str, gpus: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"mesh": "2x1x2"}, "needs 4 ranks"),
         ({"mesh": "fast"}, "CFGxRINGxULYSSES"),
@@ -326,8 +326,8 @@ def test_any_text_names_devices_or_is_refused(text: str, gpus: int) -> None:
         ({"step_timeout": 0}, "1 to 86400"),
     ],
 )
-def test_invalid_options(changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(OptionError, match=words):
+def test_invalid_options(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         WorkerOptions(**{"devices": ("cpu", "cpu"), **changed})
 
 

@@ -81,11 +81,11 @@ def workers() -> Iterator[Workers]:
     """One pair for all tests. If a test ended it, the first request of the next one starts it again."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))  # freed memory goes back to the system
-    with Workers(WorkerOptions(devices=("cpu", "cpu"), mesh=MESH, **TIMEOUTS)) as found:
-        assert run(found).frames.shape == (5, 48, 48, 3)
+    with Workers(WorkerOptions(devices=("cpu", "cpu"), mesh=MESH, **TIMEOUTS)) as started:
+        assert run(started).frames.shape == (5, 48, 48, 3)
         with forking():
-            yield found
-        processes = all_of(found) if found.is_running else set()
+            yield started
+        processes = all_of(started) if started.is_running else set()
     wait_until_gone(processes)
 
 
@@ -105,9 +105,9 @@ def ranks(workers: Workers) -> list[int]:
     """Process ids by rank. Starts the workers if none run."""
     if not workers.is_running:
         run(workers)
-    found = sorted(all_of(workers) - {supervisor_of(workers)})
-    assert len(found) == 2
-    return found
+    pids = sorted(all_of(workers) - {supervisor_of(workers)})
+    assert len(pids) == 2
+    return pids
 
 
 def supervisor_of(workers: Workers) -> int:
@@ -160,7 +160,7 @@ def test_the_same_result_as_one_process_and_many_prompts_take_no_more_memory(
         run(workers, **LEAST)
         if prompt == 7:
             before = [memory_of(pid) for pid in ranks(workers)]
-    grown = [memory_of(pid) - held for pid, held in zip(ranks(workers), before, strict=True)]
+    grown = [memory_of(pid) - bytes_before for pid, bytes_before in zip(ranks(workers), before, strict=True)]
     assert max(grown) < 5 * 2**20, grown
     assert (run(workers).latents - alone).abs().max() < 1e-4
 
@@ -194,26 +194,31 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     encoder = load_text_encoder(TINY_FILES / "text_encoder.safetensors", dtype=torch.float32)
     text = {"path": str(TINY_FILES / "text_encoder.safetensors"), "precision": "fp32"}
     cache = PromptCache()
-    for row, known in zip(
+    for row, expected_row in zip(
         WorkerEngine(workers).text(text, prompts)[0], cache.encode(prompts, encoder.read), strict=True
     ):
-        torch.testing.assert_close(row[None], known, atol=1e-5, rtol=0)
+        torch.testing.assert_close(row[None], expected_row, atol=1e-5, rtol=0)
 
     high, low = (str(TINY_FILES / f"i2v_{name}.safetensors") for name in ("high", "low"))
-    found, plan = find_experts(high, low), make_plan(task="i2v-tiny", steps=4, guidance_high=1.0)
+    found_experts, plan = find_experts(high, low), make_plan(task="i2v-tiny", steps=4, guidance_high=1.0)
     plan = with_nag(plan, NagOptions())  # where the high-noise expert has no guidance
     cond, uncond = cache.encode(prompts[:2], encoder.read)
-    concat = join_image(latents, torch.ones_like(latents[:, :1]), found.vae)
-    given = {"cond": cond, "uncond": uncond, "concat": concat}
-    experts = {"high": found.high.load(CPU, torch.float32, None), "low": found.low.load(CPU, torch.float32, None)}
+    concat = join_image(latents, torch.ones_like(latents[:, :1]), found_experts.vae)
+    tensors = {"cond": cond, "uncond": uncond, "concat": concat}
+    experts = {
+        "high": found_experts.high.load(CPU, torch.float32, None),
+        "low": found_experts.low.load(CPU, torch.float32, None),
+    }
     noise = draw_noise(7, tuple(latents.shape))
-    alone = sample_latents(plan, Ready(experts.__getitem__), Conditioning(**given), noise, found.vae, Report(CPU))
+    alone = sample_latents(
+        plan, Ready(experts.__getitem__), Conditioning(**tensors), noise, found_experts.vae, Report(CPU)
+    )
     model = {"high": high, "low": low, "precision": "fp32", "keep_blocks": 0, "attention": "auto", "compile": "off"}
     steps: list[tuple[int, tuple[int, ...]]] = []
     together = WorkerEngine(workers).sample(
         {**model, "residency": "auto"},
         plan,
-        given,
+        tensors,
         start=Start(shape=tuple(latents.shape), seed=7),
         batched=False,
         report=report,
@@ -223,12 +228,14 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     assert (together - alone).abs().max() < 1e-4
     assert steps == [(i, (1, 16, 2, 6, 8)) for i in range(4)]
     halves = [cut_plan(replace(plan, window=Window(start=s, end=e, leftover=True))) for s, e in ((0, 2), (2, 4))]
-    start, left = Start(shape=tuple(latents.shape), seed=7), []
+    start, leftovers = Start(shape=tuple(latents.shape), seed=7), []
     for half in halves:
-        how = {"start": start, "batched": False, "report": Report(CPU), "fps": 8, "on_leftover": left.append}
-        sampled = WorkerEngine(workers).sample({**model, "residency": "auto"}, half, given, **how)
-        start = replace(start, add_noise=False, latents=sampled, leftover=left[-1])
-    assert len(left) == 1 and (sampled - together).abs().max() < 1e-5, "two runs in a row, their state sent back and on"
+        how = {"start": start, "batched": False, "report": Report(CPU), "fps": 8, "on_leftover": leftovers.append}
+        sampled = WorkerEngine(workers).sample({**model, "residency": "auto"}, half, tensors, **how)
+        start = replace(start, add_noise=False, latents=sampled, leftover=leftovers[-1])
+    assert len(leftovers) == 1 and (sampled - together).abs().max() < 1e-5, (
+        "two runs in a row, their state sent back and on"
+    )
     assert report.phases["denoise high"].steps + report.phases["denoise low"].steps == 4
     assert report.settings["mesh"] == MESH
 
@@ -248,16 +255,16 @@ def test_a_file_that_was_replaced_is_read_again(workers: Workers, tmp_path: Path
 
 def test_a_rank_killed_in_a_step(workers: Workers) -> None:
     pids = ranks(workers)
-    words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[1], signal.SIGKILL)))
-    assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) was ended by signal 9 (SIGKILL)" in words
-    assert "denoise" in words and "of 1000" in words and "again" in words
+    message = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[1], signal.SIGKILL)))
+    assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) was ended by signal 9 (SIGKILL)" in message
+    assert "denoise" in message and "of 1000" in message and "again" in message
     assert run(workers).frames.std() > 0 and not set(ranks(workers)) & set(pids)
 
 
 def test_rank_0_killed_in_a_step(workers: Workers) -> None:
     pids = ranks(workers)
-    words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[0], signal.SIGKILL)))
-    assert f"(process {pids[0]}, cpu) was ended by signal 9" in words
+    message = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[0], signal.SIGKILL)))
+    assert f"(process {pids[0]}, cpu) was ended by signal 9" in message
 
 
 def test_a_rank_killed_between_prompts_costs_no_prompt(workers: Workers) -> None:
@@ -280,8 +287,8 @@ def test_a_rank_that_stops(workers: Workers, rank: int) -> None:
         workers.options = replace(workers.options, heartbeat_timeout=5.0)
 
     with short_timeouts(workers):  # from then on
-        words = failure(workers, **LONG, on_step=in_a_step(workers, stop))
-    assert f"rank {rank}" in words and "no heartbeat" in words and "denoise" in words and "of 1000" in words
+        message = failure(workers, **LONG, on_step=in_a_step(workers, stop))
+    assert f"rank {rank}" in message and "no heartbeat" in message and "denoise" in message and "of 1000" in message
 
 
 def test_ranks_that_make_no_progress(workers: Workers, tmp_path: Path) -> None:
@@ -289,8 +296,8 @@ def test_ranks_that_make_no_progress(workers: Workers, tmp_path: Path) -> None:
     ranks(workers)
     os.mkfifo(tmp_path / "first.png")
     with short_timeouts(workers, step_timeout=3.0):
-        words = failure(workers, image=str(tmp_path / "first.png"))
-    assert "no rank made progress for 3 s" in words and "rank 0: idle; rank 1: idle" in words
+        message = failure(workers, image=str(tmp_path / "first.png"))
+    assert "no rank made progress for 3 s" in message and "rank 0: idle; rank 1: idle" in message
 
 
 def limit_memory(pid: int) -> None:
@@ -304,9 +311,9 @@ def test_a_rank_that_runs_out_of_memory(workers: Workers) -> None:
     pids = ranks(workers)
     limit_memory(pids[1])
     # The noise is 22 MB, too much for this rank. The other one waits for it in the first exchange.
-    words = failure(workers, width=1024, height=1024, frames=81, steps=1)
-    assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) ran out of memory in " in words
-    assert "Smaller" in words or "smaller size" in words
+    message = failure(workers, width=1024, height=1024, frames=81, steps=1)
+    assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) ran out of memory in " in message
+    assert "Smaller" in message or "smaller size" in message
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -318,9 +325,9 @@ def test_a_rank_that_cannot_open_a_file(workers: Workers, rank: int) -> None:
     with pytest.raises(WorkerError) as raised:
         WorkerEngine(workers).generate(replace(TINY, precision="bf16"), Request(**SMALL))
     assert time.monotonic() - begin < 20
-    words = str(raised.value)
-    assert f"rank {rank} on {socket.gethostname()} (process {pids[rank]}, cpu) refused the request" in words
-    assert ".safetensors: cannot be read (Too many open files)" in words
+    message = str(raised.value)
+    assert f"rank {rank} on {socket.gethostname()} (process {pids[rank]}, cpu) refused the request" in message
+    assert ".safetensors: cannot be read (Too many open files)" in message
     wait_until_gone(pids)
     assert run(workers).frames.std() > 0
 
@@ -446,8 +453,8 @@ def test_the_ranks_end_with_a_killed_supervisor(workers: Workers) -> None:
     pids = ranks(workers)
     supervisor = supervisor_of(workers)
     assert below(os.getpid()) >= {supervisor, *pids}
-    words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(supervisor, signal.SIGKILL)))
-    assert "supervisor of the ranks ended with code -9" in words
+    message = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(supervisor, signal.SIGKILL)))
+    assert "supervisor of the ranks ended with code -9" in message
     assert run(workers).frames.std() > 0
 
 

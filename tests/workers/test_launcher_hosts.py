@@ -115,7 +115,7 @@ def test_generate_with_gpus_writes_the_same_video(
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "message"),
     [
         (["--mesh", "1x1x2"], "give --gpus as well"),
         (["--gpus", "cpu,cpu", "--device", "cpu"], "leave out --device"),
@@ -124,6 +124,6 @@ def test_generate_with_gpus_writes_the_same_video(
         (["--gpus", "cpu" + ",cpu" * 999], "1000 workers on the CPU given"),
     ],
 )
-def test_options_that_do_not_fit(asked: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_fit(asked: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", "tiny", "--prompt", "", *asked]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -32,13 +32,13 @@ def listening(pids: set[int]) -> list[str]:
                 mine |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
             except OSError:
                 continue  # closed meanwhile
-    found = []
+    addresses = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == LISTENING and rest[5] in mine:
-                found.append(local)
-    return found
+            _, local, _, state, *fields = line.split()
+            if state == LISTENING and fields[5] in mine:
+                addresses.append(local)
+    return addresses
 
 
 def test_workers_of_one_host_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,5 +46,5 @@ def test_workers_of_one_host_listen_on_loopback_alone(monkeypatch: pytest.Monkey
     others = below(os.getpid())
     with forking(), Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2")) as workers:
         WorkerEngine(workers).generate(LoadOptions(model="tiny", device="cpu"), Request(**SMALL))
-        found = listening(below(os.getpid()) - others)
-    assert found and {place.partition(":")[0] for place in found} <= HERE
+        addresses = listening(below(os.getpid()) - others)
+    assert addresses and {place.partition(":")[0] for place in addresses} <= HERE

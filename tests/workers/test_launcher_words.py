@@ -27,20 +27,22 @@ def test_the_rank_that_failed_is_named_and_not_those_that_lost_it() -> None:
 
     statuses = [{**STATUS, "phase": "decode", "rank": rank, "pid": 100 + rank} for rank in range(2)]
     lost = failure(0, said(0, "peer", "Connection closed by peer"))
-    words = explain({"failures": [lost, failure(1, said(1, "memory", "tried to allocate 9 GiB"))]}, statuses, 1)
-    assert words.startswith("rank 1 on h (process 101, cuda:1) ran out of memory in denoise high, step 3 of 9")
-    assert "9 GiB" in words and "Connection closed" not in words
-    words = explain({"failures": [lost, failure(1, None, -9)]}, statuses, 1)
-    assert "rank 1 on h (process 101, cpu) was ended by signal 9 (SIGKILL) in decode" in words and "oh | no" in words
+    message = explain({"failures": [lost, failure(1, said(1, "memory", "tried to allocate 9 GiB"))]}, statuses, 1)
+    assert message.startswith("rank 1 on h (process 101, cuda:1) ran out of memory in denoise high, step 3 of 9")
+    assert "9 GiB" in message and "Connection closed" not in message
+    message = explain({"failures": [lost, failure(1, None, -9)]}, statuses, 1)
+    assert (
+        "rank 1 on h (process 101, cpu) was ended by signal 9 (SIGKILL) in decode" in message and "oh | no" in message
+    )
     ended = failure(0, None, -15)  # by the launcher, because another failed
     assert "rank 0" not in explain({"failures": [ended, failure(1, None, -9)]}, statuses, 1)
     assert "SIGTERM" in explain({"failures": [ended]}, statuses, 1)
     assert "Connection closed" in explain({"failures": [lost]}, statuses, 1)
     reported = failure(0, said(1, "user", "a.safetensors: cannot be read"))  # by rank 0, of rank 1 on another host
     for failures in ([reported], [reported, failure(1, None)], [reported, failure(1, reported["said"])]):
-        words = explain({"failures": failures}, statuses, 1)
-        assert words.startswith("rank 1 on h (process 101, cuda:1) refused the request in denoise high, step 3 of 9")
-        assert words.count("a.safetensors: cannot be read") == 1 and "rank 0" not in words
+        message = explain({"failures": failures}, statuses, 1)
+        assert message.startswith("rank 1 on h (process 101, cuda:1) refused the request in denoise high, step 3 of 9")
+        assert message.count("a.safetensors: cannot be read") == 1 and "rank 0" not in message
     assert "became shorter" in explain({"failures": [failure(1, None, -7)]}, statuses, 1)
     assert "ended with code -9" in explain(None, statuses, -9)
 

@@ -47,16 +47,18 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize(
-    ("given", "left"),
+    ("value_of_host", "value_of_rank"),
     [
         ("backend:cudaMallocAsync", None),
         ("expandable_segments:True,backend:cudaMallocAsync", "expandable_segments:True"),
         ("max_split_size_mb:64", "max_split_size_mb:64"),
     ],
 )
-def test_ranks_do_not_take_comfyuis_allocator(monkeypatch: pytest.MonkeyPatch, given: str, left: str | None) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
-    assert processes.rank_environment().get("PYTORCH_CUDA_ALLOC_CONF") == left
+def test_ranks_do_not_take_comfyuis_allocator(
+    monkeypatch: pytest.MonkeyPatch, value_of_host: str, value_of_rank: str | None
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value_of_host)
+    assert processes.rank_environment().get("PYTORCH_CUDA_ALLOC_CONF") == value_of_rank
 
 
 def test_out_of_memory_says_who_holds_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +67,7 @@ def test_out_of_memory_says_who_holds_the_device(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 * 2**30, 24 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 8 * 2**30)
-    words = (
+    message = (
         "ran out of memory in denoise: of 24.0 GiB it held 8.0, CUDA and other programs 15.0: Tried to allocate 2 GiB."
     )
-    assert words in describe_failure(describe_fault(fault, identity, "denoise"))
+    assert message in describe_failure(describe_fault(fault, identity, "denoise"))

@@ -44,9 +44,9 @@ def write_list(folder: Path, *lines: Any) -> Path:
 class Losing:
     """A maker that loses some videos, at its first tries or always, and refuses others."""
 
-    def __init__(self, name: str, losses: dict[int, int], refuses: set[int], made: Counter[int]) -> None:
+    def __init__(self, name: str, losses: dict[int, int], refuses: set[int], made_videos: Counter[int]) -> None:
         self.is_gone = lambda: False
-        self.name, self.losses, self.refuses, self.made = name, losses, refuses, made
+        self.name, self.losses, self.refuses, self.made = name, losses, refuses, made_videos
 
     def make(self, video: ListedVideo) -> None:
         time.sleep(0)  # others may go first
@@ -77,15 +77,15 @@ def test_each_video_once(
     there: set[int],
 ) -> None:
     """Whatever is lost, each video is made once or given up for a reason; those of others are left as they are."""
-    folder, made = tmp_path_factory.mktemp("list"), Counter[int]()
+    folder, made_videos = tmp_path_factory.mktemp("list"), Counter[int]()
     videos = [ListedVideo(i, Request(prompt="x"), folder / f"{i}.mp4", str(i)) for i in range(1, count + 1)]
     for video in videos:
         if video.line in there:
             video.out.write_text("another's")
-    working = [Losing(f"maker {i}", dict(losses[i]), refuses, made) for i in range(makers)]
+    working = [Losing(f"maker {i}", dict(losses[i]), refuses, made_videos) for i in range(makers)]
     outcome = make_all(VideoList(videos, lambda v: v.out.exists()), working, lambda: None)
-    assert all(number == 1 for number in made.values())
-    assert sorted(outcome.made) == sorted(made)
+    assert all(number == 1 for number in made_videos.values())
+    assert sorted(outcome.made) == sorted(made_videos)
     ended = sorted([*outcome.made, *outcome.elsewhere, *outcome.failed])
     assert ended == [video.line for video in videos], "each has one end"
     assert set(outcome.elsewhere) == there & set(range(1, count + 1))
@@ -97,23 +97,23 @@ def test_each_video_once(
 
 def test_a_lost_video_goes_to_another_maker(tmp_path: Path) -> None:
     """One that loses all it is given stops after some, and every video is made by the other."""
-    made = Counter[int]()
+    made_videos = Counter[int]()
     videos = [ListedVideo(i, Request(prompt="x"), tmp_path / f"{i}.mp4", str(i)) for i in range(1, 13)]
-    broken = Losing("broken", dict.fromkeys(range(1, 13), 99), set(), made)
-    sound = Losing("sound", {}, set(), made)
+    broken = Losing("broken", dict.fromkeys(range(1, 13), 99), set(), made_videos)
+    sound = Losing("sound", {}, set(), made_videos)
     told: list[str] = []
     outcome = make_all(VideoList(videos, lambda v: v.out.exists(), told.append), [broken, sound], lambda: None)
     assert sorted(outcome.made) == list(range(1, 13)) and not outcome.failed
-    assert sum("broken lost it" in words for words in told) <= LOSSES
+    assert sum("broken lost it" in line for line in told) <= LOSSES
 
 
 def test_a_name_that_another_run_writes(tmp_path: Path) -> None:
     """A list leaves it alone and says so; a single run that finds a list's claim takes another name."""
     videos = [ListedVideo(i, Request(prompt="x"), tmp_path / f"{i}.mp4", str(i)) for i in (1, 2)]
-    made = Counter[int]()
+    made_videos = Counter[int]()
 
     def make(video: ListedVideo) -> None:
-        Losing("", {}, set(), made).make(video)
+        Losing("", {}, set(), made_videos).make(video)
         with Outputs({}) as outputs:
             assert outputs.add("--out", video.out).name == f"{video.line}-1.mp4"
 
@@ -136,7 +136,7 @@ def test_time_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("[1]", "line 2 of .*no JSON object"),
         ("{", "line 2 of .*no JSON object"),
@@ -157,13 +157,13 @@ def test_time_left(tmp_path: Path) -> None:
     ],
 )
 def test_refused_before_work(
-    line: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    line: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = write_list(tmp_path, {"prompt": "a red circle"}, line)
     assert main([*TINY, "--prompts", str(path), "--out", "o.mp4"]) == 2
-    assert re.search(words, capfd.readouterr().err, re.DOTALL)
-    assert [found.name for found in tmp_path.iterdir()] == ["list.jsonl"]
+    assert re.search(message, capfd.readouterr().err, re.DOTALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["list.jsonl"]
 
 
 def test_other_separators_are_part_of_a_prompt(
@@ -238,7 +238,7 @@ def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str], mon
         {"prompt": "a red circle", "seed": seed, "frames": 17, "size": "64x64", "steps": 6} for seed in range(count)
     ]
     path, here = write_list(tmp_path, *lines), os.getpid()
-    made: dict[str, dict[str, bytes]] = {}
+    videos_of_runs: dict[str, dict[str, bytes]] = {}
     killed: list[int] = []
 
     def kill() -> None:
@@ -255,14 +255,14 @@ def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str], mon
         with forking(ranks=1):  # of each maker
             assert main(command) == 0
         thread.join()
-        made[name] = {p.name: p.read_bytes() for p in (tmp_path / name).iterdir() if p.suffix == ".mp4"}
+        videos_of_runs[name] = {p.name: p.read_bytes() for p in (tmp_path / name).iterdir() if p.suffix == ".mp4"}
         assert len(list((tmp_path / name).iterdir())) == 2 * count, "videos and reports, and no hidden file"
     assert killed and "lost it and it will be made again" in capfd.readouterr().err
-    assert len(made["one"]) == count and made["two"].keys() == made["one"].keys()
-    other = [name for name in made["one"] if made["two"][name] != made["one"][name]]
+    assert len(videos_of_runs["one"]) == count and videos_of_runs["two"].keys() == videos_of_runs["one"].keys()
+    other = [name for name in videos_of_runs["one"] if videos_of_runs["two"][name] != videos_of_runs["one"][name]]
     assert len(other) <= 1, "nearly always no byte differs"
     for name in other:  # one was seen on a busy machine
-        one, two = (frames(tmp_path / folder / name) for folder in made)
+        one, two = (frames(tmp_path / folder / name) for folder in videos_of_runs)
         assert one.shape == two.shape and np.abs(one - two).mean() < 0.5, name
 
 
