@@ -26,7 +26,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.load import Models, load_models
 from wan_core.pipeline.memory_planning import Workload
-from wan_core.pipeline.own_memory import OwnMemory
+from wan_core.pipeline.run import OwnMemory
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.conditioning import Conditioning, draw_noise

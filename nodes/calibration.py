@@ -12,7 +12,7 @@ from wan_core.config.outputs import Outputs, keep_old
 from wan_core.execution.report import Report
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.memory_planning import Workload
-from wan_core.sampling.cache.curves import CURVE_FILES, Curve, curve_path
+from wan_core.sampling.cache.magcache import CURVE_FILES, Curve, curve_path
 from wan_core.sampling.calibration_files import is_embedded
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from wan_core.execution.memory.owner import RunOwner
 from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
@@ -22,11 +21,11 @@ from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.pipeline.check import check_tensor
 from wan_core.pipeline.decode import Made, Pieces, decode_to
 from wan_core.pipeline.denoise import sample_latents
+from wan_core.pipeline.encode import encode_images, encode_video
 from wan_core.pipeline.host_planning import host_room, plan_host
 from wan_core.pipeline.loras import Wanted
-from wan_core.pipeline.media import encode_images, encode_video
 from wan_core.pipeline.memory_planning import Workload
-from wan_core.pipeline.run import OnStep
+from wan_core.pipeline.run import OnStep, RunOwner
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.pace import BlockChecks

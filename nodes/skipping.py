@@ -22,7 +22,7 @@ from wan_core.config import (
 )
 from wan_core.config.table import table
 from wan_core.sampling.cache.arguments import speed_options
-from wan_core.sampling.cache.curves import CURVE_FILES
+from wan_core.sampling.cache.magcache import CURVE_FILES
 from wan_core.sampling.cache.magcache import PRESETS as CACHES
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.sparsity.budgets import COVERAGE_FILES

@@ -21,7 +21,7 @@ from tests.animate_references import draw_weights
 from wan_core.checkpoint import load_vae
 from wan_core.models.wan.families.animate import AnimateConfig
 from wan_core.models.wan.families.animate2 import Animate2Config
-from wan_core.pipeline.media import encode_images
+from wan_core.pipeline.encode import encode_images
 from wan_core.sampling.plan import Plan, make_plan
 
 WIDTH, HEIGHT, LENGTH, SEED = 48, 32, 9, 5

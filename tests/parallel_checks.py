@@ -60,7 +60,7 @@ from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.curves import Curve
+from wan_core.sampling.cache.magcache import Curve
 from wan_core.sampling.cache.residual import Program, ResidualCache
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning

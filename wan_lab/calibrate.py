@@ -25,7 +25,7 @@ from wan_core.ops.attention.sparse.routing import Rule, choose, estimate
 from wan_core.ops.attention.tiles import Tiles
 from wan_core.ops.kernels.block_layout import block_sizes
 from wan_core.ops.kernels.blocked import pool
-from wan_core.sampling.cache.curves import Curve, curve_name
+from wan_core.sampling.cache.magcache import Curve, curve_name
 from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, Ready, denoise

@@ -27,9 +27,9 @@ from wan_core.execution.report import GIB, Report, device_name
 from wan_core.media.pictures import clock, save_picture
 from wan_core.models.wan.families import Task
 from wan_core.pipeline.check import check_request
-from wan_core.pipeline.engine import LocalEngine
 from wan_core.pipeline.first_use import forward_each_kind
 from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.pipeline import LocalEngine
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import find_models, for_request

@@ -24,15 +24,14 @@ from PIL import Image
 from torch import Tensor
 
 from wan_core.config import LoadOptions, LoraOptions, Request
-from wan_core.media.colours import lab, rgb_of
 from wan_core.models.wan.families.clips import Clip, latents_of
 from wan_core.pipeline.clips import LEAD
+from wan_core.pipeline.colours import lab, rgb_of
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.embedded import Scene
-from wan_core.pipeline.media import clip_media, condition
+from wan_core.pipeline.encode import clip_media, condition, encode_text
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import Run
-from wan_core.pipeline.text import encode_text
 from wan_lab.metrics import describe, motion_amplitude, unit_range
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.shapes import draw

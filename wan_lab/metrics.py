@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.media.colours import lab
+from wan_core.pipeline.colours import lab
 from wan_core.pipeline.embedded import COLOURS, MOTIONS, SHAPES, Scene, parse_caption
 from wan_lab.shapes import DIRECTIONS, PALETTE, REFERENCE_SIZE, coverage
 

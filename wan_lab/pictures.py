@@ -13,8 +13,7 @@ from torch import Tensor
 
 from wan_core.config import SkipOptions
 from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, PHASE_COLOUR, Canvas
-from wan_core.sampling.cache.curves import Curve
-from wan_core.sampling.cache.magcache import BRANCHES, PRESETS
+from wan_core.sampling.cache.magcache import BRANCHES, PRESETS, Curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.budgets import Coverage, choose_keeps

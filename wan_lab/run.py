@@ -26,7 +26,7 @@ from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.build import ModelFacts, build_plan
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.curves import CURVE_FILES, curve_path
+from wan_core.sampling.cache.magcache import CURVE_FILES, curve_path
 from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.calibration_files import CalibrationFiles, T, is_embedded
 from wan_core.sampling.conditioning import Conditioning

@@ -27,7 +27,7 @@ from torch import Tensor
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.cache.adaptive_run import Adaptive, BoundedCache, adaptive_phase
-from wan_core.sampling.cache.curves import find_curve
+from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import skip_words, with_curve
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, falls, rising_words

@@ -19,14 +19,14 @@ from wan_core.checkpoint import load_dit, save
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import Reading
 from wan_core.config import MagCacheOptions, SkipOptions, TaylorSeerOptions
-from wan_core.execution.memory.pinned_memory import PinnedMemory
+from wan_core.execution.memory.host_weights import PinnedMemory
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.pipeline.settings import find_quantization
-from wan_core.sampling.cache.curves import find_curve
+from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import make_plan

@@ -24,7 +24,7 @@ from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.curves import CURVE_FILES, Curve, find_curve
+from wan_core.sampling.cache.magcache import CURVE_FILES, Curve, find_curve
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import make_plan
 from wan_lab import pictures

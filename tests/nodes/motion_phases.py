@@ -69,7 +69,7 @@ def ours(files: dict[str, Path], loras: dict[str, Path], mode: str, preset: str)
     from wan_core.execution.report import Report
     from wan_core.pipeline.denoise import sample_latents
     from wan_core.pipeline.load import load_models
-    from wan_core.pipeline.own_memory import OwnMemory
+    from wan_core.pipeline.run import OwnMemory
     from wan_core.pipeline.sources import find_experts
     from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
     from wan_core.sampling.conditioning import Conditioning

@@ -37,7 +37,7 @@ from wan_core.models.wan.families.wan.inputs import (
 )
 from wan_core.pipeline.decode import decode_images, decode_latents
 from wan_core.pipeline.embedded import parse_caption
-from wan_core.pipeline.media import encode_images
+from wan_core.pipeline.encode import encode_images
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.plan import Branch

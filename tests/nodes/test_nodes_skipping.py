@@ -12,7 +12,7 @@ import pytest
 from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
 from tools.embedded_graphs import SMALL, TINY, loaders, node, sampler
 from wan_core.pipeline.sources import TINY as FILES
-from wan_core.sampling.cache.curves import CURVE_FILES
+from wan_core.sampling.cache.magcache import CURVE_FILES
 
 pytestmark = pytest.mark.comfy
 

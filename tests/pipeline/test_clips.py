@@ -29,11 +29,10 @@ from wan_core.models.wan.families.animate.inputs import comfy_extras
 from wan_core.models.wan.families.animate2 import Animate2Config
 from wan_core.models.wan.families.clips import bounced, cut_clips
 from wan_core.pipeline.clips import ClipRun, remove_kept, run_key
-from wan_core.pipeline.media import clip_media, condition, load_media
+from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media
 from wan_core.pipeline.pipeline import Pipeline, Result
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.sources import TINY
-from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
 
 TEXT = {"text_dim": 64, "num_heads": 2, "num_layers": 2}

@@ -11,9 +11,18 @@ from PIL import Image
 
 from wan_core.config import LoadOptions, OptionError, Request, WindowOptions
 from wan_core.execution.report import Report
-from wan_core.media.colours import lab, rgb_of
 from wan_core.pipeline.clips import run_key
-from wan_core.pipeline.colours import ColourMatch, channel_means, match_windows, note_drift, pixels_of, statistics, unit
+from wan_core.pipeline.colours import (
+    ColourMatch,
+    channel_means,
+    lab,
+    match_windows,
+    note_drift,
+    pixels_of,
+    rgb_of,
+    statistics,
+    unit,
+)
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.workers.wire import report_data, report_from
 

@@ -27,7 +27,7 @@ from wan_core.models.wan.families.fun import FunCameraConfig, FunControlConfig
 from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.models.wan.families.vace.inputs import control_of_media
 from wan_core.pipeline.clips import run_key
-from wan_core.pipeline.media import first_frames
+from wan_core.pipeline.encode import first_frames
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
 

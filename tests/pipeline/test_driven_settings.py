@@ -13,9 +13,8 @@ from tests.pipeline.test_clips import folder as media_folder  # noqa: F401
 from tests.pipeline.test_clips import loaded, request
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.pipeline.clips import run_key
-from wan_core.pipeline.media import clip_media, condition, load_media
+from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.guided import stack_text
 

@@ -24,7 +24,7 @@ from wan_core.models.wan.families.media import keyframes_of
 from wan_core.models.wan.families.vace.inputs import control_of_media
 from wan_core.models.wan.families.wan.inputs import frame_mask, image_channels, known_frames, known_of
 from wan_core.pipeline.clips import run_key
-from wan_core.pipeline.media import encode_media, keyframes
+from wan_core.pipeline.encode import encode_media, keyframes
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.conditioning import Conditioning

@@ -29,10 +29,10 @@ from wan_core.config import (
 from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.denoise import sample_latents
+from wan_core.pipeline.encode import encode_text
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY, TINY_LORAS
-from wan_core.pipeline.text import encode_text
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import Expert, Plan, lora_share

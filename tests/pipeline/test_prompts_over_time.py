@@ -16,8 +16,8 @@ from wan_core.cli.generate import request_of
 from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions, OptionError, PromptAt, Request, WindowOptions
 from wan_core.models.wan.families import TASKS
+from wan_core.pipeline.encode import encode_text, text_of_clip
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.text import encode_text, text_of_clip
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.workers.wire import unpack

@@ -40,12 +40,11 @@ from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
 from wan_core.pipeline import clips as clips_module
 from wan_core.pipeline import hearing, sources
 from wan_core.pipeline.card_choice import task_memory
-from wan_core.pipeline.media import clip_media, condition, load_media
+from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media
 from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.pipeline import Pipeline, WriteVideo
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.sources import TINY, find_models
-from wan_core.pipeline.text import encode_text
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import make_plan
 from wan_core.workers.video_list import ListedVideo, make_video

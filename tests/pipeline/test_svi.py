@@ -21,8 +21,8 @@ from wan_core.models.vae.config import VAE_21, VAEConfig
 from wan_core.models.wan.families import TASKS, family_of
 from wan_core.models.wan.families.wan.inputs import handed_of, join_image, svi_clip
 from wan_core.pipeline.clips import run_key
+from wan_core.pipeline.encode import encode_text
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.text import encode_text
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan_drawing import draw_plan

@@ -21,7 +21,7 @@ from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.families.plain import diffusers_modules
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.media import clip_features
+from wan_core.pipeline.encode import clip_features
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY, find_models
 

@@ -37,12 +37,11 @@ from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.context_windows import fuse_weights, window_weights, windows_of, with_windows
 from wan_core.sampling.denoise import last_runs
-from wan_core.sampling.guided import model_inputs
+from wan_core.sampling.guided import in_windows, model_inputs
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.solvers import SOLVERS
-from wan_core.sampling.start import Start
-from wan_core.sampling.windowed import in_windows, reordered_noise
+from wan_core.sampling.start import Start, reordered_noise
 from wan_core.workers.wire import unpack
 
 SHAPE = (1, 16, 7, 4, 6)

@@ -17,12 +17,13 @@ from wan_core.config import (
     TaylorSeerOptions,
 )
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.curves import (
+from wan_core.sampling.cache.magcache import (
     CURVE_FILES,
+    PRESETS,
     curve_path,
     find_curve,
+    parse_magcache,
 )
-from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
 from wan_core.sampling.cache.skipping import leave_out, looks_distilled, skip_forwards
 from wan_core.sampling.plan import make_plan
 

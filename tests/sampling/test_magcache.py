@@ -18,13 +18,14 @@ from wan_core.config import (
     SkipOptions,
     TaylorSeerOptions,
 )
-from wan_core.sampling.cache.curves import (
+from wan_core.sampling.cache.magcache import (
     CURVE_FILES,
     PUBLISHED,
     Curve,
     nearest,
+    parse_magcache,
+    skip_magcache,
 )
-from wan_core.sampling.cache.magcache import parse_magcache, skip_magcache
 from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan

@@ -26,7 +26,7 @@ from wan_core.config import (
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place, RunnerChain
 from wan_core.sampling.cache.adaptive_run import Adaptive
-from wan_core.sampling.cache.curves import find_curve
+from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.policies import mark_adaptive
 from wan_core.sampling.cache.residual import residual_program, residuals, weights
 from wan_core.sampling.cache.skipping import leave_out

@@ -27,8 +27,7 @@ from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.sdpa import SDPA
 from wan_core.ops.attention.tiles import make_tiles
-from wan_core.sampling.cache.curves import Curve
-from wan_core.sampling.cache.magcache import skip_magcache
+from wan_core.sampling.cache.magcache import Curve, skip_magcache
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan, make_plan

@@ -44,7 +44,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.wan.inputs import join_image
 from wan_core.pipeline.decode import decode_images
 from wan_core.pipeline.denoise import sample_latents
-from wan_core.pipeline.media import encode_images
+from wan_core.pipeline.encode import encode_images
 from wan_core.pipeline.pipeline import Pipeline, Result
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.sources import TINY as TINY_FILES

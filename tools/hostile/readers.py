@@ -29,7 +29,7 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.pipeline import metadata
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.curves import CURVE_FILES
+from wan_core.sampling.cache.magcache import CURVE_FILES
 from wan_core.sampling.presets import safetensors_metadata
 from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 

@@ -37,7 +37,7 @@ def load_options_of(options: argparse.Namespace) -> LoadOptions:
 
 
 def run_warmup(options: argparse.Namespace) -> int:
-    from wan_core.pipeline.engine import LocalEngine
+    from wan_core.pipeline.pipeline import LocalEngine
 
     request = request_of(options)
     progress = ProgressLine()

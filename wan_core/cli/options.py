@@ -25,7 +25,7 @@ from wan_core.sampling.schedules import Window
 from wan_core.sampling.speed_presets import SUFFIX, speed_names
 
 if TYPE_CHECKING:
-    from wan_core.pipeline.engine import Engine
+    from wan_core.pipeline.pipeline import Engine
     from wan_core.workers.options import WorkerOptions
 
 # Options and arguments that name a file or folder that is read.
@@ -265,7 +265,7 @@ def engine_of(options: argparse.Namespace) -> Engine:
         return WorkerEngine(cluster_workers(options.ray, options.gpus, mesh=mesh, step_timeout=options.step_timeout))
     devices = devices_of(options)
     if devices is None:
-        from wan_core.pipeline.engine import LocalEngine
+        from wan_core.pipeline.pipeline import LocalEngine
 
         return LocalEngine()
     from wan_core.workers.client import WorkerEngine

@@ -16,7 +16,7 @@ from wan_core.cli.parsing import program
 from wan_core.config import LoadOptions, OptionError
 
 if TYPE_CHECKING:
-    from wan_core.pipeline.engine import Engine
+    from wan_core.pipeline.pipeline import Engine
     from wan_core.workers.options import WorkerOptions
     from wan_core.workers.video_list import ListedVideo, Outcome, VideoList
 
@@ -98,7 +98,7 @@ class LocalMakers:
 
     def make(self, videos: VideoList) -> Outcome:
         """The ranks of all groups end with it."""
-        from wan_core.pipeline.engine import LocalEngine
+        from wan_core.pipeline.pipeline import LocalEngine
         from wan_core.workers.client import WorkerEngine
         from wan_core.workers.launcher import Workers
         from wan_core.workers.video_list import Maker, make_all, make_video

@@ -34,9 +34,8 @@ from wan_core.pipeline.check import Job
 from wan_core.pipeline.colours import ColourMatch, channel_means, note_drift, pixels_of, unit
 from wan_core.pipeline.decode import Pieces, WriteFrames, decode_to, use_all
 from wan_core.pipeline.denoise import sample
-from wan_core.pipeline.media import clip_media, condition, load_media
+from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media, text_of_clip
 from wan_core.pipeline.run import OnStep, Run, Watch
-from wan_core.pipeline.text import encode_text, text_of_clip
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.sparsity.schedule import without_estimates

@@ -1,4 +1,4 @@
-"""A prompt becomes a video, in named stages: check, load, text, media, denoise, decode.
+"""A prompt becomes a video, in named stages: check, load, encode, denoise, decode.
 
     pipe = Pipeline.load(LoadOptions(model="tiny"))
     result = pipe.generate(Request(prompt="a red circle moving right on a blue background", seed=1))
@@ -33,14 +33,13 @@ from wan_core.pipeline.clips import ClipRun
 from wan_core.pipeline.colours import match_windows
 from wan_core.pipeline.decode import WriteFrames, decode_latents, use_all
 from wan_core.pipeline.denoise import sample
+from wan_core.pipeline.encode import encode_media, encode_start, encode_text
 from wan_core.pipeline.first_use import forward_each_kind
 from wan_core.pipeline.load import Models, load_models
-from wan_core.pipeline.media import encode_media, encode_start
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.run import SILENT, Run, Watch, begin
 from wan_core.pipeline.settings import choose_device
-from wan_core.pipeline.sources import find_models
-from wan_core.pipeline.text import encode_text
+from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import retried
 from wan_core.sampling.plan import Expert, Plan
@@ -218,3 +217,56 @@ def save(run: Run, path: Path, latents: Tensor) -> bool:
 def metadata(settings: Mapping[str, Any]) -> dict[str, str]:
     """What goes into a video file: the settings that made it, as text."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+
+
+class Engine(Protocol):
+    """Who makes a video: this process or worker processes; whoever asks for one need not know which.
+
+    It loads what it needs, keeps it while it fits the next request, and has everything end with `close`."""
+
+    def generate(
+        self,
+        options: LoadOptions,
+        request: Request,
+        watch: Watch = SILENT,
+        *,
+        keep_latents: Path | None = None,
+        keep_clips: Path | None = None,
+        write: WriteVideo | None = None,
+    ) -> Result:
+        """Load the models and generate a video, see `Pipeline.load` and `Pipeline.generate`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalEngine:
+    """The engine that is this process."""
+
+    def __init__(self) -> None:
+        self.loaded: tuple[object, Pipeline] | None = None  # what the models were loaded by, and they
+
+    def load(self, options: LoadOptions, request: Request, watch: Watch = SILENT) -> Pipeline:
+        """The models for `request`: those of the request before where they fit."""
+        spec = for_request(options, request), bool(request.pictures)
+        if self.loaded is None or self.loaded[0] != spec:
+            self.loaded = None  # gone before the next is loaded
+            self.loaded = spec, Pipeline.load(options, request=request, watch=watch, how=Reading(on_bytes=watch.read))
+            watch.loaded()
+        return self.loaded[1]
+
+    def generate(
+        self,
+        options: LoadOptions,
+        request: Request,
+        watch: Watch = SILENT,
+        *,
+        keep_latents: Path | None = None,
+        keep_clips: Path | None = None,
+        write: WriteVideo | None = None,
+    ) -> Result:
+        pipe = self.load(options, request, watch)
+        return pipe.generate(request, watch, keep_latents=keep_latents, keep_clips=keep_clips, write=write)
+
+    def close(self) -> None:
+        self.loaded = None

@@ -1,31 +1,35 @@
-"""One request on models that are ready: what every stage of it works on, and the callbacks that it calls meanwhile."""
+"""One request on models that are ready: what every stage of it works on, who holds the models meanwhile, and the
+callbacks that it calls."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.report import Report
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.family import Family
+from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import Job, check_tensor, never_seen, size_notes
 from wan_core.pipeline.load import Models
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
-from wan_core.pipeline.own_memory import OwnMemory
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.pace import BlockChecks
-from wan_core.sampling.plan import Plan
+from wan_core.sampling.plan import Expert, LoraShare, Plan
 from wan_core.sampling.sparsity.run import check_kernel
 
 log = logging.getLogger(__name__)
+Module = TypeVar("Module")
 OnStep = Callable[[Progress, float | None], None]
 """Called after every step: what was done, and the seconds of a forward in the newest finished step that ran any (None
 before the first)."""
@@ -56,6 +60,72 @@ class Watch:
 
 
 SILENT = Watch()
+
+
+class RunOwner(ABC):
+    """An `Owner` (`wan_core.sampling.denoise`) that goes on by a cheaper plan where memory runs out, once in a run."""
+
+    def __init__(self, report: Report) -> None:
+        self.report, self.relieved = report, False
+
+    @abstractmethod
+    def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
+        """The expert, ready to run, its LoRAs at these shares of their strengths."""
+
+    @abstractmethod
+    def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
+        """The next `runs` runs of the blocks of `expert` are the last before `following` is acquired."""
+
+    @abstractmethod
+    def make_room(self, name: str) -> str | None:
+        """Go over to the next plan that takes less device memory, and bring the model `name` back. In words; None where
+        there is none."""
+
+    def relieve(self, name: str) -> bool:
+        """Memory ran out with the model `name`: make room, and say so; False where there is none. Finished steps
+        stay."""
+        words = None if self.relieved else self.make_room(name)
+        if words is None:
+            return False
+        self.relieved = True
+        note = f"out of memory, going on with what takes less ({words}); nothing that was finished is lost"
+        logging.getLogger("WanCore").warning("%s", note)
+        self.report.notes.append(note)
+        return True
+
+
+class OwnMemory(RunOwner):
+    """Models under a `Residency`. With ranks, out of memory is an error: the others would wait for the step that this
+    one repeats."""
+
+    def __init__(self, models: Models, report: Report) -> None:
+        super().__init__(report)
+        self.models = models
+
+    def fetch(self, name: str, use: Callable[[], Module]) -> Module:
+        """A model ready on the device. Where models take turns, bringing it there is a phase of its own."""
+        if self.models.residency.policy == "resident":
+            return use()
+        with self.report.phase(f"fetch {name}"):
+            return use()
+
+    def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
+        self.models.change_loras(expert, loras, self.report)
+        return self.fetch(expert, lambda: self.models.expert(expert))
+
+    def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
+        self.models.prefetch(expert, following, runs)
+
+    def make_room(self, name: str) -> str | None:
+        residency = self.models.residency
+        name = name if name in residency.models else "high"
+        words = None if self.models.ranks is not None else residency.cheaper(name)
+        if words is not None:
+            for model in residency.models.values():
+                if isinstance(model, WanModel):
+                    model.runners.remove(GraphedBlocks)  # weights are elsewhere from now on
+            residency.use(name)
+        return words
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One expert in its phase: the forwards of each guidance branch, and the guided velocity of them.
+"""One expert in its phase: the forwards of each guidance branch and context window, and the guided velocity of them.
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text rows.
 """
@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.config import NagOptions
+from wan_core.config import NagOptions, WindowOptions
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.cache.adaptive_run import adaptive_phase
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.context_windows import fuse_weights
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.sparsity.measured import Bounded, RankSums
-from wan_core.sampling.windowed import in_windows
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
@@ -33,6 +34,8 @@ BOTH: tuple[Branch, ...] = ("cond", "uncond")
 
 RunBranches = Callable[[Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]], dict[Branch, Tensor]]
 """(branches, forward of a branch, shape of a velocity) -> the velocity of every branch, float32."""
+Forward = Callable[[Tensor, Tensor, int], Tensor]
+"""(inputs [B, C_in, t, Y, X], time [B] or [B, t], number of the window) -> velocity [B, C, t, Y, X]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +246,38 @@ class Guided:
             return self.model(some, some_time, text, replace(info, window=window))
 
         return in_windows(forward, inputs, time, step, options, self.model.config.out_channels)
+
+
+def in_windows(
+    forward: Forward, inputs: Tensor, time: Tensor, step: Step, options: WindowOptions, channels: int
+) -> Tensor:
+    """The velocity float32 [B, C, T, Y, X] of all frames, fused from a forward of each window of `step`.
+
+    inputs: [B, C_in, T, Y, X], `channels` of noise before those of an image. time: [B], or [B, T].
+    """
+    T, fused = inputs.shape[2], None
+    weights = fuse_weights(step.windows, options, T)
+    for number, (window, shares) in enumerate(zip(step.windows, weights, strict=True)):
+        seen = options.seen(window)
+        own, own_time = taken(inputs, seen, 2), time if time.ndim == 1 else taken(time, seen, 1)
+        if options.retain_first:
+            own = own.clone()
+            own[:, channels:, 0] = inputs[:, channels:, 0]
+        velocity = forward(own, own_time, number)[:, :, len(seen) - len(window) :]
+        if fused is None:
+            fused = velocity.new_zeros(*velocity.shape[:2], T, *velocity.shape[3:])
+        for position, (frame, share) in enumerate(zip(window, shares, strict=True)):
+            fused[:, :, frame].add_(velocity[:, :, position], alpha=share)  # no number goes to the device
+    assert fused is not None
+    return fused
+
+
+def taken(x: Tensor, frames: Sequence[int], dim: int) -> Tensor:
+    """`frames` of `x` along `dim`; a view where they follow one another."""
+    breaks = [n for n, (one, other) in enumerate(pairwise(frames), 1) if other != one + 1]
+    ends = pairwise([0, *breaks, len(frames)])
+    pieces = [x.narrow(dim, frames[first], last - first) for first, last in ends]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def host_numbers(values: list[float], device: torch.device) -> Tensor:

@@ -15,12 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from wan_core.config import OptionError
+from wan_core.config import OptionError, WindowOptions
 from wan_core.models.vae.config import VAEConfig
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.solvers import History
-from wan_core.sampling.windowed import reordered_noise
 
 NEW = History()
 
@@ -118,6 +117,18 @@ class Start:
         for shape in (*earlier, *[self.shape] * len(plan.before)):
             torch.randn(shape, generator=generator)
         return lambda: torch.randn(self.shape, generator=generator).to(device)
+
+
+def reordered_noise(noise: Tensor, options: WindowOptions, seed: int) -> Tensor:
+    """`noise` [B, C, T, Y, X] on the CPU, in which frames after the first window are earlier ones in another order, so
+    that windows begin with noise that is alike. Source: FreeNoise, arXiv:2310.15169, drawn as ComfyUI does."""
+    generator, frames, noise = torch.Generator().manual_seed(seed), noise.shape[2], noise.clone()
+    new = options.length - options.overlap
+    for first in range(0, frames - options.length, new):
+        start = first + options.length
+        count = min(new, frames - start)
+        noise[:, :, start : start + count] = noise[:, :, torch.randperm(count, generator=generator) + first]
+    return noise
 
 
 def finished(x: Tensor, plan: Plan, vae: VAEConfig, known: Tensor | None = None) -> Tensor:

@@ -40,11 +40,10 @@ from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.decode import Pieces, decode_to
 from wan_core.pipeline.denoise import sample_latents
-from wan_core.pipeline.media import encode_images
+from wan_core.pipeline.encode import encode_images
 from wan_core.pipeline.memory_planning import Workload
-from wan_core.pipeline.own_memory import OwnMemory
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.run import OnStep, Watch, guidance_over
+from wan_core.pipeline.run import OnStep, OwnMemory, Watch, guidance_over
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
 from wan_core.pipeline.sources import find_experts, recognise
 from wan_core.sampling.conditioning import Conditioning

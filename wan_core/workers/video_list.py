@@ -21,8 +21,7 @@ from wan_core.config import LoadOptions, OptionError, Request, UserError
 from wan_core.config.outputs import claim_of, make_claim, remove_left_over
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.sound import read_sound
-from wan_core.pipeline.engine import Engine
-from wan_core.pipeline.pipeline import metadata
+from wan_core.pipeline.pipeline import Engine, metadata
 from wan_core.workers.launcher import WorkerError
 
 ATTEMPTS = 2  # a video that was lost so often is given up

@@ -10,22 +10,27 @@ layout.
 
 from __future__ import annotations
 
+import logging
+import mmap
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wan_core.execution.memory.pinned_memory import PinnedMemory
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import is_attached
 
+log = logging.getLogger(__name__)
 ALIGNMENT = 256  # bytes: what torch's own allocations have, and more than any kernel asks for
 THREADS = 8
+HUGE = 2 << 20  # bytes of a large page, which is pinned and read faster, where the system has them
 # What a prompt's keys and values need of a block. It stands first in the block's unit, and can be copied by itself.
 _TEXT = re.compile(r"(vace_)?blocks\.\d+\.cross_attn\.(k|v|norm_k)(_img)?\.")
 
@@ -171,3 +176,44 @@ def block_prefixes(model: WanModel | TextEncoder) -> list[tuple[str, ...]]:
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, those of attached LoRAs included."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _cuda() -> Any:
+    """The CUDA runtime as torch shows it."""
+    return torch.cuda.cudart()
+
+
+class PinnedMemory:
+    """`bytes`: uint8 [nbytes] in host memory, pinned by `lock`. Views stay valid after this object is gone, but are not
+    pinned any more.
+
+    torch's own pinned memory comes in powers of two, which would cost a model of 14.3 GB another 2 GB. Here pages are
+    mapped, filled by threads, and only then pinned: pinning pages that exist is much faster than pinning new ones."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.locked = False
+        if sys.platform == "linux" and nbytes:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            pages = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
+            if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+                try:
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+                except OSError:  # a kernel without them
+                    log.info("no huge pages here")
+            self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+        else:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+
+    def lock(self) -> bool:
+        """Pin it for all GPUs; False where the system refuses: then copies to the device wait for the host."""
+        if not self.locked and len(self.bytes):
+            fault = int(_cuda().cudaHostRegister(self.bytes.data_ptr(), len(self.bytes), 1))  # 1: for all GPUs
+            self.locked = fault == 0
+            if fault:
+                log.warning("%d bytes of host memory could not be pinned (CUDA error %d)", len(self.bytes), fault)
+        return self.locked
+
+    def __del__(self) -> None:
+        if getattr(self, "locked", False) and torch is not None and torch.cuda.is_initialized():
+            _cuda().cudaHostUnregister(self.bytes.data_ptr())
+            self.locked = False
