@@ -142,7 +142,7 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
     native = host.describe(model)
     if size is None and native.task is not None:
         task = native.task
-        size = ((task.frames - 1) // task.vae.temporal_stride + 1,
+        size = (task.vae.latent_frames(task.frames),
                 task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride)  # fmt: skip
     evaluated, both = host.evaluations(model, sampler, sigmas)
     both = both or cfg != 1 or model.model_options.get("disable_cfg1_optimization", False)

@@ -124,7 +124,7 @@ class WanCoreSampler(io.ComfyNode):
         add_noise: str = "enable",
         **values: Any,
     ) -> io.NodeOutput:
-        frames = model.experts.vae.temporal_stride * (latent["samples"].shape[2] - 1) + 1
+        frames = model.experts.vae.video_frames(latent["samples"].shape[2])
         starts = prompt_starts(positive)
         video = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames, prompt_starts=starts)
         model.engine.check(model, video.plan, tuple(latent["samples"].shape))
@@ -210,7 +210,7 @@ def _settings(
         "precision": dict.fromkeys(model.held, precision),
         **({"loras": lora_words(model.loras)} if model.lora_files else {}),
         "size": [shape[4] * config.spatial_stride, shape[3] * config.spatial_stride],
-        "frames": config.temporal_stride * (shape[2] - 1) + 1,
+        "frames": config.video_frames(shape[2]),
         "steps": plan.count,
         **({"sigmas": [plan.sigmas[0], plan.sigmas[-1]]} if plan.from_latents or plan.sigmas[-1] else {}),
         **({"nag": plan.nag.words()} if plan.nag else {}),
@@ -235,7 +235,7 @@ def unknown_of(model: ModelSocket, joined: Joined, shape: tuple[int, ...]) -> li
     leading = rules.leading  # of a reference
     latents = max(joined.plan.window_sizes(shape[2])) - leading
     width, height = shape[4] * vae.spatial_stride, shape[3] * vae.spatial_stride
-    unknown = unknown_to(task, joined.prompts, width, height, vae.temporal_stride * (latents - 1) + 1)
+    unknown = unknown_to(task, joined.prompts, width, height, vae.video_frames(latents))
     return [*unknown, *size_notes(task, vae, width, height)]
 
 

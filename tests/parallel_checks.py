@@ -55,7 +55,7 @@ from wan_core.parallel.chords import BEGINNINGS, TimeStretch
 from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
 from wan_core.parallel.sequence import ShardedAttention, ShardedTokens, check_lse, shard_lengths
-from wan_core.parallel.vae import split_pictures
+from wan_core.parallel.vae import Strips
 from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
@@ -242,7 +242,7 @@ def vae(mesh: str, config: str, rows: int, columns: int, frames: int = 3, chunk:
         return video, torch.cat(model.encode_moments(video, chunk=chunk), 1)
 
     video, moments = of_one(mesh, whole)
-    split_pictures(model, ranks_of(mesh))
+    model.strips = Strips(ranks_of(mesh).world)
     split_video = model.decode(latents, chunk=chunk, clamp=False)
     split_moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
     assert split_video.shape == video.shape and split_moments.shape == moments.shape

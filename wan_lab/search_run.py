@@ -236,7 +236,7 @@ def full_size(task: Task, size: str) -> tuple[DiTConfig, tuple[int, int, int]]:
         raise OptionError(f"task {task.name} has no size of its own to estimate: give another one with --of-task")
     width, height, frames = size_of(size)
     vae = task.vae
-    T = (frames - 1) // vae.temporal_stride + 1
+    T = vae.latent_frames(frames)
     return task.full_size, (T, height // vae.spatial_stride, width // vae.spatial_stride)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names, tiny_vae_names
@@ -202,16 +203,6 @@ _TEXT = re.compile(
 _VAE = re.compile(r"conv[12]\.(weight|bias)|(encoder|decoder)\.(conv1|downsamples|upsamples|middle|head)\..+")
 
 
-def official_text_names(names: Collection[str]) -> dict[str, str] | None:
-    """The official `models_t5_umt5-xxl-enc-bf16.pth`."""
-    return _identity(names, _TEXT)
-
-
-def official_vae_names(names: Collection[str]) -> dict[str, str] | None:
-    """The official `Wan2.1_VAE.pth` and `Wan2.2_VAE.pth`."""
-    return _identity(names, _VAE)
-
-
 def _identity(names: Collection[str], pattern: re.Pattern[str]) -> dict[str, str] | None:
     official = {name: name for name in names if pattern.fullmatch(name)}
     return official if 2 * len(official) > len(names) else None
@@ -232,10 +223,10 @@ class Layout(NamedTuple):
 
 LAYOUTS = (
     *(Layout("dit", name, names, family.name) for family in FAMILIES.values() for name, names in family.layouts),
-    Layout("text_encoder", "official", official_text_names),
+    Layout("text_encoder", "official", partial(_identity, pattern=_TEXT)),  # models_t5_umt5-xxl-enc-bf16.pth
     Layout("text_encoder", "huggingface", hf_text_names),
     Layout("text_encoder", "llama.cpp", gguf_text_names),
-    Layout("vae", "official", official_vae_names),
+    Layout("vae", "official", partial(_identity, pattern=_VAE)),  # Wan2.1_VAE.pth and Wan2.2_VAE.pth
     Layout("vae", "diffusers", diffusers_vae_names),
     Layout("vae", "tiny", tiny_vae_names),
 )

@@ -60,7 +60,8 @@ def diffusers_vae_names(names: Collection[str]) -> dict[str, str] | None:
     """
     if "quant_conv.weight" not in names or "encoder.conv_in.weight" not in names:
         return None
-    decoder_blocks = _count(names, r"decoder\.up_blocks\.0\.resnets\.(\d{1,4})\.conv1\.weight")
+    resnets = (re.fullmatch(r"decoder\.up_blocks\.0\.resnets\.(\d{1,4})\.conv1\.weight", name) for name in names)
+    decoder_blocks = len({match[1] for match in resnets if match})
     residual = "encoder.down_blocks.0.resnets.0.conv1.weight" in names
     rules = [(re.compile(p), t) for p, t in {**_COMMON, **(_RESIDUAL if residual else _PLAIN)}.items()]
     translated = {name: _translate(name, rules, decoder_blocks) for name in names}
@@ -80,11 +81,6 @@ def tiny_vae_names(names: Collection[str]) -> dict[str, str] | None:
     if "decoder.22.bias" not in names or not all(map(_TINY.fullmatch, names)):
         return None
     return {name: name for name in names}
-
-
-def _count(names: Collection[str], pattern: str) -> int:
-    matches = (re.fullmatch(pattern, name) for name in names)
-    return len({match.group(1) for match in matches if match})
 
 
 def _translate(name: str, rules: list[tuple[re.Pattern[str], str]], decoder_blocks: int) -> str | None:

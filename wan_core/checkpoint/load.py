@@ -166,9 +166,9 @@ def read_again(
     names: Collection[str],
     *,
     device: torch.device,
-    dtype: torch.dtype | None = None,
-    quantization: Quantization | None = None,
-    loras: Merge | None = None,
+    dtype: torch.dtype | None,
+    quantization: Quantization | None,
+    loras: Merge | None,
     how: Reading = USUAL,
 ) -> None:
     """Write the parameters `names` of a transformer again, in place and wherever they are: the bits that `load_dit`

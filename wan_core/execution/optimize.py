@@ -28,10 +28,10 @@ from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.custom_ops import allow_variants
 from wan_core.ops.kernels import fused
 from wan_core.ops.quant.transformer_engine import DelayedState
-from wan_core.parallel.layers import LayerStage, pipeline_layers
+from wan_core.parallel.layers import LayerStage, stage_layers
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import ShardedTokens, shard_tokens
-from wan_core.parallel.vae import split_pictures
+from wan_core.parallel.vae import Strips
 
 VARIANTS = 64  # of a compiled block in one process
 
@@ -64,7 +64,8 @@ def optimize(
     if ranks is not None and ranks.sequence.size > 1:
         shard_tokens(model, ranks, attend)
     elif ranks is not None and ranks.layers.size > 1:
-        pipeline_layers(model, ranks)
+        model.stage = stage_layers(len(model.blocks), ranks)
+        model.runners.add(LayerStage(ranks))
     elif graphs and device.type == "cuda" and attend.capturable:
         model.runners.add(GraphedBlocks(model))
     if compile == "blocks":
@@ -172,5 +173,5 @@ def optimize_vae(vae: VideoVAE, device: torch.device, ranks: RankMesh | None = N
     """On a GPU the convolutions run channels-last: faster, and less memory. `ranks` share the picture. In place;
     returns `vae`."""
     if ranks is not None and not isinstance(vae, TinyVAE):
-        split_pictures(vae, ranks)
+        vae.strips = None if ranks.world.size == 1 else Strips(ranks.world)
     return vae.channels_last() if device.type == "cuda" else vae

@@ -22,7 +22,6 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
-from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts
 from wan_core.sampling.plan import Branch, Plan
@@ -34,11 +33,6 @@ def stage_layers(layers: int, ranks: RankMesh) -> range:
     """The blocks of this rank, of a model that has so many."""
     counts, index = even_parts(layers, ranks.layers.size), ranks.layers.index
     return range(sum(counts[:index]), sum(counts[: index + 1]))
-
-
-def held_layers(layers: int, ranks: RankMesh | None) -> range | None:
-    """The layers of this rank, see `stage_layers`; None: it has all layers."""
-    return None if ranks is None or ranks.layers.size == 1 else stage_layers(layers, ranks)
 
 
 def check_layers(mesh: Mesh, config: DiTConfig, plan: Plan) -> None:
@@ -56,12 +50,6 @@ def check_layers(mesh: Mesh, config: DiTConfig, plan: Plan) -> None:
         why = "step caching keeps what all blocks add together: leave it out"
     if why is not None:
         raise OptionError(f"mesh {mesh} does not go with this run; {why}, or use another mesh")
-
-
-def pipeline_layers(model: WanModel, ranks: RankMesh) -> None:
-    """Have `model` run this rank's blocks alone, in place."""
-    model.stage = stage_layers(len(model.blocks), ranks)
-    model.runners.add(LayerStage(ranks))
 
 
 class LayerStage:

@@ -17,16 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wan_core.models.vae.vae import VideoVAE
-from wan_core.parallel.mesh import Group, RankMesh, all_to_all, even_parts, gather_parts
+from wan_core.parallel.mesh import Group, all_to_all, even_parts, gather_parts
 
 CHUNK = 2  # latent frames computed together: a strip has memory for two, and communication happens half as often
-
-
-def split_pictures(vae: VideoVAE, ranks: RankMesh) -> None:
-    """Let all ranks compute every picture that `vae` encodes or decodes together; changes `vae` in place."""
-    group = ranks.world
-    vae.strips = None if group.size == 1 else Strips(group)
 
 
 @dataclass(frozen=True)

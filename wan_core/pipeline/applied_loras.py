@@ -84,7 +84,7 @@ class MergedLoras:
     """LoRAs summed into the weights of a model. `parameters`: official names of those that may differ from the file.
     `applied`: which LoRAs are summed in; None while they change, and after a change that was interrupted."""
 
-    def __init__(self, device: torch.device, wanted: Sequence[Wanted] = ()) -> None:
+    def __init__(self, device: torch.device, wanted: Sequence[Wanted]) -> None:
         """device: where sums are computed. wanted: those that were summed in when the model was read."""
         self.device = device
         self.applied: tuple[object, ...] | None = _applied(wanted)

@@ -233,7 +233,7 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
         columns, rows, count = video_size(request.from_video, max(1, frames))
         picture = columns, rows
         if request.frames is None:
-            frames = (count - 1) // vae.temporal_stride * vae.temporal_stride + 1
+            frames = vae.video_frames(vae.latent_frames(count))
         if count < frames:
             raise OptionError(
                 f"{request.from_video} has {count} frames, and {frames} are asked for: use a longer video or "

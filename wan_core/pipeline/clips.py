@@ -135,7 +135,7 @@ class ClipRun:
         skipped = 0  # frames before those of the clip
         if lead is not None:
             own = torch.cat([lead.to(own), own], 2)
-            skipped = (own.shape[2] - 1) * self.run.models.vae_config.temporal_stride + 1 - clip.frames
+            skipped = self.run.models.vae_config.video_frames(own.shape[2]) - clip.frames
         count = rules.history or self.job.clips[-1].carried
         before, tail = history(rules, carried, self.job), list[Tensor]()
 

@@ -6,6 +6,7 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text r
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from wan_core.pipeline.model_parts import Parts
 from wan_core.sampling.conditioning import Conditioning, penalty_rows
 from wan_core.sampling.control import Scales, drive_by_text, scale_by_text, with_nag, with_passes
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts, number_texts
+from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts
 from wan_core.sampling.timed_prompts import TimedText, first_latent, texts_in_windows
 
 CONDITIONING: TypeAlias = "list[list[Any]]"
@@ -153,7 +154,8 @@ def plan_texts(
         plan = scale_by_text(plan, *both)
         ones = {changing: [1.0] * len(both[0][0])}
         cond, uncond = (one._replace(extras={**one.extras, **ones}) for one in (cond, uncond))
-    return check_texts(number_texts(plan, cond.entries, uncond.entries)), cond, uncond
+    steps = (replace(step, texts=(cond.entries[step.texts[0]], uncond.entries[step.texts[1]])) for step in plan.steps)
+    return check_texts(replace(plan, steps=tuple(steps))), cond, uncond
 
 
 def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Family, split: bool = False) -> Texts:

@@ -140,7 +140,7 @@ def images_shape(config: VAEConfig, latents: Tensor) -> tuple[int, int, int, int
     """[B * F, H, W, 3] of what `latents` [B, C, T, Y, X] are decoded to. Raises OptionError."""
     config.check_latents(latents.shape)
     stride, (B, _, T, Y, X) = config.spatial_stride, latents.shape
-    return B * (config.temporal_stride * (T - 1) + 1), Y * stride, X * stride, 3
+    return B * config.video_frames(T), Y * stride, X * stride, 3
 
 
 def fits_in_memory(run: Callable[[], None], retry: bool) -> bool:

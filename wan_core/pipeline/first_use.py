@@ -162,9 +162,7 @@ def load_kernels(settings: ModelSettings, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def rehearse(
-    settings: ModelSettings, workload: Workload, ranks: RankMesh, check: Callable[[], None] = lambda: None
-) -> None:
+def rehearse(settings: ModelSettings, workload: Workload, ranks: RankMesh, check: Callable[[], None]) -> None:
     """Each kind of step of `workload` once, as this rank will run it, with few blocks of random weights and without the
     other ranks. Kernels are compiled anew for some sizes, so a shard has its own. Nothing of it stays. check: called
     between two parts; may raise to stop."""
@@ -198,7 +196,7 @@ def rehearse_vae(settings: ModelSettings, workload: Workload, ranks: RankMesh) -
     for _ in vae.decode_stream(torch.zeros(1, C, T, Y, X, device=device), chunk=chunk):
         pass
     if workload.image:
-        F, scale = config.temporal_stride * (T - 1) + 1, config.spatial_stride
+        F, scale = config.video_frames(T), config.spatial_stride
         vae.encode(torch.zeros(1, 3, F, Y * scale, X * scale, device=device), chunk=1)
 
 

@@ -33,7 +33,7 @@ from wan_core.models.wan.families import Task
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels import fused
 from wan_core.parallel.conditioning import text_rank
-from wan_core.parallel.layers import held_layers
+from wan_core.parallel.layers import stage_layers
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint, why_not_shard
@@ -126,10 +126,6 @@ class Models:
         """Until what was begun beside loading has ended. Call it where ranks do not wait for each other on a GPU."""
         if self.first_use is not None:
             self.first_use.wait(report)
-
-    def prefetch(self, name: str, other: str, runs: int) -> None:
-        """The next `runs` runs of the blocks of expert `name` are the last before `other` is asked for."""
-        self.residency.prefetch(name, other, runs)
 
     def place(self, workload: Workload) -> MemoryPlan | None:
         """Move the models to where `workload` needs them: another size may take another plan than the one they were
@@ -265,7 +261,7 @@ def place_weights(
     num_layers = settings.recognised.dit.num_layers
     if settings.device.type == "cpu":
         check_host(settings.parts, host_room(options.host_memory_limit))
-    layers = held_layers(num_layers, ranks)
+    layers = None if ranks is None or ranks.layers.size == 1 else stage_layers(num_layers, ranks)
     planner = make_planner(settings, options, layers)
     plan = None if planner is None or options.residency == "shard" else planner.plan(workload)
     why_not = why_not_sharded(settings, ranks)

@@ -84,7 +84,7 @@ class MemoryPlanner:
         return plan_again(sizes, beside, available, placed, mode, options.resident_blocks, host, kept)
 
 
-def make_planner(settings: ModelSettings, options: LoadOptions, layers: range | None = None) -> MemoryPlanner | None:
+def make_planner(settings: ModelSettings, options: LoadOptions, layers: range | None) -> MemoryPlanner | None:
     """None on a CPU, whose memory is not planned. Applies the memory limit."""
     if settings.device.type == "cuda":
         if options.memory_limit is not None:
@@ -166,7 +166,7 @@ def beside_workload(found: Parts, workload: Workload | None, per_token: float, i
     decode nothing."""
     if workload is None:
         stride, task = found.vae.spatial_stride, found.task
-        T, Y, X = (task.frames - 1) // found.vae.temporal_stride + 1, task.height // stride, task.width // stride
+        T, Y, X = found.vae.latent_frames(task.frames), task.height // stride, task.width // stride
         beside = beside_weights(found.dit, found.vae, (1, found.vae.z_dim, T, Y, X), per_token=per_token)
     else:
         plan, (B, C, T, Y, X) = workload.plan, workload.latent_shape

@@ -45,7 +45,7 @@ RELEASES = (  # repositories of whole releases on Hugging Face
 )
 
 
-def parts_in(options: LoadOptions, *, transformers_only: bool = False) -> dict[str, Path]:
+def parts_in(options: LoadOptions, *, transformers_only: bool) -> dict[str, Path]:
     """Part -> file or folder, of what `options.model` names. Parts that are absent have no key. Raises OptionError, or
     CheckpointError."""
     assert options.model is not None
@@ -97,7 +97,7 @@ class Model:
         return f"{self.task.name} ({' and '.join(files)})"
 
 
-def in_models_folder(root: Path, options: LoadOptions, transformers_only: bool = False) -> dict[str, Path]:
+def in_models_folder(root: Path, options: LoadOptions, transformers_only: bool) -> dict[str, Path]:
     """The files of the one model that `options` mean. Raises OptionError where several could be meant."""
     if options.high or options.low:
         config = cast(DiTConfig, detect(options.high or str(options.low), "dit").config)

@@ -36,14 +36,10 @@ def load_parts(
     if in_order:
         return _in_order(names, load, device, how)
     if device.type == "cuda":
-        return _at_once(names, load, device, how)
+        # Weights that move to pinned memory are read: the pages of a mapping would count beside the copy.
+        with _threads(len(names), load, device, replace(how, mapped=False)) as submit:
+            return _results({name: submit(name) for name in names})
     return {name: load(name, how) for name in names}
-
-
-def _at_once(names: Sequence[str], load: Load, device: torch.device, how: Reading) -> dict[str, nn.Module]:
-    # Weights that move to pinned memory are read: the pages of a mapping would count beside the copy.
-    with _threads(len(names), load, device, replace(how, mapped=False)) as submit:
-        return _results({name: submit(name) for name in names})
 
 
 def _in_order(names: Sequence[str], load: Load, device: torch.device, how: Reading) -> dict[str, nn.Module]:

@@ -114,7 +114,7 @@ class OwnMemory(RunOwner):
         return self.fetch(expert, lambda: self.models.expert(expert))
 
     def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
-        self.models.prefetch(expert, following, runs)
+        self.models.residency.prefetch(expert, following, runs)
 
     def make_room(self, name: str) -> str | None:
         residency = self.models.residency

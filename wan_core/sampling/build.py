@@ -32,7 +32,6 @@ from wan_core.models.wan.families.family import Task
 from wan_core.sampling.cache.skipping import apply_policies, skip_forwards
 from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.control import with_control, with_nag
-from wan_core.sampling.cutting import check_strength
 from wan_core.sampling.motion import with_phases
 from wan_core.sampling.native.plan import (
     NativeModel,
@@ -146,7 +145,7 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     check_known(request.known, frames)
     plan = replace(plan, known=KnownFrames(request.known, frames, request.handed)) if request.known else plan
     if request.windows is not None:
-        plan = with_windows(plan, request.windows, (frames - 1) // vae.temporal_stride + 1)
+        plan = with_windows(plan, request.windows, vae.latent_frames(frames))
     if request.prompt_starts:
         check_prompts_over_time(task)
         check_prompts(request.prompt_starts, frames)
@@ -154,8 +153,11 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     plan = skip_forwards(plan, request.skip, facts.high, facts.low, image=request.image, loras=facts.loras)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
     plan = plan if request.control is None else with_control(plan, request.control)
-    if request.part is not None and request.part.denoise < 1 and not request.from_noise:
-        check_strength(plan, request.part.denoise)
+    part = request.part
+    if part is not None and part.denoise < 1 and not request.from_noise and not plan.from_latents:
+        raise OptionError(
+            f"denoise {part.denoise:g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
+        )
     long = clips_of(request, task, frames)
     plan = with_svi(plan, long, facts.loras, known=facts.high is not None, windows=request.windows, part=request.part)
     T, Y, X = latents_of(request, facts, long)
@@ -198,7 +200,7 @@ def latents_of(request: PlanRequest, facts: ModelFacts, long: LongVideo) -> tupl
     multiple = vae.spatial_stride * (1 if facts.dit is None else facts.dit.patch_size[1])
     longest = long.clips[0].frames
     check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
-    T = (longest - 1) // vae.temporal_stride + 1 + long.leading
+    T = vae.latent_frames(longest) + long.leading
     return T, height // vae.spatial_stride, width // vae.spatial_stride
 
 

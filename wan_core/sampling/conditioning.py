@@ -108,8 +108,7 @@ def latent_shape(config: VAEConfig, width: int, height: int, frames: int) -> tup
     """[1, C, T, Y, X] of a video of this size. Raises OptionError for a size that the model cannot make."""
     stride = config.spatial_stride
     check_size(width, height, frames, multiple=2 * stride, temporal=config.temporal_stride)  # patches of 2 x 2 latents
-    T = (frames - 1) // config.temporal_stride + 1
-    return 1, config.z_dim, T, height // stride, width // stride
+    return 1, config.z_dim, config.latent_frames(frames), height // stride, width // stride
 
 
 def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:

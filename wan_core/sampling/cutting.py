@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wan_core.config.checks import OptionError
 from wan_core.sampling.plan import Branch, Plan, Step, step_numbers
 
 
@@ -24,14 +23,6 @@ def cut_plan(plan: Plan) -> Plan:
     steps = tuple(replace(step, index=index) for index, step in enumerate(inside))
     from_latents = plan.from_latents or window.start > 0
     return replace(plan, window=None, steps=without_lost_sources(steps), before=before, from_latents=from_latents)
-
-
-def check_strength(plan: Plan, denoise: float) -> None:
-    """Raise OptionError where `plan`, cut for video-to-video of this strength, begins with noise alone."""
-    if not plan.from_latents:
-        raise OptionError(
-            f"denoise {denoise:g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
-        )
 
 
 def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:

@@ -224,7 +224,7 @@ class FiniteWatch:
     """Finds the first non-finite latents without making the host wait: flags travel to pinned memory on their own
     time."""
 
-    def __init__(self, steps: int, device: torch.device, together: bool = False) -> None:
+    def __init__(self, steps: int, device: torch.device, together: bool) -> None:
         """together: several ranks watch the same latents and must stop at the same step, or some would wait for the
         others. They look at flags two steps old, which are there."""
         self.finite = torch.ones(steps, dtype=torch.bool, pin_memory=device.type == "cuda")

@@ -8,19 +8,19 @@ from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LIN
 from wan_core.sampling.plan import KnownFrames, Plan, PromptTimes, Step
 from wan_core.sampling.stages import runs
 
+SIZE = (960, 540)
 
-def draw_plan(
-    plan: Plan, seconds: float | None = None, size: tuple[int, int] = (960, 540), clips: str = ""
-) -> Image.Image:
+
+def draw_plan(plan: Plan, seconds: float | None = None, clips: str = "") -> Image.Image:
     """The sigma of every step, who runs it, the boundary, guidance, branches and skipped steps; RGB.
 
     seconds: the estimate for the whole run, if there is one. clips: that the steps run for, in words.
     """
-    canvas = Canvas(*size)
-    left, right, top, bottom = 56, size[0] - 24, 64, size[1] - 132
+    canvas = Canvas(*SIZE)
+    left, right, top, bottom = 56, SIZE[0] - 24, 64, SIZE[1] - 132
     canvas.text(24, 16, f"{plan.task}   {plan.step_words()}   {plan.solver}   shift {plan.shift:g}", size=17)
     time = "time unknown before a first run" if seconds is None else f"about {clock(seconds)}"
-    canvas.text(size[0] - 24, 19, f"{plan.forward_words()}   {time}", FAINT, anchor="ra")
+    canvas.text(SIZE[0] - 24, 19, f"{plan.forward_words()}   {time}", FAINT, anchor="ra")
     if clips:
         canvas.text(24, 40, f"clips: {clips}", FAINT, 11)
 
@@ -45,7 +45,7 @@ def draw_plan(
     _draw_guidance(canvas, plan, left, step_width, bottom + 40)
     if plan.sparse is not None:
         _draw_sparsity(canvas, plan, left, step_width, bottom + 88)
-    _draw_legend(canvas, plan, size[1] - 24)
+    _draw_legend(canvas, plan, SIZE[1] - 24)
     return canvas.finish()
 
 

@@ -109,7 +109,7 @@ def safetensors_metadata(file: Path) -> Mapping[str, str]:
     return metadata if valid else {}
 
 
-def motion_of(numbers: PlanNumbers, task: Task, files: Sequence[Path] = ()) -> MotionOptions | None:
+def motion_of(numbers: PlanNumbers, task: Task, files: Sequence[Path]) -> MotionOptions | None:
     """The guided steps without step-distilled LoRAs that a user or a preset asks for."""
     preset, _ = find_preset(numbers.preset, files)
     if numbers.motion is not None or preset is None or not preset.motion:

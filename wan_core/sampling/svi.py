@@ -43,8 +43,8 @@ def with_svi(
     files: Sequence[Path],
     *,
     known: bool,
-    windows: WindowOptions | None = None,
-    part: Window | None = None,
+    windows: WindowOptions | None,
+    part: Window | None,
 ) -> Plan:
     """`plan` of a clip with what each is given, and notes of the LoRAs. files: all of them, if these are known. Raises
     OptionError for what an anchored clip cannot have."""

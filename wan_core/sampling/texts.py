@@ -68,12 +68,6 @@ def assign_ranges(
     return replace(plan, steps=tuple(steps))
 
 
-def number_texts(plan: Plan, positive: Sequence[int], negative: Sequence[int]) -> Plan:
-    """`plan` with the texts of its ranges. positive, negative: the text of each range."""
-    steps = (replace(step, texts=(positive[step.texts[0]], negative[step.texts[1]])) for step in plan.steps)
-    return replace(plan, steps=tuple(steps))
-
-
 def check_texts(plan: Plan) -> Plan:
     """`plan` itself. Raises OptionError where forwards are skipped while a text changes: what is kept of a forward
     belongs to its text."""

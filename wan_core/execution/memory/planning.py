@@ -234,10 +234,10 @@ def plan_again(
     beside: Beside,
     available: int,
     placed: Placed | None,
-    mode: Literal["auto", "resident", "swap", "stream"] = "auto",
-    resident_blocks: int | None = None,
-    host: int | None = None,
-    kept: PreparedForm | None = None,
+    mode: Literal["auto", "resident", "swap", "stream"],
+    resident_blocks: int | None,
+    host: int | None,
+    kept: PreparedForm | None,
 ) -> MemoryPlan:
     """The memory plan of the next run: weights stay where they are `placed` while the steps fit, half of the reserve
     counted in, and numbers do not change. Otherwise, and where nothing is loaded (None), the one that `plan_memory`
@@ -281,7 +281,9 @@ def _plan_form(
     if policy == "stream":
         resident = _fitting_blocks(sizes, activations, room) if resident_blocks is None else resident_blocks
     copied = sum(sizes.units[1 + layer] for layer in spread(blocks, resident)) + (form.copied if form else 0)
-    streams_text = policy != "resident" and text_streams(sizes, activations, room)
+    # The text encoder streams where it can and does not fit as a whole.
+    splits, whole = 0 < sizes.text_stage < sizes.text_encoder, sizes.text_encoder + activations.text
+    streams_text = policy != "resident" and splits and whole > room
     named = {
         "text_encoder": activations.text,
         "clip_vision": activations.text,
@@ -302,11 +304,6 @@ def _plan_form(
         form=form,
         copied=copied,
     )
-
-
-def text_streams(sizes: Sizes, beside: Beside, room: int) -> bool:
-    """Whether the text encoder has to stream: it can, and does not fit as a whole."""
-    return 0 < sizes.text_stage < sizes.text_encoder and sizes.text_encoder + beside.text > room
 
 
 def _fitting_blocks(sizes: Sizes, activations: Beside, room: int) -> int:

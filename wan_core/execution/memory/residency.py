@@ -92,7 +92,8 @@ class Residency:
             weights = self.host_weights[name]
             stage = self.stages.pop(weights.layout)
             self.stages[weights.layout] = stage
-            self._make_room(name, stage)
+            need = stage.nbytes(weights) + self.beside.get(name, 0)
+            self._send_away([other for other in self.stages.values() if other is not stage], need)
             if isinstance(model, WanModel):
                 model.runners.weights = stage
             elif isinstance(model, TextEncoder):
@@ -224,16 +225,12 @@ class Residency:
             return Stage(self.device, 0 if self.streams_text else None)
         return Stage(self.device, self.resident_blocks if self.policy == "stream" else None)
 
-    def _make_room(self, name: str, wanted: Stage) -> None:
-        """Send models away, the one used longest ago first, until this one fits with what runs beside it."""
-        need = wanted.nbytes(self.host_weights[name]) + self.beside.get(name, 0)
-        self._send_away([stage for stage in self.stages.values() if stage is not wanted], need)
-
     def make_room(self, nbytes: int) -> None:
-        """Send models away, the one used longest ago first, until so many bytes fit that are needed only once."""
+        """Send models away until so many bytes fit that are needed only once."""
         self._send_away(list(self.stages.values()), nbytes)
 
     def _send_away(self, stages: Sequence[Stage], need: int) -> None:
+        """Send models of `stages` away, the one used longest ago first, until so many bytes fit beside the others."""
         others, emptied = [stage for stage in stages if not stage.is_empty], False
         for stage in others:
             if self.room is None or need + sum(other.held for other in others) > self.room:

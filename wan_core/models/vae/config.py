@@ -46,6 +46,14 @@ class VAEConfig:
         """Frames per latent frame after the first, 4."""
         return 2 ** sum(self.temporal_downsample)
 
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a video of so many frames."""
+        return (frames - 1) // self.temporal_stride + 1
+
+    def video_frames(self, latent_frames: int) -> int:
+        """Frames of a video of so many latent frames."""
+        return self.temporal_stride * (latent_frames - 1) + 1
+
     def normalise(self, latents: Tensor) -> Tensor:
         """The transformer's latents of un-normalised ones: (latents - mean) / std per channel, fp32. [B, z, ...] -> [B,
         z, ...]. Mean and standard deviation are no buffers of the VAE: `module.to(bfloat16)` would round them."""

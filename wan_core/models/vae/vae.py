@@ -330,7 +330,7 @@ class VideoVAE(nn.Module):
 
     def _frame(self, latent_frame: int) -> int:
         """The first video frame of a latent frame, which is also the end of the previous latent frame's frames."""
-        return max(0, self.config.temporal_stride * (latent_frame - 1) + 1)
+        return max(0, self.config.video_frames(latent_frame))
 
     def _stands_still_since(self, video: Tensor) -> list[int]:
         """For each frame, the first of the equal frames that end with it (see `_still_since`); the frame itself where

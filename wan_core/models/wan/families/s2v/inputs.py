@@ -110,7 +110,7 @@ FIELD = XLSR_LARGE.least_samples  # samples of one state
 CLIP_FRAMES = 80  # of features that a clip of 20 latent frames hears
 
 
-def audio_features(states: Tensor, clip_frames: int = CLIP_FRAMES) -> Tensor:
+def audio_features(states: Tensor, clip_frames: int) -> Tensor:
     """What `SpeechEncoder` gives for one sound, [W, n, C] -> [1, W, C, clip_frames * clips], a frame for every frame of
     video at 16 a second; zeros after the sound."""
     features = resampled(states)
@@ -139,7 +139,7 @@ def resampled(states: Tensor) -> Tensor:
     return features.transpose(1, 2)
 
 
-def clip_count(features: int, clip_frames: int = CLIP_FRAMES) -> int:
+def clip_count(features: int, clip_frames: int) -> int:
     """Clips that a sound of so many frames of features needs."""
     return int(features / (clip_frames * (FEATURE_RATE / VIDEO_RATE))) + 1
 

@@ -202,7 +202,7 @@ def _patches(x: Tensor, conv: nn.Conv3d) -> Tensor:
 
 
 def position_table(
-    grid: Grid, axes: Grid, device: torch.device, *, reference: bool, motion: bool, comfyui: bool = False
+    grid: Grid, axes: Grid, device: torch.device, *, reference: bool, motion: bool, comfyui: bool
 ) -> Tensor:
     """The rotation of every token of a video of `grid` and of what follows it: float32 [L, 1, D/2, 2] holding
     (cos, sin).

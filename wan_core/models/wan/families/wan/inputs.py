@@ -135,8 +135,9 @@ def clip_inputs(
     """The fields of `Conditioning` of one clip of a long video: it begins with the image, with the last frames of the
     clip before, or with an anchor and the last latents of it."""
     if "anchor" in media:
-        ends = media["anchor"], media.get("last_image")
-        latents, unknown = svi_latents(vae, *ends, media.get("previous"), clip.frames)
+        last = vae.encode(media["last_image"]).float() if "last_image" in media else None
+        anchor = vae.encode(media["anchor"]).float()
+        latents, unknown = svi_clip(anchor, last, media.get("previous"), clip.frames, vae.config)
         return {"concat": join_image(latents, unknown, vae.config)}
     first, features = media.get("carried", media.get("image")), {"image_features": seen.get("image")}
     if task.image == "channels":
@@ -144,14 +145,6 @@ def clip_inputs(
         return {"concat": image_channels(vae, *known), **features}
     assert task.image == "first frame" and first is not None
     return {"known": vae.normalise(vae.encode(first)), **features}  # the first latent frames: [1, C, K, Y, X]
-
-
-def svi_latents(
-    vae: VideoVAE, anchor: Tensor, last: Tensor | None, previous: Tensor | None, frames: int
-) -> tuple[Tensor, Tensor]:
-    """What `svi_clip` makes of pictures [1, 3, 1, H, W] in -1..1."""
-    encoded = None if last is None else vae.encode(last).float()
-    return svi_clip(vae.encode(anchor).float(), encoded, previous, frames, vae.config)
 
 
 def svi_clip(
@@ -167,7 +160,7 @@ def svi_clip(
     if previous is not None:
         anchor = anchor.expand(previous.shape[0], -1, -1, -1, -1)
     given = [anchor] if previous is None else [anchor, previous.to(anchor)]
-    count, T = sum(one.shape[2] for one in given), (frames - 1) // config.temporal_stride + 1
+    count, T = sum(one.shape[2] for one in given), config.latent_frames(frames)
     if count + (last is not None) >= T:
         raise OptionError(
             f"{count} latents given for a clip of {frames} frames, which has {T}: make it longer, or hand fewer on"
