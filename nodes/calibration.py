@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from comfy_api.latest import io
+from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
 
 from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs, keep_old

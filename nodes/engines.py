@@ -136,8 +136,8 @@ class ComfyEngine:
         def there(pictures: Tensor) -> Tensor:
             return pixels_to_video(video_to_pixels(pictures)).to(**place)
 
-        ends = (None if end is None else there(end) for end in (first, last))
-        clip, unknown = known_frames(*ends, frames, {number: there(one) for number, one in keyframes.items()})
+        first, last = (None if end is None else there(end) for end in (first, last))
+        clip, unknown = known_frames(first, last, frames, {number: there(one) for number, one in keyframes.items()})
         return encode_video(_loaded(vae, *vae.latent_size(clip[0, 0])), clip), unknown.float().cpu()
 
     def decode_to(
@@ -172,7 +172,7 @@ class ComfyEngine:
             on_step=on_step,
             on_leftover=on_leftover,
             checks=BlockChecks(host.check_interruption),
-            files={expert: part.path for expert, part in run.model.experts.of.items()},
+            files={"high": run.model.experts.high.path, "low": run.model.experts.low_path},
         )
 
 

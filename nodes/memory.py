@@ -27,7 +27,7 @@ def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
     """The memory plan of the experts alone, made as on the command line. Blocks that stream now stay so where that
     fits."""
     high, settings = model.held["high"], model.settings
-    attached = [name for name in settings.parts if model.held[name].part.lora_mode == "attach"]
+    attached = [name for name in settings.parts if model.held[cast(Expert, name)].part.lora_mode == "attach"]
     loras = lora_bytes(one for name in attached for one in model.loras.get(name, ()))
     beside = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize)
     beside = replace(beside, denoise=beside.denoise + loras)
@@ -60,7 +60,7 @@ class ComfyMemory(RunOwner):
         """The expert, on the device; a load is timed as a phase of the report."""
         model, report, held = self.model, self.report, self.held[expert]
         self.shares[expert] = loras
-        plan, loras, residency = self.plan(), self.loras(expert), model.options.residency
+        plan, wanted, residency = self.plan(), self.loras(expert), model.options.residency
         together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
         memory, blocks = plan.beside[expert], plan.staying_blocks
         if blocks is not None:
@@ -77,10 +77,10 @@ class ComfyMemory(RunOwner):
                 one.stream(blocks)
         if (residency == "swap" or blocks is not None) and not held.is_loaded:
             if any(one.is_loaded for one in self.held.values()):
-                held.take_over(loras)
+                held.take_over(wanted)
             host.evict_all()
         loaded = all(one.is_loaded for one in together)
-        if loaded and held.has_loras(loras):
+        if loaded and held.has_loras(wanted):
             host.load(together, memory)
             return self._ready(expert, plan.form)
         host.show(f"{'LoRAs of' if loaded else 'loading'} the {held.name} ...")
@@ -131,9 +131,10 @@ class ComfyMemory(RunOwner):
     def _plan_host(self, prepared: PreparedForm | None) -> list[str]:
         """Decide where weights wait that are about to be read and streamed, beside what a run prepares; says which are
         not pinned. Raises OptionError where they do not fit into host memory."""
-        parts = {name: part for name, part in self.model.settings.parts.items() if not self.held[name].in_host_memory}
+        parts = self.model.settings.parts
+        parts = {name: part for name, part in parts.items() if not self.held[cast(Expert, name)].in_host_memory}
         new = None if prepared is None or prepared.uses_again(self.held["high"].kept_form) else prepared
         plan = plan_host(parts, host_room(), new)
         for name, part in parts.items():
-            self.held[name].wait(part, plan.copies(name))
+            self.held[cast(Expert, name)].wait(part, plan.copies(name))
         return [f"{name}: weights stay in the mapped file, pinned memory is short" for name in sorted(plan.mapped)]

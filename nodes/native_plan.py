@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from comfy_api.latest import io
+from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions
@@ -164,4 +164,5 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
     plan = with_native_windows(plan, model, None if latent is None else latent["samples"].shape[2])
     if size is None:
         return plan
-    return with_costs(plan, native.config, (frames_seen(plan, model, size[0]), *size[1:]))
+    T, Y, X = size
+    return with_costs(plan, native.config, (frames_seen(plan, model, T), Y, X))

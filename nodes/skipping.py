@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
 
 from wan_core.config import (
     AdaptiveOptions,

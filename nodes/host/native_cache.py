@@ -20,8 +20,8 @@ from math import inf
 from typing import Any
 
 import torch
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
+from comfy.model_patcher import ModelPatcher  # pyright: ignore[reportMissingImports]
+from comfy.patcher_extension import WrappersMP, add_wrapper_with_key  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,16 +16,24 @@ from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep
 
 from .native_beside import apart, pause
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Forward = Callable[[dict[str, Any]], Tensor]
 """transformer_options -> the model's output."""
 
+
 # torch.compile may be around the whole model: what changes from step to step is not compiled, or every step would be
 # compiled again.
-eager = torch.compiler.disable
-uncompiled = functools.partial(torch.compiler.disable, recursive=False)  # but what it calls is
+def eager(function: Function) -> Function:
+    """Not compiled, nor what it calls."""
+    return cast(Function, torch.compiler.disable(function))
 
 
-def lasting(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(function: Function) -> Function:
+    """Not compiled, but what it calls is."""
+    return cast(Function, torch.compiler.disable(function, recursive=False))
+
+
+def lasting(function: Function) -> Function:
     """For a function that keeps tensors for later forwards."""
 
     @eager
@@ -34,7 +42,7 @@ def lasting(function: Callable[..., Any]) -> Callable[..., Any]:
         with pause():
             return function(*args)
 
-    return keep
+    return cast(Function, keep)
 
 
 @eager
@@ -77,7 +85,7 @@ def reuse_blocks(
 
     for block in range(blocks):
         options = around(options, block, first if block == 0 else lambda args, run: {"img": args["img"]})
-    with apart(options, "reuse"):
+    with apart(options, "reuse"):  # pyright: ignore[reportCallIssue] # torch types what it disables as its own class
         return forward(options)
 
 
@@ -99,7 +107,7 @@ def keep_blocks(
         return made
 
     options = around(around(options, 0, first), blocks - 1, last)
-    with apart(options, "keep"):
+    with apart(options, "keep"):  # pyright: ignore[reportCallIssue] # torch types what it disables as its own class
         return forward(options)
 
 

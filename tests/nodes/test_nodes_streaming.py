@@ -267,7 +267,7 @@ def test_the_pipeline_and_the_nodes_agree(nodes: SimpleNamespace, mode: str) -> 
     exact = latents(streamed)
     options = replace(streamed.options, loras=loras, residency="stream", resident_blocks=2)
     models = load_models(streamed.experts, options, Report(CPU))
-    assert torch.equal(latents(streamed, owner=Varied(models.expert, models.prefetch)), exact)
+    assert torch.equal(latents(streamed, owner=Varied(models.expert, models.residency.prefetch)), exact)
 
 
 @pytest.mark.parametrize("strength", [None, 1.0])
