@@ -88,9 +88,9 @@ def test_families_keep_all_their_tokens(kept_bytes: list[int], name: str) -> Non
         model, shape = test_sound_run.MODEL, (2, 16, 3, 8, 10)
         test_sound_run.run(model, plan, videos=2)
     elif name in test_driven_run.CONFIGS:
-        model, shape = test_driven_run.made(name), (2, 16, 3, 4, 20)
+        model, shape = test_driven_run.prepared_model(name), (2, 16, 3, 4, 20)
         test_driven_run.run(model, name, plan, videos=2)
     else:
-        model, shape = test_control_run.made(name), (2, 16, 3, 8, 10)
+        model, shape = test_control_run.prepared_model(name), (2, 16, 3, 8, 10)
         test_control_run.run(model, name, plan, videos=2)
     assert planned(plan, model, shape) == max(kept_bytes)
