@@ -62,7 +62,7 @@ class Engine(Protocol):
         """Where models run; that of the first rank."""
         ...
 
-    def read_ahead(self, held: Sequence[host.Held], loras: Sequence[Sequence[Wanted]]) -> None:
+    def read_ahead(self, patchers: Sequence[host.Held], loras: Sequence[Sequence[Wanted]]) -> None:
         """Begin to read models, each with its LoRAs, where there is room."""
         ...
 
@@ -116,13 +116,13 @@ class ComfyEngine:
 
     def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[Tensor, list[TokenCount]]:
         """Blocks of the encoder stream if it does not fit on the device as a whole."""
-        held, part = text.held, text.held.part
+        patcher, part = text.held, text.held.part
         sizes = Sizes(units=(0,), experts=1, text_encoder=part.bytes, text_stage=stage_bytes(part.units, 0), vae=0)
         if plan_memory(sizes, Beside(text=TEXT, denoise=0, decode=0), host.room(), "swap").streams_text:
-            if not held.in_host_memory:
-                held.wait(part, plan_host({"text_encoder": part}, host_room()).copies("text_encoder"))
-            held.stream(0)
-        return cast(TextEncoder, held.use(TEXT)).read(prompts)
+            if not patcher.in_host_memory:
+                patcher.wait(part, plan_host({"text_encoder": part}, host_room()).copies("text_encoder"))
+            patcher.stream(0)
+        return cast(TextEncoder, patcher.use(TEXT)).read(prompts)
 
     def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
         return encode_images(_loaded(vae, *vae.latent_size(pixels)), pixels)

@@ -29,8 +29,8 @@ def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
     high, settings = model.held["high"], model.settings
     attached = [name for name in settings.parts if model.held[cast(Expert, name)].part.lora_mode == "attach"]
     loras = lora_bytes(one for name in attached for one in model.loras.get(name, ()))
-    beside = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize)
-    beside = replace(beside, denoise=beside.denoise + loras)
+    activations = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize)
+    activations = replace(activations, denoise=activations.denoise + loras)
     sizes = Sizes(units=high.part.units, experts=1, text_encoder=0, vae=0)
     free = host_room()
     host_memory = None if free is None else free + waiting_bytes(model)
@@ -38,7 +38,7 @@ def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
     mode = asked if asked in ("auto", "stream") else "resident"
     blocks = None if mode == "resident" else high.resident_blocks
     placed = None if blocks is None else Placed(policy="stream", resident_blocks=blocks)
-    return plan_again(sizes, beside, host.room(), placed, mode, None, host_memory, high.kept_form)
+    return plan_again(sizes, activations, host.room(), placed, mode, None, host_memory, high.kept_form)
 
 
 def waiting_bytes(model: ModelSocket) -> int:
@@ -58,15 +58,15 @@ class ComfyMemory(RunOwner):
 
     def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
         """The expert, on the device; a load is timed as a phase of the report."""
-        model, report, held = self.model, self.report, self.held[expert]
+        model, report, patcher = self.model, self.report, self.held[expert]
         self.shares[expert] = loras
         plan, wanted, residency = self.plan(), self.loras(expert), model.options.residency
-        together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
+        together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [patcher]
         memory, blocks = plan.beside[expert], plan.staying_blocks
         if blocks is not None:
             report.notes += self._plan_host(plan.form)
         else:
-            check_prepared(plan.form, held.kept_form, waiting_bytes(model))
+            check_prepared(plan.form, patcher.kept_form, waiting_bytes(model))
         if plan.form is not None and plan.form.host:
             report.notes.append(f"memory: {plan.form.words}")
         for name, one in self.held.items():
@@ -75,15 +75,15 @@ class ComfyMemory(RunOwner):
             one.expect(model.loras_of("low" if name == "low" else "high") if begun else self.loras(name))
             if blocks is not None:
                 one.stream(blocks)
-        if (residency == "swap" or blocks is not None) and not held.is_loaded:
+        if (residency == "swap" or blocks is not None) and not patcher.is_loaded:
             if any(one.is_loaded for one in self.held.values()):
-                held.take_over(wanted)
+                patcher.take_over(wanted)
             host.evict_all()
         loaded = all(one.is_loaded for one in together)
-        if loaded and held.has_loras(wanted):
+        if loaded and patcher.has_loras(wanted):
             host.load(together, memory)
             return self._ready(expert, plan.form)
-        host.show(f"{'LoRAs of' if loaded else 'loading'} the {held.name} ...")
+        host.show(f"{'LoRAs of' if loaded else 'loading'} the {patcher.name} ...")
         with report.phase(f"load {expert}"):
             host.load(together, memory)
             host.background.wait(model.kernels)
@@ -105,16 +105,16 @@ class ComfyMemory(RunOwner):
     def make_room(self, name: str) -> str | None:
         """Everyone else leaves, and half of the blocks that stayed stream; None where no more can stream."""
         expert = cast(Expert, name)
-        held = self.held[expert]
-        blocks = len(held.part.units) - 1
-        stay = blocks if held.resident_blocks is None else held.resident_blocks
+        patcher = self.held[expert]
+        blocks = len(patcher.part.units) - 1
+        stay = blocks if patcher.resident_blocks is None else patcher.resident_blocks
         if not stay:
             return None
         for one in self.held.values():
             one.stream(stay // 2)
         host.evict_all()
         plan = self.plan()
-        host.load([held], plan.beside[expert])
+        host.load([patcher], plan.beside[expert])
         self._ready(expert, plan.form)
         return f"other models left the device, {stay // 2} of {blocks} blocks stay, the others stream"
 
@@ -123,9 +123,9 @@ class ComfyMemory(RunOwner):
 
     def _ready(self, expert: Expert, form: PreparedForm | None) -> WanModel:
         """One that is loaded, which keeps what it prepares as `form` says."""
-        held = self.held[expert]
-        model = held.ready(self.loras(expert))
-        held.kept_form = model.prepared_form = form
+        patcher = self.held[expert]
+        model = patcher.ready(self.loras(expert))
+        patcher.kept_form = model.prepared_form = form
         return model
 
     def _plan_host(self, prepared: PreparedForm | None) -> list[str]:

@@ -62,7 +62,7 @@ def read_native(model: Any, where: str) -> NativeModel:
             "ComfyUI's own sampler for this model"
         )
     path, notes = _file(model)
-    notes += [f"not taken over: {words}" for words in _changes_speed(model)]
+    notes += [f"not taken over: {change}" for change in _changes_speed(model)]
     return NativeModel(
         where=where,
         owner=model.model,
@@ -77,12 +77,19 @@ def read_native(model: Any, where: str) -> NativeModel:
 
 def _file(model: Any) -> tuple[Path | None, list[str]]:
     """The file that the weights come from, and what its loader did to them."""
-    made = getattr(model, "cached_patcher_init", None)
-    if not made or getattr(made[0], "__name__", "") != LOADER or not made[1] or not Path(str(made[1][0])).is_file():
+    origin = getattr(model, "cached_patcher_init", None)
+    if (
+        not origin
+        or getattr(origin[0], "__name__", "") != LOADER
+        or not origin[1]
+        or not Path(str(origin[1][0])).is_file()
+    ):
         return None, ["the file is not known, the weights are read from memory"]
-    options = made[1][1] if len(made[1]) > 1 else {}
+    options = origin[1][1] if len(origin[1]) > 1 else {}
     asked = [f"weight_dtype {options['dtype']}"] if options.get("dtype") else []
-    return Path(made[1][0]), [f"not taken over: {words} of the loader, choose 'precision' here" for words in asked]
+    return Path(origin[1][0]), [
+        f"not taken over: {setting} of the loader, choose 'precision' here" for setting in asked
+    ]
 
 
 def _weights(model: Any, where: str) -> Checkpoint:
@@ -165,12 +172,12 @@ def _changes_results(model: Any) -> Iterator[str]:
 
 
 def _changes_speed(model: Any) -> Iterator[str]:
-    yield from (words for name, words in SPEED_OBJECTS.items() if model.object_patches.get(name) is not None)
+    yield from (change for name, change in SPEED_OBJECTS.items() if model.object_patches.get(name) is not None)
     if any(f"{name}.config".endswith(PREFERENCE) for name in model.object_patches):
         yield "the attention that a LoRA asks for: choose 'attention' here"
-    yield from (words for name, words in SPEED_OPTIONS.items() if model.model_options.get(name))
+    yield from (change for name, change in SPEED_OPTIONS.items() if model.model_options.get(name))
     inner = model.model_options.get("transformer_options", {})
-    yield from (words for name, words in SPEED_TRANSFORMER.items() if inner.get(name) is not None)
+    yield from (change for name, change in SPEED_TRANSFORMER.items() if inner.get(name) is not None)
     if any(key.lower().startswith(OURS) for key in (*inner, *_keys(getattr(model, "wrappers", {})))):
         yield "a WanCore node for MODEL: choose 'attention' here and connect 'skipping' to the WanCore Sampler"
     if getattr(model, "additional_models", {}).get("multigpu"):

@@ -151,25 +151,25 @@ def of_the_sampler(graph: Mapping[str, Any], node: str) -> dict[str, Any] | None
     """The settings of the sampler whose model comes from where that of `node` does, in a prompt as ComfyUI runs it;
     None where there is none. What comes through a link is known if a node of one value gives it. Raises OptionError
     where several samplers have different ones, or one that is computed."""
-    source, found = graph[node]["inputs"]["model"], list[dict[str, Any]]()
+    source, settings = graph[node]["inputs"]["model"], list[dict[str, Any]]()
     for one in graph.values():
         inputs = one["inputs"]
         if one["class_type"] == "WanCoreSampler" and inputs.get("model") == source:
-            found.append({name: _constant(graph, inputs[name]) for name in SHARED if name in inputs})
-    if not found:
+            settings.append({name: _constant(graph, inputs[name]) for name in SHARED if name in inputs})
+    if not settings:
         return None
-    if any(one != found[0] for one in found):
+    if any(one != settings[0] for one in settings):
         raise OptionError(
-            f"{len(found)} WanCore Samplers with different settings take the model that this plan is of: "
+            f"{len(settings)} WanCore Samplers with different settings take the model that this plan is of: "
             f"choose {ENTERED!r} in settings, and enter those of one"
         )
-    computed = ", ".join(name for name, value in found[0].items() if isinstance(value, list))
+    computed = ", ".join(name for name, value in settings[0].items() if isinstance(value, list))
     if computed:
         raise OptionError(
             f"{computed} of the WanCore Sampler: another node computes it, and it is not known before that node ran. "
             f"Choose {ENTERED!r} in settings, and enter what it will be"
         )
-    return found[0]
+    return settings[0]
 
 
 def _constant(graph: Mapping[str, Any], value: Any) -> Any:

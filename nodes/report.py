@@ -195,9 +195,9 @@ class WanCoreReport(io.ComfyNode):
         return io.NodeOutput(image, text, ui=shown(image, lines, cls))
 
 
-def shown(image: Tensor, words: str, cls: type[io.ComfyNode]) -> dict[str, Any]:
+def shown(image: Tensor, text: str, cls: type[io.ComfyNode]) -> dict[str, Any]:
     """A picture and text on the node."""
-    return {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(words).as_dict()}
+    return {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(text).as_dict()}
 
 
 def as_image(picture: Image.Image) -> Tensor:

@@ -161,11 +161,11 @@ class WanCoreSampler(io.ComfyNode):
         lines = [*shown, plan.table().splitlines()[0]]
         lines += [run_words(report.attention, plan.bound)] if report.attention and plan.bound else []
         text = "\n".join([*lines, f"done in {clock(report.total_seconds)}"])
-        made: dict[str, Any] = {"samples": samples}
+        output: dict[str, Any] = {"samples": samples}
         if leftover is not None:
-            made |= {key: latent[key] for key in ("noise_mask", "batch_index") if key in latent}
-            made[LEFTOVER] = leftover, samples
-        return io.NodeOutput(made, report, ui=ui.PreviewText(text))
+            output |= {key: latent[key] for key in ("noise_mask", "batch_index") if key in latent}
+            output[LEFTOVER] = leftover, samples
+        return io.NodeOutput(output, report, ui=ui.PreviewText(text))
 
 
 def _start(latent: dict[str, Any], latents: Tensor | None, seed: int, add_noise: str) -> Start:

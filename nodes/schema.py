@@ -58,20 +58,20 @@ def widgets(kind: Any, *names: str, **changed: Any) -> list[Any]:
 
 def _widget(name: str, one: Option, changed: Mapping[str, Any]) -> Any:
     default = one.default if one.shown is None else one.shown
-    made: dict[str, Any] = {"default": default, "tooltip": one.tip}
-    made |= ADVANCED if one.advanced else {}
-    made |= {"optional": True} if one.added else {}
+    settings: dict[str, Any] = {"default": default, "tooltip": one.tip}
+    settings |= ADVANCED if one.advanced else {}
+    settings |= {"optional": True} if one.added else {}
     if isinstance(default, str) and one.reader is not None:
-        return io.String.Input(name, **made)
+        return io.String.Input(name, **settings)
     if isinstance(default, str):
-        made["options"] = list(one.choices)
+        settings["options"] = list(one.choices)
     elif not isinstance(default, bool):
         limits = {"min": one.low if one.least is None else one.least, "max": one.high if one.most is None else one.most}
-        made |= {key: type(default)(limit) for key, limit in limits.items() if limit is not None}
-        made |= {} if one.step is None else {"step": one.step}
-        made |= {} if one.digits is None else {"round": one.digits}
-    made |= changed
-    return INPUTS[type(default)].Input(made.pop("id", name), **made)
+        settings |= {key: type(default)(limit) for key, limit in limits.items() if limit is not None}
+        settings |= {} if one.step is None else {"step": one.step}
+        settings |= {} if one.digits is None else {"round": one.digits}
+    settings |= changed
+    return INPUTS[type(default)].Input(settings.pop("id", name), **settings)
 
 
 def value_of(one: Option, value: Any) -> Any:

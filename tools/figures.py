@@ -169,9 +169,9 @@ class Values:
     """The numbers of one result by the units that their keys may have, and the ratios of seconds."""
 
     def __init__(self, result: Any) -> None:
-        found = [(key, abs(number)) for key, number in leaves(result)]
+        numbers = [(key, abs(number)) for key, number in leaves(result)]
         self.numbers = {
-            unit: sorted({number for key, number in found if keys.search(key)}) for unit, keys in KEYS.items()
+            unit: sorted({number for key, number in numbers if keys.search(key)}) for unit, keys in KEYS.items()
         }
         seconds = [number for number in self.numbers["s"] if number]
         self.numbers["times"] += [after / before for after in seconds for before in seconds if after >= before]
@@ -198,7 +198,7 @@ def is_named(stem: str, span: str) -> bool:
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """(line, text) of each paragraph of prose; what is skipped is left as empty lines."""
-    blank = SKIPPED.sub(lambda found: "\n" * found[0].count("\n"), text)
+    blank = SKIPPED.sub(lambda match: "\n" * match[0].count("\n"), text)
     line = 1
     for block in re.split(r"(\n(?=[ \t]*\n|[ \t]*- ))", blank):
         if block.strip():
@@ -214,62 +214,62 @@ def figures_in(page: str, line: int, paragraph: str) -> Iterator[Figure]:
         at = start + len(sentence)
         if MARKED.search(sentence):
             continue
-        plain = SPAN.sub(lambda found: " " * len(found[0]), sentence)
-        for found in FIGURES.finditer(plain):
-            here = line + paragraph.count("\n", 0, start + found.start())
-            for number in re.findall(NUMBER, found[1]):
+        plain = SPAN.sub(lambda match: " " * len(match[0]), sentence)
+        for match in FIGURES.finditer(plain):
+            here = line + paragraph.count("\n", 0, start + match.start())
+            for number in re.findall(NUMBER, match[1]):
                 digits = len(number.partition(".")[2])
-                unit = found["unit"]
-                kind = "dB better" if COMPARED.match(plain, found.end()) else NAMES.get(unit, unit)
+                unit = match["unit"]
+                kind = "dB better" if COMPARED.match(plain, match.end()) else NAMES.get(unit, unit)
                 yield Figure(page, here, f"{number} {unit}", float(number.replace(",", "")), digits, kind)
 
 
 def tables(text: str) -> Iterator[tuple[int, str, list[str], list[str]]]:
     """(line, first cell, spans of code of its chapter up to there, numbers) of each table that was written by hand."""
-    plain = MADE.sub(lambda found: "\n" * found[0].count("\n"), text)
-    for found in TABLE.finditer(plain):
-        before = plain[: found.start()]
-        cells = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in found["rows"].splitlines()]
+    plain = MADE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for match in TABLE.finditer(plain):
+        before = plain[: match.start()]
+        cells = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in match["rows"].splitlines()]
         numbers = [number for row in cells for cell in row[1:] for number in DECIMAL.findall(SPAN.sub("", cell))]
         chapter = before[max(before.rfind("\n## "), before.rfind("\n### "), 0) :]
         yield before.count("\n") + 1, cells[0][0], SPAN.findall(chapter), numbers
 
 
-def table_faults(page: str, text: str, held: Mapping[str, Any]) -> Iterator[str]:
+def table_faults(page: str, text: str, all_results: Mapping[str, Any]) -> Iterator[str]:
     for line, first, spans, numbers in tables(text):
-        if any(first.startswith(words) for words in TABLES_LEFT.get(page, ())):
+        if any(first.startswith(beginning) for beginning in TABLES_LEFT.get(page, ())):
             continue
-        named = [stem for stem in held if any(is_named(stem, span) for span in spans)]
-        known = sorted({abs(number) for stem in named or held for _, number in leaves(held[stem])})
+        named = [stem for stem in all_results if any(is_named(stem, span) for span in spans)]
+        cell_numbers = sorted({abs(number) for stem in named or all_results for _, number in leaves(all_results[stem])})
         for number in numbers:
             half = 0.5000001 * 10.0 ** -len(number.partition(".")[2])
-            if not any(near(known, float(number) * scale, half * scale) for scale in CELL_SCALES):
+            if not any(near(cell_numbers, float(number) * scale, half * scale) for scale in CELL_SCALES):
                 yield f"{page}:{line}: {number} in the table of {first!r} is not in {', '.join(named) or 'any result'}"
 
 
 def faults(root: Path) -> Iterator[str]:
-    held = results(root)
-    values = functools.cache(lambda stem: Values(held[stem]))
+    all_results = results(root)
+    values = functools.cache(lambda stem: Values(all_results[stem]))
     for path in [root / "README.md", root / "README.zh.md", *sorted((root / "docs").glob("*.md"))]:
         page = str(path.relative_to(root))
         if page in PAGES_LEFT:
             continue
         text = path.read_text(encoding="utf-8")
-        yield from table_faults(page, text, held)
+        yield from table_faults(page, text, all_results)
         for line, paragraph in paragraphs(text):
-            named = [stem for stem in held if any(is_named(stem, span) for span in SPAN.findall(paragraph))]
+            named = [stem for stem in all_results if any(is_named(stem, span) for span in SPAN.findall(paragraph))]
             for figure in figures_in(page, line, paragraph):
                 if figure.text not in EXCEPTIONS.get(page, ()) and not any(
-                    values(stem).has(figure) for stem in named or held
+                    values(stem).has(figure) for stem in named or all_results
                 ):
                     where = ", ".join(named) if named else "any result"
                     yield f"{page}:{figure.line}: {figure.text} is not in {where}"
 
 
 def main() -> int:
-    found = list(faults(ROOT))
-    print("\n".join(found) or "every figure is in a result, or marked")
-    return int(bool(found))
+    messages = list(faults(ROOT))
+    print("\n".join(messages) or "every figure is in a result, or marked")
+    return int(bool(messages))
 
 
 if __name__ == "__main__":

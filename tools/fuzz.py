@@ -126,8 +126,8 @@ def run(name: str, numbers: range, seed: int) -> Iterator[Outcome]:
     warm_up(reader)
     begin = numbers.start
     while begin < numbers.stop:
-        yield from (found := list(batch(name, begin, min(begin + BATCH, numbers.stop), seed)))
-        begin += len(found)
+        yield from (outcomes := list(batch(name, begin, min(begin + BATCH, numbers.stop), seed)))
+        begin += len(outcomes)
 
 
 def warm_up(reader: Reader) -> None:

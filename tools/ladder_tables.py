@@ -15,13 +15,13 @@ def ladder_tables(newest: Callable[[str], Result | None], table: Callable[[Resul
     results = {job.name: newest(job.name) for job in JOBS}
     lines: list[str] = []
     for heading in dict.fromkeys(job.table for job in JOBS):
-        found = [result for job in JOBS if job.table == heading and (result := results[job.name])]
-        if found:
+        measured = [result for job in JOBS if job.table == heading and (result := results[job.name])]
+        if measured:
             lines += [f"**{heading[0].upper()}{heading[1:]}**", ""]
-        for result in found:
+        for result in measured:
             lines += [table(result), ""] if result["rows"] else [f"{result['job']}: {result['job_seconds']} s", ""]
-    left = [job for job in JOBS if results[job.name] is None]
-    return "\n".join([*lines, *left_lines(left)])
+    missing = [job for job in JOBS if results[job.name] is None]
+    return "\n".join([*lines, *left_lines(missing)])
 
 
 def left_lines(jobs: Sequence[Job]) -> list[str]:
@@ -30,7 +30,7 @@ def left_lines(jobs: Sequence[Job]) -> list[str]:
         return []
     lines = ["Not measured yet:", "", "| table | GPUs | jobs | estimated s |", "|---|---:|---|---:|"]
     for heading, gpus in dict.fromkeys((job.table, job.gpus) for job in jobs):
-        some = [job for job in jobs if (job.table, job.gpus) == (heading, gpus)]
-        names = ", ".join(f"`{job.name}`" for job in some)
-        lines.append(f"| {heading} | {gpus} | {names} | {sum(job.seconds for job in some)} |")
+        group = [job for job in jobs if (job.table, job.gpus) == (heading, gpus)]
+        names = ", ".join(f"`{job.name}`" for job in group)
+        lines.append(f"| {heading} | {gpus} | {names} | {sum(job.seconds for job in group)} |")
     return [*lines, ""]

@@ -30,12 +30,12 @@ PAGES, CHINESE_TEXTS = ROOT / "web" / "docs", ROOT / "locales" / "zh" / "nodeDef
 
 def schema_of(info: dict[str, Any]) -> Schema:
     """A node of `/object_info`, as the file has it."""
-    made = native_schema(info)
+    schema = native_schema(info)
     inputs = {name: entry for group in info["input"].values() for name, entry in group.items()}
-    for entry in made["inputs"]:
+    for entry in schema["inputs"]:
         facts = inputs[entry["name"]][1] if len(inputs[entry["name"]]) > 1 else {}
         entry |= {key: facts[key] for key in KEYS if facts.get(key) is not None}
-    return made
+    return schema
 
 
 def extended(before: Schema | None, now: Schema) -> Schema:
@@ -44,12 +44,12 @@ def extended(before: Schema | None, now: Schema) -> Schema:
         return now
     both = {}
     for kind in ("inputs", "outputs"):
-        known = {entry["name"]: entry for entry in before[kind]}
+        entries = {entry["name"]: entry for entry in before[kind]}
         for entry in now[kind]:
-            options = known.get(entry["name"], {}).get("options")
+            options = entries.get(entry["name"], {}).get("options")
             if options is not None and set(options) <= set(entry.get("options", ())):
-                known[entry["name"]]["options"] = entry["options"]
-        both[kind] = [*before[kind], *(entry for entry in now[kind] if entry["name"] not in known)]
+                entries[entry["name"]]["options"] = entry["options"]
+        both[kind] = [*before[kind], *(entry for entry in now[kind] if entry["name"] not in entries)]
     return both
 
 

@@ -52,12 +52,12 @@ DOT = 5  # pixels of a point that no label covers, from its centre
 def quality_points() -> Series:
     """Result of `techniques` -> seconds of a video, dB and their standard error, setting; the full run first, then the
     fastest."""
-    found: Series = {}
+    series: Series = {}
     for result in RUNS:
         full, rows = timed(result, newest_result(f"{result}-x86_64-cpu", RESULTS)["rows"])
-        found[result] = [[full, None, None, "full"]]
-        found[result] += [[taken, row["psnr"], row["psnr_se"], row["name"]] for taken, row in rows]
-    return found
+        series[result] = [[full, None, None, "full"]]
+        series[result] += [[taken, row["psnr"], row["psnr_se"], row["name"]] for taken, row in rows]
+    return series
 
 
 def draw_quality(series: Series) -> Figure:
@@ -91,11 +91,11 @@ def label(axes: Axes, points: list[tuple[float, float, str]]) -> None:
     legend = axes.get_legend()
     taken = [] if legend is None else [legend.get_window_extent(renderer)]
     places = [(8 * side, dy) for dy in (0, 8, -8, 15, -15, 23, -23, 31, -31, 45, -45, 60, -60) for side in (1, -1)]
-    for x, y, words in sorted((point for point in points if point[2]), key=lambda point: point[1], reverse=True):
+    for x, y, shown_text in sorted((point for point in points if point[2]), key=lambda point: point[1], reverse=True):
         for across, up in places:
             align = "left" if across > 0 else "right"
             text = axes.annotate(
-                words,
+                shown_text,
                 (x, y),
                 (across, up),
                 textcoords="offset points",
@@ -112,7 +112,7 @@ def label(axes: Axes, points: list[tuple[float, float, str]]) -> None:
                 break
             text.remove()
         else:
-            raise ValueError(f"no place for the label {words}: draw a larger picture")
+            raise ValueError(f"no place for the label {shown_text}: draw a larger picture")
 
 
 # ------------------------------------------------------------------------------------------------ sparse_recall.png
@@ -120,10 +120,10 @@ def label(axes: Axes, points: list[tuple[float, float, str]]) -> None:
 
 def recall_points() -> Series:
     """A row is one way to choose blocks at one share, on one source."""
-    found: Series = {}
+    series: Series = {}
     for row in newest_result("sparse-recall", RESULTS)["rows"]:
-        found.setdefault(row["name"], []).append([row["read"], [row["mass"], row["error"]], row["source"]])
-    return found
+        series.setdefault(row["name"], []).append([row["read"], [row["mass"], row["error"]], row["source"]])
+    return series
 
 
 def draw_recall(series: Series) -> Figure:
@@ -133,13 +133,13 @@ def draw_recall(series: Series) -> Figure:
     figure, axes = new_figure(2 * len(sources), (9.6, 3.6 * len(sources)), columns=2)
     dashes = {name: "--" if name == "tiles, mean" else "-" for name in series}  # it is close to another one
     for row, source in enumerate(sources):
-        for column, words in enumerate(("attention kept", "relative error of the output")):
+        for column, title in enumerate(("attention kept", "relative error of the output")):
             one = axes[2 * row + column]
             for name, points in series.items():
                 shown = [(100 * read, values[column]) for read, values, of in points if of == source]
                 one.plot(*zip(*shown, strict=True), dashes[name], marker="o", markersize=4, label=name)
             one.yaxis.set_major_locator(MultipleLocator(0.2))
-            one.set(xlim=(0, 100), ylim=(0, None), title=f"{source}:\n{words}", xlabel="blocks read, %")
+            one.set(xlim=(0, 100), ylim=(0, None), title=f"{source}:\n{title}", xlabel="blocks read, %")
     axes[1].legend(fontsize=8)
     return figure
 

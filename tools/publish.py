@@ -66,10 +66,10 @@ def main(arguments: list[str]) -> int:
             return 2
         file.write_text(with_address(file.read_text(encoding="utf-8"), address), encoding="utf-8")
         return subprocess.run([sys.executable, str(ROOT / "tools" / "readme_tables.py")]).returncode
-    found = list(faults(tomllib.loads(file.read_text(encoding="utf-8")), ROOT))
-    for fault in found:
+    messages = list(faults(tomllib.loads(file.read_text(encoding="utf-8")), ROOT))
+    for fault in messages:
         print(f"not published: {fault}", file=sys.stderr)
-    return int(bool(found))
+    return int(bool(messages))
 
 
 if __name__ == "__main__":

@@ -183,30 +183,30 @@ REFUSED = (  # the node, what is wrong there, what the error says
 
 def refused(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
     graph = text_to_video(draw, size)
-    where, inputs, words = draw.choice(REFUSED)
+    where, inputs, message = draw.choice(REFUSED)
     graph[where]["inputs"] |= inputs
     save(graph, "video")  # which needs every node
-    return Prompt(f"{where}: {inputs}", graph, size, "refused", words)
+    return Prompt(f"{where}: {inputs}", graph, size, "refused", message)
 
 
 def failed(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
     """What a widget alone does not show."""
     case = draw.randrange(4)
     if case == 0:
-        graph, words = text_to_video(draw, size), "latents of [1, 48"
+        graph, message = text_to_video(draw, size), "latents of [1, 48"
         graph["size"]["inputs"] |= {"latent_type": LATENT_22, "width": 64, "height": 64}
     elif case == 1:
-        graph, words = image_to_video(draw, size), "takes no image"
+        graph, message = image_to_video(draw, size), "takes no image"
         graph["model"] = loaders()["model"]
     elif case == 2:
-        graph, words = lora(draw, size), "not a LoRA"
+        graph, message = lora(draw, size), "not a LoRA"
         graph["lora"]["inputs"] |= {"high": "no_lora.safetensors", "strength_high": 1.0}
     else:
-        graph, words = image_to_video(draw, size), ""
+        graph, message = image_to_video(draw, size), ""
         graph["picture"]["inputs"]["image"] = "damaged.png"
     save(graph, draw.choice(FORMS))
     outcome = "refused" if case == 2 else "failed"  # a file is looked into before the prompt runs
-    return Prompt(f"failing: {words or 'damaged.png'}", graph, size, outcome, words)
+    return Prompt(f"failing: {message or 'damaged.png'}", graph, size, outcome, message)
 
 
 def stopped(draw: random.Random, size: tuple[int, int, int], outcome: str) -> Prompt:
@@ -231,7 +231,7 @@ def on_workers(graph: Graph) -> Graph:
 
 def prompts(count: int, seed: int, workers: bool) -> list[Prompt]:
     """Every tenth is interrupted or wrong in turn; with workers, every second of these loses a worker instead."""
-    draw, made, kinds = random.Random(seed), list[Prompt](), list(WORKFLOWS)
+    draw, drawn, kinds = random.Random(seed), list[Prompt](), list(WORKFLOWS)
     for number in range(1, count + 1):
         size = draw.choice(SIZES)
         if number % 10:
@@ -248,5 +248,5 @@ def prompts(count: int, seed: int, workers: bool) -> list[Prompt]:
             prompt = stopped(draw, size, turn) if turn == "interrupted" else BROKEN[turn](draw, size)
         if workers:
             on_workers(prompt.graph)
-        made.append(prompt)
-    return made
+        drawn.append(prompt)
+    return drawn

@@ -45,24 +45,24 @@ def seconds(name: str, steps: int, setting: str, forwards: float) -> float:
 def timed(result: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, list[tuple[float, Mapping[str, Any]]]]:
     """Seconds of the full run, and the rows with theirs, the fastest first."""
     _, task, steps = RUNS[result]
-    found = [(round(seconds(task, steps, row["name"], row["forwards"]), 1), row) for row in rows]
+    timed_rows = [(round(seconds(task, steps, row["name"], row["forwards"]), 1), row) for row in rows]
     full = round(seconds(task, steps, "full", 2 * steps), 1)
-    return full, sorted(found, key=lambda one: (one[0], -one[1]["psnr"]))
+    return full, sorted(timed_rows, key=lambda one: (one[0], -one[1]["psnr"]))
 
 
-def best(found: Sequence[tuple[float, Mapping[str, Any]]]) -> set[str]:
+def best(timed_rows: Sequence[tuple[float, Mapping[str, Any]]]) -> set[str]:
     """The names of the rows that no faster row equals."""
     from wan_lab.compare import pareto
 
-    return set(pareto({row["name"]: (-seconds, row["psnr"]) for seconds, row in found}))
+    return set(pareto({row["name"]: (-seconds, row["psnr"]) for seconds, row in timed_rows}))
 
 
 def technique_table(name: str, result: Mapping[str, Any]) -> list[str]:
     """The lines of the table of a result; those in bold are the best in their seconds."""
-    full, found = timed(name, result["rows"])
-    front = best(found)
+    full, timed_rows = timed(name, result["rows"])
+    front = best(timed_rows)
     lines = ["| | 720p s | saved | " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---:|" * (2 + len(COLUMNS))]
-    for taken, row in found:
+    for taken, row in timed_rows:
         setting = f"**`{row['name']}`**" if row["name"] in front else f"`{row['name']}`"
         numbers = [f"{taken:.0f}", f"{1 - taken / full:.2f}", *(f"{row[key]:.4g}" for key in COLUMNS)]
         lines.append(f"| {setting} | " + " | ".join(numbers) + " |")

@@ -54,8 +54,16 @@ def waterfall_table(newest: Callable[[str], Result], cell: Callable[[object], st
     wait = max(READ["first use"], READ["load"] + READ["text"])  # beside each other
     for run in runs:
         one = sum(row(newest(VIDEOS), f"{run.setting}, fp8 + cudnn-fp8: {phase}")["seconds"] for phase in PHASES)
-        kept = one / run.share + decode + READ["after"]
-        numbers = [one, run.share, one / run.share, decode, kept, GOALS.get(run.name, ""), start + wait + kept]
+        after_load = one / run.share + decode + READ["after"]
+        numbers = [
+            one,
+            run.share,
+            one / run.share,
+            decode,
+            after_load,
+            GOALS.get(run.name, ""),
+            start + wait + after_load,
+        ]
         lines.append("| " + " | ".join([run.name, *(cell(number) for number in numbers)]) + " |")
     return "\n".join([*lines, ""])
 

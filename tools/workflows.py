@@ -80,12 +80,12 @@ def files_of(node: dict[str, Any]) -> list[str]:
 
 def with_addresses(page: dict[str, Any]) -> dict[str, Any]:
     """The workflow with the addresses of what its loaders name. Raises KeyError for a file that is not in the table."""
-    known, boxes = known_files(), {one["id"] for one in page.get("definitions", {}).get("subgraphs", [])}
+    files, boxes = known_files(), {one["id"] for one in page.get("definitions", {}).get("subgraphs", [])}
     for node in all_nodes(page):
         node["properties"].pop("models", None)
         if (names := files_of(node)) and node["type"] not in boxes:
             node["properties"]["models"] = [
-                {"name": name, "url": known[name].address, "directory": known[name].folder} for name in names
+                {"name": name, "url": files[name].address, "directory": files[name].folder} for name in names
             ]
     return page
 
@@ -144,8 +144,8 @@ def native_schema(info: dict[str, Any]) -> Schema:
     inputs = []
     for group in ("required", "optional"):
         for name in info["input_order"].get(group, []):
-            kind, *rest = info["input"][group][name]
-            settings = rest[0] if rest else {}
+            kind, *details = info["input"][group][name]
+            settings = details[0] if details else {}
             options = kind if isinstance(kind, list) else settings.get("options")
             entry: dict[str, Any] = {"name": name, "type": "COMBO" if isinstance(kind, list) else kind}
             entry["optional"] = group == "optional"
@@ -183,8 +183,8 @@ def main(argv: list[str] | None = None) -> int:
         learn(options.native)
     files = derived()
     stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
-    made = [*(WORKFLOWS / "api").glob("*.json"), *(ROOT / "subgraphs").glob("*.json")]
-    unknown = [path for path in sorted(made) if path not in files]
+    written = [*(WORKFLOWS / "api").glob("*.json"), *(ROOT / "subgraphs").glob("*.json")]
+    unknown = [path for path in sorted(written) if path not in files]
     names = ", ".join(str(path.relative_to(ROOT)) for path in [*stale, *unknown])
     if options.check:
         if names:

@@ -240,16 +240,16 @@ def coverage(q: Tensor, k: Tensor, block: int, forced: Tensor, shares: Sequence[
     count = forced.shape[0]
     sizes = block_sizes(k.shape[1], block, k.device)
     scores = estimate(pool(q, block)[0], *pool(k, block), sizes, "spread")
-    some = torch.linspace(0, count - 1, min(ROWS, count), device=q.device).long()
+    rows = torch.linspace(0, count - 1, min(ROWS, count), device=q.device).long()
     # each [B, H, rows, n]
-    selected = [choose(scores, Rule(share), forced, sizes).kept(count)[:, :, some] for share in shares]
+    selected = [choose(scores, Rule(share), forced, sizes).kept(count)[:, :, rows] for share in shares]
     shares_covered = torch.zeros(q.shape[2], len(shares), device=q.device)
-    for position, row in enumerate(some.tolist()):
+    for position, row in enumerate(rows.tolist()):
         queries = q[:, row * block : (row + 1) * block]
         for head in range(q.shape[2]):
             mass = block_mass(queries[:, :, head], k[:, :, head], block).mean(1)  # [B, n]
             shares_covered[head] += torch.stack([(mass * each[:, head, position]).sum(-1).mean() for each in selected])
-    return shares_covered / len(some)
+    return shares_covered / len(rows)
 
 
 def block_mass(q: Tensor, k: Tensor, block: int) -> Tensor:

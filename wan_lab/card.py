@@ -119,7 +119,7 @@ def measure_card(
     settings: Mapping[str, SkipOptions | None],
     frames: int,
     device: torch.device,
-    kept: Path,
+    folder: Path,
     tell: Callable[[str], None],
     on_checked: Callable[[], None] = lambda: None,
 ) -> Card:
@@ -146,12 +146,12 @@ def measure_card(
         plan_all()
     expected = {name: plan.estimate(dict.fromkeys(plan.experts, forward)) or 0.0 for name, plan in card.plans.items()}
     planned = [name for name in settings if name not in card.left_out]
-    paths = {(n, name): kept / f"{n}-{name}-{frames}.npz" for n in range(len(samples)) for name in planned}
+    paths = {(n, name): folder / f"{n}-{name}-{frames}.npz" for n in range(len(samples)) for name in planned}
     needed = [key for key, path in paths.items() if not path.is_file()]
-    left = sum(expected[name] for _, name in needed)
+    seconds = sum(expected[name] for _, name in needed)
     there = len(paths) - len(needed)
     tell(
-        f"{len(samples)} prompts x {', '.join(planned)}: about {clock(left)} by a timed forward of {forward:.3g} s, "
+        f"{len(samples)} prompts x {', '.join(planned)}: about {clock(seconds)} by a timed forward of {forward:.3g} s, "
         f"without text and decoding{f'; {there} finished videos are there' * bool(there)}"
     )
     exact = torch.empty(0)
@@ -164,19 +164,19 @@ def measure_card(
             if video is None:
                 begin = time.perf_counter()
                 try:
-                    made = maker.make(sample, settings[name], frames)
+                    frames_and_forwards = maker.make(sample, settings[name], frames)
                 except torch.cuda.OutOfMemoryError:
                     if name == FULL:
                         raise
                     card.left_out[name] = TOO_LARGE
                     tell(f"{name} is left out: it {TOO_LARGE}")
                     continue
-                video = Video.measured(*made, time.perf_counter() - begin)
+                video = Video.measured(*frames_and_forwards, time.perf_counter() - begin)
                 video.write(paths[n, name])
             exact = video.frames if name == FULL else exact
             card.add(name, video, compare(video.frames, exact, sample.caption, perceptual, device=device))
-            left -= expected[name] if (n, name) in needed else 0.0
-            more = f"about {clock(left)} left" if left > 0.5 else "done"
+            seconds -= expected[name] if (n, name) in needed else 0.0
+            more = f"about {clock(seconds)} left" if seconds > 0.5 else "done"
             tell(f"prompt {n + 1} of {len(samples)}, {name}: {clock(video.facts['seconds'])}; {more}")
     return card
 
@@ -212,46 +212,46 @@ def make_card(
     identity: decides with all else whether videos that were kept are of this card. Returns the text, the picture, and
     their files. Raises OptionError before weights are read, as `measure_card` does."""
     whole = repr((__version__, commit(), device_name(device), samples, settings, size, identity))
-    kept = out / ".report-card" / hashlib.sha256(whole.encode()).hexdigest()[:16]
+    folder = out / ".report-card" / hashlib.sha256(whole.encode()).hexdigest()[:16]
     try:
-        kept.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
         raise OptionError(f"cannot write into the folder {out} ({fault.strerror}): choose another") from fault
     try:
         picture, text = (outputs.add("the card", out / f"report-card.{ending}") for ending in ("png", "md"))
 
         def on_checked() -> None:
-            check_room(kept, len(samples) * len(settings) * math.prod(size) * 3)
+            check_room(folder, len(samples) * len(settings) * math.prod(size) * 3)
             outputs.say_renamed()
 
-        card = measure_card(maker, samples, settings, size[2], device, kept, tell, on_checked)
+        card = measure_card(maker, samples, settings, size[2], device, folder, tell, on_checked)
     except BaseException:
-        if finished := len(list(kept.glob("*.npz"))):
-            tell(f"{finished} finished videos are kept in {kept}: the same card goes on from them")
+        if finished := len(list(folder.glob("*.npz"))):
+            tell(f"{finished} finished videos are kept in {folder}: the same card goes on from them")
         else:
-            remove_kept(kept)
+            remove_kept(folder)
         raise
-    words, image = card.markdown(picture.name, [s.caption for s in samples if with_prompts]), card.picture()
+    markdown, image = card.markdown(picture.name, [s.caption for s in samples if with_prompts]), card.picture()
     save_picture(image, picture)
-    write_text(text, words)
-    remove_kept(kept)
-    return words, image, [text, picture]
+    write_text(text, markdown)
+    remove_kept(folder)
+    return markdown, image, [text, picture]
 
 
-def check_room(kept: Path, needed: int) -> None:
+def check_room(folder: Path, needed: int) -> None:
     """Raise OptionError where the disk has no room for so many bytes, less those that are in `kept`."""
-    needed -= sum(path.stat().st_size for path in kept.glob("*.npz"))
-    if needed > (free := shutil.disk_usage(kept).free):
+    needed -= sum(path.stat().st_size for path in folder.glob("*.npz"))
+    if needed > (free := shutil.disk_usage(folder).free):
         raise OptionError(
             f"the finished videos take {needed / GIB:.2g} GiB until the card is written, and the disk has "
             f"{free / GIB:.2g}: choose another folder, or fewer frames"
         )
 
 
-def remove_kept(kept: Path) -> None:
-    shutil.rmtree(kept, ignore_errors=True)
+def remove_kept(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # of another card, whose videos stay
-        kept.parent.rmdir()
+        folder.parent.rmdir()
 
 
 def run_card(options: argparse.Namespace, load: LoadOptions, base: Request, outputs: Outputs, watch: Watch) -> int:
@@ -266,7 +266,7 @@ def run_card(options: argparse.Namespace, load: LoadOptions, base: Request, outp
     settings = card_settings()
     files = [(part.path, part.path and part.path.stat().st_mtime_ns) for part in parts.of.values()]
     maker = PipelineMaker(load, base, samples, task, watch)
-    words, _, written = make_card(
+    markdown, _, written = make_card(
         maker,
         samples,
         settings,
@@ -278,5 +278,5 @@ def run_card(options: argparse.Namespace, load: LoadOptions, base: Request, outp
         (load, base, files),
         options.with_prompts,
     )
-    print(words, *written, sep="\n")
+    print(markdown, *written, sep="\n")
     return 0

@@ -124,11 +124,11 @@ def measure(
     length = {"frames": CLIP + (clips - 1) * (CLIP - overlap), "clip_frames": CLIP, "overlap": overlap}
     more: dict[str, Any] = {"svi": True} if way == "svi" else {}
     run = pipe.prepare(Request(prompt=scene.caption, image=str(picture), steps=STEPS, seed=seed, **length, **more))
-    facts, made = list[ClipFacts](), list[Tensor]()
+    facts, frames_of_clips = list[ClipFacts](), list[Tensor]()
     for frames in clips_of(run, match, strength):
-        made.append(frames.clamp(0, 1))
-        facts.append(clip_facts(made[-1], scene, made[0][0]))
-    return facts, torch.cat(made)
+        frames_of_clips.append(frames.clamp(0, 1))
+        facts.append(clip_facts(frames_of_clips[-1], scene, frames_of_clips[0][0]))
+    return facts, torch.cat(frames_of_clips)
 
 
 def row_of(name: str, scenes: Sequence[Scene], videos: Sequence[Sequence[ClipFacts]]) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
     scenes = [scene for scene in SCENES if (scene.motion == "still") in kinds]
     with tempfile.TemporaryDirectory() as folder:
         for way in options.ways.split(","):
-            found = sorted(options.loras.glob("*.safetensors")) if options.loras and way == "svi" else []
-            loras = tuple(LoraOptions(path=str(path)) for path in found)
+            paths = sorted(options.loras.glob("*.safetensors")) if options.loras and way == "svi" else []
+            loras = tuple(LoraOptions(path=str(path)) for path in paths)
             pipe = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu", loras=loras))
             for match in options.match.split(","):
                 videos = list[list[ClipFacts]]()

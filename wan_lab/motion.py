@@ -38,10 +38,10 @@ def row_of(preset: str, seeds: int) -> dict[str, Any]:
     moved, right, forwards = list[float](), 0, 0
     for caption in CAPTIONS:
         for seed in range(seeds):
-            made = pipe.generate(Request(prompt=caption, preset=preset, seed=seed))
-            frames, forwards = torch.from_numpy(made.frames), made.plan.forwards
-            found = motion_amplitude(frames)
-            moved += [] if found is None else [found]
+            video = pipe.generate(Request(prompt=caption, preset=preset, seed=seed))
+            frames, forwards = torch.from_numpy(video.frames), video.plan.forwards
+            amplitude = motion_amplitude(frames)
+            moved += [] if amplitude is None else [amplitude]
             right += judge(frames, caption).all_true
     videos = len(CAPTIONS) * seeds
     error = round(stdev(moved) / len(moved) ** 0.5, 3) if len(moved) > 1 else None

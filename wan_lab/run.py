@@ -64,7 +64,7 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     samples = chosen(options, tiny=pipe.models.task.name.endswith("-tiny"))
     if out is None:
         image = base.image is not None or samples[0].image is not None
-        out = outputs.add("the curve", beside(models.checkpoint, models.task.name, image=image), overwrite=True)
+        out = outputs.add("the curve", curve_path_of(models.checkpoint, models.task.name, image=image), overwrite=True)
     plan = next(batches(pipe, base, samples[:1], 1)).job.plan  # of all: they differ in caption, seed and picture
     videos = shown(pipe, base, samples, options.batch)
     outputs.say_renamed()
@@ -98,7 +98,7 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
         places = {expert: outputs.add(f"--out ({expert})", path) for expert, path in named.items()}
     else:
         files = {"high": models.checkpoint, "low": models.low_checkpoint}
-        beside(models.checkpoint, models.task.name, image=False)  # raises for random and embedded models
+        curve_path_of(models.checkpoint, models.task.name, image=False)  # raises for random and embedded models
         places = {}
         for expert in experts:
             if (file := files[expert]) is not None:
@@ -132,7 +132,7 @@ def shown(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int) -
         yield batch.conditioning, batch.noise
 
 
-def beside(checkpoint: Path | None, task: str, *, image: bool) -> Path:
+def curve_path_of(checkpoint: Path | None, task: str, *, image: bool) -> Path:
     """The path of the curve beside a checkpoint. Raises OptionError for random weights and the embedded model."""
     if checkpoint is None:
         raise OptionError("random weights have no file to write the curve beside: give its path with --out")
@@ -373,8 +373,8 @@ def chosen(options: argparse.Namespace, *, tiny: bool) -> list[Sample]:
     return choose_samples(options.prompts, options.count, options.seed, tiny)
 
 
-def show(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def show(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Mapping[str, Any]], perceptual: str) -> str:

@@ -74,7 +74,7 @@ class Candidate:
     def of(cls, setting: str, plan: Plan, axes: Mapping[str, Sequence[str]]) -> Candidate:
         """The candidate of a setting of a pattern of computed steps and words of `axes`. Raises OptionError for others,
         which the search cannot change."""
-        known = {word.partition(":")[0]: name for name, words in axes.items() for word in words if word}
+        phases_of = {word.partition(":")[0]: name for name, settings in axes.items() for word in settings if word}
         chosen = dict.fromkeys(axes, "")
         steps, order = None, 1.5
         for part in setting.split("+"):
@@ -82,11 +82,11 @@ class Candidate:
             if name == "pattern":
                 options = parse_pattern(value)
                 steps, order = frozenset(pattern_steps(plan, options)), options.order
-            elif name in known:
-                chosen[known[name]] = part
+            elif name in phases_of:
+                chosen[phases_of[name]] = part
             else:
                 raise OptionError(
-                    f"start {setting!r} given; a search begins with a step pattern and {', '.join(sorted(known))}: "
+                    f"start {setting!r} given; a search begins with a step pattern and {', '.join(sorted(phases_of))}: "
                     f"leave {part} out"
                 )
         return cls(tuple(chosen.values()), tuple(len(phase) for phase in plan.phases), steps, order)

@@ -72,7 +72,7 @@ def run_search(
         options.seed,
         options.rounds,
         options.changes,
-        tell=lambda words: show(f"search: {words}"),
+        tell=lambda text: show(f"search: {text}"),
     )
     search.starts = [Candidate.of(setting, videos.plan, search.axes) for setting in starts]
     winners: dict[str, Candidate] = {}

@@ -68,7 +68,7 @@ class StepCache:
         self,
         options: SkipOptions,
         whole: WholeRun = WholeRun(),  # noqa: B008
-        report: Callable[[str], None] = lambda words: None,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         """report: called after every run, with what was skipped in words. Raises OptionError."""
         check_native(options)
@@ -76,7 +76,7 @@ class StepCache:
         self.pace: list[float] = []  # seconds of a forward in the last run
 
     def __call__(
-        self, executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *rest, **named
+        self, executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *arguments, **named
     ):
         guider = executor.class_obj
         hooks = guider.model_options["transformer_options"]
@@ -88,11 +88,11 @@ class StepCache:
         own = sigmas.tolist()
         if not falls(own):
             report(f"{WARNING}step cache: every step is computed; {rising_words(own)}")
-            return executor(noise, latent_image, sampler, sigmas, *rest, **named)
+            return executor(noise, latent_image, sampler, sigmas, *arguments, **named)
         model = describe(guider.model_patcher)
         solver = getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_")
         names = running(guider, solver.endswith("_cfg_pp"))
-        mask = rest[0] if rest else named.get("denoise_mask")
+        mask = arguments[0] if arguments else named.get("denoise_mask")
         request = SamplerRequest(
             sigmas=tuple(own),
             whole=self.whole,
@@ -106,18 +106,18 @@ class StepCache:
         plan, part = build_sampler_plan(request, model)
         if not any(step.skipped for step in plan.steps):
             report("; ".join([f"{WARNING}step cache: every step is computed", *plan.notes]))
-            return executor(noise, latent_image, sampler, sigmas, *rest, **named)
+            return executor(noise, latent_image, sampler, sigmas, *arguments, **named)
         level = BLOCKS if model.variant in PLAIN and "double_block" not in hooks.get("patches", {}) else OUTPUT
         run = CachedRun(plan, part, level, noise.shape, prompts_of(guider, names), Patches(hooks))
         add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, run, guider.model_options, is_model_options=True)
         add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, run.reserve, guider.model_options, is_model_options=True)
         try:
-            return executor(noise, latent_image, sampler, sigmas, *rest, **named)
+            return executor(noise, latent_image, sampler, sigmas, *arguments, **named)
         finally:
-            words = f"step cache ({skip_words(self.options)}): {run.finish(self.pace)}"
+            line = f"step cache ({skip_words(self.options)}): {run.finish(self.pace)}"
             if native is not None:
                 native.skipped = run.reused, run.forwards
-            report("; ".join([words, *plan.notes]))
+            report("; ".join([line, *plan.notes]))
 
 
 def attach(patcher: ModelPatcher, cache: StepCache | None) -> None:
@@ -244,10 +244,10 @@ class CachedRun:
                 self.judging.add(index, [self._weight(index, key) for key in keys], keys, forecast, output)
 
     def reserve(
-        self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *rest: Any, **named: Any
+        self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *arguments: Any, **named: Any
     ) -> Any:
         """A wrapper of PREPARE_SAMPLING: ComfyUI frees memory for latents of `noise_shape`, here for residuals too."""
-        kept = kept_bytes(
+        reserved = kept_bytes(
             [run for phase in self.plan.phases for run in runs(phase)],
             self.prompts,
             uncompiled_model(model.model.diffusion_model),
@@ -256,8 +256,8 @@ class CachedRun:
             compute_dtype(model).itemsize,
             named.get("model_options") or {},
         )
-        self.asked = kept
-        return executor(model, with_room(noise_shape, model, kept), conds, *rest, **named)
+        self.asked = reserved
+        return executor(model, with_room(noise_shape, model, reserved), conds, *arguments, **named)
 
     def finish(self, pace: list[float]) -> str:
         """Free everything; says in words what was done. pace: gets the seconds of a computed forward."""
@@ -268,11 +268,11 @@ class CachedRun:
         self.patches.seen.clear()
         self._leave_phase()
         self.sigma = None, 0.0
-        kept = f"{self.level} kept in {self.most / 2**30:.2f} GiB, freed"
-        words = [f"{self.reused} of {self.forwards} forwards skipped, {kept}"]
+        freed = f"{self.level} kept in {self.most / 2**30:.2f} GiB, freed"
+        lines = [f"{self.reused} of {self.forwards} forwards skipped, {freed}"]
         if self.most > MORE * self.asked + SLACK:
-            words.append(f"warning: that is more than the {self.asked / 2**30:.2f} GiB that ComfyUI was asked for")
-        return "; ".join([*words, *self.said, *self.patches.words("the step cache")])
+            lines.append(f"warning: that is more than the {self.asked / 2**30:.2f} GiB that ComfyUI was asked for")
+        return "; ".join([*lines, *self.said, *self.patches.words("the step cache")])
 
     # Below: called with the lock held.
 
@@ -343,9 +343,9 @@ class Judging:
         """A forward of some conditions, `weights` and `keys`: what it would have been, and what it is."""
         there = self.steps.setdefault(index, {})
         parts = zip(weights, keys, forecast.float().chunk(len(keys)), output.float().chunk(len(keys)), strict=True)
-        for weight, key, might, made in parts:
+        for weight, key, might, mass in parts:
             off, whole = there.get(key[2:4], (0.0, 0.0))  # of a context window and size, whatever the condition
-            there[key[2:4]] = weight * (might - made) + off, weight * made + whole
+            there[key[2:4]] = weight * (might - mass) + off, weight * mass + whole
 
     def tell(self, adaptive: BoundedCache, steps: Mapping[int, Step], before: float = inf) -> None:
         """Hand over the steps that are complete."""

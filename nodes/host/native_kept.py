@@ -102,9 +102,9 @@ def keep_blocks(
         return run(args)
 
     def last(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        made = run(args)
-        lasting(keep_after)([(state, made["img"]) for state in states], slots, step, made["img"])
-        return made
+        output = run(args)
+        lasting(keep_after)([(state, output["img"]) for state in states], slots, step, output["img"])
+        return output
 
     options = around(around(options, 0, first), blocks - 1, last)
     with apart(options, "keep"):  # pyright: ignore[reportCallIssue] # torch types what it disables as its own class

@@ -41,8 +41,8 @@ def gguf(metadata: Mapping[str, tuple[int, Any]], tensors: Mapping[str, tuple[tu
 @cache
 def gguf_tensors(name: str) -> dict[str, tuple[tuple[int, ...], int, bytes]]:
     """The weights of `name` in float16, and two matrices as Q8_0 (blocks of 32 numbers: 34 bytes)."""
-    found = {n: (tuple(t.shape), 1, t.numpy().tobytes()) for n, t in weights(name).items() if n != "spiece_model"}
-    return found | {"blocks.0.ffn.9.weight": ((2, 32), 8, bytes(68))}
+    tensors = {n: (tuple(t.shape), 1, t.numpy().tobytes()) for n, t in weights(name).items() if n != "spiece_model"}
+    return tensors | {"blocks.0.ffn.9.weight": ((2, 32), 8, bytes(68))}
 
 
 @cache

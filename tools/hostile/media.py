@@ -33,19 +33,19 @@ def picture(kind: str, mode: str = "RGB", **options: object) -> bytes:
 def _pictures() -> list[bytes]:
     exif = Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "x" * 50
-    found = [picture("PNG", mode) for mode in ("RGB", "RGBA", "P", "1", "L", "LA", "I;16")]
-    found += [picture("JPEG"), picture("JPEG", "L", progressive=True), picture("JPEG", "CMYK")]
+    pictures = [picture("PNG", mode) for mode in ("RGB", "RGBA", "P", "1", "L", "LA", "I;16")]
+    pictures += [picture("JPEG"), picture("JPEG", "L", progressive=True), picture("JPEG", "CMYK")]
     with_exif = io.BytesIO()
     Image.new("RGB", (30, 20), "red").save(with_exif, "JPEG", exif=exif.tobytes())
-    found += [with_exif.getvalue(), picture("WEBP"), picture("WEBP", "RGBA", lossless=True), picture("GIF", "P")]
-    found += [picture("BMP"), picture("PPM"), picture("TIFF", "RGBA"), picture("TIFF", "I;16")]
-    found += [picture("TIFF", compression=name) for name in ("tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits")]
+    pictures += [with_exif.getvalue(), picture("WEBP"), picture("WEBP", "RGBA", lossless=True), picture("GIF", "P")]
+    pictures += [picture("BMP"), picture("PPM"), picture("TIFF", "RGBA"), picture("TIFF", "I;16")]
+    pictures += [picture("TIFF", compression=name) for name in ("tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits")]
     if "AVIF" in Image.SAVE:
-        found.append(picture("AVIF"))
+        pictures.append(picture("AVIF"))
     animated = io.BytesIO()
     frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "green", "blue")]
     frames[0].save(animated, "GIF", save_all=True, append_images=frames[1:])
-    return [*found, animated.getvalue()]
+    return [*pictures, animated.getvalue()]
 
 
 @cache

@@ -74,9 +74,9 @@ def read_model(path: Path) -> None:
 def read_lora_file(path: Path) -> None:
     """Read it for a model, and apply every change in full."""
     inspect(path)
-    found = read_lora(path, LORA_SHAPES)
-    assert found.changes and len(found.words()) < 5000
-    for name, changes in found.changes.items():
+    lora = read_lora(path, LORA_SHAPES)
+    assert lora.changes and len(lora.words()) < 5000
+    for name, changes in lora.changes.items():
         for change in changes:
             assert change.apply(torch.ones(LORA_SHAPES[name]), 0.5).shape == LORA_SHAPES[name]
             change.low_rank(torch.device("cpu"))

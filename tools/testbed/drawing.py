@@ -112,10 +112,10 @@ class Drawing:
                 (self.size.width, shown.width),
             )
         ]
-        first, top, left = corner
+        first, top, x_begin = corner
         time = torch.arange(first, first + shown.frames, device=device) - (FRAMES - 1) / 2
         y = (torch.arange(top, top + shown.height, device=device) + 0.5) / scale
-        x = (torch.arange(left, left + shown.width, device=device) + 0.5) / scale
+        x = (torch.arange(x_begin, x_begin + shown.width, device=device) + 0.5) / scale
         place = Layout.random(worlds, self.size.width / scale, self.size.height / scale, self.generator)
         x, y = torch.broadcast_tensors(x[None, None, None], y[None, None, :, None])
         return place.picture(time, x, y, scale).permute(0, 4, 1, 2, 3) * 2 - 1
@@ -150,12 +150,12 @@ class Layout:
         slots = torch.rand(count, OBJECTS, generator=generator, device=device).argsort(1)  # columns of the picture
         for i in range(OBJECTS):
             seen = [world.things[i] if i < len(world.things) else None for world in worlds]
-            known = [thing or worlds[0].things[0] for thing in seen]
+            things_shown = [thing or worlds[0].things[0] for thing in seen]
             shape = torch.tensor([-1 if t is None else SHAPES.index(t.shape) for t in seen], device=device)
             column = (slots[:, i] + uniform(0.2, 0.8)) / OBJECTS
             place = torch.stack([column * width, uniform(0.25, 0.75) * height], 1)
-            skin = texture([t.texture for t in known], [t.colour for t in known], OBJECT_PERIOD)
-            things.append((shape, place, speed([t.motion for t in known], *SPEED), uniform(*RADIUS), skin))
+            skin = texture([t.texture for t in things_shown], [t.colour for t in things_shown], OBJECT_PERIOD)
+            things.append((shape, place, speed([t.motion for t in things_shown], *SPEED), uniform(*RADIUS), skin))
         there = torch.tensor([world.pillar is not None for world in worlds], device=device)
         hides = torch.tensor([world.hides for world in worlds], device=device)
         centre = torch.where(hides, things[0][1][:, 0], things[-1][1][:, 0])  # the last column is free

@@ -19,10 +19,10 @@ from wan_lab.samples import Batch
 
 def digest(folder: Path) -> str:
     """What tells the weights of one folder from those of another."""
-    found = hashlib.sha256()
+    digest_of_file = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        digest_of_file.update(path.read_bytes())
+    return digest_of_file.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,18 @@ class FullRuns:
         """The batch's full run, made if it is not there."""
         path = self.path(batch)
         if path.is_file():
-            found = load_file(path)
-            return Run(found["frames"], float(found["seconds"]), int(found["forwards"]))
-        made = make(pipe, batch, plan)
+            tensors = load_file(path)
+            return Run(tensors["frames"], float(tensors["seconds"]), int(tensors["forwards"]))
+        run = make(pipe, batch, plan)
         self.folder.mkdir(parents=True, exist_ok=True)
-        numbers = {"seconds": torch.tensor(made.seconds), "forwards": torch.tensor(made.forwards)}
-        save_file({"frames": made.frames.contiguous(), **numbers}, path)
-        return made
+        numbers = {"seconds": torch.tensor(run.seconds), "forwards": torch.tensor(run.forwards)}
+        save_file({"frames": run.frames.contiguous(), **numbers}, path)
+        return run
 
     def path(self, batch: Batch) -> Path:
-        known = {**self.about, "samples": [asdict(sample) | {"image": bool(sample.image)} for sample in batch.samples]}
-        name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+        identity = {
+            **self.about,
+            "samples": [asdict(sample) | {"image": bool(sample.image)} for sample in batch.samples],
+        }
+        name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
         return self.folder / f"{name}.safetensors"

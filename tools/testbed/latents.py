@@ -39,13 +39,13 @@ class WorldRing(Ring):
     def grow(self, count: int) -> None:
         clips, worlds = self.drawing.draw(count)
         ids, mask = (t.to(clips.device) for t in token_rows(self.tokenizer, [world.caption for world in worlds]))
-        given = round(IMAGE_SHARE * count)
-        last = torch.rand(given, device=clips.device) < LAST_FRAME_SHARE
+        images = round(IMAGE_SHARE * count)
+        last = torch.rand(images, device=clips.device) < LAST_FRAME_SHARE
         set_memory_format(self.vae, self.kernels.channels_last)
         with torch.autocast(clips.device.type, torch.bfloat16, enabled=self.kernels.bf16):
             latent = encode(self.vae, clips)
             image = latent.new_zeros(count, 4 + latent.shape[1], *latent.shape[2:])
-            image[:given] = image_rows(self.vae, clips[:given], last)
+            image[:images] = image_rows(self.vae, clips[:images], last)
         self.add(latent=latent.bfloat16(), image=image.bfloat16(), ids=ids, mask=mask)
 
 

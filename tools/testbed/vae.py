@@ -73,9 +73,9 @@ class Windows:
 def reconstruction(vae: VideoVAE, size: Size, count: int) -> str:
     """PSNR of whole clips that it has not seen."""
     drawing = Drawing(size, next(vae.parameters()).device, seed=10**6)
-    found = []
+    ratios = []
     for _ in range(count):
         clip = drawing.draw(1)[0]
         pair = (x[0].permute(1, 2, 3, 0) / 2 + 0.5 for x in (clip, vae.decode(vae.encode(clip, chunk=4), chunk=4)))
-        found.append(psnr(*pair))
-    return f"reconstructions: {sum(found) / count:.2f} dB (worst {min(found):.2f})"
+        ratios.append(psnr(*pair))
+    return f"reconstructions: {sum(ratios) / count:.2f} dB (worst {min(ratios):.2f})"

@@ -137,12 +137,12 @@ def image_rows(vae: VideoVAE, clips: Tensor, last: Tensor) -> Tensor:
     """`image_channels` of the family `wan` for a batch: [B, 4 + z, T, Y, X], given the first frame of every clip, and
     the last frame where `last` [B] is True."""
     batch, _, frames = clips.shape[:3]
-    known = torch.zeros(batch, frames, device=clips.device)
-    known[:, 0] = 1
-    known[:, -1] = torch.where(last, 1.0, known[:, -1])
-    latents = encode(vae, clips * known[:, None, :, None, None])
+    known_frames = torch.zeros(batch, frames, device=clips.device)
+    known_frames[:, 0] = 1
+    known_frames[:, -1] = torch.where(last, 1.0, known_frames[:, -1])
+    latents = encode(vae, clips * known_frames[:, None, :, None, None])
     # Four mask channels, one for each video frame of a latent frame; the first frame is alone and counts four times.
-    mask = torch.cat([known[:, :1].expand(-1, 4), known[:, 1:]], dim=1)
+    mask = torch.cat([known_frames[:, :1].expand(-1, 4), known_frames[:, 1:]], dim=1)
     mask = mask.unflatten(1, (-1, 4)).transpose(1, 2)  # [B, 4, T]
     return torch.cat([mask[..., None, None].expand(-1, -1, -1, *latents.shape[-2:]), latents], dim=1)
 
