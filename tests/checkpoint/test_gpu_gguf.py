@@ -14,9 +14,9 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
-from wan_core.ops.kernels.microscaling import encode_mxfp8, encode_nvfp4
 from wan_core.ops.quant import mx
 from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.mx import encode_mxfp8, encode_nvfp4
 from wan_core.ops.quant.packed import Packed, PackedEmbedding, PackedLinear
 from wan_core.ops.quant.packed import unpack as unpack_any
 from wan_core.ops.quant.swap import Quantization

@@ -19,7 +19,9 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import doctor
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.kernels.formats import FP8, quantize_reference
-from wan_core.ops.kernels.microscaling import (
+from wan_core.ops.quant import mx
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.mx import (
     E2M1,
     GROUP,
     decode_mxfp8,
@@ -29,8 +31,6 @@ from wan_core.ops.kernels.microscaling import (
     power_of_two,
     tiled,
 )
-from wan_core.ops.quant import mx
-from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import Packed, PackedLinear, unpack
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.settings import PACKED, precision_of

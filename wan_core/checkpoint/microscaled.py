@@ -1,7 +1,7 @@
 """Safetensors files with NVFP4, MXFP8, INT8 or 4-bit matrices, as ComfyUI writes them, read as packed matrices.
 
 `descriptions` says which matrices these are. `X.weight` holds the numbers, `X.weight_scale` the scales of groups and,
-for NVFP4, `X.weight_scale_2` the scale of the tensor; see `kernels.microscaling`, and `integer_layers` for INT8 and 4
+for NVFP4, `X.weight_scale_2` the scale of the tensor; see `ops.quant.mx`, and `integer_layers` for INT8 and 4
 bits. `X.input_scale` is not used, because activation scales are measured. `scaled` reads FP8 matrices with scales,
 which may be in the same file.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from wan_core.checkpoint import integer_layers
 from wan_core.checkpoint.comfyui_tensors import DESCRIPTION, PARTS, descriptions
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, Read, TensorInfo, part_name
-from wan_core.ops.kernels.microscaling import GROUP, tiled_shape
+from wan_core.ops.quant.mx import GROUP, tiled_shape
 from wan_core.ops.quant.packed import INTEGERS, MICROSCALED, Packed
 
 _BYTE = (torch.uint8, torch.int8)

@@ -22,9 +22,9 @@ from wan_core.ops.attention.sdpa import math_lse, math_reference
 from wan_core.ops.cards import capability, has_fp8
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS
-from wan_core.ops.kernels.microscaling import encode_mxfp8, encode_nvfp4
 from wan_core.ops.quant import mx
 from wan_core.ops.quant.linear import QuantLinear
+from wan_core.ops.quant.mx import encode_mxfp8, encode_nvfp4
 from wan_core.ops.quant.packed import FORMATS as PACKED_FORMATS
 from wan_core.ops.quant.packed import MICROSCALED
 from wan_core.ops.quant.schemes import SCHEMES
