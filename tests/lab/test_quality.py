@@ -435,14 +435,13 @@ def test_presets_keep_the_video(tiny_assets):
     from wan_lab.run import measure_quality
 
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
-    settings = {name: parse_setting(name) for name in ("magcache:balanced", "magcache:0.12/2/0.2", "taylorseer:2/1")}
+    settings = {name: parse_setting(name) for name in ("magcache:balanced", "magcache:0.12/2/0.2")}
     samples = choose_samples(None, 1, 7, tiny=True)
     request = Request(prompt="", steps=40, width=48, height=48, frames=9)
     rows = measure_quality(pipe, request, samples, settings, 1).rows()
-    balanced, reuse, seer = rows
+    balanced, reuse = rows
     assert balanced["saved"] >= 0.4 and balanced["psnr"] > 40
     assert balanced["psnr"] > reuse["psnr"] + 6, "a forecast is nearer than reuse"
-    assert seer["psnr"] > 40
 
 
 @pytest.mark.parametrize(("task", "balanced", "fast"), [("t2v", 31, 28), ("i2v", 44, 40)])

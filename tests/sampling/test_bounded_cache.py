@@ -185,8 +185,7 @@ def test_words_of_the_command_line():
     assert parse_adaptive("bound:0.05/3/0") == options and parse_adaptive("0.05").rule == "change"
 
 
-@pytest.mark.parametrize("of", ["text", "guidance that ends"])
-@pytest.mark.parametrize("bound", [0.1, 0.4])
+@pytest.mark.parametrize(("bound", "of"), [(0.1, "text"), (0.4, "guidance that ends")])
 def test_errors_of_skipped_steps_of_the_embedded_model_stay_within_the_bound(monkeypatch, bound, of):
     """Their true errors: the blocks run too, from the same latents, and nothing of it is kept."""
     keep_before, errors, making = residual.keep_before, [], [False]
