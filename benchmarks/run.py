@@ -127,8 +127,9 @@ def check_options(options: argparse.Namespace) -> None:
             find_setup(setup)
     for number in ("runs", "layers", "steps", "gpus"):
         value = getattr(options, number)
-        if value is not None and value < 1:
-            raise OptionError(f"{number} {value} given; it must be at least 1")
+        least = 0 if (number, options.suite) == ("runs", "videos") else 1
+        if value is not None and value < least:
+            raise OptionError(f"{number} {value} given; it must be at least {least}")
     takes = SUITES[options.suite].takes
     for option in ("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "checkout"):
         if getattr(options, option) is not None and option not in takes:

@@ -3,8 +3,8 @@
     python -m benchmarks videos --model files:t2v --scratch /dev/shm/wc --setting "fast: --precision fp8 --speed fast"
 
 A setting is a name and words of `generate`. Each is one process with a list of videos (`--prompts`): one prompt, and
-`--runs` (3) seeds after the first. With `--gpus N` they share one video where the words name a mesh of all N
-(`--mesh 2x1x2`); without one every GPU makes videos of its own. `--model files:TASK` (i2v, t2v) writes files as
+`--runs` (3) seeds after the first, none with 0. With `--gpus N` they share one video where the words name a mesh of all
+N (`--mesh 2x1x2`); without one every GPU makes videos of its own. `--model files:TASK` (i2v, t2v) writes files as
 ComfyUI's template has them into --scratch, random values in FP8, and uses them again; {models} in a setting is their
 folder. On a CPU it is the embedded model, with random LoRAs of its size.
 
@@ -13,13 +13,16 @@ NAME: kept     seconds from one file to the next, the median: models are loaded,
 NAME: list     with several makers: seconds for each video after the first of each, all GPUs together
 
 load, text, image, denoise, decode: seconds of that video's phases; the file is written while frames are decoded.
-largest_error  of a bounded run: the largest mean error of a step's attention
+largest_error  of a bounded run: the largest mean error of a step's attention; errors, shares: of each computed step
+read           of a bounded run: the share of the keys that attention reads, the mean over layers and computed steps
+computed       of a run with a step cache: the steps whose blocks ran
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import statistics
 import subprocess
@@ -45,6 +48,7 @@ from wan_core.pipeline.sources import TINY
 
 FILES = "files:"
 PROMPT = "a red circle moving right on a blue background"
+COMPUTED = re.compile(r"step cache: (\d+) of \d+ steps computed")
 PHASES = ("load", "text", "image", "denoise", "decode")
 
 
@@ -55,7 +59,7 @@ def videos_rows(
     settings = [entry.partition(":") for entry in options.setting or ()]
     if not settings or not all(colon and words.strip() for _, colon, words in settings):
         raise OptionError('give settings as "NAME: words of generate", for example --setting "fast: --speed fast"')
-    gpus = options.gpus or 1
+    gpus, runs = options.gpus or 1, 3 if options.runs is None else options.runs
     details |= {"gpus": gpus}
     with TemporaryDirectory(prefix="wancore-videos-", dir=options.scratch) as folder:
         scratch = Path(options.scratch or folder)
@@ -64,7 +68,7 @@ def videos_rows(
         for size in sizes:
             for label, _, words in settings:
                 chosen = shlex.split(words.replace("{models}", str(models)))
-                making = Making(Path(folder), model, device, gpus, chosen, size, options.steps, options.runs or 3)
+                making = Making(Path(folder), model, device, gpus, chosen, size, options.steps, runs)
                 found = guarded(label, size, None, lambda m=making: {"rows": m.rows()})
                 for row in found.get("rows", [found]):
                     yield row | {"name": f"{label}: {row['name']}" if "rows" in found else label}
@@ -141,6 +145,8 @@ class Making:
             each = (ends[-1] - ends[self.makers - 1]) / (self.count - self.makers)
             return [cold, self.row("list", each, reports[-1]) | {"videos": self.count, "gpus": self.makers}]
         took = [after - before for before, after in pairwise(ends)]
+        if not took:
+            return [cold]
         middle = sorted(range(len(took)), key=lambda n: took[n])[(len(took) - 1) // 2]
         kept = self.row("kept", statistics.median(took), reports[middle + 1])
         return [cold, kept | {"spread": round(max(took) - min(took), 3), "runs": len(took)}]
@@ -155,5 +161,10 @@ class Making:
         row |= {"peak_gib": report["peak_device_gib"]} if report["peak_device_gib"] else {}
         if report.get("attention"):
             means = [statistics.fmean(error or 0.0 for error in step["errors"]) for step in report["attention"]]
+            shares = [statistics.fmean(step["shares"]) for step in report["attention"]]
             row |= {"largest_error": round(max(means), 5), "errors": [round(error, 5) for error in means]}
+            row |= {"read": round(statistics.fmean(shares), 4), "shares": [round(share, 4) for share in shares]}
+        counts = [COMPUTED.search(note) for note in report["notes"]]
+        if any(counts):
+            row["computed"] = sum(int(count[1]) for count in counts if count)
         return row

@@ -20,6 +20,7 @@ PAGES += [page for folder in ("docs", "web/docs") for page in sorted((ROOT / fol
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )?(?:\.venv/bin/)?python |wancore |make |pip |git |hf |pytest |torchrun |curl ")
+DATED = re.compile(r"commit [0-9a-f]{7,}: $")
 OURS = re.compile(r"^(?:wancore|(?:\.venv/bin/)?python -m wan_core|python \S+/wan_core) (.+)$", re.DOTALL)
 BENCHMARKS = re.compile(r"^(?:\.venv/bin/)?python -m (?:benchmarks|wan_core bench)(?: (.*))?$", re.DOTALL)
 
@@ -30,6 +31,7 @@ class Command:
     line: int
     text: str
     block: bool  # of a block of code, not in the text
+    dated: bool = False  # what a table was measured with, at the commit that stands before it
 
     @property
     def place(self) -> str:
@@ -61,7 +63,8 @@ def commands() -> list[Command]:
         plain = FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
         for match in SPAN.finditer(plain):
             if PROGRAM.match(one := " ".join(match[1].split())):
-                listed.append(Command(name, plain.count("\n", 0, match.start()) + 1, one, False))
+                dated = bool(DATED.search(plain[: match.start()][-40:]))
+                listed.append(Command(name, plain.count("\n", 0, match.start()) + 1, one, False, dated))
     return listed
 
 

@@ -2,6 +2,8 @@
 
     python -m tools.judges --out benchmarks/results                               # the embedded models
     python -m tools.judges --out benchmarks/results --judge "test bed, text" --testbed FOLDER --count 16 --batch 1
+    python -m tools.judges --out benchmarks/results --judge "test bed, text, whole size" --testbed FOLDER --count 16 \
+        --batch 1 --steps 40 --device cuda                                        # 160 s a clip on two CPU cores
 
 A judge makes every clip in full and with each preset from the same noise, and compares the frames: `truth` is the
 share of clips that show their caption (shape, colours and motion; on the test bed the colours; driven: the motion of
@@ -43,12 +45,13 @@ ROUNDED = "bf16"
 
 @dataclass(frozen=True)
 class Judge:
-    """A model, and the size of its videos; a part of the test bed has no task."""
+    """A model, and the size of its videos (frames None: as the model's own); a part of the test bed has no task."""
 
     name: str
     size: tuple[int, int]
     task: str | None = None
     part: str = ""
+    frames: int | None = None
 
 
 JUDGES = {
@@ -58,8 +61,11 @@ JUDGES = {
         Judge("embedded, image", (96, 96), "i2v-tiny"),
         Judge("embedded, text, larger", (128, 128), "t2v-tiny"),
         Judge("embedded, driven", (96, 96), TINY_DRIVEN),
-        Judge("test bed, text", (192, 128), part="t2v"),
-        Judge("test bed, image", (192, 128), part="i2v"),
+        Judge("embedded, text, long", (96, 96), "t2v-tiny", frames=241),  # 2,196 tokens
+        Judge("test bed, text", (192, 128), part="t2v", frames=41),
+        Judge("test bed, image", (192, 128), part="i2v", frames=41),
+        Judge("test bed, text, whole size", (384, 256), part="t2v", frames=41),
+        Judge("test bed, image, whole size", (384, 256), part="i2v", frames=41),
     )
 }
 
@@ -67,7 +73,7 @@ JUDGES = {
 def main() -> int:
     options = parser().parse_args()
     torch.set_num_threads(options.threads)
-    names = options.judge or [name for name, judge in JUDGES.items() if not judge.part]
+    names = options.judge or [name for name, judge in JUDGES.items() if judge.frames is None]
     for name in names:
         total: Measured | None = None
         for part in measured_parts(JUDGES[name], options):
@@ -78,7 +84,7 @@ def main() -> int:
 
 def write(judge: Judge, measured: Measured, options: argparse.Namespace) -> Path:
     """Write what is there of a judge, beside what the file has of others."""
-    device = torch.device("cpu")
+    device = torch.device(options.device)
     path = result_path(options.out, SUITE, device)
     result = envelope(SUITE, device, rows_of(judge, measured, options), program="tools.judges")
     if path.is_file():
@@ -100,7 +106,9 @@ def joined(one: Measured, other: Measured) -> Measured:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    made.add_argument("--judge", action="append", choices=tuple(JUDGES), help="repeatable (default: the embedded ones)")
+    made.add_argument(
+        "--judge", action="append", choices=tuple(JUDGES), help="repeatable (default: the short embedded ones)"
+    )
     made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the presets of bounds)")
     made.add_argument("--testbed", type=Path, help="the folder that `tools.testbed folders` wrote")
     made.add_argument("--keep", type=Path, help="folder of full runs, made once (default: none is kept)")
@@ -111,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=20, help="default %(default)s")
     made.add_argument("--seed", type=int, default=6000)
     made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--device", default="cpu", help="default %(default)s")
     return made
 
 
@@ -119,12 +128,13 @@ def measured_parts(judge: Judge, options: argparse.Namespace) -> Iterator[Measur
     names = options.setting or [f"speed:{name}" for name in BOUNDS]
     settings = {FULL: None, **{name: parse_setting(name) for name in names}}
     width, height = judge.size
-    base = Request(prompt="", width=width, height=height, steps=options.steps)
+    frames: dict[str, Any] = {} if judge.frames is None else {"frames": judge.frames}
+    base = Request(prompt="", width=width, height=height, steps=options.steps, **frames)
     if judge.part:
         yield from testbed_parts(judge, options, settings)
         return
     about = {"judge": judge.name, "steps": options.steps, "size": judge.size}
-    loading = {"model": "tiny", "device": "cpu", "task": judge.task}
+    loading = {"model": "tiny", "device": options.device, "task": judge.task}
     pipe = Pipeline.load(LoadOptions(precision="fp32", **loading))
     pipes = {ROUNDED: Pipeline.load(LoadOptions(precision="bf16", **loading))} if options.rounded else {}
     samples = choose_samples(None, options.count, options.seed, tiny=True)
@@ -148,15 +158,15 @@ def kept(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def testbed_parts(judge: Judge, options: argparse.Namespace, settings: dict[str, Any]) -> Iterator[Measured]:
-    """The test bed at the smaller of the sizes that it was trained on."""
+    """The test bed at one of the two sizes that it was trained on."""
     from tools.testbed.folders import SAMPLES
     from tools.testbed.full_runs import digest
     from tools.testbed.scenes import parse_world, shows_colours
 
     folder = options.testbed / judge.part
-    pipe = Pipeline.load(LoadOptions(model=str(folder), device="cpu", precision="fp32", vae_precision="fp32"))
+    pipe = Pipeline.load(LoadOptions(model=str(folder), device=options.device, precision="fp32", vae_precision="fp32"))
     width, height = judge.size
-    sides = {"width": width, "height": height, "frames": 41, "steps": options.steps}
+    sides = {"width": width, "height": height, "frames": judge.frames, "steps": options.steps}
     base = Request(prompt="", negative_prompt="", **sides)
     about = {**sides, "guidance_high": None, "guidance_low": None, "precision": "fp32", "attention": "auto"}
     about |= {"weights": digest(folder)}

@@ -19,8 +19,9 @@ CPU = torch.device("cpu")
 
 def report(load: float, step_errors: list[float] | None = None) -> dict:
     phases = {"load": {"seconds": load}, "denoise high": {"seconds": 3.0}, "denoise low": {"seconds": 1.5}}
-    attention = [{"errors": [error, None]} for error in step_errors or ()]
-    return {"phases": phases, "peak_device_gib": 1.5, "attention": attention}
+    attention = [{"errors": [error, None], "shares": [0.5, 1.0]} for error in step_errors or ()]
+    notes = ["high noise: step cache: 3 of 4 steps computed", "low noise: step cache: 2 of 4 steps computed"]
+    return {"phases": phases, "peak_device_gib": 1.5, "attention": attention, "notes": notes if step_errors else []}
 
 
 def test_videos_are_cold_then_kept() -> None:
@@ -32,6 +33,13 @@ def test_videos_are_cold_then_kept() -> None:
     assert (warm["seconds"], warm["spread"], warm["runs"], warm["denoise"]) == (6.0, 2.0, 3, 4.5) and "load" not in warm
     bounded = making.row("kept", 1.0, report(0.0, [0.02, 0.06]))
     assert bounded["errors"] == [0.01, 0.03] and bounded["largest_error"] == 0.03
+    assert (bounded["shares"], bounded["read"], bounded["computed"]) == ([0.75, 0.75], 0.75, 5)
+
+
+def test_without_further_runs_the_cold_video_is_the_row() -> None:
+    making = Making(Path(), ["--model", "tiny"], CPU, 1, [], "64x64x5", None, 0)
+    assert making.count == 1
+    assert [row["name"] for row in making.timed([20.0], [report(9.0)])] == ["cold"]
 
 
 def test_a_list_on_several_gpus_counts_videos_after_the_first_of_each() -> None:

@@ -208,3 +208,9 @@ def test_contents_of_files_change_the_key() -> None:
         list_keys.contents.cache_clear()
         Path("a.png").write_bytes(str(asked).encode())
         assert key_of(request, TINY) != before
+
+
+def test_a_key_is_the_same_for_a_list_of_loras_as_the_command_line_makes_it() -> None:
+    listed = replace(FILES)
+    object.__setattr__(listed, "loras", list(FILES.loras))
+    assert key_of(Request(prompt="a"), listed) == key_of(Request(prompt="a"), FILES)

@@ -166,7 +166,7 @@ def test_files_and_targets_are_there() -> None:
         names += [name.replace(".", "/") for name in modules]
         assert all((ROOT / name).exists() or (ROOT / f"{name}.py").is_file() for name in names)
 
-    check_each(COMMANDS, check)
+    check_each([command for command in COMMANDS if not command.dated], check)
 
 
 def test_both_languages_have_the_same_commands() -> None:

@@ -56,7 +56,7 @@ def key_of(request: Request, loaded: LoadOptions) -> str:
 
 def in_key(value: Any) -> Any:
     """What a key has of a value of an option. A field that does not count where options are compared is left out."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [in_key(one) for one in value]
     if not is_dataclass(value):
         return value
