@@ -26,7 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "peers": ("diffusers==0.42.1", "comfy-kitchen==0.2.40"),
     "tests": ("pytest", "pytest-xdist", "hypothesis", "gguf", "av"),
 }
-HAD = re.compile(r"^(torch|nvidia|triton|numpy|scipy|transformers|tokenizers|safetensors|sentencepiece)")
+HAD = re.compile(r"^(torch|nvidia|triton|numpy|scipy|transformers|tokenizers|safetensors)")
 # The page is not used, and its workflows are large.
 LEFT_OUT = re.compile(r"^comfyui-(frontend-package|workflow-templates|embedded-docs)")
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28, 31, 34, 35)]
