@@ -165,6 +165,7 @@ def several_sides(count: int, device: torch.device, *, guided: bool) -> tuple[Si
 
 
 SIDE = 640
+ALL_FILES = 100 * 2**30  # bytes of device memory in which all of a task are made at once
 PATIENCE = 400.0
 PEER = "the fastest native row"
 
@@ -229,9 +230,10 @@ class Files:
         self.models, self.device = models, device
 
     def write(self, job: Job) -> None:
-        """All at once on a GPU, where they fit beside each other: most of the time goes into copying."""
+        """All at once on a GPU where they fit beside each other: most of the time goes into copying."""
         cuda = self.device.type == "cuda"
-        with ThreadPoolExecutor(4 if cuda else 1) as pool:
+        at_once = cuda and torch.cuda.get_device_properties(self.device).total_memory > ALL_FILES
+        with ThreadPoolExecutor(4 if at_once else 1) as pool:
             tasks = [
                 pool.submit(write_expert, self.models, job.task, expert, self.device, job.layers) for expert in EXPERTS
             ]
