@@ -11,12 +11,11 @@ from typing import Any
 from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from wan_core.config import PlanNumbers, Request, SkipOptions
-from wan_core.config.table import said
+from wan_core.config import Request, SkipOptions
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
 from wan_core.models.wan.families import family_of
-from wan_core.pipeline.check import SAID_OTHERWISE, size_notes
+from wan_core.pipeline.check import size_notes
 from wan_core.pipeline.comfy_conditioning import Joined, join, prompt_starts
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_words, notes_of
@@ -39,7 +38,6 @@ from .plan_inputs import (
     SWITCH,
     added_inputs,
     check_window,
-    numbers_of,
     plan_inputs,
     plan_of,
     preset_input,
@@ -139,7 +137,7 @@ class WanCoreSampler(io.ComfyNode):
         workload = Workload(shape, plan, batched=False)
         blocks = plan_experts(model, workload).staying_blocks
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=blocks is not None)
-        settings = _settings(model, plan, numbers_of(values), shape, seed, batched)
+        settings = _settings(model, plan, shape, seed, batched)
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)
         report = Report(host.device(), settings)
@@ -198,10 +196,8 @@ def _sample(run: Sampling, warnings: Sequence[str]) -> tuple[Tensor, Leftover | 
     return intermediate, leftovers[0].to(intermediate.device) if leftovers else None
 
 
-def _settings(
-    model: ModelSocket, plan: Plan, numbers: PlanNumbers, shape: tuple[int, ...], seed: int, batched: bool
-) -> dict[str, Any]:
-    """What reports and latents say of the run. numbers: what was entered."""
+def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int, batched: bool) -> dict[str, Any]:
+    """What reports and latents say of the run."""
     config, settings = model.experts.vae, model.settings
     precision = name_of(settings.dtype) if settings.quantization is None else settings.precision
     return {
@@ -215,12 +211,8 @@ def _settings(
         **({"sigmas": [plan.sigmas[0], plan.sigmas[-1]]} if plan.from_latents or plan.sigmas[-1] else {}),
         **({"nag": plan.nag.words()} if plan.nag else {}),
         **({"windows": plan.context_windows.words()} if plan.context_windows else {}),
-        **said(numbers, SAID_OTHERWISE.split()),
-        "shift": plan.shift,
-        "boundary": plan.boundary,
-        "guidance": {e: plan.guidance_of(e) for e in plan.experts},
-        "guidance_mode": "batched" if batched else "sequential",
-        "solver": plan.solver,
+        **plan.asked,
+        **plan.settings(batched),
         "seed": seed,
         "attention": settings.attention,
         "compile": settings.compile,

@@ -12,6 +12,8 @@ import json
 import re
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +91,24 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def schemas() -> dict[str, Any]:
-    """Node id -> schema."""
+@contextmanager
+def without_comfyui() -> Iterator[Any]:
+    """The package of nodes, whose `io` records what it is given."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "nodes"]:
             patch.delitem(sys.modules, name)
         for name, module in modules().items():
             patch.setitem(sys.modules, name, module)
-        nodes = importlib.import_module("nodes")
-        defined = [node.define_schema() for node in nodes.NODES]
+        yield importlib.import_module("nodes")
         for name in [name for name in sys.modules if name.partition(".")[0] == "nodes"]:
             del sys.modules[name]
-    return {schema.node_id: schema for schema in defined}
+
+
+@pytest.fixture(scope="module")
+def schemas() -> dict[str, Any]:
+    """Node id -> schema."""
+    with without_comfyui() as nodes:
+        return {schema.node_id: schema for schema in (node.define_schema() for node in nodes.NODES)}
 
 
 def test_nothing_that_was_shared_is_gone(schemas: dict[str, Any]) -> None:

@@ -120,9 +120,8 @@ class ScheduleNumbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanNumbers(ScheduleNumbers):
-    """All that a user may say of the plan of any video: widgets of the sampler node and of the plan preview, in this
-    order, and options of every command that plans. Raises OptionError.
+class PresetNumbers(ScheduleNumbers):
+    """The schedule, and what changes its steps. Raises OptionError.
 
     preset: settings for step-distilled weights, see `wan_core.sampling.presets`.
     """
@@ -163,3 +162,15 @@ class PlanNumbers(ScheduleNumbers):
         several=True,
         added=True,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunNumbers:
+    """What the run reads from its plan as the user said it. A field here is one of `PlanNumbers` and of the `Plan`, so
+    that each command, node, worker and report has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanNumbers(RunNumbers, PresetNumbers):
+    """All that a user may say of the plan of any video: widgets of the sampler node and of the plan preview, in this
+    order, and options of every command that plans. Raises OptionError."""

@@ -17,12 +17,14 @@ from wan_core.config import (
     NagOptions,
     OptionError,
     PlanNumbers,
+    RunNumbers,
     SkipOptions,
     WindowOptions,
     check_known,
     check_prompts,
 )
 from wan_core.config.checks import check_size
+from wan_core.config.table import table
 from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -139,7 +141,7 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     window; sizes, sparse attention, guidance and step caches (`skip_forwards`) before what only some steps may have.
     """
     task, vae = facts.task, facts.vae
-    plan = schedule(request, facts)
+    plan = replace(schedule(request, facts), **{name: getattr(request, name) for name in table(RunNumbers)})
     frames = task.frames if request.frames is None else request.frames
     check_one_way(request.windows, request.clip_frames, request.overlap)
     check_known(request.known, frames)

@@ -17,12 +17,13 @@ from wan_core.config import (
     AdaptiveOptions,
     NagOptions,
     OptionError,
+    RunNumbers,
     SparseOptions,
     StageOptions,
     WindowOptions,
     check_choice,
 )
-from wan_core.config.table import stated
+from wan_core.config.table import said, stated, table
 from wan_core.models.wan.families import find_task
 from wan_core.sampling.schedules import (
     Window,
@@ -201,7 +202,7 @@ class PromptTimes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(RunNumbers):
     """The steps of one run and the settings that determine them."""
 
     task: str
@@ -222,6 +223,11 @@ class Plan:
     window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
     from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
     steps: tuple[Step, ...]
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the run reads as the user said it, where that is not the default."""
+        return {name: value for name, value in said(self, ()).items() if name in table(RunNumbers)}
 
     @property
     def count(self) -> int:
@@ -303,6 +309,16 @@ class Plan:
         """Seconds that the rest of the run takes after `step`, at so many for one forward that reads everything."""
         return seconds * sum(after.forwards * after.cost for after in self.steps[step.index + 1 :])
 
+    def settings(self, batched: bool) -> dict[str, Any]:
+        """What reports and video files say of every plan. batched: how the branches of guidance run."""
+        return {
+            "shift": self.shift,
+            "boundary": self.boundary,
+            "guidance": {expert: self.guidance_of(expert) for expert in self.experts},
+            "guidance_mode": "batched" if batched else "sequential",
+            "solver": self.solver,
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as `plan --json` prints them."""
         first: dict[str, Any] = {
@@ -323,6 +339,7 @@ class Plan:
             f"({', '.join(f'{n} {e}-noise' for e, n in count.items())}), {self.forward_words()}",
             *([self.known.words()] if self.known else []),
             *([self.prompts.words()] if self.prompts else []),
+            *(f"{name.replace('_', ' ')}: {value}" for name, value in self.asked.items()),
             *self.notes,
             f"{'step':>4}  {'timestep':>8}  {'sigma':>7}  {'expert':<6}  {'guidance':>8}  {'branches':<11}  action",
         ]
