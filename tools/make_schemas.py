@@ -1,12 +1,11 @@
-"""Bring the files that repeat what nodes say up to date, from a running ComfyUI that has this pack.
+"""Bring the files that repeat what nodes say up to date, from what they declare. It needs no ComfyUI.
 
-    python tools/make_schemas.py http://127.0.0.1:8188
+    python tools/make_schemas.py
 
 It adds new nodes and new inputs to tests/nodes/node_schemas.json; what is there already stays as it is: the tests
 compare the nodes with it. And it writes the lists of web/docs, whose lines are the tooltips, and those of the pages in
 Chinese (web/docs/NODE/zh.md) from locales/zh, which is written by hand; `tests/nodes/test_locales.py` says what is
-missing there. `--chinese` in place of the address writes these alone. Start that ComfyUI without models of its own, or
-their names would be written.
+missing there.
 """
 
 from __future__ import annotations
@@ -14,28 +13,29 @@ from __future__ import annotations
 import json
 import re
 import sys
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.workflows import OWN_SCHEMAS, Schema, native_schema
+from tools.declared_nodes import OF_COMFYUI, declared
+from tools.workflows import OWN_SCHEMAS, Schema
 
 KEYS = ("default", "multiline", "control_after_generate")
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, CHINESE_TEXTS = ROOT / "web" / "docs", ROOT / "locales" / "zh" / "nodeDefs.json"
 
 
-def schema_of(info: dict[str, Any]) -> Schema:
-    """A node of `/object_info`, as the file has it."""
-    schema = native_schema(info)
-    inputs = {name: entry for group in info["input"].values() for name, entry in group.items()}
-    for entry in schema["inputs"]:
-        facts = inputs[entry["name"]][1] if len(inputs[entry["name"]]) > 1 else {}
-        entry |= {key: facts[key] for key in KEYS if facts.get(key) is not None}
-    return schema
+def schema_of(node: Any) -> Schema:
+    """What a node declares, as the file has it."""
+    inputs = []
+    for one in node.inputs:
+        entry = {"name": one["name"], "type": one["type"], "optional": bool(one.get("optional"))}
+        entry |= {key: one[key] for key in KEYS if one.get(key) is not None}
+        entry |= {"options": list(one["options"])} if one.get("options") and one["options"] not in OF_COMFYUI else {}
+        inputs.append(entry)
+    return {"inputs": inputs, "outputs": [{"name": one["name"], "type": one["type"]} for one in node.outputs]}
 
 
 def extended(before: Schema | None, now: Schema) -> Schema:
@@ -107,28 +107,16 @@ def write_chinese_pages() -> None:
         path.write_text(chinese_page(before, texts), encoding="utf-8")
 
 
-def texts_of(info: dict[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Names and tooltips of a node of `/object_info`: of its inputs, and of its outputs."""
-    groups = (info["input"].get(group, {}) for group in ("required", "optional"))  # there are hidden ones, too
-    inputs = [(name, entry[1]["tooltip"]) for group in groups for name, entry in group.items()]
-    return inputs, list(zip(info["output_name"], info["output_tooltips"], strict=True))
-
-
-def main(address: str) -> None:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(f"{address.rstrip('/')}/object_info", timeout=60) as answer:
-        info: dict[str, Any] = json.load(answer)
+def main() -> None:
     schemas: dict[str, Schema] = json.loads(OWN_SCHEMAS.read_text(encoding="utf-8"))
-    for name in info:
-        if name.startswith("WanCore"):
-            schemas[name] = extended(schemas.get(name), schema_of(info[name]))
-            page = PAGES / f"{name}.md"
-            page.write_text(with_lists(page.read_text(encoding="utf-8"), *texts_of(info[name])), encoding="utf-8")
+    for name, node in declared().items():
+        schemas[name] = extended(schemas.get(name), schema_of(node))
+        page = PAGES / f"{name}.md"
+        texts = [[(entry["name"], entry["tooltip"]) for entry in kind] for kind in (node.inputs, node.outputs)]
+        page.write_text(with_lists(page.read_text(encoding="utf-8"), *texts), encoding="utf-8")
     OWN_SCHEMAS.write_text(written(schemas), encoding="utf-8")
     write_chinese_pages()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    write_chinese_pages() if sys.argv[1] == "--chinese" else main(sys.argv[1])
+    main()

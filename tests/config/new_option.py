@@ -39,7 +39,7 @@ def main(folder: str) -> None:
     sys.meta_path.insert(0, Finder())
     import torch
 
-    from tests.nodes import test_nodes_schemas
+    from tools.declared_nodes import without_comfyui
     from wan_core.cli import build_parser
     from wan_core.cli.generate import request_of
     from wan_core.cli.inform import asked_plan
@@ -57,7 +57,7 @@ def main(folder: str) -> None:
     listed = Path(folder, "list.jsonl")
     listed.write_text('{"prompt": "a", "grain": 0.5}\n{"prompt": "a"}\n')
     lines = read_list(listed, parse(["generate", "--prompts", str(listed), "--out", f"{folder}/a.mp4"]), tiny)
-    with test_nodes_schemas.without_comfyui() as nodes:
+    with without_comfyui() as nodes:
         from nodes.plan_inputs import numbers_of
 
         defined = {node.define_schema().node_id: node.define_schema() for node in nodes.NODES}

@@ -78,7 +78,7 @@ def test_commands_and_settings_of_the_page_are_covered(language: str) -> None:
 
 
 def test_every_node_has_a_help_page_in_chinese(schemas: dict[str, Any]) -> None:
-    """The frontend asks for NODE/LANGUAGE.md first. `python tools/make_schemas.py --chinese` writes the lists."""
+    """The frontend asks for NODE/LANGUAGE.md first. `python tools/make_schemas.py` writes the lists."""
     pages = {path.parent.name: path.read_text(encoding="utf-8") for path in (ROOT / "web" / "docs").glob("*/zh.md")}
     assert set(pages) == set(schemas)
     for name, page in pages.items():

@@ -20,7 +20,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.nodes.test_nodes_schemas import modules
+from tools.declared_nodes import modules
 from wan_core.config import OptionError
 from wan_core.pipeline.sources import TINY
 

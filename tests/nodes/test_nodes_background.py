@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.nodes.test_nodes_schemas import modules
+from tools.declared_nodes import modules
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch
 
 from tests.checkpoint.test_gguf import matrices, write
 from tests.denoised import Varied
-from tests.nodes.test_nodes_schemas import modules
+from tools.declared_nodes import modules
 from wan_core.checkpoint import load_dit, load_text_encoder, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora

@@ -125,7 +125,7 @@ OTHERS = {  # options of others -> whose
     "--num-gpus": "ray",
     "--cpu": "ComfyUI", "--cache-classic": "ComfyUI", "--cache-none": "ComfyUI", "--use-sage-attention": "ComfyUI",
     "--on-cpu": "benchmarks/ladder.py", "--dry-run": "benchmarks/ladder.py",
-    "--worker-prompts": "tools/soak.py", "--keep": "tools/fuzz.py", "--chinese": "tools/make_schemas.py",
+    "--worker-prompts": "tools/soak.py", "--keep": "tools/fuzz.py",
 }  # fmt: skip
 
 
