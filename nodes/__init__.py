@@ -14,7 +14,7 @@ from . import host
 from .accelerate import WanCoreAccelerate
 from .animate import WanCoreAnimate, WanCoreAnimate2
 from .calibration import WanCoreCalibrate
-from .card import WanCoreReportCard
+from .card import WanCoreCompare, WanCoreReportCard
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreNAG, WanCoreTextEncode
 from .control import WanCoreCamera, WanCoreVACE
 from .from_model import WanCoreFromModel
@@ -23,7 +23,6 @@ from .model_loader import WanCoreModelLoader
 from .native_plan import WanCoreNativePlan
 from .part_loaders import WanCoreTextEncoderLoader, WanCoreVAELoader, WanCoreVisionLoader
 from .prompts import WanCorePromptsOverTime
-from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
 from .schema import with_finite_numbers

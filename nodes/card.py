@@ -1,4 +1,5 @@
-"""Node that measures a report card: seconds and quality of the speed presets on this model and machine."""
+"""Nodes that measure: a video against that of the full run, and a report card of the speed presets, with their seconds
+and quality on this model and machine."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import OptionError, Request, SkipOptions
@@ -18,6 +19,8 @@ from wan_core.media.video import load_image
 from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.plan import MAX_STEPS, Plan
 from wan_lab.card import card_settings, card_size, make_card
+from wan_lab.compare import MOST_PSNR, compare, find_perceptual
+from wan_lab.pictures import side_by_side
 from wan_lab.samples import Sample, choose_samples, drawn_media
 
 from . import host
@@ -28,6 +31,60 @@ from .sampling import WanCoreSampler
 from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING, MODEL, ModelSocket
 from .video import WanCoreVAEDecode
+
+
+class WanCoreCompare(io.ComfyNode):
+    """Compare two videos of one seed, in numbers and side by side."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreCompare",
+            "WanCore Quality Comparison",
+            aliases=("compare videos", "psnr", "quality"),
+            description="Compares a video with the full run's video of the same seed: PSNR, SSIM, a perceptual "
+            "distance and flicker.",
+            inputs=[
+                io.Image.Input("full", tooltip="The video of the full run."),
+                io.Image.Input(
+                    "other", tooltip="The video with step caching or sparse attention; same seed, size and length."
+                ),
+                io.String.Input(
+                    "caption",
+                    default="",
+                    optional=True,
+                    tooltip="The prompt of a video of the embedded model: the node checks whether the video shows it.",
+                ),
+            ],
+            outputs=[
+                output(io.Image, "image", "Both videos and their difference, side by side."),
+                output(io.String, "text", "The measured numbers."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, full: Tensor, other: Tensor, caption: str = "") -> io.NodeOutput:
+        if full.shape != other.shape:
+            raise OptionError(
+                f"videos of {list(full.shape)} and {list(other.shape)} given; both must have the same size and length"
+            )
+        name, perceptual = find_perceptual()
+        full, other = full[..., :3].float(), other[..., :3].float()
+        result = compare(other, full, caption, perceptual)
+        truth = "" if result.truth is None else f"\ncaption {'matches' if result.truth else 'does NOT match'}"
+        same = " (equal)" if result.psnr >= MOST_PSNR else ""
+        text = (
+            f"PSNR {result.psnr:.2f} dB{same}\nSSIM {result.ssim:.4f}\n{name.upper()} {result.perceptual:.4f}\n"
+            f"flicker {result.flicker:+.5f}{truth}"
+        )
+        sheet = side_by_side({"full": full, "other": other, "difference x4": difference(full, other)})
+        return io.NodeOutput(sheet, text, ui=ui.PreviewText(text))
+
+
+def difference(full: Tensor, other: Tensor) -> Tensor:
+    return torch.clamp((full - other).abs() * 4, 0, 1)
+
 
 OWN_SIZE = "0: {own}, of the embedded model its own."
 

@@ -22,9 +22,8 @@ from wan_core.pipeline.check import check_tensor
 from wan_core.pipeline.decode import Made, Pieces, decode_to
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.encode import encode_images, encode_video
-from wan_core.pipeline.host_planning import host_room, plan_host
 from wan_core.pipeline.loras import Wanted
-from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.memory_planning import Workload, host_room, plan_host
 from wan_core.pipeline.run import OnStep, RunOwner
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.conditioning import Conditioning

@@ -10,9 +10,8 @@ from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_a
 from wan_core.execution.report import Report
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host
 from wan_core.pipeline.loras import Wanted, lora_bytes, shared
-from wan_core.pipeline.memory_planning import Workload, beside_workload
+from wan_core.pipeline.memory_planning import Workload, beside_workload, check_prepared, host_room, plan_host
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.run import RunOwner
 from wan_core.sampling.plan import Expert, LoraShare

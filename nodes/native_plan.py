@@ -16,7 +16,7 @@ from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.sparsity.schedule import with_costs
 
 from . import host
-from .native_windows import frames_seen, with_native_windows
+from .native_model import frames_seen, with_native_windows
 from .report import as_image, shown
 from .schema import output, schema
 

@@ -10,7 +10,7 @@ from comfy_api.latest import io, ui
 from wan_core.config import OptionError, PromptAt, check_prompts
 from wan_core.execution.report import WARNING
 from wan_core.models.wan.families import PROMPTS
-from wan_core.sampling.timed_prompts import check_cut, text_of_frames
+from wan_core.sampling.texts import check_cut, text_of_frames
 
 from .conditioning import with_values
 from .schema import output, schema

@@ -6,20 +6,28 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
+from PIL import Image
 from torch import Tensor
 
-from wan_core.config import Request, SkipOptions
+from wan_core.checkpoint import load_vae
+from wan_core.config import OptionError, Request, SkipOptions, UserError
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
+from wan_core.models.vae.tiny import TinyVAE
 from wan_core.models.wan.families import family_of
 from wan_core.pipeline.check import size_notes
 from wan_core.pipeline.comfy_conditioning import Joined, join, prompt_starts
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_words, notes_of
 from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.settings import compute_dtype
+from wan_core.pipeline.sources import recognise
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.guided import choose_batched
@@ -43,9 +51,54 @@ from .plan_inputs import (
     preset_input,
     window_inputs,
 )
-from .preview import previews_of
 from .schema import output, schema, widgets
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
+
+TINY_FILES = {16: ("taew2_1", "lighttaew2_1"), 48: ("taew2_2", "lighttaew2_2")}  # by latent channels
+
+
+class Previews(Protocol):
+    def pictures(self, latents: Tensor) -> list[Image.Image]:
+        """A picture of each latent frame of the first video of the transformer's latents [B, C, T, Y, X]."""
+        ...
+
+
+class TinyPreviews:
+    """Previews of a tiny autoencoder."""
+
+    def __init__(self, vae: TinyVAE) -> None:
+        self.vae = vae
+
+    @torch.no_grad()
+    def pictures(self, latents: Tensor) -> list[Image.Image]:
+        pictures = (still[0, :, 0].float().clamp(-1, 1) for still in self.vae.stills(latents[:1]))
+        pixels = [((one + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0) for one in pictures]
+        return [Image.fromarray(one.cpu().numpy()) for one in pixels]
+
+
+def previews_of(model: ModelSocket) -> Previews | None:
+    """What draws the previews of a run of `model`; None: nothing does."""
+    channels = model.experts.vae.z_dim
+    path = host.preview_file(TINY_FILES.get(channels, ()))
+    if path is None or not model.experts.task.release.startswith("Wan"):  # the embedded model has latents of its own
+        return model.rgb
+    try:
+        return TinyPreviews(tiny_vae(path, path.stat().st_mtime, channels))
+    except (UserError, OSError) as fault:
+        host.log.warning("WanCore: previews are those of latents: %s", fault)
+        return model.rgb
+
+
+@lru_cache(maxsize=1)
+def tiny_vae(path: Path, changed: float, channels: int) -> TinyVAE:
+    """The tiny autoencoder in a file that changed last at a time. Raises UserError."""
+    part, device = recognise(path, "vae", load_vae), host.device()
+    vae = part.load(device, compute_dtype("auto", device), None)
+    if not isinstance(vae, TinyVAE) or vae.config.z_dim != channels:
+        raise OptionError(f"{path} is no tiny autoencoder for latents of {channels} channels")
+    host.log.info("WanCore draws previews with %s", path.name)
+    return vae
+
 
 LEFTOVER = "wancore_leftover"  # of a LATENT: (Leftover, the samples that it was rounded to)
 

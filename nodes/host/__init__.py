@@ -21,9 +21,16 @@ from .memory import Held, Weights, evict_all, load, log, read_ahead, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_beside import words_before
 from .native_cache import StepCache, attach, attached, cache_words
-from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of, window_schedule
+from .native_model import (
+    describe,
+    evaluations,
+    sampler_names,
+    sampler_sigmas,
+    scheduler_names,
+    sparse_of,
+    window_schedule,
+)
 from .native_reserve import skip_layer_ranges
-from .native_samplers import evaluations
 from .native_stages import Stages, attach_stages, stages_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 from .remote import CLUSTER, Remote

@@ -23,8 +23,8 @@ from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.applied_loras import ModelLoras, load_with_loras, merged_of
-from wan_core.pipeline.host_planning import check_attached, staying_in_file
 from wan_core.pipeline.loras import Wanted
+from wan_core.pipeline.memory_planning import check_attached, staying_in_file
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
 

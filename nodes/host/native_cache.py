@@ -37,9 +37,19 @@ from wan_core.sampling.stages import runs
 
 from .native import compute_dtype, conditions_of, uncompiled_model, with_room
 from .native_beside import Patches, check_step_cache
-from .native_kept import keep_blocks, keep_output, lasting, reuse, reuse_blocks, uncompiled
 from .native_model import STATEFUL, describe, window_schedule
-from .native_reserve import Prompt, kept_bytes, prompts_of, running
+from .native_reserve import (
+    Prompt,
+    keep_blocks,
+    keep_output,
+    kept_bytes,
+    lasting,
+    prompts_of,
+    reuse,
+    reuse_blocks,
+    running,
+    uncompiled,
+)
 from .native_stages import stages_of
 
 KEY = "wancore_cache"

@@ -23,8 +23,8 @@ from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.applied_loras import load_with_loras
-from wan_core.pipeline.host_planning import staying_in_file
 from wan_core.pipeline.loras import Wanted, merging
+from wan_core.pipeline.memory_planning import staying_in_file
 from wan_core.pipeline.settings import PartToLoad
 from wan_core.pipeline.sources import recognise
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 from PIL import Image
 
-from wan_core.checkpoint.latents import load_latents
+from wan_core.checkpoint.save import load_latents
 from wan_core.cli import main
 from wan_core.media.video import read_metadata, read_video
 

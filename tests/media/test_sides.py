@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tools.hostile.media import png
-from wan_core.checkpoint.latents import save_latents
+from wan_core.checkpoint.save import save_latents
 from wan_core.cli import main
 from wan_core.config import OptionError
 from wan_core.config.checks import check_size

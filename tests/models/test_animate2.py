@@ -26,8 +26,16 @@ from wan_core.models.wan.families.animate2 import (
     kept,
 )
 from wan_core.models.wan.families.animate2 import model as animate2_model
-from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, spans
-from wan_core.models.wan.families.animate2.kept import HostLayers, Packed, choose_form, pack
+from wan_core.models.wan.families.animate2.attention import (
+    Driven,
+    DrivenAttention,
+    HostLayers,
+    Packed,
+    Recording,
+    choose_form,
+    pack,
+    spans,
+)
 from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.model import WanModel

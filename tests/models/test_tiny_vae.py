@@ -15,8 +15,7 @@ from torch import Tensor
 from tests.tensors import draw
 from wan_core.checkpoint import CheckpointError, load_vae
 from wan_core.checkpoint.detect import empty_module
-from wan_core.checkpoint.latents import try_to_save_latents
-from wan_core.checkpoint.save import write_safetensors
+from wan_core.checkpoint.save import try_to_save_latents, write_safetensors
 from wan_core.cli import main
 from wan_core.models.vae.config import VAE_21, VAE_22, TinyVAEConfig, VAEConfig
 from wan_core.models.vae.tiling import TileSpec

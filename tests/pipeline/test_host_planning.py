@@ -23,7 +23,7 @@ from wan_core.models.wan.config import I2V_A14B, PreparedForm
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host, staying_in_file
+from wan_core.pipeline.memory_planning import check_prepared, host_room, plan_host, staying_in_file
 from wan_core.pipeline.model_parts import PackedSize, Part, matrix_parameters
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, recognise

@@ -40,9 +40,8 @@ from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline import load as load_stage
 from wan_core.pipeline import memory_planning, settings
 from wan_core.pipeline.applied_loras import load_with_loras
-from wan_core.pipeline.host_planning import check_host, plan_host, staying_in_file
 from wan_core.pipeline.loras import Wanted
-from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
+from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, check_host, plan_host, staying_in_file
 from wan_core.pipeline.model_parts import PackedSize, Part, Parts
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, resolve_settings

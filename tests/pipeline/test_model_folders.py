@@ -11,7 +11,7 @@ import pytest
 from wan_core.cli import main
 from wan_core.cli.inspect import inspect
 from wan_core.config import LoadOptions, OptionError
-from wan_core.pipeline.host_planning import check_host
+from wan_core.pipeline.memory_planning import check_host
 from wan_core.pipeline.model_folders import RELEASES, no_folder, vae_in
 from wan_core.pipeline.settings import resolve_settings
 from wan_core.pipeline.sources import TINY, find_models, find_transformers

@@ -13,7 +13,7 @@ from wan_core.config import LoadOptions, Request
 from wan_core.config.host_memory import HOST_RESERVE
 from wan_core.execution.memory.planning import GIB, Beside, MemoryPlan, Sizes, limited, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
-from wan_core.models.wan.families.animate2 import Form, kept
+from wan_core.models.wan.families.animate2 import Form, attention
 from wan_core.pipeline.card_choice import task_memory
 
 CARDS = (8, 12, 16, 24, 48, 80, 141)
@@ -82,16 +82,16 @@ def test_the_cheapest_form_that_fits_is_planned(precision: str, size: str, card:
 def test_a_run_keeps_what_was_planned(precision: str, size: str, card: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the memory free that the plan counts on. Where others took it, in host memory."""
     (sizes, activations), cuda = needs(precision, size), torch.device("cuda")
-    monkeypatch.setattr(kept, "available_bytes", lambda: 200 * GIB)
+    monkeypatch.setattr(attention, "available_bytes", lambda: 200 * GIB)
     for host in HOSTS:
         plan = plan_of(precision, size, card, host)
         form, free = plan.form, limited(card) - stage_bytes(sizes.units, plan.staying_blocks)
         assert form is not None
         if plan.denoise <= plan.room:
-            monkeypatch.setattr(kept, "free_on", lambda _, free=free: free)
-            assert kept.choose_form(activations.forms, form, 0, 0, cuda) == form.form
-            monkeypatch.setattr(kept, "free_on", lambda _, form=form: form.device)
-            assert kept.choose_form(activations.forms, form, 0, 0, cuda) == (HOST if plan.exact else FP8_HOST)
+            monkeypatch.setattr(attention, "free_on", lambda _, free=free: free)
+            assert attention.choose_form(activations.forms, form, 0, 0, cuda) == form.form
+            monkeypatch.setattr(attention, "free_on", lambda _, form=form: form.device)
+            assert attention.choose_form(activations.forms, form, 0, 0, cuda) == (HOST if plan.exact else FP8_HOST)
 
 
 def test_host_memory_of_the_run_before_is_used_again_for_the_same_size_alone() -> None:

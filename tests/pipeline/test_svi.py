@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.denoised import denoise
 from wan_core.cli import build_parser, main
-from wan_core.cli.prompt_file import read_list
+from wan_core.cli.prompt_list import read_list
 from wan_core.config import LoadOptions, LoraOptions, OptionError, PatternOptions, Request, SkipOptions, SparseOptions
 from wan_core.models.vae.config import VAE_21, VAEConfig
 from wan_core.models.wan.families import TASKS, family_of
@@ -23,10 +23,9 @@ from wan_core.models.wan.families.wan.inputs import handed_of, join_image, svi_c
 from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.encode import encode_text
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
+from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan, svi_release
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan_drawing import draw_plan
-from wan_core.sampling.svi import svi_release
 from wan_core.workers.wire import unpack
 
 WIDTH, HEIGHT = 48, 32

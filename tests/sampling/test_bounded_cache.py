@@ -19,8 +19,7 @@ from wan_core.config import AdaptiveOptions, GuidanceOptions, SkipOptions
 from wan_core.sampling.cache import residual
 from wan_core.sampling.cache.adaptive_run import BoundedCache
 from wan_core.sampling.cache.arguments import parse_adaptive
-from wan_core.sampling.cache.judged import LAG, Judged, Judgement, fewest_forwards, remainder
-from wan_core.sampling.cache.policies import EARLY_STEPS, FORECAST
+from wan_core.sampling.cache.policies import EARLY_STEPS, FORECAST, LAG, Judged, Judgement, fewest_forwards, remainder
 from wan_core.sampling.cache.residual import forecast
 from wan_core.sampling.cache.skipping import leave_out, skip_words
 from wan_core.sampling.conditioning import Conditioning

@@ -419,7 +419,7 @@ def test_memory_follows_the_plan():
 def test_the_second_of_two_videos_equals_that_of_another_process(tmp_path):
     """Through the command line: both in this process, one after the other, and the second in a process that has not
     made the first."""
-    from wan_core.checkpoint.latents import load_latents
+    from wan_core.checkpoint.save import load_latents
     from wan_core.cli import main
 
     def arguments(out, second):

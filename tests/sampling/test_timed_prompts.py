@@ -38,7 +38,7 @@ from wan_core.sampling.control import with_nag
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 from wan_core.sampling.sparsity.schedule import parse_sparse
-from wan_core.sampling.timed_prompts import TimedText, first_latent, text_of_frames, texts_in_windows, with_prompts
+from wan_core.sampling.texts import TimedText, first_latent, text_of_frames, texts_in_windows, with_prompts
 
 DATA = Path(__file__).parents[1] / "models" / "data" / "prompt_relay.safetensors"
 SCENES = (PromptAt(frame=0, text="one"), PromptAt(frame=8, text="two"), PromptAt(frame=20, text="three"))

@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from wan_core.workers import faults, heartbeat
+from wan_core.workers import faults, rank
 from wan_core.workers.control import ChannelClosed
-from wan_core.workers.heartbeat import ENTRY, FAILED, PREFIX, Heartbeat, publish_failure
+from wan_core.workers.rank import ENTRY, FAILED, PREFIX, Heartbeat, publish_failure
 
 IDENTITY = {"rank": 0, "host": "h", "pid": 1, "device": "cpu"}
 FAILURE = {**IDENTITY, "rank": 1, "where": "load", "reason": "user", "type": "CheckpointError", "text": "a: not found"}
@@ -44,9 +44,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
         raise Ended(code)
 
     hash_store = HashStore()
-    monkeypatch.setattr(heartbeat, "rendezvous", lambda *_, **__: iter([(hash_store, 0, 1)]))
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0)
-    monkeypatch.setattr(heartbeat.os, "_exit", leave)
+    monkeypatch.setattr(rank, "rendezvous", lambda *_, **__: iter([(hash_store, 0, 1)]))
+    monkeypatch.setattr(rank, "HEARTBEAT_SECONDS", 0)
+    monkeypatch.setattr(rank.os, "_exit", leave)
     return hash_store
 
 

@@ -27,7 +27,7 @@ from tests.forked import Forked, forking
 from tools.processes import below, memory_of, open_no_more_files, wait_until, wait_until_gone
 from wan_core import load_text_encoder, load_vae, make_plan
 from wan_core.checkpoint import save
-from wan_core.checkpoint.latents import load_latents
+from wan_core.checkpoint.save import load_latents
 from wan_core.config import (
     GuidanceOptions,
     LoadOptions,

@@ -16,8 +16,8 @@ import torch
 from tools.hostile import checkpoints, gguf, lora, media, texts
 from wan_core.checkpoint import detect, load_dit, load_text_encoder, load_vae, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.latents import load_latents
 from wan_core.checkpoint.lora.read import read_lora
+from wan_core.checkpoint.save import load_latents
 from wan_core.cli.inform import run_check
 from wan_core.cli.inspect import inspect
 from wan_core.execution.report import Report

@@ -39,8 +39,7 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionConfig, VisionEncoder, prepared
 from wan_core.models.wan.families.animate2 import Animate2Config
-from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention
-from wan_core.models.wan.families.animate2.kept import DeviceLayers
+from wan_core.models.wan.families.animate2.attention import DeviceLayers, Driven, DrivenAttention
 from wan_core.models.wan.families.animate2.model import DRIVING_TIMESTEP, Animate2Model, Driving, Recorded
 from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.rope import rope_table

@@ -180,7 +180,7 @@ def decode_command(options: argparse.Namespace, latents: Path, out: Path) -> str
 
 
 def run_decode(options: argparse.Namespace) -> int:
-    from wan_core.checkpoint.latents import load_latents
+    from wan_core.checkpoint.save import load_latents
     from wan_core.execution.report import Report
     from wan_core.media.mp4 import check_frame_sides
     from wan_core.media.video_formats import write_video

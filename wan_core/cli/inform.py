@@ -146,7 +146,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     from wan_core.execution.memory.planning import device_room, limited, plan_memory
     from wan_core.ops.kernels import fused
     from wan_core.pipeline.card_choice import choice_lines, choices_on, task_memory
-    from wan_core.pipeline.host_planning import host_room
+    from wan_core.pipeline.memory_planning import host_room
 
     cuda = torch.device("cuda", 0)
     if options.memory_limit is None and not torch.cuda.is_available():

@@ -36,7 +36,7 @@ from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.start import Start
-from wan_core.sampling.timed_prompts import TimedText, text_of_frames
+from wan_core.sampling.texts import TimedText, text_of_frames
 
 BEYOND = 2.0  # times the pixels of the largest size in training: from there on content is repeated or falls apart
 DENOISE = 0.7  # of video-to-video, where nothing is said

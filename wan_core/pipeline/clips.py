@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import CheckpointError
-from wan_core.checkpoint.latents import load_latents, try_to_save_latents
+from wan_core.checkpoint.save import load_latents, try_to_save_latents
 from wan_core.config.outputs import model_files, numbered
 from wan_core.media.feed import Feed
 from wan_core.media.fit import Box

@@ -21,8 +21,15 @@ from wan_core.pipeline.model_parts import Parts
 from wan_core.sampling.conditioning import Conditioning, penalty_rows
 from wan_core.sampling.control import Scales, drive_by_text, scale_by_text, with_nag, with_passes
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts
-from wan_core.sampling.timed_prompts import TimedText, first_latent, texts_in_windows
+from wan_core.sampling.texts import (
+    WHOLE,
+    TextRange,
+    TimedText,
+    assign_ranges,
+    check_texts,
+    first_latent,
+    texts_in_windows,
+)
 
 CONDITIONING: TypeAlias = "list[list[Any]]"
 """[[rows [1, S, text_dim], {...}], ...]"""

@@ -27,7 +27,7 @@ from wan_core.pipeline.hearing import hear
 from wan_core.pipeline.run import Run
 from wan_core.sampling.conditioning import Conditioning, penalty_rows
 from wan_core.sampling.denoise import retried
-from wan_core.sampling.timed_prompts import TimedText, check_cut
+from wan_core.sampling.texts import TimedText, check_cut
 
 
 @torch.no_grad()

@@ -40,9 +40,19 @@ from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint, why_n
 from wan_core.pipeline.applied_loras import ModelLoras, load_with_loras, merged_of
 from wan_core.pipeline.first_use import FirstUse, begin_first_use, fits_beside
 from wan_core.pipeline.hearing import Speech
-from wan_core.pipeline.host_planning import HostPlan, check_host, check_prepared, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loras import lora_files, notes_of, shared
-from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
+from wan_core.pipeline.memory_planning import (
+    HostPlan,
+    MemoryPlanner,
+    Workload,
+    check_host,
+    check_prepared,
+    choose_residency,
+    host_room,
+    make_planner,
+    plan_host,
+    staying_in_file,
+)
 from wan_core.pipeline.model_folders import vae_in
 from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.reading import load_parts

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.latents import try_to_save_latents
+from wan_core.checkpoint.save import try_to_save_latents
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Report

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wan_core.config import check_size
 from wan_core.models.vae.config import VAEConfig
-from wan_core.sampling.timed_prompts import TimedText
+from wan_core.sampling.texts import TimedText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Conditioning:
     later_cond: Tensor | None = None  # [N, S, text_dim]: texts 1 to N of the prompt, for steps whose `texts` say so
     later_uncond: Tensor | None = None  # [N, S, text_dim]: of the negative prompt
     # float32 [N, T, S]: of every text of the prompt, what is taken off the scores of each of its rows in each latent
-    # frame (`wan_core.sampling.timed_prompts`).
+    # frame (`wan_core.sampling.texts`).
     penalty: Tensor | None = None
 
     def text(self, branch: str, number: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import load_text_encoder, load_vae
-from wan_core.checkpoint.latents import try_to_save_latents
+from wan_core.checkpoint.save import try_to_save_latents
 from wan_core.checkpoint.staged import Reading
 from wan_core.config import QUANTIZED, OptionError, Request
 from wan_core.execution.memory.residency import Residency

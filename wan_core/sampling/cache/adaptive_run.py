@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config import AdaptiveOptions
-from wan_core.sampling.cache.judged import LAG, Judged, Judgement, judged_words, remainder
+from wan_core.sampling.cache.policies import LAG, Judged, Judgement, judged_words, remainder
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.sparsity.measured import RankSums
 
@@ -91,7 +91,7 @@ class Adaptive:
 
 
 class BoundedCache(Adaptive):
-    """Decides for one phase by the judged error of forecasts: `wan_core.sampling.cache.judged` has the rule."""
+    """Decides for one phase by the judged error of forecasts: `wan_core.sampling.cache.policies` has the rule."""
 
     def __init__(
         self, options: AdaptiveOptions, steps: int, device: torch.device, ranks: RankSums | None = None

@@ -12,10 +12,10 @@ from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerO
 from wan_core.config.command import command
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import TASKS, check_sparse, check_stages, find_task
-from wan_core.sampling.cache.judged import fewest_forwards
 from wan_core.sampling.cache.magcache import PRESETS, Curve, find_curve, skip_magcache
 from wan_core.sampling.cache.policies import (
     EARLY_STEPS,
+    fewest_forwards,
     mark_adaptive,
     schedule_guidance,
     skip_pattern,

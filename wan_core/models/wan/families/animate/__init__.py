@@ -2,8 +2,7 @@
 
 | file | what it holds |
 |---|---|
-| `model` | the transformer (torch) |
-| `face` | what moves in pictures of a face, and attention to it (torch) |
+| `model` | the transformer, what moves in pictures of a face, and attention to it (torch) |
 | `inputs` | what ComfyUI's CONDITIONING, or the media of a clip, are to the transformer (torch) |
 
 This file imports no torch.

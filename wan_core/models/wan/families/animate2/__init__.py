@@ -4,8 +4,7 @@ image-to-video in shape.
 | file | what it holds |
 |---|---|
 | `model` | the transformer: a pass over the driving video, then over the video that is made (torch) |
-| `attention` | attention of a frame to all frames and to its driving frame (torch) |
-| `kept` | where keys and values of the driving video are between steps (torch) |
+| `attention` | attention of a frame to all frames and to its driving frame, and what is kept between steps (torch) |
 | `inputs` | what ComfyUI's CONDITIONING, or the media of a clip, are to the transformer (torch) |
 
 This file imports no torch.

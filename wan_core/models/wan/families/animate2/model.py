@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from wan_core.models.wan.families.animate2 import ANIMATE2, FORMS, Animate2Config
-from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, finite_scale
-from wan_core.models.wan.families.animate2.kept import DeviceLayers, HostLayers, choose_form
+from wan_core.models.wan.families.animate2.attention import (
+    DeviceLayers,
+    Driven,
+    DrivenAttention,
+    HostLayers,
+    Recording,
+    choose_form,
+    finite_scale,
+)
 from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
