@@ -141,15 +141,15 @@ class WanCoreAccelerate(io.ComfyNode):
             keeps = keeps_of(options, host.checkpoint_of(model), transformer.num_layers)
             lines.append(f"sparse attention: {sparse_words(options)}" + ", calibrated" * (keeps is not None))
         report = host.reporter()
-        made = host.accelerate(model, attention, options, keeps, report, whole, compare)
-        host.attach(made, None if caching is None else host.StepCache(caching, whole, report))
+        accelerated = host.accelerate(model, attention, options, keeps, report, whole, compare)
+        host.attach(accelerated, None if caching is None else host.StepCache(caching, whole, report))
         if caching is not None:
-            lines.append(f"step cache: {host.cache_words(made, caching)}")
-        host.attach_stages(made, host.Stages(stages, report) if stages else None)
+            lines.append(f"step cache: {host.cache_words(accelerated, caching)}")
+        host.attach_stages(accelerated, host.Stages(stages, report) if stages else None)
         if stages:
             lines.append(f"resolution schedule: {stage_words(stages)}")
-        lines += host.words_before(made)
-        return io.NodeOutput(made, ui=ui.PreviewText("\n".join(lines)))
+        lines += host.words_before(accelerated)
+        return io.NodeOutput(accelerated, ui=ui.PreviewText("\n".join(lines)))
 
 
 def sparse_options(preset: str, skipping: SkipOptions | None) -> SparseOptions | None:

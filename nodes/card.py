@@ -206,7 +206,7 @@ class NodeMaker:
         """Decides with the settings of a card which videos are its own."""
         model = self.model
         files = [(part.path, part.path and part.path.stat().st_mtime_ns) for part in model.experts.of.values()]
-        loras = {name: [(one.key, one.strength) for one in wanted] for name, wanted in model.loras.items()}
+        loras = {name: [(one.key, one.strength) for one in lora_files] for name, lora_files in model.loras.items()}
         parts = [getattr(part, "file", type(part).__name__) for part in (self.clip, self.vae)]
         picture = None if self.image is None else hash_of(self.image)
         return model.options, files, loras, parts, picture, self.values, model.windows, model.shift

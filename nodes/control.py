@@ -126,7 +126,7 @@ def in_ranges(conditioning: CONDITIONING, extras: dict[str, Tensor], options: Co
     """Each text with the control added to its lists; once for each part of the run that has another strength."""
     inside = TextRange(options.start, options.end)
     parts = [(TextRange(0.0, options.start), 0.0), (inside, options.scale), (TextRange(options.end, 1.0), 0.0)]
-    made = []
+    entries = []
     for rows, extras_before in conditioning:
         for part, strength in parts:
             both = shared_range(TextRange.of(extras_before), part)
@@ -135,8 +135,8 @@ def in_ranges(conditioning: CONDITIONING, extras: dict[str, Tensor], options: Co
             own = {**extras, STRENGTH: strength}
             lists = {key: [*(extras_before.get(key) or []), value] for key, value in own.items()}
             whole = both == TextRange() and "start_percent" not in extras_before
-            made.append([rows, {**extras_before, **lists, **({} if whole else both.percents())}])
-    return made
+            entries.append([rows, {**extras_before, **lists, **({} if whole else both.percents())}])
+    return entries
 
 
 class WanCoreCamera(io.ComfyNode):

@@ -115,7 +115,7 @@ class ComfyEngine:
 
     def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[Tensor, list[TokenCount]]:
         """Blocks of the encoder stream if it does not fit on the device as a whole."""
-        patcher, part = text.held, text.held.part
+        patcher, part = text.patcher, text.patcher.part
         sizes = Sizes(units=(0,), experts=1, text_encoder=part.bytes, text_stage=stage_bytes(part.units, 0), vae=0)
         if plan_memory(sizes, Beside(text=TEXT, denoise=0, decode=0), host.room(), "swap").streams_text:
             if not patcher.in_host_memory:
@@ -130,7 +130,7 @@ class ComfyEngine:
         self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """The clip exists only on the device."""
-        place = {"device": host.device(), "dtype": vae.held.part.dtype}
+        place = {"device": host.device(), "dtype": vae.patcher.part.dtype}
 
         def there(pictures: Tensor) -> Tensor:
             return pixels_to_video(video_to_pixels(pictures)).to(**place)
@@ -180,4 +180,4 @@ HERE = ComfyEngine()
 
 def _loaded(vae: VAESocket, rows: int, columns: int) -> VideoVAE:
     """On the device, with room for latents of `rows` x `columns`."""
-    return cast(VideoVAE, vae.held.use(vae.working_bytes(rows, columns)))
+    return cast(VideoVAE, vae.patcher.use(vae.working_bytes(rows, columns)))

@@ -96,12 +96,12 @@ class WanCoreFromModel(io.ComfyNode):
             )
         files = [str(native.source) if isinstance(native.source, Path) else IN_MEMORY for native in natives.values()]
         options = LoadOptions(high=files[0], low=(*files, None)[1], residency=residency, **values)
-        settings, held = _made(natives, options, engine.device)
+        settings, patchers = _made(natives, options, engine.device)
         loras = {expert: _loras(native, settings, expert, engine.in_workers) for expert, native in natives.items()}
         settings.check_loras(loras)
         shift, windows = _shift(natives), _windows(natives)
         carried = {"shift": shift, "range_shift": natives["high"].range_shift, "windows": windows}
-        socket = replace(socket_of(options, settings, held, engine), loras=loras, **carried)
+        socket = replace(socket_of(options, settings, patchers, engine), loras=loras, **carried)
         lines = [info_of(settings), *settings.lora_lines(loras)]
         lines += [f"shift {shift:g}, as ModelSamplingSD3 set it" if shift else "no ModelSamplingSD3: its own shift"]
         lines += [f"context windows {windows.words()}"] if windows else []

@@ -131,10 +131,10 @@ class WanCoreLoRA(io.ComfyNode):
             for expert, path in files.items()
             if two or expert == "high"
         ]
-        read = read_loras(options, model.experts.dit, two)
-        model.settings.check_loras(read)
-        loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in read.items()}
-        lines = [*(WARNING + note for note in notes_of(loras)), *model.settings.lora_lines(read)]
+        new_loras = read_loras(options, model.experts.dit, two)
+        model.settings.check_loras(new_loras)
+        loras = {expert: (*model.loras.get(expert, ()), *expert_loras) for expert, expert_loras in new_loras.items()}
+        lines = [*(WARNING + note for note in notes_of(loras)), *model.settings.lora_lines(new_loras)]
         info = "\n".join(lines) or "no LoRA"
         changed = replace(model, loras=loras)
         changed.read_ahead()

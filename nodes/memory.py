@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
     """The memory plan of the experts alone, made as on the command line. Blocks that stream now stay so where that
     fits."""
-    high, settings = model.held["high"], model.settings
-    attached = [name for name in settings.parts if model.held[cast(Expert, name)].part.lora_mode == "attach"]
+    high, settings = model.patchers["high"], model.settings
+    attached = [name for name in settings.parts if model.patchers[cast(Expert, name)].part.lora_mode == "attach"]
     loras = lora_bytes(one for name in attached for one in model.loras.get(name, ()))
     activations = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize)
     activations = replace(activations, denoise=activations.denoise + loras)
     sizes = Sizes(units=high.part.units, experts=1, text_encoder=0, vae=0)
     free = host_room()
     host_memory = None if free is None else free + waiting_bytes(model)
-    asked = model.options.residency  # where no blocks stream, weights are on the device alone
-    mode = asked if asked in ("auto", "stream") else "resident"
+    residency = model.options.residency  # where no blocks stream, weights are on the device alone
+    mode = residency if residency in ("auto", "stream") else "resident"
     blocks = None if mode == "resident" else high.resident_blocks
     placed = None if blocks is None else Placed(policy="stream", resident_blocks=blocks)
     return plan_again(sizes, activations, host.room(), placed, mode, None, host_memory, high.kept_form)
@@ -42,7 +42,7 @@ def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
 
 def waiting_bytes(model: ModelSocket) -> int:
     """Bytes of weights that wait in host memory, or in their files."""
-    return sum(one.part.bytes for one in set(model.held.values()) if one.in_host_memory)
+    return sum(one.part.bytes for one in set(model.patchers.values()) if one.in_host_memory)
 
 
 class ComfyMemory(RunOwner):
@@ -50,17 +50,17 @@ class ComfyMemory(RunOwner):
 
     def __init__(self, model: ModelSocket, workload: Workload, report: Report) -> None:
         super().__init__(report)
-        self.model, self.workload, self.held = model, workload, model.held
+        self.model, self.workload, self.patchers = model, workload, model.patchers
         self.shares: dict[str, Sequence[LoraShare]] = {}  # of each expert, in its first phase until it is acquired
         for step in reversed(workload.plan.steps):
             self.shares[step.expert] = step.loras
 
     def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
         """The expert, on the device; a load is timed as a phase of the report."""
-        model, report, patcher = self.model, self.report, self.held[expert]
+        model, report, patcher = self.model, self.report, self.patchers[expert]
         self.shares[expert] = loras
-        plan, wanted, residency = self.plan(), self.loras(expert), model.options.residency
-        together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [patcher]
+        plan, expert_loras, residency = self.plan(), self.loras(expert), model.options.residency
+        together = list(dict.fromkeys(self.patchers.values())) if residency == "resident" else [patcher]
         memory, blocks = plan.beside[expert], plan.staying_blocks
         if blocks is not None:
             report.notes += self._plan_host(plan.form)
@@ -68,18 +68,18 @@ class ComfyMemory(RunOwner):
             check_prepared(plan.form, patcher.kept_form, waiting_bytes(model))
         if plan.form is not None and plan.form.host:
             report.notes.append(f"memory: {plan.form.words}")
-        for name, one in self.held.items():
+        for name, one in self.patchers.items():
             # What is being read goes on, and is changed when it is there, unless weights that stay packed forbid it.
             begun = one.ahead is not None and not is_packed(one.part.quantization)
             one.expect(model.loras_of("low" if name == "low" else "high") if begun else self.loras(name))
             if blocks is not None:
                 one.stream(blocks)
         if (residency == "swap" or blocks is not None) and not patcher.is_loaded:
-            if any(one.is_loaded for one in self.held.values()):
-                patcher.take_over(wanted)
+            if any(one.is_loaded for one in self.patchers.values()):
+                patcher.take_over(expert_loras)
             host.evict_all()
         loaded = all(one.is_loaded for one in together)
-        if loaded and patcher.has_loras(wanted):
+        if loaded and patcher.has_loras(expert_loras):
             host.load(together, memory)
             return self._ready(expert, plan.form)
         host.show(f"{'LoRAs of' if loaded else 'loading'} the {patcher.name} ...")
@@ -95,7 +95,7 @@ class ComfyMemory(RunOwner):
 
     def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
         """If both experts stream, copy the weights of `following` behind them."""
-        now, then = self.held[expert], self.held[following]
+        now, then = self.patchers[expert], self.patchers[following]
         if now.residency is None or not (now.in_host_memory and then.in_host_memory):
             return
         if then.has_loras(self.loras(following)):
@@ -104,12 +104,12 @@ class ComfyMemory(RunOwner):
     def make_room(self, name: str) -> str | None:
         """Everyone else leaves, and half of the blocks that stayed stream; None where no more can stream."""
         expert = cast(Expert, name)
-        patcher = self.held[expert]
+        patcher = self.patchers[expert]
         blocks = len(patcher.part.units) - 1
         stay = blocks if patcher.resident_blocks is None else patcher.resident_blocks
         if not stay:
             return None
-        for one in self.held.values():
+        for one in self.patchers.values():
             one.stream(stay // 2)
         host.evict_all()
         plan = self.plan()
@@ -122,7 +122,7 @@ class ComfyMemory(RunOwner):
 
     def _ready(self, expert: Expert, form: PreparedForm | None) -> WanModel:
         """One that is loaded, which keeps what it prepares as `form` says."""
-        patcher = self.held[expert]
+        patcher = self.patchers[expert]
         model = patcher.ready(self.loras(expert))
         patcher.kept_form = model.prepared_form = form
         return model
@@ -131,9 +131,9 @@ class ComfyMemory(RunOwner):
         """Decide where weights wait that are about to be read and streamed, beside what a run prepares; says which are
         not pinned. Raises OptionError where they do not fit into host memory."""
         parts = self.model.settings.parts
-        parts = {name: part for name, part in parts.items() if not self.held[cast(Expert, name)].in_host_memory}
-        new = None if prepared is None or prepared.uses_again(self.held["high"].kept_form) else prepared
+        parts = {name: part for name, part in parts.items() if not self.patchers[cast(Expert, name)].in_host_memory}
+        new = None if prepared is None or prepared.uses_again(self.patchers["high"].kept_form) else prepared
         plan = plan_host(parts, host_room(), new)
         for name, part in parts.items():
-            self.held[cast(Expert, name)].wait(part, plan.copies(name))
+            self.patchers[cast(Expert, name)].wait(part, plan.copies(name))
         return [f"{name}: weights stay in the mapped file, pinned memory is short" for name in sorted(plan.mapped)]

@@ -129,23 +129,23 @@ def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     finished = partial(finish, settings=settings, device=host.device())
     streaming = Residency(host.device(), "stream")
     names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in models.of else {"high": "transformer"}
-    held = {
+    patchers = {
         expert: host.Held(name, settings.parts[expert], finished, streaming, order)
         for order, (expert, name) in enumerate(names.items(), start=1)  # after the text encoder and the VAE
     }
-    return {"high": held["high"], "low": held.get("low", held["high"])}
+    return {"high": patchers["high"], "low": patchers.get("low", patchers["high"])}
 
 
 def socket_of(
     options: LoadOptions,
     settings: ModelSettings,
-    held: Mapping[Expert, host.Held],
+    patchers: Mapping[Expert, host.Held],
     engine: Engine,
     rgb: RGBMap | None = None,
 ) -> ModelSocket:
     """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
     colours = rgb or map_of_channels(settings.recognised.vae.z_dim)
-    return ModelSocket(options, settings, held, colours, engine=engine, kernels=engine.prepare_kernels(settings))
+    return ModelSocket(options, settings, patchers, colours, engine=engine, kernels=engine.prepare_kernels(settings))
 
 
 def run_inputs() -> list[Any]:

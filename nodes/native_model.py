@@ -176,9 +176,9 @@ def _file(model: Any) -> tuple[Path | None, list[str]]:
     ):
         return None, ["the file is not known, the weights are read from memory"]
     options = origin[1][1] if len(origin[1]) > 1 else {}
-    asked = [f"weight_dtype {options['dtype']}"] if options.get("dtype") else []
+    loader_settings = [f"weight_dtype {options['dtype']}"] if options.get("dtype") else []
     return Path(origin[1][0]), [
-        f"not taken over: {setting} of the loader, choose 'precision' here" for setting in asked
+        f"not taken over: {setting} of the loader, choose 'precision' here" for setting in loader_settings
     ]
 
 

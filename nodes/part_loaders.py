@@ -87,9 +87,9 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         dtype = compute_dtype(precision, engine.device)
         quantization = holding(part, None, precision == "checkpoint", engine.device)
         streaming = Residency(host.device(), "stream")
-        held = host.Held("text encoder", PartToLoad(part, dtype, quantization), residency=streaming)
-        engine.read_ahead([held], [()])
-        return io.NodeOutput(TextSocket(held, engine, precision), ui=ui.PreviewText(words_of(part, name_of(dtype))))
+        patcher = host.Held("text encoder", PartToLoad(part, dtype, quantization), residency=streaming)
+        engine.read_ahead([patcher], [()])
+        return io.NodeOutput(TextSocket(patcher, engine, precision), ui=ui.PreviewText(words_of(part, name_of(dtype))))
 
     @staticmethod
     def _part(name: str) -> Part:
@@ -135,9 +135,9 @@ class WanCoreVAELoader(io.ComfyNode):
     async def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
         part, engine = cls._part(vae), engine_of(workers)
         dtype = compute_dtype(precision, engine.device)
-        held = host.Held("VAE", PartToLoad(part, dtype), _optimized)
-        engine.read_ahead([held], [()])
-        return io.NodeOutput(VAESocket(held, engine, precision), ui=ui.PreviewText(words_of(part, name_of(dtype))))
+        patcher = host.Held("VAE", PartToLoad(part, dtype), _optimized)
+        engine.read_ahead([patcher], [()])
+        return io.NodeOutput(VAESocket(patcher, engine, precision), ui=ui.PreviewText(words_of(part, name_of(dtype))))
 
     @staticmethod
     def _part(name: str) -> Part:
@@ -191,9 +191,9 @@ class WanCoreVisionLoader(io.ComfyNode):
     async def execute(cls, clip_vision: str) -> io.NodeOutput:
         part = cls._part(clip_vision)
         dtype = vision_dtype(compute_dtype("checkpoint", host.device()))
-        held = host.Held("CLIP vision encoder", PartToLoad(part, dtype))
-        host.read_ahead([held], [()])
-        return io.NodeOutput(VisionSocket(held), ui=ui.PreviewText(words_of(part, name_of(dtype))))
+        patcher = host.Held("CLIP vision encoder", PartToLoad(part, dtype))
+        host.read_ahead([patcher], [()])
+        return io.NodeOutput(VisionSocket(patcher), ui=ui.PreviewText(words_of(part, name_of(dtype))))
 
     @staticmethod
     def _part(name: str) -> Part:

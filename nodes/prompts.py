@@ -80,18 +80,18 @@ class WanCorePromptsOverTime(io.ComfyNode):
 
 def read_prompts(text: str) -> tuple[PromptAt, ...]:
     """The prompts of lines `40: the dog runs away`. Raises OptionError."""
-    found = list[tuple[int, str]]()
+    scenes_at = list[tuple[int, str]]()
     for line in filter(str.strip, text.splitlines()):
         begin = BEGIN.fullmatch(line)
         if begin is not None:
-            found.append((int(begin[1]), begin[2].strip()))
-        elif found:
-            found[-1] = found[-1][0], f"{found[-1][1]} {line.strip()}".strip()
+            scenes_at.append((int(begin[1]), begin[2].strip()))
+        elif scenes_at:
+            scenes_at[-1] = scenes_at[-1][0], f"{scenes_at[-1][1]} {line.strip()}".strip()
         else:
             raise OptionError(f"prompts begin with {line.strip()[:40]!r}; write FRAME: TEXT, the first at frame 0")
-    if not found:
+    if not scenes_at:
         raise OptionError("no prompts given; write a line for each: FRAME: TEXT, the first at frame 0")
-    scenes = tuple(PromptAt(frame=frame, text=words) for frame, words in found)
+    scenes = tuple(PromptAt(frame=frame, text=scene) for frame, scene in scenes_at)
     check_prompts([one.frame for one in scenes])
     return scenes
 
@@ -99,10 +99,10 @@ def read_prompts(text: str) -> tuple[PromptAt, ...]:
 def encoded(clip: Any, text: str, prefixes: list[str]) -> tuple[list[list[Any]], list[int], list[str]]:
     """`text` as CONDITIONING, how many tokens each of its `prefixes` has, and what a user should know."""
     if isinstance(clip, TextSocket):
-        made = clip.encode([text, *prefixes])
+        encoded_prompts = clip.encode([text, *prefixes])
         counts = [clip.cache.count(prefix).given - 1 for prefix in prefixes]
         check_cut(counts[-1], clip.cache.count(text).read - 1)
-        return made[0], counts, made[0][0][1]["wancore_notes"]
+        return encoded_prompts[0], counts, encoded_prompts[0][0][1]["wancore_notes"]
     rows = clip.encode_from_tokens_scheduled(clip.tokenize(text))
     if len(rows) != 1:
         raise OptionError("the text encoder gives several texts for one prompt: use one of UMT5 (CLIPLoader, type wan)")

@@ -256,7 +256,7 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
     return {
         "task": plan.task,
         "models": {name: part.source for name, part in model.experts.of.items()},
-        "precision": dict.fromkeys(model.held, precision),
+        "precision": dict.fromkeys(model.patchers, precision),
         **({"loras": lora_words(model.loras)} if model.lora_files else {}),
         "size": [shape[4] * config.spatial_stride, shape[3] * config.spatial_stride],
         "frames": config.video_frames(shape[2]),

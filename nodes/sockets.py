@@ -54,7 +54,7 @@ class ModelSocket:
 
     options: LoadOptions
     settings: ModelSettings
-    held: Mapping[Expert, host.Held]  # both are one where a single transformer runs every step
+    patchers: Mapping[Expert, host.Held]  # both are one where a single transformer runs every step
     rgb: RGBMap | None
     pace: dict[Expert, float] = field(default_factory=dict)
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
@@ -85,12 +85,12 @@ class ModelSocket:
     @property
     def patcher(self) -> host.Held:
         """By this ComfyUI's cache of results sees that an output holds a model (--cache-ram lets old ones go first)."""
-        return self.held["high"]
+        return self.patchers["high"]
 
     @property
     def lora_files(self) -> list[Path]:
         """Those that count for something."""
-        return [Path(one.key[0]) for wanted in self.loras.values() for one in wanted if one.strength]
+        return [Path(one.key[0]) for expert_loras in self.loras.values() for one in expert_loras if one.strength]
 
     def loras_of(self, expert: Expert) -> tuple[Wanted, ...]:
         return self.loras.get(expert if self.experts.low else "high", ())
@@ -98,16 +98,18 @@ class ModelSocket:
     def read_ahead(self) -> None:
         """Begin to read the experts, where everything fits beside them."""
         if self.options.residency in ("auto", "resident"):
-            held = {name: one for name, one in self.held.items() if name == "high" or one is not self.held["high"]}
-            self.engine.read_ahead(list(held.values()), [self.loras_of(name) for name in held])
+            patchers = {
+                name: one for name, one in self.patchers.items() if name == "high" or one is not self.patchers["high"]
+            }
+            self.engine.read_ahead(list(patchers.values()), [self.loras_of(name) for name in patchers])
 
 
 class TextSocket:
     """A UMT5 encoder on a CLIP socket; encoded prompts are kept with it."""
 
-    def __init__(self, held: host.Held, engine: Engine = HERE, precision: str = "checkpoint") -> None:
-        self.patcher = self.held = held  # patcher: as of `ModelSocket`
-        self.engine, self.file = engine, {"path": str(held.part.part.path), "precision": precision}
+    def __init__(self, patcher: host.Held, engine: Engine = HERE, precision: str = "checkpoint") -> None:
+        self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
+        self.engine, self.file = engine, {"path": str(patcher.part.part.path), "precision": precision}
         self.cache = PromptCache()
 
     def encode(self, prompts: Sequence[str], names: Sequence[str] = ()) -> list[CONDITIONING]:
@@ -123,15 +125,15 @@ class TextSocket:
         rows = self.cache.encode(prompts, read)
         seconds = time.perf_counter() - begun[0] if begun else 0.0
         host.log.info("WanCore encoded the text in %.2f s" if begun else "WanCore knew the text (%.0f s)", seconds)
-        made: list[CONDITIONING] = []
+        conditionings: list[CONDITIONING] = []
         for prompt, name, row in zip(prompts, names or ["prompt"] * len(prompts), rows, strict=True):
             # a long default is meant for other encoders, and nobody wrote it
             notes = self.cache.notes(prompt, name) if prompt not in DEFAULT_NEGATIVES else []
             for note in notes:
                 host.log.warning("WanCore: %s", note)
             extras = {"wancore_seconds": seconds, "wancore_notes": notes, "wancore_prompt": prompt}
-            made.append([[row, {"pooled_output": None, **extras}]])
-        return made
+            conditionings.append([[row, {"pooled_output": None, **extras}]])
+        return conditionings
 
     # What ComfyUI's CLIPTextEncode calls.
 
@@ -152,8 +154,8 @@ class VisionOutput:
 class VisionSocket:
     """A CLIP vision encoder on a CLIP_VISION socket. It sees pictures as the command line's does."""
 
-    def __init__(self, held: host.Held) -> None:
-        self.patcher = self.held = held  # patcher: as of `ModelSocket`
+    def __init__(self, patcher: host.Held) -> None:
+        self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
 
     # What ComfyUI's CLIPVisionEncode calls.
 
@@ -161,7 +163,7 @@ class VisionSocket:
         """image [B, H, W, 3] in 0..1. Raises OptionError where a part of it is to be cut off."""
         if crop:
             raise OptionError("Wan models see the whole picture: choose crop 'none' in CLIPVisionEncode")
-        encoder = cast(VisionEncoder, self.held.use(0))
+        encoder = cast(VisionEncoder, self.patcher.use(0))
         pictures = 2 * image[..., :3].movedim(-1, 1).to(host.device(), torch.float32) - 1
         with torch.no_grad():
             return VisionOutput(host.to_intermediate(encoder(pictures)))
@@ -173,10 +175,10 @@ class VAESocket:
     latent_dim = 3
     output_channels = 3
 
-    def __init__(self, held: host.Held, engine: Engine = HERE, precision: str = "auto") -> None:
-        self.patcher = self.held = held  # patcher: as of `ModelSocket`
-        self.engine, self.file = engine, {"path": str(held.part.part.path), "precision": precision}
-        self.config = cast(VAEConfig, held.part.part.config)
+    def __init__(self, patcher: host.Held, engine: Engine = HERE, precision: str = "auto") -> None:
+        self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
+        self.engine, self.file = engine, {"path": str(patcher.part.part.path), "precision": precision}
+        self.config = cast(VAEConfig, patcher.part.part.config)
         self.latent_channels = self.config.z_dim
 
     def decode_to(
@@ -245,7 +247,7 @@ class VAESocket:
 
     def working_bytes(self, rows: int, columns: int) -> int:
         """Bytes of activations for decoding or encoding latents of `rows` x `columns`."""
-        return vae_bytes(self.config, rows, columns, self.held.part.dtype.itemsize)
+        return vae_bytes(self.config, rows, columns, self.patcher.part.dtype.itemsize)
 
     def latent_size(self, pictures: Tensor) -> tuple[int, int]:
         """Rows and columns of the latents of pictures [F, H, W, ...]."""

@@ -221,5 +221,5 @@ class WanCoreMotionPositions(io.ComfyNode):
 
     @classmethod
     def execute(cls, positive: CONDITIONING, positions: str) -> io.NodeOutput:
-        asked = positions == "comfyui"
-        return io.NodeOutput([[rows, {**extras, COMFYUI_POSITIONS: asked}] for rows, extras in positive])
+        comfyui_positions = positions == "comfyui"
+        return io.NodeOutput([[rows, {**extras, COMFYUI_POSITIONS: comfyui_positions}] for rows, extras in positive])

@@ -62,7 +62,7 @@ class WorkersSocket:
     def __init__(self, workers: Workers) -> None:
         self.workers, devices = workers, workers.options.devices if workers.options.here else (host.CLUSTER,)
         self.engine = WorkerEngine(workers, host.check_interruption)
-        self.patcher = self.held = host.Remote(workers.stop, lambda: workers.is_running, devices)
+        self.patcher = host.Remote(workers.stop, lambda: workers.is_running, devices)
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +71,7 @@ class WorkersSocket:
     def ready(self, what: str, weights: int, working: int) -> WorkerEngine:
         """Their engine, for something whose weights take so many bytes on the first device, and `working` bytes beside
         them."""
-        self.held.use(what, weights, working)
+        self.patcher.use(what, weights, working)
         return self.engine
 
     def read_ahead(self, *_: object) -> None:
@@ -82,7 +82,7 @@ class WorkersSocket:
 
     def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[list[Tensor], list[TokenCount]]:
         alone = len(self.workers.options.devices) == 1  # the last rank holds it, and only while it encodes
-        return self.ready("text", 0, text.held.size if alone else 0).text(text.file, prompts)
+        return self.ready("text", 0, text.patcher.size if alone else 0).text(text.file, prompts)
 
     def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
         return self._with(vae, *vae.latent_size(pixels)).encode(vae.file, pixels.contiguous())
@@ -107,7 +107,7 @@ class WorkersSocket:
         return self._with(vae, *samples.shape[-2:]).decode_to(vae.file, samples, report, consume, tile=tiles, **how)
 
     def _with(self, vae: VAESocket, rows: int, columns: int) -> WorkerEngine:
-        return self.ready("vae", vae.held.size, vae.working_bytes(rows, columns))
+        return self.ready("vae", vae.patcher.size, vae.working_bytes(rows, columns))
 
     def check(self, model: ModelSocket, plan: Plan, shape: tuple[int, ...]) -> None:
         pass
@@ -119,12 +119,15 @@ class WorkersSocket:
         model, workload, count = run.model, run.workload, len(self.workers.options.devices)
         loras = tuple(
             LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert)
-            for expert, wanted in model.loras.items()
-            for one in wanted
+            for expert, expert_loras in model.loras.items()
+            for one in expert_loras
             if one.strength
         )
-        weights, beside = sum(held.size for held in set(model.held.values())), plan_experts(model, workload).beside
-        working = max(beside[expert] for expert in workload.plan.experts)
+        weights, activation_bytes = (
+            sum(patcher.size for patcher in set(model.patchers.values())),
+            plan_experts(model, workload).beside,
+        )
+        working = max(activation_bytes[expert] for expert in workload.plan.experts)
         return self.ready("experts", weights, working).sample(
             asdict(replace(model.options, loras=loras)),
             workload.plan,
@@ -227,7 +230,7 @@ class WanCoreLauncher(io.ComfyNode):
         else:
             workers = Workers(WorkerOptions(devices=_devices_here(devices), **settings))
         socket = WorkersSocket(workers)
-        socket.held.begin()
+        socket.patcher.begin()
         workers.start()  # they come up while other nodes work
         where = f", on the cluster {address}" if address else ""
         names = workers.options.devices

@@ -37,11 +37,11 @@ class Ahead:
 
     unfinished: ClassVar[list[Ahead]] = []
 
-    def __init__(self, name: str, order: int, read: Callable[[Callable[[int], None]], nn.Module]) -> None:
+    def __init__(self, name: str, order: int, read_module: Callable[[Callable[[int], None]], nn.Module]) -> None:
         self.name, self.order = name, order
         self.module: nn.Module | None = None
         self.dropped = threading.Event()
-        self.thread = threading.Thread(target=self._run, args=(read,), name="wancore-ahead", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(read_module,), name="wancore-ahead", daemon=True)
         self.unfinished.append(self)
         self.thread.start()
 
@@ -63,11 +63,11 @@ class Ahead:
             tensor.data = tensor.new_empty(0)
         self.module = None
 
-    def _run(self, read: Callable[[Callable[[int], None]], nn.Module]) -> None:
+    def _run(self, read_module: Callable[[Callable[[int], None]], nn.Module]) -> None:
         try:
             self._check(0)
             begin = time.perf_counter()
-            self.module = read(self._check)
+            self.module = read_module(self._check)
             log.info("WanCore read the %s ahead in %.2f s", self.name, time.perf_counter() - begin)
         except Dropped:
             log.info("WanCore stopped reading the %s ahead", self.name)

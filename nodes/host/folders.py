@@ -119,6 +119,6 @@ def preview_file(names: Sequence[str]) -> Path | None:
     if args.preview_method != LatentPreviewMethod.TAESD:
         return None
     listed = folder_paths.get_filename_list("vae_approx")
-    found = next((one for name in names for one in listed if Path(one).name.startswith(name)), None)
-    path = None if found is None else folder_paths.get_full_path("vae_approx", found)
+    file_name = next((one for name in names for one in listed if Path(one).name.startswith(name)), None)
+    path = None if file_name is None else folder_paths.get_full_path("vae_approx", file_name)
     return None if path is None else Path(path)

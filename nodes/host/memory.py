@@ -227,8 +227,8 @@ class Held(Evictable):
             return 0
         begin, source = time.perf_counter(), self.part.part.source
         if self.begin_ahead:
-            read = partial(_read_ahead, self.part, self.loras, self.load_device, self.finish)
-            self.ahead = Ahead(self.name, self.order, read)
+            read_module = partial(_read_ahead, self.part, self.loras, self.load_device, self.finish)
+            self.ahead = Ahead(self.name, self.order, read_module)
             self.on_model = ModelLoras(self.load_device, merged_of(self.part, self.loras))
             log.info("WanCore reads the %s (%s) ahead", self.name, source)
         else:
@@ -273,23 +273,23 @@ def _read_ahead(
 def read_ahead(models: Sequence[Held], loras: Sequence[Sequence[Wanted]]) -> None:
     """Begin to read `models`, each with its LoRAs, where they and what others need meanwhile fit on the device. ComfyUI
     may evict them from now on."""
-    for held, wanted in zip(models, loras, strict=True):
-        if held.ahead is not None:
-            held.expect(wanted)
-    waiting = [held for held in models if not held.is_loaded and held.resident_blocks is None]
+    for patcher, patcher_loras in zip(models, loras, strict=True):
+        if patcher.ahead is not None:
+            patcher.expect(patcher_loras)
+    waiting = [patcher for patcher in models if not patcher.is_loaded and patcher.resident_blocks is None]
     reading = {one for one in _read_ahead_by_anyone if one.ahead is not None and one.ahead.thread.is_alive()}
     free = model_management.get_free_memory(device())
     if not waiting or not fits(int(free), sum(one.size for one in {*reading, *waiting}), device()):
         return
-    for held, wanted in zip(models, loras, strict=True):
-        if held in waiting:
-            held.expect(wanted)
-            held.begin_ahead = True
-            _read_ahead_by_anyone.add(held)
+    for patcher, patcher_loras in zip(models, loras, strict=True):
+        if patcher in waiting:
+            patcher.expect(patcher_loras)
+            patcher.begin_ahead = True
+            _read_ahead_by_anyone.add(patcher)
             try:
-                load([held], 0)
+                load([patcher], 0)
             finally:
-                held.begin_ahead = False
+                patcher.begin_ahead = False
 
 
 @contextmanager

@@ -70,8 +70,8 @@ def compute_dtype(model: ModelPatcher) -> torch.dtype:
 
 def checkpoint_of(model: ModelPatcher) -> Path | None:
     """The file that ComfyUI's own loader read the model from; None where it does not say."""
-    made = getattr(model, "cached_patcher_init", None)  # not before 0.33
-    path = made[1][0] if made and made[1] else None
+    loader_call = getattr(model, "cached_patcher_init", None)  # not before 0.33
+    path = loader_call[1][0] if loader_call and loader_call[1] else None
     return Path(path) if isinstance(path, str) else None
 
 
@@ -123,11 +123,11 @@ def tokens_of(dit: Any, shape: Sequence[int]) -> int:
     return shape[0] * prod(ceil(n / p) for n, p in zip(shape[2:], dit.patch_size, strict=True))
 
 
-def with_room(shape: Sequence[float], model: ModelPatcher, kept: int) -> list[float]:
-    """The shape [B, C, T, Y, X] of latents for which ComfyUI frees `kept` bytes more than for `shape`, with guidance's
+def with_room(shape: Sequence[float], model: ModelPatcher, extra_bytes: int) -> list[float]:
+    """The shape [B, C, T, Y, X] of latents for which ComfyUI frees `extra_bytes` more than for `shape`, with guidance's
     two branches in one batch. T is a part of a frame more: a whole one of 720p stands for more than a GiB."""
     needed = model.model.memory_required([shape[0] * 2, *shape[1:]])
-    return [*shape[:2], shape[2] * (1 + kept / needed), *shape[3:]]
+    return [*shape[:2], shape[2] * (1 + extra_bytes / needed), *shape[3:]]
 
 
 def _sample(

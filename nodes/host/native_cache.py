@@ -86,7 +86,7 @@ class StepCache:
         self.pace: list[float] = []  # seconds of a forward in the last run
 
     def __call__(
-        self, executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *arguments, **named
+        self, executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *arguments, **keywords
     ):
         guider = executor.class_obj
         hooks = guider.model_options["transformer_options"]
@@ -98,11 +98,11 @@ class StepCache:
         own = sigmas.tolist()
         if not falls(own):
             report(f"{WARNING}step cache: every step is computed; {rising_words(own)}")
-            return executor(noise, latent_image, sampler, sigmas, *arguments, **named)
+            return executor(noise, latent_image, sampler, sigmas, *arguments, **keywords)
         model = describe(guider.model_patcher)
         solver = getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_")
         names = running(guider, solver.endswith("_cfg_pp"))
-        mask = arguments[0] if arguments else named.get("denoise_mask")
+        mask = arguments[0] if arguments else keywords.get("denoise_mask")
         request = SamplerRequest(
             sigmas=tuple(own),
             whole=self.whole,
@@ -116,13 +116,13 @@ class StepCache:
         plan, part = build_sampler_plan(request, model)
         if not any(step.skipped for step in plan.steps):
             report("; ".join([f"{WARNING}step cache: every step is computed", *plan.notes]))
-            return executor(noise, latent_image, sampler, sigmas, *arguments, **named)
+            return executor(noise, latent_image, sampler, sigmas, *arguments, **keywords)
         level = BLOCKS if model.variant in PLAIN and "double_block" not in hooks.get("patches", {}) else OUTPUT
         run = CachedRun(plan, part, level, noise.shape, prompts_of(guider, names), Patches(hooks))
         add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, run, guider.model_options, is_model_options=True)
         add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, run.reserve, guider.model_options, is_model_options=True)
         try:
-            return executor(noise, latent_image, sampler, sigmas, *arguments, **named)
+            return executor(noise, latent_image, sampler, sigmas, *arguments, **keywords)
         finally:
             line = f"step cache ({skip_words(self.options)}): {run.finish(self.pace)}"
             if native is not None:
@@ -184,7 +184,7 @@ class CachedRun:
         self.sigma: tuple[Tensor | None, float] = (None, 0.0)
         self.patches = patches
         self.forwards = self.reused = self.most = 0
-        self.asked = inf  # bytes that ComfyUI was asked for
+        self.reserved_bytes = inf  # bytes that ComfyUI was asked for
         self.began = 0.0
 
     @uncompiled
@@ -254,7 +254,7 @@ class CachedRun:
                 self.judging.add(index, [self._weight(index, key) for key in keys], keys, forecast, output)
 
     def reserve(
-        self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *arguments: Any, **named: Any
+        self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *arguments: Any, **keywords: Any
     ) -> Any:
         """A wrapper of PREPARE_SAMPLING: ComfyUI frees memory for latents of `noise_shape`, here for residuals too."""
         reserved = kept_bytes(
@@ -264,10 +264,10 @@ class CachedRun:
             self.level == BLOCKS,
             self.shape,
             compute_dtype(model).itemsize,
-            named.get("model_options") or {},
+            keywords.get("model_options") or {},
         )
-        self.asked = reserved
-        return executor(model, with_room(noise_shape, model, reserved), conds, *arguments, **named)
+        self.reserved_bytes = reserved
+        return executor(model, with_room(noise_shape, model, reserved), conds, *arguments, **keywords)
 
     def finish(self, pace: list[float]) -> str:
         """Free everything; says in words what was done. pace: gets the seconds of a computed forward."""
@@ -280,8 +280,10 @@ class CachedRun:
         self.sigma = None, 0.0
         freed = f"{self.level} kept in {self.most / 2**30:.2f} GiB, freed"
         lines = [f"{self.reused} of {self.forwards} forwards skipped, {freed}"]
-        if self.most > MORE * self.asked + SLACK:
-            lines.append(f"warning: that is more than the {self.asked / 2**30:.2f} GiB that ComfyUI was asked for")
+        if self.most > MORE * self.reserved_bytes + SLACK:
+            lines.append(
+                f"warning: that is more than the {self.reserved_bytes / 2**30:.2f} GiB that ComfyUI was asked for"
+            )
         return "; ".join([*lines, *self.said, *self.patches.words("the step cache")])
 
     # Below: called with the lock held.

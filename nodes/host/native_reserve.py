@@ -228,15 +228,15 @@ def kept_bytes(
     for run in runs:
         program = residual_program(run, "cond")
         size = [*shape[:3], *smaller((shape[3], shape[4]), run[0].scale, tuple(transformer.patch_size[1:]))]
-        windows, kept = windows_of(size, model_options), dict[int, int]()
+        windows, residual_counts = windows_of(size, model_options), dict[int, int]()
         for step in run:
             for n, prompt in enumerate(prompts):
                 now, earlier = prompt.runs(step.sigma), prompt.runs(before)
                 if prompt.replaced and not (now or earlier):
-                    kept.pop(n, None)
+                    residual_counts.pop(n, None)
                 if now and step.index in program.store and (earlier or not prompt.replaced):
-                    kept[n] = sum(numbers_kept(transformer, blocks, one, size, prompt) for one in windows)
-            most, before = max(most, program.slots * sum(kept.values()) * itemsize), step.sigma
+                    residual_counts[n] = sum(numbers_kept(transformer, blocks, one, size, prompt) for one in windows)
+            most, before = max(most, program.slots * sum(residual_counts.values()) * itemsize), step.sigma
     return most
 
 

@@ -53,10 +53,12 @@ def check_sampling(patcher: ModelPatcher, stages: Sequence[StageOptions]) -> Non
         getattr(kind, name) is getattr(CONST, name) for name in ("calculate_denoised", "noise_scaling")
     )
     if not same or scale != 1:
-        named = ", ".join(base.__name__ for base in kind.__bases__) + f" with noise scale {scale:g}" * (scale != 1)
+        sampling_name = ", ".join(base.__name__ for base in kind.__bases__) + f" with noise scale {scale:g}" * (
+            scale != 1
+        )
         raise OptionError(
-            f"a resolution schedule needs the flow sampling that Wan is trained with, and this model has {named}: "
-            "remove the node that sets it, or disconnect WanCore Resolution Schedule"
+            f"a resolution schedule needs the flow sampling that Wan is trained with, and this model has "
+            f"{sampling_name}: remove the node that sets it, or disconnect WanCore Resolution Schedule"
         )
     rope = inspect.signature(patcher.model.diffusion_model.rope_encode).parameters
     if "transformer_options" not in rope and any(stage.positions == "video" for stage in stages):
@@ -89,9 +91,9 @@ def check_run(conditions: Iterable[Mapping[str, Any]], options: Mapping[str, Any
         )
 
 
-def check_inputs(given: Mapping[str, Any]) -> None:
+def check_inputs(inputs: Mapping[str, Any]) -> None:
     """Raise OptionError for what a forward gets that has a size and would keep it."""
-    unknown = [name for name, value in given.items() if value is not None and name not in FOLLOWING]
+    unknown = [name for name, value in inputs.items() if value is not None and name not in FOLLOWING]
     if unknown:
         raise OptionError(f"a resolution schedule does not change the size of {', '.join(unknown)}: {REMEDY}")
 
@@ -103,7 +105,10 @@ def name_of(hook: Callable[..., Any]) -> str:
 def words_of(hook: Callable[..., Any]) -> str:
     """What a user knows a function of another node by."""
     name = name_of(hook)
-    return next((words for begins, words in NODES.items() if name.startswith(begins)), f"{name} of {hook.__module__}")
+    return next(
+        (description for begins, description in NODES.items() if name.startswith(begins)),
+        f"{name} of {hook.__module__}",
+    )
 
 
 KEY = "wancore_stages"
@@ -117,14 +122,21 @@ class Stages:
         self.stages, self.report = tuple(stages), report
 
     def __call__(
-        self, executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *rest: Any, **named: Any
+        self,
+        executor: Any,
+        noise: Tensor,
+        latent_image: Tensor,
+        sampler: Any,
+        sigmas: Tensor,
+        *rest: Any,
+        **keywords: Any,
     ) -> Any:
         guider = executor.class_obj
         hooks = guider.model_options["transformer_options"]
         report = hooks[RUN].notes.append if RUN in hooks else self.report  # one text for all that a node does
         begins = sigmas[:-1].tolist()
         if not begins:  # a schedule that is split may have a part without a step
-            return executor(noise, latent_image, sampler, sigmas, *rest, **named)
+            return executor(noise, latent_image, sampler, sigmas, *rest, **keywords)
         if float(sigmas[-1]) == 0:
             check_end(begins, self.stages)
         check_sampling(guider.model_patcher, self.stages)
@@ -132,19 +144,21 @@ class Stages:
         add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, run, guider.model_options, is_model_options=True)
         add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, check_sizes, guider.model_options, is_model_options=True)
         try:
-            return executor(noise, latent_image, sampler, sigmas, *rest, **named)
+            return executor(noise, latent_image, sampler, sigmas, *rest, **keywords)
         finally:
             run.videos.clear()
             run.patches.seen.clear()
-            words = f"{run.small} of {run.forwards} forwards at a smaller size"
-            report(f"resolution schedule ({stage_words(self.stages)}): {words}")
+            summary = f"{run.small} of {run.forwards} forwards at a smaller size"
+            report(f"resolution schedule ({stage_words(self.stages)}): {summary}")
 
 
-def check_sizes(executor: Any, guider: Any, sigmas: Tensor, arguments: dict[str, Any], *rest: Any, **named: Any) -> Any:
+def check_sizes(
+    executor: Any, guider: Any, sigmas: Tensor, arguments: dict[str, Any], *rest: Any, **keywords: Any
+) -> Any:
     """Around a sampler, whose conditions are encoded by now, within the wrappers of all other nodes."""
     conditions = (condition for several in guider.conds.values() for condition in several)
     check_run(conditions, arguments["model_options"]["transformer_options"])
-    return executor(guider, sigmas, arguments, *rest, **named)
+    return executor(guider, sigmas, arguments, *rest, **keywords)
 
 
 class StagedRun:
@@ -231,12 +245,12 @@ def entry_of(key: tuple[Any, ...]) -> tuple[Any, ...]:
 def rope_options(size: SmallerSize, whole: dict[str, float] | None) -> dict[str, float]:
     """Rotary options for ComfyUI's Wan models: a token lies in the middle of the area that it replaces. whole: the
     options of the video's own size (ScaleROPE), in which token n of an axis is at shift + n * scale."""
-    made = {**(whole or {})}
+    scales_and_shifts = {**(whole or {})}
     for axis, spacing in zip("yx", size.spacing, strict=True):
-        scale = made.get(f"scale_{axis}", 1.0)
-        made[f"shift_{axis}"] = made.get(f"shift_{axis}", 0.0) + scale * (spacing - 1) / 2
-        made[f"scale_{axis}"] = scale * spacing
-    return made
+        scale = scales_and_shifts.get(f"scale_{axis}", 1.0)
+        scales_and_shifts[f"shift_{axis}"] = scales_and_shifts.get(f"shift_{axis}", 0.0) + scale * (spacing - 1) / 2
+        scales_and_shifts[f"scale_{axis}"] = scale * spacing
+    return scales_and_shifts
 
 
 def at_size(forward: NativeForward, size: SmallerSize) -> NativeForward:

@@ -32,12 +32,12 @@ class Progress:
         self.player: Player | None = None
 
     def update(
-        self, done: int, total: int, words: str, pictures: Sequence[Image.Image] = (), frames_per_second: float = 0
+        self, done: int, total: int, message: str, pictures: Sequence[Image.Image] = (), frames_per_second: float = 0
     ) -> None:
         """pictures: frames of the preview, shown as a moving picture until the next ones come or `close`. Raises
         ComfyUI's interruption if the user asked for it."""
-        if words:
-            show(words)
+        if message:
+            show(message)
         middle = ("JPEG", pictures[len(pictures) // 2], PREVIEW_SIDE) if pictures else None
         self.bar.update_absolute(done, total, middle)
         if self.player is None and len(pictures) > 1:
@@ -102,9 +102,9 @@ def reporter() -> Callable[[str], None]:
     """Logs a line of text and shows it on the node that is running now, whichever node runs when it is called."""
     node = running_node()
 
-    def report(words: str) -> None:
-        log.info(words)
+    def report(message: str) -> None:
+        log.info(message)
         if node is not None:
-            PromptServer.instance.send_progress_text(words, node)
+            PromptServer.instance.send_progress_text(message, node)
 
     return report

@@ -59,9 +59,9 @@ class Remote(Evictable):
             self._forget()
         self.weights[what] = weights
         self.working = max(self.working, working)
-        wanted = CONTEXT + sum(self.weights.values()) + self.working
-        lacking = wanted - self.model.model_loaded_weight_memory
-        self.size = wanted if self.here else 1
+        needed_bytes = CONTEXT + sum(self.weights.values()) + self.working
+        lacking = needed_bytes - self.model.model_loaded_weight_memory
+        self.size = needed_bytes if self.here else 1
         if lacking > 0:
             model_management.soft_empty_cache()
             loaded = {one.device for one in model_management.current_loaded_models}

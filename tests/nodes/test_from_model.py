@@ -106,7 +106,7 @@ class Look:
         samples = latent["samples"]
         facts = {
             "hash": hashlib.sha256(samples.contiguous().numpy().tobytes()).hexdigest(),
-            "modules": [id(model.held[expert].model.content) for expert in ("high", "low")],
+            "modules": [id(model.patchers[expert].model.content) for expert in ("high", "low")],
             "finite": bool(samples.isfinite().all()),
         }
         return (json.dumps(facts),)

@@ -54,13 +54,13 @@ class Short:
             raise torch.cuda.OutOfMemoryError("no memory left, says the test")
         return self.vae.decode_stream(latents, tile=tile, **how)
 
-class ShortHeld:
-    def __init__(self, held, always):
-        self.held, self.always = held, always
+class ShortPatcher:
+    def __init__(self, patcher, always):
+        self.patcher, self.always = patcher, always
     def use(self, memory):
-        return Short(self.held.use(memory), self.always)
+        return Short(self.patcher.use(memory), self.always)
     def __getattr__(self, name):
-        return getattr(self.held, name)
+        return getattr(self.patcher, name)
 
 class ShortOfMemory:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("VAE",)
@@ -69,7 +69,7 @@ class ShortOfMemory:
         return {"required": {"vae": ("VAE",), "always": ("BOOLEAN", {"default": True})}}
     def run(self, vae, always):
         short = copy.copy(vae)
-        short.held = ShortHeld(vae.held, always)
+        short.patcher = ShortPatcher(vae.patcher, always)
         return (short,)
 
 NODE_CLASS_MAPPINGS = {"ShortOfMemory": ShortOfMemory}

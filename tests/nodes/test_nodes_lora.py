@@ -32,14 +32,14 @@ class Look:
     def IS_CHANGED(cls, **inputs):
         return float("nan")
     def run(self, model, latent):
-        held = [model.held[expert] for expert in ("high", "low")]
+        held = [model.patchers[expert] for expert in ("high", "low")]
         contents = [one.model.content for one in held]
         facts = {
             "sum": float(latent["samples"].double().abs().sum()),
             "modules": [id(content) for content in contents],
             "attached": [content and count_attached(content) for content in contents],
             "merged": [one.model.content and len(one.on_model.merged.parameters) for one in held],
-            "resident_blocks": model.held["high"].resident_blocks,
+            "resident_blocks": model.patchers["high"].resident_blocks,
         }
         return (json.dumps(facts),)
 
@@ -52,7 +52,7 @@ class Room:  # the pack believes in a device of so many MB; 0: in the one that i
     def IS_CHANGED(cls, **inputs):
         return float("nan")
     def run(self, model, mb):
-        host = sys.modules[type(model.held["high"]).__module__.rpartition(".")[0]]
+        host = sys.modules[type(model.patchers["high"]).__module__.rpartition(".")[0]]
         host.true_room = getattr(host, "true_room", host.room)
         host.room = (lambda: int(mb * 1e6)) if mb else host.true_room
         return (model,)

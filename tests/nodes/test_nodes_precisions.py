@@ -37,7 +37,7 @@ class Look:
     def run(self, model, after):
         from wan_core.execution.memory.residency import tensors_of
         from wan_core.execution.optimize import compilations
-        held = set(model.held.values())
+        held = set(model.patchers.values())
         tensors = [tensor for one in held for tensor in tensors_of(one.model.content).values()]
         facts = {
             "told": sum(one.model_size() for one in held),

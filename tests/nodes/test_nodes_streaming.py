@@ -249,11 +249,11 @@ def test_loras_on_blocks_that_stream(nodes: SimpleNamespace, mode: str) -> None:
     for strength in (1.0, 0.5, None):
         makes = [one if strength is None else with_loras(one, strength) for one in (resident, streamed)]
         exact = latents(makes[0])
-        assert all(one.resident_blocks is None for one in resident.held.values())
+        assert all(one.resident_blocks is None for one in resident.patchers.values())
         nodes.manager.free_memory(1e30, CPU)
         for _ in range(2):
             assert torch.equal(latents(makes[1]), exact)
-        assert all(one.resident_blocks is not None for one in streamed.held.values())
+        assert all(one.resident_blocks is not None for one in streamed.patchers.values())
         nodes.manager.free_memory(1e30, CPU)
         assert torch.equal(latents(makes[1]), exact)
         runs.append(exact)
@@ -278,14 +278,14 @@ def test_an_expert_that_streams_hands_its_memory_over(nodes: SimpleNamespace, st
         model = socket(nodes, "stream")
         model = model if strength is None else with_loras(model, strength)
         exact = latents(model)
-        (stage,) = model.held["high"].residency.stages.values()
+        (stage,) = model.patchers["high"].residency.stages.values()
         copied, fill = [], stage._fill
         stage._fill = lambda unit, weights, *, text: (copied.append((unit, weights)), fill(unit, weights, text=text))[1]
         marks: list[int] = []
         assert torch.equal(latents(model, lambda progress, _: marks.append(len(copied))), exact)
     finally:
         nodes.manager.room = 1 << 40
-    low = model.held["low"].residency.host_weights["low"]
+    low = model.patchers["low"].residency.host_weights["low"]
     assert stage.kept and stage.held == stage_bytes([unit.layout.nbytes for unit in low.units], stage.resident)
     of_low = [unit for unit, weights in copied if weights is low]
     assert sorted(set(of_low)) == sorted(stage.kept) and len(of_low) == 2 * len(stage.kept)
@@ -296,11 +296,11 @@ def test_an_expert_that_streams_hands_its_memory_over(nodes: SimpleNamespace, st
 def test_what_is_evicted_holds_no_device_memory(nodes: SimpleNamespace) -> None:
     model = with_loras(socket(nodes, "stream"), 1.0)
     latents(model)
-    residency = model.held["high"].residency
+    residency = model.patchers["high"].residency
     assert any(stage.held for stage in residency.stages.values())
     nodes.manager.free_memory(1e30, CPU)
     assert not any(stage.held for stage in residency.stages.values())
-    assert not any(one.is_loaded for one in model.held.values())
+    assert not any(one.is_loaded for one in model.patchers.values())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -311,7 +311,7 @@ def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNa
 
     def fail_once(progress: Any, _: float | None) -> None:
         if progress.step.index == 0:
-            module = model.held["high"].model.content
+            module = model.patchers["high"].model.content
 
             def fail(*_: Any) -> None:
                 handle.remove()
@@ -323,7 +323,7 @@ def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNa
     assert (
         "out of memory, going on with" in owner.report.notes[-1] and "blocks stay, the others" in owner.report.notes[-1]
     )
-    attached = sum(map(is_attached, dict(model.held["low"].model.content.named_buffers())))
+    attached = sum(map(is_attached, dict(model.patchers["low"].model.content.named_buffers())))
     assert (attached > 0) == (mode == "attach")
 
 
@@ -375,7 +375,7 @@ def test_packed_weights_with_merged_loras_are_read_again_where_they_come_to_stay
     model = replace(model, options=replace(model.options, residency="stream"))
     monkeypatch.setattr(nodes.memory, "host_room", lambda: 1 << 16)
     attached = latents(model)
-    assert all(any(map(is_attached, dict(h.residency.models[n].named_buffers()))) for n, h in model.held.items())
+    assert all(any(map(is_attached, dict(h.residency.models[n].named_buffers()))) for n, h in model.patchers.items())
     torch.testing.assert_close(attached, merged, atol=2e-2, rtol=1e-2)
 
 
@@ -416,7 +416,7 @@ def test_weights_that_do_not_fit_into_host_memory_stay_in_their_file(
     exact = latents(with_loras(socket(nodes, "resident", "merge", files), 1.0))
     model = with_loras(socket(nodes, "stream", files=files), 1.0)
     one = model.settings.parts["high"].bytes
-    experts, weights = model.held, model.held["high"].residency.host_weights
+    experts, weights = model.patchers, model.patchers["high"].residency.host_weights
 
     def room_left() -> int:
         return int(1.5 * one) - sum(u.layout.nbytes for w in weights.values() for u in w.units if u.memory is not None)
