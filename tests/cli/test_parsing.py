@@ -11,7 +11,7 @@ import wan_core
 from tests.forked import Forked
 from wan_core.cli import COMMANDS, PIPE_CLOSED, build_parser, main
 from wan_core.cli.libraries import LIBRARIES
-from wan_core.cli.prompt_list import read_list
+from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions
 from wan_core.models.wan.families import TASKS
 

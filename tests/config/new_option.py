@@ -44,7 +44,7 @@ def main(folder: str) -> None:
     from wan_core.cli.generate import request_of
     from wan_core.cli.inform import asked_plan
     from wan_core.cli.list_keys import key_of
-    from wan_core.cli.prompt_list import read_list
+    from wan_core.cli.prompt_file import read_list
     from wan_core.config import LoadOptions, Request
     from wan_core.pipeline.check import check_request
     from wan_core.sampling.plan import Plan

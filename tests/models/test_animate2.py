@@ -23,7 +23,6 @@ from wan_core.models.wan.families.animate2 import (
     Animate2Config,
     Form,
     attention,
-    kept,
 )
 from wan_core.models.wan.families.animate2 import model as animate2_model
 from wan_core.models.wan.families.animate2.attention import (
@@ -303,8 +302,8 @@ def test_the_first_form_that_fits_is_taken(
 ) -> None:
     """58.3 GiB at 1280x720, of which each of 80 tensors takes 1 GiB of pinned memory. 11.3 GiB are kept free beside
     them, or what the plan says: here 1."""
-    monkeypatch.setattr(kept, "free_on", lambda _: device * GIB)
-    monkeypatch.setattr(kept, "available_bytes", lambda: None if host is None else (host + 4) * GIB)
+    monkeypatch.setattr(attention, "free_on", lambda _: device * GIB)
+    monkeypatch.setattr(attention, "available_bytes", lambda: None if host is None else (host + 4) * GIB)
     forms = [
         one._replace(activations=GIB)
         for one in family_of(ANIMATE2_14B).prepared_forms(ANIMATE2_14B, (1, 16, 22, 90, 160), 2)

@@ -17,7 +17,7 @@ from tests.animate_references import draw_weights
 from tests.control_references import SMALL
 from tests.encoder_files import write_vision
 from wan_core.cli import build_parser, main
-from wan_core.cli.prompt_list import read_list
+from wan_core.cli.prompt_file import read_list
 from wan_core.config import ControlOptions, LoadOptions, OptionError, Request
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_metadata, read_video

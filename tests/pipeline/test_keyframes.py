@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan_core.cli import build_parser, main
-from wan_core.cli.prompt_list import read_list
+from wan_core.cli.prompt_file import read_list
 from wan_core.config import Keyframe, LoadOptions, OptionError, Request
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import TASKS

@@ -14,7 +14,7 @@ from torch import Tensor
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import save
 from wan_core.cli import build_parser, main
-from wan_core.cli.prompt_list import read_list
+from wan_core.cli.prompt_file import read_list
 from wan_core.config import (
     LoadOptions,
     LoraOptions,

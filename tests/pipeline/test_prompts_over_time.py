@@ -13,7 +13,7 @@ from PIL import Image
 
 from wan_core.cli import build_parser, main
 from wan_core.cli.generate import request_of
-from wan_core.cli.prompt_list import read_list
+from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions, OptionError, PromptAt, Request, WindowOptions
 from wan_core.models.wan.families import TASKS
 from wan_core.pipeline.encode import encode_text, text_of_clip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.denoised import denoise
 from wan_core.cli import build_parser, main
-from wan_core.cli.prompt_list import read_list
+from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions, LoraOptions, OptionError, PatternOptions, Request, SkipOptions, SparseOptions
 from wan_core.models.vae.config import VAE_21, VAEConfig
 from wan_core.models.wan.families import TASKS, family_of
