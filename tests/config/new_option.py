@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -33,6 +34,16 @@ class Finder(MetaPathFinder):
             return None
         file = Path(path[0], "plan_numbers.py")
         return importlib.machinery.ModuleSpec(fullname, WithOption(fullname, str(file)), origin=str(file))
+
+
+def refused(make: Callable[[], object]) -> str:
+    """What is said of what `make` would make."""
+    from wan_core.config import OptionError
+
+    try:
+        return repr(make())
+    except OptionError as fault:
+        return str(fault)
 
 
 def main(folder: str) -> None:
@@ -75,6 +86,7 @@ def main(folder: str) -> None:
         "default": "grain" in str(check_request(tiny, Request(prompt="a"), cpu).job.settings()),
         "last widgets": [defined[name].inputs[-1]["name"] for name in ("WanCoreSampler", "WanCorePlanPreview")],
         "entered": entered,
+        "beyond its range": refused(lambda: numbers_of({"grain": 2.0})),
         "key without it": lines[1].key == key_of(Request(prompt="a"), tiny),
     }
     print(json.dumps(found))

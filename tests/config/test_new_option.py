@@ -24,5 +24,6 @@ def test_an_option_of_a_run_is_everywhere_once_it_is_declared(tmp_path: Path) ->
         "default": False,
         "last widgets": ["grain", "grain"],
         "entered": [0.25, 0.0],
+        "beyond its range": "grain 2 given; allowed are 0 to 1",
         "key without it": True,
     }

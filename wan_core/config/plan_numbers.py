@@ -171,6 +171,6 @@ class RunNumbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanNumbers(RunNumbers, PresetNumbers):
+class PlanNumbers(Checked, RunNumbers, PresetNumbers):
     """All that a user may say of the plan of any video: widgets of the sampler node and of the plan preview, in this
     order, and options of every command that plans. Raises OptionError."""
