@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -224,7 +225,7 @@ def read_result(path: Path, job: Job, command: Sequence[str]) -> dict[str, Any]:
     where = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    empty = {"suite": "ladder", "command": " ".join(["python", *command[1:]]), "commit": where.stdout.strip() or None}
+    empty = {"suite": "ladder", "command": shlex.join(["python", *command[1:]]), "commit": where.stdout.strip() or None}
     return {**empty, "device": device_name(), "versions": {}, "rows": []}
 
 

@@ -77,7 +77,7 @@ CHOSEN = {
     "parallel": "name size seconds seconds_per_step ratio times_diffusers exchange_share gb_s link peak_gib error",
     "everyday": "name size seconds runs ratio ratio_to_native_gpus error loaders text image samplers decode save",
     "native": "name size seconds ratio error",
-    "videos": "name size seconds runs spread load text image denoise decode peak_gib largest_error",
+    "videos": "name size seconds runs spread load text image denoise decode computed read peak_gib largest_error",
     "attention": "name size seconds ratio tflops error offset outliers sinks structured",
     "int8": "name size seconds ratio peak_gib activation_gib weights_gib error",
     "streaming": "name size seconds slowdown resident_blocks peak_gib plan_error host_gib",

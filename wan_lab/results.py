@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import date
@@ -21,7 +22,7 @@ def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]], progr
     """What every committed result says about itself. program: the module whose command line measured it."""
     return {
         "suite": suite,
-        "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", program, *sys.argv[1:]]),
         "commit": commit(),
         "version": __version__,
         "device": device_name(device),

@@ -113,7 +113,7 @@ def test_limits_are_stated(name: str, tmp_path: Path) -> None:
     begin = time.process_time()
     with pytest.raises(UserError, match=message) as refused:
         reader.read(tmp_path / reader.name)
-    assert str(refused.value).isprintable() and time.process_time() - begin < 5
+    assert str(refused.value).isprintable() and time.process_time() - begin < 10
 
 
 @pytest.mark.parametrize("playlist", media.PLAYLISTS)
