@@ -236,7 +236,7 @@ JOBS: tuple[Job, ...] = (
     ),
     # longer than a command of ten minutes; on random weights a bound leaves nothing out, so presets take as long as FP8
     *(
-        videos(f"{speed}-{task}", 670, WHOLE, task, f"{speed}: {FAST} --speed {speed}", runs=0)
+        videos(f"bounds-{speed}-{task}", 670, WHOLE, task, f"{speed}: {FAST} --speed {speed}", runs=0)
         for speed in ("balanced", "fast", "faithful")
         for task in ("t2v", "i2v")
     ),
