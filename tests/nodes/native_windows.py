@@ -93,7 +93,7 @@ def ours(natives: list[Any], kind: str, conditions: Any, latent: dict[str, Any],
 
     task = KNOWN[TASKS[kind]]
     models = {name: engine_model(one, task) for name, one in zip(("high", "low"), natives, strict=False)}
-    read = importlib.import_module("pack.nodes.native_windows").read_windows
+    read = importlib.import_module("pack.nodes.native_model").read_windows
     (windows,) = {read(native, "the MODEL") for native in natives}
     sigma_list = [float(sigma) for sigma in sigmas]
     boundary = sum(sigma_list[FIRST - 1 : FIRST + 1]) / 2 if len(natives) == 2 else 0.0
@@ -236,7 +236,7 @@ def sizes(schedule: str) -> Any:
 
 def main(checkout: str) -> None:
     native_models.set_up(checkout)
-    importlib.import_module("pack.nodes.native_windows")
+    importlib.import_module("pack.nodes.native_model")
     runs: dict[str, Any] = {name: compare(*case) for name, case in CASES.items()}
     plans = {name: planned_and_run(changed) for name, changed in PLANS.items()}
     print(json.dumps({"runs": runs, "plans": plans, "different": different_windows()}))
