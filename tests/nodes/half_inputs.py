@@ -81,11 +81,11 @@ class Nodes:
 
     def __init__(self) -> None:
         tiny = "tiny (embedded)"
-        [self.vae] = node("vae_loader", "WanCoreVAELoader", vae=tiny, precision="auto")
-        [clip] = node("text_encoder_loader", "WanCoreTextEncoderLoader", text_encoder=tiny, precision="checkpoint")
+        [self.vae] = node("part_loaders", "WanCoreVAELoader", vae=tiny, precision="auto")
+        [clip] = node("part_loaders", "WanCoreTextEncoderLoader", text_encoder=tiny, precision="checkpoint")
         texts = {"clip": clip, "positive": CAPTION, "negative": ""}
         self.positive, self.negative = node("conditioning", "WanCoreTextEncode", **texts)
-        [self.vision] = node("vision_loader", "WanCoreVisionLoader", clip_vision=tiny)
+        [self.vision] = node("part_loaders", "WanCoreVisionLoader", clip_vision=tiny)
 
     def model(self, name: str, low: str | None = None) -> Any:
         files = {"high": name, "low": low or name, "precision": "checkpoint", "attention": "auto", "residency": "auto"}
@@ -203,7 +203,7 @@ def check_models_in_results(it: Nodes) -> None:
     from comfy.model_patcher import is_model_patcher_output
 
     tiny = "tiny (embedded)"
-    [clip] = node("text_encoder_loader", "WanCoreTextEncoderLoader", text_encoder=tiny, precision="checkpoint")
+    [clip] = node("part_loaders", "WanCoreTextEncoderLoader", text_encoder=tiny, precision="checkpoint")
     for socket in (it.model(tiny), clip, it.vae, it.vision):
         assert is_model_patcher_output(socket), type(socket).__name__
 
