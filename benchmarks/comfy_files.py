@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measure import make_room
 from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.random import random_module
@@ -37,8 +38,27 @@ VAE = "wan_2.1_vae.safetensors"
 IMAGE = "start.png"
 FP8_MAX = 448.0
 WRITERS = 6  # threads, for each file
+AT_ONCE = 100 * 2**30  # bytes of device memory in which all files of a task are made beside each other
 SMALL = {"dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2}  # ComfyUI takes heads of 128 for granted
 SMALL_VAE = {"encoder_dim": 8, "decoder_dim": 8}
+
+
+def write_files(models: Path, device: torch.device, task: str, layers: int | None = None) -> None:
+    """The files of a models folder that the template of `task` (i2v or t2v) reads, and pictures to begin with beside
+    it. On a GPU with room all are made at once: most of the time goes into copying."""
+    cuda = device.type == "cuda"
+    at_once = cuda and torch.cuda.get_device_properties(device).total_memory > AT_ONCE
+    with ThreadPoolExecutor(4 if at_once else 1) as pool:
+        tasks = [pool.submit(write_expert, models, task, expert, device, layers) for expert in EXPERTS]
+        tasks += [pool.submit(write_loras, models, task, device), pool.submit(write_vae, models, device)]
+        tasks += [pool.submit(write_text_encoder, models, device)] if cuda else []
+        for one in tasks:
+            one.result()
+    for number in range(8):
+        write_image(models.parent, number, f"start{number or ''}.png")
+    make_room(device)
+    if cuda:
+        os.sync()
 
 
 def expert_file(task: str, expert: str, layers: int | None) -> str:

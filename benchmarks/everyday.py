@@ -32,11 +32,9 @@ ratio     seconds of the fastest native row on one GPU over this one's; ratio_to
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,11 +43,10 @@ from typing import Any
 import torch
 
 from benchmarks.cases import parse_size
-from benchmarks.comfy_files import EXPERTS, write_expert, write_image, write_loras, write_text_encoder, write_vae
+from benchmarks.comfy_files import write_files
 from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_defaults
 from benchmarks.comfy_small import install_stand_ins, small_graph
 from benchmarks.comfyui import ComfyUI, Graph, Run, find_checkout, make_base, without_page
-from benchmarks.measure import make_room
 from benchmarks.options import EVERYDAY_PARTS
 from benchmarks.rows import Row, guarded
 from wan_core.config import OptionError
@@ -164,8 +161,6 @@ def several_sides(count: int, device: torch.device, *, guided: bool) -> tuple[Si
     )
 
 
-SIDE = 640
-ALL_FILES = 100 * 2**30  # bytes of device memory in which all of a task are made at once
 PATIENCE = 400.0
 PEER = "the fastest native row"
 
@@ -191,14 +186,13 @@ def everyday_rows(
     check_setups(options, several_sides(count, device, guided=True))
     with server_files(options.scratch, options.checkout) as (checkout, base):
         details |= {"layers": options.layers, "gpus": count}
-        files = Files(base / "models", device)
         for size in sizes:
             width, height, frames = parse_size(size)
             job = Job(width=width, height=height, frames=frames, layers=options.layers)
             if {"on", "off", "cold"} & set(wanted):
-                files.write(job)
+                write_files(base / "models", device, job.task, job.layers)
             if "t2v" in wanted:
-                files.write(replace(job, task="t2v"))
+                write_files(base / "models", device, "t2v", job.layers)
             if set(PARTS) & set(wanted):
                 with Server(checkout, base, device, gpus=count) as server:
                     for part, rows in PARTS.items():
@@ -221,35 +215,6 @@ def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[
             (scratch / "models").mkdir(exist_ok=True)
             (base / "models").symlink_to(scratch / "models", target_is_directory=True)
         yield found, base
-
-
-class Files:
-    """The files of a models folder, written when a job needs them."""
-
-    def __init__(self, models: Path, device: torch.device) -> None:
-        self.models, self.device = models, device
-
-    def write(self, job: Job) -> None:
-        """All at once on a GPU where they fit beside each other: most of the time goes into copying."""
-        cuda = self.device.type == "cuda"
-        at_once = cuda and torch.cuda.get_device_properties(self.device).total_memory > ALL_FILES
-        with ThreadPoolExecutor(4 if at_once else 1) as pool:
-            tasks = [
-                pool.submit(write_expert, self.models, job.task, expert, self.device, job.layers) for expert in EXPERTS
-            ]
-            tasks += [
-                pool.submit(write_loras, self.models, job.task, self.device),
-                pool.submit(write_vae, self.models, self.device),
-            ]
-            if cuda:
-                tasks.append(pool.submit(write_text_encoder, self.models, self.device))
-            for task in tasks:
-                task.result()
-        for number in range(8):
-            write_image(self.models.parent, number, f"start{number or ''}.png", SIDE)
-        make_room(self.device)
-        if cuda:
-            os.sync()
 
 
 class Server:

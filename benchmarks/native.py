@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from benchmarks.cases import parse_size
+from benchmarks.comfy_files import write_files
 from benchmarks.comfy_graphs import Job, accelerated_graph
-from benchmarks.everyday import NATIVE, NATIVE_KITCHEN, Files, Server, Side, saved_latents, server_files
+from benchmarks.everyday import NATIVE, NATIVE_KITCHEN, Server, Side, saved_latents, server_files
 from benchmarks.measure import relative_error
 from benchmarks.native_templates import SIDES as TEMPLATE_SIDES
 from benchmarks.native_templates import template_rows
@@ -63,11 +64,10 @@ def native_rows(
         raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(dict.fromkeys(known))}")
     details |= {"layers": layers}
     with server_files(options.scratch, options.checkout) as (checkout, base):
-        files = Files(base / "models", device)
         for size in sizes if set(wanted) & set(PARTS) else ():
             width, height, frames = parse_size(size)
             job = Job("t2v", width, height, frames, four_steps=False, layers=layers, denoise_only=True)
-            files.write(job)
+            write_files(base / "models", device, job.task, job.layers)
             with Server(checkout, base, device) as server:
                 for part in wanted:
                     if part in PARTS:

@@ -15,6 +15,7 @@ class Suite:
     sizes: tuple[str, ...]
     settings: tuple[str, ...] = ()  # where none is named
     takes: tuple[str, ...] = ()  # options that mean something here, beyond those that every suite takes
+    fewest_runs: int = 1
 
 
 CPU_SIZE = "96x96x17"
@@ -74,6 +75,7 @@ SUITES: dict[str, Suite] = {
         "whole videos of the command line, from the start of the process to the file, and kept",
         ("1280x720x81",),
         takes=("setting", "runs", "steps", "gpus", "scratch"),
+        fewest_runs=0,
     ),
     "tests": Suite("the project's tests on this machine", ("all",), ("gpu tests",), takes=("setting",)),
 }

@@ -31,8 +31,9 @@ from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Ready
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.start import Start
+from wan_core.sampling.steps import Expert
 
 RANK = 64
 SIZE = "832x480x81"

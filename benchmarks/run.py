@@ -127,7 +127,7 @@ def check_options(options: argparse.Namespace) -> None:
             find_setup(setup)
     for number in ("runs", "layers", "steps", "gpus"):
         value = getattr(options, number)
-        least = 0 if (number, options.suite) == ("runs", "videos") else 1
+        least = SUITES[options.suite].fewest_runs if number == "runs" else 1
         if value is not None and value < least:
             raise OptionError(f"{number} {value} given; it must be at least {least}")
     takes = SUITES[options.suite].takes

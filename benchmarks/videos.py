@@ -37,9 +37,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import parse_size
-from benchmarks.comfy_files import EXPERTS, IMAGE, lora_file, write_image, write_lora
-from benchmarks.comfy_graphs import Job
-from benchmarks.everyday import Files
+from benchmarks.comfy_files import EXPERTS, IMAGE, lora_file, write_files, write_image, write_lora
 from benchmarks.rows import Row, guarded
 from wan_core.checkpoint import load_dit
 from wan_core.config import OptionError
@@ -92,7 +90,7 @@ def model_words(name: str, scratch: Path, models: Path, device: torch.device) ->
             path.parent.mkdir(parents=True, exist_ok=True)
             write_lora(path, config, device)
         return ["--model", "tiny", *image]
-    Files(models, device).write(Job(task=task))
+    write_files(models, device, task)
     return ["--model", str(models), "--task", f"{task}-A14B", *image]
 
 

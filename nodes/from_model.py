@@ -18,7 +18,7 @@ from wan_core.pipeline.loras import Wanted, read_loras
 from wan_core.pipeline.native_patches import lora_checkpoints, loras_of_patches
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
 from wan_core.pipeline.sources import find_experts
-from wan_core.sampling.plan import Expert
+from wan_core.sampling.steps import Expert
 
 from . import host
 from .files import fingerprint

@@ -14,7 +14,7 @@ from wan_core.pipeline.loras import Wanted, lora_bytes, shared
 from wan_core.pipeline.memory_planning import Workload, beside_workload, check_prepared, host_room, plan_host
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.run import RunOwner
-from wan_core.sampling.plan import Expert, LoraShare
+from wan_core.sampling.steps import Expert, LoraShare
 
 from . import host
 

@@ -35,7 +35,7 @@ from wan_core.pipeline.settings import (
     resolve_settings,
 )
 from wan_core.pipeline.sources import find_experts
-from wan_core.sampling.plan import Expert
+from wan_core.sampling.steps import Expert
 
 from . import host
 from .engines import Engine

@@ -11,9 +11,10 @@ from torch import Tensor
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.native.plan import WholeRun, joined, with_evaluations
-from wan_core.sampling.plan import MAX_STEPS, Expert, Plan
+from wan_core.sampling.plan import MAX_STEPS, Plan
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.sparsity.schedule import with_costs
+from wan_core.sampling.steps import Expert
 
 from . import host
 from .native_model import frames_seen, with_native_windows

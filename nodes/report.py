@@ -15,8 +15,8 @@ from wan_core.execution.report import Report, draw_report
 from wan_core.media.pictures import clock
 from wan_core.models.wan.families.wan.inputs import handed_of, known_of
 from wan_core.pipeline.comfy_conditioning import prompt_starts
-from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
+from wan_core.sampling.steps import Expert
 
 from .plan_inputs import (
     ENTERED,

@@ -31,10 +31,11 @@ from wan_core.pipeline.sources import recognise
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.guided import choose_batched
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.bounds import run_words
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.start import Leftover, Start
+from wan_core.sampling.steps import Expert
 
 from . import host
 from .conditioning import on_device
@@ -264,7 +265,6 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         **({"sigmas": [plan.sigmas[0], plan.sigmas[-1]]} if plan.from_latents or plan.sigmas[-1] else {}),
         **({"nag": plan.nag.words()} if plan.nag else {}),
         **({"windows": plan.context_windows.words()} if plan.context_windows else {}),
-        **plan.asked,
         **plan.settings(batched),
         "seed": seed,
         "attention": settings.attention,

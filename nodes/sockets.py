@@ -35,7 +35,7 @@ from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.build import ModelFacts
-from wan_core.sampling.plan import Expert
+from wan_core.sampling.steps import Expert
 
 from . import host
 from .engines import HERE, Engine

@@ -123,10 +123,8 @@ class WorkersSocket:
             for one in expert_loras
             if one.strength
         )
-        weights, activation_bytes = (
-            sum(patcher.size for patcher in set(model.patchers.values())),
-            plan_experts(model, workload).beside,
-        )
+        weights = sum(patcher.size for patcher in set(model.patchers.values()))
+        activation_bytes = plan_experts(model, workload).beside
         working = max(activation_bytes[expert] for expert in workload.plan.experts)
         return self.ready("experts", weights, working).sample(
             asdict(replace(model.options, loras=loras)),

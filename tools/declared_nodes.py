@@ -12,13 +12,7 @@ from typing import Any
 OF_COMFYUI = (["euler"], ["simple"])  # samplers and schedulers differ between its versions: the file has none
 TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
-TYPES |= {
-    "ClipVision": "CLIP_VISION",
-    "ClipVisionOutput": "CLIP_VISION_OUTPUT",
-    "Audio": "AUDIO",
-    "Video": "VIDEO",
-    "Model": "MODEL",
-}
+TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT", "Audio": "AUDIO", "Video": "VIDEO", "Model": "MODEL"}
 TYPES |= {"Sigmas": "SIGMAS", "Mask": "MASK", "AudioEncoderOutput": "AUDIO_ENCODER_OUTPUT"}
 TYPES |= {"WanCameraEmbedding": "WAN_CAMERA_EMBEDDING", "ClipVision": "CLIP_VISION"}
 

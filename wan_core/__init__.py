@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from wan_core.checkpoint import CheckpointError, load_dit, load_text_encoder, load_vae
     from wan_core.config import LoadOptions, OptionError, Request
     from wan_core.pipeline.pipeline import Pipeline, Result
-    from wan_core.sampling.plan import Plan, Step, make_plan
+    from wan_core.sampling.plan import Plan, make_plan
+    from wan_core.sampling.steps import Step
 
 __version__ = "0.2.0"
 __all__ = [

@@ -29,9 +29,10 @@ from wan_core.sampling.cache.magcache import Curve, curve_name
 from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, Ready, denoise
-from wan_core.sampling.plan import Branch, Expert, Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import SHARES, Coverage, choose_keeps
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
+from wan_core.sampling.steps import Branch, Expert, Step
 
 ROWS = 16  # blocks of queries of a layer that are measured
 MEASURED = 4  # number of evenly spaced steps of each expert whose coverage is measured

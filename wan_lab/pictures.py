@@ -15,8 +15,9 @@ from wan_core.config import SkipOptions
 from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, PHASE_COLOUR, Canvas
 from wan_core.sampling.cache.magcache import BRANCHES, PRESETS, Curve
 from wan_core.sampling.cache.skipping import leave_out
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import Coverage, choose_keeps
+from wan_core.sampling.steps import Expert
 from wan_lab.compare import pareto
 
 SIZE = (960, 540)  # of the pictures of a calibration

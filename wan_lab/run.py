@@ -31,9 +31,10 @@ from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.calibration_files import CalibrationFiles, T, is_embedded
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Ready
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 from wan_core.sampling.start import Start
+from wan_core.sampling.steps import Expert
 from wan_lab.calibrate import CALIBRATION, coverage_places, coverage_words, measure_coverage, measure_curve
 from wan_lab.compare import Comparison, compare, find_perceptual, pareto, summary, truth
 from wan_lab.pictures import draw_coverage, draw_curve, draw_quality, preset_plans, side_by_side

@@ -25,9 +25,10 @@ from wan_core.models.wan.families import Task, find_task
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.skipping import check_cacheable, skip_words
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.speed_presets import FORMAT, SUFFIX, find_speed
+from wan_core.sampling.steps import Expert
 from wan_lab.calibrate import CALIBRATION
 from wan_lab.compare import Comparison, compare, find_perceptual, pareto, summary
 from wan_lab.results import envelope

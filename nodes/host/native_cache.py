@@ -32,8 +32,9 @@ from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import skip_words, with_curve
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, falls, rising_words
 from wan_core.sampling.native.run import RUN, WARNING
-from wan_core.sampling.plan import Branch, Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.stages import runs
+from wan_core.sampling.steps import Branch, Step
 
 from .native import compute_dtype, conditions_of, uncompiled_model, with_room
 from .native_beside import Patches, check_step_cache

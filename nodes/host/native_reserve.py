@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before, residual_program
-from wan_core.sampling.plan import Step
 from wan_core.sampling.stages import smaller
+from wan_core.sampling.steps import Step
 
 from .native_beside import apart, pause
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import comfy_files, everyday
-from benchmarks.comfy_files import as_fp8, expert_file, hf_name, write_expert
+from benchmarks.comfy_files import as_fp8, expert_file, hf_name, write_expert, write_files
 from benchmarks.comfy_graphs import Job, middle, native_graph, with_defaults
 from benchmarks.comfy_small import small_graph
 from benchmarks.comfyui import Graph, Run
@@ -197,7 +197,7 @@ def test_several_gpus_in_a_real_server(tmp_path: Path) -> None:
     with everyday.server_files(tmp_path, options.checkout) as (checkout, base), Server(checkout, base, CPU) as server:
         if "MultiGPU_WorkUnits" not in server.kinds:
             pytest.skip("this ComfyUI has no MultiGPU CFG Split")
-        everyday.Files(base / "models", CPU).write(Job(layers=2))
+        write_files(base / "models", CPU, "i2v", 2)
         for side in SEVERAL[:2]:
             graph = side.graph(Job(width=64, height=64, frames=5, four_steps=False, layers=2))
             server.comfyui.watch(

@@ -12,8 +12,9 @@ import pytest
 
 from wan_core.cli import main, progress
 from wan_core.cli.progress import BAR, ProgressLine
-from wan_core.sampling.plan import Plan, Step, make_plan
+from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.bounds import StepErrors
+from wan_core.sampling.steps import Step
 
 PLAN = make_plan(task="t2v-A14B", steps=8, guidance_high=1.0, guidance_low=1.0)
 GENERATE = ["generate", "--model", "tiny", "--steps", "2", "--frames", "5", "--size", "64x64", "--device", "cpu"]

@@ -126,7 +126,8 @@ def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: d
     from wan_core.sampling.cache.skipping import leave_out
     from wan_core.sampling.conditioning import Conditioning
     from wan_core.sampling.denoise import Ready, denoise
-    from wan_core.sampling.plan import Plan, Step
+    from wan_core.sampling.plan import Plan
+    from wan_core.sampling.steps import Step
 
     steps = tuple(
         Step(index=i, timestep=1000 * s, sigma=s, sigma_next=sigmas[i + 1], expert="high" if s >= boundary else "low",

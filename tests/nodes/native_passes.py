@@ -128,8 +128,9 @@ def check_texts(it: World) -> None:
 
     from wan_core.sampling.conditioning import Conditioning
     from wan_core.sampling.denoise import Ready, denoise
-    from wan_core.sampling.plan import Plan, Step
+    from wan_core.sampling.plan import Plan
     from wan_core.sampling.stages import parse_stages, with_stages
+    from wan_core.sampling.steps import Step
     from wan_core.sampling.texts import WHOLE, TextRange, assign_ranges, check_texts
 
     model = world.tiny("WAN21_T2V")

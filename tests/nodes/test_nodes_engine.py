@@ -40,8 +40,8 @@ from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.encode import encode_images
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.conditioning import empty_latents
-from wan_core.sampling.plan import Branch
 from wan_core.sampling.plan_drawing import draw_plan
+from wan_core.sampling.steps import Branch
 from wan_lab.shapes import SCENES, draw
 
 CPU = torch.device("cpu")

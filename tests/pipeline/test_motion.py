@@ -35,8 +35,9 @@ from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY, TINY_LORAS
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.denoise import Ready
-from wan_core.sampling.plan import Expert, Plan, lora_share
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.plan_drawing import draw_plan
+from wan_core.sampling.steps import Expert, lora_share
 
 LORAS = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
 SMALL = {"prompt": "a red circle moving right on a blue background", "width": 64, "height": 64, "frames": 5}

@@ -29,7 +29,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.custom_ops import allow_variants
 from wan_core.ops.kernels import fused
-from wan_core.sampling.plan import Expert
+from wan_core.sampling.steps import Expert
 
 TEXT_DIM = 64
 T2V = DiTConfig(

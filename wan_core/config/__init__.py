@@ -19,7 +19,7 @@ from wan_core.config.loading import (
     LoadOptions,
     LoraOptions,
 )
-from wan_core.config.plan_numbers import LoraShares, MotionOptions, PlanNumbers, RunNumbers, ScheduleNumbers
+from wan_core.config.plan_numbers import LoraShares, MotionOptions, PlanNumbers, ScheduleNumbers
 from wan_core.config.prompts import PromptAt, check_prompts
 from wan_core.config.request import (
     GUIDANCE_MODES,
@@ -75,7 +75,6 @@ __all__ = [
     "PlanNumbers",
     "PromptAt",
     "Request",
-    "RunNumbers",
     "ScheduleNumbers",
     "SkipOptions",
     "SparseOptions",

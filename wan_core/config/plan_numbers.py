@@ -120,8 +120,9 @@ class ScheduleNumbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PresetNumbers(ScheduleNumbers):
-    """The schedule, and what changes its steps. Raises OptionError.
+class PlanNumbers(ScheduleNumbers):
+    """All that a user may say of the plan of any video: widgets of the sampler node and of the plan preview, in this
+    order, and options of every command that plans. Raises OptionError.
 
     preset: settings for step-distilled weights, see `wan_core.sampling.presets`.
     """
@@ -162,15 +163,3 @@ class PresetNumbers(ScheduleNumbers):
         several=True,
         added=True,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunNumbers:
-    """What the run reads from its plan as the user said it. A field here is one of `PlanNumbers` and of the `Plan`, so
-    that each command, node, worker and report has it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanNumbers(Checked, RunNumbers, PresetNumbers):
-    """All that a user may say of the plan of any video: widgets of the sampler node and of the plan preview, in this
-    order, and options of every command that plans. Raises OptionError."""

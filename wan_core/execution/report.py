@@ -20,7 +20,7 @@ from wan_core.config.outputs import write_text
 if TYPE_CHECKING:
     from PIL import Image
 
-    from wan_core.sampling.plan import Expert
+    from wan_core.sampling.steps import Expert
 
 GIB = 1024**3
 WARNING = "warning: "  # before each of `Report.warnings` where they are shown

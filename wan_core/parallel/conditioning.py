@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wan_core.models.text.tokenizer import TokenCount
 from wan_core.parallel.mesh import RankMesh, all_gather
-from wan_core.sampling.plan import Branch
+from wan_core.sampling.steps import Branch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -24,7 +24,8 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts
-from wan_core.sampling.plan import Branch, Plan
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.steps import Branch
 
 IN_FLIGHT = 2  # hand-overs of a rank that the next one has not taken yet
 

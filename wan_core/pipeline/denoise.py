@@ -26,11 +26,12 @@ from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Integrator, Owner, Progress, denoise
 from wan_core.sampling.guided import Branching
 from wan_core.sampling.pace import BlockChecks
-from wan_core.sampling.plan import Expert, LoraShare, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.solvers import History
 from wan_core.sampling.sparsity.last_run import write_last
 from wan_core.sampling.sparsity.measured import Measurements
 from wan_core.sampling.start import Leftover, Start, finished
+from wan_core.sampling.steps import Expert, LoraShare
 
 
 @torch.no_grad()

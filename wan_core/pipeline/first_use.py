@@ -39,9 +39,10 @@ from wan_core.pipeline.settings import ModelSettings, PartToLoad
 from wan_core.pipeline.sources import random_part
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.guided import nag_numbers
-from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import sparse_attention
 from wan_core.sampling.stages import smaller
+from wan_core.sampling.steps import Step
 
 log = logging.getLogger(__name__)
 COMPILERS = ("triton", "triton-windows", "flash-attn-4", "nvidia-cudnn-frontend")

@@ -58,7 +58,8 @@ from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.reading import load_parts
 from wan_core.pipeline.settings import ModelSettings, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
-from wan_core.sampling.plan import LoraShare, Plan
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.steps import LoraShare
 
 log = logging.getLogger(__name__)
 

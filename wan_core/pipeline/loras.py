@@ -34,7 +34,7 @@ from wan_core.checkpoint.reader import open_checkpoint
 from wan_core.config import LoraOptions, OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.pipeline.model_parts import EXPERTS, ExpertFile, expert_by_name
-from wan_core.sampling.plan import Expert, LoraShare, lora_share
+from wan_core.sampling.steps import Expert, LoraShare, lora_share
 
 
 @dataclass(frozen=True, eq=False)

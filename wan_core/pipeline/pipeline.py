@@ -42,7 +42,8 @@ from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import retried
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.steps import Expert
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,9 @@ from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.pace import BlockChecks
-from wan_core.sampling.plan import Expert, LoraShare, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel
+from wan_core.sampling.steps import Expert, LoraShare
 
 log = logging.getLogger(__name__)
 Module = TypeVar("Module")

@@ -24,14 +24,12 @@ from wan_core.config import (
     NagOptions,
     OptionError,
     PlanNumbers,
-    RunNumbers,
     SkipOptions,
     WindowOptions,
     check_known,
     check_prompts,
 )
 from wan_core.config.checks import check_size
-from wan_core.config.table import table
 from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -53,10 +51,11 @@ from wan_core.sampling.native.plan import (
     rising_words,
     without_moving_windows,
 )
-from wan_core.sampling.plan import Branch, KnownFrames, Plan
+from wan_core.sampling.plan import KnownFrames, Plan
 from wan_core.sampling.presets import distilled_steps, motion_of, preset_plan, safetensors_metadata
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.schedule import with_costs
+from wan_core.sampling.steps import Branch
 from wan_core.sampling.texts import with_prompts
 
 USUAL = "SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16.safetensors and its LOW file"
@@ -192,7 +191,7 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     window; sizes, sparse attention, guidance and step caches (`skip_forwards`) before what only some steps may have.
     """
     task, vae = facts.task, facts.vae
-    plan = replace(schedule(request, facts), **{name: getattr(request, name) for name in table(RunNumbers)})
+    plan = schedule(request, facts)
     frames = task.frames if request.frames is None else request.frames
     check_one_way(request.windows, request.clip_frames, request.overlap)
     check_known(request.known, frames)

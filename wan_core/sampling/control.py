@@ -15,7 +15,8 @@ from dataclasses import replace
 from wan_core.config import ControlOptions, NagOptions, OptionError
 from wan_core.models.wan.families import family_of, find_task
 from wan_core.sampling.cutting import without_lost_sources
-from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.steps import Step
 from wan_core.sampling.texts import TextRange, range_of
 
 Scales = tuple[float, ...]

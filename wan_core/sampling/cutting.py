@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wan_core.sampling.plan import Branch, Plan, Step, step_numbers
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.steps import Branch, Step, step_numbers
 
 
 def cut_plan(plan: Plan) -> Plan:

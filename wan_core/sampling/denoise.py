@@ -24,13 +24,14 @@ from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.guided import ALONE, Branching, Guided, hold_known, host_numbers
 from wan_core.sampling.pace import Pace
-from wan_core.sampling.plan import Expert, LoraShare, Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.solvers import NOISY, SOLVERS, History, Solver
 from wan_core.sampling.sparsity.bounds import StepErrors
 from wan_core.sampling.sparsity.measured import Measurements
 from wan_core.sampling.sparsity.run import sparse_attention
 from wan_core.sampling.stages import runs
+from wan_core.sampling.steps import Expert, LoraShare, Step
 
 NEW = History()
 Given = ParamSpec("Given")

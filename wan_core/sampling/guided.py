@@ -22,9 +22,10 @@ from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.cache.adaptive_run import adaptive_phase
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.context_windows import fuse_weights
-from wan_core.sampling.plan import Branch, Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.sparsity.measured import Bounded, RankSums
+from wan_core.sampling.steps import Branch, Step
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from wan_core.config import LoraShares, MotionOptions, OptionError
 from wan_core.models.wan.families.family import Task
-from wan_core.sampling.plan import Expert, Plan, Step, share_words
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.steps import Expert, Step, share_words
 
 ALL = ("all", "high", "low")  # names of LoRAs that are no part of a file's
 DISTILLED = "step-distilled LoRAs"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from PIL import Image
 
 from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, Canvas, clock
-from wan_core.sampling.plan import KnownFrames, Plan, PromptTimes, Step
+from wan_core.sampling.plan import KnownFrames, Plan, PromptTimes
 from wan_core.sampling.stages import runs
+from wan_core.sampling.steps import Step
 
 SIZE = (960, 540)
 

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import shifted
 from wan_core.sampling.stages import smaller
+from wan_core.sampling.steps import Step
 
 
 @dataclass(frozen=True)

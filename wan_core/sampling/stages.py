@@ -22,8 +22,9 @@ from itertools import groupby
 
 from wan_core.config import OptionError, StageOptions
 from wan_core.config.table import parse_words, spelled
-from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import shifted
+from wan_core.sampling.steps import Step
 
 FORM = "scale/low sigma-high sigma such as 0.5/0.9-0.98, then :every3 or :own, several joined by commas"
 CLOSE = 1e-6  # sigmas of other samplers pass through their own arithmetic

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 from wan_core.config import OptionError, PromptAt
 from wan_core.models.wan.families.clips import PER_LATENT
-from wan_core.sampling.plan import Plan, PromptTimes, Step
+from wan_core.sampling.plan import Plan, PromptTimes
 from wan_core.sampling.schedules import float32
+from wan_core.sampling.steps import Step
 
 NEAR = 1e-4  # ranges that end and begin so near to each other follow one another without a gap
 

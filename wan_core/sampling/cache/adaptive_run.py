@@ -15,8 +15,9 @@ from torch import Tensor
 
 from wan_core.config import AdaptiveOptions
 from wan_core.sampling.cache.policies import LAG, Judged, Judgement, judged_words, remainder
-from wan_core.sampling.plan import Branch, Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.measured import RankSums
+from wan_core.sampling.steps import Branch, Step
 
 
 class Adaptive:

@@ -27,7 +27,8 @@ from wan_core.config import MagCacheOptions, OptionError
 from wan_core.config.checks import meant_hint
 from wan_core.models.wan.families import find_task
 from wan_core.sampling.calibration_files import ASSETS, CalibrationFiles, Measured
-from wan_core.sampling.plan import Branch, Expert, Plan, Step
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.steps import Branch, Expert, Step
 
 PUBLISHED = ASSETS / "curves"
 Ratios = Mapping[Branch, Sequence["float | None"]]

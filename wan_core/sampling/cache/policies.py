@@ -51,8 +51,9 @@ from typing import NamedTuple
 from wan_core.config import AdaptiveOptions, GuidanceOptions, PatternOptions, TaylorSeerOptions
 from wan_core.config.table import parse_slashes
 from wan_core.sampling.cache.magcache import mark, retained
-from wan_core.sampling.plan import Branch, Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import EARLY
+from wan_core.sampling.steps import Branch, Step
 
 FORECAST = 1  # order of the adaptive cache's forecasts under a bound
 EARLY_STEPS = 0.3  # share of the steps, from the first one, that have a part of the bound: they fix the layout

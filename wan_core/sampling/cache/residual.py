@@ -20,8 +20,9 @@ from torch import Tensor
 
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
-from wan_core.sampling.plan import Branch, Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.stages import runs
+from wan_core.sampling.steps import Branch, Step
 
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
 Sum = tuple[tuple[int, float], ...]

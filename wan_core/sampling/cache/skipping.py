@@ -24,11 +24,12 @@ from wan_core.sampling.cache.policies import (
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.cutting import cut_plan, without_lost_sources
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import find_keeps
 from wan_core.sampling.sparsity.last_run import read_last
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
 from wan_core.sampling.stages import stage_words, with_stages
+from wan_core.sampling.steps import Expert
 
 MIN_STEPS = 10
 # Solvers whose forwards do not follow one another as a cache expects, and why.

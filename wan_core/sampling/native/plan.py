@@ -19,8 +19,9 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.family import Task
 from wan_core.sampling.cutting import without_lost_sources
-from wan_core.sampling.plan import Branch, Expert, Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import SchedulePart, find_part, shifted, unshifted
+from wan_core.sampling.steps import Branch, Expert, Step
 
 STATIC_WINDOWS = ("standard_static", "batched")  # schedules of context windows that are the same in every step
 CLOSE = 1e-4  # relative; sigmas travel as float32 and pass through samplers' own arithmetic

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from wan_core.config import OptionError, SparseOptions
 from wan_core.sampling.calibration_files import CalibrationFiles, Measured
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.steps import Expert
 
 SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 STEPS = 64  # a layer's blocks are distributed in parts of 1 / STEPS

@@ -13,8 +13,8 @@ from typing import Any
 
 from wan_core.config import OptionError, SparseOptions
 from wan_core.sampling.calibration_files import CalibrationFiles, Measured, is_embedded
-from wan_core.sampling.plan import Expert
 from wan_core.sampling.sparsity.schedule import bound_words
+from wan_core.sampling.steps import Expert
 
 SHARES = (1e-3, 1.0)  # what can be
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from wan_core.config import SparseOptions
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.sparse.sampled import Rows, Samples, sample_rows
-from wan_core.sampling.plan import Branch
 from wan_core.sampling.sparsity.bounds import Shares, StepErrors, head_errors, run_words
+from wan_core.sampling.steps import Branch
 
 
 class RankSums(Protocol):

@@ -29,9 +29,10 @@ from wan_core.ops.attention.sparse.forward import (
 from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Route, Rule
 from wan_core.ops.attention.tiles import Grid, Tiles, make_tiles, with_extra
-from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.measured import Bounded, Measurements, RankSums
 from wan_core.sampling.stages import smaller
+from wan_core.sampling.steps import Step
 
 
 class Chosen:

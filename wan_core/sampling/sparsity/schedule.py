@@ -20,9 +20,10 @@ from wan_core.config.table import parse_words, read_slashes, slashes, spelled
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.sampling.context_windows import check_still
-from wan_core.sampling.plan import Expert, Plan, Step
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.bounds import LEVELS
 from wan_core.sampling.stages import smaller
+from wan_core.sampling.steps import Expert, Step
 
 PRESETS: dict[str, SparseOptions] = {
     "quality": SparseOptions(sparsity=0.5, dense_steps=0.1),

@@ -1,0 +1,139 @@
+"""A step of a plan: timestep, sigma, expert, guidance, branches and action, as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import PurePath
+from typing import Any, Literal, TypeAlias
+
+from wan_core.config import SparseOptions
+from wan_core.config.table import stated
+
+Expert = Literal["high", "low"]
+Branch = Literal["cond", "uncond"]
+Action = Literal["compute", "reuse", "forecast", "adaptive"]
+LoraShare: TypeAlias = tuple[str, float]
+"""Which LoRAs, and how much of their strength: "high", "low", "all" or a part of a file's name, and a factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step from `sigma` to `sigma_next`. `timestep` (0..1000) is the model's input and selects the expert.
+
+    A solver step of Heun is two of these: the second, its `correction`, predicts at the end of the first."""
+
+    index: int
+    timestep: float
+    sigma: float
+    sigma_next: float
+    expert: Expert
+    guidance: float  # velocity = uncond + guidance * (cond - uncond); 1 runs the conditional branch only
+    branches: tuple[Branch, ...]
+    action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
+    skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": may not run, decided in the run)
+    order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
+    delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
+    sparsity: float = 0.0  # share of the key blocks that attention does not read
+    cost: float = 1.0  # estimated time of a forward (the mean of all), relative to one with dense attention
+    # What few plans use: `as_dict` has it where it is used.
+    texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
+    bound: float = 0.0  # on the relative error of attention, which decides what is read; 0: `sparsity` does
+    forecast_bound: float = 0.0  # on the expected error of the forecast, which decides ("adaptive"); 0: another rule
+    correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
+    nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
+    own_positions: bool = False  # at a smaller scale: rotary positions are not spaced as the video's
+    undriven: bool = False  # the driving video is not read
+    scale: float = 1.0  # of the video's width and height at which the model runs
+    evaluations: int = 1  # how often ComfyUI's samplers evaluate the model in this step
+    control: tuple[float, ...] | None = None  # how much each control video counts, or all; None: as conditioned
+    windows: tuple[tuple[int, ...], ...] = ()  # latent frames that each forward of a branch predicts; (): one does all
+    passes: int = 0  # forwards over a driving video before this step (Animate-2)
+    loras: tuple[LoraShare, ...] = ()  # those that have a part of their strength in this step, see `lora_share`
+    window_texts: tuple[tuple[int, int], ...] = ()  # of each window, in place of `texts`
+
+    @property
+    def kind(self) -> tuple[float, bool, bool, tuple[LoraShare, ...]]:
+        """Steps of one kind can use what is kept of each other's forwards."""
+        return self.scale, self.own_positions, self.undriven, self.loras
+
+    @property
+    def finishes(self) -> bool:
+        """Whether no noise is left after this step: it is the last of the video."""
+        return self.sigma_next == 0
+
+    @property
+    def computed(self) -> int:
+        """Number of branches whose blocks run; for adaptive steps the upper limit."""
+        return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
+
+    @property
+    def all_texts(self) -> tuple[tuple[int, int], ...]:
+        """The texts of the prompt and of the negative prompt that its forwards take."""
+        return tuple(dict.fromkeys(self.window_texts)) or (self.texts,)
+
+    @property
+    def runs(self) -> int:
+        """Forwards that one branch takes: one for each context window, in each evaluation."""
+        return max(1, len(self.windows)) * self.evaluations
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of batch 1, those over a driving video among them; for adaptive steps the upper limit."""
+        return self.computed * self.runs + self.passes
+
+    @property
+    def unskipped(self) -> int:
+        """Forwards of batch 1 where no branch is skipped."""
+        return len(self.branches) * self.runs
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and lists."""
+        always = ("action", "skipped", "order", "delta", "sparsity", "cost")
+        return {name: as_json(value) for name, value in stated(self, always).items()}
+
+    def words(self) -> str:
+        """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
+        skipped = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
+        keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
+        if self.bound and self.forwards:
+            keys = f", attention's error at most {self.bound:.3g}, about {100 * (1 - self.sparsity):g} % of keys"
+        keys += "" if self.scale == 1 else f", {self.scale:g} of the size"
+        texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
+        marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
+        control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
+        windows = f", {len(self.windows)} windows" if self.windows else ""
+        windows += f" of texts {', '.join(f'{one + 1}' for one, _ in self.window_texts)}" if self.window_texts else ""
+        driving = f", {self.passes} over the driving video" if self.passes else ", undriven" * self.undriven
+        often = "" if self.evaluations == 1 else f", {self.evaluations} evaluations"
+        loras = "".join(f", {of} x {share:g}" for of, share in self.loras)
+        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{windows}{driving}{often}{loras}"
+
+
+def lora_share(loras: Sequence[LoraShare], expert: Expert, file: str) -> float:
+    """How much of its strength the LoRA in `file` has in a step of `expert`: what the last entry says that is of it."""
+    fitting = [share for of, share in loras if of in ("all", expert) or of.lower() in PurePath(file).name.lower()]
+    return fitting[-1] if fitting else 1.0
+
+
+def share_words(loras: Sequence[LoraShare]) -> str:
+    return ", ".join(f"{of} x {share:g}" for of, share in loras) or "all x 1"
+
+
+def step_numbers(steps: Sequence[Step]) -> list[int]:
+    """The solver step number of each forward."""
+    numbers: list[int] = []
+    for step in steps:
+        numbers.append((numbers[-1] if numbers else -1) + (not step.correction))
+    return numbers
+
+
+def as_json(value: Any) -> Any:
+    """Dataclasses as objects and tuples as lists."""
+    if isinstance(value, Step):
+        return value.as_dict()
+    if isinstance(value, tuple):
+        return [as_json(one) for one in value]
+    if isinstance(value, SparseOptions) and value.bound is None:  # keys of runs before there were bounds stay
+        return {name: one for name, one in asdict(value).items() if name != "bound"}
+    return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
