@@ -78,7 +78,8 @@ class Setup:
         `optimize` takes of those that share it."""
         AlwaysSparse.remove(model)
         weight, config = model.patch_embedding.weight, model.config
-        attend = resolve_attention(self.attention, weight.device, weight.dtype, config.head_dim)[1]
+        needs_lse = config.merges_attention
+        _, attend = resolve_attention(self.attention, weight.device, weight.dtype, config.head_dim, needs_lse=needs_lse)
         optimize(model, attend=attend, compile=self.compile, graphs=self.kernels == "triton", **shared)
         return AlwaysSparse.install(model, self.keep) if self.keep < 1 else model
 

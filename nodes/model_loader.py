@@ -169,7 +169,8 @@ def check_choices(precision: str | None, keep_blocks: int, attention: str | None
             check_quantization(quantization, dit)
     if attention not in (None, "auto"):
         dtype = compute_dtype(precision or "checkpoint", device)
-        resolve_attention(attention, device, dtype, None if dit is None else dit.head_dim)
+        head_dim, needs_lse = (None, False) if dit is None else (dit.head_dim, dit.merges_attention)
+        resolve_attention(attention, device, dtype, head_dim, needs_lse=needs_lse)
 
 
 def check_residency(residency: str, with_workers: bool) -> None:

@@ -14,7 +14,7 @@ from tests.animate_references import ANIMATE2, COMFYUI_GRIDS, DATA, draw_inputs,
 from tests.family_models import ANIMATE2_METADATA, distance, load_tiny, run, same_weights
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.save import save
-from wan_core.config import OptionError, PlanNumbers
+from wan_core.config import LoadOptions, OptionError, PlanNumbers
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.families import choose_task, family_of
 from wan_core.models.wan.families.animate2 import (
@@ -39,8 +39,10 @@ from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.protocol import AttentionCall
-from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.attention.registry import BACKENDS, AttentionError, resolve_attention
 from wan_core.ops.attention.sdpa import SDPA
+from wan_core.pipeline.settings import resolve_settings
+from wan_core.pipeline.sources import find_models
 from wan_core.sampling.presets import preset_plan
 
 GRID = (1, 4, 2, 3)
@@ -193,6 +195,18 @@ def test_fp8_attention_stays_close(model):
     finally:
         optimize(model, attend=SDPA)
     assert torch.equal(run(model, inputs), exact)
+
+
+@pytest.mark.parametrize("name", [name for name, backend in BACKENDS.items() if not backend.gives_lse])
+def test_attention_without_a_log_sum_exp_is_refused_before_the_first_forward(model, name):
+    """The error names what can be taken. `optimize`, which is handed an object, refuses it too."""
+    options = LoadOptions(model="random:animate2-14B", attention=name)
+    with pytest.raises(AttentionError, match=f"{name}.*use auto, or one of sdpa"):
+        resolve_settings(find_models(options), options, torch.device("cpu"))
+    with pytest.raises(OptionError, match="use auto, or one of sdpa"):
+        optimize(model, attend=BACKENDS[name].load())
+    inputs = draw_inputs(ANIMATE2, GRID)
+    assert torch.isfinite(run(model, inputs)).all(), "the model is as before"
 
 
 @pytest.mark.parametrize("videos", [1, 2])

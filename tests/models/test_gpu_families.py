@@ -33,7 +33,8 @@ GRID = (1, 3, 8, 12)
 
 def on_gpu(config: DiTConfig, attention: str, **options: Any) -> WanModel:
     try:
-        _, attend = resolve_attention(attention, CUDA, torch.bfloat16, config.head_dim)
+        needs_lse = config.merges_attention
+        _, attend = resolve_attention(attention, CUDA, torch.bfloat16, config.head_dim, needs_lse=needs_lse)
     except ValueError as fault:
         pytest.skip(str(fault))
     model = wan_core.load_dit(draw_weights(config), family=config.family, device=CUDA, dtype=torch.bfloat16)

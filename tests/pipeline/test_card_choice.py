@@ -54,6 +54,16 @@ def test_fast_takes_what_rounds_and_auto_never_does():
     assert resolve_attention("fast", torch.device("cpu"), torch.float32, 128)[0] == "sdpa"
 
 
+def test_a_model_that_merges_attention_gets_a_backend_with_a_log_sum_exp():
+    for capability, fast in itertools.product([None, *CAPABILITIES], (False, True)):
+        name = auto_choice(capability, HALF, 128, lambda _: True, rounding=fast, needs_lse=True)
+        assert BACKENDS[name].gives_lse, (capability, fast)
+        if BACKENDS[other := auto_choice(capability, HALF, 128, lambda _: True, rounding=fast)].gives_lse:
+            assert name == other
+    said = card_choices((8, 6), 24.0, lambda kind, name: True)[1].why
+    assert "`fast` takes sage" in said and "for Animate-2 flash2" in said
+
+
 def values(capability: Capability, gib: float, runs) -> dict[str, str]:
     return {one.what: one.value for one in card_choices(capability, gib, runs)}
 

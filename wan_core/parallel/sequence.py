@@ -28,7 +28,7 @@ from wan_core.config import OptionError, SparseOptions
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall
-from wan_core.ops.attention.registry import BACKENDS
+from wan_core.ops.attention.registry import BACKENDS, lse_missing
 from wan_core.ops.attention.sparse.kernels import KERNELS, expected_block
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group, Mesh, RankMesh, all_to_all, as_words, even_parts, gather_parts
@@ -50,11 +50,7 @@ def shard_tokens(model: WanModel, ranks: RankMesh, attend: Attention) -> None:
 def check_lse(gives_lse: bool, name: str, mesh: Mesh) -> None:
     """Raise OptionError where `mesh` has a ring and the backend `name` gives no log-sum-exp to merge its parts by."""
     if mesh.ring > 1 and not gives_lse:
-        able = ", ".join(backend.name for backend in BACKENDS.values() if backend.gives_lse)
-        raise OptionError(
-            f"mesh {mesh} has a ring, and attention {name!r} gives no log-sum-exp to merge its parts by: use a mesh "
-            f"without a ring, or one of {able}"
-        )
+        raise OptionError(f"mesh {mesh} has a ring, and {lse_missing(name)}; or a mesh without a ring")
 
 
 def check_mesh(mesh: Mesh, attention: str, tokens: int, sparse: SparseOptions | None) -> None:

@@ -96,11 +96,13 @@ def _precision(gpu: Capability, gib: float, runs: Runs) -> Choice:
 
 def _attention(gpu: Capability, runs: Runs) -> Choice:
     card = card_of(gpu)
-    name = auto_choice(gpu, torch.bfloat16, HEAD_DIM, lambda name: runs("attention", name))
+    choose = functools.partial(auto_choice, gpu, torch.bfloat16, HEAD_DIM, functools.partial(runs, "attention"))
+    name, fast, merging = choose(), choose(rounding=True), choose(rounding=True, needs_lse=True)
     why = f"the fastest exact one that runs; {card.measured}"
-    fast = auto_choice(gpu, torch.bfloat16, HEAD_DIM, lambda name: runs("attention", name), rounding=True)
     if fast != name:
         why += f". `fast` takes {fast}, which rounds"
+    if fast != merging:
+        why += f"; for Animate-2 {merging}, because {fast} gives no log-sum-exp"
     return Choice("attention", f"auto ({name})", why)
 
 

@@ -165,9 +165,9 @@ def check_request(options: LoadOptions, request: Request, device: torch.device) 
     files = models.of["high"].path, models.low_path, lora_files(options.loras)
     job = make_job(request, models.task, models.dit, models.vae, *files)
     if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
-        head_dim, dtype = models.dit.head_dim, compute_dtype(options.precision, device)
-        attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
-        check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
+        dit, dtype = models.dit, compute_dtype(options.precision, device)
+        attention, _ = resolve_attention(options.attention, device, dtype, dit.head_dim, needs_lse=dit.merges_attention)
+        check_kernel(job.plan.sparse, attention, device, dit.head_dim, job.tokens)
     return CheckedRequest(options, models, job)
 
 

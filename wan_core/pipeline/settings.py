@@ -182,9 +182,12 @@ def resolve_settings(models: Parts, options: LoadOptions, device: torch.device) 
     stored = options.precision == "checkpoint"
     why = stored_precision(high, device, low)[1] if stored else ""
     dtype = compute_dtype(precision, device)
-    attention, attend = resolve_attention(options.attention, device, dtype, models.dit.head_dim)
+    dit = models.dit
+    attention, attend = resolve_attention(
+        options.attention, device, dtype, dit.head_dim, needs_lse=dit.merges_attention
+    )
     quantization = find_quantization(precision, device, options.keep_blocks, as_stored=stored)
-    check_quantization(quantization, models.dit)
+    check_quantization(quantization, dit)
     check_compile(options.compile, device)
     if options.compile != "off":
         set_compile_caches()
@@ -197,7 +200,7 @@ def resolve_settings(models: Parts, options: LoadOptions, device: torch.device) 
         )
         for name, part in models.of.items()
     }
-    loras = read_loras(options.loras, models.dit, low is not None)
+    loras = read_loras(options.loras, dit, low is not None)
     settings = ModelSettings(
         recognised=models,
         parts=parts,

@@ -267,7 +267,8 @@ class Jobs:
         if mesh is not None and mesh.size != self.rank.size:
             raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
         device = self.rank.device
-        backend, _ = resolve_attention(attention, device, compute_dtype(precision, device), dit.head_dim)
+        dtype, needs_lse = compute_dtype(precision, device), dit.merges_attention
+        backend, _ = resolve_attention(attention, device, dtype, dit.head_dim, needs_lse=needs_lse)
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
         choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)

@@ -6,7 +6,7 @@ Read from the shapes of a file (`wan_core.checkpoint.detect`), never typed by a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from wan_core.config.checks import OptionError
 
@@ -34,6 +34,7 @@ class DiTConfig:
     eps: float = 1e-6
     family: str = "wan"  # of `wan_core.models.wan.families`
     image_dim: int | None = None  # of the CLIP features that its cross-attention takes beside text; None: takes none
+    merges_attention: ClassVar[bool] = False  # self-attention to parts of the keys, merged by their log-sum-exps
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:

@@ -87,7 +87,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Backend(Implementation):
-    """gives_lse: the log-sum-exp too, by which attention to parts of the keys is merged (a ring of ranks).
+    """gives_lse: the log-sum-exp too, by which attention to parts of the keys is merged (a ring of ranks, Animate-2).
     exact: computes in the precision of its inputs. The others round to FP8 or int8, and are taken only by name.
     """
 
@@ -167,35 +167,51 @@ def auto_choice(
     works: Callable[[str], bool] = lambda name: BACKENDS[name].missing() is None,
     *,
     rounding: bool = False,
+    needs_lse: bool = False,
 ) -> str:
     """The name `auto` stands for: of the card's exact backends (`ops/cards.py`) the first that runs, else sdpa. `works`
     says whether a backend's library can be imported. rounding: the name `fast` stands for, which tries those that round
-    to FP8 or INT8 first.
+    to FP8 or INT8 first. needs_lse: only those that give the log-sum-exp.
 
     `auto` promises to change results by no more than the order of sums does: a relative error of 0.004 in bf16. INT8
     (0.024 to 0.032) and FP8 (0.07) are above that on every card, so they are taken only by name or by `fast`.
     """
     card = card_of(capability)
     order = (*card.rounding, *card.attention) if rounding else card.attention
-    fits = (n for n in order if BACKENDS[n].needs.why_not(capability, dtype, head_dim) is None)
+    able = (n for n in order if BACKENDS[n].gives_lse or not needs_lse)
+    fits = (n for n in able if BACKENDS[n].needs.why_not(capability, dtype, head_dim) is None)
     return next((name for name in fits if works(name)), "sdpa")
 
 
+def lse_missing(name: str) -> str:
+    """Why a backend cannot compute attention to parts of the keys, and what to take."""
+    able = ", ".join(backend.name for backend in BACKENDS.values() if backend.gives_lse)
+    return f"attention {name!r} gives no log-sum-exp to merge its parts by: use auto, or one of {able}"
+
+
 def resolve_attention(
-    name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int | None = None,
+    *,
+    needs_lse: bool = False,
 ) -> tuple[str, Attention]:
     """The backend called `name` for `dtype` on `device`; `auto` takes the fastest exact one that runs, `fast` one that
     rounds where there is one, and both log it.
 
     head_dim: of the model that will use it, refused here rather than in the first forward; None: not known yet.
+    needs_lse: the model attends to parts of its keys and merges them (`DiTConfig.merges_attention`).
     Raises AttentionError for an unknown name (listing the known ones) or a backend that cannot run here (saying why).
     """
     if name in CHOSEN:
-        name = auto_choice(capability(device), dtype, head_dim, rounding=name == "fast")
+        name = auto_choice(capability(device), dtype, head_dim, rounding=name == "fast", needs_lse=needs_lse)
         log.info("attention: %s (%s)", name, BACKENDS[name].summary)
     backend = BACKENDS.get(name)
     if backend is None:
         raise AttentionError(str(unknown("attention backend", name, (*CHOSEN, *BACKENDS))))
+    if needs_lse and not backend.gives_lse:
+        raise AttentionError(f"this model attends to parts of the keys, and {lse_missing(name)}")
     reason = backend.why_not(device, dtype, head_dim)
     if reason is not None:
         raise AttentionError(

@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from wan_core.config import Request
 from wan_core.config.checks import OptionError, UserError
@@ -63,6 +63,7 @@ class Animate2Config(DiTConfig):
 
     family: str = "animate2"
     unconditional_skips: int = 9
+    merges_attention: ClassVar[bool] = True
 
 
 ANIMATE2_14B = Animate2Config(**plain.fields_of(I2V_14B))

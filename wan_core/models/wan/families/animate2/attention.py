@@ -27,6 +27,7 @@ from wan_core.models.wan.config import TORCH_PER_TOKEN, PreparedForm
 from wan_core.models.wan.families.animate2 import FORMS, MORE_PER_TOKEN, PLACES, Form
 from wan_core.ops.attention.parts import merge, merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring
+from wan_core.ops.attention.registry import lse_missing
 
 PER_TOKEN = 2 * (TORCH_PER_TOKEN + MORE_PER_TOKEN)  # bytes of a forward over tokens * dim, where no plan says them
 RESERVE = 2**29  # at most what a memory plan keeps free
@@ -218,8 +219,11 @@ class DrivenAttention(Attention):
     """
 
     def __init__(self, inner: Attention, dense: Attention | None = None) -> None:
-        """inner: reads the video's frames, sparsely in some steps. dense: the backend, which reads everything."""
+        """inner: reads the video's frames, sparsely in some steps. dense: the backend, which reads everything. Raises
+        OptionError for one that gives no log-sum-exp."""
         self.inner, self.dense = inner, inner if dense is None else dense
+        if not self.dense.gives_lse:
+            raise OptionError(f"Animate-2 attends to parts of the keys, and {lse_missing(type(self.dense).__name__)}")
         self.capturable, self.gives_lse = inner.capturable, self.dense.gives_lse
 
     @property
