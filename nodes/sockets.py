@@ -80,6 +80,7 @@ class ModelSocket:
             low=None if experts.low is None else experts.low.path,
             loras=tuple(self.lora_files),
             alone=experts.low is None,
+            all_files=True,
         )
 
     @property

@@ -317,6 +317,7 @@ def plan_with(pipe: Pipeline, batch: Batch, options: SkipOptions | None) -> Plan
         high=models.checkpoint,
         low=models.low_checkpoint,
         loras=models.loras,
+        all_files=True,
     )
     return build_plan(request, facts).plan
 

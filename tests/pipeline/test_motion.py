@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,10 @@ LORAS = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TIN
 SMALL = {"prompt": "a red circle moving right on a blue background", "width": 64, "height": 64, "frames": 5}
 
 
-def plan_of(task: str = "i2v-A14B", loras: tuple[str, ...] = (), **fields: object) -> Plan:
+def plan_of(task: str = "i2v-A14B", loras: tuple[str, ...] = (), all_files: bool = False, **fields: object) -> Plan:
     kind = TASKS[task]
-    facts = ModelFacts(task=kind, dit=kind.full_size, vae=kind.vae, loras=tuple(map(Path, loras)))
+    files = {"loras": tuple(map(Path, loras)), "all_files": all_files}
+    facts = ModelFacts(task=kind, dit=kind.full_size, vae=kind.vae, **files)  # type: ignore[arg-type]
     return build_plan(PlanRequest(**fields), facts).plan  # type: ignore[arg-type]
 
 
@@ -83,11 +85,45 @@ def test_only_step_distilled_loras_are_left_out() -> None:
 
 def test_strengths_of_each_phase() -> None:
     asked = LoraShares.parse("high=0;1;0"), LoraShares.parse("low=0;0;0.5"), LoraShares.parse("style=0.5")
-    plan = plan_of(preset="8-step-motion", lora_strengths=asked, loras=("style.safetensors",))
+    plan = plan_of(preset="8-step-motion", lora_strengths=asked, loras=("a.safetensors", "style.safetensors"))
     shares = [[lora_share(phase[0].loras, phase[0].expert, name) for name in ("a", "style")] for phase in plan.phases]
     assert shares == [[0, 0.5], [1, 0.5], [0.5, 0.5]]
     two = plan_of("t2v-A14B", preset="4-step", lora_strengths=(LoraShares.parse("all=0.5;1"),))
     assert [phase[0].loras for phase in two.phases] == [(("all", 0.5),), ()]
+
+
+FILES = ("x_lightx2v_4steps_high.safetensors", "Style.safetensors", "detail_style_v2.safetensors")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_last_strength_that_is_given_of_a_lora_holds(known: bool) -> None:
+    """1 as any other; a step has an entry only where it decides the strength of a LoRA."""
+    draw = random.Random(5)
+    for _ in range(400):
+        names = draw.choices(("all", "high", "low", "style", "lightx2v", "detail"), k=draw.randint(1, 5))
+        asked = [LoraShares(of=name, shares=tuple(draw.choices((0.0, 0.5, 1.0), k=2))) for name in names]
+        files = FILES if known else ()
+        plan = plan_of("t2v-A14B", preset="4-step", lora_strengths=tuple(asked), loras=files)
+        for number, expert in enumerate(("high", "low")):
+            entries = [(one.of, one.at(number)) for one in asked if one.of not in ("high", "low") or one.of == expert]
+            step = next(step for step in plan.steps if step.expert == expert)
+            for file in files or (*names, "another"):
+                last = [share for of, share in entries if of in ("all", expert) or of in file.lower()][-1:] or [1.0]
+                assert lora_share(step.loras, step.expert, file) == last[0], (asked, file)
+            assert set(step.loras) <= set(entries)
+            for file in FILES:
+                mine = [share for of, share in step.loras if of in ("all", expert) or of in file.lower()]
+                assert mine[:1] != [1.0], "a share of 1 overrides another, or is left out"
+
+
+def test_one_overrides_what_motion_leaves_out() -> None:
+    asked = (LoraShares.parse("lightx2v=1;1;1"),)
+    plan = plan_of(preset="8-step-motion", lora_strengths=asked, loras=FILES)
+    assert not any(step.loras for step in plan.steps) and plan.steps[0].guidance == 3.5
+    assert plan.notes[-1].startswith("motion: every LoRA has the same strength in the guided steps")
+    half = LoraShares.parse("all=0.5"), LoraShares.parse("style=1")
+    plan = plan_of("t2v-A14B", preset="4-step", lora_strengths=half, loras=FILES)
+    assert "x 0.5, style x 1" in plan.table()
 
 
 def test_a_threshold_is_a_share_of_the_noise_or_a_timestep() -> None:
@@ -105,6 +141,16 @@ def test_a_threshold_is_a_share_of_the_noise_or_a_timestep() -> None:
         ({"preset": "motion", "sigmas": [0.9, 0.6, 0.3, 0.0]}, "none is a guided one"),
         ({"preset": "4-step", "lora_strengths": (LoraShares(of="high", shares=(0, 1, 0)),)}, "3 strengths .* 2 phases"),
         ({"preset": "motion", "loras": ("style.safetensors",)}, "no LoRA given is one by its name"),
+        ({"lora_strengths": (LoraShares(of="all", shares=(0.5,)),), "all_files": True}, "and the run has no LoRA"),
+        ({"preset": "motion", "all_files": True}, "no LoRA given is one by its name"),
+        (
+            {
+                "preset": "motion",
+                "loras": ("style.safetensors",),
+                "lora_strengths": (LoraShares(of="style", shares=(0.5,)),),
+            },
+            "no LoRA given is one by its name",
+        ),
         (
             {"loras": ("style.safetensors",), "lora_strengths": (LoraShares(of="x", shares=(0, 1)),)},
             "of the files style.safetensors",

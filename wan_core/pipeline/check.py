@@ -189,7 +189,7 @@ def make_job(
         strength(request)
     family_of(task).check_request(request, task)
     width, height, frames, fps = size_of_video(request, task, dit, vae)
-    facts = ModelFacts(task=task, dit=dit, vae=vae, high=checkpoint, low=low, loras=tuple(loras))
+    facts = ModelFacts(task=task, dit=dit, vae=vae, high=checkpoint, low=low, loras=tuple(loras), all_files=True)
     video = build_plan(plan_request(request, task, width, height, frames), facts)
     assert video.tokens is not None
     if request.match_colours and len(video.long.clips) == 1 and video.plan.context_windows is None:

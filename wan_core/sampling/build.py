@@ -109,7 +109,7 @@ class ModelFacts:
     """What a plan depends on of the models: names of files and numbers of their headers, no tensors.
 
     dit: None where only the task is known. high: the high-noise expert, or the only transformer. alone: one transformer
-    runs every step of a task that has two.
+    runs every step of a task that has two. all_files: a run has no other files; so it is where one of them is given.
     """
 
     task: Task
@@ -119,6 +119,12 @@ class ModelFacts:
     low: Path | None = None
     loras: tuple[Path, ...] = ()
     alone: bool = False
+    all_files: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether the files of the run are known, and not its task alone."""
+        return self.all_files or self.high is not None or bool(self.loras)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +217,7 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
             f"denoise {part.denoise:g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
         )
     long = clips_of(request, task, frames)
-    plan = with_svi(plan, long, facts.loras, known=facts.high is not None, windows=request.windows, part=request.part)
+    plan = with_svi(plan, long, facts.loras, known=facts.known, windows=request.windows, part=request.part)
     T, Y, X = latents_of(request, facts, long)
     if facts.dit is None:
         return PlannedVideo(plan, long, (T, Y, X), None)
@@ -230,9 +236,8 @@ def schedule(request: PlanRequest, facts: ModelFacts) -> Plan:
         window=request.part,
     )
     distilled = [path for path in facts.loras if distilled_steps(path)]
-    known = facts.high is not None or bool(facts.loras)
     motion = motion_of(request, facts.task, facts.loras)
-    return with_phases(plan, motion, request.lora_strengths or (), facts.loras, distilled, known)
+    return with_phases(plan, motion, request.lora_strengths or (), facts.loras, distilled, facts.known)
 
 
 def clips_of(request: PlanRequest, task: Task, frames: int) -> LongVideo:

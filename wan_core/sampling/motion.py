@@ -18,7 +18,7 @@ from pathlib import Path
 from wan_core.config import LoraShares, MotionOptions, OptionError
 from wan_core.models.wan.families.family import Task
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.steps import Expert, Step, share_words
+from wan_core.sampling.steps import Expert, Step, deciding, lora_share, share_words
 
 ALL = ("all", "high", "low")  # names of LoRAs that are no part of a file's
 DISTILLED = "step-distilled LoRAs"
@@ -59,13 +59,15 @@ def with_phases(
     phases = [key for key, _ in groupby(keys)]
     if motion is not None:
         check_phases(plan, motion, phases)
-    shares = [*(default_shares(distilled, asked, known) if motion is not None else ()), *asked]
-    check_shares(shares, len(phases), files, known)
+    check_shares(asked, len(phases), files, known)
+    shares = [*(default_shares(distilled, known) if motion is not None else ()), *asked]
+    # where files are not known, each name that is given stands for one, and "" for all others
+    names = [path.name for path in files] if known else ["", *(one.of for one in shares)]
     steps, number = list[Step](), -1
     for place, (step, key) in enumerate(zip(plan.steps, keys, strict=True)):
         number += place == 0 or key != keys[place - 1]
         mine = [one for one in shares if one.of not in ("high", "low") or one.of == step.expert]
-        loras = tuple((one.of, share) for one in mine if (share := one.at(number)) != 1)
+        loras = deciding([(one.of, one.at(number)) for one in mine], step.expert, names)
         changed = replace(step, loras=loras)
         if key[1]:
             assert motion is not None
@@ -73,18 +75,34 @@ def with_phases(
             changed = replace(changed, guidance=motion.guidance, branches=branches)
         steps.append(changed)
     made = replace(plan, steps=tuple(steps))
-    return replace(made, notes=(*made.notes, f"phases: {phase_words(made)}"))
+    notes = [f"phases: {phase_words(made)}"]
+    if motion is not None and not switches(steps[0], steps[first.index(False)], names):
+        notes += check_switch(distilled)
+    return replace(made, notes=(*made.notes, *notes))
 
 
-def default_shares(distilled: Sequence[Path], asked: Sequence[LoraShares], known: bool) -> list[LoraShares]:
-    """None of the step-distilled LoRAs in the first phase. Raises OptionError where there is none."""
-    if known and not distilled and not asked:
+def default_shares(distilled: Sequence[Path], known: bool) -> list[LoraShares]:
+    """None of the step-distilled LoRAs in the first phase."""
+    names = [path.name for path in distilled] if known else [DISTILLED]
+    return [LoraShares(of=name, shares=(0.0, 1.0)) for name in dict.fromkeys(names)]
+
+
+def switches(first: Step, after: Step, files: Sequence[str]) -> bool:
+    """Whether one of the LoRAs in `files` has another strength `after` the guided steps than in the `first` of them."""
+    return any(
+        lora_share(first.loras, first.expert, file) != lora_share(after.loras, after.expert, file) for file in files
+    )
+
+
+def check_switch(distilled: Sequence[Path]) -> list[str]:
+    """A note where the strengths that are asked for leave `motion` nothing to change. Raises OptionError where there is
+    no step-distilled LoRA."""
+    if not distilled:
         raise OptionError(
             "motion runs its first steps without the step-distilled LoRA, and no LoRA given is one by its name or "
             "metadata: add one, or say which by --lora-strength NAME=0;1 (lora_strengths)"
         )
-    names = [path.name for path in distilled] or ([] if known or asked else [DISTILLED])
-    return [LoraShares(of=name, shares=(0.0, 1.0)) for name in dict.fromkeys(names)]
+    return ["motion: every LoRA has the same strength in the guided steps as after them, as lora_strengths says"]
 
 
 def check_phases(plan: Plan, motion: MotionOptions, phases: Sequence[tuple[Expert, bool]]) -> None:
@@ -104,6 +122,10 @@ def check_phases(plan: Plan, motion: MotionOptions, phases: Sequence[tuple[Exper
 
 def check_shares(shares: Sequence[LoraShares], phases: int, files: Sequence[Path], known: bool) -> None:
     """Raise OptionError for strengths of more phases than there are, and of no LoRA."""
+    if known and shares and not files:
+        raise OptionError(
+            f"strengths given for LoRA {shares[0].of}, and the run has no LoRA: add one (--lora), or leave them out"
+        )
     for one in shares:
         if len(one.shares) > phases:
             raise OptionError(

@@ -112,8 +112,29 @@ class Step:
 
 def lora_share(loras: Sequence[LoraShare], expert: Expert, file: str) -> float:
     """How much of its strength the LoRA in `file` has in a step of `expert`: what the last entry says that is of it."""
-    fitting = [share for of, share in loras if of in ("all", expert) or of.lower() in PurePath(file).name.lower()]
-    return fitting[-1] if fitting else 1.0
+    return next((share for of, share in reversed(loras) if is_of(of, expert, file)), 1.0)
+
+
+def is_of(of: str, expert: Expert, file: str) -> bool:
+    """Whether an entry of strengths is of the LoRA in `file` in a step of `expert`."""
+    return of in ("all", expert) or of.lower() in PurePath(file).name.lower()
+
+
+def deciding(loras: Sequence[LoraShare], expert: Expert, files: Sequence[str]) -> tuple[LoraShare, ...]:
+    """The entries that decide the strength of one of the `files` in a step of `expert`: none that later ones override,
+    and a share of 1 only where it overrides another."""
+    kept: list[tuple[LoraShare, set[str]]] = []
+    left = set(files)
+    for entry in reversed(loras):
+        mine = {file for file in files if is_of(entry[0], expert, file)}
+        if mine & left:
+            kept.insert(0, (entry, mine))
+        left -= mine
+    return tuple(
+        entry
+        for place, (entry, mine) in enumerate(kept)
+        if entry[1] != 1 or any(other[1] != 1 and theirs & mine for other, theirs in kept[:place])
+    )
 
 
 def share_words(loras: Sequence[LoraShare]) -> str:
