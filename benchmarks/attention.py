@@ -7,7 +7,6 @@ kernels   time of each backend and of FlexAttention, all heads; `ratio` is over 
 tune      our own kernels with every tile that fits the card, in bf16 and INT8: the fastest of each belongs into
           `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`. `--setting int8`: only that
           kind
-equal     sparse attention of comfy-kitchen and ours at equal error: see `equal_error`
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import parse_size
-from benchmarks.equal_error import equal_rows
 from benchmarks.measure import make_room, measure, relative_error
 from benchmarks.options import ATTENTION_PARTS, TUNED
 from benchmarks.rows import Row, guarded
@@ -56,8 +54,6 @@ def attention_rows(
             make_room(device)
             if part == "kernels":
                 yield from kernel_rows(size, data, runs)
-            elif part == "equal":
-                yield from equal_rows(size, device, runs)
             else:
                 yield from tune_rows(size, data, runs, details, kinds or TUNED)
 

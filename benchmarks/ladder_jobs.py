@@ -77,8 +77,7 @@ def on_a_cpu(words: Sequence[str]) -> list[str]:
     """The same command on the embedded model or on small files, with one size, one run and two ranks."""
     found: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
-        small = SMALL_SIZE.removesuffix("x5") if before == "--size" and "tools.testbed" in words else None
-        found.append(small or ON_A_CPU.get(before, word))
+        found.append(ON_A_CPU.get(before, word))
         for text, smaller in (SMALLER | ({"4": "2"} if before == "--gpus" else {})).items():
             found[-1] = found[-1].replace(text, smaller)
         found[-1] = GPU_ONLY.sub("", found[-1])
@@ -88,12 +87,10 @@ def on_a_cpu(words: Sequence[str]) -> list[str]:
         found[n] = found[n] if text not in once else ""
         once.add(text)
     found = [word for before, word in zip(["x", *found], found, strict=False) if before and word]
-    if "--runs" not in found and not {"tests", "tools.testbed"} & set(found):
+    if "--runs" not in found and "tests" not in found:
         found += ["--runs", "1"]
     if "tests" in found:
         found[found.index("gpu tests")] = "'not gpu' tests/benchmarks/test_setups.py"
-    if "tools.testbed" in found:
-        return [*found, "--device", "cpu", "--steps", "2", "--layers", "1", "--vae-minutes", "0.02"]
     return [*found, "--device", "cpu", *(() if "--size" in found else ("--size", SMALL_SIZE))]
 
 
@@ -221,10 +218,6 @@ JOBS: tuple[Job, ...] = (
         f"attention --setting kernels --size {HD} --size {SD}", needs=("cudnn",),
     ),
     suite(
-        "attention-at-equal-error", 240, "sparse attention at equal error",
-        f"attention --setting equal --size {HD} --size {SD}", needs=("cudnn",),
-    ),
-    suite(
         "forwards", 400, "one forward",
         f"single --model random:t2v-A14B --size {HD} --runs 2 --setup diffusers-compiled --setup comfyui-compiled"
         " --setup '+ flash4' --setup fp8 --setup 'fp8 + cudnn-fp8' --setup 'fp8 + sparse 25 %'", needs=("cudnn",),
@@ -244,8 +237,4 @@ JOBS: tuple[Job, ...] = (
     everyday("off-720", 1350, HD, "off", KITCHEN, OUR_FP8, OUR_BOUNDED),
     videos("full-fp8", 1300, WHOLE, "t2v", f"FP8, nothing skipped: {FAST}", runs=1),
     videos("full-exact", 1700, WHOLE, "t2v", "exact: --precision bf16 --attention auto", runs=1),
-    Job(
-        name="testbed-training", seconds=900, table="the test bed's training",
-        command="-m tools.testbed train --out {scratch}/testbed --size 384x256 --frames 41 --minutes 14",
-    ),
 )  # fmt: skip

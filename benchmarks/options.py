@@ -56,11 +56,6 @@ SUITES: dict[str, Suite] = {
         ("1280x720x81", "832x480x81"),
         takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
     ),
-    "compare": Suite(
-        "steps of this checkout and of another one, measured in turns",
-        ("1280x720x81",),
-        takes=("checkout", "setup", "layers", "runs", "steps"),
-    ),
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
@@ -82,7 +77,7 @@ SUITES: dict[str, Suite] = {
 # Suites that answered their question: their code is at the tag experiments-2026-11, their results are committed.
 ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf", "guidance", "int8", "rotation")
 ARCHIVED += ("small-cards", "switch", "trajectory")
-ATTENTION_PARTS = ("kernels", "tune", "equal")
+ATTENTION_PARTS = ("kernels", "tune")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "off", "t2v", "cold")
 NATIVE_PARTS = ("steps", "guided", "templates")
@@ -121,7 +116,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkout",
         type=Path,
-        help="folder of the checkout to compare with (suite compare), or of ComfyUI (suite everyday)",
+        help="folder of the checkout of ComfyUI (suites everyday, native)",
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.attention import attention_rows
 from benchmarks.cases import parse_size
-from benchmarks.compare import compare_rows
 from benchmarks.everyday import everyday_rows
 from benchmarks.native import native_rows
 from benchmarks.options import (
@@ -54,7 +53,6 @@ MEASURES: dict[str, Rows] = {
     "startup": startup_rows,
     "streaming": streaming_rows,
     "parallel": parallel_rows,
-    "compare": compare_rows,
     "everyday": everyday_rows,
     "native": native_rows,
     "videos": videos_rows,
@@ -123,7 +121,7 @@ def check_options(options: argparse.Namespace) -> None:
         if parts and setting not in parts:
             raise OptionError(f"setting {setting!r} given; the suite {options.suite} has {', '.join(parts)}")
     for setup in options.setup or ():
-        if options.suite not in ("compare", "everyday", "native") and (options.suite != "single" or setup not in PEERS):
+        if options.suite not in ("everyday", "native") and (options.suite != "single" or setup not in PEERS):
             find_setup(setup)
     for number in ("runs", "layers", "steps", "gpus"):
         value = getattr(options, number)

@@ -51,11 +51,6 @@ def test_names_are_unique_and_all_that_is_needed_is_known() -> None:
 def test_every_command_is_one_that_its_suite_takes(one: Job, cpu: bool, tmp_path: Path) -> None:
     """Options, settings and names of setups, as the suite checks them before any work."""
     arguments = one.words(tmp_path, tmp_path / "result.json", cpu=cpu)
-    if arguments[1] == "tools.testbed":
-        from tools.testbed.__main__ import parser
-
-        parser().parse_args(arguments[2:])
-        return
     assert arguments[:2] == ["-m", "benchmarks"] and arguments[2] in SUITES
     options = build_parser().parse_args(arguments[2:])
     check_options(options)

@@ -1,4 +1,4 @@
-"""The suites that the ladder adds: whole videos of the command line, the tests, and attention at equal error."""
+"""The suites that the ladder adds: whole videos of the command line and the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.equal_error import at_equal_error, equal_rows
 from benchmarks.own_tests import file_rows
 from benchmarks.videos import Making
 from wan_core.config import AdaptiveOptions
@@ -84,20 +83,3 @@ def test_a_file_with_a_failure_is_a_row_that_failed() -> None:
     assert rows[0] == {"name": "tests/a.py", "size": "", "seconds": 2.0, "passed": 1, "skipped": 0,
                        "failed": "two: assert 1 == 2"}  # fmt: skip
     assert rows[1]["skipped"] == 1 and "failed" not in rows[1]
-
-
-def test_errors_fall_with_the_blocks_that_are_read() -> None:
-    rows = [row for row in equal_rows("96x96x17", CPU, 1) if row["name"].startswith("math")]
-    errors = [row["error"] for row in rows]
-    assert 0 < errors[0] < errors[2] < errors[4] and errors[4] > 2 * errors[0]
-
-
-def test_equal_error_compares_with_the_fastest_that_is_as_good() -> None:
-    theirs = [
-        {"seconds": 4.0, "error": 0.01},
-        {"seconds": 2.0, "error": 0.05},
-        {"seconds": 1.0, "error": 0.2},
-        {"why_not": ""},
-    ]
-    assert at_equal_error({"seconds": 0.5, "error": 0.06}, theirs)["ratio"] == 4.0
-    assert at_equal_error({"seconds": 0.5, "error": 0.001}, theirs) == at_equal_error({"failed": ""}, theirs) == {}

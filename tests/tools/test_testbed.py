@@ -1,9 +1,8 @@
-"""The test bed trains through all of its parts, and its folders are what the engine's commands take."""
+"""The test bed draws what its captions say, and its folders are what the engine's commands take."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ import torch
 from tools.testbed import full_runs
 from tools.testbed.__main__ import main
 from tools.testbed.drawing import FRAMES, NEAR, Drawing, Layout, Size
-from tools.testbed.experts import CONFIG
 from tools.testbed.folders import KEPT, without_image
 from tools.testbed.scenes import colour_shares, parse_world, sample_worlds, shows_colours
-from tools.testbed.words import TEXT_LEN, silent_prompts, token_rows, train_tokenizer
 from wan_core.checkpoint import load_dit
-from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.plan import Plan
 from wan_lab.run import Run, make
@@ -28,28 +24,19 @@ SMALL = ["--size", "64x48", "--frames", "5"]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("testbed")
-    train = ["train", "--out", str(folder), *SMALL, "--device", "cpu", "--layers", "2", "--steps"]
-    main([*train, "3"])
-    main([*train, "2", "--seed", "1"])  # goes on
-    main(["folders", "--out", str(folder), "--to", str(folder), *SMALL, "--samples", "2"])
+    main(["folders", "--to", str(folder), *SMALL, "--samples", "2"])
     return folder
 
 
-def test_captions_are_read_back_and_fit_the_text_rows():
-    tokenizer = Tokenizer(train_tokenizer(), TEXT_LEN)
+def test_captions_are_read_back():
     worlds = sample_worlds(300, seed=5)
     for world in worlds:
         assert parse_world(world.caption) == world
         assert len(set(world.colours)) == len(world.colours)
-        tokens = world.caption.replace(",", " ,").split()
-        assert len(tokenizer.encode(world.caption)) <= min(TEXT_LEN, len(tokens) + 1)  # a piece a word, and the end
     with pytest.raises(ValueError, match="not a caption"):
         parse_world("a red circle moving right on a blue background")
-    ids, mask = token_rows(tokenizer, silent_prompts())
-    assert not (mask.sum(1) < 1).any() and (mask.sum(1) == 1).float().mean() > 0.6
-    assert ids.shape == mask.shape == (64, TEXT_LEN)
 
 
 def test_a_drawn_clip_shows_the_colours_of_its_caption_and_of_no_other():
@@ -91,9 +78,9 @@ def test_a_thing_that_moves_sideways_is_hidden_behind_the_pillar_in_the_middle_o
     assert less >= 5
 
 
-def test_a_text_to_video_file_is_the_image_model_given_nothing(trained: Path):
-    image = load_dit(trained / "high_noise_model.safetensors", dtype=torch.float32)
-    plain = load_dit(trained / "t2v" / "high_noise_model.safetensors", dtype=torch.float32)
+def test_a_text_to_video_file_is_the_image_model_given_nothing(folders: Path):
+    image = load_dit(folders / "i2v" / "high_noise_model.safetensors", dtype=torch.float32)
+    plain = load_dit(folders / "t2v" / "high_noise_model.safetensors", dtype=torch.float32)
     assert (image.config.in_channels, plain.config.in_channels, plain.config.head_dim) == (36, 16, 128)
     x, text = torch.randn(2, 16, 2, 6, 8), torch.randn(2, 9, 64)
     time = torch.tensor([900.0, 400.0])
@@ -105,28 +92,28 @@ def test_a_text_to_video_file_is_the_image_model_given_nothing(trained: Path):
 
 
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
-def test_its_folders_are_evaluated_and_the_quality_command_takes_them(trained: Path, tmp_path: Path, task: str):
+def test_its_folders_are_evaluated_and_the_quality_command_takes_them(folders: Path, tmp_path: Path, task: str):
     from wan_core.cli import main as wancore
 
-    folder = trained / task
-    common = ["--model", str(folder), "--frames", "5", "--steps", "2", "--count", "2", "--batch", "2"]
-    common += ["--size", "64x48", "--precision", "fp32", "--device", "cpu", "--setting", "every:2"]
-    main(["eval", *common, "--setting", "precision:bf16+every:2", "--out", str(tmp_path)])
+    folder = folders / task
+    common = ["--model", str(folder), "--frames", "5", "--steps", "12", "--count", "2", "--batch", "2"]
+    common += ["--size", "64x48", "--precision", "fp32", "--device", "cpu", "--setting", "taylorseer:2/0/0"]
+    main(["eval", *common, "--setting", "precision:bf16+taylorseer:2/0/0", "--out", str(tmp_path)])
     result = json.loads(next(tmp_path.glob(f"testbed-{task}-*.json")).read_text())
-    full, every, rounded = result["rows"]
-    assert (rounded["saved"], rounded["psnr"]) == (every["saved"], pytest.approx(every["psnr"], rel=0.3))
-    assert rounded["psnr"] != every["psnr"]
-    assert (full["name"], every["name"], every["samples"]) == ("full", "every:2", 2)
-    assert every["psnr_worst"] <= every["psnr"] <= 99 and 0 <= full["colours"] <= 1
+    full, skipped, rounded = result["rows"]
+    assert (rounded["saved"], rounded["psnr"]) == (skipped["saved"], pytest.approx(skipped["psnr"], rel=0.3))
+    assert rounded["psnr"] != skipped["psnr"]
+    assert (full["name"], skipped["name"], skipped["samples"]) == ("full", "taylorseer:2/0/0", 2)
+    assert skipped["psnr_worst"] <= skipped["psnr"] <= 99 and 0 <= full["colours"] <= 1
     assert ("first_frame_psnr" in result) == (task == "i2v")
     assert (tmp_path / f"testbed_{task}_worst.png").is_file()
     out = tmp_path / "quality.json"
     samples = ["--samples", str(folder / "samples.jsonl"), "--negative-prompt", ""]
     assert wancore(["quality", *common, *samples, "--out", str(out)]) == 0
-    assert json.loads(out.read_text())["rows"][0]["psnr"] == pytest.approx(every["psnr"], abs=0.02)
+    assert json.loads(out.read_text())["rows"][0]["psnr"] == pytest.approx(skipped["psnr"], abs=0.02)
 
 
-def test_full_runs_are_made_once_and_read_the_next_time(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_runs_are_made_once_and_read_the_next_time(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seeds = []
 
     def count(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
@@ -134,7 +121,7 @@ def test_full_runs_are_made_once_and_read_the_next_time(trained: Path, tmp_path:
         return make(pipe, batch, plan)
 
     monkeypatch.setattr(full_runs, "make", count)
-    command = ["eval", "--model", str(trained / "t2v"), "--out", str(tmp_path), "--keep", str(tmp_path / "full")]
+    command = ["eval", "--model", str(folders / "t2v"), "--out", str(tmp_path), "--keep", str(tmp_path / "full")]
     command += [
         "--quick",
         "--size",
@@ -144,7 +131,7 @@ def test_full_runs_are_made_once_and_read_the_next_time(trained: Path, tmp_path:
         "--device",
         "cpu",
         "--setting",
-        "every:2",
+        "taylorseer:2/0/0",
         "--count",
         "2",
     ]
@@ -158,7 +145,8 @@ def test_full_runs_are_made_once_and_read_the_next_time(trained: Path, tmp_path:
     first = rows("--steps", "2")
     assert seeds == [0, 1]
     assert rows("--steps", "2") == first and seeds == [0, 1]
-    assert rows("--steps", "3") != first and seeds == [0, 1, 0, 1], "another run is not read for this one"
+    rows("--steps", "3")
+    assert seeds == [0, 1, 0, 1], "another run is not read for this one"
 
 
 def test_the_kept_weights_are_small_and_give_both_folders(tmp_path: Path):
@@ -167,7 +155,7 @@ def test_the_kept_weights_are_small_and_give_both_folders(tmp_path: Path):
     for task, channels in (("t2v", 16), ("i2v", 36)):
         for name in ("high", "low"):
             expert = load_dit(tmp_path / task / f"{name}_noise_model.safetensors")
-            assert expert.config == replace(CONFIG, in_channels=channels)
+            assert (expert.config.in_channels, expert.config.num_layers) == (channels, 5)
 
 
 def test_the_kept_weights_do_not_travel_in_the_pack():

@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 
 from tools.testbed.drawing import Drawing, Size
-from tools.testbed.experts import PARTS
 from tools.testbed.scenes import sample_worlds
 from wan_core.checkpoint import load_dit, save
 from wan_core.models.wan.model import WanModel
 
+PARTS = {"high": "high_noise_model", "low": "low_noise_model"}
 SHARED = ("text_encoder.safetensors", "vae.safetensors")
 KEPT = Path(__file__).parents[2] / "benchmarks" / "testbed"  # experts in INT8, all files packed by xz
 SAMPLES = "samples.jsonl"
@@ -41,7 +41,7 @@ def unpacked(folder: Path) -> Iterator[Path]:
 
 
 def write_folders(source: Path, out: Path, *, size: Size, samples: int) -> None:
-    """`out`/t2v and `out`/i2v of the parts that training left in `source`, the experts in fp16."""
+    """`out`/t2v and `out`/i2v of the parts that are in `source`, the experts in fp16."""
     with unpacked(source) as trained:
         _write(trained, out, size, samples)
 
