@@ -231,7 +231,8 @@ class CountedCopies(TorchDispatchMode):
 
 @torch.no_grad()
 def vae(mesh: str, config: str, rows: int, columns: int, frames: int = 3, chunk: int | None = 1, last: bool = False):
-    """The largest differences between split and whole decoding, and encoding, relative to the largest number."""
+    """The largest differences between decoding in strips and whole, and between encoding with ranks and alone, relative
+    to the largest number."""
     model = small_vae(config)
     model = model.channels_last() if last else model
     generator = torch.Generator().manual_seed(1)

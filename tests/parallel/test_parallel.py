@@ -23,6 +23,7 @@ import parallel_checks
 import parallel_loading
 import parallel_ranks
 from parallel_ranks import Ranks
+from PIL import Image
 from safetensors.torch import save_file
 
 from benchmarks.__main__ import main as bench_main
@@ -224,13 +225,18 @@ def test_caches_keep_a_shard(ranks, mesh):
     assert all(cached == mine and same for cached, mine, same in ranks.ask("cached_tokens", mesh=mesh))
 
 
-def test_an_image_and_its_encoding(ranks, alone, tmp_path):
-    from PIL import Image
-
-    path = tmp_path / "first.png"
-    Image.new("RGB", (96, 96), (40, 90, 200)).save(path)
-    request = {"steps": 2, "image": str(path)}
-    equal_on_all(together(ranks, mesh="1x3x1", request=request), alone(request=request))
+@pytest.mark.parametrize("mesh", ["2x1x1", "layers2", "1x3x1"])
+def test_known_pictures_are_encoded_as_one_rank_does(ranks, alone, tmp_path, mesh):
+    """To the bit: sampling makes much of what rounding changes in a known picture. The first two meshes round nothing
+    else in another order, so their latents have one rank's bits."""
+    pictures = {"image": str(tmp_path / "first.png"), "last_image": str(tmp_path / "last.png")}
+    for seed, path in enumerate(pictures.values()):
+        pixels = torch.rand(96, 96, 3, generator=torch.Generator().manual_seed(seed)) * 255
+        Image.fromarray(pixels.byte().numpy()).save(path)
+    request = {"steps": 2, "guidance_mode": "sequential", **pictures}
+    answers, wanted = together(ranks, mesh=mesh, request=request), alone(request=request)
+    equal_on_all(answers, wanted)
+    assert torch.equal(answers[0][0], wanted[0]) or mesh == "1x3x1"
 
 
 @pytest.mark.parametrize(("mesh", "backend"), [("1x2x1", "eager"), ("1x1x2", "aot_eager")])
@@ -465,9 +471,10 @@ def test_what_cannot_be_held_in_parts_is_refused(options):
     ],
 )
 def test_a_picture_in_strips(ranks, mesh, options):
-    """Every value, edges between strips included: a missing or doubled halo is an error of a tenth, not of 1e-5."""
+    """Every value, edges between strips included: a missing or doubled halo is an error of a tenth, not of 1e-5. The
+    first rank encodes the whole picture, so there the bits are those of one GPU."""
     for decoded, encoded in ranks.ask("vae", mesh=mesh, **options):
-        assert decoded < ROUNDING and encoded < ROUNDING
+        assert decoded < ROUNDING and encoded == 0.0
 
 
 def test_the_benchmark_measures_several_ranks(ranks, tmp_path, monkeypatch):

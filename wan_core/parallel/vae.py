@@ -1,20 +1,25 @@
-"""Parallel VAE: the picture is divided into strips, one for each rank.
+"""Parallel VAE: the decoded picture is divided into strips, one for each rank. The first rank encodes.
 
-Every layer computes its strip of the whole picture's result. Norms need one position only. A convolution gets the rows
-(or columns) beyond its edge from the neighbours just before it runs. In attention inside a frame, every position of a
-strip attends to the keys of all strips. Results differ from one GPU only by rounding, because kernels get other shapes.
-The longer side of the picture is divided, in whole latent cells.
+Every layer of the decoder computes its strip of the whole picture's result. Norms need one position only. A convolution
+gets the rows (or columns) beyond its edge from the neighbours just before it runs. In attention inside a frame, every
+position of a strip attends to the keys of all strips. Results differ from one GPU only by rounding, because kernels get
+other shapes. The longer side of the picture is divided, in whole latent cells.
 
-Decoded frames and encoded latents are gathered as they are finished, so that every rank has the whole result.
+Decoded frames are gathered as they are finished, so that every rank has the whole result.
+
+Rounding would not stay small in what is encoded: sampling makes 0.046 of it (two GPUs, bf16). So the first rank encodes
+the whole picture as one GPU does, and sends the latents to all.
 
 Shapes: B batch, C channels, T/Y/X frames, rows, columns at the layer's own resolution.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from wan_core.parallel.mesh import Group, all_to_all, even_parts, gather_parts
@@ -24,7 +29,7 @@ CHUNK = 2  # latent frames computed together: a strip has memory for two, and co
 
 @dataclass(frozen=True)
 class Strips:
-    """Divides pictures among the ranks of `group`."""
+    """Divides decoded pictures among the ranks of `group`, of which the first encodes."""
 
     group: Group
     chunk: int = CHUNK
@@ -37,6 +42,13 @@ class Strips:
             return None
         return Strip(self.group, axis, tuple(even_parts(cells, self.group.size)))
 
+    def of_first(self, compute: Callable[[], Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """What the first rank computes, of `shape`, on every rank, in the dtype and on the device of `like`."""
+        made = compute().contiguous() if self.group.index == 0 else like.new_empty(shape)
+        if self.group.process is not None:
+            dist.broadcast(made, self.group.ranks[0], group=self.group.process)
+        return made
+
 
 @dataclass(frozen=True)
 class Strip:
@@ -46,45 +58,27 @@ class Strip:
     axis: int
     cells: tuple[int, ...]
 
-    def take(self, whole: Tensor, scale: int = 1) -> Tensor:
-        """This rank's strip of a whole picture with `scale` positions per cell, a view."""
-        begin = sum(self.cells[: self.group.index])
-        return whole.narrow(self.axis, begin * scale, self.cells[self.group.index] * scale)
+    def take(self, latents: Tensor) -> Tensor:
+        """This rank's strip of whole latents, a view."""
+        return latents.narrow(self.axis, sum(self.cells[: self.group.index]), self.cells[self.group.index])
 
-    def join(self, strip: Tensor, scale: int = 1) -> Tensor:
-        """The whole picture, on every rank."""
+    def join(self, strip: Tensor, scale: int) -> Tensor:
+        """The whole picture, with `scale` positions per cell, on every rank."""
         return gather_parts(strip, [count * scale for count in self.cells], self.group, self.axis)
 
-    def widen(self, x: Tensor, before: int, after: int) -> Tensor:
-        """x [..., Y, X] with `before` and `after` positions of the neighbours on both sides; zeros at the picture's
-        edge, as a convolution's padding."""
+    def widen(self, x: Tensor, more: int) -> Tensor:
+        """x [..., Y, X] with so many positions of the neighbours on both sides; zeros at the picture's edge, as a
+        convolution's padding."""
         axis, me, last = self.axis - 5, self.group.index, self.group.size - 1
-        n = x.shape[axis]
-        # The previous rank gets this rank's first `after` positions, the next rank its last `before` positions.
-        edges = {me - 1: (0, after), me + 1: (n - before, before)}
-        sends = [x.narrow(axis, *edges[r]) if r in edges and edges[r][1] else None for r in range(last + 1)]
-        shape = list(x.shape)
-
-        def size(count: int) -> int:
-            shape[axis] = count
-            return torch.Size(shape).numel()
-
-        arriving = [size({me - 1: before, me + 1: after}.get(r, 0)) for r in range(last + 1)]
-        leaving = [0 if part is None else part.numel() for part in sends]
-        packed = torch.cat([x.new_empty(0), *(part.flatten() for part in sends if part is not None)])
-        arrived = x.new_empty(sum(arriving))
-        all_to_all(arrived, packed, arriving, leaving, self.group)
-
-        def side(rank: int, count: int) -> Tensor:
-            shape[axis] = count
-            if not 0 <= rank <= last:
-                return x.new_zeros(shape)
-            begin = sum(arriving[:rank])
-            return arrived[begin : begin + arriving[rank]].view(shape)
-
-        sides = [side(me - 1, before)] if before else []
-        sides += [x, *([side(me + 1, after)] if after else [])]
-        return _joined(sides, axis)
+        # The previous rank gets this rank's first positions, the next rank its last ones: as many as arrive.
+        first, final = x.narrow(axis, 0, more), x.narrow(axis, x.shape[axis] - more, more)
+        edges = {rank: edge for rank, edge in ((me - 1, first), (me + 1, final)) if 0 <= rank <= last}
+        counts = [first.numel() if rank in edges else 0 for rank in range(last + 1)]
+        arrived = x.new_empty(sum(counts))
+        all_to_all(arrived, torch.cat([edge.flatten() for edge in edges.values()]), counts, counts, self.group)
+        sides = {rank: part.view(first.shape) for rank, part in zip(edges, arrived.split(first.numel()), strict=True)}
+        zeros = torch.zeros_like(first)
+        return _joined([sides.get(me - 1, zeros), x, sides.get(me + 1, zeros)], axis)
 
     def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]:
         """A convolution's padding (..., rows, columns), with 0 for the axis, which `widen` has extended."""

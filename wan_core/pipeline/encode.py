@@ -233,6 +233,6 @@ def encode_images(vae: VideoVAE, images: Tensor) -> Tensor:
 def encode_video(vae: VideoVAE, video: Tensor) -> Tensor:
     """Latents of a video [1, 3, F, H, W] in -1..1, see `encode_images`."""
     latents: list[Tensor] = []
-    if not fits_in_memory(lambda: latents.append(vae.encode(video, chunk=1)), retry=vae.strips is None):
+    if not fits_in_memory(lambda: latents.append(vae.encode(video, chunk=1)), retry=True):
         latents.append(vae.encode(video, chunk=1, tile=TileSpec()))
     return latents[0].float().cpu()

@@ -77,7 +77,7 @@ class PictureStrip(Protocol):
 
     axis: int  # the axis of [B, C, T, Y, X] that is divided: 3 or 4
 
-    def widen(self, x: Tensor, before: int, after: int) -> Tensor: ...
+    def widen(self, x: Tensor, more: int) -> Tensor: ...
     def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]: ...
     def keys(self, x: Tensor) -> Tensor: ...
 
@@ -101,7 +101,7 @@ class CausalConv3d(nn.Conv3d):
         because the others would multiply zeros. In a strip of the picture, the neighbours' pixels are added as well.
         """
         if chunk.strip is not None and self.kernel_size[1] > 1:
-            x = chunk.strip.widen(x, self.kernel_size[1] // 2, self.kernel_size[1] // 2)
+            x = chunk.strip.widen(x, self.kernel_size[1] // 2)
         if self.lead == 0:
             return x
         history = chunk.history.pop(self, None)
@@ -284,7 +284,8 @@ class Downsample(nn.Module):
         self.time_conv = CausalConv3d(channels, channels, (3, 1, 1), time_stride=2) if temporal else None
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
-        x = as_video(self._halve(as_pictures(x), chunk), x.shape[0])
+        halve = cast(nn.Conv2d, self.resample["1"])
+        x = as_video(halve(as_pictures(x))[..., 1:, 1:], x.shape[0])
         if self.time_conv is None:
             return x
         if not chunk.first:
@@ -296,15 +297,6 @@ class Downsample(nn.Module):
     def settle(self, still: Still) -> Still:
         """Where the output stands still, given where the input does."""
         return still if self.time_conv is None else still.halved()
-
-    def _halve(self, pictures: Tensor, chunk: Chunk) -> Tensor:
-        conv = cast(nn.Conv2d, self.resample["1"])
-        if chunk.strip is None:
-            return conv(pictures)[..., 1:, 1:]
-        pictures = chunk.strip.widen(pictures, 0, 1)  # the official padding; along the axis it is the next strip
-        padding = chunk.strip.padding((2, 2))
-        halved = F.conv2d(pictures, conv.weight, conv.bias, conv.stride, padding)
-        return halved[..., 1:] if chunk.strip.axis == 3 else halved[..., 1:, :]
 
 
 class Upsample(nn.Module):
@@ -322,7 +314,7 @@ class Upsample(nn.Module):
         if strip is None:
             return as_video(conv(double_sides(pictures)), x.shape[0])
         # A neighbour's position becomes two, of which the convolution needs one.
-        pictures = double_sides(strip.widen(pictures, 1, 1))
+        pictures = double_sides(strip.widen(pictures, 1))
         axis = strip.axis - 5
         pictures = pictures.narrow(axis, 1, pictures.shape[axis] - 2)
         doubled = F.conv2d(pictures, conv.weight, conv.bias, conv.stride, strip.padding((1, 1)))

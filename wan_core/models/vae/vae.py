@@ -193,7 +193,7 @@ class VideoVAE(nn.Module):
         super().__init__()
         _check_config(config)
         self.config = config
-        self.strips: Any = None  # set by `wan_core.parallel.vae.Strips`, which divides the picture among ranks
+        self.strips: Any = None  # set by `wan_core.parallel.vae.Strips`, for ranks that share the work
         self.encoder = Encoder(config)
         self.conv1 = CausalConv3d(2 * config.z_dim, 2 * config.z_dim, (1, 1, 1))
         self.conv2 = CausalConv3d(config.z_dim, config.z_dim, (1, 1, 1))
@@ -229,27 +229,29 @@ class VideoVAE(nn.Module):
         """Mean and log variance of the posterior, both [B, z, T, Y, X]. Arguments and errors as in `encode`."""
         frames, rows, columns = self._latent_size(video)
         spans = _chunk_spans(frames, chunk)
-        if tile is None:
-            moments = torch.cat(list(self._encode_chunks(video, spans)), dim=2)
-        else:
+
+        def moments() -> Tensor:
+            if tile is None:
+                return torch.cat(list(self._encode_chunks(video, spans)), dim=2)
             tiles = plan_tiles(rows, columns, tile, scale=1)
-            moments = self._encode_tiles(video, spans, tiles, (frames, rows, columns))
-        mean, logvar = moments.chunk(2, dim=1)
+            return self._encode_tiles(video, spans, tiles, (frames, rows, columns))
+
+        if self.strips is None:
+            mean, logvar = moments().chunk(2, dim=1)
+        else:
+            size = (video.shape[0], 2 * self.config.z_dim, frames, rows, columns)
+            mean, logvar = self.strips.of_first(moments, size, self.own).chunk(2, dim=1)
         return mean, logvar
 
     def _encode_chunks(self, video: Tensor, spans: list[tuple[int, int]]) -> Iterator[Tensor]:
         history: dict[nn.Module, Tensor] = {}
         still_since = self._stands_still_since(video)
-        scale = self.config.spatial_stride
-        strip = None if self.strips is None else self.strips.cut(video.shape[3] // scale, video.shape[4] // scale)
-        video = video if strip is None else strip.take(video, scale)
         for start, stop in spans:
             begin, end = self._frame(start), self._frame(stop)
             still = Still(begin, end, still_since[end - 1])
-            chunk = Chunk(first=start == 0, last=stop == spans[-1][1], history=history, strip=strip, still=still)
+            chunk = Chunk(first=start == 0, last=stop == spans[-1][1], history=history, still=still)
             pixels = self._to_own(video[:, :, begin:end])
-            moments = self.conv1(self.encoder(fold_patches(pixels, self.config.patch), chunk), chunk)
-            yield moments if strip is None else strip.join(moments)
+            yield self.conv1(self.encoder(fold_patches(pixels, self.config.patch), chunk), chunk)
 
     def _encode_tiles(
         self, video: Tensor, spans: list[tuple[int, int]], tiles: list[Tile], size: tuple[int, int, int]
