@@ -85,12 +85,21 @@ def test_every_kernel_takes_every_head_dim_we_have(name, head_dim):
     assert BACKENDS[name].needs.why_not((9, 0), torch.bfloat16, head_dim) is None
 
 
+@pytest.mark.parametrize("name", ["sage", "flash3", "te-fp8"])
+def test_a_refusal_says_what_to_take_and_no_path(name):
+    with pytest.raises(AttentionError, match=f"{name}.* cannot run on cpu: .*Use auto") as refused:
+        resolve_attention(name, CPU)
+    assert "python" not in str(refused.value)
+
+
 def test_a_head_dim_is_refused_when_the_backend_is_resolved(monkeypatch):
     odd = Backend("odd", "", load=lambda: SDPA, needs=Needs(head_dims=range(16, 129, 16)))
     monkeypatch.setitem(BACKENDS, "odd", odd)
     assert resolve_attention("odd", CPU, torch.float32, 64) == ("odd", SDPA)
     assert resolve_attention("odd", CPU, torch.float32) == ("odd", SDPA)
-    with pytest.raises(AttentionError, match=r"'odd' cannot run on cpu: takes a head dim .*this model has 40.*doctor"):
+    with pytest.raises(
+        AttentionError, match=r"'odd' cannot run on cpu: takes a head dim .*this model has 40.*Use auto"
+    ):
         resolve_attention("odd", CPU, torch.float32, 40)
 
 

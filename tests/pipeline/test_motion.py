@@ -162,9 +162,9 @@ def test_phases_that_cannot_be_are_refused(fields: dict[str, object], message: s
         plan_of(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["high", "high=", "=1", "high=a", "high=1,0", "high=1000"])
-def test_what_is_no_strength_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="LoRA strengths"):
+@pytest.mark.parametrize("text", ["high", "high=", "=1", "0.8", "high=a", "high=1,0", "high=1000"])
+def test_what_is_no_strength_is_refused_as_it_was_given(text: str) -> None:
+    with pytest.raises(OptionError, match=f"LoRA strengths '{text}' given; write NAME=0;1"):
         LoraShares.parse(text)
 
 

@@ -52,10 +52,11 @@ class LoraShares:
         of, _, numbers = text.rpartition("=")
         try:
             return cls(of=of.strip(), shares=tuple(float(one) for one in numbers.split(";")))
-        except ValueError as fault:
-            if isinstance(fault, OptionError):
-                raise
-            raise OptionError(f"LoRA strengths {text[:60]!r} given; write NAME=0;1, one number a phase") from None
+        except ValueError:
+            raise OptionError(
+                f"LoRA strengths {text[:60]!r} given; write NAME=0;1: high, low, all or a part of a file's name, and "
+                "for each phase a number from -100 to 100"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

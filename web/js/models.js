@@ -150,7 +150,8 @@ function refusal({ loaders, texts }, place, node) {
   const unknown = loaders.filter((loader) => !loader.texts.some(namesWan));
   if (!unknown.length || texts.some(namesWan) || conditioned(place, node)) return null;
   const name = unknown[0].texts.find((text) => /\.\w+$/.test(text)) ?? titleOf(unknown[0].node);
-  return `${name} is not known to be a Wan model`;
+  const way = 'connect WanCore Accelerate in front of the sampler by hand, or put "wan" into the file\'s name';
+  return `${name} is not known to be a Wan model: if it is one, ${way}`;
 }
 
 export function titleOf(node) {

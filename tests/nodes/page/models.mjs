@@ -44,6 +44,8 @@ const loader = (id, file, more = {}) => [id, "UNETLoader", {}, ["MODEL"], { text
 const through = (id, type, from, more = {}) => [id, type, { model: [...from, "MODEL"] }, ["MODEL"], more];
 const sampler = (id, from, more = {}, type = "KSampler") => [id, type, { model: [...from, "MODEL"] }, ["LATENT"], more];
 const wires = (found) => found.wires.map((wire) => [wire.node.id, wire.slot, wire.ends.map(([node]) => node.id)]);
+const UNKNOWN = "is not known to be a Wan model: if it is one, connect WanCore Accelerate in front of the sampler by " +
+  'hand, or put "wan" into the file\'s name';
 const HIGH = "wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors";
 
 test("files are known by their names, and no others are", () => {
@@ -55,7 +57,7 @@ test("files are known by their names, and no others are", () => {
   const of = (file) => plan(graph([loader(1, file), sampler(2, [1, 0])]));
   for (const file of known) assert.equal(of(file).wires.length, 1, file);
   for (const file of others) {
-    assert.deepEqual([of(file).wires, of(file).left], [[], [`KSampler 2: ${file} is not known to be a Wan model`]]);
+    assert.deepEqual([of(file).wires, of(file).left], [[], [`KSampler 2: ${file} ${UNKNOWN}`]]);
   }
 });
 
@@ -105,7 +107,7 @@ test("switches, merges and nodes that are not known: every model that may come m
     sampler(4, [3, 0]),
   ]));
   assert.deepEqual(wires(switched("wan2.1.safetensors")), [[3, 0, [4]]]);
-  assert.deepEqual(switched("sdxl.safetensors").left, ["KSampler 4: sdxl.safetensors is not known to be a Wan model"]);
+  assert.deepEqual(switched("sdxl.safetensors").left, [`KSampler 4: sdxl.safetensors ${UNKNOWN}`]);
 });
 
 test("a file without the name: a LoRA on the wire, Wan's own nodes or its text encoder in front of the sampler say it", () => {

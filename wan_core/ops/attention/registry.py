@@ -16,7 +16,6 @@ import torch
 
 from wan_core.config import UserError
 from wan_core.config.checks import unknown
-from wan_core.config.command import command
 from wan_core.config.compile_cache import set_flash_attention_cache
 from wan_core.ops.attention import dense, fp8, sdpa
 from wan_core.ops.attention.library import Library, load_torchs_cudnn
@@ -215,6 +214,7 @@ def resolve_attention(
     reason = backend.why_not(device, dtype, head_dim)
     if reason is not None:
         raise AttentionError(
-            f"attention backend {name!r} cannot run on {device}: {reason}. `{command('doctor')}` lists what can."
+            f"attention backend {name!r} cannot run on {device}: {reason}. Use auto, which takes the fastest that runs "
+            "here; the command `doctor` lists all"
         )
     return name, backend.load()

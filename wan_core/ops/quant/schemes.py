@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from wan_core.config import QUANTIZED, OptionError
-from wan_core.config.command import command
 from wan_core.ops.cards import ADA, FP8_SINCE, capability
 from wan_core.ops.quant import fp8, int8
 from wan_core.ops.quant import transformer_engine as te
@@ -79,7 +78,8 @@ def resolve_scheme(precision: str, device: torch.device) -> Scheme | None:
     scheme = SCHEMES.get(precision)
     reason = None if scheme is None else scheme.why_not(device)
     if reason is not None:
+        able = ", ".join(name for name, one in SCHEMES.items() if one.why_not(device) is None)
         raise OptionError(
-            f"precision {precision!r} cannot run on {device}: {reason}. `{command('doctor')}` lists what can."
+            f"precision {precision!r} cannot run on {device}: {reason}. Use checkpoint, or one that runs here: {able}"
         )
     return scheme
