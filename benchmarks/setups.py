@@ -114,7 +114,6 @@ SETUPS: dict[str, Setup] = {
         Setup("te-current", "te-current", BEST),
         Setup("te-block", "te-block", BEST),
         Setup("fp8 + compile", "fp8", BEST, compile="blocks"),
-        Setup("fp8 + te-fp8", "fp8", "te-fp8"),
         Setup("fp8 + cudnn-fp8", "fp8", "cudnn-fp8"),
         Setup("fp8 + cudnn-fp8 + compile", "fp8", "cudnn-fp8", compile="blocks"),
         Setup("fp8 + sparse 50 %", "fp8", "cudnn-fp8", keep=0.5),

@@ -50,7 +50,7 @@ class WanCoreAccelerate(io.ComfyNode):
                     options=[*CHOSEN, COMFYUI, *BACKENDS],
                     default="auto",
                     tooltip="The kernel of self-attention. 'auto' takes the fastest that runs here and changes no "
-                    "numbers but for rounding; FP8 and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by "
+                    "numbers but for rounding; FP8 and int8 kernels ('cudnn-fp8', 'int8', 'sage') only by "
                     "name, or by 'fast', which takes the card's first. 'comfyui' leaves dense attention to ComfyUI.",
                 ),
                 io.Combo.Input(

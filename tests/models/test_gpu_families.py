@@ -55,7 +55,7 @@ def difference(actual: Tensor, exact: Tensor) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["auto", "te-fp8", "cudnn-fp8"])
+@pytest.mark.parametrize("attention", ["auto", "cudnn-fp8"])
 @EVERY
 def test_a_gpu_computes_what_a_cpu_computes(name, attention):
     config = WIDE[name]
@@ -70,7 +70,7 @@ def test_a_gpu_computes_what_a_cpu_computes(name, attention):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["auto", "te-fp8"])
+@pytest.mark.parametrize("attention", ["auto", "cudnn-fp8"])
 @EVERY
 def test_sparse_attention_that_reads_everything_is_dense(name, attention):
     """Through the kernels of a GPU, their log-sum-exp included."""

@@ -160,7 +160,7 @@ def test_a_compiled_model_comes_back_without_another_compilation(comfy: ComfyUI)
         ({"keep_blocks": 1}, "quantises nothing"),
         ({"precision": "fp8", "keep_blocks": 4}, "0 to 3 are possible"),
         ({"precision": "fp8", "keep_blocks": -1}, "0 to 3 are possible"),
-        ({"attention": "te-fp8"}, "NVIDIA GPU"),
+        ({"attention": "cudnn-fp8"}, "NVIDIA GPU"),
         ({"attention": "odd"}, "head dim of 96, this model has 64"),
         ({"compile": "everything"}, "everything"),
     ],

@@ -107,7 +107,7 @@ class LoadOptions:
         help="backend, see `doctor`; fast: one that rounds to FP8 or INT8, where the card has one that is faster "
         "(default %(default)s)",
         tip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 and int8 "
-        "kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by name, or by 'fast', which takes the card's first. "
+        "kernels ('cudnn-fp8', 'int8', 'sage') only by name, or by 'fast', which takes the card's first. "
         "One that cannot run is refused, never replaced silently.",
     )
     compile: str = option(

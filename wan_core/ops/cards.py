@@ -48,12 +48,12 @@ CARDS = (
     Card(since=ADA, name="Ada", attention=("flash2", "sdpa"), rounding=("sage", "int8"), sparse=("flex",),
          precision=("fp8", "fp8-tensor"), int8=("kitchen", "fp8")),
     # 75,600 tokens: flash4 170 ms, cuDNN 192, INT8 244, cuDNN in FP8 141.
-    Card(since=HOPPER, name="Hopper", attention=("flash4", "cudnn", "sdpa"), rounding=("cudnn-fp8", "te-fp8"),
+    Card(since=HOPPER, name="Hopper", attention=("flash4", "cudnn", "sdpa"), rounding=("cudnn-fp8",),
          sparse=("cudnn-fp8", "cudnn", "flex"), precision=("fp8",), int8=("fp8",), measured="measured on an H200"),
     # cuDNN first: it is the library of the card's maker, comes with torch and was published level with flash-attn-4
     # for attention without a mask.
     Card(since=BLACKWELL, name="Blackwell, data centre", attention=("cudnn", "flash4", "sdpa"),
-         rounding=("cudnn-fp8", "te-fp8"), sparse=("cudnn", "flex"), precision=("fp8",), int8=("kitchen", "fp8")),
+         rounding=("cudnn-fp8",), sparse=("cudnn", "flex"), precision=("fp8",), int8=("kitchen", "fp8")),
     # No data-centre kernels, so what torch has tuned for it.
     Card(since=RTX_BLACKWELL, name="Blackwell, GeForce and RTX PRO", attention=("sdpa",),
          rounding=("sage", "int8", "cudnn-fp8"), sparse=("cudnn", "flex"), precision=("fp8",),

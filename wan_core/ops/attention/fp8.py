@@ -1,6 +1,5 @@
-"""Attention in FP8: how q, k and v become E4M3, the arithmetic in plain torch, and the kernels of libraries for Hopper
-and newer: cuDNN's graph interface (nvidia-cudnn-frontend) and Transformer Engine's call into cuDNN, with tensors and
-scales that are ours.
+"""Attention in FP8: how q, k and v become E4M3, the arithmetic in plain torch, and the kernel for Hopper and newer, by
+cuDNN's graph interface (nvidia-cudnn-frontend).
 
 Four things make FP8 attention usable:
 
@@ -22,13 +21,8 @@ The kernel computes exp(score - maximum) in 0..1, rounds it to E4M3 and multipli
 range up, so that what is far below a row's largest weight does not round to nothing. On random data 1 to 448 made no
 difference.
 
-Transformer Engine's usual way in, `DotProductAttention` under `autocast`, keeps delayed scales that only a training
-step updates: at inference they stay 1.0 for ever. So the function below that module is called with FP8 tensors whose
-scales were taken from the data a moment ago, and with an output scale that cannot overflow.
-
 Legend: B batch, L query tokens, S key tokens, H heads, D head dim.
-Source: docs.nvidia.com/deeplearning/cudnn/frontend, operation "SDPA FP8";
-transformer_engine/pytorch/cpp_extensions/fused_attn.py.
+Source: docs.nvidia.com/deeplearning/cudnn/frontend, operation "SDPA FP8".
 """
 
 from __future__ import annotations
@@ -70,10 +64,10 @@ class Fp8Attention(Attention):
 
     takes_fp8 = True
 
-    def __init__(self, kernel: Kernel, kernel_lse: KernelLse | None = None, *, capturable: bool = True) -> None:
-        """capturable: whether a CUDA graph may hold its launches."""
+    gives_lse = True
+
+    def __init__(self, kernel: Kernel, kernel_lse: KernelLse) -> None:
         self.kernel, self.kernel_lse = kernel, kernel_lse
-        self.capturable, self.gives_lse = capturable, kernel_lse is not None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         refuse_gradients("FP8 attention", q, k, v)
@@ -83,8 +77,6 @@ class Fp8Attention(Attention):
         return self.kernel(q, k, v)
 
     def quantized_lse(self, q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, Tensor]:
-        if self.kernel_lse is None:
-            return super().quantized_lse(q, k, v)
         return self.kernel_lse(q, k, v)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> tuple[Tensor, Tensor]:
@@ -266,55 +258,3 @@ def _run_cudnn(qkv: tuple[Quantized, Quantized, Quantized], with_lse: bool) -> t
 def _layout(x: Tensor) -> Layout:
     heads_first = x.transpose(1, 2)  # [B, H, L, D]
     return tuple(heads_first.shape), tuple(heads_first.stride())
-
-
-def te_kernel(queries: Quantized, keys: Quantized, values: Quantized) -> Quantized:
-    """FP8 data and scales [1] -> FP8 [B, L, H, D] under v's scale."""
-    import transformer_engine_torch as tex  # pyright: ignore[reportMissingImports]
-    from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend, fused_attn_fwd  # pyright: ignore[reportMissingImports]
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor  # pyright: ignore[reportMissingImports]
-
-    q, k = queries.data, keys.data
-
-    def wrap(x: Quantized) -> Float8Tensor:
-        data = x.data.contiguous().view(torch.uint8)  # its layouts are by name, and none of them has strides
-        e4m3 = tex.DType.kFloat8E4M3
-        return Float8Tensor(
-            shape=data.shape, dtype=torch.bfloat16, data=data, fp8_scale_inv=x.scale, fp8_dtype=e4m3, device=data.device
-        )
-
-    def quantizer(scale: Tensor) -> Float8Quantizer:
-        amax = torch.zeros(1, device=q.device)
-        return Float8Quantizer(scale=scale, amax=amax, fp8_dtype=tex.DType.kFloat8E4M3, columnwise=False)
-
-    def starts(length: int) -> Tensor:
-        return torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * length
-
-    softmax = quantizer(torch.full((1,), SOFTMAX_SCALE, device=q.device))
-    softmax.internal = True
-    with torch.cuda.device(q.device):
-        out = fused_attn_fwd(
-            is_training=False,
-            max_seqlen_q=q.shape[1],
-            max_seqlen_kv=k.shape[1],
-            cu_seqlens_q=starts(q.shape[1]),
-            cu_seqlens_kv=starts(k.shape[1]),
-            q=wrap(queries),
-            k=wrap(keys),
-            v=wrap(values),
-            fake_dtype=torch.bfloat16,
-            fused_attention_backend=FusedAttnBackend["FP8"],
-            s_quantizer=softmax,
-            o_quantizer=quantizer(values.scale.reciprocal()),
-            attn_scale=q.shape[-1] ** -0.5,
-            qkv_layout="bshd_bshd_bshd",
-            o_format="bshd",
-            attn_mask_type="no_mask",
-            # It draws from the generator even without dropout: not from the one that the user seeds.
-            rng_gen=torch.Generator(q.device),
-        )[0]
-    return Quantized(out._data.view(FP8).view(q.shape), values.scale)
-
-
-def te_fp8() -> Fp8Attention:
-    return Fp8Attention(te_kernel, capturable=False)  # it draws from a generator, which a graph would have to know

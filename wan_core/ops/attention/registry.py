@@ -18,7 +18,7 @@ from wan_core.config import UserError
 from wan_core.config.checks import unknown
 from wan_core.config.compile_cache import set_flash_attention_cache
 from wan_core.ops.attention import dense, fp8, sdpa
-from wan_core.ops.attention.library import Library, load_torchs_cudnn
+from wan_core.ops.attention.library import Library
 from wan_core.ops.attention.protocol import Attention, Dense
 from wan_core.ops.cards import AMPERE, HOPPER, TURING, Capability, capability, card_of, name_of
 from wan_core.ops.kernels import fused
@@ -116,13 +116,6 @@ FLASH2 = Library(
 )
 SAGE = Library("sageattention", "sageattention", "sageattn", "see github.com/thu-ml/SageAttention")
 CUDNN_FRONTEND = Library("nvidia-cudnn-frontend", "cudnn", "pygraph.sdpa_fp8", "pip install nvidia-cudnn-frontend")
-TRANSFORMER_ENGINE = Library(
-    "transformer-engine",
-    "transformer_engine.pytorch.cpp_extensions.fused_attn",
-    "fused_attn_fwd",
-    "pip install --no-build-isolation 'transformer-engine[pytorch]'",
-    before=load_torchs_cudnn,
-)
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -149,8 +142,6 @@ BACKENDS: dict[str, Backend] = {
                 Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, exact=False),
         Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", fp8.cudnn_fp8,
                 Needs(HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)), CUDNN_FRONTEND.why_not, exact=False),
-        Backend("te-fp8", "Transformer Engine's FP8 attention, K's mean removed", fp8.te_fp8,
-                Needs(HOPPER, 10, HALF, range(16, 129, 16)), TRANSFORMER_ENGINE.why_not, gives_lse=False, exact=False),
         Backend("math", "the formula in float32, the whole matrix in memory: for tests",
                 lambda: Dense(sdpa.math_reference, sdpa.math_lse)),
         Backend("math-fp8", "the same on q, k, v and output rounded to FP8: for tests", fp8.math_fp8,
