@@ -1,5 +1,6 @@
 """The nodes: widgets -> dataclasses -> one engine call. No arithmetic on tensors here; what is missing goes into the
-engine. Ids, inputs, their order, defaults and sockets are frozen (`tests/node_schemas.json`): only ever append.
+engine. From the first release on, ids, inputs, their order, defaults and sockets are frozen
+(`tests/nodes/node_schemas.json`): only ever append.
 
 What constants alone show to be wrong is refused before a prompt runs: `validate_inputs` gets None for what comes
 through a link, which is checked when the node runs, and raises. ComfyUI's page shows the sentence of an exception at

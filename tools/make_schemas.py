@@ -2,10 +2,10 @@
 
     python tools/make_schemas.py
 
-It adds new nodes and new inputs to tests/nodes/node_schemas.json; what is there already stays as it is: the tests
-compare the nodes with it. And it writes the lists of web/docs, whose lines are the tooltips, and those of the pages in
-Chinese (web/docs/NODE/zh.md) from locales/zh, which is written by hand; `tests/nodes/test_locales.py` says what is
-missing there.
+It writes tests/nodes/node_schemas.json, with which the tests compare the nodes: anew before the first release, and
+from then on only what is new, because shared workflows rely on the rest. And it writes the lists of web/docs, whose
+lines are the tooltips, and those of the pages in Chinese (web/docs/NODE/zh.md) from locales/zh, which is written by
+hand; `tests/nodes/test_locales.py` says what is missing there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tools.workflows import OWN_SCHEMAS, Schema
 
 KEYS = ("default", "multiline", "control_after_generate")
 ROOT = Path(__file__).resolve().parents[1]
+CHANGELOG, RELEASE = ROOT / "CHANGELOG.md", re.compile(r"^## \[[\d.]+\] - \d", re.MULTILINE)  # has a date
 PAGES, CHINESE_TEXTS = ROOT / "web" / "docs", ROOT / "locales" / "zh" / "nodeDefs.json"
 
 
@@ -108,7 +109,8 @@ def write_chinese_pages() -> None:
 
 
 def main() -> None:
-    schemas: dict[str, Schema] = json.loads(OWN_SCHEMAS.read_text(encoding="utf-8"))
+    released = RELEASE.search(CHANGELOG.read_text(encoding="utf-8")) is not None
+    schemas: dict[str, Schema] = json.loads(OWN_SCHEMAS.read_text(encoding="utf-8")) if released else {}
     for name, node in declared().items():
         schemas[name] = extended(schemas.get(name), schema_of(node))
         page = PAGES / f"{name}.md"

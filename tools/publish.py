@@ -45,8 +45,8 @@ def faults(project: dict[str, Any], root: Path) -> Iterator[str]:
     if not comfy.get("PublisherId"):
         yield "[tool.comfy] has no PublisherId"
     version = project["project"]["version"]
-    if f"## [{version}]" not in (root / "CHANGELOG.md").read_text(encoding="utf-8"):
-        yield f"CHANGELOG.md has no chapter {version}"
+    if not re.search(rf"^## \[{re.escape(version)}\] - \d", (root / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE):
+        yield f"CHANGELOG.md has no chapter {version} with a date: ## [{version}] - YYYY-MM-DD"
 
 
 def with_address(text: str, address: str) -> str:

@@ -1,8 +1,8 @@
-"""Shared workflows go on working: ids, inputs, order, defaults and sockets of the nodes are frozen, and only additions
-at the end, optional ones, pass.
+"""Shared workflows go on working: from the first release on, ids, inputs, order, defaults and sockets of the nodes are
+frozen, and only additions at the end, optional ones, pass.
 
-`node_schemas.json` is what ComfyUI's `/object_info` said when this version was made (`test_nodes_comfy.py` compares
-with a real one). Here the declarations are read without ComfyUI (`tools.declared_nodes`).
+`node_schemas.json` is what ComfyUI's `/object_info` says (`test_nodes_comfy.py` compares with a real one). Here the
+declarations are read without ComfyUI (`tools.declared_nodes`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tools.declared_nodes import declared
-from tools.make_schemas import schema_of
+from tools.make_schemas import RELEASE, extended, schema_of
 
 CATEGORIES = {f"WanCore/{part}" for part in ("load", "prompt", "sample", "speed", "control", "tools")}
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json").read_text())
@@ -55,14 +55,21 @@ def test_inputs_only_grow_at_the_end(schemas: dict[str, Any], name: str) -> None
 
 
 def test_the_file_has_all_that_is_declared() -> None:
-    """What is new is written into it by tools/make_schemas.py. Two texts of the first release are without `multiline`
-    there."""
+    """tools/make_schemas.py writes it."""
     for name, node in declared().items():
-        schema, frozen = (
-            {kind: [entry | {"multiline": ""} for entry in one[kind]] for kind in one}
-            for one in (schema_of(node), FROZEN[name])
-        )
-        assert schema == frozen, name
+        assert schema_of(node) == FROZEN[name], name
+
+
+def test_what_is_released_stays() -> None:
+    """From the first dated chapter of the changelog on, only what is new is written."""
+    kept = {"name": "steps", "type": "INT", "default": 20}
+    choice = {"name": "mode", "type": "COMBO", "options": ["a"]}
+    before: dict[str, Any] = {"inputs": [kept, choice], "outputs": [{"name": "model", "type": "MODEL"}]}
+    now = {"inputs": [{**choice, "options": ["a", "b"]}, {**kept, "default": 8}, {"name": "new"}], "outputs": []}
+    inputs = [kept, {**choice, "options": ["a", "b"]}, {"name": "new"}]
+    assert extended(before, now) == {"inputs": inputs, "outputs": before["outputs"]}
+    assert RELEASE.search("# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - unreleased\n") is None
+    assert RELEASE.search("# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2030-01-02\n")
 
 
 def test_steps_and_rounding_fit_the_range(schemas: dict[str, Any]) -> None:

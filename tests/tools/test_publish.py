@@ -19,20 +19,25 @@ LARGEST = 19_000_000  # bytes of the archive: most of it is the embedded model
 NEEDED = ("__init__.py", "pyproject.toml", "requirements.txt", "LICENSE", "README.md", "nodes/__init__.py")
 
 
-def said(text: str) -> list[str]:
-    return list(publish.faults(tomllib.loads(text), ROOT))
+def said(text: str, root: Path) -> list[str]:
+    return list(publish.faults(tomllib.loads(text), root))
 
 
-def test_the_placeholder_is_refused_and_an_address_is_not() -> None:
-    """Icon and Banner follow the address; another picture, or a version without its chapter, is refused."""
+def test_the_placeholder_is_refused_and_an_address_is_not(tmp_path: Path) -> None:
+    """Icon and Banner follow the address; another picture, and a version whose chapter has no date, are refused."""
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    changelog, version = tmp_path / "CHANGELOG.md", tomllib.loads(TEXT)["project"]["version"]
+    changelog.write_text(f"## [{version}] - 2030-01-02\n")
     decided = publish.with_address(TEXT, "https://github.com/somebody/wancore")
-    assert said(decided) == [] and "OWNER" not in decided.replace("refuses OWNER", "")
-    assert said(publish.with_address(decided, "https://github.com/OWNER/wancore")) == [
+    assert said(decided, tmp_path) == [] and "OWNER" not in decided.replace("refuses OWNER", "")
+    assert said(publish.with_address(decided, "https://github.com/OWNER/wancore"), tmp_path) == [
         "the public address is not decided: python tools/publish.py https://github.com/NAME/wancore"
     ]
-    assert "is no address of GitHub" in said(publish.with_address(decided, "https://example.org/x"))[0]
-    assert "Icon is" in said(decided.replace("images/icon.png", "images/other.png"))[0]
-    assert "no chapter 9.9.9" in said(decided.replace('version = "0', 'version = "9.9.9"\nx = "0', 1))[0]
+    assert "is no address of GitHub" in said(publish.with_address(decided, "https://example.org/x"), tmp_path)[0]
+    assert "Icon is" in said(decided.replace("images/icon.png", "images/other.png"), tmp_path)[0]
+    assert "no chapter 9.9.9" in said(decided.replace('version = "0', 'version = "9.9.9"\nx = "0', 1), tmp_path)[0]
+    changelog.write_text(f"## [{version}] - unreleased\n")
+    assert f"no chapter {version} with a date" in said(decided, tmp_path)[0]
 
 
 @pytest.mark.parametrize(("name", "size"), [("icon.png", (400, 400)), ("banner.png", (1260, 540))])
