@@ -26,8 +26,9 @@ from wan_core.media.video import read_video, video_facts
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.animate import AnimateConfig
 from wan_core.models.wan.families.animate.inputs import comfy_extras
-from wan_core.models.wan.families.animate2 import Animate2Config
+from wan_core.models.wan.families.animate2 import Animate2Config, padded_frames
 from wan_core.models.wan.families.clips import bounced, cut_clips
+from wan_core.models.wan.families.wan import SVI_CLIPS
 from wan_core.pipeline.clips import ClipRun, remove_kept, run_key
 from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media
 from wan_core.pipeline.pipeline import Pipeline, Result
@@ -238,14 +239,15 @@ def test_what_cannot_be_cut_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("overlap", [1, 5])
 def test_clips_cover_every_frame_once(overlap: int) -> None:
-    for family in ("animate", "animate2", "wan"):
-        rules = FAMILIES[family].clips
+    for rules in (*(FAMILIES[family].clips for family in ("animate", "animate2", "wan", "vace")), SVI_CLIPS):
         for frames in range(1, 200):
             clips = cut_clips(rules, frames, 33, overlap)
             new = [n for clip in clips for n in range(clip.first + clip.carried, clip.end)]
             assert new == list(range(len(new))) and len(new) >= frames
             assert clips[-1].first + clips[-1].carried < frames  # none is all padding
             assert all(clip.frames % 4 == 1 and clip.frames <= 33 for clip in clips)
+            if frames <= 33 and rules.padded is not padded_frames:  # LightX2V's Animate-2 has none of under 29
+                assert [clip.frames for clip in clips] == [frames + -(frames - 1) % 4]
 
 
 def test_a_video_played_to_and_fro() -> None:

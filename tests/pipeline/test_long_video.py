@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from PIL import Image
 
 from wan_core.cli import main
+from wan_core.config import LoadOptions, Request
 from wan_core.models.wan.families import TASKS, family_of
+from wan_core.pipeline.pipeline import Pipeline
 
 FAMILIES_THAT_CUT = ("animate-14B", "animate2-14B", "i2v-A14B")
 
@@ -72,3 +75,19 @@ def test_the_plan_counts_context_windows(capsys: pytest.CaptureFixture[str]) -> 
     assert all(sorted({f for w in step["windows"] for f in w}) == [*range(41)] for step in told["steps"])
     short = plan(capsys, "--frames", "81", "--windows", "81")
     assert "80 forwards" in short and "21 latent frames fit into one" in short
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("picture") / "first.png"
+    Image.new("RGB", (32, 32)).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(("frames", "latents"), [(5, 2), (7, 3), (9, 3), (12, 4)])
+def test_a_video_shorter_than_a_clip_is_made_as_long_as_it_is_asked_for(
+    picture: str, frames: int, latents: int
+) -> None:
+    asked = Request(prompt="", image=picture, width=32, height=32, frames=frames, clip_frames=13, steps=1)
+    made = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu")).generate(asked)
+    assert made.latents.shape[2] == latents and len(made.frames) == frames

@@ -34,7 +34,7 @@ from wan_core.media.sound import read_sound
 from wan_core.media.video import read_video
 from wan_core.models.audio.wav2vec2 import XLSR_LARGE, SpeechEncoder
 from wan_core.models.wan.families import FAMILIES, s2v
-from wan_core.models.wan.families.clips import check_clips, cut_clips
+from wan_core.models.wan.families.clips import check_clips, cut_clips, whole_latents
 from wan_core.models.wan.families.media import pixels_to_video
 from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
 from wan_core.pipeline import clips as clips_module
@@ -160,9 +160,12 @@ def test_clips_cover_every_frame_once_and_hear_it(frames: int, clip: int) -> Non
     clips = cut_clips(rules, frames, clip, 0)
     assert [n for one in clips for n in range(one.first, one.end)] == list(range(clips[-1].end))
     assert clips[-1].first < frames <= clips[-1].end
-    assert [one.frames for one in clips] == [clip, *[clip + 3] * (len(clips) - 1)]
+    first = clip if frames > clip else whole_latents(frames)
+    assert [one.frames for one in clips] == [first, *[clip + 3] * (len(clips) - 1)]
     heard = [rules.driving(one) for one in clips]
-    assert [(one.first, one.frames) for one in heard] == [(n * (clip + 3), clip + 3) for n in range(len(clips))]
+    assert [(one.first, one.frames) for one in heard] == [
+        (n * (clip + 3), one.frames + 3 * (not n)) for n, one in enumerate(clips)
+    ]
 
 
 @over(samples=st.integers(1600, 400_000), rate=st.sampled_from([8000, 16000, 44100, 48000]))

@@ -87,8 +87,8 @@ class Job:
 
     @property
     def alone(self) -> bool:
-        """Whether the video is made in one piece, and all of its latents are of the video."""
-        return len(self.clips) == 1 and not family_of(self.task).driven and not self.rules.anchored
+        """Whether the video is made in one piece, and all of its latents and frames are of the video."""
+        return self.clips[0].frames == self.frames and not family_of(self.task).driven and not self.rules.anchored
 
     @property
     def rules(self) -> ClipRules:

@@ -27,12 +27,15 @@ class Clip(NamedTuple):
 
 
 def whole_clips(frames: int, clip: int, overlap: int) -> int:
-    """Frames of a video padded to whole clips. Source: `get_valid_len` of Wan2.2/wan/animate.py."""
+    """Frames of a video padded to whole clips, where it is longer than one. Source: `get_valid_len` of
+    Wan2.2/wan/animate.py, which also pads the others."""
+    if frames <= clip:
+        return whole_latents(frames)
     new = clip - overlap
-    return overlap + max(1, -(-(frames - overlap) // new)) * new
+    return overlap + -(-(frames - overlap) // new) * new
 
 
-def whole_latents(frames: int, clip: int, overlap: int) -> int:
+def whole_latents(frames: int, clip: int = 0, overlap: int = 0) -> int:
     """Frames of a video padded to whole latent frames: 4n + 1. Its last clip may be a short one."""
     return (frames + 2) // 4 * 4 + 1
 

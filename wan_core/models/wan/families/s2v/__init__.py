@@ -24,7 +24,7 @@ from wan_core.config.checks import OptionError, UserError
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import T2V_A14B, DiTConfig
 from wan_core.models.wan.families import plain
-from wan_core.models.wan.families.clips import Clip, ClipRules
+from wan_core.models.wan.families.clips import Clip, ClipRules, whole_latents
 from wan_core.models.wan.families.driven import DrivenFamily
 from wan_core.models.wan.families.family import Choice, Clues, Hear, InputReaders, Task, VideoSize
 from wan_core.models.wan.families.plain import Shapes
@@ -79,9 +79,11 @@ def extra_tokens(grid: tuple[int, int, int], *, reference: bool, motion: bool) -
 
 
 def padded_frames(frames: int, clip: int, overlap: int) -> int:
-    """Frames of whole clips, of which the first has `clip` and each other one `LONGER` more. Source: `generate` of
-    Wan2.2/wan/speech2video.py."""
-    return clip + max(0, -(-(frames - clip) // (clip + LONGER))) * (clip + LONGER)
+    """Frames of whole clips, of which the first has `clip` and each other one `LONGER` more, where a video is longer
+    than one. Source: `generate` of Wan2.2/wan/speech2video.py, which also pads the others."""
+    if frames <= clip:
+        return whole_latents(frames)
+    return clip + -(-(frames - clip) // (clip + LONGER)) * (clip + LONGER)
 
 
 TASKS = (
