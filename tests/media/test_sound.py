@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import wave
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -60,6 +61,36 @@ def test_the_sound_of_a_video_is_read(tmp_path: Path) -> None:
     write_mp4(tmp_path / "video.mp4", frames, fps=16, sound=Sound(tone(), RATE))
     sound = read_sound(tmp_path / "video.mp4")
     assert abs(sound.seconds - 1) < 0.12 and abs(pitch_of(sound.samples[1], RATE) - 660) < 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "video", "audio"),
+    [("mp4", "libx264", "aac"), ("mkv", "libx264", "aac"), ("webm", "libvpx-vp9", "libopus")],
+)
+@pytest.mark.parametrize("begin", [0, 0.3, 1.0])
+@pytest.mark.parametrize("rest", [0, 1])
+def test_a_sound_is_heard_when_its_video_has_it(
+    tmp_path: Path, kind: str, video: str, audio: str, begin: float, rest: int
+) -> None:
+    """A tone of a second that begins later than the video, with a rest in its middle."""
+    path, rate, samples = tmp_path / f"late.{kind}", 48000, tone(1.0, 48000, 1)
+    with av.open(str(path), "w") as container:
+        pictures, track = container.add_stream(video, rate=25), container.add_stream(audio, rate=rate, layout="mono")
+        pictures.width = pictures.height = 32
+        pictures.pix_fmt = "yuv420p"
+        for _ in range(50):
+            container.mux(pictures.encode(av.VideoFrame(32, 32, "yuv420p")))
+        container.mux(pictures.encode(None))
+        for first in range(0, rate, 960):
+            frame = av.AudioFrame.from_ndarray(samples[:, first : first + 960], format="fltp", layout="mono")
+            frame.sample_rate, frame.time_base = rate, Fraction(1, rate)
+            frame.pts = first + round(begin * rate) + (rest * rate if first >= rate // 2 else 0)
+            container.mux(track.encode(frame))
+        container.mux(track.encode(None))
+    heard = read_sound(path)
+    loud = np.flatnonzero(np.abs(heard.samples[0]) > 0.1) / heard.rate
+    assert abs(loud[0] - begin) < 0.005 and abs(heard.seconds - begin - rest - 1) < 0.03
+    assert abs(np.diff(loud).max() - rest) < 0.02
 
 
 @pytest.mark.parametrize("rate", [18900, 44056, 50000])

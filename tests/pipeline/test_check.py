@@ -12,6 +12,7 @@ from PIL import Image
 
 from wan_core.config import OptionError, Request, UserError
 from wan_core.media.mp4 import write_mp4
+from wan_core.media.video import VideoFacts
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.wan.families import Task, find_task
 from wan_core.pipeline import check
@@ -38,24 +39,24 @@ def test_a_video_to_start_from_gives_its_aspect_and_length(name: str, size: tupl
     task, (vae, multiple) = find_task(name), MODELS[name]
     if max(size) > 6 * min(size):
         size = size[0], size[0]
-    source, asked = Path("source.mp4"), []
+    source, asked, rate = "source.mp4", [], 2 * task.fps  # of the file: every second frame is taken
 
-    def video_size(path: Path, most: int) -> tuple[int, int, int]:
-        asked.append((path, most))
-        return *size, min(count, most)
+    def video_facts(path: str, until: float) -> VideoFacts:
+        asked.append((path, until))
+        return VideoFacts(*size, 2 * count, rate, 2 * count / rate, None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "video_size", video_size)
+        patch.setattr(check, "video_facts", video_facts)
         *size_found, frames, fps = size_of_video(Request(prompt="", from_video=source), task, DIT, vae)
         fits(task, vae, (size_found[0], size_found[1]), size, multiple)
         assert frames % 4 == 1 and frames <= min(count, task.frames) < frames + 4 and fps == task.fps
-        assert asked == [(source, task.frames)]
-        mine = Request(prompt="", from_video=source, width=64, height=32, frames=17, fps=8)
+        assert asked == [(source, task.frames / task.fps)]
+        mine = Request(prompt="", from_video=source, width=64, height=32, frames=17, fps=task.fps)
         if count < 17:
-            with pytest.raises(OptionError, match=f"has {count} frames, and 17 are asked for"):
+            with pytest.raises(OptionError, match=f"has {count} frames at {task.fps} frames per second, and 17 are"):
                 size_of_video(mine, task, DIT, vae)
         else:
-            assert size_of_video(mine, task, DIT, vae) == (64, 32, 17, 8)
+            assert size_of_video(mine, task, DIT, vae) == (64, 32, 17, task.fps)
 
 
 def test_width_and_height_are_those_of_the_file(tmp_path: Path) -> None:

@@ -47,5 +47,7 @@ MAX_DRIVING = 2_000_000_000
 """Pixels of all frames of a video that drives a long one: 2170 frames at 1280x720."""
 MAX_FRAMES = 10_000
 """Frames of a video that is read."""
+MAX_SECONDS = 21_600
+"""Seconds that a video may last that is read by its times: six hours."""
 MAX_SOUND = 64_000_000
 """Samples of a sound that is read, of all its channels: 11 minutes of stereo at 48,000 a second."""

@@ -202,7 +202,12 @@ class Request(PlanNumbers):
         parse=Keyframe.parse,
         several=True,
     )
-    from_video: str | None = option(None, help="video to start from (video-to-video)", once=True, path=True)
+    from_video: str | None = option(
+        None,
+        help="video to start from (video-to-video), read at the frames per second of the new one",
+        once=True,
+        path=True,
+    )
     denoise: float | None = option(
         None, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
     )

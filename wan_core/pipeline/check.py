@@ -16,7 +16,7 @@ from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.host_memory import total_bytes
 from wan_core.config.table import from_values, said
 from wan_core.execution.report import GIB
-from wan_core.media.video import picture_size, video_size
+from wan_core.media.video import picture_size, short_video, video_facts
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS, Task, family_of
@@ -226,15 +226,12 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
     first = request.image or (request.pictures[0] if request.keyframes else None)
     picture = None if first is None else picture_size(first)
     if request.from_video is not None:
-        columns, rows, count = video_size(request.from_video, max(1, frames))
-        picture = columns, rows
+        facts = video_facts(request.from_video, max(1, frames) / fps)
+        picture, count = (facts.width, facts.height), min(frames, len(facts.frames_at(fps)))
         if request.frames is None:
             frames = vae.video_frames(vae.latent_frames(count))
         if count < frames:
-            raise OptionError(
-                f"{request.from_video} has {count} frames, and {frames} are asked for: use a longer video or "
-                "fewer frames"
-            )
+            raise OptionError(short_video(request.from_video, count, frames, fps))
     if request.width is None and picture is not None:
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(*picture, task.width * task.height, multiple)

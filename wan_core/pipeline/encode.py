@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config import OptionError
-from wan_core.media.video import fit_image, load_image, read_video
+from wan_core.media.video import fit_image, load_image, read_frames, short_video, video_facts
 from wan_core.models.text.tokenizer import TokenCount, prompt_notes
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
@@ -119,7 +119,7 @@ def encode_start(run: Run) -> Tensor | None:
         return None
     vae = run.vae()
     with run.report.phase("encode video"):
-        frames = load_video(job.request.from_video, (job.width, job.height), job.frames)
+        frames = load_video(job.request.from_video, (job.width, job.height), job.frames, job.fps)
         return encode_images(vae, frames.to(run.models.device))
 
 
@@ -211,13 +211,14 @@ def read_picture(run: Run, path: str | None, size: tuple[int, int] | None = None
     return pixels_to_video(pixels[None]).to(run.models.device)
 
 
-def load_video(path: str, size: tuple[int, int], frames: int) -> Tensor:
-    """The first frames of a video file, scaled to cover `size` (width, height) and cropped: [F, H, W, 3] in 0..1.
-    Raises OptionError where it has fewer."""
-    pixels = read_video(path, max_frames=frames)
-    if len(pixels) < frames:
-        raise OptionError(f"{path} has {len(pixels)} frames, and {frames} are asked for: use a longer video or fewer")
-    return torch.stack([torch.from_numpy(fit_image(one.astype(np.float32) / 255, size)) for one in pixels])
+def load_video(path: str, size: tuple[int, int], frames: int, fps: int) -> Tensor:
+    """So many frames of a video file at `fps`, from its beginning, scaled to cover `size` (width, height) and cropped:
+    [F, H, W, 3] in 0..1. Raises OptionError where it is shorter."""
+    chosen = video_facts(path, frames / fps).frames_at(fps)[:frames]
+    if len(chosen) < frames:
+        raise OptionError(short_video(path, len(chosen), frames, fps))
+    fitted = (fit_image(np.divide(one, 255, dtype=np.float32), size) for one in read_frames(path, chosen))
+    return torch.stack([torch.from_numpy(one) for one in fitted])
 
 
 @torch.no_grad()

@@ -53,13 +53,11 @@ class MediaFamily(Family):
 class DrivenFamily(MediaFamily):
     """A reference picture moves as driving videos or a sound say.
 
-    resampled: driving videos are read at the video's rate; otherwise all of their frames are. length_of: the field that
-    the video is as long as. size_step: a size that follows the reference is a multiple of so many pixels. seen_fields:
-    CLIP sees the first frame of these.
+    length_of: the field that the video is as long as. size_step: a size that follows the reference is a multiple of so
+    many pixels. seen_fields: CLIP sees the first frame of these.
     """
 
     needs = ("reference", "pose_video")
-    resampled = True
     length_of = "pose_video"
     size_step = 1
     seen_fields: tuple[str, ...] = ("reference",)
@@ -83,11 +81,15 @@ class DrivenFamily(MediaFamily):
 
     def whole_length(self, request: Request, task: Task) -> tuple[int, int]:
         """Frames per second and frames of a video that follows its media to their end."""
-        from wan_core.models.wan.families.media import frame_indices
+        from wan_core.media.video import video_facts
 
         assert request.pose_video is not None
         fps = task.fps if request.fps is None else request.fps
-        return fps, len(frame_indices(request.pose_video, fps))
+        return fps, len(video_facts(request.pose_video).frames_at(self.read_rate(request.pose_video, fps)))
+
+    def read_rate(self, path: str, fps: int) -> float:
+        """Frames per second at which a driving video is read, for a video of `fps`."""
+        return fps
 
     def own_size(self, request: Request, task: Task, multiple: int) -> tuple[int, int]:
         """(width, height) where none is asked for: the aspect of the reference, about as many pixels as the task's."""
@@ -125,9 +127,8 @@ class DrivenFamily(MediaFamily):
         for field in VIDEOS:
             if (path := getattr(request, field)) is not None:
                 own = self.size_in(field, dit, size)
-                pixels[field] = read_fitted(
-                    path, fps if self.resampled else None, clip.end, own, partial(self.fit, size=own)
-                )
+                rate = self.read_rate(path, fps)
+                pixels[field] = read_fitted(path, rate, clip.end, own, partial(self.fit, size=own))
         return Media(pixels, self.shown(picture_size(request.reference), size), self.frames_of)
 
     def images_of(self, images: Tensor, size: tuple[int, int], clip: Clip) -> Tensor:
@@ -178,10 +179,10 @@ class ControlledFamily(MediaFamily):
 
     def lengths(self, request: Request, fps: int) -> dict[str, int]:
         """Frames of what the video follows, by its name in messages."""
-        from wan_core.models.wan.families.media import frame_indices
+        from wan_core.media.video import video_facts
 
         path = request.control_video
-        return {} if path is None else {path: len(frame_indices(path, fps))}
+        return {} if path is None else {path: len(video_facts(path).frames_at(fps))}
 
     def aspect_of(self, request: Request) -> tuple[int, int] | None:
         """(width, height) of what has the aspect of the video; None where nothing is given that has."""

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wan_core.config.limits import MAX_DRIVING
 from wan_core.media.fit import Box, Pixels, fit_with_bars
-from wan_core.media.video import fit_image, load_image, read_video, video_facts
+from wan_core.media.video import fit_image, load_image, read_frames, video_facts
 from wan_core.models.wan.families.clips import Clip
 
 WHITE = 255
@@ -88,28 +87,17 @@ def size_of_area(picture: tuple[int, int], area: int, multiple: int) -> tuple[in
     return max(multiple, int(width // multiple) * multiple), max(multiple, int(height // multiple) * multiple)
 
 
-def frame_indices(path: str, fps: int | None) -> NDArray[np.int64]:
-    """Which frames of a video are read: the nearest at `fps` frames per second, or for None all."""
-    facts = video_facts(path)
-    if fps is None:
-        return np.arange(facts.frames)
-    times = np.arange(max(1, int(facts.frames / facts.fps * fps))) / fps
-    return np.round(times * facts.fps).astype(np.int64).clip(0, facts.frames - 1)
-
-
 def read_picture(path: str) -> Pixels:
     """uint8 [H, W, 3]."""
     return np.rint(load_image(path) * 255).astype(np.uint8)
 
 
-def read_fitted(path: str, fps: int | None, frames: int, size: tuple[int, int], fit: Fit) -> Pixels:
-    """At most so many frames of a video at `fps` (None: all of its own), each fitted to `size` (width, height): uint8
-    [F, H, W, 3]."""
-    chosen = frame_indices(path, fps)[:frames]
-    video = read_video(path, max_frames=int(chosen.max()) + 1, max_pixels=MAX_DRIVING)
+def read_fitted(path: str, fps: float, frames: int, size: tuple[int, int], fit: Fit) -> Pixels:
+    """At most so many frames of a video at `fps`, each fitted to `size` (width, height): uint8 [F, H, W, 3]."""
+    chosen = video_facts(path).frames_at(fps)[:frames]
     fitted = np.empty((len(chosen), size[1], size[0], 3), np.uint8)
-    for place, index in enumerate(chosen):
-        fitted[place] = fit(video[index])
+    for place, frame in enumerate(read_frames(path, chosen)):
+        fitted[place] = fit(frame)
     return fitted
 
 

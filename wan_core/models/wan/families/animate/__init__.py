@@ -163,7 +163,6 @@ class AnimateFamily(DrivenFamily):
     takes = ("face_video", "background", "mask")
     together = ("background", "mask")
     settings = ("face_guidance",)
-    resampled = False
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
         """Every official parameter name of a transformer of `num_layers` blocks."""
@@ -226,12 +225,20 @@ class AnimateFamily(DrivenFamily):
         return AnimateModel
 
     def whole_length(self, request: Request, task: Task) -> tuple[int, int]:
-        """All frames of the pose video, at its rate."""
+        """The pose video, at its own rate where none is asked for."""
         from wan_core.media.video import video_facts
 
         assert request.pose_video is not None
         facts = video_facts(request.pose_video)
-        return min(240, max(1, round(facts.fps))) if request.fps is None else request.fps, facts.frames
+        fps = min(240, max(1, round(facts.fps))) if request.fps is None else request.fps
+        return fps, len(facts.frames_at(self.read_rate(request.pose_video, fps)))
+
+    def read_rate(self, path: str, fps: int) -> float:
+        """A regular video of nearly the video's rate is read frame by frame."""
+        from wan_core.media.video import video_facts
+
+        facts = video_facts(path)
+        return facts.fps if facts.starts is None and round(facts.fps) == fps else fps
 
     def own_size(self, request: Request, task: Task, multiple: int) -> tuple[int, int]:
         """The size of the pose video."""
