@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from . import host
 from .conditioning import check_widgets, size_inputs, size_words
 from .schema import output, schema
 from .sockets import CONDITIONING
+
+GAP = 1e-5  # between two ranges, as ComfyUI's own nodes leave it: where ranges meet on a step, texts are averaged
 
 
 class WanCoreVACE(io.ComfyNode):
@@ -123,9 +126,13 @@ class WanCoreVACE(io.ComfyNode):
 
 
 def in_ranges(conditioning: CONDITIONING, extras: dict[str, Tensor], options: ControlOptions) -> CONDITIONING:
-    """Each text with the control added to its lists; once for each part of the run that has another strength."""
-    inside = TextRange(options.start, options.end)
-    parts = [(TextRange(0.0, options.start), 0.0), (inside, options.scale), (TextRange(options.end, 1.0), 0.0)]
+    """Each text with the control added to its lists; once for each part of the run that has another strength. A step on
+    the border of two parts is in the later one."""
+    borders = (0.0, options.start, options.end, 1.0)
+    parts = [
+        (TextRange(start, end - (GAP if end < 1 else 0.0)), strength)
+        for (start, end), strength in zip(pairwise(borders), (0.0, options.scale, 0.0), strict=True)
+    ]
     entries = []
     for rows, extras_before in conditioning:
         for part, strength in parts:

@@ -42,12 +42,24 @@ CASES: dict[str, dict[str, Any]] = {
     "a video, sigmas": {"patched": 3.0, "sigmas": GIVEN[2:], "cuts": (0.8,)},
     "negative prompts": {"patched": 3.0, "shift": 8.0, "negative": True},
     "heun": {"patched": 3.0, "shift": 8.0, "solver": "heun"},
+    "ranges that meet on a step": {"shift": 8.0, "steps": 8},
+    "ranges that meet on steps, also the negative ones": {
+        "shift": 8.0,
+        "steps": 8,
+        "cuts": (0.25, 0.75),
+        "negative": True,
+    },
+    "ranges that meet on a step of heun": {"shift": 8.0, "steps": 8, "solver": "heun"},
+    "two experts, ranges that meet on a step": {"two": True, "shift": 8.0, "steps": 8},
+    "ranges that overlap": {"shift": 5.0, "overlap": 0.2},
+    "two texts combined, three negative ones": {"shift": 5.0, "overlap": 1.0, "negative": True, "cuts": THIRDS},
 }
 
 
-def prompts(cuts: tuple[float, ...], seed: int) -> list[Any]:
-    """A text for each part of the run, as ConditioningSetTimestepRange and ConditioningCombine give them."""
-    parts = list(pairwise((0.0, *cuts, 1.0)))
+def prompts(cuts: tuple[float, ...], seed: int, overlap: float = 0.0) -> list[Any]:
+    """A text for each part of the run, as ConditioningSetTimestepRange and ConditioningCombine give them. overlap: a
+    part begins and ends by so much outside of its cuts."""
+    parts = [(max(0.0, start - overlap), min(1.0, end + overlap)) for start, end in pairwise((0.0, *cuts, 1.0))]
     return [
         [world.rows(1, 512, 4096, seed=seed + n), {"start_percent": start, "end_percent": end} if cuts else {}]
         for n, (start, end) in enumerate(parts)
@@ -64,6 +76,8 @@ def compare(
     start: int = 0,
     negative: bool = False,
     solver: str = "euler",
+    steps: int = STEPS,
+    overlap: float = 0.0,
 ) -> dict[str, Any]:
     import comfy.sample
     import comfy.samplers
@@ -77,7 +91,7 @@ def compare(
     socket = bridge.execute(
         models[0], precision="fp32", attention="sdpa", residency="auto", low=models[1] if two else None
     ).result[0]
-    texts = prompts(cuts, 1), prompts(cuts if negative else (), 20)
+    texts = prompts(cuts, 1, overlap), prompts(cuts if negative else (), 20, overlap)
     video = world.rows(*SIZE, seed=7)
     from_video = denoise < 1 or start > 0 or (sigmas is not None and sigmas[0] < 1)
     latent = {"samples": video if from_video else torch.zeros(SIZE)}
@@ -89,7 +103,7 @@ def compare(
 
     def ours(positive: Any, uncond: Any) -> Any:
         return sampling.WanCoreSampler.execute(
-            socket, positive, uncond, latent, SEED, "batched", steps=STEPS if own_sigmas is None else 0, shift=shift,
+            socket, positive, uncond, latent, SEED, "batched", steps=steps if own_sigmas is None else 0, shift=shift,
             boundary=boundary, guidance_high=3.0, guidance_low=3.0 * two, solver=solver, preset="none", denoise=denoise,
             start_step=start, sigmas=own_sigmas,
         ).result[0]["samples"]  # fmt: skip
@@ -113,7 +127,7 @@ def compare(
     return {
         "error": world.error(latents, expected),
         "changes": world.error(other, expected),
-        "texts": [step.texts[negative] for step in plan.steps],
+        "texts": [[one.texts[negative] for one in step.conditions] for step in plan.steps],
     }
 
 

@@ -67,7 +67,8 @@ def test_a_share_of_the_run_is_comfyui_s_sigma() -> None:
 def test_ranges_that_follow_one_another_give_every_step_one_text(
     steps: int, shift: float, cuts: list[float], gap: float, solver: str
 ) -> None:
-    """Also with the gaps that ComfyUI's conditioning_set_values_with_timestep_range leaves; as ComfyUI chooses it."""
+    """Also with the gaps that ComfyUI's conditioning_set_values_with_timestep_range leaves; where two meet on a step,
+    it has both."""
     borders = [0.0, *sorted(cuts), 1.0]
     ranges = [TextRange(a + gap * (a > 0), b - gap * (b < 1)) for a, b in pairwise(borders)]
     plan = make_plan(task="t2v-tiny", steps=steps, shift=shift, solver=solver)
@@ -77,44 +78,62 @@ def test_ranges_that_follow_one_another_give_every_step_one_text(
     for step, n in zip(plan.steps, numbers, strict=True):
         slack = 1e-3
         assert sigma_at(ranges[n].end, shift) - slack <= step.sigma <= sigma_at(ranges[n].start, shift) + slack
-    assert [replace(step, texts=(0, 0)) for step in assigned.steps] == list(plan.steps)
+    assert [replace(step, texts=(0, 0), also=()) for step in assigned.steps] == list(plan.steps)
 
 
 @given(
     st.integers(1, 30),
     st.floats(1, 15),
-    st.floats(1, 15),
-    st.lists(st.integers(1, 19), min_size=1, max_size=3, unique=True),
+    st.booleans(),
+    st.lists(st.integers(1, 19), max_size=3, unique=True),
+    st.lists(st.integers(1, 19), max_size=2, unique=True),
+    st.sampled_from([0.0, 0.05, 0.21, 1.0]),
 )
-def test_a_step_has_the_text_that_comfyui_gives_it_whatever_the_sigmas_of_the_run(
-    steps: int, shift: float, of_model: float, cuts: list[int]
+def test_a_step_has_the_texts_that_comfyui_gives_it_whatever_the_sigmas_of_the_run(
+    steps: int, shift: float, same: bool, cuts: list[int], negative_cuts: list[int], overlap: float
 ) -> None:
     """`get_area_and_mult`: a text counts where the sigma, float32, is neither above its start nor below its end, which
-    are `percent_to_sigma` of the MODEL's own sampling. Of two texts on their border the later one counts."""
-    borders = [0.0, *(cut / 20 for cut in sorted(cuts)), 1.0]
+    are `percent_to_sigma` of the MODEL's own sampling; of several that count, `calc_cond_batch` takes the mean.
+    overlap: ranges begin and end by so much outside of their cuts."""
+    of_model = shift if same else 6.5
     plan = make_plan(task="t2v-tiny", steps=steps, shift=shift, solver="euler")
-    assigned = check_texts(assign_ranges(plan, [TextRange(*pair) for pair in pairwise(borders)], [WHOLE], of_model))
-    at = [torch.tensor(of_model * (1 - cut) / (1 + (of_model - 1) * (1 - cut))) for cut in borders]
-    for step in assigned.steps:
-        active = [n for n, (start, end) in enumerate(pairwise(at)) if end <= torch.tensor(step.sigma) <= start]
-        assert step.texts == (active[-1], 0)
+    ranges = [
+        [TextRange(max(0.0, a - overlap), min(1.0, b + overlap)) for a, b in pairwise([0.0, *sorted(own), 1.0])]
+        for own in ([cut / 20 for cut in cuts], [cut / 20 for cut in negative_cuts])
+    ]
+
+    def at(share: float) -> torch.Tensor:
+        return torch.tensor(of_model * (1 - share) / (1 + (of_model - 1) * (1 - share)))
+
+    for step in check_texts(assign_ranges(plan, *ranges, of_model)).steps:
+        sigma, texts = torch.tensor(step.sigma), [one.texts for one in step.conditions]
+        for branch, own in enumerate(ranges):
+            active = [n for n, (start, end) in enumerate(own) if at(end) <= sigma <= at(start)]
+            each = [sum(pair[branch] == n for pair in texts) for n in active]
+            assert len(set(each)) == 1 and sum(each) == len(texts), "each of them counts as much as the others"
+
+
+def test_ranges_that_meet_on_a_step_are_averaged_there() -> None:
+    halves = [TextRange(0, 0.5), TextRange(0.5, 1)]
+    plan = make_plan(task="t2v-tiny", steps=8, shift=8.0, solver="euler")
+    counts = [len(step.conditions) for step in assign_ranges(plan, halves, [WHOLE]).steps]
+    assert counts == [1, 1, 1, 1, 2, 1, 1, 1]
+    assert assign_ranges(plan, halves, [WHOLE]).forwards == plan.forwards + 2
 
 
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ([(0.0, 0.6), (0.4, 1.0)], "has 2 texts for step"),
         ([(0.0, 0.4), (0.6, 1.0)], "has no text for step"),
         ([(0.2, 1.0)], "has no text for step 0"),
         ([(0.0, 0.5)], "has no text for step"),
-        ([(0.0, 1.0), (0.5, 1.0)], "has 2 texts for step"),
     ],
 )
-def test_gaps_and_overlaps_are_refused(ranges: list[tuple[float, float]], message: str) -> None:
+def test_gaps_are_refused(ranges: list[tuple[float, float]], message: str) -> None:
     plan = plan_of(20)
     with pytest.raises(OptionError, match=message) as fault:
         check_texts(assign_ranges(plan, [TextRange(*one) for one in ranges], [WHOLE]))
-    assert "positive" in str(fault.value) and "not averaged" in str(fault.value)
+    assert "positive" in str(fault.value) and "cover the run" in str(fault.value)
     with pytest.raises(OptionError, match="`negative`"):
         check_texts(assign_ranges(plan, [WHOLE], [TextRange(*one) for one in ranges]))
 
@@ -128,9 +147,10 @@ def test_what_was_kept_of_one_text_is_not_used_for_another() -> None:
 
 
 def test_texts_travel_to_workers_and_are_shown() -> None:
-    plan = check_texts(assign_ranges(plan_of(), [TextRange(0, 0.5), TextRange(0.5, 1)], [WHOLE]))
+    plan = check_texts(assign_ranges(plan_of(), [TextRange(0, 0.6), TextRange(0.4, 1)], [WHOLE]))
     assert unpack(Plan, json.loads(json.dumps(asdict(plan)))) == plan
-    assert "text 2, negative 1" in plan.table() and '"texts": [1, 0]' in json.dumps(plan.as_dict())
+    assert "text 2, negative 1" in plan.table() and "mean of 2 conditions" in plan.table()
+    assert '"texts": [1, 0]' in json.dumps(plan.as_dict())
     assert "texts" not in json.dumps(plan_of().as_dict()) and "text" not in plan_of().table()
 
 
@@ -152,7 +172,7 @@ def run(experts: Parts, positive: list[Any], negative: list[Any], plan: Plan) ->
     return denoise(joined.plan, models.__getitem__, joined.conditioning, draw_noise(7, SHAPE))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("cut", "inside"), [(0.15, True), (0.8, True), (0.5, False)])
+@pytest.mark.parametrize(("cut", "inside"), [(0.15, True), (0.8, True), (0.49, False)])
 @pytest.mark.parametrize("batched", [False, True])
 def test_every_step_attends_to_the_text_of_its_range(experts: Parts, cut: float, inside: bool, batched: bool) -> None:
     """Against runs with one text, of which each gives some of the steps; texts of several lengths."""
@@ -193,6 +213,29 @@ def test_every_step_attends_to_the_text_of_its_range(experts: Parts, cut: float,
         history.append(x)
     for mine, theirs in zip(seen["both"][first:], history, strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-3)
+
+
+def test_the_velocity_of_two_texts_is_the_mean_of_theirs(experts: Parts) -> None:
+    """In a step that two ranges share, for both guidance branches."""
+    plan = plan_of(4, solver="euler")
+    both = [text(1, experts), text(2, experts, rows=9)]
+    negative = [ranged(8, experts, 0.0, 1.0), ranged(9, experts, 0.0, 1.0)]
+    models = {name: part.load(torch.device("cpu"), torch.float32, None) for name, part in experts.of.items()}
+
+    def first(*texts: list[Any]) -> torch.Tensor:
+        joined, seen = join(*texts, LATENT, experts, plan), list[Any]()
+        noise = draw_noise(7, SHAPE)
+        denoise(joined.plan, models.__getitem__, joined.conditioning, noise, on_step=seen.append)  # type: ignore[arg-type]
+        assert sum(one.forwards for one in seen) == joined.plan.forwards
+        return seen[0].velocity
+
+    mean = torch.stack([first([one], [other]) for one, other in zip(both, negative, strict=True)]).mean(0)
+    torch.testing.assert_close(first(both, negative), mean)
+    uneven = torch.stack([first([one], [negative[0]]) for one in both]).mean(0)
+    torch.testing.assert_close(first(both, negative[:1]), uneven)
+    skipping = leave_out(plan_of(20), SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), None)
+    with pytest.raises(OptionError, match="leave out step caching"):
+        join(both, negative, LATENT, experts, skipping)
 
 
 def test_one_text_is_what_it_was(experts: Parts) -> None:
@@ -243,7 +286,6 @@ def test_what_has_no_effect_passes(experts: Parts) -> None:
 def test_texts_that_cannot_be_one_run_are_refused(experts: Parts) -> None:
     plan, negative = plan_of(), [text(2, experts)]
     cases = [
-        ([text(1, experts), text(3, experts)], "2 texts are combined in `positive`"),
         ([], "`positive` has no text"),
         ([text(1, experts, rows=experts.dit.text_len + 1)], "shorten the text"),
         ([[torch.zeros(1, 3, 7), {}]], "encode it with the text encoder"),

@@ -127,23 +127,26 @@ OWN = {"cross_attn_pose": torch.zeros(1, 7, 24), "clip_vision_output_pose": SEEN
 @pytest.mark.parametrize(
     ("start", "end", "undriven", "passes"),
     [
-        (0.0, 0.5, "00001111", 1),
+        (0.0, 0.5, "0000b111", 1),
         (0.3, 0.8, "11100001", 1),
         (0.6, 1.0, "11111000", 1),
         (0.96, 0.98, "11111111", 0),
     ],
 )
 def test_a_driving_video_for_a_part_of_the_run(experts, start, end, undriven, passes):
-    """Shift 1: a step begins at every eighth of the run. The text is prepared again where the video begins or ends to
-    be read, and is one text all the same: steps may be skipped, but for those that nothing was kept for."""
+    """Shift 1: a step begins at every eighth of the run, and one on the border (b) is averaged, as by ComfyUI. The text
+    is prepared again where the video begins or ends to be read, and is one text all the same: steps may be skipped, but
+    for those that nothing was kept for."""
     whole = make_plan(task="animate2-14B", steps=8, shift=1.0, solver="euler", guidance_high=2.0, guidance_low=2.0)
     joined = join(windowed(1, start, end, **OWN), windowed(2, start, end, **OWN), LATENT, experts["animate2"], whole)
     steps = joined.plan.steps
-    assert "".join(str(int(step.undriven)) for step in steps) == undriven
-    assert sum(step.passes for step in steps) == passes and joined.plan.forwards == 16 + passes
+    marks = ["".join("01"[one.undriven] for one in step.conditions) for step in steps]
+    assert "".join("b" if one == "01" else one for one in marks) == undriven
+    forwards = 16 + 2 * undriven.count("b") + passes
+    assert sum(step.passes for step in steps) == passes and joined.plan.forwards == forwards
     assert {step.texts for step in steps} == {(0, 0)} and joined.conditioning.later_cond is None
     assert joined.conditioning.inputs["pose_strength"] == 0.5 and "pose_context" in joined.conditioning.inputs
-    assert f"driving video: read in {undriven.count('0')} of 8 steps" in joined.plan.notes
+    assert f"driving video: read in {8 - undriven.count('1')} of 8 steps" in joined.plan.notes
     without_own = [windowed(n, start, end) for n in (1, 2)]
     assert sum(s.passes for s in join(*without_own, LATENT, experts["animate2"], whole).plan.steps) == 2 * passes
     costs = [step.cost for step in with_costs(joined.plan, ANIMATE2_14B, (22, 90, 160)).steps]
@@ -153,13 +156,17 @@ def test_a_driving_video_for_a_part_of_the_run(experts, start, end, undriven, pa
 
 
 def test_what_is_kept_does_not_cross_the_border_of_a_driving_video(experts):
-    plan = make_plan(task="animate2-14B", steps=12, shift=1.0, guidance_high=2.0, guidance_low=2.0)
+    plan = make_plan(task="animate2-14B", steps=12, shift=1.0, solver="euler", guidance_high=2.0, guidance_low=2.0)
     skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.0))
     skipping = skip_forwards(plan, skip, None, None)
     joined = join(windowed(1, 0.0, 0.45, **OWN), windowed(2, 0.0, 0.45, **OWN), LATENT, experts["animate2"], skipping)
     first = next(step for step in joined.plan.steps if step.undriven)
     assert first.index == 6 and not first.skipped and any(step.skipped for step in joined.plan.steps[7:])
     assert joined.plan.steps[:6] == skipping.steps[:6]
+    joined = join(windowed(1, 0.0, 0.5, **OWN), windowed(2, 0.0, 0.5, **OWN), LATENT, experts["animate2"], skipping)
+    both = next(step for step in joined.plan.steps if step.also)
+    assert both.index == 6 and not any(step.skipped for step in joined.plan.steps[6:8])
+    assert any(step.skipped for step in joined.plan.steps[8:])
 
 
 def test_the_branches_of_a_step_agree_on_the_driving_video(experts):

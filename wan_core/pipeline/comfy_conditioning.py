@@ -21,6 +21,7 @@ from wan_core.pipeline.model_parts import Parts
 from wan_core.sampling.conditioning import Conditioning, penalty_rows
 from wan_core.sampling.control import Scales, drive_by_text, scale_by_text, with_nag, with_passes
 from wan_core.sampling.plan import Plan
+from wan_core.sampling.steps import Step, averaged
 from wan_core.sampling.texts import (
     WHOLE,
     TextRange,
@@ -143,12 +144,13 @@ def penalty_of(plan: Plan, cond: Texts, frames: int) -> Tensor | None:
 def plan_texts(
     plan: Plan, cond: Texts, uncond: Texts, family: Family, shift: float | None, frames: int
 ) -> tuple[Plan, Texts, Texts]:
-    """`plan` with the text of each step, where texts change, or of each context window of latents of so many frames.
+    """`plan` with the texts of each step, or with that of each context window of latents of so many frames.
     Where strengths of control videos change with texts, each step has these, too, and both prompts have 1; where only
     some entries have a driving video, the other steps do not read it. shift: as for `assign_ranges`. Raises
     OptionError."""
     changing = family.strength_key
-    if set(cond.ranges) == set(uncond.ranges) == {WHOLE} and len(cond.ranges) + len(uncond.ranges) > 2:
+    split = plan.context_windows is not None and plan.context_windows.split
+    if split and any(step.windows for step in plan.steps) and len(cond.ranges) + len(uncond.ranges) > 2:
         plan = texts_in_windows(plan, frames, cond.entries, uncond.entries)
     elif (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
         plan = assign_ranges(plan, cond.ranges, uncond.ranges, shift)
@@ -161,8 +163,15 @@ def plan_texts(
         plan = scale_by_text(plan, *both)
         ones = {changing: [1.0] * len(both[0][0])}
         cond, uncond = (one._replace(extras={**one.extras, **ones}) for one in (cond, uncond))
-    steps = (replace(step, texts=(cond.entries[step.texts[0]], uncond.entries[step.texts[1]])) for step in plan.steps)
-    return check_texts(replace(plan, steps=tuple(steps))), cond, uncond
+
+    def of_rows(step: Step) -> Step:
+        return replace(step, texts=(cond.entries[step.texts[0]], uncond.entries[step.texts[1]]))
+
+    steps = tuple(averaged([of_rows(one) for one in step.conditions]) for step in plan.steps)
+    if plan.unskipped is not None:
+        more = sum(step.unskipped - step.conditions[0].unskipped for step in steps)
+        plan = replace(plan, unskipped=plan.unskipped + more)
+    return check_texts(replace(plan, steps=steps)), cond, uncond
 
 
 def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Family, split: bool = False) -> Texts:
@@ -182,12 +191,6 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Fa
         if any(len(one) != 1 for one in rows):
             raise OptionError(
                 f"`{name}` changes its text during the run, and has several texts at once: encode one each"
-            )
-        if ranges.count(WHOLE) > 1 and not split:
-            raise OptionError(
-                f"{len(rows)} texts are combined in `{name}`, and Wan takes one at a time: encode one text, or give "
-                "each a range with ConditioningSetTimestepRange, or a context window of its own "
-                "(split_conds_to_windows) of a video that is longer than one"
             )
         if split and set(ranges) != {WHOLE}:
             raise OptionError(

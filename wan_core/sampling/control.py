@@ -16,8 +16,8 @@ from wan_core.config import ControlOptions, NagOptions, OptionError
 from wan_core.models.wan.families import family_of, find_task
 from wan_core.sampling.cutting import without_lost_sources
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.steps import Step
-from wan_core.sampling.texts import TextRange, range_of
+from wan_core.sampling.steps import Step, averaged
+from wan_core.sampling.texts import TextRange, ranges_of
 
 Scales = tuple[float, ...]
 
@@ -34,7 +34,7 @@ def with_control(plan: Plan, options: ControlOptions) -> Plan:
     parts = [(one, scale) for one, scale in zip(ranges, (0.0, options.scale, 0.0), strict=True) if one.start < one.end]
 
     def scaled(step: Step) -> Step:
-        number = range_of(step, plan.shift, [one for one, _ in parts], "the control", "range")
+        number = ranges_of(step, plan.shift, [one for one, _ in parts], "the control")[-1]
         return replace(step, control=(parts[number][1],))
 
     changed = replace(plan, steps=tuple(map(scaled, plan.steps)))
@@ -51,15 +51,17 @@ def with_control(plan: Plan, options: ControlOptions) -> Plan:
 def scale_by_text(plan: Plan, positive: Sequence[Scales], negative: Sequence[Scales]) -> Plan:
     """`plan` in which control videos count as the text of each step says. Raises OptionError where the two prompts of a
     step say different things, and as `check_reuse`."""
-    steps = []
-    for step in plan.steps:
+
+    def scaled(step: Step) -> Step:
         scales = {positive[step.texts[0]]} | ({negative[step.texts[1]]} if "uncond" in step.branches else set())
         if len(scales) > 1:
             raise OptionError(
                 f"step {step.index}: strengths of control videos change during the run, and those of `positive` and "
                 "`negative` differ: give both the same"
             )
-        steps.append(replace(step, control=scales.pop()))
+        return replace(step, control=scales.pop())
+
+    steps = (averaged([scaled(one) for one in step.conditions]) for step in plan.steps)
     changed = replace(plan, steps=tuple(steps))
     check_reuse(changed)
     return changed
@@ -68,7 +70,7 @@ def scale_by_text(plan: Plan, positive: Sequence[Scales], negative: Sequence[Sca
 def check_reuse(plan: Plan) -> None:
     """Raise OptionError where forwards are skipped while the control changes: what is kept of one belongs to it."""
     for phase in plan.phases:
-        changes = len({step.control for step in phase}) > 1
+        changes = len({one.control for step in phase for one in step.conditions}) > 1
         if changes and any(step.skipped or step.delta for step in phase):
             raise OptionError(
                 f"the strength of the control changes during the steps of the {phase[0].expert}-noise expert, and some "
@@ -87,10 +89,12 @@ def with_passes(plan: Plan, own: bool = True) -> Plan:
         both = any("uncond" in step.branches or step.nag for step in phase)
         before: Step | None = None
         for step in phase:
-            begins = before is None or (before.texts, before.undriven) != (step.texts, step.undriven)
-            passes = 0 if step.undriven or not begins else 1 if own or not both else 2
+            passes = 0
+            for one in step.conditions:
+                begins = before is None or (before.texts, before.undriven) != (one.texts, one.undriven)
+                passes += 0 if one.undriven or not begins else 1 if own or not both else 2
+                before = one
             steps.append(replace(step, passes=passes))
-            before = step
     more = sum(after.passes - before.passes for after, before in zip(steps, plan.steps, strict=True))
     unskipped = None if plan.unskipped is None else plan.unskipped + more
     return replace(plan, steps=tuple(steps), unskipped=unskipped)
@@ -99,20 +103,22 @@ def with_passes(plan: Plan, own: bool = True) -> Plan:
 def drive_by_text(plan: Plan, positive: Sequence[bool], negative: Sequence[bool], key: str) -> Plan:
     """`plan` in which steps read the driving video or not, as the text of each says. positive, negative: of each text,
     whether it comes with one, as the value of `key`. Raises OptionError where those of a step differ."""
-    steps = []
-    for step in plan.steps:
+
+    def driven_by(step: Step) -> Step:
         driven = positive[step.texts[0]]
         if "uncond" in step.branches and any(negative) and negative[step.texts[1]] != driven:
             raise OptionError(
                 f"`positive` and `negative` carry different values of {key} for step {step.index}: connect both "
                 "outputs of the node that makes them"
             )
-        steps.append(replace(step, undriven=not driven))
-    count = sum(not step.undriven for step in steps)
+        return replace(step, undriven=not driven)
+
+    steps = tuple(averaged([driven_by(one) for one in step.conditions]) for step in plan.steps)
+    count = sum(any(not one.undriven for one in step.conditions) for step in steps)
     if all(positive) or not any(positive):
-        return replace(plan, steps=tuple(steps))
+        return replace(plan, steps=steps)
     note = f"driving video: read in {count} of {len(steps)} steps"
-    return replace(plan, steps=without_lost_sources(tuple(steps)), notes=(*plan.notes, note))
+    return replace(plan, steps=without_lost_sources(steps), notes=(*plan.notes, note))
 
 
 def with_nag(plan: Plan, options: NagOptions) -> Plan:

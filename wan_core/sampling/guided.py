@@ -161,13 +161,17 @@ class Guided:
             if skipped
             else self.forecast_of(step, lambda: self.branches(inputs, time, step, step.branches, spacing))
         )
-        predictions = self.branches(inputs, time, step, skipped, spacing)
-        guided = self.guide(predictions, step)
+        velocities: list[Tensor] = []
+        for one in step.conditions:
+            self.prepare(one)
+            predictions = self.branches(inputs, time, one, skipped, spacing)
+            velocities.append(self.guide(predictions, one))
+        guided = torch.stack(velocities).mean(0) if step.also else velocities[0]
         velocity = self.resolution.whole(x, seen, guided, step, size)
         if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
             self.adaptive.note(step, predictions["cond"] if forecast is None else guided, forecast)
         passes, self.passes = self.passes, 0
-        return velocity, (len(predictions) - len(skipped)) * step.runs + passes
+        return velocity, (len(step.branches) - len(skipped)) * step.runs + passes
 
     def forecast_of(self, step: Step, skip: Callable[[], dict[Branch, Tensor]]) -> Tensor | None:
         """The guided velocity that a computed step would have without its blocks, where that is judged. skip: the

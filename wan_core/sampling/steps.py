@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import PurePath
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from wan_core.config import SparseOptions
 from wan_core.config.table import stated
@@ -15,6 +15,14 @@ Branch = Literal["cond", "uncond"]
 Action = Literal["compute", "reuse", "forecast", "adaptive"]
 LoraShare: TypeAlias = tuple[str, float]
 """Which LoRAs, and how much of their strength: "high", "low", "all" or a part of a file's name, and a factor."""
+
+
+class Condition(NamedTuple):
+    """What a forward of a step is conditioned on, see the fields of `Step`."""
+
+    texts: tuple[int, int]
+    control: tuple[float, ...] | None
+    undriven: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +59,12 @@ class Step:
     passes: int = 0  # forwards over a driving video before this step (Animate-2)
     loras: tuple[LoraShare, ...] = ()  # those that have a part of their strength in this step, see `lora_share`
     window_texts: tuple[tuple[int, int], ...] = ()  # of each window, in place of `texts`
+    also: tuple[Condition, ...] = ()  # the velocity is the mean of the step's own condition and of these
 
     @property
-    def kind(self) -> tuple[float, bool, bool, tuple[LoraShare, ...]]:
+    def kind(self) -> tuple[float, bool, bool, tuple[Condition, ...], tuple[LoraShare, ...]]:
         """Steps of one kind can use what is kept of each other's forwards."""
-        return self.scale, self.own_positions, self.undriven, self.loras
+        return self.scale, self.own_positions, self.undriven, self.also, self.loras
 
     @property
     def finishes(self) -> bool:
@@ -68,14 +77,19 @@ class Step:
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
 
     @property
+    def conditions(self) -> tuple[Step, ...]:
+        """The step once for each condition whose velocities are averaged, with that condition alone."""
+        return replace(self, also=()), *(replace(self, also=(), **one._asdict()) for one in self.also)
+
+    @property
     def all_texts(self) -> tuple[tuple[int, int], ...]:
         """The texts of the prompt and of the negative prompt that its forwards take."""
         return tuple(dict.fromkeys(self.window_texts)) or (self.texts,)
 
     @property
     def runs(self) -> int:
-        """Forwards that one branch takes: one for each context window, in each evaluation."""
-        return max(1, len(self.windows)) * self.evaluations
+        """Forwards that one branch takes: one for each context window and condition, in each evaluation."""
+        return max(1, len(self.windows)) * (1 + len(self.also)) * self.evaluations
 
     @property
     def forwards(self) -> int:
@@ -100,6 +114,7 @@ class Step:
             keys = f", attention's error at most {self.bound:.3g}, about {100 * (1 - self.sparsity):g} % of keys"
         keys += "" if self.scale == 1 else f", {self.scale:g} of the size"
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
+        texts += f", mean of {1 + len(self.also)} conditions" if self.also else ""
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
         control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
         windows = f", {len(self.windows)} windows" if self.windows else ""
@@ -108,6 +123,13 @@ class Step:
         often = "" if self.evaluations == 1 else f", {self.evaluations} evaluations"
         loras = "".join(f", {of} x {share:g}" for of, share in self.loras)
         return f"{self.action}{skipped}{marks}{keys}{texts}{control}{windows}{driving}{often}{loras}"
+
+
+def averaged(steps: Sequence[Step]) -> Step:
+    """The first of `steps`, which averages the velocities of the conditions of all of them: the inverse of
+    `Step.conditions`. Equal conditions are one."""
+    first, *others = (Condition(step.texts, step.control, step.undriven) for step in steps)
+    return replace(steps[0], also=tuple(others) if any(one != first for one in others) else ())
 
 
 def lora_share(loras: Sequence[LoraShare], expert: Expert, file: str) -> float:

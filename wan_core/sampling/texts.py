@@ -3,7 +3,8 @@ which frame follows which prompt. Imports no torch.
 
 A text may be for a range of the run, in shares from 0 (the start, all noise) to 1 (the end). A share is a sigma as in
 ComfyUI (`ModelSamplingDiscreteFlow.percent_to_sigma`): what the shift of the MODEL makes of 1 - share, whatever sigmas
-the run has. A text is used where its range, rounded to float32 as sigmas are, has the sigma at which a step begins.
+the run has. A text is used where its range, rounded to float32 as sigmas are, has the sigma at which a step begins. Of
+several texts the velocities are averaged, as in ComfyUI's `calc_cond_batch`.
 
 The prompts of a video are one text for the encoder: the prompt of the whole video, then those of ranges of frames. In
 cross-attention a penalty is taken off the scores of the tokens of a range's prompt, by the distance of the frame to the
@@ -18,14 +19,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log
+from math import lcm, log
 from typing import Any, NamedTuple
 
 from wan_core.config import OptionError, PromptAt
 from wan_core.models.wan.families.clips import PER_LATENT
 from wan_core.sampling.plan import Plan, PromptTimes
 from wan_core.sampling.schedules import float32
-from wan_core.sampling.steps import Step
+from wan_core.sampling.steps import Step, averaged
 
 NEAR = 1e-4  # ranges that end and begin so near to each other follow one another without a gap
 
@@ -67,16 +68,18 @@ def assign_ranges(
 ) -> Plan:
     """`plan` in which every step says which of the prompt's and of the negative prompt's ranges it is in.
 
-    shift: of the MODEL, which makes sigmas of shares; None: that of the plan. At a step on the border of two ranges the
-    later one counts. Raises OptionError where a step has no text or several.
+    shift: of the MODEL, which makes sigmas of shares; None: that of the plan. Raises OptionError where a step has no
+    text.
     """
     steps: list[Step] = []
     shift = plan.shift if shift is None else shift
     for phase in plan.phases:
         guided = any("uncond" in step.branches or step.nag for step in phase)
         for step in phase:
-            uncond = range_of(step, shift, negative, "negative") if guided else 0
-            steps.append(replace(step, texts=(range_of(step, shift, positive, "positive"), uncond)))
+            cond = ranges_of(step, shift, positive, "positive")
+            uncond = ranges_of(step, shift, negative, "negative") if guided else [0]
+            pairs = ((cond[n % len(cond)], uncond[n % len(uncond)]) for n in range(lcm(len(cond), len(uncond))))
+            steps.append(averaged([replace(step, texts=pair) for pair in pairs]))
     return replace(plan, steps=tuple(steps))
 
 
@@ -84,35 +87,32 @@ def check_texts(plan: Plan) -> Plan:
     """`plan` itself. Raises OptionError where forwards are skipped while a text changes: what is kept of a forward
     belongs to its text."""
     for phase in plan.phases:
-        changes = len({step.texts for step in phase}) > 1
+        changes = len({one.texts for step in phase for one in step.conditions}) > 1
         if changes and any(step.skipped or step.delta for step in phase):
             raise OptionError(
-                f"the text changes during the steps of the {phase[0].expert}-noise expert, and some of them reuse what "
-                "was computed for the text before: leave out step caching and the guidance schedule, or use one text"
+                f"steps of the {phase[0].expert}-noise expert have several texts, and some of them reuse what was "
+                "computed for another text: leave out step caching and the guidance schedule, or use one text"
             )
     return plan
 
 
-def range_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str, kind: str = "text") -> int:
-    """Which of `ranges` a step is in. kind: what they are of. Raises OptionError unless it is one."""
+def ranges_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str) -> list[int]:
+    """Which of `ranges` a step is in. Raises OptionError for none."""
+
+    def inside(slack: float) -> list[int]:
+        return [n for n, (start, end) in enumerate(ranges) if at(end + slack) <= step.sigma <= at(start - slack)]
 
     def at(share: float) -> float:
         return float32(sigma_at(share, shift))
 
-    def inside_of(slack: float) -> list[int]:
-        return [n for n, (start, end) in enumerate(ranges) if at(end + slack) <= step.sigma <= at(start - slack)]
-
-    inside = inside_of(0.0) or inside_of(NEAR)
-    if len(inside) > 1:
-        inside = [n for n in inside if step.sigma > at(ranges[n].end - NEAR)]
-    if len(inside) != 1:
-        count = f"{len(inside)} {kind}s" if inside else f"no {kind}"
+    numbers = inside(0.0) or inside(NEAR)[-1:]
+    if not numbers:
         spans = ", ".join(f"{start:g} to {end:g}" for start, end in ranges)
         raise OptionError(
-            f"`{name}` has {count} for step {step.index} (sigma {step.sigma:.4f}); its ranges are {spans}. A step "
-            "takes one text, and texts are not averaged: give ranges that follow one another from 0 to 1, or one text"
+            f"`{name}` has no text for step {step.index} (sigma {step.sigma:.4f}); its ranges are {spans}: give ranges "
+            "that cover the run from 0 to 1"
         )
-    return inside[0]
+    return numbers
 
 
 TAIL = 2.0
