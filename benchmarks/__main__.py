@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["pack"]:
         from benchmarks.pack import main as run_pack
 
-        return run_pack(words[1:])
+        return report_faults(PROGRAM, lambda: run_pack(words[1:]))
     options = build_parser().parse_args(suite_first(words))
 
     def run() -> int:

@@ -236,6 +236,14 @@ def our_graph(
     return graph | {"save": node("SaveVideo", video=["decode", 0], filename_prefix="ours", format="auto", codec="auto")}
 
 
+def with_latents(graph: Graph) -> Graph:
+    """The graph, which saves what it decodes too, as `save.latent`."""
+    if "save.latent" in graph:
+        return graph
+    samples = graph["decode"]["inputs"].get("samples") or graph["decode"]["inputs"]["latent"]
+    return graph | {"save.latent": node("SaveLatent", samples=samples, filename_prefix="latents")}
+
+
 def skipping_nodes(presets: Mapping[str, str] | None) -> Graph:
     """A chain of nodes, the last of which goes into the sampler."""
     graph: Graph = {}

@@ -24,18 +24,21 @@ On a CPU everything is small (`comfy_small`): what runs there is the code, not t
 
 Rows of `cold` also have the seconds after POST of every progress of the samplers (progress).
 
-seconds   from POST to the end of the prompt, the median; spread: the slowest less the fastest
-nodes     of the median run: seconds by loaders, text, image, samplers, decode, save
+seconds   from POST to the end of the prompt, the median; spread: the slowest less the fastest; times: all of them
+nodes     of the run next to the median: seconds by loaders, text, image, samplers, decode, save
+peak_gib  the most device memory in use during the counted runs, by all processes
+error     relative difference of the latents of the first video that is not counted (four steps at most) from those of
+          the row `error_to`, which has the same seed
+said      what caches and bounds did in that run, as the server's log says it
 ratio     seconds of the fastest native row on one GPU over this one's; ratio_to_native_gpus: of the fastest on as many
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +47,10 @@ import torch
 
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import write_files
-from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_defaults
-from benchmarks.comfy_small import install_stand_ins, small_graph
-from benchmarks.comfyui import ComfyUI, Graph, Run, find_checkout, make_base, without_page
+from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_latents
+from benchmarks.comfy_server import Server, saved_latents, server_files
+from benchmarks.comfyui import Graph
+from benchmarks.measure import relative_error
 from benchmarks.options import EVERYDAY_PARTS
 from benchmarks.rows import Row, guarded
 from wan_core.config import OptionError
@@ -161,7 +165,6 @@ def several_sides(count: int, device: torch.device, *, guided: bool) -> tuple[Si
     )
 
 
-PATIENCE = 400.0
 PEER = "the fastest native row"
 
 
@@ -202,73 +205,6 @@ def everyday_rows(
                 yield from cold_rows(checkout, base, device, job, options)
 
 
-@contextmanager
-def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[Path, Path]]:
-    """The checkout of ComfyUI and a base folder for its servers. Files in `scratch` are kept and used again."""
-    found = find_checkout(checkout)
-    if scratch is not None and not scratch.is_dir():
-        raise OptionError(f"--scratch {scratch} is no folder: make it, or leave it out")
-    with tempfile.TemporaryDirectory(prefix="wancore-everyday-", dir=scratch) as temporary:
-        base = make_base(Path(temporary))
-        if scratch is not None:
-            (base / "models").rmdir()
-            (scratch / "models").mkdir(exist_ok=True)
-            (base / "models").symlink_to(scratch / "models", target_is_directory=True)
-        yield found, base
-
-
-class Server:
-    """A ComfyUI server that measures prompts. Use as a context: it ends with it. gpus: of the sides for several."""
-
-    def __init__(
-        self,
-        checkout: Path,
-        base: Path,
-        device: torch.device,
-        gpus: int = 1,
-    ) -> None:
-        self.device, self.gpus = device, gpus
-        environment = {"PYTHONUNBUFFERED": "1"}
-        cpu = device.type == "cpu"
-        if cpu:
-            install_stand_ins(base)
-        self.comfyui = ComfyUI(checkout, base, environment, without_page(base), cpu=cpu, patience=PATIENCE)
-        self.base, self.kinds = base, self.comfyui.get("/object_info")
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.comfyui.stop()
-
-    def several(self, *, guided: bool) -> tuple[Side, ...]:
-        """Sides for as many GPUs as this server was started for."""
-        return several_sides(self.gpus, self.device, guided=guided)
-
-    def run(self, graph: Graph) -> tuple[Row, Run]:
-        """Seconds of a prompt by group of nodes. Raises RuntimeError with what failed."""
-        graph = small_graph(graph) if self.device.type == "cpu" else graph
-        run = self.comfyui.watch(with_defaults(graph, self.kinds))
-        if not run.ok:
-            fault = next((said for kind, said in run.status["messages"] if kind == "execution_error"), {})
-            raise RuntimeError(f"{fault.get('node_id')}: {fault.get('exception_message', 'interrupted')[:500]}")
-        return times(run), run
-
-
-def times(run: Run) -> Row:
-    """Seconds from POST to the end of the prompt, and of each group of nodes."""
-    groups: dict[str, float] = defaultdict(float)
-    current, since = "start", run.begin
-    for event in run.events:
-        if event["type"] == "executing":
-            groups[current] += event["at"] - since
-            current, since = (event["data"]["node"] or "").split(".")[0], event["at"]
-    return {
-        "seconds": round(since - run.begin, 3),
-        "nodes": {name: round(seconds, 3) for name, seconds in groups.items() if seconds >= 0.0005},
-    }
-
-
 def in_turns(
     server: Server, sides: Sequence[Side], job: Job, label: str, runs: int, native_steps: int | None = None
 ) -> Iterator[Row]:
@@ -277,13 +213,14 @@ def in_turns(
     native_steps: that native sides run, and their samplers' time is scaled; None: all."""
     made: dict[str, list[Row]] = {side.name: [] for side in sides}
     medians: dict[str, tuple[Side, Row]] = {}
+    latents: dict[str, torch.Tensor] = {}
     for turn in range(runs):
-        for side in sorted(sides, key=lambda side: (side.gpus, not side.native)):
+        for side in sorted(sides, key=lambda side: (side.gpus, not side.native, side.name != NATIVE.name)):
             rows = made[side.name]
             if rows and "seconds" not in rows[-1]:
                 continue
             reason = side.why_not(server.kinds, server.device)
-            run = lambda s=side, t=turn: one_turn(server, s, job, t, native_steps)  # noqa: E731
+            run = lambda s=side, t=turn: one_turn(server, s, job, t, native_steps, latents)  # noqa: E731
             rows.append(guarded(side.name, job.size, reason, run))
             failed = rows[-1] if "seconds" not in rows[-1] else None
             medians[side.name] = side, failed or middle_row(rows)
@@ -292,28 +229,44 @@ def in_turns(
             yield row | numbers | {"name": f"{label}: {side.name}", "gpus": side.gpus}
 
 
-def one_turn(server: Server, side: Side, job: Job, turn: int, native_steps: int | None) -> Row:
+def one_turn(
+    server: Server, side: Side, job: Job, turn: int, native_steps: int | None, latents: dict[str, torch.Tensor]
+) -> Row:
     """A video after another one that is not counted: ComfyUI keeps loaded models only for the prompt that comes next,
-    and the side before had its own. A bounded run reads less only from its fourth step on."""
+    and the side before had its own. A bounded run reads less only from its fourth step on. latents: of the sides that
+    had their first turn, from the same seed."""
     steps = min(job.total_steps, 4) if turn == 0 else 2
-    server.run(side.graph(replace(job, seed=1000 + turn, steps=steps)))
+    difference: Row = {}
+    if turn == 0:
+        _, run = server.run(with_latents(side.graph(replace(job, seed=1000, steps=steps))))
+        latents[side.name] = saved_latents(server, run)
+        first = next(iter(latents))
+        difference = {"error": relative_error(latents[side.name], latents[first]), "error_to": first}
+    else:
+        server.run(side.graph(replace(job, seed=1000 + turn, steps=steps)))
     job = replace(job, seed=job.seed + turn)
     if not side.native or native_steps is None or native_steps >= job.total_steps:
-        return server.run(side.graph(job))[0]
+        return server.run(side.graph(job))[0] | difference
     row = server.run(side.graph(replace(job, steps=native_steps)))[0]
     more = row["nodes"]["samplers"] * (job.total_steps / native_steps - 1)
     row["nodes"]["samplers"] = round(row["nodes"]["samplers"] + more, 3)
-    return row | {"seconds": round(row["seconds"] + more, 3), "steps_measured": native_steps}
+    return row | {"seconds": round(row["seconds"] + more, 3), "steps_measured": native_steps} | difference
 
 
 def middle_row(rows: list[Row]) -> Row:
-    rows = sorted(rows, key=lambda row: row["seconds"])
-    spread = rows[-1]["seconds"] - rows[0]["seconds"]
-    return rows[(len(rows) - 1) // 2] | {"spread": round(spread, 3), "runs": len(rows)}
+    """The row next to the median, with the median, the range and all times, and what is of all runs."""
+    times = [row["seconds"] for row in rows]
+    median = statistics.median(times)
+    row = min(rows, key=lambda row: abs(row["seconds"] - median))
+    kept = {key: rows[0][key] for key in ("error", "error_to") if key in rows[0]}
+    peaks = [row["peak_gib"] for row in rows if "peak_gib" in row]
+    kept |= {"peak_gib": max(peaks)} if peaks else {}
+    spread = round(max(times) - min(times), 3)
+    return row | kept | {"seconds": round(median, 3), "spread": spread, "runs": len(rows), "times": times}
 
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    sides = (*SIDES, ATTACHED, *ACCELERATED, *server.several(guided=False))
+    sides = (*SIDES, ATTACHED, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False))
     yield from in_turns(server, chosen(sides, options), job, "on, new seed", options.runs or 3)
 
 
@@ -327,7 +280,7 @@ def text_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator
 
 def guided_rows(server: Server, job: Job, options: argparse.Namespace, label: str) -> Iterator[Row]:
     """Steps of the native nodes take equally long, so that few of them tell the time of all."""
-    sides = chosen((*OFF_SIDES, *ACCELERATED[:3], *server.several(guided=True)), options)
+    sides = chosen((*OFF_SIDES, *ACCELERATED[:3], *several_sides(server.gpus, server.device, guided=True)), options)
     yield from in_turns(server, sides, replace(job, four_steps=False), label, options.runs or 1, options.steps or 4)
 
 
@@ -368,12 +321,3 @@ def cold(checkout: Path, base: Path, device: torch.device, side: Side, run: int,
         row, made = server.run(side.graph(replace(job, seed=run)))
     steps = [event["at"] - made.begin for event in made.events if event["type"] == "progress"]
     return row | {"progress": [round(at, 3) for at in steps]}
-
-
-def saved_latents(server: Server, run: Run) -> torch.Tensor:
-    """What the prompt's SaveLatent wrote, float32."""
-    from safetensors.torch import load_file
-
-    saved = run.outputs["save.latent"]["latents"][0]
-    path = server.base / saved["type"] / saved["subfolder"] / saved["filename"]
-    return load_file(str(path))["latent_tensor"].float()

@@ -3,6 +3,8 @@
     python -m benchmarks ladder --dry-run --gpus 1                 # the list, with seconds and what is missing here
     python -m benchmarks ladder --on-cpu --out out/ladder          # every job, small, on the CPU: no typo meets a GPU
     python -m benchmarks ladder --gpus 1 --minutes 25 --out benchmarks/results --scratch /dev/shm/wc
+    python -m benchmarks ladder --detach ...      # the same in a session of its own, which outlives this command
+    python -m benchmarks ladder --wait 300 --out benchmarks/results    # up to 300 s of what that prints; 75: it runs on
 
 A job is a process of its own with a limit of time. Its result is `OUT/NAME-DEVICE-DATE.json`. While it runs, its rows
 so far are in `OUT/unfinished/NAME.json`, and what it prints in `NAME.log` there. `NAME.failed` says why one failed; the
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,11 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ladder_jobs import FILES, JOBS, Job, missing
+from wan_lab.commits import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 MANY = 8  # GPUs of the machine that a list is for where none is named
 CPU_SECONDS = 600  # for a job on a CPU, which other programs may keep busy
 CPU_JOBS = 2  # at once, where nothing is measured
+LOG, PROCESS = "ladder.log", "ladder.pid"  # of a detached ladder, in OUT/unfinished
+STILL_RUNNING = 75  # exit code of --wait
 # Ends a job's whole group of processes when the ladder ends in whatever way: its end of the pipe closes.
 WATCH = "import os, sys; sys.stdin.read(1) or os.killpg(int(sys.argv[1]), 9)"
 
@@ -51,11 +56,15 @@ def main(arguments: Sequence[str]) -> int:
     if not options.dry_run and options.out is None:
         parser().error("give --out, the folder of the results")
     out = None if options.out is None else options.out / "cpu" if options.on_cpu else options.out
+    if options.wait is not None:
+        return wait(out, options.wait)
+    if options.detach:
+        return detach(out, [word for word in arguments if word != "--detach"])
     ladder = Ladder(out, options.scratch or default_scratch(), gpus, cpu=options.on_cpu, again=options.again)
     if options.dry_run:
         print("\n".join(ladder.listed(jobs)))
         return 0
-    return ladder.run(jobs, options.minutes)
+    return ladder.run(jobs, options.minutes, asked=bool(options.only))
 
 
 def in_order(gpus: int) -> list[Job]:
@@ -74,8 +83,52 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", action="append", metavar="NAME", help="only this job; repeatable")
     made.add_argument("--again", action="store_true", help="try jobs again that failed")
     made.add_argument("--dry-run", action="store_true", help="print the jobs, and run none")
+    made.add_argument("--detach", action="store_true", help="run in a session of its own, and return at once")
+    made.add_argument("--wait", type=float, metavar="S", help="what a detached ladder prints, for S seconds at most")
     made.add_argument("--on-cpu", action="store_true", help="run every job small on the CPU; results go to OUT/cpu")
     return made
+
+
+def detach(out: Path, arguments: Sequence[str]) -> int:
+    """Start the same ladder in a session of its own. 1 if one runs already."""
+    unfinished = out / "unfinished"
+    unfinished.mkdir(parents=True, exist_ok=True)
+    if running(out) is not None:
+        tell(f"a ladder is running for {out}: wait for it with --wait")
+        return 1
+    with (unfinished / LOG).open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks", "ladder", *arguments], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+    (unfinished / PROCESS).write_text(str(process.pid))
+    return 0
+
+
+def wait(out: Path, seconds: float) -> int:
+    """Print what the detached ladder has printed and prints until it ends: 0; or until the time is over: 75."""
+    log, printed = out / "unfinished" / LOG, 0
+    end = time.monotonic() + seconds
+    while True:
+        process = running(out)
+        text = log.read_text(errors="replace") if log.is_file() else ""
+        print(text[printed:], end="", flush=True)
+        printed = len(text)
+        if process is None:
+            return 0
+        if time.monotonic() >= end:
+            return STILL_RUNNING
+        time.sleep(0.5)
+
+
+def running(out: Path) -> int | None:
+    """The process of a ladder that was detached; None: it has ended, or there was none."""
+    try:
+        process = int((out / "unfinished" / PROCESS).read_text())
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, ValueError):
+        return None
+    return None if state == "Z" else process
 
 
 def count_gpus() -> int:
@@ -114,9 +167,9 @@ class Ladder:
         assert self.out is not None
         return self.out / "unfinished" / f"{job.name}.{ending}"
 
-    def why_not(self, job: Job) -> str | None:
-        """Why the job is not run here; None: it is."""
-        same = self.cpu and next((one for one in JOBS if one.on_a_cpu() == job.on_a_cpu()), job)
+    def why_not(self, job: Job, jobs: Sequence[Job]) -> str | None:
+        """Why the job, one of `jobs`, is not run here; None: it is."""
+        same = self.cpu and next((one for one in jobs if one.on_a_cpu() == job.on_a_cpu()), job)
         if same and same.name != job.name:
             return f"on a CPU the same as {same.name}"
         state = self.state(job)
@@ -129,7 +182,7 @@ class Ladder:
         total, written = 0, set[str]()
         yield f"{'job':<26}{'seconds':>8}{'in all':>8}{'GPUs':>5}  table"
         for job in jobs:
-            reason, seconds, shown = self.why_not(job), self.seconds(job, written), ""
+            reason, seconds, shown = self.why_not(job, jobs), self.seconds(job, written), ""
             if reason not in ("done", "failed") and job.gpus <= self.gpus:
                 total += seconds
                 written.add(job.files)
@@ -144,7 +197,8 @@ class Ladder:
             return CPU_SECONDS
         return job.seconds + (0 if job.files in written else FILES[job.files])
 
-    def run(self, jobs: Iterable[Job], minutes: float | None) -> int:
+    def run(self, jobs: Sequence[Job], minutes: float | None, *, asked: bool = False) -> int:
+        """1 if a job failed, or if one of those that were `asked` for by name was neither run nor done before."""
         assert self.out is not None
         (self.out / "unfinished").mkdir(parents=True, exist_ok=True)
         self.scratch.mkdir(parents=True, exist_ok=True)
@@ -154,13 +208,13 @@ class Ladder:
         written = set[str]()
 
         def run(job: Job) -> bool:
-            reason, seconds = self.why_not(job), self.seconds(job, written)
+            reason, seconds = self.why_not(job, jobs), self.seconds(job, written)
             left = end - time.monotonic()
             if reason is None and not self.cpu and seconds > left:
                 reason = f"takes {seconds} s, and {left:.0f} are left"
             if reason is not None:
                 tell(f"{job.name}: not run: {reason}")
-                return True
+                return not asked or reason == "done" or reason.startswith("on a CPU")
             begin = time.monotonic()
             ended = self.one(job, seconds if self.cpu else 2 * seconds + 60, left)
             written.add(job.files)
@@ -222,10 +276,7 @@ def read_result(path: Path, job: Job, command: Sequence[str]) -> dict[str, Any]:
     """What the job wrote; of one that writes no rows, its seconds alone are the result."""
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
-    where = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    empty = {"suite": "ladder", "command": shlex.join(["python", *command[1:]]), "commit": where.stdout.strip() or None}
+    empty = {"suite": "ladder", "command": shlex.join(["python", *command[1:]]), "commit": commit()}
     return {**empty, "device": device_name(), "versions": {}, "rows": []}
 
 

@@ -28,7 +28,8 @@ import torch
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import write_files
 from benchmarks.comfy_graphs import Job, accelerated_graph
-from benchmarks.everyday import NATIVE, NATIVE_KITCHEN, Server, Side, saved_latents, server_files
+from benchmarks.comfy_server import Server, saved_latents, server_files
+from benchmarks.everyday import NATIVE, NATIVE_KITCHEN, Side
 from benchmarks.measure import relative_error
 from benchmarks.native_templates import SIDES as TEMPLATE_SIDES
 from benchmarks.native_templates import template_rows

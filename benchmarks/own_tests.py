@@ -1,28 +1,32 @@
-"""Suite `tests`: the project's own tests on this machine, a row for each file.
+"""Suite `tests`: the project's own tests on this machine, a row for each file, written again as each test ends.
 
-    python -m benchmarks tests --setting "gpu tests"         # pytest -m gpu tests
+    python -m benchmarks tests --setting "gpu tests"              # pytest -m gpu, of the files that have such tests
+    python -m benchmarks tests --setting "gpu tests/ops"          # of those below tests/ops
 
-A setting is a mark and what to run. seconds: of the tests of the file; passed, skipped; a file with a failure is a row
-that failed.
+A setting is a mark and where to look. Three processes run the tests, each file in one of them. seconds: of the tests of
+the file so far; passed, skipped; a file with a failure is a row that failed. `over`: whether the run came to its end.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 
 from benchmarks.rows import Row
 
 ROOT = Path(__file__).parents[1]
+PROCESSES = 3
 
 
 def tests_rows(
@@ -30,28 +34,57 @@ def tests_rows(
 ) -> Iterator[Row]:
     for setting in options.setting or ("gpu tests",):
         mark, *where = shlex.split(setting)
-        with TemporaryDirectory() as folder:
-            report = Path(folder, "report.xml")
-            command = [sys.executable, "-m", "pytest", "-q", "-m", mark, *where, f"--junitxml={report}"]
-            done = subprocess.run(
-                [*command, "-o", "junit_family=xunit1"], cwd=ROOT, capture_output=True, text=True, check=False
-            )
-            if not report.is_file():
-                yield {"name": setting, "size": "", "failed": done.stdout.strip()[-300:]}
-                continue
-            yield from file_rows(ElementTree.parse(report).getroot())
+        files = marked_files(mark, where)
+        if not files:
+            yield {"name": setting, "size": "", "failed": f"no file below {', '.join(where)} has tests marked {mark}"}
+            continue
+        yield from run_tests(setting, mark, files, details)
 
 
-def file_rows(report: ElementTree.Element) -> Iterator[Row]:
-    files: dict[str, Row] = {}
-    for case in report.iter("testcase"):
-        path = case.get("file") or case.get("classname", "").replace(".", "/")
-        row = files.setdefault(path, {"name": path, "size": "", "seconds": 0.0, "passed": 0, "skipped": 0})
-        row["seconds"] = round(row["seconds"] + float(case.get("time", "0")), 2)
-        faults = [child for child in case if child.tag in ("failure", "error")]
-        skipped = any(child.tag == "skipped" for child in case)
-        row["skipped"] += skipped
-        row["passed"] += not skipped and not faults
-        for fault in faults:
-            row["failed"] = f"{case.get('name')}: {fault.get('message', '')}"[:300]
-    yield from files.values()
+def marked_files(mark: str, where: Sequence[str]) -> list[str]:
+    """The test files at or below `where` that name the mark; for an expression, all of them. Files that need libraries
+    which this machine lacks are not even imported where they have no such tests."""
+    found = [path for place in where for path in sorted((ROOT / place).rglob("test_*.py"))]
+    found += [ROOT / place for place in where if (ROOT / place).is_file()]
+    if mark.isidentifier():
+        found = [path for path in found if f"mark.{mark}" in path.read_text(encoding="utf-8")]
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def run_tests(setting: str, mark: str, files: Sequence[str], details: dict[str, Any]) -> Iterator[Row]:
+    """Rows of the files, again as each test ends."""
+    rows: dict[str, Row] = {}
+    details["over"] = False
+    with TemporaryDirectory() as folder:
+        read, write = os.pipe()
+        command = [sys.executable, "-m", "pytest", "-q", "-m", mark, *files, "-p", "benchmarks.test_lines"]
+        command += ["-n", str(PROCESSES), "--dist", "loadfile"] if find_spec("xdist") else []
+        printed = Path(folder, "printed")
+        with printed.open("w") as output:
+            tests = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, pass_fds=[write],
+                env={**os.environ, "WANCORE_TEST_LINES": str(write)},
+            )  # fmt: skip
+        os.close(write)
+        with os.fdopen(read) as lines:
+            for line in lines:
+                yield file_row(rows, json.loads(line))
+        code = tests.wait()
+        details["over"] = code in (0, 1)
+        if not rows or code not in (0, 1):
+            said = printed.read_text(errors="replace").strip()[-300:]
+            yield {"name": setting, "size": "", "failed": f"pytest ended with {code}: {said}"}
+
+
+def file_row(rows: dict[str, Row], test: dict[str, Any]) -> Row:
+    """The row of a test's file with that test counted in."""
+    row = rows.setdefault(
+        test["file"], {"name": test["file"], "size": "", "seconds": 0.0, "passed": 0, "skipped": 0, "faults": 0}
+    )
+    row["seconds"] = round(row["seconds"] + test["seconds"], 2)
+    if test["outcome"] == "failed":
+        row["faults"] += 1
+        row["failed"] = f"{test['name']}: {test['message']}"[:300]
+    elif test["when"] == "call" or test["outcome"] == "skipped":
+        row[test["outcome"]] += 1
+    return dict(row)

@@ -59,7 +59,7 @@ MEASURES: dict[str, Rows] = {
     "tests": tests_rows,
 }
 
-IN_ROUNDS = ("everyday",)  # suites that give a row again after each round
+IN_ROUNDS = ("everyday", "tests")  # suites that give a row again: after each round, after each test
 PARTS = {
     "attention": (*ATTENTION_PARTS, *TUNED),
     "everyday": EVERYDAY_PARTS,

@@ -37,8 +37,8 @@ from wan_core.sampling.cache.arguments import speed_options
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.speed_presets import BOUNDS
 from wan_lab.card_page import FULL, Card, Video
+from wan_lab.commits import commit
 from wan_lab.compare import compare, find_perceptual
-from wan_lab.results import commit
 from wan_lab.run import chosen, show
 from wan_lab.samples import Sample, drawn_media
 

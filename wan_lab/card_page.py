@@ -29,9 +29,10 @@ from wan_core.execution.report import GIB, Report, device_name, host_peak_bytes
 from wan_core.media.pictures import FAINT, Canvas, clock
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.plan import Plan
+from wan_lab.commits import commit
 from wan_lab.compare import Comparison, summary
 from wan_lab.pictures import side_by_side
-from wan_lab.results import commit, versions
+from wan_lab.results import versions
 
 FULL = "full"
 SHOWN = 3  # frames of each video in the picture

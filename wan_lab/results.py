@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from wan_core import __version__
 from wan_core.config.outputs import write_text
 from wan_core.execution.report import device_name, installed
+from wan_lab.commits import commit
 
 
 def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]], program: str = "wan_core") -> dict[str, Any]:
@@ -40,16 +40,6 @@ def versions(device: torch.device) -> dict[str, str | None]:
             ("triton", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine", "comfy-kitchen")
         )
     return versions
-
-
-def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The commit of the checkout that contains `folder` (by default, this one); None outside a git checkout."""
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=folder
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def result_path(out: Path, suite: str, device: torch.device) -> Path:

@@ -13,6 +13,7 @@ import torch
 from benchmarks import comfy_files, everyday
 from benchmarks.comfy_files import as_fp8, expert_file, hf_name, write_expert, write_files
 from benchmarks.comfy_graphs import Job, middle, native_graph, with_defaults
+from benchmarks.comfy_server import Server, times
 from benchmarks.comfy_small import small_graph
 from benchmarks.comfyui import Graph, Run
 from benchmarks.everyday import (
@@ -20,13 +21,11 @@ from benchmarks.everyday import (
     ATTACHED,
     OFF_SIDES,
     SIDES,
-    Server,
     Side,
     everyday_rows,
     gpu_count,
     ratios,
     several_sides,
-    times,
 )
 from benchmarks.native import SIDES as NATIVE_SIDES
 from tests.comfyui import find_comfyui

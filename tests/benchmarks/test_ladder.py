@@ -134,7 +134,7 @@ def test_a_job_that_takes_too_long_is_ended_with_all_its_processes(tmp_path: Pat
     assert ladder.one(endless, limit=3, left=100).startswith("failed: took longer than 3 s")
     assert gone(int((tmp_path / "child").read_text()))
     assert ladder.one(endless, limit=100, left=3) == "stopped: the time is over"
-    assert ladder.why_not(endless) is None  # it is tried again
+    assert ladder.why_not(endless, [endless]) is None  # it is tried again
 
 
 def test_it_goes_on_after_a_kill(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""A ComfyUI server that measures prompts: seconds of each group of nodes, device memory, what its log said."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks.comfy_graphs import with_defaults
+from benchmarks.comfy_small import install_stand_ins, small_graph
+from benchmarks.comfyui import ComfyUI, Graph, Run, find_checkout, make_base, without_page
+from benchmarks.device_memory import DeviceMemory
+from benchmarks.rows import Row
+from wan_core.config import OptionError
+
+PATIENCE = 400.0
+# Lines of a server's log that say what was left out
+SAYS = re.compile(r"step cache: \d+ of \d+|read \d+ % of the keys|EasyCache.*(skipped|speedup)|sol_attn", re.IGNORECASE)
+
+
+@contextmanager
+def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[Path, Path]]:
+    """The checkout of ComfyUI and a base folder for its servers. Files in `scratch` are kept and used again."""
+    found = find_checkout(checkout)
+    if scratch is not None and not scratch.is_dir():
+        raise OptionError(f"--scratch {scratch} is no folder: make it, or leave it out")
+    with tempfile.TemporaryDirectory(prefix="wancore-everyday-", dir=scratch) as temporary:
+        base = make_base(Path(temporary))
+        if scratch is not None:
+            (base / "models").rmdir()
+            (scratch / "models").mkdir(exist_ok=True)
+            (base / "models").symlink_to(scratch / "models", target_is_directory=True)
+        yield found, base
+
+
+class Server:
+    """A ComfyUI server that measures prompts. Use as a context: it ends with it. gpus: of the sides for several."""
+
+    def __init__(
+        self,
+        checkout: Path,
+        base: Path,
+        device: torch.device,
+        gpus: int = 1,
+    ) -> None:
+        self.device, self.gpus = device, gpus
+        environment = {"PYTHONUNBUFFERED": "1"}
+        cpu = device.type == "cpu"
+        if cpu:
+            install_stand_ins(base)
+        self.comfyui = ComfyUI(checkout, base, environment, without_page(base), cpu=cpu, patience=PATIENCE)
+        self.base, self.kinds = base, self.comfyui.get("/object_info")
+        self.memory = DeviceMemory()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.memory.stop()
+        self.comfyui.stop()
+
+    def run(self, graph: Graph) -> tuple[Row, Run]:
+        """Seconds of a prompt by group of nodes, with what the log said. Raises RuntimeError with what failed."""
+        graph = small_graph(graph) if self.device.type == "cpu" else graph
+        self.memory.reset()
+        before = len(self.comfyui.log())
+        run = self.comfyui.watch(with_defaults(graph, self.kinds))
+        if not run.ok:
+            fault = next((said for kind, said in run.status["messages"] if kind == "execution_error"), {})
+            raise RuntimeError(f"{fault.get('node_id')}: {fault.get('exception_message', 'interrupted')[:500]}")
+        said = [line.strip() for line in self.comfyui.log()[before:].splitlines() if SAYS.search(line)]
+        peak = self.memory.peak_gib
+        return times(run) | ({} if peak is None else {"peak_gib": peak}) | ({"said": said[-4:]} if said else {}), run
+
+
+def times(run: Run) -> Row:
+    """Seconds from POST to the end of the prompt, and of each group of nodes."""
+    groups: dict[str, float] = defaultdict(float)
+    current, since = "start", run.begin
+    for event in run.events:
+        if event["type"] == "executing":
+            groups[current] += event["at"] - since
+            current, since = (event["data"]["node"] or "").split(".")[0], event["at"]
+    return {
+        "seconds": round(since - run.begin, 3),
+        "nodes": {name: round(seconds, 3) for name, seconds in groups.items() if seconds >= 0.0005},
+    }
+
+
+def saved_latents(server: Server, run: Run) -> torch.Tensor:
+    """What the prompt's SaveLatent wrote, float32."""
+    from safetensors.torch import load_file
+
+    saved = run.outputs["save.latent"]["latents"][0]
+    path = server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+    return load_file(str(path))["latent_tensor"].float()
