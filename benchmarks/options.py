@@ -72,6 +72,11 @@ SUITES: dict[str, Suite] = {
         takes=("setting", "runs", "steps", "gpus", "scratch"),
         fewest_runs=0,
     ),
+    "small": Suite(
+        "whole videos on smaller cards with less host memory",
+        ("640x640x81",),
+        takes=("setting", "runs", "scratch"),
+    ),
     "tests": Suite("the project's tests on this machine", ("all",), ("gpu tests",), takes=("setting",)),
 }
 # Suites that answered their question: their code is at the tag experiments-2026-11, their results are committed.

@@ -33,6 +33,7 @@ from benchmarks.profiling import profile_rows, profile_table
 from benchmarks.rows import Row, table
 from benchmarks.setups import find_setup
 from benchmarks.single import single_rows
+from benchmarks.small import small_rows
 from benchmarks.sparse import sparse_rows
 from benchmarks.startup import startup_rows
 from benchmarks.streaming import streaming_rows
@@ -56,6 +57,7 @@ MEASURES: dict[str, Rows] = {
     "everyday": everyday_rows,
     "native": native_rows,
     "videos": videos_rows,
+    "small": small_rows,
     "tests": tests_rows,
 }
 

@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -115,6 +115,8 @@ class Making:
         where = ["--device", str(device)] if gpus == 1 else ["--gpus", several]
         self.folder, self.size, self.count = folder, size, max(self.makers, 1) * (runs + 1)
         self.command = [sys.executable, "-m", "wan_core", "generate", *model, *where, "--size", f"{width}x{height}"]
+        self.keeps_notes = False  # rows have the notes of their reports
+        self.counter: Callable[[], int] = lambda: 0  # of bytes read from a disk
         self.command += ["--frames", str(frames), *([] if steps is None else ["--steps", str(steps)]), *words]
 
     def rows(self) -> list[Row]:
@@ -125,16 +127,26 @@ class Making:
             listed = Path(out, "list.jsonl")
             lines = [json.dumps({"prompt": PROMPT, "seed": seed}) for seed in range(1, self.count + 1)]
             listed.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            begin = time.time()
-            done = subprocess.run(
-                [*self.command, "--prompts", str(listed), "--out", str(Path(out, "clip.mp4"))],
-                cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-            )  # fmt: skip
+            begin, read = time.time(), [self.counter()]
+            with Path(out, "printed").open("w+") as printed:
+                process = subprocess.Popen(
+                    [*self.command, "--prompts", str(listed), "--out", str(Path(out, "clip.mp4"))],
+                    cwd=Path(__file__).parents[1], stdout=printed, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+                while process.poll() is None:
+                    time.sleep(0.05)
+                    read += [self.counter()] * (len(list(Path(out).glob("*.report.json"))) - len(read) + 1)
+                printed.seek(0)
+                said = printed.read()
             reports = sorted(Path(out).glob("*.report.json"), key=lambda path: path.stat().st_mtime)
-            if done.returncode or len(reports) < self.count:
-                raise RuntimeError(" | ".join(done.stdout.strip().splitlines()[-4:]) or f"exit code {done.returncode}")
+            if process.returncode or len(reports) < self.count:
+                raise RuntimeError(" | ".join(said.strip().splitlines()[-4:]) or f"exit code {process.returncode}")
+            read += [self.counter()] * (len(reports) - len(read) + 1)
             ends = [path.stat().st_mtime - begin for path in reports]
-            return self.timed(ends, [json.loads(path.read_text(encoding="utf-8")) for path in reports])
+            found = [json.loads(path.read_text(encoding="utf-8")) for path in reports]
+            for report, before, after in zip(found, read, read[1:], strict=False):
+                report["disk_gb"] = round((after - before) / 1e9, 2)
+            return self.timed(ends, found)
 
     def timed(self, ends: list[float], reports: list[Row]) -> list[Row]:
         """Rows of videos that were finished so many seconds after the start of the process."""
@@ -147,7 +159,8 @@ class Making:
             return [cold]
         middle = sorted(range(len(took)), key=lambda n: took[n])[(len(took) - 1) // 2]
         kept = self.row("kept", statistics.median(took), reports[middle + 1])
-        return [cold, kept | {"spread": round(max(took) - min(took), 3), "runs": len(took)}]
+        times = [round(each, 3) for each in took]
+        return [cold, kept | {"spread": round(max(took) - min(took), 3), "runs": len(took), "times": times}]
 
     def row(self, name: str, seconds: float, report: Row) -> Row:
         phases: dict[str, float] = {}
@@ -157,6 +170,8 @@ class Making:
         row: Row = {"name": name, "size": self.size, "seconds": round(seconds, 3)}
         row |= {key: value for key, value in phases.items() if key in PHASES and (key != "load" or name == "cold")}
         row |= {"peak_gib": report["peak_device_gib"]} if report["peak_device_gib"] else {}
+        row |= {"disk_gb": report["disk_gb"]} if report.get("disk_gb") else {}
+        row |= {"notes": report["notes"]} if self.keeps_notes else {}
         if report.get("attention"):
             means = [statistics.fmean(error or 0.0 for error in step["errors"]) for step in report["attention"]]
             shares = [statistics.fmean(step["shares"]) for step in report["attention"]]

@@ -119,7 +119,7 @@ class ComfyEngine:
         sizes = Sizes(units=(0,), experts=1, text_encoder=part.bytes, text_stage=stage_bytes(part.units, 0), vae=0)
         if plan_memory(sizes, Beside(text=TEXT, denoise=0, decode=0), host.room(), "swap").streams_text:
             if not patcher.in_host_memory:
-                patcher.wait(part, plan_host({"text_encoder": part}, host_room()).copies("text_encoder"))
+                patcher.wait(part, plan_host({"text_encoder": part}, host_room()).waits("text_encoder"))
             patcher.stream(0)
         return cast(TextEncoder, patcher.use(TEXT)).read(prompts)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_again
-from wan_core.execution.report import Report
+from wan_core.execution.report import GIB, Report
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.loras import Wanted, lora_bytes, shared
@@ -135,5 +135,9 @@ class ComfyMemory(RunOwner):
         new = None if prepared is None or prepared.uses_again(self.patchers["high"].kept_form) else prepared
         plan = plan_host(parts, host_room(), new)
         for name, part in parts.items():
-            self.patchers[cast(Expert, name)].wait(part, plan.copies(name))
-        return [f"{name}: weights stay in the mapped file, pinned memory is short" for name in sorted(plan.mapped)]
+            self.patchers[cast(Expert, name)].wait(part, plan.waits(name))
+        return [
+            f"{name}: host memory is short: {pinned / GIB:.1f} GiB of the weights are pinned, the others are read from "
+            "their file while the device computes"
+            for name, pinned in sorted(plan.mapped.items())
+        ]

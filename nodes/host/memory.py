@@ -18,7 +18,7 @@ from torch import nn
 
 from wan_core.checkpoint.staged import Reading
 from wan_core.execution.memory.planning import CONTEXT
-from wan_core.execution.memory.residency import Residency, tensors_of
+from wan_core.execution.memory.residency import Residency, Waits, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
@@ -108,7 +108,7 @@ class Held(Evictable):
         super().__init__(part.bytes)
         self.name, self.part, self.finish, self.residency, self.order = name, part, finish, residency, order
         self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
-        self.copies: bool | None = None  # where blocks stream: whether weights are pinned; False: they stay in the file
+        self.waits = Waits()  # where blocks stream: how weights wait in host memory
         self.kept_form: PreparedForm | None = None  # how the run before kept what a transformer prepares beside text
         self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
         self.on_model = ModelLoras(self.load_device)  # of a transformer: those on its weights in memory
@@ -150,7 +150,7 @@ class Held(Evictable):
     def expect(self, loras: Sequence[Wanted]) -> None:
         """The LoRAs that `ready` will ask for: those that are summed in are, while weights are read. Weights that stay
         packed are read again for that. Raises OptionError for one that weights in a mapped file do not take."""
-        if self.copies is False:
+        if self.waits.copy is False:
             check_attached(self.part, loras)
         if self.ahead is not None and tuple(loras) != self.loras:
             self.detach()  # it is being read with others
@@ -186,9 +186,9 @@ class Held(Evictable):
         if self.residency is not None and self.in_host_memory and self.has_loras(loras):
             self.residency.use(self.name)
 
-    def wait(self, part: PartToLoad, copies: bool | None) -> None:
+    def wait(self, part: PartToLoad, waits: Waits) -> None:
         """Where its weights wait when they are read to stream. part: as it is loaded otherwise."""
-        self.part, self.copies = staying_in_file(part) if copies is False else part, copies
+        self.part, self.waits = staying_in_file(part) if waits.copy is False else part, waits
 
     def stream(self, resident_blocks: int) -> None:
         """Have so many blocks stay on the device when it is loaded next, and the others stream."""
@@ -210,10 +210,10 @@ class Held(Evictable):
                 return self._read(self.load_device, INTERRUPTIBLE)
         assert self.residency is not None
         if not self.in_host_memory:
-            stays = self.copies is False
+            stays = self.waits.copy is False
             how = replace(INTERRUPTIBLE, mapped=stays, stays=stays)
             with _plain_tensors():
-                self.residency.add(self.name, self._read(self.offload_device, how), copy=self.copies)
+                self.residency.add(self.name, self._read(self.offload_device, how), self.waits)
         log.info("WanCore streams the %s: %d blocks stay on the device", self.name, self.resident_blocks)
         return self.residency.models[self.name]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import build_parser
-from benchmarks.ladder import Ladder, in_order, main
+from benchmarks.ladder import Ladder, in_order, main, running, wait
 from benchmarks.ladder_jobs import FILES, JOBS, NEEDS, Job, missing, on_a_cpu
 from benchmarks.options import SUITES
 from benchmarks.run import check_options
@@ -157,6 +157,27 @@ Ladder(out, out, 1).run([job("a"), job("b", sleeping(out)), job("c")], None)
     assert list(results(tmp_path)) == ["a"]
     assert Ladder(tmp_path, tmp_path, 1).run([job("a"), job("b"), job("c")], None) == 0
     assert list(results(tmp_path)) == ["a", "b", "c"]
+
+
+def test_a_job_that_was_asked_for_and_did_not_run_is_a_failure(tmp_path: Path) -> None:
+    many = job("many", gpus=4)
+    ladder = Ladder(tmp_path, tmp_path, 1)
+    assert ladder.run([many], None) == 0 and ladder.run([many], None, asked=True) == 1
+    same = [job("a"), job("b")]
+    assert Ladder(tmp_path, tmp_path, 0, cpu=True).why_not(same[1], same) == "on a CPU the same as a"
+    assert Ladder(tmp_path, tmp_path, 0, cpu=True).why_not(same[1], same[1:]) is None
+
+
+def test_a_ladder_that_is_detached_outlives_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    words = ["--out", str(out), "--scratch", str(tmp_path), "--gpus", "0", "--minutes", "0.001"]
+    assert wait(out, 0) == 0  # there is none
+    assert main(["--detach", *words]) == 0
+    started = wait(out, 0)
+    again = main(["--detach", *words])
+    assert (started, again) == (75, 1) or running(out) is None
+    assert main(["--wait", "60", "--out", str(out)]) == 0 and running(out) is None
+    assert f"{JOBS[0].name}: not run: needs 1 GPU" in capsys.readouterr().out
 
 
 def sleeping(folder: Path) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.own_tests import file_rows
+from benchmarks.own_tests import marked_files, run_tests
 from benchmarks.videos import Making
 from wan_core.config import AdaptiveOptions
 from wan_core.sampling.cache.policies import Judged, judged_words
@@ -70,16 +69,22 @@ def test_a_setting_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NAME: words" in capsys.readouterr().err
 
 
-def test_a_file_with_a_failure_is_a_row_that_failed() -> None:
-    rows = list(
-        file_rows(
-            ElementTree.fromstring("""<testsuites><testsuite>
-        <testcase file="tests/a.py" name="one" time="1.5"/>
-        <testcase file="tests/a.py" name="two" time="0.5"><failure message="assert 1 == 2"/></testcase>
-        <testcase file="tests/b.py" name="three" time="0"><skipped/></testcase>
-    </testsuite></testsuites>""")
-        )
+def test_files_have_rows_as_their_tests_end(tmp_path: Path) -> None:
+    path = tmp_path / "test_it.py"
+    path.write_text(
+        "import pytest\n\ndef test_one():\n    pass\n\ndef test_two():\n    assert 1 == 2\n\n"
+        "@pytest.mark.skip\ndef test_three():\n    pass\n"
     )
-    assert rows[0] == {"name": "tests/a.py", "size": "", "seconds": 2.0, "passed": 1, "skipped": 0,
-                       "failed": "two: assert 1 == 2"}  # fmt: skip
-    assert rows[1]["skipped"] == 1 and "failed" not in rows[1]
+    details: dict = {}
+    *first, last = run_tests("all", "not gpu", [str(path)], details)
+    assert len(first) == 2 and first[0]["passed"] == 1 and "failed" not in first[0]
+    assert (last["passed"], last["skipped"], last["faults"]) == (1, 1, 1) and "assert 1 == 2" in last["failed"]
+    assert details["over"] and last["name"].endswith("test_it.py")
+    (wrong,) = run_tests("all", "not gpu", [str(tmp_path / "absent.py")], details)
+    assert "pytest ended with" in wrong["failed"] and not details["over"]
+
+
+def test_files_are_chosen_by_their_marks() -> None:
+    found = marked_files("gpu", ["tests/execution"])
+    assert "tests/execution/test_gpu_stream.py" in found and "tests/execution/test_stream.py" not in found
+    assert marked_files("not gpu", ["tests/benchmarks/test_setups.py"]) == ["tests/benchmarks/test_setups.py"]

@@ -15,7 +15,7 @@ from tests.int8_files import inputs
 from tests.loras_on import loras_on
 from wan_core.checkpoint import load_dit, load_text_encoder, staged
 from wan_core.checkpoint.staged import Reading
-from wan_core.execution.memory.residency import Residency
+from wan_core.execution.memory.residency import Residency, Waits
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.int8 import Int8Linear
@@ -79,7 +79,7 @@ def test_int8_streams_out_of_its_file(files, lora: Wanted, kind: type, attached:
         if attached:
             loras_on(model, CUDA).apply(model, [lora], part)
         residency = Residency(CUDA, "stream" if how.stays else "resident", resident_blocks=1)
-        residency.add("high", model, copy=False if how.stays else None)
+        residency.add("high", model, Waits(False if how.stays else None))
         assert not how.stays or all(unit.memory is None for unit in residency.host_weights["high"].units)
         out += [residency.use("high")(x.bfloat16(), t, text.bfloat16()) for _ in range(2)]
     assert all(torch.equal(one, out[0]) for one in out[1:])

@@ -14,8 +14,8 @@ from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import save
 from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, OptionError
-from wan_core.config.host_memory import _left_in_container, available_bytes
-from wan_core.execution.memory.residency import KEPT_FREE, Residency
+from wan_core.config.host_memory import _groups, _left_in_container, available_bytes
+from wan_core.execution.memory.residency import KEPT_FREE, Residency, Waits
 from wan_core.execution.report import GIB
 from wan_core.models.text.umt5 import UMT5_XXL
 from wan_core.models.vae.config import VAE_21
@@ -58,10 +58,11 @@ def test_the_everyday_graph_in_32_gb() -> None:
     parts = everyday(scaled=True)
     assert sum(part.bytes for part in parts.values()) > 34e9
     plan = plan_host(parts, 29 * 10**9)
-    assert plan.mapped == {"text_encoder", "low"} and plan.pins
-    assert [plan.copies(name) for name in parts] == [True, False, False, True]
-    assert plan_host(parts, 64 * 10**9).mapped == frozenset() and plan_host(parts, None).pins is None
-    assert plan_host(parts, 15 * 10**9).mapped == {"text_encoder", "low", "high"}
+    assert plan.mapped.keys() == {"text_encoder", "low"} and plan.pins
+    assert [plan.waits(name).copy for name in parts] == [True, False, False, True]
+    assert 0 < plan.mapped["low"] < 29e9 * (1 - KEPT_FREE) - parts["high"].bytes and plan.mapped["text_encoder"] == 0
+    assert plan_host(parts, 64 * 10**9).mapped == {} and plan_host(parts, None).pins is None
+    assert plan_host(parts, 15 * 10**9).mapped.keys() == {"text_encoder", "low", "high"}
 
 
 @given(gib=st.floats(0.1, 100), scaled=st.booleans(), stored=st.sampled_from([torch.bfloat16, torch.float16]))
@@ -121,6 +122,18 @@ def test_limits(tmp_path: Path) -> None:
     assert _left_in_container(tmp_path) is None and _left_in_container(tmp_path / "absent") is None
     (tmp_path / "memory.max").write_text("1000\n")
     assert _left_in_container(tmp_path) == 800  # what is cached can be dropped
+    own = tmp_path / "cgroup"
+    own.write_text("1:name=systemd:/x\n0::/user.slice/limited.scope\n")  # as systemd-run --scope makes them
+    assert _groups(tmp_path, own) == [tmp_path, tmp_path / "user.slice/limited.scope", tmp_path / "user.slice"]
+    own.write_text("9:memory:/a\n0::/\n")  # version 1
+    assert _groups(tmp_path, own) == [tmp_path, tmp_path / "memory/a", tmp_path / "memory"]
+    (tmp_path / "memory/a").mkdir(parents=True)
+    (tmp_path / "memory/a/memory.limit_in_bytes").write_text("5000\n")
+    (tmp_path / "memory/a/memory.usage_in_bytes").write_text("4000\n")
+    (tmp_path / "memory/a/memory.stat").write_text("cache 900\nactive_file 600\ninactive_file 100\n")
+    assert _left_in_container(tmp_path / "memory/a") == 1700
+    own.write_text("0::/\n")
+    assert _groups(tmp_path, own) == [tmp_path] == _groups(tmp_path, tmp_path / "absent")
     assert host_room(0.001) == int(0.001 * GIB) and host_room() == pytest.approx(available_bytes(), rel=0.1)
     with pytest.raises(OptionError, match="host memory limit 0 GiB"):
         LoadOptions(model="tiny", host_memory_limit=0.0)
@@ -148,7 +161,7 @@ def test_weights_in_their_file_are_no_copy_and_compute_the_same(tmp_path: Path, 
     ranges = mappings(tmp_path / "model.safetensors")
     assert matrices and all(any(a <= m.data_ptr() < b for a, b in ranges) for m in matrices)
     residency = Residency(CPU, "stream", resident_blocks=2)
-    residency.add("high", model, copy=False)
+    residency.add("high", model, Waits(False))
     assert all(unit.memory is None for unit in residency.host_weights["high"].units)
     streamed = residency.use("high")
     draw = torch.Generator().manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 HOST_RESERVE = 4 * 2**30  # beside what is prepared for a run: other programs need it
@@ -13,8 +14,7 @@ def available_bytes() -> int | None:
     free = _of_machine("MemAvailable")
     if free is None:
         return None
-    below_limit = _left_in_container(Path("/sys/fs/cgroup"))
-    return free if below_limit is None else min(free, below_limit)
+    return min([free, *(left for folder in _groups() if (left := _left_in_container(folder)) is not None)])
 
 
 def total_bytes() -> int | None:
@@ -22,11 +22,32 @@ def total_bytes() -> int | None:
     total = _of_machine("MemTotal")
     if total is None:
         return None
+    limits = [limit for folder in _groups() if (limit := _limit(folder)) is not None]
+    return min([total, *limits])
+
+
+def _groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[Path]:
+    """Folders of the control groups that this process's memory counts in: its own, those around it, the root. Of
+    version 2, or of the memory controller of version 1."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
+        return [root]
+    found = [root]
+    for number, controllers, name in lines:
+        if "memory" in controllers.split(",") or number == "0":
+            base, inside = root / "memory" if controllers else root, Path(name.lstrip("/"))
+            found += [base / part for part in (inside, *inside.parents) if base / part != root]
+    return found
+
+
+def _limit(folder: Path) -> int | None:
+    """The memory limit of a control group; None where it has none."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        with suppress(OSError):
+            limit = (folder / name).read_text().strip()
+            return int(limit) if limit.isdecimal() else None
+    return None
 
 
 def _of_machine(name: str) -> int | None:
@@ -39,12 +60,16 @@ def _of_machine(name: str) -> int | None:
 
 
 def _left_in_container(folder: Path) -> int | None:
-    """Bytes below the memory limit of a control group (version 2), cached files not counted; None where there is no
-    limit."""
+    """Bytes below the memory limit of a control group, cached files not counted; None where there is no limit."""
+    limit, used = _limit(folder), None
+    if limit is None:
+        return None
+    for name in ("memory.current", "memory.usage_in_bytes"):
+        with suppress(OSError):
+            used = int((folder / name).read_text())
     try:
-        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
         return None
     cached = sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
-    return max(0, int(limit) - int(used) + cached) if limit.isdecimal() else None
+    return None if used is None else max(0, limit - used + cached)

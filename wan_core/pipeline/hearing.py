@@ -18,7 +18,6 @@ from wan_core.checkpoint.encoders import find_speech, load_speech
 from wan_core.config import OptionError
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.report import Report
-from wan_core.media.sound import mono, read_sound
 from wan_core.models.audio.wav2vec2 import SAMPLE_RATE, XLSR_LARGE, SpeechConfig, SpeechEncoder, encoding_bytes
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import Task, family_of
@@ -76,6 +75,8 @@ def random_speech(task: Task, dit: DiTConfig) -> Speech | None:
 def hear(speech: Speech, path: str, residency: Residency, report: Report) -> Tensor:
     """The states [W, n, C] of the sound in `path`, float32 on the CPU. Models of `residency` make room for the encoder;
     where its device still has too little memory, the sound is encoded on the CPU."""
+    from wan_core.media.sound import mono, read_sound  # imports PyAV: not where no sound is read
+
     samples = torch.from_numpy(mono(read_sound(path), SAMPLE_RATE))[None]
     with report.phase("encode audio"):
         residency.make_room(encoding_bytes(speech.config, samples.shape[1] / SAMPLE_RATE))

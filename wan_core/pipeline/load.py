@@ -257,7 +257,7 @@ class Placement:
         report.notes += [f"{name}: {one.words(part.lora_words)}" for one in loras]
         graphs = self.residency.policy == "resident"  # a graph knows addresses, and launches no copies
         model = finish(model, settings, settings.device, graphs=graphs, ranks=self.ranks)
-        self.residency.add(name, model, copy=self.waits.copies(name))
+        self.residency.add(name, model, self.waits.waits(name))
         return applied
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
 
 from wan_core.config import LoadOptions, OptionError, SparseOptions
@@ -27,7 +28,7 @@ from wan_core.execution.memory.planning import (
     outside_bytes,
     plan_again,
 )
-from wan_core.execution.memory.residency import KEPT_FREE, Policy, Residency
+from wan_core.execution.memory.residency import KEPT_FREE, Policy, Residency, Waits
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import GIB, Report
 from wan_core.models.audio.wav2vec2 import encoding_bytes
@@ -48,15 +49,15 @@ LORA_WHY = "the weights stay in the mapped file"
 
 
 class HostPlan(NamedTuple):
-    """`mapped`: names of the models whose weights stay in their files. `pins`: there is room to pin the others; None:
-    that is decided one by one."""
+    """`mapped`: names of the models whose weights stay in their files, all but so many bytes that are pinned. `pins`:
+    there is room to pin the others; None: that is decided one by one."""
 
-    mapped: frozenset[str] = frozenset()
+    mapped: Mapping[str, int] = MappingProxyType({})
     pins: bool | None = None
 
-    def copies(self, name: str) -> bool | None:
+    def waits(self, name: str) -> Waits:
         """For `Residency.add`."""
-        return False if name in self.mapped else self.pins
+        return Waits(False, self.mapped[name]) if name in self.mapped else Waits(self.pins)
 
 
 def plan_host(parts: Mapping[str, PartToLoad], available: int | None, prepared: PreparedForm | None = None) -> HostPlan:
@@ -66,12 +67,12 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None, prepared: 
     Raises OptionError where they do not fit: what they need, and what to do."""
     if available is None:
         return HostPlan()
-    mapped: set[str] = set()
+    mapped: list[str] = []
     kept = 0 if prepared is None else prepared.host
     needed, room = sum(part.bytes for part in parts.values()), int(available * (1 - KEPT_FREE))
     for name in STAY_IN_FILES:
         if (needed > room or needed + kept > available) and name in parts and parts[name].stays_in_file:
-            mapped.add(name)
+            mapped.append(name)
             needed -= parts[name].bytes - parts[name].decoded_bytes
     if needed + kept > available:
         sizes = ", ".join(
@@ -86,7 +87,10 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None, prepared: 
             f"{available / GIB:.1f} GiB are available: end other programs, or use files whose weights can stay there: "
             "scaled FP8 or GGUF with precision 'checkpoint', INT8 (ConvRot) with 'int8'"
         )
-    return HostPlan(frozenset(mapped), True if needed <= room else None)
+    # Transformers share what is left: their blocks are copied in every step, those of a text encoder once a prompt.
+    experts = [name for name in mapped if name != "text_encoder"]
+    left = max(0, min(room - needed, available - needed - kept)) // max(1, len(experts))
+    return HostPlan({name: left if name in experts else 0 for name in mapped}, True if needed <= room else None)
 
 
 def check_prepared(

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wan_core.execution.memory.file_reader import Stretch, read_stretch
+from wan_core.execution.memory.mapped_files import MappedFiles
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import is_attached
@@ -73,34 +75,47 @@ class Unit:
             text_bytes = end if _TEXT.match(name) else text_bytes
         self.layout = Layout(tuple(places), end, text_bytes)
         self.memory: PinnedMemory | None = None  # None: the tensors stay where they were
+        self.stretches: list[Stretch] = []  # of those whose values are read from a file
         self.home: list[Tensor] = []
         self.at: Tensor | None = None  # the copy on the device that the tensors point to
 
-    def take(self, lock: bool, copy: bool) -> None:
-        """Copy the values into memory of its own, or (not `copy`) use them where they are; frees one tensor at a
-        time."""
+    def take(self, lock: bool, copy: bool, files: MappedFiles) -> None:
+        """Copy the values into memory of its own, or (not `copy`) use them where they are, in a file if one of `files`
+        has them; frees one tensor at a time."""
         if copy:
             self.memory = PinnedMemory(self.layout.nbytes)
         with torch.inference_mode(False), torch.no_grad():
             for tensor, place in zip(self.tensors, self.layout.places, strict=True):
+                found = files.find(tensor) if _is_dense(tensor) else None
                 if self.memory is not None:
                     own = place.view(self.memory.bytes)
-                    own.copy_(tensor)
+                    if found is None:
+                        own.copy_(tensor)
+                    else:  # sooner than page by page
+                        read_stretch(Stretch(*found, place.offset, place.nbytes), self.memory.bytes)
                     tensor.data = own
                 elif tensor.device.type != "cpu":
                     tensor.data = tensor.data.cpu()
+                elif found is not None:
+                    self.stretches.append(Stretch(*found, place.offset, place.nbytes))
                 self.home.append(tensor.data)
         if lock and self.memory is not None:
             self.memory.lock()
 
     def copy_to(self, flat: Tensor, start: int, stop: int) -> None:
-        """Bytes start..stop, which lie between tensors, to the same place of `flat`, on the current stream."""
+        """Bytes start..stop, which lie between tensors, to the same place of `flat`, on the current stream; without
+        those of `in_file`."""
         if self.memory is not None:
             flat[start:stop].copy_(self.memory.bytes[start:stop], non_blocking=True)
             return
+        read = {stretch.start for stretch in self.stretches}
         for place, own in zip(self.layout.places, self.home, strict=True):
-            if start <= place.offset < stop:
+            if start <= place.offset < stop and place.offset not in read:
                 place.view(flat).copy_(own, non_blocking=True)
+
+    def in_file(self, start: int, stop: int) -> list[Stretch]:
+        """What of the bytes start..stop is to be read from a file."""
+        return [stretch for stretch in self.stretches if start <= stretch.start < stop]
 
     def bind(self, flat: Tensor | None) -> None:
         """Point the tensors to `flat`, or home (None)."""
@@ -128,10 +143,20 @@ class HostWeights:
     encoder.
 
     lock: pin the memory, so that a GPU reads it at full speed, from the context of `device` (None: the current one).
-    copy: False leaves the weights where they are (a mapped file), where there is not enough memory to pin.
+    copy: False leaves the weights where they are (a mapped file), where there is not enough memory to pin: all but
+    `pinned` bytes of them. first: blocks that get these bytes before the others.
     """
 
-    def __init__(self, model: nn.Module, *, lock: bool, copy: bool = True, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lock: bool,
+        copy: bool = True,
+        device: torch.device | None = None,
+        pinned: int = 0,
+        first: Sequence[int] = (),
+    ) -> None:
         self.model = model
         named = {name: tensor for name, tensor in tensors_of(model).items() if not is_attached(name)}
         assert not any(tensor.is_inference() for tensor in named.values()), "weights made in inference mode stay there"
@@ -142,13 +167,32 @@ class HostWeights:
             groups = [[n for n in named if n not in inside], *blocks]
         self.units = [Unit(names, [named[n] for n in names]) for names in groups]
         here = (torch.cuda.current_device() if device is None else device) if lock else None
+        copied = set(self.units) if copy else self._choose(pinned, first)
+        files = MappedFiles()
 
         def take(unit: Unit) -> None:  # a thread's current device is the first GPU: pinning there takes its memory
             with nullcontext() if here is None else torch.cuda.device(here):
-                unit.take(lock, copy)
+                unit.take(lock, unit in copied, files)
 
         with ThreadPoolExecutor(THREADS if len(self.units) > 1 else 1) as pool:
             list(pool.map(take, self.units))
+
+    def _choose(self, pinned: int, first: Sequence[int]) -> set[Unit]:
+        """Units of `pinned` bytes in all: what is outside blocks, `first`, then the other blocks evenly apart."""
+        count = len(self.units)
+        others = [block for block in range(count - 1) if block not in first]
+        every = sorted(others, key=lambda block: (others.index(block) * 0.618034) % 1)
+        chosen: set[Unit] = set()
+        for unit in (self.units[0], *(self.units[1 + block] for block in (*first, *every))):
+            if unit.layout.nbytes <= pinned:
+                chosen.add(unit)
+                pinned -= unit.layout.nbytes
+        return chosen
+
+    @property
+    def bytes_in_files(self) -> int:
+        """Of the weights, those that are read from a file whenever they are needed."""
+        return sum(stretch.nbytes for unit in self.units for stretch in unit.stretches)
 
     @property
     def layout(self) -> tuple[Layout, ...]:

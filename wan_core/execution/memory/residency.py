@@ -10,14 +10,14 @@ is needed, and come back when they are used; a text encoder that does not fit st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from wan_core.config.host_memory import available_bytes
 from wan_core.execution.memory.host_weights import HostWeights, Layout, tensors_of
-from wan_core.execution.memory.streaming import Stage
+from wan_core.execution.memory.streaming import Stage, spread
 from wan_core.execution.report import GIB
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.config import PreparedForm
@@ -27,6 +27,16 @@ from wan_core.ops.quant.linear import is_attached
 __all__ = ["Policy", "Residency", "tensors_of"]
 
 Policy = Literal["resident", "swap", "stream"]
+
+
+class Waits(NamedTuple):
+    """How weights wait in host memory. copy: pinned there; False: they stay where they are, in a mapped file, all but
+    `pinned` bytes of them; None: as the memory allows that is available."""
+
+    copy: bool | None = None
+    pinned: int = 0
+
+
 KEPT_FREE = 0.1  # of the host's available memory that pinned weights leave to others
 
 
@@ -64,12 +74,11 @@ class Residency:
         """Where a loader should put weights: straight on the device if they stay there."""
         return self.device if self.policy == "resident" else torch.device("cpu")
 
-    def add(self, name: str, model: nn.Module, *, copy: bool | None = None) -> None:
-        """Take `model` over. Its weights move to pinned host memory, unless they stay on the device. copy: False leaves
-        them where they are, in a mapped file; None decides by the memory that is available."""
+    def add(self, name: str, model: nn.Module, waits: Waits = Waits()) -> None:  # noqa: B008  (immutable)
+        """Take `model` over. Its weights move to host memory, unless they stay on the device."""
         self.models[name] = model
         if self.policy != "resident":
-            self._move_to_host(name, model, copy)
+            self._move_to_host(name, model, waits)
 
     def adopt(self, name: str, weights: HostWeights) -> None:
         """Add a model whose weights are in host memory already."""
@@ -203,21 +212,35 @@ class Residency:
         """`form` of the run before; None: there was none."""
         return next((model.prepared_form for model in self.models.values() if isinstance(model, WanModel)), None)
 
-    def _move_to_host(self, name: str, model: nn.Module, copy: bool | None = None) -> None:
+    def _move_to_host(self, name: str, model: nn.Module, waits: Waits = Waits()) -> None:  # noqa: B008
         same = next((other for other, shared in self.host_weights.items() if shared.model is model), None)
         if same is not None:
             self.host_weights[name] = self.host_weights[same]
             return
         needed = sum(t.nbytes for t in tensors_of(model).values())
-        available = available_bytes()
+        available, copy = available_bytes(), waits.copy
         if copy is None:
             copy = available is None or needed < available * (1 - KEPT_FREE)
-        if not copy:
+        blocks = len(model.blocks) if isinstance(model, WanModel) else 0
+        streamed = spread(blocks, self.resident_blocks) if self.policy == "stream" else ()
+        weights = HostWeights(
+            model,
+            lock=self.device.type == "cuda",
+            copy=copy,
+            device=self.device,
+            pinned=waits.pinned,
+            first=streamed,  # those that stay on the device are read once for all steps
+        )
+        if read := weights.bytes_in_files:
+            self.notes.append(
+                f"{name}: {read / GIB:.1f} of {needed / GIB:.1f} GiB stay in the file and are read while the device "
+                f"computes: {(available or 0) / GIB:.1f} GiB of host memory are available"
+            )
+        elif not copy:
             self.notes.append(
                 f"{name}: weights are not pinned, {needed / GIB:.1f} GiB beside the others would not fit into "
                 f"{(available or 0) / GIB:.1f} GiB of host memory: copies to the device are slower"
             )
-        weights = HostWeights(model, lock=self.device.type == "cuda", copy=copy, device=self.device)
         self.adopt(name, weights)
 
     def _stage(self, model: nn.Module) -> Stage:

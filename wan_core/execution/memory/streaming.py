@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.execution.memory.host_weights import HostWeights
+from wan_core.execution.memory.file_reader import Arrival, FileReader
+from wan_core.execution.memory.host_weights import HostWeights, Unit
 from wan_core.models.block_weights import BlockWeights
 
 SLOTS = 2
@@ -30,6 +31,7 @@ class Slot:
 
     memory: Tensor
     copied: Any = None  # event: the copy has ended
+    arrival: Arrival | None = None  # of what comes from a file
     used: Any = None  # event: the block that was computed with it has ended
     holds: tuple[HostWeights, int, bool] | None = None
 
@@ -41,6 +43,7 @@ class ResidentUnit:
     memory: Tensor
     text: Any = None
     rest: Any = None
+    arrivals: tuple[Arrival | None, Arrival | None] = (None, None)  # of what comes from a file: text, rest
     holds: HostWeights | None = None
 
 
@@ -79,6 +82,7 @@ class Stage(BlockWeights):
     def __init__(self, device: torch.device, resident: int | None = None) -> None:
         self.device, self.resident = device, resident
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.reader = FileReader(device)
         self.kept: dict[int, ResidentUnit] = {}
         self.slots: list[Slot] = []
         self.streamed: list[int] = []  # units
@@ -120,7 +124,7 @@ class Stage(BlockWeights):
                 self._fill(unit, weights, text=False)
             for unit, slot in self.kept.items():
                 weights.units[unit].bind(slot.memory)
-            self._wait(self.kept[REST].rest)
+            self._wait(self.kept[REST].rest, self.kept[REST].arrivals[1])
 
     def hand_over(self, successor: HostWeights, runs: int) -> None:
         """The next `runs` runs of the blocks are the last before `successor` is used: copy its blocks behind them."""
@@ -130,7 +134,9 @@ class Stage(BlockWeights):
     def leave_device(self) -> None:
         """Give all device memory back."""
         with self._quietly():
-            if self.stream is not None:  # memory may be given to others only after the copies into it
+            for slot in (*self.slots, *self.kept.values()):  # memory may be given to others only after copies into it
+                self._stop_reading(slot)
+            if self.stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self.stream)
             if self.current is not None:
                 self.current.point_to_host()
@@ -154,14 +160,15 @@ class Stage(BlockWeights):
         weights, unit = self.current, block + 1
         assert weights is not None, "blocks of a model that is not in use"
         if unit in self.kept:
-            self._wait(self.kept[unit].text)
+            kept = self.kept[unit]
+            self._wait(kept.text, kept.arrivals[0])
             if not text:
-                self._wait(self.kept[unit].rest)
+                self._wait(kept.rest, kept.arrivals[1])
             return
         with self._quietly():
             slot = self._find(weights, unit, whole=not text) or self._load(weights, unit, whole=not text)
             self.latest = slot
-            self._wait(slot.copied)
+            self._wait(slot.copied, slot.arrival)
             weights.units[unit].bind(slot.memory)
             at = self.streamed.index(unit) + 1
             wraps = at == len(self.streamed)
@@ -190,23 +197,43 @@ class Stage(BlockWeights):
         """Copy a streamed block into the slot that was entered longest ago."""
         slot = next(slot for slot in self.slots if slot is not self.latest)
         layout = weights.units[unit].layout
+        self._stop_reading(slot)
         self._copies_wait(slot.used)
         slot.holds = (weights, unit, whole)
-        with self._on_stream():
-            weights.units[unit].copy_to(slot.memory, 0, layout.nbytes if whole else layout.text_bytes)
+        slot.arrival = self._copy(weights.units[unit], slot.memory, 0, layout.nbytes if whole else layout.text_bytes)
         slot.copied = self._mark(slot.copied, self.stream)
         return slot
 
     def _fill(self, unit: int, weights: HostWeights, *, text: bool) -> None:
         """Copy one part of a unit that stays."""
         slot, layout = self.kept[unit], weights.units[unit].layout
-        with self._on_stream():
-            start, stop = (0, layout.text_bytes) if text else (layout.text_bytes, layout.nbytes)
-            weights.units[unit].copy_to(slot.memory, start, stop)
         if text:
-            slot.holds, slot.text = None, self._mark(slot.text, self.stream)
+            self._stop_reading(slot)
+        start, stop = (0, layout.text_bytes) if text else (layout.text_bytes, layout.nbytes)
+        arrival = self._copy(weights.units[unit], slot.memory, start, stop)
+        if text:
+            slot.holds, slot.text, slot.arrivals = None, self._mark(slot.text, self.stream), (arrival, None)
         else:
             slot.holds, slot.rest = weights, self._mark(slot.rest, self.stream)
+            slot.arrivals = slot.arrivals[0], arrival
+
+    def _copy(self, unit: Unit, memory: Tensor, start: int, stop: int) -> Arrival | None:
+        """Queue the copy of bytes start..stop of a unit, and have what is in its file read."""
+        stretches = unit.in_file(start, stop)
+        ready = self._mark(None, self.stream) if stretches else None
+        with self._on_stream():
+            unit.copy_to(memory, start, stop)
+        return self.reader.read(stretches, memory, ready) if stretches else None
+
+    def _stop_reading(self, slot: Slot | ResidentUnit) -> None:
+        """What is read into its memory for others ends, before it is written again."""
+        for arrival in (slot.arrival,) if isinstance(slot, Slot) else slot.arrivals:
+            for event in () if arrival is None else arrival.cancel():
+                self._copies_wait(event)
+        if isinstance(slot, Slot):
+            slot.arrival = None
+        else:
+            slot.arrivals = (None, None)
 
     def _allocate(self, weights: HostWeights) -> None:
         sizes = [unit.layout.nbytes for unit in weights.units]
@@ -232,9 +259,11 @@ class Stage(BlockWeights):
         event.record(torch.cuda.current_stream(self.device) if stream is None else stream)
         return event
 
-    def _wait(self, event: Any) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+    def _wait(self, event: Any, arrival: Arrival | None = None) -> None:
+        """The model waits for a copy; this thread until what comes from a file is queued too."""
+        for one in (event, *(() if arrival is None else arrival.queued())):
+            if one is not None:
+                torch.cuda.current_stream(self.device).wait_event(one)
 
     def _copies_wait(self, event: Any) -> None:
         if event is not None and self.stream is not None:

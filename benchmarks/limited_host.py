@@ -1,0 +1,157 @@
+"""Less host memory for a group of processes, and the bytes that a disk gave meanwhile.
+
+The limit is a control group's, which counts mapped and cached files too; swapping is off for it. Where groups cannot be
+made, a process holds what the machine has beyond the limit.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from wan_core.config.host_memory import available_bytes
+
+GIB = 2**30
+ROOT = Path("/sys/fs/cgroup")
+GROUP = "wancore-limited"
+RATE_BYTES, RATE_THREADS, RATE_PIECE = 4 * GIB, 4, 8 << 20
+# Holds memory until its input ends: pages of 2 MiB where there are any, written by threads.
+HOLD = """
+import mmap, sys, threading
+size, threads = int(sys.argv[1]), 8
+pages = mmap.mmap(-1, size)
+pages.madvise(mmap.MADV_HUGEPAGE)
+def touch(first):
+    for at in range(first * 4096, size, threads * 4096):
+        pages[at] = 1
+each = [threading.Thread(target=touch, args=(n,)) for n in range(threads)]
+[one.start() for one in each]; [one.join() for one in each]
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass
+class Limit:
+    """prefix: words before a command whose processes have the limit. how: in words."""
+
+    prefix: list[str]
+    how: str
+    folder: Path | None = None
+
+    @property
+    def peak_gib(self) -> float | None:
+        """The most memory that the group had, cached files counted."""
+        for name in ("memory.peak", "memory.max_usage_in_bytes"):
+            with suppress(OSError, TypeError):
+                return round(int((self.folder / name).read_text()) / GIB, 2)  # type: ignore[operator]
+        return None
+
+
+@contextmanager
+def host_limit(gib: float | None) -> Iterator[Limit]:
+    """None: no limit."""
+    if gib is None:
+        yield Limit([], "none")
+        return
+    folder = make_group(int(gib * GIB))
+    if folder is not None:
+        try:
+            yield Limit(["sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$0" "$@"'], "control group", folder)
+        finally:
+            remove_group(folder)
+        return
+    beyond = max(0, (available_bytes() or 0) - int(gib * GIB))
+    holder = subprocess.Popen(
+        [sys.executable, "-S", "-c", HOLD, str(beyond)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        yield Limit([], f"{beyond / GIB:.1f} GiB held by another process")
+    finally:
+        holder.communicate()
+
+
+def make_group(limit: int) -> Path | None:
+    """A control group of its own with a memory limit, of either version; None where none can be made."""
+    version_1 = ROOT / "memory" / GROUP
+    folder, limits = (version_1, ("memory.limit_in_bytes",)) if (ROOT / "memory").is_dir() else (ROOT / GROUP, ())
+    try:
+        if not limits:
+            with suppress(OSError):
+                (ROOT / "cgroup.subtree_control").write_text("+memory")
+            limits = ("memory.max",)
+        remove_group(folder)
+        folder.mkdir()
+        (folder / limits[0]).write_text(str(limit))
+        for name, value in (("memory.swap.max", "0"), ("memory.swappiness", "0")):
+            with suppress(OSError):
+                (folder / name).write_text(value)
+    except OSError:
+        remove_group(folder)
+        return None
+    return folder
+
+
+def remove_group(folder: Path) -> None:
+    """What is still in it ends."""
+    for _ in range(50):
+        try:
+            processes = (folder / "cgroup.procs").read_text().split()
+        except OSError:
+            return
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(int(process), 9)
+        with suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(0.1)
+
+
+def drop_caches() -> bool:
+    """Forget cached files; False where that is not allowed."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def disk_bytes(path: Path) -> int:
+    """Bytes read so far from the disk that has `path`; from all disks where the system does not say which."""
+    device = os.stat(path).st_dev
+    found, own = 0, None
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        major, minor, name, *numbers = line.split()
+        read = int(numbers[2]) * 512
+        if (int(major), int(minor)) == (os.major(device), os.minor(device)):
+            own = read
+        if (Path("/sys/block") / name).exists() and not name.startswith(("loop", "ram", "dm-", "zram")):
+            found += read
+    return found if own is None else own
+
+
+def disk_rate(path: Path, most: int = RATE_BYTES) -> float:
+    """GB/s at which threads read the beginning of a file that is not cached."""
+    drop_caches()
+    size = min(most, path.stat().st_size)
+    begin = time.perf_counter()
+    with path.open("rb") as file, ThreadPoolExecutor(RATE_THREADS) as pool:
+        buffers = [bytearray(RATE_PIECE) for _ in range(RATE_THREADS)]
+
+        def read(thread: int) -> None:
+            for at in range(thread * RATE_PIECE, size, RATE_THREADS * RATE_PIECE):
+                os.preadv(file.fileno(), [buffers[thread]], at)
+
+        list(pool.map(read, range(RATE_THREADS)))
+    return float(f"{size / (time.perf_counter() - begin) / 1e9:.3g}")

@@ -1,0 +1,62 @@
+"""Which file a tensor's values lie in, where a file is mapped, and where in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+MAPS = Path("/proc/self/maps")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Addresses begin..end show `path` from byte `at` on."""
+
+    begin: int
+    end: int
+    path: str
+    at: int
+
+
+class MappedFiles:
+    """The files that this process maps, as they are when this is made; none on systems that do not list them."""
+
+    def __init__(self) -> None:
+        self.mapped: list[Mapped] = []
+        if sys.platform == "linux" and MAPS.exists():
+            lines = MAPS.read_text(errors="surrogateescape").splitlines()
+            self.mapped = sorted((one for line in lines if (one := _parse(line))), key=lambda one: one.begin)
+        self.begins = [one.begin for one in self.mapped]
+
+    def find(self, tensor: Tensor) -> tuple[str, int] | None:
+        """File and offset of the tensor's bytes; None where no one file has all of them."""
+        if tensor.device.type != "cpu" or not tensor.nbytes:
+            return None
+        begin = tensor.data_ptr()
+        index = bisect_right(self.begins, begin) - 1
+        if index < 0 or begin + tensor.nbytes > self.mapped[index].end:
+            return None
+        one = self.mapped[index]
+        return one.path, one.at + begin - one.begin
+
+
+def _parse(line: str) -> Mapped | None:
+    """`begin-end rights offset major:minor inode path`. None for memory without a file, and for a file that has been
+    replaced or removed since it was mapped."""
+    words = line.split(maxsplit=5)
+    if len(words) < 6 or not words[5].startswith("/"):
+        return None
+    begin, end = (int(number, 16) for number in words[0].split("-"))
+    try:
+        found = os.stat(words[5])
+    except OSError:
+        return None
+    major, minor = (int(number, 16) for number in words[3].split(":"))
+    if int(words[4]) != found.st_ino or (os.major(found.st_dev), os.minor(found.st_dev)) != (major, minor):
+        return None
+    return Mapped(begin, end, words[5], int(words[2], 16))
