@@ -5,14 +5,15 @@ weights (`--scratch`, /dev/shm keeps them in memory; files that are there are us
 ComfyUI server over its API. `--setting` takes parts of it:
 
 on       the template's switch on: a LoRA for each expert, four steps, no guidance
+fresh    the same, and each counted video has a prompt and a picture that its server has not seen
 off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
          their samplers is scaled; ours run all. `--steps 20`: all run all
 t2v      the same with the template for text-to-video
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
 
-All sides of a part take turns in one server, `--runs` rounds (3 of `on`, 1 of the others). In each round a side makes
-a video of few steps that is not counted, which loads its models and kernels, and one with a new seed that is. A row is
-written after every round, its median so far.
+All sides of a part take turns in one server, `--runs` rounds (3 of `on` and `fresh`, 1 of the others). In each round a
+side makes a video of few steps that is not counted, which loads its models and kernels, and one with a new seed that
+is. A row is written after every round, its median so far.
 
 With `--gpus N` (default: all that are there) `on`, `off` and `t2v` also have sides for N GPUs: ours with WanCore
 Launcher, and, where there is guidance, ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance
@@ -192,7 +193,7 @@ def everyday_rows(
         for size in sizes:
             width, height, frames = parse_size(size)
             job = Job(width=width, height=height, frames=frames, layers=options.layers)
-            if {"on", "off", "cold"} & set(wanted):
+            if {"on", "fresh", "off", "cold"} & set(wanted):
                 write_files(base / "models", device, job.task, job.layers)
             if "t2v" in wanted:
                 write_files(base / "models", device, "t2v", job.layers)
@@ -206,11 +207,19 @@ def everyday_rows(
 
 
 def in_turns(
-    server: Server, sides: Sequence[Side], job: Job, label: str, runs: int, native_steps: int | None = None
+    server: Server,
+    sides: Sequence[Side],
+    job: Job,
+    label: str,
+    runs: int,
+    native_steps: int | None = None,
+    *,
+    fresh: bool = False,
 ) -> Iterator[Row]:
     """`runs` rounds in which every side makes the job once, so that what changes meanwhile changes all of them. A row
     of each side after every round, the median so far. Native sides come first, since the others are compared with them.
-    native_steps: that native sides run, and their samplers' time is scaled; None: all."""
+    native_steps: that native sides run, and their samplers' time is scaled; None: all. fresh: counted videos have a
+    prompt and a picture of their own."""
     made: dict[str, list[Row]] = {side.name: [] for side in sides}
     medians: dict[str, tuple[Side, Row]] = {}
     latents: dict[str, torch.Tensor] = {}
@@ -220,7 +229,8 @@ def in_turns(
             if rows and "seconds" not in rows[-1]:
                 continue
             reason = side.why_not(server.kinds, server.device)
-            run = lambda s=side, t=turn: one_turn(server, s, job, t, native_steps, latents)  # noqa: E731
+            new = replace(job, prompt=f"{job.prompt} Take {turn + 1}.", image=f"start{turn + 1}.png") if fresh else job
+            run = lambda s=side, t=turn, n=new: one_turn(server, s, job, n, t, native_steps, latents)  # noqa: E731
             rows.append(guarded(side.name, job.size, reason, run))
             failed = rows[-1] if "seconds" not in rows[-1] else None
             medians[side.name] = side, failed or middle_row(rows)
@@ -230,11 +240,17 @@ def in_turns(
 
 
 def one_turn(
-    server: Server, side: Side, job: Job, turn: int, native_steps: int | None, latents: dict[str, torch.Tensor]
+    server: Server,
+    side: Side,
+    job: Job,
+    new: Job,
+    turn: int,
+    native_steps: int | None,
+    latents: dict[str, torch.Tensor],
 ) -> Row:
-    """A video after another one that is not counted: ComfyUI keeps loaded models only for the prompt that comes next,
-    and the side before had its own. A bounded run reads less only from its fourth step on. latents: of the sides that
-    had their first turn, from the same seed."""
+    """The video `new` after one of `job` that is not counted: ComfyUI keeps loaded models for the prompt that comes
+    next, and the side before had its own. A bounded run reads less only from its fourth step on. latents: of the sides
+    that had their first turn, from the same seed."""
     steps = min(job.total_steps, 4) if turn == 0 else 2
     difference: Row = {}
     if turn == 0:
@@ -244,7 +260,7 @@ def one_turn(
         difference = {"error": relative_error(latents[side.name], latents[first]), "error_to": first}
     else:
         server.run(side.graph(replace(job, seed=1000 + turn, steps=steps)))
-    job = replace(job, seed=job.seed + turn)
+    job = replace(new, seed=job.seed + turn)
     if not side.native or native_steps is None or native_steps >= job.total_steps:
         return server.run(side.graph(job))[0] | difference
     row = server.run(side.graph(replace(job, steps=native_steps)))[0]
@@ -268,6 +284,11 @@ def middle_row(rows: list[Row]) -> Row:
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     sides = (*SIDES, ATTACHED, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False))
     yield from in_turns(server, chosen(sides, options), job, "on, new seed", options.runs or 3)
+
+
+def fresh_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    sides = chosen((*SIDES, *ACCELERATED), options)
+    yield from in_turns(server, sides, job, "on, new prompt and picture", options.runs or 3, fresh=True)
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
@@ -296,7 +317,7 @@ def ratios(side: Side, row: Row, found: Sequence[tuple[Side, Row]]) -> Row:
     return first if several is None else first | {"ratio_to_native_gpus": several}
 
 
-PARTS = {"on": on_rows, "off": off_rows, "t2v": text_rows}
+PARTS = {"on": on_rows, "fresh": fresh_rows, "off": off_rows, "t2v": text_rows}
 
 
 def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:

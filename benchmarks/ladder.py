@@ -33,7 +33,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ladder_jobs import FILES, JOBS, Job, missing
+from benchmarks.ladder_jobs import FILES, JOBS, ON_DISK, Job, missing
 from wan_lab.commits import commit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,7 +201,8 @@ class Ladder:
         """1 if a job failed, or if one of those that were `asked` for by name was neither run nor done before."""
         assert self.out is not None
         (self.out / "unfinished").mkdir(parents=True, exist_ok=True)
-        self.scratch.mkdir(parents=True, exist_ok=True)
+        for folder in (self.scratch, ON_DISK):
+            folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.scratch.glob("wancore-*"):  # of a job that was killed
             shutil.rmtree(left_over, ignore_errors=True)
         end = float("inf") if minutes is None else time.monotonic() + 60 * minutes

@@ -1,16 +1,17 @@
 """The jobs of the ladder, most valuable first: what each runs, what it needs, and which table it fills.
 
-`{scratch}` in a command is the folder for model files, `{out}` where the result goes. Seconds are estimates for one
-H200 with the files of FILES written; they decide what still fits into the time. A job is short enough for a command of
-ten minutes, except the last ones.
+`{scratch}` in a command is the folder for model files, `{disk}` one that is not in memory, `{out}` where the result
+goes. Seconds are estimates for one H100 with the files of FILES written; they decide what still fits into the time.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import shlex
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ class Job:
 
     def words(self, scratch: Path, out: Path, *, cpu: bool) -> list[str]:
         words = shlex.split(self.command)
-        found = [word.replace("{scratch}", str(scratch)).replace("{out}", str(out)) for word in words]
+        paths = {"{scratch}": str(scratch), "{out}": str(out), "{disk}": str(ON_DISK)}
+        found = [functools.reduce(lambda text, name: text.replace(name, paths[name]), paths, word) for word in words]
         return on_a_cpu(found) if cpu else found
 
     def on_a_cpu(self) -> list[str]:
@@ -40,7 +42,8 @@ class Job:
         return on_a_cpu(shlex.split(self.command))
 
 
-FILES = {"i2v": 60, "t2v": 60, "": 0}  # seconds until the files of a task are written: 36 GB
+ON_DISK = Path(tempfile.gettempdir()) / "wancore-on-disk"
+FILES = {"i2v": 30, "t2v": 30, "": 0}  # seconds until the files of a task are written: 36 GB
 
 
 def has_module(name: str) -> bool:
@@ -98,8 +101,8 @@ def on_a_cpu(words: Sequence[str]) -> list[str]:
 
 KITCHEN = "native, comfy kitchen attention"
 SPARSE, CACHED = "native, Model Sparse Attention", "native, EasyCache"
-EXACT, FP8, BOUNDED = (f"native, accelerated, {kind}" for kind in ("auto", "cudnn-fp8", "cudnn-fp8, bounded"))
-OUR_EXACT, OUR_FP8, OUR_BOUNDED = (f"ours, {kind}" for kind in ("auto", "cudnn-fp8", "cudnn-fp8, bounded"))
+EXACT, FP8 = (f"native, accelerated, {kind}" for kind in ("auto", "cudnn-fp8"))
+OUR_EXACT, OUR_FP8 = (f"ours, {kind}" for kind in ("auto", "cudnn-fp8"))
 OUR_BALANCED = "ours, cudnn-fp8, cache and sparse balanced"
 HD, SD, SQUARE = "1280x720x81", "832x480x81", "640x640x81"
 FAST = "--precision fp8 --attention fast"
@@ -107,9 +110,8 @@ FOUR = "--preset lightx2v " + " ".join(
     f"--lora-{expert} {{models}}/loras/wan2.2_i2v_lightx2v_4steps_lora_v1_{expert}_noise.safetensors"
     for expert in ("high", "low")
 )
-WHOLE, SEVERAL = "whole videos, 720p, 40 guided steps", "four GPUs, cold and kept, 720p"
-CARDS = "smaller cards, four steps, 640x640, whole videos"
-LIMITS = ((8, 27), (12, 27), (16, 27), (24, 27), (8, 54), (12, 54))  # GiB of device and of host memory: 32 and 64 GB
+WHOLE = "whole videos, 720p, 40 guided steps"
+CARDS = "smaller cards and less host memory, four steps, whole videos"
 
 
 def suite(name: str, seconds: int, table: str, words: str, **more: Any) -> Job:
@@ -120,7 +122,12 @@ def everyday(name: str, seconds: int, size: str, part: str, *sides: str, gpus: i
     """ComfyUI's template from click to file, with the sides named, all steps of all sides."""
     steps = " --steps 20" if part == "off" else ""
     words = f"everyday --setting {part} --size {size} --gpus {gpus}{steps} {repeated('setup', sides)} {more}"
-    work = {"on": "four steps", "off": "20 guided steps", "cold": "four steps, first prompt of a server"}[part]
+    work = {
+        "on": "four steps",
+        "fresh": "four steps, new prompt and picture",
+        "off": "20 guided steps",
+        "cold": "four steps, first prompt of a server",
+    }[part]
     table = f"ComfyUI's template from click to file, {size}, {work}"
     needs = ("comfyui", "cudnn")
     return suite(name, seconds, table, f"{words} --scratch {{scratch}}", gpus=gpus, files="i2v", needs=needs)
@@ -134,6 +141,11 @@ def videos(
     return suite(name, seconds, table, f"{words} --scratch {{scratch}}", gpus=gpus, files=model, needs=("cudnn",))
 
 
+def small(name: str, seconds: int, *settings: str, size: str = SQUARE) -> Job:
+    words = f"small {repeated('setting', settings)} --size {size} --scratch {{disk}}"
+    return suite(name, seconds, CARDS, words, needs=("cudnn",))
+
+
 def template(part: str, seconds: int) -> Job:
     sides = ("native", "accelerated, auto", "accelerated, cudnn-fp8", "ours, bf16", "ours, fp8")
     words = f"native --setting {part} {repeated('setup', sides)} --layers 40 --size {SD} --scratch {{scratch}}"
@@ -145,50 +157,31 @@ def repeated(option: str, values: Sequence[str]) -> str:
     return " ".join(f"--{option} {shlex.quote(value)}" for value in values)
 
 
-def limited(words: str, card: int, host: int) -> str:
-    return f"{card} GiB, host {host} GiB: {words} {FOUR} --memory-limit {card} --host-memory-limit {host}"
-
-
-def searched(task: str, words: str) -> list[str]:
-    return [f"searched-{speed}: {words} --speed searched-{speed}{task}" for speed in ("balanced", "fast")]
-
-
+DOOR = ("native", KITCHEN, EXACT, FP8, OUR_EXACT, OUR_FP8)
 JOBS: tuple[Job, ...] = (
-    # a. ComfyUI's own template with whatever a user can switch on in it, against ours
-    everyday("on-640", 520, SQUARE, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, FP8),
-    everyday("on-720", 480, HD, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, more="--runs 1"),
-    everyday("off-640", 400, SQUARE, "off", KITCHEN, OUR_FP8, OUR_BOUNDED, OUR_BALANCED),
+    # a. tests
+    suite("gpu-tests", 330, "GPU tests", "tests --setting 'gpu tests'", needs=("pytest",)),
+    suite("two-gpus-tests", 330, "GPU tests", "tests --setting 'gpu tests'", gpus=2, needs=("pytest",)),
+    # b. ComfyUI's own template as it is, with our node, and with our sampler
+    everyday("on-640", 640, SQUARE, "on", *DOOR),
+    everyday("on-640-fresh", 760, SQUARE, "fresh", *DOOR),
+    everyday("on-720", 1700, HD, "on", *DOOR),
+    # c. with guidance, and what leaves out a part of the work
+    everyday("off-640", 400, SQUARE, "off", KITCHEN, OUR_EXACT, OUR_FP8, OUR_BALANCED),
+    everyday("off-480", 400, SD, "off", KITCHEN, OUR_EXACT, OUR_FP8, OUR_BALANCED),
+    everyday("off-640-rivals", 520, SQUARE, "off", KITCHEN, SPARSE, CACHED),
+    everyday("off-640-native", 500, SQUARE, "off", KITCHEN, EXACT, FP8),
+    # d. the first prompt of a server
     everyday("cold-640", 420, SQUARE, "cold", "native", KITCHEN, OUR_FP8),
-    everyday("off-640-rivals", 520, SQUARE, "off", KITCHEN, SPARSE, CACHED, OUR_EXACT),
-    everyday("on-640-native", 420, SQUARE, "on", KITCHEN, "native", EXACT, BOUNDED),
-    everyday("off-640-native", 500, SQUARE, "off", KITCHEN, EXACT, FP8, BOUNDED),
-    everyday("on-480", 520, SD, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, FP8),
-    everyday("off-480", 400, SD, "off", KITCHEN, OUR_FP8, OUR_BOUNDED, OUR_BALANCED),
-    everyday("on-720-native", 530, HD, "on", KITCHEN, "native", EXACT, FP8, BOUNDED, more="--runs 1"),
-    # b. whole videos of the command line
-    videos("searched-t2v", 380, WHOLE, "t2v", *searched("", FAST), runs=1),
-    videos("searched-i2v", 380, WHOLE, "i2v", *searched("-i2v", FAST), runs=1),
-    # c. four GPUs of one host
-    videos(
-        "four-gpus", 380, SEVERAL, "t2v",
-        *(f"{speed}: {FAST} --speed searched-{speed} --mesh 2x1x2" for speed in ("balanced", "fast")), gpus=4,
-    ),
-    videos("four-gpus-searched", 200, SEVERAL, "t2v", *searched("", f"{FAST} --mesh 2x1x2"), gpus=4),
-    videos("four-gpus-four-steps", 150, SEVERAL, "i2v", f"four steps: {FAST} {FOUR} --mesh 1x1x4", gpus=4, runs=3),
-    everyday("four-gpus-on", 200, SQUARE, "on", KITCHEN, "ours, cudnn-fp8, 4 GPUs", gpus=4),
-    everyday(
-        "four-gpus-off", 400, SQUARE, "off",
-        f"{KITCHEN}, 4 GPUs", "ours, cudnn-fp8, 4 GPUs", "ours, cudnn-fp8, cache and sparse fast, 4 GPUs", gpus=4,
-    ),
-    suite(
-        "four-gpus-forwards", 420, "one forward on four GPUs",
-        f"parallel --gpus 4 --size {HD} --setup 'fp8 + cudnn-fp8'", gpus=4, needs=("cudnn",),
-    ),
-    videos("four-gpus-list", 330, "a list on four GPUs", "t2v", f"fast: {FAST} --speed searched-fast", gpus=4),
-    videos("four-gpus-full", 560, SEVERAL, "t2v", f"nothing skipped: {FAST} --mesh 2x1x2", gpus=4, runs=1),
-    suite("four-gpus-tests", 400, "GPU tests", "tests --setting 'gpu tests'", gpus=4, needs=("pytest",)),
-    # d. two GPUs of one host
-    everyday("two-gpus-on", 220, SQUARE, "on", KITCHEN, "ours, cudnn-fp8, 2 GPUs", gpus=2),
+    # e. other models
+    *(template(part, seconds) for part, seconds in (("animate2", 420), ("vace", 400), ("s2v", 420), ("fun", 450))),
+    # f. small machines
+    small("small", 560, *(f"fp8 {cell}" for cell in ("12/32", "12/16", "8/32", "24/16"))),
+    small("small-more", 560, *(f"fp8 {cell}" for cell in ("8/16", "16/16", "16/32", "8/64", "24/32"))),
+    small("small-gguf", 560, *(f"gguf {cell}" for cell in ("8/16", "12/16", "8/32", "12/32"))),
+    small("small-480", 400, *(f"fp8 {cell}" for cell in ("12/32", "12/16", "8/32", "24/16")), size=SD),
+    # g. two GPUs of one host
+    everyday("two-gpus-on", 300, SQUARE, "on", KITCHEN, OUR_FP8, "ours, cudnn-fp8, 2 GPUs", gpus=2),
     everyday(
         "two-gpus-off", 500, SQUARE, "off",
         f"{KITCHEN}, 2 GPUs", "ours, cudnn-fp8, 2 GPUs", "ours, cudnn-fp8, cache and sparse fast, 2 GPUs", gpus=2,
@@ -198,43 +191,25 @@ JOBS: tuple[Job, ...] = (
         *(f"{mesh}: {FAST} --mesh {mesh} --steps 8 --solver euler" for mesh in ("2x1x1", "1x1x2", "layers2", "time2")),
         gpus=2, runs=1, size=SD,
     ),
+    # h. parts of it
     videos(
         "lora-phases", 200, "LoRA strengths by phase, 480p", "i2v",
         f"one strength: {FAST} {FOUR}", f"by phase: {FAST} {FOUR.replace('lightx2v', 'motion', 1)}", size=SD,
     ),
-    # e. other models
-    *(template(part, seconds) for part, seconds in (("animate2", 420), ("vace", 400), ("s2v", 420), ("fun", 450))),
-    # f. memory
-    videos("memory", 560, CARDS, "i2v", *(limited(FAST, *limits) for limits in LIMITS), size=SQUARE),
-    videos(
-        "memory-int8", 300, CARDS, "i2v",
-        *(f"int8, {limited('--precision int8', card, 27)}" for card in (12, 16, 24)), size=SQUARE,
-    ),
-    # g. tests
-    suite("gpu-tests", 500, "GPU tests", "tests --setting 'gpu tests'", needs=("pytest",)),
-    # h. kernels
     suite(
         "attention", 200, "attention kernels",
         f"attention --setting kernels --size {HD} --size {SD}", needs=("cudnn",),
     ),
     suite(
         "forwards", 400, "one forward",
-        f"single --model random:t2v-A14B --size {HD} --runs 2 --setup diffusers-compiled --setup comfyui-compiled"
-        " --setup '+ flash4' --setup fp8 --setup 'fp8 + cudnn-fp8' --setup 'fp8 + sparse 25 %'", needs=("cudnn",),
+        f"single --model random:t2v-A14B --size {HD} --size {SD} --runs 3 --layers 8 --setup diffusers-compiled"
+        " --setup comfyui-compiled --setup '+ flash4' --setup fp8 --setup 'fp8 + cudnn-fp8'", needs=("cudnn",),
     ),
     suite("streaming", 300, "blocks that stream", f"streaming --model random:t2v-A14B --setting fp8 --size {HD}"),
     suite(
         "starting", 300, "starting",
         f"startup --model random:t2v-A14B --layers 20 --size {HD} --scratch {{scratch}}",
     ),
-    # longer than a command of ten minutes; on random weights a bound leaves nothing out, so presets take as long as FP8
-    *(
-        videos(f"bounds-{speed}-{task}", 670, WHOLE, task, f"{speed}: {FAST} --speed {speed}", runs=0)
-        for speed in ("balanced", "fast", "faithful")
-        for task in ("t2v", "i2v")
-    ),
-    everyday("on-720-medians", 950, HD, "on", KITCHEN, SPARSE, OUR_EXACT, OUR_FP8, OUR_BOUNDED, FP8),
-    everyday("off-720", 1350, HD, "off", KITCHEN, OUR_FP8, OUR_BOUNDED),
     videos("full-fp8", 1300, WHOLE, "t2v", f"FP8, nothing skipped: {FAST}", runs=1),
     videos("full-exact", 1700, WHOLE, "t2v", "exact: --precision bf16 --attention auto", runs=1),
 )  # fmt: skip

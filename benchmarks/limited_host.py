@@ -20,7 +20,7 @@ from wan_core.config.host_memory import available_bytes
 
 GIB = 2**30
 ROOT = Path("/sys/fs/cgroup")
-GROUP = "wancore-limited"
+GROUP = f"wancore-limited-{os.getpid()}"
 RATE_BYTES, RATE_THREADS, RATE_PIECE = 4 * GIB, 4, 8 << 20
 # Holds memory until its input ends: pages of 2 MiB where there are any, written by threads.
 HOLD = """

@@ -84,7 +84,7 @@ ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf
 ARCHIVED += ("small-cards", "switch", "trajectory")
 ATTENTION_PARTS = ("kernels", "tune")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
-EVERYDAY_PARTS = ("on", "off", "t2v", "cold")
+EVERYDAY_PARTS = ("on", "fresh", "off", "t2v", "cold")
 NATIVE_PARTS = ("steps", "guided", "templates")
 TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them
     "animate2": "video_wan_animate2",

@@ -41,7 +41,9 @@ def test_a_process_gets_no_more_host_memory_than_the_limit() -> None:
     with host_limit(0.25) as limit:
         if limit.folder is None:
             pytest.skip("no control group can be made here")
-        code = "from wan_core.config.host_memory import available_bytes as a; print(a()); b = bytearray(400 << 20)"
+        code = (
+            "from wan_core.config.host_memory import available_bytes as a; print(a(), flush=True); bytearray(400 << 20)"
+        )
         done = subprocess.run(
             [*limit.prefix, sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
         )
