@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
-import pytest
 
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report: Any) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     if report.when != "call" and report.passed:
