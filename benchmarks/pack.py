@@ -183,7 +183,7 @@ def known() -> frozenset[str]:
 
 
 def skipped(checkout: Path, folder: str, inside: Sequence[str]) -> list[str]:
-    """Of the names in a folder of ComfyUI's checkout, those that `main.py` does not import."""
+    """Names in a folder of ComfyUI's checkout that `main.py` does not import."""
     under = Path(folder).relative_to(checkout)
     return [name for name in inside if NOT_SOURCES.search((under / name).as_posix())]
 

@@ -191,7 +191,7 @@ class HostWeights:
 
     @property
     def bytes_in_files(self) -> int:
-        """Of the weights, those that are read from a file whenever they are needed."""
+        """Bytes of weights that are read from a file whenever they are needed."""
         return sum(stretch.nbytes for unit in self.units for stretch in unit.stretches)
 
     @property
