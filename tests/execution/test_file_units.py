@@ -45,8 +45,8 @@ def in_file(path: Path) -> WanModel:
     calls=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=8),
 )
 def test_any_order_of_uses_prompts_and_handovers(files: Path, resident, pinned, calls) -> None:
-    """They compute what pinned weights do, whatever part is pinned. Each call: which expert, whether it is the last of its
-    phase, whether a new prompt is prepared."""
+    """They compute what pinned weights do, whatever part is pinned. Each call: which expert, whether it is the last of
+    its phase, whether a new prompt is prepared."""
     residency = Residency(CPU, "swap" if resident is None else "stream", resident_blocks=resident or 0)
     plain = {"high": expert(0), "low": expert(1)}
     for name in plain:
