@@ -20,7 +20,7 @@ from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import Reading
 from wan_core.config import MagCacheOptions, SkipOptions, TaylorSeerOptions
 from wan_core.execution.memory.host_weights import PinnedMemory
-from wan_core.execution.memory.residency import Residency
+from wan_core.execution.memory.residency import Residency, Waits
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import resolve_attention
@@ -102,6 +102,28 @@ def test_streamed_is_resident_bit_for_bit(precision, skipping):
             for _ in range(2):
                 ours = run(residency.use, plan, batched=batched, prefetch=residency.prefetch)
                 assert torch.equal(ours, exact), (resident, batched)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_weights_in_their_files_are_resident_ones_bit_for_bit(tmp_path, share):
+    """All of them, or what is not pinned; twice, handed over from expert to expert, and after they left the device."""
+    plan, plain = make_plan(steps=12), experts("bf16", CUDA)
+    exact = run(plain.__getitem__, plan)
+    residency, attend = Residency(CUDA, "swap"), resolve_attention("sdpa", CUDA)[1]
+    for name, model in plain.items():
+        save(model, tmp_path / f"{name}.safetensors")
+        mapped = load_dit(tmp_path / f"{name}.safetensors", dtype=torch.bfloat16, how=Reading(stays=True))
+        mapped = optimize(mapped, attend=attend, device=CUDA, graphs=False)
+        size = sum(parameter.nbytes for parameter in mapped.parameters())
+        residency.add(name, mapped, Waits(False, int(share * size)))
+        assert residency.host_weights[name].bytes_in_files > 0.9 * (1 - share - 1 / LAYERS) * size
+    for resident in (None, 0, 3, 5):
+        residency.follow("swap" if resident is None else "stream", resident or 0, None, {})
+        for _ in range(2):
+            assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact), resident
+        residency.use("high")  # what is being read ends with its memory
+        residency.release("high")
+        assert torch.equal(run(residency.use, plan), exact), resident
 
 
 @pytest.mark.parametrize("resident", [None, 2])
