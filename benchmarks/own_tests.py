@@ -3,7 +3,7 @@
     python -m benchmarks tests --setting "gpu tests"              # pytest -m gpu, of the files that have such tests
     python -m benchmarks tests --setting "gpu tests/ops"          # of those below tests/ops
 
-A setting is a mark and where to look. Three processes run the tests, each file in one of them. seconds: of the tests of
+A setting is a mark and where to look. Three processes run the tests. seconds: of the tests of
 the file so far; passed, skipped; a file with a failure is a row that failed. `over`: whether the run came to its end.
 """
 
@@ -58,7 +58,7 @@ def run_tests(setting: str, mark: str, files: Sequence[str], details: dict[str, 
     with TemporaryDirectory() as folder:
         read, write = os.pipe()
         command = [sys.executable, "-m", "pytest", "-q", "-m", mark, *files, "-p", "benchmarks.test_lines"]
-        command += ["-n", str(PROCESSES), "--dist", "loadfile"] if find_spec("xdist") else []
+        command += ["-n", str(PROCESSES), "--dist", "worksteal"] if find_spec("xdist") else []
         printed = Path(folder, "printed")
         with printed.open("w") as output:
             tests = subprocess.Popen(

@@ -32,7 +32,7 @@ from wan_core.config import OptionError
 
 TE = "2.20.2"
 GROUPS: dict[str, tuple[str, ...]] = {
-    "base": ("nvidia-cudnn-frontend==1.32.0", "gguf==0.19.0", "av==19.0.2"),
+    "base": ("nvidia-cudnn-frontend==1.32.0", "gguf==0.19.0", "av==19.0.2", "sentencepiece==0.2.3"),
     "flash": (
         "flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl==4.8.1", "nvidia-cutlass-dsl-libs-core==4.8.1",
         "nvidia-cutlass-dsl-libs-base==4.8.1", "nvidia-cutlass-dsl-libs-cu13==4.8.1", "quack-kernels==0.6.5",
@@ -51,7 +51,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 FIRST = {"comfyui": ("te", "base")}  # groups whose wheels a group needs too
 IMPORTS = {
-    "base": ("cudnn", "gguf", "av"),
+    "base": ("cudnn", "gguf", "av", "sentencepiece"),
     "flash": ("flash_attn.cute",),
     "te": ("transformer_engine.pytorch",),
     "comfyui": ("alembic", "comfy_kitchen", "comfy_aimdo", "torchsde", "kornia", "sqlalchemy", "simpleeval"),
@@ -62,7 +62,7 @@ THERE = """
 absl-py accelerate aiohappyeyeballs aiohttp aiosignal attrs certifi charset-normalizer click cuda-bindings cuda-core
 cuda-pathfinder einops execnet filelock frozenlist fsspec h11 httpx huggingface-hub hypothesis idna iniconfig jinja2
 markupsafe ml-dtypes multidict networkx numpy onnx onnxscript packaging pandas pillow pluggy propcache protobuf psutil
-pygments pytest pytest-timeout pytest-xdist pyyaml regex requests safetensors scipy sentencepiece setuptools
+pygments pytest pytest-timeout pytest-xdist pyyaml regex requests safetensors scipy setuptools
 sortedcontainers sympy tokenizers torch torchaudio torchvision tqdm transformers triton typing-extensions urllib3 yarl
 """
 HAD = frozenset(THERE.split())
