@@ -24,8 +24,9 @@ class Remote(Evictable):
     """What worker processes hold on ComfyUI's device, as one thing that its memory manager may send away: that ends
     them, so that nothing of it is left.
 
-    The manager counts as free what ComfyUI's own allocator keeps for later. Another process cannot have that, so it is
-    given back before they need more.
+    Before they need more, all models of ComfyUI leave their devices, and what its allocator keeps is given back:
+    another process can have neither, and what ranks take while they load is not known exactly. Models that are used
+    again come back.
     """
 
     def __init__(self, stop: Callable[[], None], is_running: Callable[[], bool], devices: Sequence[str]) -> None:
@@ -34,9 +35,7 @@ class Remote(Evictable):
         self.stop, self.is_running = stop, is_running
         self.devices = frozenset(devices)
         self.here = str(device()) in devices
-        self.others = [
-            torch.device(name) for name in dict.fromkeys(devices) if name not in ("cpu", CLUSTER, str(device()))
-        ]
+        self.places = [torch.device(name) for name in self.devices if name not in ("cpu", CLUSTER)]
         self.weights: dict[str, int] = {}  # bytes, by what they are of
         self.working = 0  # bytes beside them, the most so far
         self.prompt: str | None = None  # the last that used them
@@ -53,7 +52,8 @@ class Remote(Evictable):
 
     def use(self, what: str, weights: int, working: int) -> None:
         """The first rank is about to hold the `weights` of `what`, beside those of other things, and needs `working`
-        bytes meanwhile; the others hold as much on their devices. Others make room, and /free reaches the workers."""
+        bytes meanwhile; the others hold as much on their devices. Where that is more than before, others leave; and
+        /free reaches the workers."""
         self.begin()
         if not self.is_running():
             self._forget()
@@ -63,10 +63,10 @@ class Remote(Evictable):
         lacking = needed_bytes - self.model.model_loaded_weight_memory
         self.size = needed_bytes if self.here else 1
         if lacking > 0:
+            workers = [one for one in model_management.current_loaded_models if isinstance(one.model, Remote)]
+            for place in {one.device for one in model_management.current_loaded_models}.intersection(self.places):
+                model_management.free_memory(1e30, place, keep_loaded=workers)
             model_management.soft_empty_cache()
-            loaded = {one.device for one in model_management.current_loaded_models}
-            for other in loaded.intersection(self.others):
-                model_management.free_memory(lacking, other)
         model_management.load_models_gpu([self], memory_required=0)
 
     @property

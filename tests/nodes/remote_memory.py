@@ -26,19 +26,27 @@ class Device:
     def __init__(self, model: int, kept_bytes: int) -> None:
         """model: bytes of ComfyUI's own model on each. kept: bytes that its allocator keeps on each."""
         import comfy.model_management as manager
-        import comfy.model_patcher
         import torch
 
         self.manager, self.kept, self.workers, self.ended = manager, kept_bytes, 0, 0
         self.names = [torch.device("cuda", index) for index in range(2)]
-        cpu = torch.device("cpu")
         manager.current_loaded_models.clear()
         manager.get_free_memory = self.free
         manager.soft_empty_cache = self.give_back
         manager.minimum_inference_memory = lambda: GIB
         manager.extra_reserved_memory = lambda: 0
-        self.own = [comfy.model_patcher.ModelPatcher(torch.nn.Linear(1, 1), name, cpu, model) for name in self.names]
-        for one in self.own:
+        self.own: list[Any] = []
+        self.load(model)
+
+    def load(self, model: int) -> None:
+        """ComfyUI loads a model of so many bytes on each device."""
+        import comfy.model_patcher
+        import torch
+
+        manager, cpu = self.manager, torch.device("cpu")
+        new = [comfy.model_patcher.ModelPatcher(torch.nn.Linear(1, 1), name, cpu, model) for name in self.names]
+        self.own += new
+        for one in new:
             one.model.model_loaded_weight_memory, one.model.device = model, one.load_device
             one.partially_unload = lambda *_, **__: 0
             loaded = manager.LoadedModel(one)
@@ -92,18 +100,27 @@ def others_make_room(pack: Any) -> str:
     return "" if min(free) >= 46 else f"{free} GiB left"
 
 
+def models_leave_although_there_is_room(pack: Any) -> str:
+    """How much ranks take while they load is not known well enough to leave others there."""
+    device = Device(model=20 * GIB, kept_bytes=4 * GIB)
+    device.remote(pack, [True]).use("experts", 30 * GIB, 5 * GIB)
+    left = [device.left(name) for name in device.names]
+    return "" if left == [TOTAL, TOTAL] else f"{[one / GIB for one in left]} GiB left"
+
+
 def held_is_not_asked_for_again(pack: Any) -> str:
     """What the workers hold is theirs: the same again sends nothing away, more does."""
-    device, running = Device(model=30 * GIB, kept_bytes=0), [True]
+    device, running = Device(model=0, kept_bytes=0), [True]
     remote = device.remote(pack, running)
     remote.use("experts", 40 * GIB, 5 * GIB)
     device.workers = 46 * GIB
+    device.load(30 * GIB)
     remote.use("experts", 40 * GIB, 4 * GIB)
     if device.held(device.names[0]) != 30 * GIB:
         return "a model left although nothing was lacking"
     remote.use("vae", 10 * GIB, 18 * GIB)
-    if device.left(device.names[0]) < 23 * GIB:
-        return f"{device.left(device.names[0]) / GIB:.0f} GiB left for 23 more"
+    if device.held(device.names[0]):
+        return "a model stayed where workers need more"
     return "the workers were ended" if device.ended else ""
 
 
@@ -153,6 +170,7 @@ CHECKS = {
     for check in (
         kept_is_given_back,
         others_make_room,
+        models_leave_although_there_is_room,
         held_is_not_asked_for_again,
         workers_that_ended_hold_nothing,
         others_may_end_them,

@@ -8,8 +8,8 @@ from tests.comfyui import find_comfyui, printed_by
 
 pytestmark = pytest.mark.comfy
 CHECKS = (
-    "kept_is_given_back", "others_make_room", "held_is_not_asked_for_again", "workers_that_ended_hold_nothing",
-    "others_may_end_them", "a_later_prompt_ends_others_on_its_devices",
+    "kept_is_given_back", "others_make_room", "models_leave_although_there_is_room", "held_is_not_asked_for_again",
+    "workers_that_ended_hold_nothing", "others_may_end_them", "a_later_prompt_ends_others_on_its_devices",
 )  # fmt: skip
 
 

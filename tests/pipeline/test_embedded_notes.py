@@ -71,5 +71,13 @@ def test_warnings_are_the_first_lines_of_a_report_and_in_its_picture() -> None:
     assert draw_report(report).height > plain.height
     sent = report_from(json.loads(json.dumps(report_data(report))))
     other = Report(torch.device("cpu"))
-    add_report(other, report_data(sent))
+    add_report(other, sent)
     assert other.warning_lines() == sent.warning_lines() == report.warning_lines()
+
+
+def test_what_is_in_no_phase_gets_one() -> None:
+    report = Report(torch.device("cpu"), phases={"load": Phase(2.0), "denoise high": Phase(3.0)})
+    report.add_rest("prepare", 5.5)
+    report.add_rest("to and from workers", 5.4)  # another clock's
+    assert report.phases["prepare"].seconds == 0.5 and report.total_seconds == 5.5
+    assert report.phases["to and from workers"].seconds == 0

@@ -240,6 +240,29 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     assert report.settings["mesh"] == MESH
 
 
+def test_every_second_of_a_request_is_in_a_phase(workers: Workers) -> None:
+    """The phases add up to what the program waits, also where ranks have to start first."""
+    workers.stop()
+    high, low = (str(TINY_FILES / f"t2v_{name}.safetensors") for name in ("high", "low"))
+    model = {"high": high, "low": low, "precision": "fp32", "keep_blocks": 0, "attention": "auto", "compile": "off"}
+    plan, start = make_plan(task="t2v-tiny", steps=2, guidance_high=1.0), Start(shape=(1, 16, 2, 6, 8), seed=7)
+    rows = dict.fromkeys(("cond", "uncond"), torch.zeros(1, 8, 64))
+    engine, vae = WorkerEngine(workers), {"path": str(TINY_FILES / "vae.safetensors"), "precision": "fp32"}
+    for started in (True, False):
+        report, begin = Report(CPU), time.perf_counter()
+        how: dict[str, Any] = {"start": start, "batched": False, "fps": 8, "report": report}
+        latents = engine.sample({**model, "residency": "auto"}, plan, rows, **how)
+        engine.decode_to(vae, latents, report, list, dtype=torch.uint8)
+        seconds = time.perf_counter() - begin
+        assert report.total_seconds == pytest.approx(seconds, abs=0.02), report.text()
+        assert ("start workers" in report.phases) == started
+        own = {"check files", "load", "prepare", "denoise high", "save latents", "to and from workers", "decode"}
+        assert own <= report.phases.keys()
+    begin = time.perf_counter()
+    made = run(workers)
+    assert made.report.total_seconds == pytest.approx(time.perf_counter() - begin, abs=0.02), made.report.text()
+
+
 def test_a_file_that_was_replaced_is_read_again(workers: Workers, tmp_path: Path) -> None:
     """Under its old name, of the same size: what the workers hold is no longer what is asked for."""
     path = tmp_path / "vae.safetensors"

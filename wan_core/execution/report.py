@@ -106,6 +106,10 @@ class Report:
             if self.device.type == "cuda":
                 phase.peak = max(phase.peak, torch.cuda.max_memory_allocated(self.device))
 
+    def add_rest(self, name: str, seconds: float) -> None:
+        """A phase for what of `seconds`, in which all phases so far lie, is in none of them."""
+        self.phases.setdefault(name, Phase()).seconds += max(0.0, seconds - self.total_seconds)
+
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from wan_core.config import LoadOptions, Request
 from wan_core.config.outputs import model_files
-from wan_core.execution.report import Report
+from wan_core.execution.report import Phase, Report
 from wan_core.media.feed import Feed
 from wan_core.models.text.tokenizer import TokenCount
 from wan_core.pipeline.check import check_request
@@ -29,6 +30,7 @@ from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.bounds import StepErrors
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.launcher import Workers
+from wan_core.workers.processes import Frame
 from wan_core.workers.wire import pack, report_from, unpack
 
 log = logging.getLogger(__name__)
@@ -90,9 +92,9 @@ class WorkerEngine:
             "keep": None if keep_latents is None else str(keep_latents.absolute()),
             "keep_clips": None if keep_clips is None else str(keep_clips.absolute()),
         }
+        report = Report(torch.device("cpu"))
         with video:
-            found, tensors = self.workers.call("generate", fields, on_event=event)
-            report = report_from(found["report"])
+            found, tensors = self._reported("generate", report, fields, on_event=event)
             with report.phase("write"):
                 frames = video.finish()
         kept = tuple(map(Path, found["kept_clips"]))
@@ -143,11 +145,11 @@ class WorkerEngine:
             "fps": fps,
             "settings": report.settings,
         }
-        found, made = self.workers.call("sample", fields, {**conditioning, **tensors}, on_event=event, poll=self.poll)
+        sent = {**conditioning, **tensors}
+        found, made = self._reported("sample", report, fields, sent, on_event=event, poll=self.poll)
         if keep is not None:
             with suppress(OSError):  # the folder was read-only, and nothing was kept
                 keep.unlink()
-        add_report(report, found["report"])
         if found["leftover"] is not None:
             on_leftover(unpack(Leftover, found["leftover"], made))
         return made["latents"]
@@ -175,8 +177,7 @@ class WorkerEngine:
                 elif header["name"] == "piece":
                     feed.put((header["first"], tensors["images"]))
 
-            found, _ = self.workers.call("decode", fields, {"latents": latents}, on_event=event, poll=self.poll)
-            add_report(report, found["report"])
+            self._reported("decode", report, fields, {"latents": latents}, on_event=event, poll=self.poll)
             with report.phase(rest):
                 return feed.finish()
 
@@ -196,6 +197,18 @@ class WorkerEngine:
         found, tensors = self.workers.call("text", fields, poll=self.poll)
         counts = [TokenCount(*count) for count in found["counts"]]
         return [row[: count.read] for row, count in zip(tensors["rows"], counts, strict=True)], counts
+
+    def _reported(self, op: str, report: Report, *sent: Any, **how: Any) -> Frame:
+        """The answer to a request, of which all seconds are in phases of `report`: those of the ranks, `start workers`
+        and `to and from workers`."""
+        begin = time.perf_counter()
+        frame = self.workers.call(op, *sent, **how)
+        other, seconds = report_from(frame[0]["report"]), time.perf_counter() - begin
+        if self.workers.start_seconds >= 0.01:
+            other.phases = {"start workers": Phase(self.workers.start_seconds)} | other.phases
+        other.add_rest("to and from workers", seconds)
+        add_report(report, other)
+        return frame
 
     def close(self) -> None:
         """End the processes."""
@@ -258,9 +271,8 @@ def stamps(named: Mapping[str, Any]) -> list[list[Any]]:
     return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in found]
 
 
-def add_report(report: Report, data: Mapping[str, Any]) -> None:
+def add_report(report: Report, other: Report) -> None:
     """Add the workers' report of their part of a run to `report`."""
-    other = report_from(data)
     report.workers = report.workers or other.workers
     report.settings |= other.settings
     for values, more in zip(vars(report).values(), vars(other).values(), strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -108,6 +109,7 @@ class Jobs:
 
     def generate(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """A video from a `Request`: latents, plan and report. Its frames are sent as events."""
+        begin = time.perf_counter()
         request = unpack(Request, header["request"])
         checked = check_request(load_options_from(header["options"], self.rank.device), request, self.rank.device)
         options, found, job = checked.options, checked.models, checked.job
@@ -137,6 +139,7 @@ class Jobs:
             keep_clips=None if header["keep_clips"] is None else Path(header["keep_clips"]),
             write=self.send_video if self.rank.rank == 0 else None,
         )
+        made.report.add_rest("prepare", time.perf_counter() - begin)
         result = {"fps": made.fps, "plan": asdict(made.plan), "report": report_data(made.report)}
         result["kept_clips"] = list(map(str, made.kept_clips))
         return result, {"latents": made.latents}
@@ -149,16 +152,18 @@ class Jobs:
         plan, batched = unpack(Plan, header["plan"]), header["batched"]
         start = unpack(Start, header["start"], tensors)
         shape = start.shape
-        report = Report(self.rank.device)
+        report, begin = Report(self.rank.device), time.perf_counter()
         assert options.high is not None
-        found = find_experts(options.high, options.low)
-        precision = precision_of(options.precision, found.high, self.rank.device, found.low)
-        _, _, T, Y, X = shape
-        choice = self.choose(header["mesh"], found.dit, (T, Y, X), plan, precision, options.attention)
+        spec = [asdict(options), header["files"]]
+        with report.phase("check files"):
+            named = options.high, options.low
+            found = self.hold("recognised", [*named, header["files"]], partial(find_experts, *named))
+            precision = precision_of(options.precision, found.high, self.rank.device, found.low)
+            _, _, T, Y, X = shape
+            choice = self.choose(header["mesh"], found.dit, (T, Y, X), plan, precision, options.attention)
         ranks, workload = self.mesh(choice.mesh), Workload(shape, plan, batched)
         with report.phase("load"):
             make = partial(LoadedExperts, options, found, workload, ranks)
-            spec = [asdict(options), header["files"]]
             experts = self.hold("experts", spec, make)
             if not experts.fits(ranks):
                 del experts, self.held["experts"]
@@ -192,9 +197,11 @@ class Jobs:
             ranks=ranks,
             files={"high": models.checkpoint, "low": models.low_checkpoint},
         )
-        self.keep(header["keep"], latents, header["fps"], report, header["settings"])
-        answer = {"report": report_data(report), "attention": models.attention}
+        with report.phase("save latents"):
+            self.keep(header["keep"], latents, header["fps"], report, header["settings"])
         sent = {"latents": latents.cpu()}
+        report.add_rest("prepare", time.perf_counter() - begin)
+        answer = {"report": report_data(report), "attention": models.attention}
         answer["leftover"] = pack(left[0].to(torch.device("cpu")), sent, "leftover") if left else None
         return answer, sent
 

@@ -48,6 +48,7 @@ class Workers:
         self._processes: Processes | None = None
         self._number = 0
         self._finalizer: weakref.finalize | None = None
+        self.start_seconds = 0.0  # that the last request waited for ranks to be ready
 
     def __enter__(self) -> Workers:
         return self
@@ -110,7 +111,9 @@ class Workers:
         exception goes on. Raises WorkerError, or OptionError for what the ranks refuse.
         """
         with self._lock:
+            begin = time.monotonic()
             processes = self._connect(poll)
+            self.start_seconds = time.monotonic() - begin
             assert processes.channel is not None
             self._number += 1
             number = self._number
