@@ -45,6 +45,7 @@ from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.plan import Plan
 
 STAY_IN_FILES = ("text_encoder", "low", "high")  # in this order
+UNPLANNED = int(1.5 * GIB)  # host memory for frames, libraries and cached files, where weights are read from files
 LORA_WHY = "the weights stay in the mapped file"
 
 
@@ -89,7 +90,7 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None, prepared: 
         )
     # Transformers share what is left: their blocks are copied in every step, those of a text encoder once a prompt.
     experts = [name for name in mapped if name != "text_encoder"]
-    left = max(0, min(room - needed, available - needed - kept)) // max(1, len(experts))
+    left = max(0, min(room, available - kept) - needed - UNPLANNED) // max(1, len(experts))
     return HostPlan({name: left if name in experts else 0 for name in mapped}, True if needed <= room else None)
 
 
