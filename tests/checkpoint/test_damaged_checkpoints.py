@@ -91,6 +91,8 @@ def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
         (["control_adapter.conv.weight"], "camera"),
         (["ref_conv.weight"], "fun-control"),
         (["img_in_ref.weight"], "Fun"),
+        (["blocks.0.self_attn.attn_op.local_attn.proj_l.weight"], "TurboDiffusion"),
+        (["blocks.0.to_gate_compress.weight"], "FastVideo"),
     ],
 )
 def test_extended_transformers_are_said_by_name(names: list[str], message_part: str, tmp_path: Path) -> None:

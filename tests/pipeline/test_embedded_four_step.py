@@ -17,11 +17,11 @@ from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.config import LoadOptions, LoraOptions, Request
+from wan_core.config.file_names import file_says
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_LORAS, own_loras
 from wan_core.sampling.plan import make_plan
-from wan_core.sampling.presets import distilled_steps
 from wan_lab.metrics import judge
 
 FOUR = Request(prompt="a red circle moving left on a blue background", preset="4-step")
@@ -88,7 +88,7 @@ def test_every_tensor_of_the_files_is_used(tiny_assets: Path) -> None:
         config = load_dit(tiny_assets / f"t2v_{expert}.safetensors", dtype=torch.float32).config
         lora = read_lora(path, expected_shapes(config))
         assert not lora.ignored and lora.ranks == (16,) and len(lora.changes) == 81
-        assert lora.metadata["expert"] == expert and distilled_steps(path) == 4
+        assert lora.metadata["expert"] == expert and file_says(path).steps == 4
 
 
 def test_they_come_with_a_preset_for_few_steps_and_only_then() -> None:

@@ -17,13 +17,14 @@ from tests.denoised import denoise
 from wan_core.cli import build_parser, main
 from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions, LoraOptions, OptionError, PatternOptions, Request, SkipOptions, SparseOptions
+from wan_core.config.file_names import file_says
 from wan_core.models.vae.config import VAE_21, VAEConfig
 from wan_core.models.wan.families import TASKS, family_of
 from wan_core.models.wan.families.wan.inputs import handed_of, join_image, svi_clip
 from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.encode import encode_text
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan, svi_release
+from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.workers.wire import unpack
@@ -233,24 +234,9 @@ def test_a_last_image_ends_the_last_clip(pipe: Pipeline, pictures: list[str]) ->
 # --------------------------------------------------------------------------------------------------------------- LoRAs
 
 
-@pytest.mark.parametrize(
-    ("name", "release"),
-    [
-        *((form.format(part), "2.0 Pro") for form in (KJ, OFFICIAL) for part in ("high", "low", "HIGH", "LOW")),
-        ("svi-shot.safetensors", "another"),
-        ("Stable-Video-Infinity_wan2.1_v2.0.safetensors", "another"),
-        ("wan2.2_i2v_lightx2v_4steps_lora_v1_high_noise.safetensors", None),
-        ("movies_pro_v2.safetensors", None),
-    ],
-)
-def test_loras_are_known_by_name(name: str, release: str | None) -> None:
-    assert svi_release(Path(name)) == release
-
-
-def test_loras_are_known_by_metadata(tmp_path: Path) -> None:
-    path = tmp_path / "renamed.safetensors"
-    save_file({"x": torch.zeros(1)}, path, {"modelspec.title": "SVI 2.0 Pro, high noise"})
-    assert svi_release(path) == "2.0 Pro"
+@pytest.mark.parametrize("form", [KJ, OFFICIAL])
+def test_loras_are_known_by_name(form: str) -> None:
+    assert all(file_says(Path(form.format(part))).svi == "2.0 Pro" for part in ("high", "low", "HIGH", "LOW"))
 
 
 def notes(*loras: str, **asked: object) -> str:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.config import LoadOptions, LoraOptions, OptionError, PlanNumbers, Request, SkipOptions, TaylorSeerOptions
+from wan_core.config.file_names import file_says
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_LORAS, own_loras
 from wan_core.sampling.plan import SCHEDULES, make_plan
-from wan_core.sampling.presets import CHOICES, PRESETS, distilled_steps, find_preset, preset_plan
+from wan_core.sampling.presets import CHOICES, PRESETS, find_preset, preset_plan
 
 TASKS = ("t2v-A14B", "i2v-A14B", "t2v-tiny", "i2v-tiny")
 
@@ -71,37 +72,6 @@ def test_none_is_the_plan_as_it_was(task):
     assert preset_plan(PlanNumbers(), [Path("wan2.2_t2v_high_noise.safetensors")], task=task) == make_plan(task=task)
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        ("wan2.2_t2v_A14b_high_noise_lora_rank64_lightx2v_4step_1217.safetensors", 4),
-        ("wan2.2_i2v_A14b_high_noise_lora_rank64_lightx2v_4step_720p_260412.safetensors", 4),
-        ("Wan2.2-Lightning_I2V-A14B-4steps-lora_HIGH_fp16.safetensors", 4),
-        ("Wan22_A14B_T2V_LOW_Lightning_4steps_lora_250928_rank64_fp16.safetensors", 4),
-        ("Wan2.2-Lightning_T2V-A14B-4steps-lora_HIGH_fp16.safetensors", 4),
-        ("Wan21_T2V_14B_lightx2v_cfg_step_distill_lora_rank64.safetensors", 4),
-        ("Wan2.2-T2V-8-step-distill.safetensors", 8),
-        ("wan_turbo_6steps.safetensors", 6),
-        ("Wan21_CausVid_14B_T2V_lora_rank32.safetensors", 4),
-        ("my-style-3-step-1200.safetensors", None),
-        ("style_rank64.safetensors", None),
-        ("wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors", None),
-    ],
-)
-def test_names_that_say_it(name, steps):
-    assert distilled_steps(Path("/models/loras") / name) == steps
-    preset, why = find_preset("auto", [Path("other.safetensors"), Path(name)])
-    assert (preset.steps if preset else None) == steps and (name in why) == (steps is not None)
-
-
-def test_metadata_that_says_it(tmp_path):
-    for said, steps in (("4-step", 4), ("8 steps", 8), ("yes", 4)):
-        write_safetensors({"x": torch.zeros(1)}, tmp_path / "plain.safetensors", {"distilled": said})
-        assert distilled_steps(tmp_path / "plain.safetensors") == steps
-    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 20)
-    assert distilled_steps(tmp_path / "broken.safetensors") is None
-
-
 def test_an_unknown_preset_names_the_known():
     with pytest.raises(OptionError, match="4-step-guided"):
         find_preset("5-step")
@@ -135,8 +105,8 @@ def test_a_pipeline_recognises_it_and_leaves_caches_off(tmp_path):
     options = LoadOptions(model="tiny", device="cpu", loras=(LoraOptions(path=str(path)),))
     result = Pipeline.load(options, request=request).generate(request)
     assert len(result.plan.steps) == 4 and result.plan.forwards == 4 and result.plan.solver == "euler"
-    assert any("preset 4-step: the name or metadata of mine_4steps.safetensors" in note for note in result.report.notes)
-    assert any("TaylorSeer is off: the name of mine_4steps.safetensors" in note for note in result.report.notes)
+    for said in ("preset 4-step", "TaylorSeer is off"):
+        assert f"{said}: the name of mine_4steps.safetensors says '4steps'" in " ".join(result.report.notes)
     assert result.report.settings["guidance"] == {"high": 1.0, "low": 1.0}
 
 
@@ -156,7 +126,7 @@ def test_command_line(tmp_path, capsys):
 
 def test_the_embedded_model_has_its_own():
     there = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
-    assert len(there) == 2 and all(distilled_steps(path) == 4 for path in TINY_LORAS.values())
+    assert len(there) == 2 and all(file_says(path).steps == 4 for path in TINY_LORAS.values())
     options = LoadOptions(model="tiny")
     assert own_loras(options, "4-step").loras == there
     assert own_loras(options, "auto").loras == () == own_loras(options, "4-step", image=True).loras

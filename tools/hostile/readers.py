@@ -20,6 +20,7 @@ from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import load_latents
 from wan_core.cli.inform import run_check
 from wan_core.cli.inspect import inspect
+from wan_core.config.file_names import safetensors_metadata
 from wan_core.execution.report import Report
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.sound import mono, read_sound
@@ -30,7 +31,6 @@ from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.pipeline import metadata
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.magcache import CURVE_FILES
-from wan_core.sampling.presets import safetensors_metadata
 from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 
 CAPTION = "a red circle moving right on a blue background"

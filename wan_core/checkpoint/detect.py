@@ -24,6 +24,7 @@ from wan_core.checkpoint.layouts_vae import vae_config
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import find_scales
+from wan_core.config.file_names import read_name
 from wan_core.models.text.umt5 import TextConfig, UMT5Encoder
 from wan_core.models.vae.config import TinyVAEConfig, VAEConfig
 from wan_core.models.vae.tiny import TinyVAE
@@ -145,10 +146,10 @@ def _refuse_ambiguous(names: Collection[str], family_name: str, checkpoint: Chec
     that they fit too: metadata that would tell is missing."""
     file = "" if checkpoint.path is None else checkpoint.path.name
     for family in FAMILIES.values():
-        if family.name == family_name or family.named is None or family.claims(checkpoint.metadata):
+        if family.name == family_name or read_name(file).family != family.name or family.claims(checkpoint.metadata):
             continue
         fits = any(len(table(list(names)) or ()) == len(names) for _, table in family.layouts)
-        if fits and family.named.search(file):
+        if fits:
             raise CheckpointError(
                 f"its tensors fit the families {family_name} and {family.name}, its name says {family.name}, and its "
                 f"metadata does not say which: name the family, load_dit(..., family={family.name!r}), or a task of "

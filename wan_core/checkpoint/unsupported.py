@@ -46,6 +46,16 @@ EXTENDED = _table(
         f"a Wan transformer with an audio branch (MultiTalk, InfiniteTalk), {_UNSUPPORTED}",
     ),
     (
+        r"(^|\.)(local_attn|attn_impl)\.proj_l\.",
+        "a step-distilled transformer of TurboDiffusion with sparse-linear attention (SLA), which is not supported. "
+        "Use a four-step LoRA with the released transformer",
+    ),
+    (
+        r"(^|\.)to_gate_compress\.",
+        "a step-distilled transformer of FastVideo with video sparse attention (VSA), which is not supported. "
+        "Use the file called FullAttn, or a LoRA made of it",
+    ),
+    (
         r"(^|\.)img_in_ref\.",
         f"a Wan Fun transformer of another kind, {_UNSUPPORTED}",
     ),

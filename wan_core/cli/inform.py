@@ -11,6 +11,7 @@ from typing import Any
 from wan_core.cli.options import MEMORY, outputs_of, values_of, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.config.checks import near_file
+from wan_core.config.file_names import NAMING
 from wan_core.config.table import from_values
 from wan_core.models.wan.families import TASKS, family_of, find_task
 from wan_core.sampling.build import ModelFacts, PlannedVideo, PlanRequest, build_plan
@@ -25,7 +26,6 @@ def run_quantize(options: argparse.Namespace) -> int:
     import torch
 
     from wan_core.checkpoint import load_dit, open_checkpoint, save
-    from wan_core.models.wan.families.family import NAMING
     from wan_core.pipeline.settings import choose_device, find_quantization
 
     device = choose_device(options.device)

@@ -17,6 +17,7 @@ from wan_core.checkpoint.lora.names import OTHER_EXPERT, is_lora, told_experts
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.config import LoadOptions, LoraOptions, OptionError, UserError
+from wan_core.config.file_names import file_says
 from wan_core.config.model_files import TEXT_ENCODERS, TRANSFORMERS, models_root
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.vae.config import VAEConfig
@@ -26,7 +27,6 @@ from wan_core.models.wan.families.family import Clues
 from wan_core.pipeline.loras import expert_of
 from wan_core.pipeline.model_folders import files, models_in
 from wan_core.pipeline.sources import TINY, find_models
-from wan_core.sampling.presets import distilled_steps
 
 # Models whose LoRAs are recognised by shape, in the order they are tried
 FAMILIES: dict[str, Any] = {
@@ -185,7 +185,7 @@ def _from_metadata_and_name(metadata: Mapping[str, str], path: Path, known: Mapp
     expert = expert_of(LoraOptions(path=str(path)), metadata)
     if expert is not None:
         about["expert"] = f"{expert} (from its {'metadata' if metadata.get('expert') == expert else 'name'})"
-    steps = distilled_steps(path) if path.is_file() else None
+    steps = file_says(path, metadata).steps
     if steps is not None and "distilled" not in known:
         about["distilled"] = f"for {steps} steps"
     if metadata:

@@ -32,8 +32,9 @@ from wan_core.checkpoint.lora.names import told_experts
 from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.reader import open_checkpoint
 from wan_core.config import LoraOptions, OptionError
+from wan_core.config.file_names import EXPERTS, read_name
 from wan_core.models.wan.config import DiTConfig
-from wan_core.pipeline.model_parts import EXPERTS, ExpertFile, expert_by_name
+from wan_core.pipeline.model_parts import ExpertFile
 from wan_core.sampling.steps import Expert, LoraShare, lora_share
 
 
@@ -65,7 +66,7 @@ def expert_file(path: Path, metadata: Mapping[str, str], tensors: Collection[str
     named = told_experts(tensors)
     if named:
         return ExpertFile(path, named[0] if len(named) == 1 else None, "tensors")
-    return ExpertFile(path, expert_by_name(path.stem))
+    return ExpertFile(path, read_name(path.name).expert)
 
 
 def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: bool) -> dict[str, list[Wanted]]:
@@ -118,7 +119,8 @@ def lora_notes(used: Mapping[str, Sequence[ExpertFile]]) -> list[str]:
                 notes.append(f"LoRA {one.says}, and is used for the {expert}-noise expert")
         mine = [one for one in used.get(expert, ()) if one.expert == expert]
         if mine and not any(one.expert == other for several in used.values() for one in several):
-            lacking = f"none is for the {other}-noise expert: if it is one of a pair, add the other file"
+            lacking = f"none is for the {other}-noise expert: if it is one of a pair, add the other file; if it is for "
+            lacking += "both, give it for both (input expert, --lora-high and --lora-low)"
             notes.append(f"LoRA {mine[0].says}, and {lacking}")
     return notes
 

@@ -6,7 +6,6 @@ name may say which expert it is for (`ExpertFile`). A name may be wrong, so what
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -21,20 +20,13 @@ from wan_core.checkpoint.detect import Config, expected_shapes
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.opened import short_path
 from wan_core.checkpoint.staged import USUAL, Reading
+from wan_core.config.file_names import EXPERTS, file_says
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS, Task
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.hearing import Speech
-
-EXPERTS = ("high", "low")
-# In capitals anywhere; otherwise before such a word, or at the end but for versions and precisions: not "high_detail".
-_EXPERT = re.compile(
-    r"(?<![A-Za-z])(?:(HIGH|LOW)(?![A-Za-z])|((?i:high|low))[ ._-]*(?:(?i:noise|expert|model|lora)"
-    r"|(?:[ ._-]*(?i:v|b?fp?|rank|epoch|e|step|s)?\d+)*$))"
-)
-_ENDINGS = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin", ".sft")
 
 
 class Loader(Protocol):
@@ -169,25 +161,13 @@ class ExpertFile(NamedTuple):
         """The file or folder of a transformer; shards and releases are named by their folder."""
         if path is None:
             return cls(None, None)
-        if metadata.get("expert") in EXPERTS:
-            return cls(path, metadata["expert"], "metadata")
-        name = path.name.removesuffix(".index.json")
-        for ending in _ENDINGS:
-            name = name.removesuffix(ending)
-        folder = path.parent.name
-        diffusers = "low" if "transformer_2" in (name, folder) else None
-        return cls(path, expert_by_name(name) or expert_by_name(folder) or diffusers)
+        said = file_says(path, metadata)
+        return cls(path, said.expert, said.expert_by)
 
     @property
     def says(self) -> str:
         assert self.path is not None
         return f"{short_path(self.path)} is for the {self.expert}-noise expert by its {self.by}"
-
-
-def expert_by_name(name: str) -> str | None:
-    """The expert that a name speaks of; None if it speaks of none or of both."""
-    named = {(match[1] or match[2]).lower() for match in _EXPERT.finditer(name)}
-    return named.pop() if len(named) == 1 else None
 
 
 def transformer_notes(high: ExpertFile, low: ExpertFile | None, two_experts: bool) -> list[str]:

@@ -14,7 +14,6 @@ metadata. Source: Stable-Video-Infinity, branch svi_wan22; names of files as KJN
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from wan_core.config import (
     check_prompts,
 )
 from wan_core.config.checks import check_size
+from wan_core.config.file_names import file_says
 from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -52,27 +52,13 @@ from wan_core.sampling.native.plan import (
     without_moving_windows,
 )
 from wan_core.sampling.plan import KnownFrames, Plan
-from wan_core.sampling.presets import distilled_steps, motion_of, preset_plan, safetensors_metadata
+from wan_core.sampling.presets import motion_of, preset_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.steps import Branch
 from wan_core.sampling.texts import with_prompts
 
 USUAL = "SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16.safetensors and its LOW file"
-_SVI = re.compile(r"(?<![a-z])svi(?![a-z])|stable[ _.-]?video[ _.-]?infinity", re.IGNORECASE)
-_PRO = re.compile(r"(?<![a-z])pro(?![a-z])", re.IGNORECASE)
-_SECOND = re.compile(r"(?<![0-9.])v?2(?:[._-]?0)?(?![0-9])", re.IGNORECASE)
-_WAN = re.compile(r"wan[ _.-]?2[._-]?[12]", re.IGNORECASE)  # another 2 than that of SVI
-
-
-def svi_release(file: Path) -> str | None:
-    """Which SVI a LoRA is of by its metadata or its name: `2.0 Pro`, or `another` one; None: of none."""
-    metadata = safetensors_metadata(file)
-    for text in (" ".join(f"{key} {value}" for key, value in metadata.items() if len(value) < 200), file.name):
-        if _SVI.search(text):
-            said = _WAN.sub("", text)
-            return "2.0 Pro" if _PRO.search(said) and _SECOND.search(said) else "another"
-    return None
 
 
 def with_svi(
@@ -86,7 +72,7 @@ def with_svi(
 ) -> Plan:
     """`plan` of a clip with what each is given, and notes of the LoRAs. files: all of them, if these are known. Raises
     OptionError for what an anchored clip cannot have."""
-    releases = {file.name: svi_release(file) for file in files}
+    releases = {file.name: file_says(file).svi for file in files}
     pro = [name for name, release in releases.items() if release == "2.0 Pro"]
     if not long.anchored:
         told = len(long.clips) > 1 and pro
@@ -235,7 +221,7 @@ def schedule(request: PlanRequest, facts: ModelFacts) -> Plan:
         sigmas=request.sigmas,
         window=request.part,
     )
-    distilled = [path for path in facts.loras if distilled_steps(path)]
+    distilled = [path for path in facts.loras if file_says(path).steps is not None]
     motion = motion_of(request, facts.task, facts.loras)
     return with_phases(plan, motion, request.lora_strengths or (), facts.loras, distilled, facts.known)
 

@@ -1,7 +1,7 @@
 """Settings under one name: for step-distilled weights, few Euler steps without guidance; and those of templates.
 
-Step-distilled weights cannot be told from others by their tensors. They are recognised by the metadata or the name of
-the LoRA or checkpoint ("4steps", "lightx2v", "lightning", ...). A preset sets only what the user did not set.
+Step-distilled weights are recognised by the metadata or the name of the LoRA or checkpoint ("4steps", "lightx2v",
+"lightning", ..., see `wan_core.config.file_names`). A preset sets only what the user did not set.
 
 Steps, shift and solver are those that LightX2V distilled Wan 2.2 for: 4 steps at shift 5 are the timesteps 1000, 937.5,
 833.3 and 625. The high-noise expert always runs the first half of the steps: the boundary follows from the schedule.
@@ -13,24 +13,20 @@ Source: LightX2V/configs/wan22/wan_moe_t2v_distill.json; lightx2v/models/schedul
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from wan_core.config import MotionOptions, OptionError, PlanNumbers, ScheduleNumbers, check_choice
-from wan_core.config.limits import MAX_HEADER
+from wan_core.config.file_names import file_says
 from wan_core.config.table import table
 from wan_core.models.wan.families import Task, find_task
-from wan_core.sampling.cache.skipping import looks_distilled
 from wan_core.sampling.motion import motion_numbers
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
 from wan_core.sampling.schedules import Window, given_schedule
 
 GUIDED = 3.5  # the usual guidance scale for the high-noise expert of distilled weights
-_STEPS = re.compile(r"(?<![0-9])([1-8])[ _-]?steps?(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,47 +62,28 @@ CHOICES = ("auto", "none", *PRESETS)
 
 
 def find_preset(name: str, files: Sequence[Path] = ()) -> tuple[Preset | None, str]:
-    """(preset, reason). "auto" takes the preset of the first file that is step-distilled, or (None, ""), and "template"
-    four steps where a file is.
+    """(preset, reason). "auto" takes the preset of the first file that is step-distilled, or none, and "template" four
+    steps where a file is. Without a preset, the reason is what says that a file is not distilled, or "".
 
     files: the files of the experts and their LoRAs. Raises OptionError for an unknown name.
     """
     check_choice("preset", name, CHOICES)
-    if name == "template" and any(distilled_steps(file) for file in files):
-        return PRESETS["4-step"], "asked for as template, with step-distilled files"
+    said = [file_says(file) for file in files]
+    distilled = next((one for one in said if one.steps is not None), None)
+    if name == "template" and distilled is not None:
+        return PRESETS["4-step"], f"asked for as template, and {distilled.why}"
     if name != "auto":
-        unconfirmed = name != "template" and files and not any(distilled_steps(file) for file in files)
+        unconfirmed = name != "template" and files and distilled is None
         return PRESETS.get(name), f"asked for{', but no file says that it is step-distilled' if unconfirmed else ''}"
-    for file in files:
-        steps = distilled_steps(file)
-        if steps is not None:
-            return PRESETS[f"{steps}-step"], f"the name or metadata of {file.name} says that it is step-distilled"
-    return None, ""
+    if distilled is None:
+        return None, next((one.why for one in said if one.why), "")
+    assert distilled.steps is not None
+    return nearest(distilled.steps), f"{distilled.why}; if it is not, choose preset none"
 
 
-def distilled_steps(file: Path) -> int | None:
-    """The number of steps that the weights in `file` are distilled for, rounded to the nearest preset; None if neither
-    name nor metadata says that they are distilled."""
-    metadata = safetensors_metadata(file).get("distilled", "")
-    match = _STEPS.search(metadata) or (_STEPS.search(file.name) or _STEPS.search(file.parent.name))
-    if not metadata and not looks_distilled(file):
-        return None
-    steps = int(match[1]) if match else 4
-    return min((PRESETS[name].steps for name in STEPPED), key=lambda count: abs(count - steps))
-
-
-def safetensors_metadata(file: Path) -> Mapping[str, str]:
-    """The metadata of a safetensors file; empty if `file` is not one. Does not import torch: plans need none."""
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > MAX_HEADER or opened.read(1) != b"{":
-                return {}
-            metadata = json.loads(b"{" + opened.read(length - 1)).get("__metadata__", {})
-    except (OSError, ValueError, RecursionError):
-        return {}
-    valid = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    return metadata if valid else {}
+def nearest(steps: int) -> Preset:
+    """The preset for weights that are distilled for so many steps."""
+    return min((PRESETS[name] for name in STEPPED), key=lambda preset: abs(preset.steps - steps))
 
 
 def motion_of(numbers: PlanNumbers, task: Task, files: Sequence[Path]) -> MotionOptions | None:
@@ -133,7 +110,10 @@ def preset_plan(
     preset, reason = find_preset(numbers.preset, () if own else files)
     values: dict[str, Any] = {name: getattr(numbers, name) for name in table(ScheduleNumbers)}
     if preset is None:
-        return make_plan(task=task, sigmas=sigmas, window=window, **{**values, "solver": numbers.solver or "unipc"})
+        plan = make_plan(task=task, sigmas=sigmas, window=window, **{**values, "solver": numbers.solver or "unipc"})
+        said = numbers.preset == "auto" and reason
+        notes = (f"no preset: {reason}; if it is step-distilled, choose one",) if said else ()
+        return replace(plan, notes=(*plan.notes, *notes))
     if preset.motion:
         usual = motion_numbers(find_task(task))
         values["shift"] = usual.shift if values["shift"] is None and sigmas is None else values["shift"]

@@ -3,13 +3,13 @@ cache."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.config.command import command
+from wan_core.config.file_names import file_says
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import TASKS, check_sparse, check_stages, find_task
 from wan_core.sampling.cache.magcache import PRESETS, Curve, find_curve, skip_magcache
@@ -37,16 +37,6 @@ UNCACHED = {
     "heun": "which runs two forwards at almost one sigma",
     "lcm": "whose steps begin with new noise each",
 }
-# Names that authors give step-distilled weights, which cannot be recognised by their tensors. A number of steps must
-# stand alone: "4steps" and "4-step" match, the "3-step-1200" (epoch and step) of a training run does not.
-_DISTILLED = re.compile(
-    r"distill|lightning|lightx2v|causvid|turbo|\b[1-8](?:steps?|-steps|-step(?!-?\d))\b", re.IGNORECASE
-)
-
-
-def looks_distilled(checkpoint: Path) -> bool:
-    """Whether the name of a file or of its folder says that the weights are step-distilled."""
-    return _DISTILLED.search(f"{checkpoint.parent.name} {checkpoint.name}".replace("_", "-")) is not None
 
 
 def skip_forwards(
@@ -108,8 +98,8 @@ def apply_policies(
     if plan.solver == "ComfyUI lcm" and replace(options, sparse=None, stages=()) != SkipOptions():
         check_cacheable("lcm", "the step cache")
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache and task is not None else None
-    distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
-    plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]))
+    said = [file_says(path) for path in (checkpoint, low, *loras) if path is not None]
+    plan = leave_out(plan, options, curve, distilled=next((one.why for one in said if one.steps is not None), ""))
     if part is None and options.stages:  # what is kept of one size is of no use at another
         plan = replace(plan, steps=without_lost_sources(plan.steps))
     return plan
@@ -155,7 +145,7 @@ def with_curve(options: SkipOptions, curve: Curve | None, task: str) -> tuple[Sk
 def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
     """`plan` with the guidance schedule and the step cache of `options`; its notes say what was decided.
 
-    curve: for MagCache. distilled: the name of a step-distilled file, if there is one. Step caches are switched off for
+    curve: for MagCache. distilled: what says that a file is step-distilled, or "". Step caches are switched off for
     step-distilled weights and below 10 steps, because consecutive steps differ too much. A preset of MagCache without a
     curve becomes another cache, as `with_curve` says. Raises OptionError if MagCache has no curve otherwise.
     """
@@ -181,8 +171,7 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     check_cacheable(plan.solver, name)
     if distilled or steps < MIN_STEPS:
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
-        named = f"the name of {distilled} or of its folder says that it is step-distilled; rename it to override"
-        note = f"{name} is off: {named if distilled else too_few}"
+        note = f"{name} is off: {f'{distilled}; if it is not, rename it' if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
     check_still(plan, name)
     options, note = with_curve(options, curve, plan.task)

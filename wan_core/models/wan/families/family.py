@@ -42,9 +42,6 @@ SETTINGS = ("pose_prompt", *STRENGTHS, "face_guidance")
 BEGINS = ("image", "last_image", "keyframes", "from_video", "denoise")
 
 
-# Metadata of a file in which programs put the name of its model.
-NAMING = ("modelspec.title", "modelspec.architecture", "general.name", "general.basename")
-
 # How a known image reaches the transformer.
 ImageInput: TypeAlias = Literal[
     "none",
@@ -153,12 +150,10 @@ class Family(ABC):
     tasks: tuple[Task, ...]
 
     # Files: layouts on disk, each with its key table (names of a file -> official names, None for names of others);
-    # names of tensors that are the same in every file and are not read; metadata that files are written with; a pattern
-    # of file names, where only these or `claims` tell a file from another family's.
+    # names of tensors that are the same in every file and are not read; metadata that files are written with.
     layouts: tuple[tuple[str, KeyTable], ...] = (("official", official_names), ("diffusers", diffusers_names))
     constants: re.Pattern[str] | None = None
     metadata: Mapping[str, str] = MappingProxyType({})
-    named: re.Pattern[str] | None = None
 
     # Bytes of activations over 2 L C (L tokens, C channels) beyond those of text-to-video.
     more_per_token: float = 0.0

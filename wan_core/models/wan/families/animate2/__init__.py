@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from wan_core.config import Request
 from wan_core.config.checks import OptionError, UserError
+from wan_core.config.file_names import read_name
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import I2V_14B, DiTConfig, PreparedForm
 from wan_core.models.wan.families import plain
@@ -141,8 +142,6 @@ def _renamed(changed: dict[str, str], names: Collection[str]) -> dict[str, str] 
 
 
 METADATA = {"config": json.dumps({"transformer": {"model_type": "animate2"}})}  # as of ComfyUI's files
-NAMED = re.compile(r"animate[ _.-]?2(?!\.?\d)", re.IGNORECASE)
-NAMED_DISTILLED = re.compile(r"distill", re.IGNORECASE)
 
 
 class Animate2Family(DrivenFamily):
@@ -150,7 +149,6 @@ class Animate2Family(DrivenFamily):
     tasks = TASKS
     layouts = (("official", official_names), ("diffusers", diffusers_names), ("comfyui", comfyui_names))
     metadata = METADATA
-    named = NAMED
     more_per_token = MORE_PER_TOKEN
     driving_keys = ("pose_video_latent", "clip_vision_output_pose", "cross_attn_pose", "pose_strength")
     driving_inputs = ("pose", "pose_image", "pose_context", "pose_strength")
@@ -182,8 +180,8 @@ class Animate2Family(DrivenFamily):
         if not clues.alone:
             raise OptionError("Animate-2 is one transformer for all steps: leave the second file out")
         name = "" if clues.path is None else clues.path.name
-        if NAMED_DISTILLED.search(name):
-            return Choice(DISTILLED, f"distilled by its name {name}")
+        if read_name(name).distilled:
+            return Choice(DISTILLED, f"distilled by its name {name}; if it is not, its task is {BASE.name}")
         return Choice(BASE, f"its name does not say that it is distilled; if it is, its task is {DISTILLED.name}")
 
     def model_class(self, config: DiTConfig) -> type[WanModel]:

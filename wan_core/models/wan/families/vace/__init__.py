@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from wan_core.config import Request
 from wan_core.config.checks import OptionError, UserError, check_picture_size
+from wan_core.config.file_names import read_name
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import T2V_1_3B, T2V_A14B, DiTConfig
 from wan_core.models.wan.families import plain
@@ -118,9 +119,6 @@ def _names(names: Collection[str], table: plain.KeyTable, projections: dict[str,
     return None if main is None else {**main, **own, **{f"vace_{n}": f"vace_{ours}" for n, ours in inner.items()}}
 
 
-NAMED_EXPERT = re.compile(r"wan[ _.-]?2[._-]?2(?!\d)|(high|low)[ _-]?noise|a14b", re.IGNORECASE)
-
-
 class VaceFamily(ControlledFamily):
     name = "vace"
     tasks = TASKS
@@ -177,8 +175,8 @@ class VaceFamily(ControlledFamily):
         if dit.dim == VACE_1_3B.dim:
             return Choice(SMALL)
         name = "" if clues.path is None else clues.path.name
-        if NAMED_EXPERT.search(name):
-            return Choice(EXPERTS, f"an expert of Wan 2.2 by its name {name}")
+        if read_name(name).release == "2.2":
+            return Choice(EXPERTS, f"an expert of Wan 2.2 by its name {name}; if it is not, its task is {SINGLE.name}")
         return Choice(SINGLE, f"its name does not say Wan 2.2; if it is an expert of that, its task is {EXPERTS.name}")
 
     def model_class(self, config: DiTConfig) -> type[WanModel]:

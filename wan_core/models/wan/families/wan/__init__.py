@@ -12,15 +12,15 @@ Source: Wan2.2/wan/configs/*.py; Wan2.1/generate.py, and its README.md for shift
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from wan_core.config import Request
 from wan_core.config.checks import OptionError
+from wan_core.config.file_names import NAMING, read_name
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.config import I2V_14B, I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B, DiTConfig
 from wan_core.models.wan.families.clips import ClipRules
-from wan_core.models.wan.families.family import NAMING, Choice, Clues, Family, InputReaders, Task
+from wan_core.models.wan.families.family import Choice, Clues, Family, InputReaders, Task
 
 if TYPE_CHECKING:
     from wan_core.models.wan.model import WanModel
@@ -58,9 +58,6 @@ TASKS = (
 )  # fmt: skip
 
 
-_RELEASE = re.compile(r"wan[ _.-]?(?:video)?[ _.-]?2[._-]?([12])(?!\d)", re.IGNORECASE)
-
-
 def _by_size(tasks: list[Task], clues: Clues) -> Choice:
     for name in _names(clues):
         for task in tasks:
@@ -78,9 +75,10 @@ def _by_release(tasks: list[Task], clues: Clues) -> Choice:
     if not clues.alone:
         return Choice(experts)
     for name in _names(clues):
-        match = _RELEASE.search(name)
-        if match is not None:
-            return Choice(single, f"Wan 2.1 by its name {name}") if match[1] == "1" else Choice(experts)
+        release = read_name(name).release
+        if release is not None:
+            why = f"Wan 2.1 by its name {name}; if it is not, its task is {experts.name}"
+            return Choice(single, why) if release == "2.1" else Choice(experts)
     return Choice(experts, f"its name does not say which release; if it is Wan 2.1, its task is {single.name}")
 
 
