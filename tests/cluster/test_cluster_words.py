@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wan_core.cli import main
 from wan_core.cluster import connect as connecting
 from wan_core.cluster.connect import Node, Wanted, check_allowed, check_token, connect, inventory
-from wan_core.cluster.files import media_of, model_paths, models_there, put, renamed
+from wan_core.cluster.files import media_of, model_paths, models_there, put, with_paths, with_words
 from wan_core.cluster.places import spread
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.config.table import table
 
 ASKED = ["generate", "--model", "tiny", "--ray", "auto"]
 
@@ -130,6 +134,32 @@ def test_pictures_travel(tmp_path: Path) -> None:
         and Path(here[str(picture)]).parent == there
         and Path(here[str(picture)]).read_bytes() == b"a cat"
     )
-    sent = renamed(request, here)
+    sent = with_paths(request, here)
     assert sent["image"] == here[str(picture)] and sent["prompt"] == "x"
-    assert renamed(sent, {place: name for name, place in here.items()}) == request
+    assert with_paths(sent, {place: name for name, place in here.items()}) == request
+    assert with_words(f"cannot read {sent['image']} as a picture", here) == f"cannot read {picture} as a picture"
+
+
+def entry_fields() -> dict[str, set[str]]:
+    """The fields of the objects that a field of a request has several of."""
+    hints = get_type_hints(Request)
+    kinds = {name: get_args(get_args(hints[name])[0])[0] for name, one in table(Request).items() if one.several}
+    return {name: {field.name for field in fields(kind)} for name, kind in kinds.items()}
+
+
+@given(path=st.text(min_size=1).filter(str.strip), data=st.data())
+def test_a_text_is_no_path_whatever_it_says(path: str, data: st.DataObject) -> None:
+    """Each field that names a file is renamed, and no other one, where all of them hold the same text."""
+    names = {path: "/tmp/there"}
+    plain = [name for name, one in table(Request).items() if one.type is str and not one.several]
+    chosen = data.draw(st.lists(st.sampled_from(plain), unique=True))
+    request = {**dict.fromkeys(chosen, path), "keyframes": ({"frame": 4, "path": path},)}
+    request["prompts_at"] = ({"frame": 0, "text": path},)
+    moved = with_paths(request, names)
+    assert {name for name in chosen if moved[name] != path} == {name for name in chosen if table(Request)[name].path}
+    assert moved["keyframes"] == [{"frame": 4, "path": "/tmp/there"}] and moved["prompts_at"] == request["prompts_at"]
+    assert [name for name, held in entry_fields().items() if "path" in held] == ["keyframes"]
+    settings = {"prompt": path, "prompts": {0: path}, "video": path, "keyframes": {4: path}, "image": path}
+    moved = with_paths(settings, names)
+    assert {name: moved[name] for name in ("prompt", "prompts")} == {"prompt": path, "prompts": {0: path}}
+    assert (moved["video"], moved["keyframes"], moved["image"]) == ("/tmp/there", {4: "/tmp/there"}, "/tmp/there")

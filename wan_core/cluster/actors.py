@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.cluster.connect import has_token
-from wan_core.cluster.files import missing, put, renamed
+from wan_core.cluster.files import missing, put, with_paths, with_words
 
 WAIT_SECONDS = 0.3  # for the next frame; an answer carries all that are there
 
@@ -65,16 +65,16 @@ class VideoMaker(OnNode):
         from wan_core.workers.wire import unpack
 
         notes: dict[str, None] = {}
-        number = 0
+        number, here = 0, dict[str, str]()
         try:
             with tempfile.TemporaryDirectory(prefix="wancore-") as folder:
                 here = put(media, folder)
                 for number, request in enumerate(requests):  # noqa: B007
-                    asked = unpack(Request, renamed(request, here))
+                    asked = unpack(Request, with_paths(request, here))
                     checked = check_request(unpack(LoadOptions, loaded), asked, torch.device(self.devices[0]))
                     notes |= dict.fromkeys(checked.job.plan.notes)
         except UserError as fault:
-            return {"refused": str(fault), "number": number}
+            return {"refused": with_words(str(fault), here), "number": number}
         except OSError as fault:
             return {"lost": disk_fault(fault)}
         return {"notes": list(notes)}
@@ -90,21 +90,22 @@ class VideoMaker(OnNode):
         from wan_core.workers.video_list import ListedVideo, make_video
         from wan_core.workers.wire import unpack
 
+        here = dict[str, str]()
         try:
             if self.engine is None:
                 options = WorkerOptions(devices=self.devices, mesh=self.mesh, step_timeout=self.step_timeout)
                 self.engine = WorkerEngine(Workers(options))
             with tempfile.TemporaryDirectory(prefix="wancore-") as folder:
                 here = put(media, folder)
-                asked = unpack(Request, renamed(request, here))
+                asked = unpack(Request, with_paths(request, here))
                 video = ListedVideo(0, asked, Path(folder, "video.mp4"), key)
                 names = {there: path for path, there in here.items()}
-                make_video(self.engine, unpack(LoadOptions, loaded), video, partial(renamed, names=names))
+                make_video(self.engine, unpack(LoadOptions, loaded), video, partial(with_paths, names=names))
                 return {"video": video.out.read_bytes(), "report": video.report.read_bytes()}
         except WorkerError as fault:
-            return {"lost": str(fault)}
+            return {"lost": with_words(str(fault), here)}
         except UserError as fault:
-            return {"refused": str(fault)}
+            return {"refused": with_words(str(fault), here)}
         except OSError as fault:
             return {"lost": disk_fault(fault)}
 

@@ -24,7 +24,7 @@ from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.cluster.actors import NodeRanks
 from wan_core.cluster.answers import ask
 from wan_core.cluster.connect import Wanted, check_token, connect, import_ray, nodes
-from wan_core.cluster.files import media_of, model_paths, models_there, renamed
+from wan_core.cluster.files import media_of, model_paths, models_there, with_paths, with_words
 from wan_core.cluster.places import Reserved, spread
 from wan_core.config import OptionError, UserError
 from wan_core.config.outputs import written_beside
@@ -68,7 +68,7 @@ class Bridge:
         self.statuses: list[dict[str, Any]] = []
         self.request_start = time.monotonic()
         self.keep: Path | None = None  # where the program wants the latents of this request
-        self.names: dict[str, str] = {}  # files of this request on the nodes -> here
+        self.there: dict[str, str] = {}  # files of this request -> where they are on the nodes
 
     def run(self) -> dict[str, Any]:
         """From the reservation to the end of the ranks. Returns the report, {} if nothing failed."""
@@ -132,8 +132,18 @@ class Bridge:
             if kept is not None and self.keep is not None:
                 header = self._keep(header, self.keep, kept)
             tensors = control.unpack_tensors(bytearray(body)) if body else {}
-            self.channel.send(renamed(header, self.names) if self.names else header, tensors)
+            self.channel.send(self._as_here(header), tensors)
         return found["ended"]
+
+    def _as_here(self, header: dict[str, Any]) -> dict[str, Any]:
+        """What rank 0 sends, with the paths that the program knows in settings, reports and messages."""
+        here = {place: path for path, place in self.there.items()}
+        if "settings" in header:
+            header = header | {"settings": with_paths(header["settings"], here)}
+        if "report" in header:
+            report = header["report"]
+            header = header | {"report": report | {"settings": with_paths(report["settings"], here)}}
+        return header | ({"text": with_words(header["text"], self.there)} if "text" in header else {})
 
     def _keep(self, header: Mapping[str, Any], path: Path, content: bytes) -> dict[str, Any]:
         """Write latents that arrived where the program wants them, and tell it so."""
@@ -202,12 +212,11 @@ class Bridge:
         if lacking:
             raise OptionError(f"{'; '.join(lacking)}: models must be on every node (docs/cluster.md)")
         media = media_of(header.get("request") or {})
-        self.names = {}
+        self.there = {}
         if media:
             content = import_ray().put(media)
-            [there, *_] = ask([actor.put.remote(content) for actor in self.actors], "a node")
-            header["request"] = renamed(header["request"], there)
-            self.names = {place: path for path, place in there.items()}
+            [self.there, *_] = ask([actor.put.remote(content) for actor in self.actors], "a node")
+            header["request"] = with_paths(header["request"], self.there)
         self.keep = None if header.get("keep") is None else Path(header["keep"])
         return header | ({"keep_clips": None} if "keep_clips" in header else {})
 

@@ -35,7 +35,7 @@ def models_there(options: Mapping[str, Any]) -> dict[str, Any]:
 
 MODEL_PATHS = ("path", *(name for name, one in table(LoadOptions).items() if one.path))
 MEDIA_PATHS = tuple(name for name, one in table(Request).items() if one.path)
-REPEATED = tuple(name for name, one in table(Request).items() if one.several)
+NAMING = (*MEDIA_PATHS, "keyframes", "video")  # what has paths in a request and in settings (`video`: --from-video)
 
 
 def model_paths(options: Mapping[str, Any]) -> list[str]:
@@ -53,7 +53,7 @@ def media_of(request: Mapping[str, Any], known: Collection[str] = ()) -> dict[st
     """The contents of the files that a request names, by path, without those that are known. Raises OptionError."""
     media: dict[str, bytes] = {}
     paths = [request.get(name) for name in MEDIA_PATHS]
-    paths += [one.get("path") for name in REPEATED for one in request.get(name) or ()]
+    paths += [one["path"] for one in request.get("keyframes") or ()]
     for path in paths:
         if path is not None and path not in known and os.path.isfile(path):
             try:
@@ -76,10 +76,25 @@ def put(media: Mapping[str, bytes], folder: str | Path) -> dict[str, str]:
     return here
 
 
-def renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """JSON data with each text that is in `names` replaced."""
+def with_paths(request: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A request, or the settings of a report, with the paths of its media replaced by what `names` has for them; texts
+    are never paths, whatever they say."""
+    return {name: _replaced(value, names) if name in NAMING else value for name, value in request.items()}
+
+
+def _replaced(value: Any, names: Mapping[str, str]) -> Any:
+    """A path; the `path` of each of several objects; or paths by their frames."""
     if isinstance(value, str):
         return names.get(value, value)
     if isinstance(value, Mapping):
-        return {name: renamed(one, names) for name, one in value.items()}
-    return [renamed(one, names) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: names.get(path, path) for key, path in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [{**one, "path": names.get(one["path"], one["path"])} for one in value]
+    return value
+
+
+def with_words(text: str, here: Mapping[str, str]) -> str:
+    """A message of a node with the paths that the user knows. here: as `put` returns it."""
+    for path, place in here.items():
+        text = text.replace(place, path)
+    return text
