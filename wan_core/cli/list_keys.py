@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from wan_core.config import LoadOptions, Request
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config.checks import check_file_size
+from wan_core.config.limits import MAX_VIDEO_FILE
 from wan_core.config.table import stated, table
 
 SAME_RESULT = ("device", "residency", "resident_blocks", "memory_limit", "host_memory_limit")  # options of loading
@@ -42,10 +45,15 @@ ALWAYS = {
 }
 
 
-def key_of(request: Request, loaded: LoadOptions) -> str:
-    """Equal where the same video is asked for, of pictures and videos with the same contents."""
-    models, asked = in_key(loaded), in_key(request)
-    models = {name: value for name, value in models.items() if name not in SAME_RESULT}
+def in_keys(loaded: LoadOptions) -> dict[str, Any]:
+    """What all keys of a list have of its options of loading."""
+    return {name: value for name, value in in_key(loaded).items() if name not in SAME_RESULT}
+
+
+def key_of(request: Request, loaded: LoadOptions, models: Mapping[str, Any] | None = None) -> str:
+    """Equal where the same video is asked for, of pictures and videos with the same contents. models: `in_keys(loaded)`
+    where many keys are made."""
+    asked, models = in_key(request), in_keys(loaded) if models is None else models
     files = [name for name, one in table(Request).items() if one.path and asked.get(name) is not None]
     media: list[Any] = [contents(Path(asked[name])) for name in sorted(files, key=HASHED_LAST.__contains__)]
     media += [[one.frame, contents(Path(one.path))] for one in request.keyframes or ()]
@@ -67,13 +75,14 @@ def in_key(value: Any) -> Any:
 
 @functools.cache
 def contents(path: Path) -> str:
-    """A hash of what a picture or video holds; "" for one that cannot be read, which the check of the request says. A
-    list names one many times: it is read once."""
+    """A hash of what a picture or video holds; "" for one that cannot be read or is too large, which the check of the
+    request says. A list names one many times: it is read once."""
     found = hashlib.sha256()
     try:
+        check_file_size(path, MAX_VIDEO_FILE)
         with path.open("rb") as file:
             while piece := file.read(1 << 20):
                 found.update(piece)
-    except OSError:
+    except (OSError, OptionError):
         return ""
     return found.hexdigest()

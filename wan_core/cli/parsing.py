@@ -59,13 +59,19 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+MOST_REPEATED = 1000  # values of an option that may be repeated
+
+
 class Several(argparse.Action):
     """For an option that may be repeated: a tuple of all of its values. Those of a list's line take the place of the
     command line's."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, (value,) if before is parser.get_default(self.dest) else (*before, value))
+        values = (value,) if before is parser.get_default(self.dest) else (*before, value)
+        if len(values) > MOST_REPEATED:
+            raise argparse.ArgumentError(self, f"given more than {MOST_REPEATED} times")
+        setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):

@@ -84,14 +84,14 @@ class LocalMakers:
     def check(self, videos: Sequence[ListedVideo], source: Path) -> Iterable[str]:
         import torch
 
-        from wan_core.pipeline.check import check_request
+        from wan_core.pipeline.check import ListCheck
         from wan_core.pipeline.settings import choose_device
 
         device = choose_device(self.device) if self.groups is None else torch.device(self.groups[0].devices[0])
-        notes: dict[str, None] = {}  # in their order
+        check, notes = ListCheck(self.loaded, device), dict[str, None]()  # in their order
         for video in videos:
             try:
-                notes |= dict.fromkeys(check_request(self.loaded, video.request, device).job.plan.notes)
+                notes |= dict.fromkeys(check.notes(video.request))
             except OptionError as fault:
                 raise OptionError(f"line {video.line} of {source}: {fault}") from fault
         return notes

@@ -61,18 +61,17 @@ class VideoMaker(OnNode):
         import torch
 
         from wan_core.config import LoadOptions, Request, UserError
-        from wan_core.pipeline.check import check_request
+        from wan_core.pipeline.check import ListCheck
         from wan_core.workers.wire import unpack
 
         notes: dict[str, None] = {}
         number, here = 0, dict[str, str]()
+        check = ListCheck(unpack(LoadOptions, loaded), torch.device(self.devices[0]))
         try:
             with tempfile.TemporaryDirectory(prefix="wancore-") as folder:
                 here = put(media, folder)
                 for number, request in enumerate(requests):  # noqa: B007
-                    asked = unpack(Request, with_paths(request, here))
-                    checked = check_request(unpack(LoadOptions, loaded), asked, torch.device(self.devices[0]))
-                    notes |= dict.fromkeys(checked.job.plan.notes)
+                    notes |= dict.fromkeys(check.notes(unpack(Request, with_paths(request, here))))
         except UserError as fault:
             return {"refused": with_words(str(fault), here), "number": number}
         except OSError as fault:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config.checks import check_file_size
+from wan_core.config.limits import MAX_VIDEO_FILE
 from wan_core.config.outputs import written_beside
 from wan_core.config.table import table
 
@@ -52,14 +54,20 @@ def missing(paths: Sequence[str]) -> list[str]:
 def media_of(request: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, bytes]:
     """The contents of the files that a request names, by path, without those that are known. Raises OptionError."""
     media: dict[str, bytes] = {}
+    total = 0
     paths = [request.get(name) for name in MEDIA_PATHS]
     paths += [one["path"] for one in request.get("keyframes") or ()]
     for path in paths:
-        if path is not None and path not in known and os.path.isfile(path):
-            try:
-                media[path] = Path(path).read_bytes()
-            except OSError as fault:
-                raise OptionError(f"cannot read {path}: {fault.strerror}") from fault
+        if path is None or path in known or path in media or not os.path.lexists(path):
+            continue
+        try:
+            check_file_size(path, MAX_VIDEO_FILE)
+            total += os.path.getsize(path)
+            if total > MAX_VIDEO_FILE:
+                raise OptionError(f"its files have more than {MAX_VIDEO_FILE} bytes, too many to be sent to a node")
+            media[path] = Path(path).read_bytes()
+        except OSError as fault:
+            raise OptionError(f"cannot read {path}: {fault.strerror}") from fault
     return media
 
 

@@ -90,7 +90,7 @@ class ClusterMaker:
     def check(self, videos: Sequence[ListedVideo], source: Path) -> list[str]:
         """The notes of all requests. Raises OptionError for the first that cannot run."""
         notes: dict[str, None] = {}
-        for some, media in _checked_together(videos):
+        for some, media in _checked_together(videos, source):
             found = self.ask(self.actor.check.remote(self.loaded, [asdict(video.request) for video in some], media))
             if "lost" in found:
                 raise OptionError(f"{self.name}: {found['lost']}")
@@ -113,13 +113,18 @@ class ClusterMaker:
                 temporary.write_bytes(found[name])
 
 
-def _checked_together(videos: Sequence[ListedVideo]) -> Iterator[tuple[list[ListedVideo], dict[str, bytes]]]:
+def _checked_together(
+    videos: Sequence[ListedVideo], source: Path
+) -> Iterator[tuple[list[ListedVideo], dict[str, bytes]]]:
     """The videos in groups, each with the contents of the files that it names. Raises OptionError."""
     some: list[ListedVideo] = []
     media: dict[str, bytes] = {}
     for video in videos:
         some.append(video)
-        media |= media_of(asdict(video.request), media)
+        try:
+            media |= media_of(asdict(video.request), media)
+        except OptionError as fault:
+            raise OptionError(f"line {video.line} of {source}: {fault}") from fault
         if len(some) == CHECKED_TOGETHER or sum(map(len, media.values())) > CHECKED_BYTES:
             yield some, media
             some, media = [], {}

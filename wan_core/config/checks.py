@@ -6,6 +6,7 @@ The checks run before any work. Their messages say what was given, what is allow
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -62,8 +63,12 @@ def check_range(name: str, value: float, low: float, high: float, advice: str = 
 
 
 def check_file_size(path: str | os.PathLike[str], limit: int) -> None:
-    """Raise OptionError if the file has more than `limit` bytes, OSError if there is none."""
-    size = Path(path).stat().st_size
+    """Raise OptionError for a pipe or a device, which may never end, and for a file of more than `limit` bytes, OSError
+    if there is none."""
+    status = Path(path).stat()
+    size = status.st_size
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise OptionError(f"{path} is a device or a pipe, and a file is needed")
     if size > limit:
         raise OptionError(f"{Path(path).name} has {size} bytes, and at most {limit} are read for a file of this kind")
 

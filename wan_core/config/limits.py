@@ -24,6 +24,10 @@ MAX_DIRECTORY = 4 * MIB
 """Bytes of the list of members in a torch file's zip archive: about 80 for each tensor."""
 MAX_JSON = 4 * MIB
 """Bytes of a JSON file (config, shard index, curve) and of JSON in metadata. The largest shard index has 0.2 MB."""
+MAX_LINE = MIB
+"""Characters in a line of a list of videos. The prompt is cut at 512 tokens."""
+MAX_LIST = 256 * MIB
+"""Characters in a list of videos: 2,700 in each line of the longest one."""
 MAX_TOKENIZER = 16 * MIB
 """Bytes of a SentencePiece model. UMT5's has 4.5 MB."""
 MAX_LATENTS = 2**27

@@ -4,7 +4,7 @@ read."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,11 +157,16 @@ class CheckedRequest:
     job: Job
 
 
-def check_request(options: LoadOptions, request: Request, device: torch.device) -> CheckedRequest:
+Find = Callable[..., Parts]
+
+
+def check_request(
+    options: LoadOptions, request: Request, device: torch.device, find: Find = find_models
+) -> CheckedRequest:
     """Find the models of `request` and check it, before any weights are read. Raises what loading and `generate` on
     `device` would refuse: CheckpointError, OptionError or AttentionError."""
     options = for_request(options, request)
-    models = find_models(options, image=bool(request.pictures))
+    models = find(options, image=bool(request.pictures))
     files = models.of["high"].path, models.low_path, lora_files(options.loras)
     job = make_job(request, models.task, models.dit, models.vae, *files)
     if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
@@ -169,6 +174,29 @@ def check_request(options: LoadOptions, request: Request, device: torch.device) 
         attention, _ = resolve_attention(options.attention, device, dtype, dit.head_dim, needs_lse=dit.merges_attention)
         check_kernel(job.plan.sparse, attention, device, dit.head_dim, job.tokens)
     return CheckedRequest(options, models, job)
+
+
+class ListCheck:
+    """Checks the requests of a list. Headers of models are read once, and requests that differ by prompt and seed alone
+    are checked once."""
+
+    def __init__(self, options: LoadOptions, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.models: dict[str, Parts] = {}  # by the options and what else finds them, as text
+        self.known: dict[str, tuple[str, ...]] = {}  # notes by the request, as text
+
+    def notes(self, request: Request) -> tuple[str, ...]:
+        """What the plan of a request says of itself. Raises as `check_request` does."""
+        alike = repr([value for name, value in vars(request).items() if name not in ("prompt", "seed")])
+        if alike not in self.known:
+            self.known[alike] = check_request(self.options, request, self.device, self._find).job.plan.notes
+        return self.known[alike]
+
+    def _find(self, options: LoadOptions, *, image: bool) -> Parts:
+        given = repr((options, image))
+        if given not in self.models:
+            self.models[given] = find_models(options, image=image)
+        return self.models[given]
 
 
 def make_job(
