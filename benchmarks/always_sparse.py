@@ -45,6 +45,6 @@ class AlwaysSparse:
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         if inputs.grid not in self.tiles:
             self.attend_densely()  # the tiles of this grid are made around what attends to all keys
-            self.tiles[inputs.grid] = SparseTiles(self.model, self.options, None, inputs.grid)
+            self.tiles[inputs.grid] = SparseTiles(self.model, self.options, inputs.grid)
         info = replace(inputs.info, sparsity=self.options.sparsity)
         return self.tiles[inputs.grid](replace(inputs, info=info), inner)

@@ -14,7 +14,6 @@ from comfy_api.latest import ComfyExtension, io
 from . import host
 from .accelerate import WanCoreAccelerate
 from .animate import WanCoreAnimate, WanCoreAnimate2
-from .calibration import WanCoreCalibrate
 from .card import WanCoreCompare, WanCoreReportCard
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreNAG, WanCoreTextEncode
 from .control import WanCoreCamera, WanCoreVACE
@@ -59,7 +58,6 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreTaylorSeer,
         WanCoreAdaptiveCache,
         WanCoreGuidanceSchedule,
-        WanCoreCalibrate,
         WanCoreCompare,
         WanCoreLoRA,
         WanCoreSparseAttention,

@@ -16,7 +16,6 @@ from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.native.attention import COMFYUI
 from wan_core.sampling.native.plan import WholeRun
 from wan_core.sampling.plan import MAX_STEPS
-from wan_core.sampling.sparsity.budgets import keeps_of
 from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.sparsity.schedule import PRESETS, sparse_words
 from wan_core.sampling.stages import stage_words
@@ -135,13 +134,11 @@ class WanCoreAccelerate(io.ComfyNode):
         place = model.load_device, host.compute_dtype(model), head_dim
         name = attention if attention == COMFYUI else resolve_attention(attention, *place)[0]
         lines = [f"attention: {name}"]
-        keeps = None
         if options is not None:
             check_kernel(options, "sdpa" if name == COMFYUI else name, place[0], head_dim, 1 << 16)
-            keeps = keeps_of(options, host.checkpoint_of(model), transformer.num_layers)
-            lines.append(f"sparse attention: {sparse_words(options)}" + ", calibrated" * (keeps is not None))
+            lines.append(f"sparse attention: {sparse_words(options)}")
         report = host.reporter()
-        accelerated = host.accelerate(model, attention, options, keeps, report, whole, compare)
+        accelerated = host.accelerate(model, attention, options, report, whole, compare)
         host.attach(accelerated, None if caching is None else host.StepCache(caching, whole, report))
         if caching is not None:
             lines.append(f"step cache: {host.cache_words(accelerated, caching)}")

@@ -24,7 +24,7 @@ NODES = {  # part of the page's menu -> its nodes, which begin with WanCore
     "speed": "Accelerate SpeedPreset SparseAttention MagCache TaylorSeer AdaptiveCache GuidanceSchedule "
     "ResolutionSchedule Launcher",
     "control": "VACE Camera Animate Animate2 SoundToVideo MotionPositions",
-    "tools": "PlanPreview NativePlan Report ReportCard Compare Calibrate",
+    "tools": "PlanPreview NativePlan Report ReportCard Compare",
 }
 CATEGORIES = {f"WanCore{name}": f"WanCore/{part}" for part, names in NODES.items() for name in names.split()}
 WORDS = {"WanCore/speed": ("speed", "faster", "speed up wan")}  # by which the page's search finds a whole part

@@ -25,7 +25,6 @@ from wan_core.sampling.cache.arguments import speed_options
 from wan_core.sampling.cache.magcache import CURVE_FILES
 from wan_core.sampling.cache.magcache import PRESETS as CACHES
 from wan_core.sampling.cache.skipping import skip_words
-from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 from wan_core.sampling.sparsity.schedule import BOUND, PRESETS, bounded
 from wan_core.sampling.speed_presets import RENAMED, speed_names
 from wan_core.sampling.speed_presets import SUFFIX as SPEEDS
@@ -65,7 +64,7 @@ def joined(skipping: SkipOptions | None, **settings: Any) -> io.NodeOutput:
 def measured_files(*endings: str) -> list[tuple[str, int]]:
     """What was measured of models and lies beside them, which settings take: for `fingerprint_inputs`, so that a node
     runs again when a file changes. endings: of further files."""
-    return host.stamps("diffusion_models", CURVE_FILES.suffix, COVERAGE_FILES.suffix, *endings)
+    return host.stamps("diffusion_models", CURVE_FILES.suffix, *endings)
 
 
 class WanCoreMagCache(io.ComfyNode):

@@ -416,7 +416,7 @@ def sparse_sound(mesh: str) -> tuple[float, float]:
     dense = optimize(model, attend=attend)(x, time, context, **inputs)
     for ranks in (None, ranks_of(mesh)):
         optimize(model, attend=attend, ranks=ranks)
-        tiles = SparseTiles(model, SparseOptions(sparsity=0.7, kernel="math"), None, (3, 8, 9))
+        tiles = SparseTiles(model, SparseOptions(sparsity=0.7, kernel="math"), (3, 8, 9))
         with in_tiles(model, tiles):
             outputs.append(model(x, time, context, info=ForwardInfo(sparsity=0.7), **inputs))
     return relative(outputs[1], outputs[0]), relative(outputs[0], dense)
@@ -588,7 +588,7 @@ def sparse_forward(
 
     def run(model: WanModel, kernel: str) -> Tensor:
         options = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, dense_layers=dense_layers, kernel=kernel)
-        with in_tiles(model, SparseTiles(model, options, None, grid)):
+        with in_tiles(model, SparseTiles(model, options, grid)):
             return model(x, time, text, ForwardInfo(sparsity=0.5)).float()
 
     plain = random_module(config, device=ranks.device, dtype=dtype)
@@ -617,7 +617,7 @@ def sparse_counts(mesh: str, attention: str, tokens: tuple[int, int, int]) -> di
             rows.append(arguments[3].shape[:3].numel())
             return choose(*arguments)
 
-        tiles = SparseTiles(model, SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, dense_layers=0), None, tokens)
+        tiles = SparseTiles(model, SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, dense_layers=0), tokens)
         with in_tiles(model, tiles), exchanges(counts), mock.patch.object(SparseForward, "route", counted):
             model(x, torch.tensor([700.0]), text, ForwardInfo(sparsity=sparsity))
         measured[name] = counts["bytes"], len(rows), sum(rows)

@@ -26,18 +26,16 @@ from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.build import ModelFacts, build_plan
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.magcache import CURVE_FILES, curve_path
-from wan_core.sampling.cache.skipping import check_cacheable
-from wan_core.sampling.calibration_files import CalibrationFiles, T, is_embedded
+from wan_core.sampling.cache.magcache import CURVE_FILES, PRESETS, curve_path
+from wan_core.sampling.cache.skipping import check_cacheable, leave_out
+from wan_core.sampling.calibration_files import is_embedded
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 from wan_core.sampling.start import Start
-from wan_core.sampling.steps import Expert
-from wan_lab.calibrate import CALIBRATION, coverage_places, coverage_words, measure_coverage, measure_curve
+from wan_lab.calibrate import CALIBRATION, measure_curve
 from wan_lab.compare import Comparison, compare, find_perceptual, pareto, summary, truth
-from wan_lab.pictures import draw_coverage, draw_curve, draw_quality, preset_plans, side_by_side
+from wan_lab.pictures import draw_quality, side_by_side
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.samples import (
     Batch,
@@ -59,8 +57,6 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     Beside the checkpoint it takes the place of an older curve, because that is where it is found. The older one is
     kept as NAME.bak: it may have been tuned by hand, or come with the model.
     """
-    if options.sparsity:
-        return calibrate_sparsity(options, pipe, base, outputs)
     models, out = pipe.models, options.out
     samples = chosen(options, tiny=pipe.models.task.name.endswith("-tiny"))
     if out is None:
@@ -71,53 +67,13 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     outputs.say_renamed()
     with torch.no_grad():
         curve = measure_curve(plan, pipe.models.expert, videos, source=source(pipe))
-    write_measured(CURVE_FILES, curve, out, options.overwrite)
-    plans = preset_plans(plan, curve)
-    for name, plan in plans.items():
-        print(f"{name:<10} {plan.forward_words()}")
-    if options.plot is not None:
-        save_picture(draw_curve(curve, plans), options.plot)
+    older = None if options.overwrite else keep_old(out)
+    if older is not None:
+        show(f"the older {out.name} is kept as {older}")
+    CURVE_FILES.write(curve, out)
+    for name, preset in PRESETS.items():
+        print(f"{name:<10} {leave_out(plan, SkipOptions(magcache=preset), curve).forward_words()}")
     print(out)
-    return 0
-
-
-def write_measured(files: CalibrationFiles[T], measured: T, path: Path, overwrite: bool) -> Path:
-    """Write a file, and keep what `path` was before, unless it is to be overwritten."""
-    renamed = None if overwrite else keep_old(path)
-    if renamed is not None:
-        show(f"the older {path.name} is kept as {renamed}")
-    return files.write(measured, path)
-
-
-def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Request, outputs: Outputs) -> int:
-    """Measure the attention that selected blocks cover in each layer of `pipe`'s experts, and write it beside their
-    checkpoints or to `options.out`."""
-    models = pipe.models
-    experts: list[Expert] = ["high", "low"] if models.task.two_experts else ["high"]
-    if options.out is not None:
-        named = coverage_places(options.out, experts)
-        places = {expert: outputs.add(f"--out ({expert})", path) for expert, path in named.items()}
-    else:
-        files = {"high": models.checkpoint, "low": models.low_checkpoint}
-        curve_path_of(models.checkpoint, models.task.name, image=False)  # raises for random and embedded models
-        places = {}
-        for expert in experts:
-            if (file := files[expert]) is not None:
-                path = COVERAGE_FILES.beside(file, f"{models.task.name}.{expert}")
-                places[expert] = outputs.add(f"the coverage ({expert})", path, overwrite=True)
-    samples = chosen(options, tiny=pipe.models.task.name.endswith("-tiny"))
-    plan = next(batches(pipe, base, samples[:1], 1)).job.plan
-    check_cacheable(plan.solver, CALIBRATION)
-    outputs.say_renamed()
-    with torch.no_grad():
-        videos = shown(pipe, base, samples, options.batch)
-        coverages = measure_coverage(plan, pipe.models.expert, videos, source=source(pipe))
-    for expert, coverage in coverages.items():
-        if expert in places:
-            print(write_measured(COVERAGE_FILES, coverage, places[expert], options.overwrite))
-    print(coverage_words(coverages))
-    if options.plot is not None:
-        save_picture(draw_coverage(coverages), options.plot)
     return 0
 
 

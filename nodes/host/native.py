@@ -79,22 +79,20 @@ def accelerate(
     model: ModelPatcher,
     attention: str,
     sparse: SparseOptions | None,
-    keeps: Sequence[float] | None,
     report: Callable[[str], None],
     whole: WholeRun = WholeRun(),  # noqa: B008
     compare: bool = False,
 ) -> ModelPatcher:
-    """A clone of `model` whose self-attention is ours. attention: as for `NativeAttention`. keeps: calibrated shares of
-    the key blocks, by layer. report: called after every sampling run, with what was accelerated in words.
-    whole: what is known of the run of which a sampler walks a part. compare: the last step is ComfyUI's own, and the
-    report has its time. Raises OptionError."""
+    """A clone of `model` whose self-attention is ours. attention: as for `NativeAttention`. report: called after
+    every sampling run, with what was accelerated in words. whole: what is known of the run of which a sampler walks a
+    part. compare: the last step is ComfyUI's own, and the report has its time. Raises OptionError."""
     from comfy.ldm.modules.attention import optimized_attention
 
     check_sparse(model, sparse)
     clone = model.clone()
     options = clone.model_options["transformer_options"]
     override = NativeAttention(
-        attention, sparse, keeps, **split_earlier(options.get(OVERRIDE)), original=optimized_attention, pause=pause
+        attention, sparse, **split_earlier(options.get(OVERRIDE)), original=optimized_attention, pause=pause
     )
     options[OVERRIDE] = override
 

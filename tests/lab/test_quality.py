@@ -17,20 +17,20 @@ from PIL import Image, ImageColor
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.cli import main
-from wan_core.config import OptionError
-from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, PAPER, PHASE_COLOUR, Canvas
+from wan_core.config import OptionError, SkipOptions
+from wan_core.media.pictures import PHASE_COLOUR, Canvas
 from wan_core.media.video import read_video
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.magcache import CURVE_FILES, Curve, find_curve
-from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.cache.magcache import CURVE_FILES, PRESETS
+from wan_core.sampling.cache.skipping import leave_out, skip_forwards
 from wan_core.sampling.plan import make_plan
 from wan_lab import pictures
 from wan_lab.calibrate import calibrate, record
 from wan_lab.compare import compare, gmsd, pareto, summary
-from wan_lab.pictures import KIND_COLOUR, draw_curve, draw_quality, preset_plans, side_by_side
+from wan_lab.pictures import KIND_COLOUR, draw_quality, side_by_side
 from wan_lab.samples import Sample, choose_samples, read_samples
 from wan_lab.shapes import draw, held_out
 
@@ -75,14 +75,12 @@ def test_recorded_ratios_are_those_of_the_residuals():
 
 
 def test_calibrate_writes_a_curve_that_is_found_again(tmp_path, capsys):
-    out, plot = tmp_path / "my.magcache.json", tmp_path / "my.png"
-    command = ["calibrate", *SMALL, "--count", "3", "--batch", "2", "--out", str(out), "--plot", str(plot)]
+    out = tmp_path / "my.magcache.json"
+    command = ["calibrate", *SMALL, "--count", "3", "--batch", "2", "--out", str(out)]
     assert main(command) == 0
     curve = CURVE_FILES.read(out)
     assert (curve.task, curve.steps, curve.samples, curve.solver) == ("t2v-tiny", 10, 3, "unipc")
     assert all(0.3 < r < 3 for r in (*curve.cond, *curve.uncond)) and curve.cond != curve.uncond
-    with Image.open(plot) as picture:
-        assert picture.size == (960, 540)
     printed = capsys.readouterr().out
     assert "balanced" in printed and "forwards" in printed
     shutil.copy(TINY / "t2v_high.safetensors", tmp_path / "my.safetensors")
@@ -121,8 +119,9 @@ def test_the_embedded_model_brings_its_own_curve(task, tiny_assets):
     curve = CURVE_FILES.read(tiny_assets / f"{task}.magcache.json")
     assert curve.task == task and curve.steps == 40 and curve.samples
     assert curve.high_steps == sum(s.expert == "high" for s in make_plan(task=task, steps=40).steps)
-    plans = preset_plans(make_plan(task=task, steps=40), curve)
-    saved = [plans[name].saved for name in ("quality", "balanced", "fast")]
+    plan = make_plan(task=task, steps=40)
+    options = [SkipOptions(magcache=PRESETS[name]) for name in ("quality", "balanced", "fast")]
+    saved = [leave_out(plan, one, curve).saved for one in options]
     assert saved == sorted(saved) and saved[1] >= 0.4 and saved[2] >= 0.55
 
 
@@ -294,50 +293,6 @@ def noted(monkeypatch):
     return canvases
 
 
-@pytest.mark.parametrize("high", [0, 1, 7, 13, 20])
-def test_a_curve_s_picture_shows_ratios_experts_and_computed_steps(noted, high):
-    """A shade behind each step, the ratios within each expert, and a row of cells for a plan, as full as computed."""
-    chance = np.random.default_rng(high)
-    ratios = [tuple(chance.uniform(0.8, 1.0, 20)) for _ in range(2)]
-    curve = Curve(
-        task="t2v-A14B", source="drawn", high_steps=high, shift=5, boundary=0.9, solver="unipc", samples=1,
-        cond=ratios[0], uncond=ratios[1],
-    )  # fmt: skip
-    plan = make_plan(task="t2v-A14B", steps=20, boundary=0.5)
-    skipped = [() if n % 3 else ("cond",) if n % 2 else ("cond", "uncond") for n in range(20)]
-    steps = [dataclasses.replace(step, skipped=which) for step, which in zip(plan.steps, skipped, strict=True)]
-    draw_curve(curve, {"full": plan, "drawn": dataclasses.replace(plan, steps=tuple(steps))})
-    (canvas,) = noted
-    plot_left, width = 72.0, (960 - 24 - 72) / 20
-    shades = [box for box in canvas.boxes if box[4] in EXPERT_SHADE.values()]
-    tops, floors = {box[1] for box in shades}, {box[3] for box in shades}
-    for number, (x0, _, x1, _, fill) in enumerate(shades):
-        assert (x0, x1) == pytest.approx((plot_left + number * width, plot_left + (number + 1) * width))
-        assert fill == EXPERT_SHADE["high" if number < high else "low"]
-    (top,), (floor,) = tops, floors
-    best, least = 1.02, min(0.9, min(map(min, ratios_within_experts(curve)), default=1) - 0.02)
-    wanted = []
-    for expert, first, end in (("high", 1, high), ("low", high + 1, 20)):
-        for values, colour in ((curve.uncond, FAINT), (curve.cond, EXPERT_COLOUR[expert])):
-            rows = [(best - value) / (best - least) * (floor - top) + top for value in values]
-            line = [(plot_left + (n + 0.5) * width, rows[n]) for n in range(first, end)]
-            wanted += [(line, colour)] if len(line) > 1 else []
-    drawn = [(points, fill) for points, fill, thick in canvas.lines if thick == 2]
-    assert [fill for _, fill in drawn] == [fill for _, fill in wanted]
-    for (points, _), (line, _) in zip(drawn, wanted, strict=True):
-        assert np.allclose(points, line)
-    assert (INK in [fill for _, fill, _ in canvas.lines]) == (0 < high < 20)
-    cells = [box for box in canvas.boxes if box not in shades]
-    for row, of_plan in ((0, plan.steps), (1, steps)):
-        y = floor + 30 + 30 * row
-        for step in of_plan:
-            x, colour = plot_left + step.index * width, EXPERT_COLOUR[step.expert]
-            inside = [box for box in cells if box[1] >= y and box[3] <= y + 18 and x <= box[0] < box[2] <= x + width]
-            computed = 1 - len(step.skipped) / len(step.branches)
-            wanted = [(y, y + 18, PAPER, colour), (y + 18 * (1 - computed), y + 18, colour)][: 2 if computed else 1]
-            assert [(top, bottom, *colours) for _, top, _, bottom, *colours in inside] == wanted
-
-
 def test_quality_over_time_is_drawn_to_scale(noted):
     """Every setting is a point at its time and mean PSNR with a tail to its worst video; the front is one line through
     those that nothing beats, from the fastest to the slowest."""
@@ -391,18 +346,7 @@ def test_videos_side_by_side_are_in_rows_of_four_in_their_order(count):
     assert (floating * 255).round().byte().equal(sheet)
 
 
-def ratios_within_experts(curve):
-    """Within each expert: the first step of one has none."""
-    both = (curve.cond, curve.uncond)
-    return [part for one in both for part in (one[1 : curve.high_steps], one[curve.high_steps + 1 :]) if part]
-
-
 def test_pictures():
-    curve = find_curve(None, "t2v-A14B")
-    plans = preset_plans(make_plan(), curve)
-    assert draw_curve(curve, plans).size == (960, 540) and draw_curve(curve, {}).size == (960, 540)
-    single = find_curve(None, "ti2v-5B")
-    assert draw_curve(single, preset_plans(make_plan(task="ti2v-5B"), single)).size == (960, 540)
     rows = [{"name": "a", "ratio": 1.0, "psnr": 99.0, "psnr_worst": 99.0}]
     rows += [
         {"name": f"magcache:{n}", "ratio": 1.2 + n / 9, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)

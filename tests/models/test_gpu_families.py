@@ -79,7 +79,7 @@ def test_sparse_attention_that_reads_everything_is_dense(name, attention):
     prepared = model.prepare_text(context, **inputs)
     dense = model(x, timestep, prepared)
     for sparsity, limit in ((0.001, 0.05), (0.5, 0.4)):
-        with in_tiles(model, SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), None, GRID[1:])):
+        with in_tiles(model, SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), GRID[1:])):
             assert difference(model(x, timestep, prepared, ForwardInfo(sparsity=sparsity)), dense) < limit
 
 

@@ -193,7 +193,7 @@ def test_what_was_measured_is_found_through_links_too(nodes: SimpleNamespace) ->
     far.write_text("{}")
     place = nodes.base / "diffusion_models" / "elsewhere" / far.name
     assert nodes.host.named_files("diffusion_models", ".preset.json") == {far.name: place}
-    assert nodes.host.stamps("diffusion_models", ".sparse.json", ".preset.json") == [
+    assert nodes.host.stamps("diffusion_models", ".magcache.json", ".preset.json") == [
         (str(place), far.stat().st_mtime_ns)
     ]
 

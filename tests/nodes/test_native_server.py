@@ -98,13 +98,6 @@ def test_a_graph_of_two_experts_with_the_node_in_it(comfy: ComfyUI) -> None:
     sparse = latents(comfy, comfy.run(graph(SPARSE)))
     assert (sparse - plain).abs().max() > 1e-3 * plain.abs().max()
     assert comfy.run(graph(SPARSE)).cached
-    place = comfy.base / "models" / "diffusion_models" / EXPERTS[0]
-    damaged = place.with_name(f"{place.stem}.sparse.json")
-    damaged.write_text("{}")  # what was calibrated for this model is read when it changes, not with another prompt
-    try:
-        assert damaged.name in comfy.run(graph(SPARSE)).message("execution_error")["exception_message"]
-    finally:
-        damaged.unlink()
 
 
 def test_prompts_in_a_row_equal_fresh_servers(base: Path, comfy: ComfyUI) -> None:

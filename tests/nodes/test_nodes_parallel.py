@@ -195,16 +195,6 @@ def test_workers_on_the_cpu_only_where_the_owner_allows_them(tmp_path_factory: p
         server.stop()
 
 
-def test_a_model_on_workers_cannot_be_calibrated_and_the_node_says_so(comfy: ComfyUI) -> None:
-    graph = on_workers(small())
-    inputs = {key: value for key, value in graph["sampler"]["inputs"].items() if key != "guidance_mode"}
-    graph["sampler"] = node("WanCoreCalibrate", **inputs, videos=1, keep="only show")
-    graph["decode"] = node("PreviewAny", source=["sampler", 2])
-    del graph["video"], graph["save"]
-    error = comfy.run(graph).message("execution_error")
-    assert "without workers" in error["exception_message"]
-
-
 def test_workers_die_with_a_comfyui_that_is_killed(tmp_path_factory: pytest.TempPathFactory, comfy: ComfyUI) -> None:
     """And those of another ComfyUI on this host live on."""
     other = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("other")))

@@ -1,4 +1,4 @@
-"""Leaving forwards out, in a running ComfyUI: settings into sampler and preview, calibration, comparison."""
+"""Leaving forwards out, in a running ComfyUI: settings into sampler and preview, curves, comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
 from tools.embedded_graphs import SMALL, TINY, loaders, node, sampler
 from wan_core.pipeline.sources import TINY as FILES
-from wan_core.sampling.cache.magcache import CURVE_FILES
+from wan_core.sampling.cache.magcache import CURVE_FILES, find_curve
 
 pytestmark = pytest.mark.comfy
 
@@ -114,64 +114,21 @@ def test_a_sparse_kernel_that_cannot_run_is_refused_before_any_step(comfy: Comfy
     assert not run.ok and "sparse kernel 'cudnn' cannot run" in run.message("execution_error")["exception_message"]
 
 
-def test_calibration_is_kept_beside_the_model_and_used(comfy: ComfyUI) -> None:
-    graph = loaders("mine_high.safetensors", "mine_low.safetensors") | {
-        "size": node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)"),
-    }
-    links = {"positive": ["text", 0], "negative": ["text", 1], "latent": ["size", 0]}
-    graph["calibrate"] = node(
-        "WanCoreCalibrate", model=["model", 0], **links, seed=0, videos=2, **PLAN, keep="save beside the model"
-    )
-    run = comfy.run(graph)
-    assert run.ok, run.status
+def test_a_curve_beside_the_model_is_used_and_read_again_when_it_changes(comfy: ComfyUI) -> None:
     path = comfy.base / "models" / "diffusion_models" / "mine_high.magcache.json"
-    curve = CURVE_FILES.read(path)
-    assert (curve.steps, curve.samples) == (12, 2)
-    assert "balanced" in run.outputs["calibrate"]["text"][0] and str(path) in run.outputs["calibrate"]["text"][0]
-    assert comfy.output_file(run, "calibrate").is_file()
+    curve = find_curve(None, "t2v-A14B")
+    assert curve is not None
+    CURVE_FILES.write(curve, path)
+    graph = loaders("mine_high.safetensors", "mine_low.safetensors") | {"c": node("WanCoreMagCache", **MAG)}
     graph["plan"] = node("WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=2.0, skipping=["c", 0])
-    graph["c"] = node("WanCoreMagCache", **MAG)
-    del graph["calibrate"]
-    assert comfy.run(graph).ok
-    path.write_text(json.dumps({"format": "nonsense"}))  # the same graph reads it again
-    run = comfy.run(graph)
-    assert not run.ok and "calibrate it again" in run.message("execution_error")["exception_message"]
-
-
-@pytest.mark.parametrize(
-    ("node_id", "preset"), [("WanCoreSparseAttention", "balanced"), ("WanCoreSpeedPreset", "searched-balanced")]
-)
-def test_a_coverage_that_changed_is_read_again(comfy: ComfyUI, node_id: str, preset: str) -> None:
-    graph = loaders("mine_high.safetensors", "mine_low.safetensors")
-    graph["sparse"] = node(node_id, preset=preset)
-    if node_id == "WanCoreSparseAttention":
-        numbers = {"sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
-        graph["sparse"]["inputs"] |= {**numbers, "pooled": True, "reuse": 1, "kernel": "auto"}
-    graph["plan"] = node(
-        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=2.0, skipping=["sparse", 0]
-    )
-    run = comfy.run(graph)
-    assert run.ok, run.status
-    path = comfy.base / "models" / "diffusion_models" / "mine_high.sparse.json"
-    path.write_text(json.dumps({"format": "nonsense"}))
     try:
         run = comfy.run(graph)
-        assert not run.ok and path.name in run.message("execution_error")["exception_message"]
+        assert run.ok and "% saved" in run.outputs["plan"]["text"][0], run.status
+        path.write_text(json.dumps({"format": "nonsense"}))
+        run = comfy.run(graph)
+        assert not run.ok and "calibrate it again" in run.message("execution_error")["exception_message"]
     finally:
         path.unlink()
-
-
-def test_calibration_says_before_the_videos_where_it_cannot_write(comfy: ComfyUI) -> None:
-    """The embedded model's curve is part of the pack: one of the user's would take its place for all later runs."""
-    graph = loaders() | {"size": node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)")}
-    links = {"positive": ["text", 0], "negative": ["text", 1], "latent": ["size", 0]}
-    graph["calibrate"] = node(
-        "WanCoreCalibrate", model=["model", 0], **links, seed=0, videos=1, **PLAN, keep="save beside the model"
-    )
-    before = (FILES / "t2v-tiny.magcache.json").read_bytes()
-    run = comfy.run(graph)
-    assert not run.ok and "choose 'only show'" in run.message("execution_error")["exception_message"]
-    assert (FILES / "t2v-tiny.magcache.json").read_bytes() == before
 
 
 def test_the_embedded_model_s_own_curve_is_found(comfy: ComfyUI) -> None:

@@ -34,8 +34,6 @@ from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import block_sizes, channels_first, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
-from wan_lab import calibrate
-from wan_lab.calibrate import block_mass, coverage
 
 CPU = torch.device("cpu")
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 11))
@@ -145,13 +143,14 @@ def mass_kept(q: torch.Tensor, k: torch.Tensor, selected: torch.Tensor, block: i
     kept: bool [B, H, n, n]. Needs the whole matrix of a head at once."""
     shares = []
     for head in range(q.shape[2]):
-        share = block_mass(q[:, :, head], k[:, :, head], block)
+        weights = ((q[:, :, head] @ k[:, :, head].mT) * q.shape[-1] ** -0.5).softmax(-1)
+        share = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)
         rows = selected[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
         shares.append((share * rows).sum(-1))
     return torch.stack(shares, 1)
 
 
-def test_routing_finds_attention_that_has_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routing_finds_attention_that_has_structure() -> None:
     """On drawn maps of attention: far more than a random choice, more in tiles than in lines, and scatter helps."""
     grid, block = (6, 16, 20), 32
     q, k, _ = structured(grid, heads=4, dim=32)
@@ -163,11 +162,6 @@ def test_routing_finds_attention_that_has_structure(monkeypatch: pytest.MonkeyPa
     assert masses[False, "spread"] > 0.5
     assert masses[False, "spread"] > 1.08 * masses[True, "spread"]
     assert masses[False, "spread"] >= masses[False, "mean"]
-    tiles = make_tiles(grid, block, CPU)
-    monkeypatch.setattr(calibrate, "ROWS", 60)
-    covered = coverage(q[:, tiles.order], k[:, tiles.order], block, tiles.forced, (0.25, 1.0))
-    assert covered[:, 0].mean() == pytest.approx(masses[False, "spread"].item(), abs=1e-4)
-    assert torch.allclose(covered[:, 1], torch.ones(4), atol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------------- attention

@@ -58,7 +58,7 @@ def test_look_and_motion_are_right_in_full_and_with_caches_and_sparse_attention(
 @pytest.mark.parametrize("part", ["driven", "i2v_high"])
 def test_a_first_frame_that_is_given_is_not_read_in_whole(tiny_assets: Path, part: str) -> None:
     model = load_dit(tiny_assets / f"{part}.safetensors")
-    tiles = SparseTiles(model, parse_sparse("0.75/0"), None, (6, 6, 6))
+    tiles = SparseTiles(model, parse_sparse("0.75/0"), (6, 6, 6))
     like = (torch.zeros(1, 216, 2), torch.zeros(1, 1, 6, 2), torch.zeros(216, 1, 1, 2))
     arranged, _ = tiles.arranged(BlockInputs(*like, PreparedText(()), ForwardInfo(), (6, 6, 6)))
     first = (arranged.inverse[:36] // arranged.block).unique()

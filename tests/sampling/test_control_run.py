@@ -149,7 +149,7 @@ def test_vace_blocks_choose_for_themselves():
     model, drawn = prepared_model("vace"), draw_inputs(CONFIGS["vace"], (1, *GRID))
     options = sparsify(plan_for(), parse_sparse("0.9/0/0:ramp0")).sparse
     assert options is not None
-    with torch.no_grad(), in_tiles(model, SparseTiles(model, replace(options, reuse=2), None, GRID)) as tiles:
+    with torch.no_grad(), in_tiles(model, SparseTiles(model, replace(options, reuse=2), GRID)) as tiles:
         control = contexts(drawn["control"])
         model(drawn["x"], drawn["timestep"], drawn["context"], ForwardInfo(sparsity=0.9), control=control)
     assert len(tiles.routes) == 4 + 2 * 2

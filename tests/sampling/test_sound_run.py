@@ -138,7 +138,7 @@ def test_streamed_blocks_give_the_same_bits_at_every_grid(T, Y, X, motion, resid
 def test_sparse_attention_that_reads_every_block_is_dense_at_every_grid(T, Y, X, motion):
     model = sound_model()
     exact = forward(model, T, Y, X, motion, ForwardInfo())
-    tiles = SparseTiles(model, SparseOptions(sparsity=0.0001, kernel="math"), None, (T, Y, X))
+    tiles = SparseTiles(model, SparseOptions(sparsity=0.0001, kernel="math"), (T, Y, X))
     with in_tiles(model, tiles):
         output = forward(model, T, Y, X, motion, ForwardInfo(sparsity=0.0001))
     assert difference(output, exact) < 1e-4
@@ -177,7 +177,7 @@ def test_sparse_steps_read_tokens_beside_the_video_whole(T, Y, X, motion, refere
         del drawn["reference"]
     for block in model.blocks:
         block.self_attn.attend = watched
-    tiles = SparseTiles(model, SparseOptions(sparsity=0.9, kernel="math"), None, (T, Y, X))
+    tiles = SparseTiles(model, SparseOptions(sparsity=0.9, kernel="math"), (T, Y, X))
     seen = []
     inner = tiles.arranged
     tiles.arranged = lambda inputs: seen.append(inner(inputs)) or seen[-1]
@@ -207,7 +207,7 @@ def test_sparse_attention_reads_less():
 def test_sparse_attention_around_a_ring_is_refused():
     model = sound_model()
     drawn = draw_inputs(S2V, GRID)
-    tiles = SparseTiles(model, SparseOptions(sparsity=0.9, kernel="math"), None, GRID[1:])
+    tiles = SparseTiles(model, SparseOptions(sparsity=0.9, kernel="math"), GRID[1:])
 
     class OnARing(Attention):
         ring_size = 2

@@ -1,14 +1,13 @@
-"""Sparse attention in a plan: options, refusals, estimates, budgets of layers."""
+"""Sparse attention in a plan: options, refusals, estimates."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.config import OptionError, SparseOptions
@@ -16,13 +15,6 @@ from wan_core.pipeline.sources import RANDOM
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_words
 from wan_core.sampling.plan import make_plan
-from wan_core.sampling.sparsity.budgets import (
-    COVERAGE_FILES,
-    SHARES,
-    Coverage,
-    choose_keeps,
-    find_keeps,
-)
 from wan_core.sampling.sparsity.schedule import (
     PRESETS,
     attention_share,
@@ -51,7 +43,6 @@ OPTIONS = st.builds(
     score=st.sampled_from(["mean", "spread"]),
     pooled=st.booleans(),
     reuse=st.integers(1, 4),
-    budgets=st.booleans(),
     kernel=st.sampled_from(["auto", "math", "cudnn", "flex"]),
 )
 
@@ -141,12 +132,6 @@ def test_the_estimate_counts_what_is_read() -> None:
     assert half == pytest.approx((1 + step_cost(0.5, attention_share(A14B, 75600))) / 2, abs=1e-3)
 
 
-def test_budgets_of_another_model_are_refused_before_work() -> None:
-    plan = sparsify(make_plan(steps=4), PRESETS["balanced"], {"low": (0.25,) * 30})
-    with pytest.raises(OptionError, match="low-noise expert has 30 layers, and the model has 40"):
-        with_costs(plan, A14B, (21, 90, 160))
-
-
 def test_a_plan_shows_it_beside_what_is_skipped() -> None:
     options = parse_setting("taylorseer:2/1+sparse:0.75/0.05/0:reuse2")
     assert options is not None
@@ -160,47 +145,3 @@ def test_a_plan_shows_it_beside_what_is_skipped() -> None:
     shown = json.loads(json.dumps(plan.as_dict()))
     assert [s["sparsity"] for s in shown["steps"]] == [s.sparsity for s in plan.steps]
     assert leave_out(plan, None, None) is plan
-
-
-def covering(powers: list[float], task: str = "t2v-A14B") -> Coverage:
-    """Layers whose mass grows as a power of the share."""
-    mass = tuple((tuple(share**power for share in SHARES),) for power in powers)
-    return Coverage(task=task, source="drawn", expert="high", tokens=1000, block=8, samples=1, shares=SHARES, mass=mass)
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0.05, 1.0), min_size=1, max_size=12), st.floats(0.1, 0.9))
-def test_budgets_keep_the_average_and_cover_no_less(powers: list[float], keep: float) -> None:
-    coverage = covering(powers)
-    keeps = choose_keeps(coverage, keep)
-    assert sum(keeps) / len(keeps) == pytest.approx(keep, abs=1 / 64)
-    even = sum(coverage.of_layer(n, keep) for n in range(len(powers)))
-    assert sum(coverage.of_layer(n, k) for n, k in enumerate(keeps)) >= even - 0.03 * len(powers)
-
-
-def test_layers_that_need_more_get_more() -> None:
-    """A layer that is nearly uniform gains by every block, a peaked one by the first few."""
-    flat, peaked = choose_keeps(covering([1.0, 0.1]), 0.5)
-    assert flat > peaked
-
-
-def test_coverage_is_found_beside_its_checkpoint(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "wan2.2_t2v_high.safetensors"
-    path = COVERAGE_FILES.beside(checkpoint, "t2v-A14B.high")
-    assert path.name == "wan2.2_t2v_high.sparse.json"
-    coverage = covering([1.0, 0.2])
-    read_coverage = COVERAGE_FILES.read(COVERAGE_FILES.write(coverage, path))
-    assert replace(read_coverage, mass=coverage.mass) == coverage
-    options = parse_setting("sparse:0.75")
-    plan = skip_forwards(make_plan(), options, checkpoint, None)
-    assert dict(plan.keeps)["high"] == choose_keeps(read_coverage, 0.25)
-    assert "low" not in dict(plan.keeps)
-    assert "calibrated share per layer for high" in plan.table()
-    assert skip_forwards(make_plan(), parse_setting("sparse:balanced:even"), checkpoint, None).keeps == ()
-    COVERAGE_FILES.write(covering([1.0], task="i2v-A14B"), path)
-    with pytest.raises(OptionError, match="i2v-A14B"):
-        find_keeps(make_plan(), PRESETS["balanced"], checkpoint, None)
-    for damaged in ("", "{}", "[1]", path.read_text().replace("[[[", "[[["[:2]), '{"format": "x"}'):
-        path.write_text(damaged)
-        with pytest.raises(OptionError):
-            COVERAGE_FILES.read(path)

@@ -1,9 +1,8 @@
-"""Sparse attention in plans and in models: schedules, budgets, and whole denoises on the embedded model."""
+"""Sparse attention in plans and in models: schedules, and whole denoises on the embedded model."""
 
 from __future__ import annotations
 
 import weakref
-from itertools import pairwise
 
 import pytest
 import torch
@@ -37,24 +36,10 @@ from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity import run as sparsity_run
-from wan_core.sampling.sparsity.budgets import (
-    SHARES,
-)
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
-from wan_core.sampling.sparsity.schedule import (
-    parse_sparse,
-    sparsify,
-)
-from wan_lab.calibrate import coverage_words, measure_coverage
-from wan_lab.pictures import draw_coverage
+from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
 CPU = torch.device("cpu")
-
-# --------------------------------------------------------------------------------------------------------------- plans
-
-
-# ------------------------------------------------------------------------------------------------------------- budgets
-
 
 # ---------------------------------------------------------------------------------------------------------- the model
 
@@ -177,7 +162,7 @@ def test_a_choice_is_for_computed_steps_that_read_as_much(
 def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) -> None:
     """Who calls holds them until the blocks are done: a copy would be the largest tensor of a forward, twice."""
     model = experts["high"]
-    tiles = SparseTiles(model, parse_sparse("0.5/0"), None, (3, 5, 7))
+    tiles = SparseTiles(model, parse_sparse("0.5/0"), (3, 5, 7))
     tokens = torch.randn(2, 105, 8)
     before, seen = tokens.clone(), []
 
@@ -233,11 +218,8 @@ def test_dense_layers_read_everything(experts: dict[str, WanModel]) -> None:
     layers = experts["high"].config.num_layers
     dense = run(experts, make_plan(task="t2v-tiny", steps=4))
     assert difference(run(experts, sparse_plan(f"0.75/0/{layers}", 4)), dense) < 1e-4
-    one = SparseTiles(experts["high"], parse_sparse("0.75/0/2"), None, (3, 5, 7))
+    one = SparseTiles(experts["high"], parse_sparse("0.75/0/2"), (3, 5, 7))
     assert [rule is None for rule in one.rules(0.75)] == [True, True] + [False] * (layers - 2)
-    keeps = [0.1 * (n + 1) for n in range(layers)]
-    shared = SparseTiles(experts["high"], parse_sparse("0.75/0"), keeps, (3, 5, 7))
-    assert [rule.keep for rule in shared.rules(0.75) if rule] == keeps
 
 
 def test_modulation_by_frame_stays_with_its_tokens(experts: dict[str, WanModel]) -> None:
@@ -249,7 +231,7 @@ def test_modulation_by_frame_stays_with_its_tokens(experts: dict[str, WanModel])
     step = sparse_plan("0.001/0").steps[0]
     with torch.no_grad():
         dense = model(x, times, text)
-        with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), None, (3, 5, 7))):
+        with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), (3, 5, 7))):
             output = model(x, times, text, ForwardInfo(sparsity=step.sparsity))
     assert difference(output, dense) < 1e-4
 
@@ -336,7 +318,7 @@ def test_fp8_goes_from_the_projection_to_the_kernel_in_whole_blocks(
     if compiled:
         compile_blocks(model, CPU, backend="aot_eager")
     for sparsity, allowed in ((0.001, 0.06), (0.5, 0.5)):
-        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0), None, (3, 5, 7))
+        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0), (3, 5, 7))
         with in_tiles(model, tiles):
             output = model(x, time, text, ForwardInfo(sparsity=sparsity))
             if compiled:
@@ -361,26 +343,3 @@ def test_single_forwards_can_be_sparse(experts: dict[str, WanModel]) -> None:
         again = model(x, time, text)
     assert 1e-5 < difference(output, dense) < 0.5
     assert torch.equal(output, again)
-
-
-def test_coverage_of_the_embedded_model(experts: dict[str, WanModel]) -> None:
-    plan = make_plan(task="t2v-tiny", steps=4)
-    noise = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        measured = measure_coverage(
-            plan,
-            experts.__getitem__,  # type: ignore[arg-type]
-            [(conditioned(experts["high"].config), noise)] * 2,
-            source="test",
-        )
-    assert set(measured) == {"high", "low"}
-    for coverage in measured.values():
-        assert len(coverage.mass) == experts["high"].config.num_layers
-        for layer in coverage.mass:
-            for head in layer:
-                assert all(a <= b + 0.02 for a, b in pairwise(head))
-                assert head[-1] == pytest.approx(1, abs=1e-3)
-                assert head[SHARES.index(0.5)] > 0.5
-    assert experts["high"].runners.runners == []
-    assert coverage_words(measured).count("\n") == 6
-    assert draw_coverage(measured).size == (960, 540)

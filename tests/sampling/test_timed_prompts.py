@@ -144,7 +144,7 @@ def test_tiles_keep_the_frames_of_tokens():
     model, x, time = small_dit(), draw_noise(5, (1, 16, 7, 16, 16)), torch.full((1,), 900.0)
     text = model.prepare_text(TEXT.cond)._replace(bias=-torch.nn.functional.pad(PENALTY, (0, 3)))
     expected = model(x, time, text)
-    with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), None, (7, 8, 8))):
+    with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), (7, 8, 8))):
         output = model(x, time, text, ForwardInfo(sparsity=0.001))
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
     assert not torch.allclose(expected, model(x, time, text._replace(bias=None)), atol=1e-3)

@@ -31,7 +31,6 @@ from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.pipeline import metadata
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.magcache import CURVE_FILES
-from wan_core.sampling.sparsity.budgets import COVERAGE_FILES
 
 CAPTION = "a red circle moving right on a blue background"
 LORA_SHAPES = expected_shapes(lora.LORA_MODEL)
@@ -92,8 +91,6 @@ def read_json(path: Path) -> None:
         try:
             if name == "x.magcache.json":
                 CURVE_FILES.read(file)
-            elif name == "x.sparse.json":
-                COVERAGE_FILES.read(file)
             else:
                 load_dit(path.parent / ("a.safetensors" if name == "config.json" else name))
         except ValueError as fault:

@@ -1,10 +1,9 @@
-"""Sound and hostile JSON files (config.json, shard index, curve, coverage), SentencePiece models and latents."""
+"""Sound and hostile JSON files (config.json, shard index, curve), SentencePiece models and latents."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import cache
 from random import Random
 from typing import Any
@@ -15,11 +14,10 @@ from tools.hostile.changes import damaged, edited
 from tools.hostile.checkpoints import joined, split, stored, weights
 from wan_core.checkpoint import open_checkpoint
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.sparsity.budgets import COVERAGE_FILES, Coverage
 
 # ---------------------------------------------------------------------------------------------------------------- JSON
 
-JSON_NAMES = ("config.json", "x.index.json", "x.magcache.json", "x.sparse.json")
+JSON_NAMES = ("config.json", "x.index.json", "x.magcache.json")
 
 
 @cache
@@ -35,20 +33,7 @@ def sound_json(name: str) -> Any:
         }
     if name == "x.index.json":
         return {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(sorted(weights("dit")), "a.safetensors")}
-    if name == "x.magcache.json":
-        return json.loads((TINY / "t2v-tiny.magcache.json").read_text())
-    mass = ((0.5, 0.8, 1.0),) * 2
-    coverage = Coverage(
-        task="t2v-tiny",
-        source="test",
-        expert="high",
-        tokens=64,
-        block=16,
-        samples=4,
-        shares=(0.25, 0.5, 1.0),
-        mass=(mass, mass),
-    )
-    return {"format": COVERAGE_FILES.format, **asdict(coverage)}
+    return json.loads((TINY / "t2v-tiny.magcache.json").read_text())
 
 
 def json_file(random: Random, name: str) -> bytes:

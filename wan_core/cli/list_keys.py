@@ -33,7 +33,7 @@ ALWAYS = {
     "AdaptiveOptions": "max_skips retention rule",
     "GuidanceOptions": "low high every",
     "PatternOptions": "order",
-    "SparseOptions": "dense_steps ramp dense_layers mass floor score pooled parts slope reuse budgets kernel bound",
+    "SparseOptions": "dense_steps ramp dense_layers mass floor score pooled parts slope reuse kernel bound",
     "StageOptions": "high positions every",
     "ControlOptions": "scale start end",
     "WindowOptions": "schedule fuse closed_loop freenoise retain_first lead",

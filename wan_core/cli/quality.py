@@ -12,7 +12,6 @@ from wan_core.cli.options import add_model_options, add_overwrite_option, add_pl
 from wan_core.cli.progress import ProgressLine
 from wan_core.config import OptionError, Request
 from wan_core.config.checks import parse_size
-from wan_core.config.outputs import Outputs
 from wan_core.config.table import from_values
 from wan_core.sampling.cache.arguments import skip_options
 
@@ -43,13 +42,6 @@ SETTINGS = (
 def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     _add_shared_options(parser, count=4)
     parser.add_argument("--out", type=Path, help="file of the curve (default: beside the checkpoint, where it is used)")
-    parser.add_argument("--plot", type=Path, help="also draw it, with the steps that each preset would skip (.png)")
-    parser.add_argument(
-        "--sparsity",
-        action="store_true",
-        help="instead of the MagCache curve, measure the attention that selected blocks cover, by layer and head; "
-        "--out: a folder or a name",
-    )
     add_overwrite_option(parser)
 
 
@@ -147,18 +139,20 @@ def run_calibrate(options: argparse.Namespace) -> int:
     from wan_lab.run import run_calibrate
 
     with outputs_of(options) as outputs:
-        if options.out is not None and not options.sparsity:
+        if options.out is not None:
             options.out = outputs.add("--out", options.out)
-        _claim_pictures(options, outputs)
         return run_calibrate(options, *_pipeline(options), outputs)
 
 
 def run_quality(options: argparse.Namespace) -> int:
     from wan_core.media.mp4 import check_video_name
+    from wan_core.media.pictures import check_picture_name
     from wan_lab.run import run_quality
 
     with outputs_of(options) as outputs:
-        _claim_pictures(options, outputs)
+        if options.plot is not None:
+            check_picture_name(options.plot)
+            options.plot = outputs.add("--plot", options.plot)
         if options.video is not None:
             check_video_name(options.video)
             options.video = outputs.add("--video", options.video)
@@ -177,15 +171,6 @@ def run_card(options: argparse.Namespace) -> int:
 
     with outputs_of(options) as outputs:
         return run_card(options, load_options_of(options), _request(options), outputs, watching(ProgressLine()))
-
-
-def _claim_pictures(options: argparse.Namespace, outputs: Outputs) -> None:
-    """Check and claim what `--plot` names. Raises OptionError."""
-    from wan_core.media.pictures import check_picture_name
-
-    if options.plot is not None:
-        check_picture_name(options.plot)
-        options.plot = outputs.add("--plot", options.plot)
 
 
 def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:

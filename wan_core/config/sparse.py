@@ -22,8 +22,7 @@ class SparseOptions:
     share of the blocks that is read then. score: blocks are ranked by the mean of their keys, also by their variance
     ("spread"), or by the error where they are replaced by their means. pooled: unselected blocks are replaced by their
     mean, or by those of `parts` parts of them; slope: their values follow the scores of their keys, to first order.
-    reuse: number of computed steps that use one selection, the step that made it included. budgets: use calibrated
-    shares of blocks per layer if the checkpoint has a coverage file beside it.
+    reuse: number of computed steps that use one selection, the step that made it included.
     bound: the run measures the relative error of attention's output and reads as much as keeps it at most so large, in
     every layer; `sparsity` is what is expected then, `ramp` the share of the run, from its first step, in which a third
     of the bound holds, and `floor` the least share of the blocks that is read.
@@ -110,7 +109,6 @@ class SparseOptions:
         advanced=True,
         prefix="reuse",
     )
-    budgets: bool = option(True, words={"even": False})
     kernel: str = option(
         "auto",
         name="sparse kernel",

@@ -1,7 +1,7 @@
-"""Files of what a calibration measured on a model: JSON with a `format` and the fields of a dataclass. Without torch.
+"""Files of what was measured on a model: JSON with a `format` and the fields of a dataclass. Without torch.
 
-They lie beside the checkpoint that they were measured on. MagCache's curves and the coverages of sparse attention are
-such files.
+They lie beside the checkpoint that they were measured on: MagCache's curves, and what attention read in the last run
+with a bound.
 """
 
 from __future__ import annotations

@@ -81,7 +81,6 @@ class Plan:
     unskipped: int | None = None  # forwards of the same plan without skipping; None: no skipping was asked for
     adaptive: AdaptiveOptions | None = None  # the rule for steps marked "adaptive"
     sparse: SparseOptions | None = None  # how steps with a sparsity select blocks
-    keeps: tuple[tuple[Expert, tuple[float, ...]], ...] = ()  # per expert: share of the blocks that each layer reads
     notes: tuple[str, ...] = ()  # decisions about skipping, sparsity and presets, for the report
     nag: NagOptions | None = None  # of the steps marked so
     before: tuple[float, ...] = ()  # sigmas of the schedule before the first step of this run
@@ -190,11 +189,10 @@ class Plan:
             "unskipped": self.forwards if self.unskipped is None else self.unskipped,
             "saved": round(self.saved, 4),
         }
-        values = stated(self, ("adaptive", "sparse", "keeps", "notes"))
+        values = stated(self, ("adaptive", "sparse", "notes"))
         values |= {name: values[name].at for name in ("known", "prompts") if name in values}  # frames by their numbers
         others = [name for name in values if name not in (*first, "window", "from_latents")]
-        keeps = {expert: list(keeps) for expert, keeps in self.keeps}
-        return first | {name: as_json(values[name]) for name in others} | {"keeps": keeps}
+        return first | {name: as_json(values[name]) for name in others}
 
     def table(self) -> str:
         """The steps as text, one per line, with a line at the change of expert."""

@@ -74,7 +74,7 @@ class SkipArguments:
         None,
         help=f"block-sparse self-attention: {', '.join(SPARSE_PRESETS)}, bound:0.06 (as much as keeps this error of "
         "attention), or sparsity/share of dense steps/dense layers such as 0.8125/0/0; then options after colons: "
-        "ramp0.3, mass0.9, reuse2, parts4, slope, error, even, alone, mean or a kernel (docs/sparse.md)",
+        "ramp0.3, mass0.9, reuse2, parts4, slope, error, alone, mean or a kernel (docs/sparse.md)",
         metavar="S/D/L",
     )
     stages: str | None = option(

@@ -25,7 +25,6 @@ from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.cutting import cut_plan, without_lost_sources
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.budgets import find_keeps
 from wan_core.sampling.sparsity.last_run import read_last
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
 from wan_core.sampling.stages import stage_words, with_stages
@@ -71,10 +70,8 @@ def apply_policies(
     loras: Sequence[Path] = (),
     part: Sequence[float] | None = None,
 ) -> Plan:
-    """`plan` with the sizes of the steps, sparse attention and `leave_out`, with the model's own files.
-
-    Those are the sparse budgets beside the checkpoints, and the MagCache curve beside the checkpoint or published for
-    the task. File names tell whether the weights are step-distilled.
+    """`plan` with the sizes of the steps, sparse attention and `leave_out`, with the MagCache curve that is beside the
+    checkpoint or published for the task. File names tell whether the weights are step-distilled.
 
     checkpoint: of the high-noise expert or only transformer; low: of the low-noise expert. image: the video starts
     from an image (TI2V). loras: LoRA files of both experts. part: sigmas of a ComfyUI
@@ -91,8 +88,7 @@ def apply_policies(
     elif part is None and options.sparse is not None:
         if options.sparse.sparsity:
             check_sparse(find_task(plan.task))
-        keeps = find_keeps(plan, options.sparse, checkpoint, low) if options.sparse.budgets else {}
-        plan = sparsify(plan, options.sparse, keeps)
+        plan = sparsify(plan, options.sparse)
     else:
         plan = sparsify(plan, options.sparse)
     if plan.solver == "ComfyUI lcm" and replace(options, sparse=None, stages=()) != SkipOptions():

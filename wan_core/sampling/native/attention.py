@@ -46,19 +46,18 @@ class NativeAttention:
         self,
         attention: str,
         sparse: SparseOptions | None = None,
-        keeps: Sequence[float] | None = None,
         *,
         earlier: Override | None = None,
         chosen: Override | None = None,
         original: Override | None = None,
         pause: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """attention: a backend's name, auto, fast, or COMFYUI. keeps: calibrated shares of the key blocks, by layer.
-        earlier: the override that another node pack set before. chosen: the one of Model Attention Backend. original:
-        ComfyUI's attention, for calls in containers. pause: what is allocated inside it may outlive the forward."""
+        """attention: a backend's name, auto, fast, or COMFYUI. earlier: the override that another node pack set
+        before. chosen: the one of Model Attention Backend. original: ComfyUI's attention, for calls in containers.
+        pause: what is allocated inside it may outlive the forward."""
         self.attention, self.earlier, self.chosen = attention, earlier, chosen
         self.original, self.pause = original, pause
-        self.sparse = None if sparse is None or not sparse.sparsity else NativeSparse(sparse, keeps)
+        self.sparse = None if sparse is None or not sparse.sparsity else NativeSparse(sparse)
         self._backends: dict[tuple[torch.device, torch.dtype, int], tuple[str, Attention] | str] = {}
 
     @torch.compiler.disable  # it counts calls, and kernels are not torch's: compiled code goes around it

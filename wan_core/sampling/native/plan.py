@@ -261,5 +261,4 @@ def joined(plans: Sequence[Plan]) -> Plan:
         adaptive=next((plan.adaptive for plan in plans if plan.adaptive is not None), None),
         sparse=next((plan.sparse for plan in plans if plan.sparse is not None), None),
         stages=next((plan.stages for plan in plans if plan.stages), ()),
-        keeps=(),
     )

@@ -38,10 +38,10 @@ Attend = Callable[[list[Tensor]], Tensor]
 
 
 class NativeSparse:
-    """Sparse attention by `options`. keeps: calibrated shares of the blocks, of every layer."""
+    """Sparse attention by `options`."""
 
-    def __init__(self, options: SparseOptions, keeps: Sequence[float] | None = None) -> None:
-        self.options, self.keeps = options, keeps
+    def __init__(self, options: SparseOptions) -> None:
+        self.options = options
 
     def prepare(
         self,
@@ -63,7 +63,7 @@ class NativeSparse:
             return None
         bounded = None
         if self.options.bound is None:
-            rule = layer_rule(self.options, self.keeps, layer, sparsity)
+            rule = layer_rule(self.options, layer, sparsity)
         else:
             dense = dense or resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
             bounded = run.bounded_at(scale, partial(self._bounded, forward.tokens, q, dense))

@@ -19,7 +19,6 @@ from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.forward import (
-    Observer,
     Rules,
     SparseAttention,
     SparseBehindFp8,
@@ -62,35 +61,30 @@ class SparseTiles:
         self,
         model: WanModel,
         options: SparseOptions,
-        keeps: Sequence[float] | None,
         grid: Grid,
-        *,
-        observe: Observer | None = None,
         ranks: RankSums | None = None,
     ) -> None:
         """ranks: those that run the video together, of whose sums a bound is kept."""
-        self.options, self.observe = options, observe
+        self.options = options
         self.attentions = [block.self_attn for block in model.blocks]
         self.around = [attention.attend for attention in self.attentions]
         self.dense = [attend.local for attend in self.around]
         shared = self.around[0] is not self.dense[0]  # ranks exchange tokens around what attends here
         ring = self.around[0].ring_size > 1
-        assert not ring or observe is None, "what is measured must see all keys"
         weight, tokens = model.patch_embedding.weight, grid[0] * grid[1] * grid[2]
         self.kernel = resolve_kernel(
             options.kernel, weight.device, weight.dtype, model.config.head_dim, tokens,
             fp8=self.dense[0].takes_fp8, counts=ring or options.mass is not None,
         )  # fmt: skip
         self.block = block_length(self.kernel, tokens)
-        if self.kernel.fp8 and observe is None:  # an observer wants plain numbers
+        if self.kernel.fp8:
             sparse = SparseFp8Attention(self.block)
         else:
             sparse = SparseBehindFp8() if shared and self.dense[0].takes_fp8 else SparseAttention()
         made = {id(attend): attend.around(sparse) for attend in self.around}
         self.sparse = [made[id(attend)] for attend in self.around]
-        self.keeps = keeps
         self.bounded: Bounded | None = None
-        if options.bound is not None and observe is None:
+        if options.bound is not None:
             heads = model.config.num_heads
             own = None if ranks is None else (self.around[0].heads_here(heads), heads)
             self.bounded = Bounded(options, -(-tokens // self.block), ranks, own)
@@ -105,7 +99,7 @@ class SparseTiles:
 
     def rules(self, sparsity: float) -> list[Rule | None]:
         """The rule of every layer; None: the layer reads all keys."""
-        return [layer_rule(self.options, self.keeps, layer, sparsity) for layer in range(len(self.attentions))]
+        return [layer_rule(self.options, layer, sparsity) for layer in range(len(self.attentions))]
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [B, L, C] in their own order, which are overwritten -> [B, L, C] in their own order."""
@@ -116,7 +110,7 @@ class SparseTiles:
             sparse = bounded.measures
         if sparse and not info.skip and info.step not in self.computed:
             self.computed.append(info.step)
-        self.install(self.observe is not None or sparse)
+        self.install(sparse)
         tiles, rules = self.arranged(inputs)
         forward = SparseForward(
             kernel=self.kernel,
@@ -129,7 +123,6 @@ class SparseTiles:
             branches=(info.branches, info.window),
             reuse=self.options.reuse,
             routes=self.routes,
-            observe=self.observe,
             samples=None if bounded is None else bounded.samples,
         )
         tokens.copy_(tokens[:, tiles.order])  # in their own memory, which the caller holds: no copy for all blocks
@@ -167,13 +160,11 @@ class SparseTiles:
         return self.table[2]
 
 
-def layer_rule(options: SparseOptions, keeps: Sequence[float] | None, layer: int, sparsity: float) -> Rule | None:
-    """How many blocks `layer` reads in a step of `sparsity`; None: all. keeps: calibrated shares, of every layer."""
+def layer_rule(options: SparseOptions, layer: int, sparsity: float) -> Rule | None:
+    """How many blocks `layer` reads in a step of `sparsity`; None: all."""
     if sparsity == 0 or layer < options.dense_layers:
         return None
-    # What was calibrated is for the full sparsity.
-    keep = keeps[layer] if keeps is not None and sparsity == options.sparsity else 1 - sparsity
-    return Rule(keep, options.mass, options.floor, options.score)
+    return Rule(1 - sparsity, options.mass, options.floor, options.score)
 
 
 def wider(rule: Rule, video: int, blocks: int) -> Rule:
@@ -226,8 +217,7 @@ def sparse_attention(
     patch = model.config.patch_size
     rows, columns = smaller((latents[1], latents[2]), phase[0].scale, patch[1:])
     grid = max(plan.window_sizes(latents[0])) // patch[0], rows // patch[1], columns // patch[2]
-    keeps = dict(plan.keeps).get(phase[0].expert) if plan.sparse.budgets else None
-    tiles = SparseTiles(model, plan.sparse, keeps, grid, ranks=ranks)
+    tiles = SparseTiles(model, plan.sparse, grid, ranks=ranks)
     if tiles.bounded is not None and measurements is not None:
         measurements.runs.append((phase[0].expert, tiles.bounded))
     with in_tiles(model, tiles):

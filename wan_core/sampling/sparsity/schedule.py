@@ -11,7 +11,6 @@ steps before such a ramp do not improve it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from wan_core.config import SPARSE_KERNELS, OptionError, SparseOptions
@@ -23,7 +22,7 @@ from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.bounds import LEVELS
 from wan_core.sampling.stages import smaller
-from wan_core.sampling.steps import Expert, Step
+from wan_core.sampling.steps import Step
 
 PRESETS: dict[str, SparseOptions] = {
     "quality": SparseOptions(sparsity=0.5, dense_steps=0.1),
@@ -46,17 +45,11 @@ FORM = (
     "quality, balanced, fast, bound:0.06, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options "
     "after a colon: "
 )
-WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, parts4, slope, error, even, alone, mean, or a kernel"
+WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, parts4, slope, error, alone, mean, or a kernel"
 
 
-def sparsify(
-    plan: Plan, options: SparseOptions | None, keeps: Mapping[Expert, tuple[float, ...]] | None = None
-) -> Plan:
-    """`plan` with a sparsity for every step.
-
-    keeps: for calibrated experts, the share of the blocks that each layer reads; other experts read the same share in
-    all layers.
-    """
+def sparsify(plan: Plan, options: SparseOptions | None) -> Plan:
+    """`plan` with a sparsity for every step."""
     if options is None or options.sparsity == 0:
         return plan
     if options.reuse > 1:
@@ -69,17 +62,14 @@ def sparsify(
         notes = *plan.notes, bound_note(options)
         return with_expected(replace(plan, steps=steps, sparse=options, notes=notes))
     dense = sparsities.count(0.0)
-    calibrated = tuple((expert, keeps[expert]) for expert in plan.experts if keeps and expert in keeps)
     note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
-    if calibrated:
-        note += "; calibrated share per layer for " + " and ".join(expert for expert, _ in calibrated)
     notes = (*plan.notes, note) if note else plan.notes
-    return replace(plan, steps=steps, sparse=options, keeps=calibrated, notes=notes)
+    return replace(plan, steps=steps, sparse=options, notes=notes)
 
 
 def bounded(bound: float) -> SparseOptions:
     """Sparse attention whose error is at most `bound`. Raises OptionError."""
-    return SparseOptions(sparsity=TYPICAL, dense_steps=0.0, budgets=False, bound=bound)
+    return SparseOptions(sparsity=TYPICAL, dense_steps=0.0, bound=bound)
 
 
 def step_bounds(options: SparseOptions, steps: int) -> tuple[float, ...]:
@@ -138,17 +128,10 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
     """`plan` with the relative cost of its steps, for the time estimate: of sparse and smaller ones, of those in which
     nothing is controlled, where blocks for the control do not run, and of those without or over a driving video.
 
-    latents: frames, rows and columns of one video. Raises OptionError if the calibrated shares are for another number
-    of layers.
+    latents: frames, rows and columns of one video.
     """
     if plan.bound is not None:
         plan = with_expected(plan)  # a part of a schedule begins anew
-    for expert, keeps in plan.keeps:
-        if len(keeps) != config.num_layers:
-            raise OptionError(
-                f"the coverage of the {expert}-noise expert has {len(keeps)} layers, and the model has "
-                f"{config.num_layers}: calibrate it again, or ignore it with the option even"
-            )
     dense_layers = 0 if plan.sparse is None else plan.sparse.dense_layers
     sparse_layers = max(0, config.num_layers - dense_layers) / config.num_layers
     replacing = 0.0 if plan.sparse is None else rest_cost(plan.sparse)
@@ -233,7 +216,7 @@ def sparse_words(options: SparseOptions) -> str:
         return bound_words(options)
     settings = [slashes(options, "sparsity", "dense_steps", "dense_layers"), *spelled(options, "ramp", "mass")]
     settings += [] if options.mass is None else [f"floor{options.floor:g}"]
-    return ":".join([*settings, *spelled(options, "reuse", "score", "parts", "slope", "budgets", "pooled", "kernel")])
+    return ":".join([*settings, *spelled(options, "reuse", "score", "parts", "slope", "pooled", "kernel")])
 
 
 def bound_words(options: SparseOptions) -> str:

@@ -42,8 +42,6 @@ Fp8 = Quantized | Blocked
 Numbers = Tensor | Quantized
 Part = tuple[Tensor, Tensor]
 """Output [B, N, h, D] and log-sum-exp float32 [B, h, N]."""
-Observer = Callable[[int, Tensor, Tensor, Tensor, Tiles], None]
-"""(layer, q, k, v [B, L, H, D] in the order of the tiles, tiles)"""
 
 
 class Rules(Protocol):
@@ -71,7 +69,6 @@ class SparseForward(SparseState):
     branches: Hashable = None
     reuse: int = 1
     routes: dict[Any, tuple[int, Rule, Route]] = field(default_factory=dict)
-    observe: Observer | None = None
     samples: Samples | None = None
 
     @property
@@ -87,8 +84,6 @@ class SparseForward(SparseState):
         if not q.numel():  # of fewer heads than devices, some have none
             self.note_nothing(layer, rule, q)
             return empty_like_heads(q)
-        if self.observe is not None:
-            self.observe(layer, q, k, v, self.tiles)
         if rule is None:
             return self.dense[layer](q, k, v, call).contiguous()
         if self.kernel.fp8:  # where q, k and v do not come in FP8: behind an exchange of tokens between devices
