@@ -68,12 +68,6 @@ CASES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: checkpoints.repacked(lambda _: b"\x80\x02" + b"]" * 600_000 + b"."),
         "more than 500000 instructions",
     ),
-    "hash": (
-        "pickle",
-        lambda: checkpoints.repacked(lambda _: checkpoints.PROGRAMS[-4]),
-        "tuples inside tuples",
-    ),
-    "stack": ("pickle", lambda: checkpoints.repacked(lambda _: checkpoints.PROGRAMS[-3]), "tuples inside tuples"),
     "members": ("pickle", lambda: checkpoints._many_members(100_000), f"at most {MAX_DIRECTORY} are read"),
     "gguf": (
         "GGUF",

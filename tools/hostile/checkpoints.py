@@ -207,10 +207,6 @@ PROGRAMS = (
     b"\x80\x02N.",
     b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7fN.",
     b"",
-    # A key whose hash takes 2**40 steps: each tuple has the one before it twice.
-    b"\x80\x02})" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(40)) + b"K\x01s.",
-    # A key whose hash needs more stack than there is.
-    b"\x80\x02}N" + b"\x85" * 900_000 + b"K\x01s.",
     b"\x80\x02" + b"]" * 1_000_000 + b".",
     b"\x80\x02(" + b"K\x01" * 400_000 + b"t.",
 )

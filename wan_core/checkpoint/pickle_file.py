@@ -1,7 +1,7 @@
 """Torch checkpoints (`.pth`, `.pt`, `.bin`): zip archives of a pickle and one stored member per tensor storage.
 
 torch reads them with `weights_only=True`, which runs no code. Its list of allowed names includes some that allocate any
-number of bytes (`UntypedStorage`, `bytearray`), so the pickle's size, names and nesting are checked before.
+number of bytes (`UntypedStorage`, `bytearray`), so the pickle's size and names are checked before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from wan_core.checkpoint.opened import Checkpoint, CheckpointError, from_state_d
 from wan_core.config.limits import MAX_DIRECTORY, MAX_PICKLE, MAX_TENSORS
 
 MAX_OPERATIONS = 25 * MAX_TENSORS  # torch.save writes about 25 for each tensor
-MAX_NESTING = 8  # tuples in tuples; torch.save writes 3
 _NESTED = ("state_dict", "model", "model_state_dict", "module")
 
 # Names that a state dict of ordinary tensors needs.
@@ -119,7 +118,6 @@ def _program(path: Path, where: str) -> bytes:
 def _check_program(program: bytes, where: str) -> None:
     """The pickle may name tensors and containers, nothing else."""
     refused: set[str] = set()
-    nesting = _Nesting()
     for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
         if count > MAX_OPERATIONS:
             raise CheckpointError(
@@ -132,69 +130,12 @@ def _check_program(program: bytes, where: str) -> None:
                 refused.add(str(argument).replace(" ", "."))
         elif opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"):
             refused.add(opcode.name)
-        if not nesting.follow(opcode, argument):
-            refused.add("tuples inside tuples")
-            break
     if refused:
         raise CheckpointError(
             f"refused: its pickle asks for {listing(sorted(refused))}. A checkpoint may hold tensors only:"
             " anything else can run code on this machine. Use a safetensors file.",
             where=where,
         )
-
-
-class _Nesting:
-    """Follows how deep tuples are nested in each value on the pickle's stack.
-
-    A tuple that is used as a key is hashed, part by part: one that contains the same tuple several times takes time
-    that doubles with each level, and a deep one overflows the stack.
-    """
-
-    _MARK = -1
-
-    def __init__(self) -> None:
-        self.stack: list[int] = []
-        self.memo: dict[int, int] = {}
-
-    def follow(self, opcode: pickletools.OpcodeInfo, argument: Any) -> bool:
-        """Apply one instruction. False: it nests tuples too deep, or takes a tuple a second time."""
-        name = opcode.name
-        if name == "MARK":
-            self.stack.append(self._MARK)
-        elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
-            slot = len(self.memo) if argument is None else int(argument)
-            self.memo[slot] = self.stack[-1] if self.stack else 0
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            self.stack.append(self.memo.get(int(argument), 0))
-            return self.stack[-1] <= 0
-        elif name.startswith("TUPLE"):
-            inside = self._popped(int(name[5:])) if name[5:] else self._popped_to_mark()
-            self.stack.append(1 + max(inside, default=0))
-            return self.stack[-1] <= MAX_NESTING
-        elif name in ("DUP", "POP", "POP_MARK"):  # torch.save writes none
-            return False
-        else:
-            self._other(opcode)
-        return True
-
-    def _other(self, opcode: pickletools.OpcodeInfo) -> None:
-        before = opcode.stack_before
-        if pickletools.markobject in before:
-            self._popped_to_mark()
-            before = before[: before.index(pickletools.markobject)]
-        self._popped(len(before))
-        self.stack += [0] * len(opcode.stack_after)
-
-    def _popped(self, count: int) -> list[int]:
-        values = self.stack[len(self.stack) - min(count, len(self.stack)) :]
-        del self.stack[len(self.stack) - len(values) :]
-        return values
-
-    def _popped_to_mark(self) -> list[int]:
-        values: list[int] = []
-        while self.stack and (value := self.stack.pop()) != self._MARK:
-            values.append(value)
-        return values
 
 
 def _state_dict(loaded: Any, where: str) -> Mapping[str, Tensor]:
