@@ -62,6 +62,22 @@ def test_a_cache_remembers_how_a_prompt_was_read(encoder: TextEncoder) -> None:
     assert len(cache._counts) == 2 and "(red:1.4)" in cache.notes("a (red:1.4) circle")[0]
 
 
+@pytest.mark.parametrize("count", [1, 3, 4, 40])
+def test_a_cache_keeps_all_of_the_last_call(encoder: TextEncoder, count: int) -> None:
+    """Prompts over Time encodes more texts at once than stay for later, the first of them empty."""
+    cache, prompts = PromptCache(limit=3), ["", *(f"a red circle {n}" for n in range(1, count))]
+    for texts in (["blue"], prompts, prompts[::-1], prompts * 2):
+        rows = cache.encode(texts, encoder.read)
+        assert [row.shape[1] for row in rows] == [cache.count(text).read for text in texts]
+        assert len(cache._counts) == len(cache._rows) <= max(3, len(set(texts)))
+    alone = torch.cat([encoder.encode([text])[0] for text in prompts])
+    torch.testing.assert_close(
+        torch.cat([row[0] for row in cache.encode(prompts, encoder.read)]), alone, atol=1e-5, rtol=1e-4
+    )
+    cache.encode(["blue"], encoder.read)
+    assert len(cache._rows) == min(3, len(prompts) + 1)
+
+
 def test_the_report_and_the_log_say_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, negative = f"{SENTENCE} (red:1.4)", "dark (blurry:2)"
     request = Request(prompt=prompt, negative_prompt=negative, steps=1, frames=1, width=32, height=32, preset="none")

@@ -171,6 +171,9 @@ def distance_buckets(length: int, num_buckets: int, thresholds: tuple[int, ...],
     return ahead + bucket
 
 
+TOGETHER = 16  # prompts in a batch: scores of attention over 512 tokens take 1 GiB for so many
+
+
 class TextEncoder(nn.Module):
     """A text encoder with its tokenizer: prompts -> feature rows.
 
@@ -201,13 +204,14 @@ class TextEncoder(nn.Module):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Tensor:
-        """Rows [B, L, dim] of `prompts`, all in one batch, in the encoder's dtype; without gradients.
+        """Rows [B, L, dim] of `prompts`, at most `TOGETHER` in a batch, in the encoder's dtype; without gradients.
 
         L is the longest prompt's length. Rows beyond a prompt's own length are zero, as in training; the transformer
         pads to 512 rows itself. An empty prompt is one row, that of the end token.
         """
         ids, mask = self.tokenize(prompts)
-        return self.encoder(ids, mask).masked_fill(~mask[..., None], 0)
+        batches = zip(ids.split(TOGETHER), mask.split(TOGETHER), strict=True)
+        return torch.cat([self.encoder(own, kept).masked_fill(~kept[..., None], 0) for own, kept in batches])
 
     def read(self, prompts: Sequence[str]) -> tuple[Tensor, list[TokenCount]]:
         """The rows of `encode`, and how many tokens of each prompt were read."""
@@ -215,7 +219,8 @@ class TextEncoder(nn.Module):
 
 
 class PromptCache:
-    """The rows of the last `limit` prompts of one encoder, on the CPU: at most 4 MB each for UMT5-XXL in bf16."""
+    """The rows of the last `limit` prompts of one encoder, and of all of the last `encode`, on the CPU: at most 4 MB
+    each for UMT5-XXL in bf16."""
 
     def __init__(self, limit: int = 64) -> None:
         self.limit = limit
@@ -239,7 +244,7 @@ class PromptCache:
         encoded = [self._rows[prompt] for prompt in prompts]
         for prompt in prompts:
             self._rows.move_to_end(prompt)
-        while len(self._rows) > self.limit:
+        while len(self._rows) > max(self.limit, len(set(prompts))):
             del self._counts[self._rows.popitem(last=False)[0]]
         return encoded
 
