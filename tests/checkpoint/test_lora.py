@@ -50,14 +50,20 @@ from wan_core.pipeline.loras import (
 # ------------------------------------------------------------------------------------------------------------ spellings
 
 FLAT = {"lora_unet_", "lora_unet__", "lycoris_"}
-PREFIXES = ("", "diffusion_model.", "model.diffusion_model.", *sorted(FLAT), "base_model.model.", "transformer.")
+PREFIXES = ("", "diffusion_model.", "model.diffusion_model.", *sorted(FLAT), "base_model.model.", "transformer.",
+            "generator.model.")  # fmt: skip
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 PAIRS = (("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"), ("lora_A", "lora_B"),
          ("lora_A.default.weight", "lora_B.default.weight"), ("lora.down.weight", "lora.up.weight"))  # fmt: skip
 DIFFUSERS = {ours: theirs for theirs, ours in diffusers_modules(CONFIG.num_layers).items()}
 
 
-def spelled(module: str, prefix: str, diffusers: bool) -> str:
-    name = DIFFUSERS[module] if diffusers else module
+def spelled(module: str, prefix: str, diffusers: bool, wrappers: list[tuple[float, str]]) -> str:
+    """wrappers: names of modules around others, and where they stand, 0 to 1."""
+    words = (DIFFUSERS[module] if diffusers else module).split(".")
+    for at, wrapper in wrappers:
+        words.insert(round(at * len(words)), wrapper)
+    name = ".".join(words)
     return prefix + (name.replace(".", "_") if prefix in FLAT else name)
 
 
@@ -67,17 +73,19 @@ def spelled(module: str, prefix: str, diffusers: bool) -> str:
     prefix=st.sampled_from(PREFIXES),
     pair=st.sampled_from(PAIRS),
     diffusers=st.booleans(),
+    wrappers=st.lists(st.tuples(st.floats(0, 1), st.sampled_from(WRAPPERS)), max_size=3),
     alpha=st.none() | st.floats(0.25, 8),
     strength=st.floats(-2, 2),
     mode=st.sampled_from(["attach", "merge", "load"]),
     seed=st.integers(0, 99),
 )
-def test_every_spelling_is_the_dense_sum(modules, prefix, pair, diffusers, alpha, strength, mode, seed):
+def test_every_spelling_is_the_dense_sum(modules, prefix, pair, diffusers, wrappers, alpha, strength, mode, seed):
     torch.manual_seed(seed)
     state, sums = {}, {}
     for module in modules:
         n, k = shapes()[f"{module}.weight"]
-        down, up, name = torch.randn(RANK, k) * k**-0.5, torch.randn(n, RANK) * 0.1, spelled(module, prefix, diffusers)
+        down, up = torch.randn(RANK, k) * k**-0.5, torch.randn(n, RANK) * 0.1
+        name = spelled(module, prefix, diffusers, wrappers)
         state |= {f"{name}.{pair[0]}": down, f"{name}.{pair[1]}": up}
         if alpha is not None:
             state[f"{name}.alpha"] = torch.tensor(alpha)
@@ -132,6 +140,8 @@ def test_lycoris_forms_equal_its_own_code(form):
     expected = weight + 0.6 * (whole - weight)
     one = wanted(kohya(module, **roles, alpha=torch.tensor(2.0)), 0.6)
     kind = "LoKr" if "LoKr" in form else "LoHa" if "LoHa" in form else "LoRA"
+    rows = "DoRA" in form and roles["dora_scale"].shape[1] == 1
+    assert ("ComfyUI: of the rows before" in one.lora.words()) == rows
     assert list(one.lora.kinds) == [f"{kind} with DoRA" if "DoRA" in form else kind]
     for mode in ("merge", "attach"):
         net = model()
@@ -276,8 +286,26 @@ def test_what_is_ignored_is_said_by_name():
     )
     for part in ("text encoder", "something.else", "does not have", "patch_embedding.diff", "Tucker"):
         assert part in lora.words()
-    with pytest.raises(CheckpointError, match="changes nothing in this model"):
+    with pytest.raises(CheckpointError, match=r"changes nothing in this model.*made for another model"):
         read_lora({"diffusion_model.blocks.77.self_attn.q.lora_up.weight": torch.zeros(4, 4)}, shapes())
+
+
+@pytest.mark.parametrize(
+    ("kind", "roles"),
+    [
+        ("OFT", {"oft_blocks": torch.zeros(32, 4, 4), "alpha": torch.tensor(0.0)}),
+        ("OFT", {"oft_blocks": torch.zeros(2, 32, 4, 4), "rescale": torch.ones(128, 1)}),
+        ("OFT", {"oft_R.weight": torch.zeros(32, 6)}),
+        ("GLoRA", {f"{role}.weight": torch.zeros(4, 4) for role in ("a1", "a2", "b1", "b2")}),
+        ("Tucker", {f"lora_{role}.weight": torch.zeros(4, 4) for role in ("up", "mid", "down")}),
+        ("weights in place", {"set_weight": torch.zeros(128, 128)}),
+    ],
+)
+def test_a_kind_that_is_not_applied_is_refused_for_that(kind, roles):
+    state = {f"diffusion_model.blocks.0.self_attn.q.{role}": value for role, value in roles.items()}
+    with pytest.raises(CheckpointError, match=f"{kind}.* not applied.*Merge this file.*in ComfyUI") as refused:
+        read_lora(state, shapes())
+    assert "another model" not in str(refused.value)
 
 
 QUERY, UP, DOWN = "blocks.0.self_attn.q", torch.zeros(128, 4), torch.zeros(4, 128)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from wan_core.checkpoint import unsupported as foreign
 from wan_core.checkpoint.comfyui_tensors import SUFFIX as ATTENTION
-from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, text_config
+from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, text_config, unwrapped
 from wan_core.checkpoint.layouts import expected_shapes as text_shapes
 from wan_core.checkpoint.layouts_vae import vae_config
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing
@@ -158,15 +158,18 @@ def _refuse_ambiguous(names: Collection[str], family_name: str, checkpoint: Chec
 
 
 def _find_layout(names: Collection[str], expected: Kind | None, family: Family | None) -> tuple[Layout, dict[str, str]]:
-    """The layout of `names`, and file name -> official name, with a common prefix taken off. family: of a transformer,
-    None where the names decide."""
-    for prefix in _prefixes(names):
+    """The layout of `names`, and file name -> official name, with a common prefix and the names of wrappers taken off.
+    family: of a transformer, None where the names decide."""
+    stored = {unwrapped(name): name for name in names}
+    if len(stored) != len(names):
+        stored = {name: name for name in names}
+    for prefix in _prefixes(stored):
         for layout in LAYOUTS:
             if family is not None and layout.kind == "dit" and layout.family != family.name:
                 continue
-            translated = layout.names([name[len(prefix) :] for name in names])
+            translated = layout.names([name[len(prefix) :] for name in stored])
             if translated:
-                return layout, {prefix + theirs: ours for theirs, ours in translated.items()}
+                return layout, {stored[prefix + theirs]: ours for theirs, ours in translated.items()}
     if family is not None:
         raise CheckpointError(f"its tensors are not those of a transformer of the family {family.name}.")
     seems = foreign.recognise(names, foreign.OTHERS) or f"unknown; its tensors are {listing(sorted(names), 3)}"

@@ -41,6 +41,17 @@ _BLOCK_MODULES = {
     "layer.1.DenseReluDense.wi_1": "ffn.fc1",
     "layer.1.DenseReluDense.wo": "ffn.fc2",
 }
+# Names of modules that torch puts around others: a compiled model, FSDP, checkpointed activations. In LoRAs of kohya's
+# form the dots are underscores.
+_WRAPPER = "(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
+_WRAPPERS = re.compile(rf"(?<![A-Za-z0-9]){_WRAPPER}[._]|(?:[._]{_WRAPPER})+$")
+
+
+def unwrapped(name: str) -> str:
+    """A tensor's or module's name without the names of wrappers."""
+    return _WRAPPERS.sub("", name) if "_mod" in name else name
+
+
 _INDEX = "0|[1-9][0-9]{0,3}"
 _BLOCK = re.compile(rf"encoder\.block\.({_INDEX})\.(.+)")
 _OFFICIAL_BLOCK = re.compile(rf"blocks\.({_INDEX})\..+")

@@ -24,7 +24,9 @@ from wan_core.checkpoint.opened import Checkpoint, CheckpointError, from_state_d
 from wan_core.config.limits import MAX_DIRECTORY, MAX_PICKLE, MAX_TENSORS
 
 MAX_OPERATIONS = 25 * MAX_TENSORS  # torch.save writes about 25 for each tensor
-_NESTED = ("state_dict", "model", "model_state_dict", "module")
+# Where training scripts put a model's tensors; the first that is there is taken. "generator": beside it is a critic.
+_NESTED = ("state_dict", "model", "model_state_dict", "module", "generator_ema", "generator")
+MAX_LEVELS = 3  # of dicts in dicts
 
 # Names that a state dict of ordinary tensors needs.
 _STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
@@ -139,12 +141,24 @@ def _check_program(program: bytes, where: str) -> None:
 
 
 def _state_dict(loaded: Any, where: str) -> Mapping[str, Tensor]:
-    """The named tensors, also where a training script has put them one level down."""
-    if isinstance(loaded, dict):
+    """The named tensors, also where a training script has put them some levels down: under a name of `_NESTED`, or as
+    the only dict. Raises CheckpointError where several could be meant."""
+    if not isinstance(loaded, dict):
+        raise CheckpointError(
+            f"a state dict of named tensors was expected, but it holds a {type(loaded).__name__}", where=where
+        )
+    for _ in range(MAX_LEVELS):
         # A pickle may give an OrderedDict attributes that hide its methods: ask the type, not the object.
         entries = dict(dict.items(loaded))
-        inner = next((entries[key] for key in _NESTED if isinstance(entries.get(key), dict)), None)
-        return entries if inner is None else dict(dict.items(inner))
-    raise CheckpointError(
-        f"a state dict of named tensors was expected, but it holds a {type(loaded).__name__}", where=where
-    )
+        inner = [key for key, value in entries.items() if isinstance(value, dict)]
+        named = [key for key in _NESTED if key in inner]
+        if not inner or (not named and any(isinstance(value, Tensor) for value in entries.values())):
+            break
+        if not named and len(inner) > 1:
+            raise CheckpointError(
+                f"it holds several dicts ({listing(list(map(str, inner)))}), and which is the model is not known. Save "
+                "that one alone.",
+                where=where,
+            )
+        loaded = entries[(named or inner)[0]]
+    return dict(dict.items(loaded))

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -59,17 +60,39 @@ def find_parts(folder: str | os.PathLike[str]) -> dict[str, Path]:
     audio_encoder, tokenizer, in that order.
 
     A model with one transformer has it under `high`. Parts that are absent have no key. Only names are looked at,
-    nothing is opened. Raises `CheckpointError` if `folder` is not a folder.
+    nothing is opened. A repository in Hugging Face's cache is its snapshot. Raises `CheckpointError` if `folder` is not
+    a folder.
     """
     root = Path(folder)
     if not root.is_dir():
         raise CheckpointError(f"not a folder ({root})", where=short_path(root))
+    root = snapshot_of(root)
     parts: dict[str, Path] = {}
     for part, patterns in _PATTERNS.items():
         file = next((path for pattern in patterns for path in sorted(root.glob(pattern))), None)
         if file is not None:
             parts[part] = file
     return parts
+
+
+def snapshot_of(folder: Path) -> Path:
+    """The files of a repository in Hugging Face's cache (`models--OWNER--NAME`): the snapshot that `refs/main` names,
+    or the only one. Any other folder is returned as it is. Raises CheckpointError where there is none, or several."""
+    if not (folder / "snapshots").is_dir():
+        return folder
+    snapshots = {child.name: child for child in sorted((folder / "snapshots").iterdir()) if child.is_dir()}
+    with suppress(OSError, UnicodeDecodeError):
+        with (folder / "refs" / "main").open() as file:
+            main = snapshots.get(file.read(256).strip())
+        if main is not None:
+            return main
+    if len(snapshots) == 1:
+        return next(iter(snapshots.values()))
+    fault = f"{len(snapshots)} snapshots, and no refs/main that names one ({listing(list(snapshots))}). Name one"
+    raise CheckpointError(
+        f"a repository of Hugging Face's cache with {fault if snapshots else 'no snapshot: download it again'}.",
+        where=short_path(folder),
+    )
 
 
 def with_assembled(checkpoint: Checkpoint) -> Checkpoint:
@@ -206,7 +229,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    where = short_path(folder)
+    where, folder = short_path(folder), snapshot_of(folder)
     files = sorted(child for child in folder.iterdir() if child.is_file())
     parts = find_parts(folder)
     chosen = _weights_in(files, where) if not _is_release(folder, parts) else None

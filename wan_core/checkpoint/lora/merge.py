@@ -9,6 +9,9 @@ are quantised, so that a step costs no more. A change is computed from mapped te
 | diff, w_norm; diff_b, b_norm; diff_m | the tensor itself, added to weight; bias; modulation | full differences |
 | dora_scale, lora_magnitude_vector | the rows (or columns) are rescaled to these lengths at the end | DoRA |
 
+DoRA follows its authors and LyCORIS. ComfyUI 0.33 divides rows by the lengths that they had before the change, and
+reads no lora_magnitude_vector.
+
 Without an alpha the factor is 1, or Diffusers' value in the file's metadata. A LoRA of a convolution (the patch
 embedding) has kernels instead of matrices.
 
@@ -67,13 +70,18 @@ class Change:
             return value.add_(delta, alpha=strength)
         changed = value + delta
         length = self.dora.to(value.device).float().flatten()
-        columns = self.dora.shape[0] == 1 and len(length) == value.shape[1] and len(value) != 1
         rows = changed.flatten(1)
-        if columns:
+        if self.of_columns:
             rows *= length / rows.norm(dim=0).clamp(min=1e-12)
         else:
             rows *= (length / rows.norm(dim=1).clamp(min=1e-12))[:, None]
         return value.lerp_(rows.reshape(self.shape), strength)
+
+    @property
+    def of_columns(self) -> bool:
+        """Whether the lengths of DoRA are those of columns, not of rows."""
+        dora = self.dora
+        return dora is not None and dora.shape[0] == 1 and dora.numel() == self.shape[1] and self.shape[0] != 1
 
     @property
     def has_low_rank(self) -> bool:

@@ -9,7 +9,8 @@ A name has the form `PREFIX MODULE . ROLE`. All forms in use are read:
 | `transformer.` (`base_model.model.`) | Diffusers | Diffusers, PEFT, ai-toolkit |
 | none | official | the official repository, LightX2V, DiffSynth |
 
-Roles, and what each of them changes: `wan_core.checkpoint.lora.merge`.
+Names of wrapped modules (`_orig_mod` of a compiled model, FSDP's) are taken off wherever they stand. Roles, and what
+each of them changes: `wan_core.checkpoint.lora.merge`.
 """
 
 from __future__ import annotations
@@ -18,25 +19,42 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from wan_core.checkpoint.layouts import unwrapped
 from wan_core.models.wan.families import FAMILIES
 
 # Removed from the front, one after the other, until a module of the model is left.
 PREFIXES = (
     "base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer_2.", "transformer.", "pipe.dit.",
-    "dit.", "unet.", "module.", "model.", "lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_", "lora_",
+    "dit.", "unet.", "generator.", "module.", "model.", "lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_",
+    "lora_",
 )  # fmt: skip
 _ROLES = {
-    "lora_A": "down", "lora_down": "down", "lora.down": "down",
-    "lora_B": "up", "lora_up": "up", "lora.up": "up",
+    "lora_A": "down",
+    "lora_down": "down",
+    "lora.down": "down",
+    "lora_B": "up",
+    "lora_up": "up",
+    "lora.up": "up",
     "alpha": "alpha",
-    "dora_scale": "dora", "lora_magnitude_vector": "dora",
-    "diff": "diff", "w_norm": "diff", "diff_b": "diff_b", "b_norm": "diff_b", "diff_m": "diff_m",
+    "dora_scale": "dora",
+    "lora_magnitude_vector": "dora",
+    "diff": "diff",
+    "w_norm": "diff",
+    "diff_b": "diff_b",
+    "b_norm": "diff_b",
+    "diff_m": "diff_m",
     **{name: name for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")},
     **{name: name for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")},
-    # Known but unsupported, so that messages can name them.
-    **dict.fromkeys(("lora_mid", "hada_t1", "hada_t2", "lokr_t2", "set_weight", "oft_blocks", "oft_diag"), "other"),
-    **dict.fromkeys(("a1", "a2", "b1", "b2"), "other"),
-}  # fmt: skip
+}
+GLORA = ("a1", "a2", "b1", "b2")
+# Kinds that are not applied, so that messages can name them: role -> kind.
+NOT_APPLIED = {
+    **dict.fromkeys(("lora_mid", "hada_t1", "hada_t2", "lokr_t1", "lokr_t2"), "Tucker decomposition"),
+    **dict.fromkeys(("oft_blocks", "oft_diag", "oft_R", "boft_R", "boft_s", "rescale"), "OFT"),
+    **dict.fromkeys(GLORA, "GLoRA"),
+    "set_weight": "weights in place of the model's",
+}
+_ROLES |= dict.fromkeys(NOT_APPLIED, "other")
 _PREFIX = re.compile("|".join(map(re.escape, PREFIXES)))
 MAX_PREFIXES = 4  # of a name; files have up to three
 # What follows the module: a role, one word more at most (the adapter's), and the kind of parameter.
@@ -53,8 +71,11 @@ UNKNOWN_FORM = "of no known form"
 UNKNOWN_MODULE = "of modules that this model does not have"
 TEXT_ENCODER = "for the text encoder, which is not changed"
 OTHER_EXPERT = "for the other expert"
-UNSUPPORTED = "of a kind that is not supported (Tucker, OFT, GLoRA)"
 WRONG_SHAPE = "of another shape than this model's"
+APPLY_ELSEWHERE = (
+    "LoRA, LoHa, LoKr, DoRA and differences are applied. Merge this file into the model in ComfyUI (Load LoRA, then "
+    "ModelSave) and give the model that it saved."
+)
 
 
 @dataclass(frozen=True)
@@ -79,14 +100,24 @@ def parse_name(name: str) -> Name | None:
     return None
 
 
+def not_applied(name: Name) -> str:
+    """Why a tensor of the role "other" has no effect."""
+    kind = NOT_APPLIED.get(name.spelled)
+    return f"a bias of {name.spelled}, which is not applied" if kind is None else f"{kind}, which is not applied"
+
+
 def for_text_encoder(name: str) -> bool:
     return _TEXT.match(name) is not None
 
 
 def is_lora(names: Collection[str]) -> bool:
-    """Whether a file with these tensor names is a LoRA rather than a model."""
-    parsed = map(parse_name, names)
-    return any(one is not None and one.spelled not in ("alpha", "a1", "a2", "b1", "b2") for one in parsed)
+    """Whether a file with these tensor names is a LoRA, or of another kind that changes a model, rather than a
+    model."""
+    parsed = [one for one in map(parse_name, names) if one is not None]
+    if any(one.spelled not in ("alpha", "rescale", *GLORA) for one in parsed):
+        return True
+    modules = ({one.module for one in parsed if one.spelled == role} for role in GLORA)
+    return bool(set.intersection(*modules))
 
 
 def told_experts(names: Collection[str]) -> tuple[str, ...]:
@@ -137,7 +168,7 @@ def _with_underscores(names: Mapping[str, str]) -> dict[str, str]:
 
 def _without_prefixes(name: str, known: Mapping[str, str]) -> tuple[str | None, str]:
     """What `known` has for `name` without its prefixes, and these."""
-    inner = name
+    name = inner = unwrapped(name)
     for _ in range(MAX_PREFIXES + 1):
         match_name = known.get(inner)
         if match_name is not None:

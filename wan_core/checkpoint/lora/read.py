@@ -19,16 +19,17 @@ from torch import Tensor
 from wan_core.checkpoint.comfyui_tensors import SUFFIX, preference_note
 from wan_core.checkpoint.lora.merge import Change
 from wan_core.checkpoint.lora.names import (
+    APPLY_ELSEWHERE,
     OTHER_EXPERT,
     TEXT_ENCODER,
     UNKNOWN_FORM,
     UNKNOWN_MODULE,
-    UNSUPPORTED,
     WRONG_SHAPE,
     Finder,
     for_other_expert,
     for_text_encoder,
     is_lora,
+    not_applied,
     parse_name,
     spelling_words,
 )
@@ -270,7 +271,13 @@ class Lora:
             f"{len(names)} tensors ignored, {why} ({listing(names, 2)})" for why, names in self.ignored.items()
         )
         changed = f"{kinds} on {len(self.changes)} parameters ({self.spelling})"
-        return "; ".join(part for part in (changed, ignored, preference_note(self.attention)) if part)
+        rows = any(c.dora is not None and not c.of_columns for changes in self.changes.values() for c in changes)
+        dora = (
+            "DoRA divides by the lengths of the changed rows, as in training (ComfyUI: of the rows before)"
+            if rows
+            else ""
+        )
+        return "; ".join(part for part in (changed, dora, ignored, preference_note(self.attention)) if part)
 
 
 def read_lora(source: Source, shapes: Shapes, expert: str | None = None) -> Lora:
@@ -291,7 +298,7 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
     ignored: dict[str, list[str]] = {}
     modules: dict[str, dict[str, str]] = {}  # official module -> role -> name in the file
     others = for_other_expert([*checkpoint.tensors, *(module + SUFFIX for module in checkpoint.attention)], expert)
-    unsupported: set[str] = set()  # modules with a tensor that gives the others a different meaning
+    unsupported: dict[str, str] = {}  # module with a tensor that gives the others a different meaning -> why
     spellings: dict[str, None] = {}
     for name in checkpoint.tensors:
         parsed = parse_name(name)
@@ -305,8 +312,8 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
         elif module is None:
             ignored.setdefault(UNKNOWN_MODULE, []).append(name)
         elif parsed.role == "other":
-            ignored.setdefault(UNSUPPORTED, []).append(name)
-            unsupported.add(module)
+            unsupported[module] = not_applied(parsed)
+            ignored.setdefault(unsupported[module], []).append(name)
         else:
             twin = modules.setdefault(module, {}).setdefault(parsed.role, name)
             if twin != name:
@@ -318,16 +325,15 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
     changes: dict[str, tuple[Change, ...]] = {}
     for module, roles in modules.items():
         if module in unsupported:
-            ignored[UNSUPPORTED] += roles.values()
+            ignored[unsupported[module]] += roles.values()
             continue
         for parameter, change in ModuleParts(checkpoint, settings, module, roles, shapes, ignored).changes():
             changes[parameter] = (*changes.get(parameter, ()), change)
     if not changes:
         check_lora(checkpoint)
         reasons = "; ".join(f"{len(names)} are {why} ({listing(names, 2)})" for why, names in ignored.items())
-        raise CheckpointError(
-            f"it changes nothing in this model: {reasons or 'it is empty'}. It was made for another model."
-        )
+        advice = APPLY_ELSEWHERE if unsupported else "It was made for another model."
+        raise CheckpointError(f"it changes nothing in this model: {reasons or 'it is empty'}. {advice}")
     return Lora(
         where=checkpoint.describe(),
         spelling=spelling_words(spellings),
