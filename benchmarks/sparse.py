@@ -117,17 +117,13 @@ class Trial:
         if pipe.models.task.image == "channels":  # without one it makes no video
             request = replace(request, image=str(self.picture(width, height)))
         # What is compiled and tuned on first use is no part of a video: two steps, one of each expert, come before.
-        stages = request.skip.stages if request.skip else ()
         sparse = request.skip.sparse if request.skip else None
         ways = sparse and (sparse if sparse.bound else replace(sparse, sparsity=0.875, dense_steps=0.0))
-        kind = size, ways, *(stage.scale for stage in stages)
+        kind = size, ways
         if kind not in self.warm:
             skip = SkipOptions(sparse=ways) if ways else None
             few_steps = 4 if ways and ways.bound else 2  # a bounded run begins dense, and then with half of the blocks
             pipe.generate(Request(**{**vars(request), "steps": few_steps, "boundary": 0.9, "skip": skip}))
-            for stage in stages:
-                skip = SkipOptions(sparse=skip and skip.sparse, stages=(replace(stage, low=0.9, high=1.0),))
-                pipe.generate(Request(**{**vars(request), "steps": 3, "skip": skip}))
             self.warm.add(kind)
         result = pipe.generate(request)
         found = result.report.as_dict()

@@ -18,7 +18,6 @@ from wan_core.sampling.native.plan import WholeRun
 from wan_core.sampling.plan import MAX_STEPS
 from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.sparsity.schedule import PRESETS, sparse_words
-from wan_core.sampling.stages import stage_words
 
 from . import host
 from .schema import ADVANCED, output, schema
@@ -126,8 +125,6 @@ class WanCoreAccelerate(io.ComfyNode):
         compare: bool = False,
     ) -> io.NodeOutput:
         transformer = host.check_wan(model)
-        stages = () if skipping is None else skipping.stages
-        skipping = None if skipping is None else replace(skipping, stages=())
         options, caching = sparse_options(sparse, skipping), cache_options(cache, skipping)
         whole = WholeRun(steps, () if sigmas is None else tuple(sigmas.tolist()))
         head_dim = transformer.dim // transformer.num_heads
@@ -142,9 +139,6 @@ class WanCoreAccelerate(io.ComfyNode):
         host.attach(accelerated, None if caching is None else host.StepCache(caching, whole, report))
         if caching is not None:
             lines.append(f"step cache: {host.cache_words(accelerated, caching)}")
-        host.attach_stages(accelerated, host.Stages(stages, report) if stages else None)
-        if stages:
-            lines.append(f"resolution schedule: {stage_words(stages)}")
         lines += host.words_before(accelerated)
         return io.NodeOutput(accelerated, ui=ui.PreviewText("\n".join(lines)))
 

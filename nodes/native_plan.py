@@ -139,7 +139,7 @@ class WanCoreNativePlan(io.ComfyNode):
 def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple[int, ...] | None, latent: Any) -> Plan:
     """The plan of what one sampler runs with `model`. size: T, Y, X of the latents."""
     cache, sparse = host.attached(model), host.sparse_of(model)
-    options = replace(SkipOptions() if cache is None else cache.options, sparse=sparse, stages=host.stages_of(model))
+    options = replace(SkipOptions() if cache is None else cache.options, sparse=sparse)
     native = host.describe(model)
     if size is None and native.task is not None:
         task = native.task

@@ -1,5 +1,5 @@
 """Nodes whose settings say which forwards of a run need not be whole: step caching, guidance schedule, sparse
-attention, resolution schedule, and presets of all of them."""
+attention, and presets of all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from wan_core.config import (
     OptionError,
     SkipOptions,
     SparseOptions,
-    StageOptions,
     TaylorSeerOptions,
     check_choice,
 )
@@ -251,32 +250,6 @@ def sparse_options(preset: str, bound: float, **numbers: Any) -> SparseOptions:
     """What a preset stands for; of custom, `numbers`. Raises OptionError."""
     custom = SparseOptions(**numbers)
     return bounded(bound) if preset == BOUND else custom if preset == CUSTOM else PRESETS[preset]
-
-
-class WanCoreResolutionSchedule(io.ComfyNode):
-    """Steps at a part of the video's width and height."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return skipping_schema(
-            "WanCoreResolutionSchedule",
-            "WanCore Resolution Schedule",
-            aliases=("progressive resolution", "jenga", "dynamic resolution", "wan fast"),
-            description="Runs some of the high-noise steps at a part of the width and height: at half of both a "
-            "quarter of the tokens. The video keeps its size, and details come from the other steps.",
-            inputs=widgets(StageOptions),
-        )
-
-    @classmethod
-    def validate_inputs(cls, low: float | None = None, high: float | None = None, every: int | None = None) -> bool:
-        if low is not None and high is not None:
-            StageOptions(scale=1.0, low=low, high=high, every=every or 0)
-        return True
-
-    @classmethod
-    def execute(cls, skipping: SkipOptions | None = None, **stage: Any) -> io.NodeOutput:
-        before = () if skipping is None else skipping.stages
-        return joined(skipping, stages=(*before, StageOptions(**stage)))
 
 
 class WanCoreSpeedPreset(io.ComfyNode):

@@ -34,7 +34,6 @@ from wan_core.config import (
     Request,
     SkipOptions,
     SparseOptions,
-    StageOptions,
     WindowOptions,
 )
 from wan_core.execution.optimize import compile_blocks, optimize
@@ -139,15 +138,13 @@ def trajectory(
     request = dict(options.pop("request", {}))
     skip, adaptive = request.pop("magcache", None), request.pop("adaptive", None)
     guided = request.pop("guidance", None)
-    sparse, stages = request.pop("sparse", None), request.pop("stages", ())
-    windows = request.pop("windows", None)
+    sparse, windows = request.pop("sparse", None), request.pop("windows", None)
     request["windows"] = None if windows is None else WindowOptions.parse(windows)
     request["skip"] = SkipOptions(
         magcache=None if skip is None else MagCacheOptions(**skip),
         adaptive=None if adaptive is None else AdaptiveOptions(**adaptive),
         guidance=None if guided is None else GuidanceOptions(**guided),
         sparse=None if sparse is None else SparseOptions(**sparse),
-        stages=tuple(StageOptions(**stage) for stage in stages),
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
     load_options = LoadOptions(**{"model": "tiny", "device": "cpu", **options})

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from parallel_checks import CAPTION, ranks_of
 
-from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions, StageOptions
+from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.parallel import sequence
 from wan_core.parallel.vae import Strip
@@ -66,7 +66,7 @@ def first_use_of(
 ) -> dict[str, Any]:
     """A run of the embedded model on ranks that prepare kernels as on GPUs: its latents, its notes, and what `Watch`
     saw. fails: preparing raises in the middle."""
-    skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0), stages=(StageOptions(scale=0.5, low=0.95),))
+    skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0))
     request, watch = Request(prompt=CAPTION, steps=4, seed=3, width=80, height=80, frames=5, skip=skip), Watch()
     forwards = first_use.forward_each_kind
 

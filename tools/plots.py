@@ -33,7 +33,6 @@ KINDS = {
     "guidance": "guidance",
     "every": "guidance",
     "sparse": "sparse attention",
-    "stages": "smaller steps",
     "speed": "speed preset",
 }
 SEVERAL = "several"
@@ -41,7 +40,6 @@ KIND_COLOURS = {
     "step caching": "C0",
     "guidance": "C1",
     "sparse attention": "C2",
-    "smaller steps": "black",
     "speed preset": "C3",
     SEVERAL: "C7",
 }

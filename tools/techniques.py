@@ -2,7 +2,8 @@
 
 Results `benchmarks/results/techniques-TASK-STEPS-*.json` are rows of `python -m wan_core quality`. What is saved is the
 plan's answer for A14B at 1280x720x81 in FP8 on one H200, where attention has the share of the time that it has in real
-videos; the embedded model's own seconds say nothing about that.
+videos; the embedded model's own seconds say nothing about that. Rows of settings that were removed since stay in the
+files and are in no table.
 """
 
 from __future__ import annotations
@@ -35,16 +36,33 @@ def seconds(name: str, steps: int, setting: str, forwards: float) -> float:
     from wan_core.sampling.plan import make_plan
     from wan_lab import search_run
 
-    setting = setting.replace("speed:", "speed:searched-")  # as these presets are called since they were measured
-    plan = skip_forwards(make_plan(task=name, steps=steps), parse_setting(setting), None, None)
+    plan = skip_forwards(make_plan(task=name, steps=steps), parse_setting(as_called_now(setting)), None, None)
     size = search_run.full_size(find_task(name), search_run.H200_SIZE)
     denoising = search_run.estimated_seconds(plan, *size, search_run.H200_FORWARD, 0.0)
     return forwards / plan.forwards * denoising + search_run.H200_BESIDE
 
 
+def as_called_now(setting: str) -> str:
+    """What presets are called since they were measured."""
+    return setting.replace("speed:", "speed:searched-")
+
+
+def exists(setting: str) -> bool:
+    """Whether this version has a setting of a result."""
+    from wan_core.config import OptionError
+    from wan_core.sampling.cache.arguments import parse_setting
+
+    try:
+        parse_setting(as_called_now(setting))
+    except OptionError:
+        return False
+    return True
+
+
 def timed(result: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, list[tuple[float, Mapping[str, Any]]]]:
     """Seconds of the full run, and the rows with theirs, the fastest first."""
     _, task, steps = RUNS[result]
+    rows = [row for row in rows if exists(row["name"])]
     timed_rows = [(round(seconds(task, steps, row["name"], row["forwards"]), 1), row) for row in rows]
     full = round(seconds(task, steps, "full", 2 * steps), 1)
     return full, sorted(timed_rows, key=lambda one: (one[0], -one[1]["psnr"]))

@@ -31,6 +31,5 @@ from .native_model import (
     window_schedule,
 )
 from .native_reserve import skip_layer_ranges
-from .native_stages import Stages, attach_stages, stages_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 from .remote import CLUSTER, Remote

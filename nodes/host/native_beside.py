@@ -162,12 +162,12 @@ class Patches:
     def __init__(self, options: Mapping[str, Any]) -> None:
         """options: transformer_options where the run begins."""
         self.lasting = list(patches_of(options).values())
-        self.seen: dict[Ids, tuple[float, float, list[Any]]] = {}  # first and last step, and the objects
-        self.step = -1.0
-        self.renewed: dict[float, str] = {}  # steps with patches that were in no other step, and the name of one
+        self.seen: dict[Ids, tuple[int, int, list[Any]]] = {}  # first and last step, and the objects
+        self.step = -1
+        self.renewed: dict[int, str] = {}  # steps with patches that were in no other step, and the name of one
         self.lock = threading.Lock()
 
-    def enter(self, step: float, options: Mapping[str, Any]) -> tuple[Ids, bool]:
+    def enter(self, step: int, options: Mapping[str, Any]) -> tuple[Ids, bool]:
         """The patches of a forward, and whether what is kept of it may be used in later steps."""
         patches = patches_of(options)
         ids, constant = ids_of(patches), {id(one) for one in self.lasting}

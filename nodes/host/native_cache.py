@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -33,7 +32,6 @@ from wan_core.sampling.cache.skipping import skip_words, with_curve
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, falls, rising_words
 from wan_core.sampling.native.run import RUN, WARNING
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.stages import runs
 from wan_core.sampling.steps import Branch, Step
 
 from .native import compute_dtype, conditions_of, uncompiled_model, with_room
@@ -51,7 +49,6 @@ from .native_reserve import (
     running,
     uncompiled,
 )
-from .native_stages import stages_of
 
 KEY = "wancore_cache"
 MORE, SLACK = 1.1, 2**20  # times what ComfyUI was asked for, and bytes: beyond, a report says that more was kept
@@ -110,7 +107,7 @@ class StepCache:
             solver=solver,
             guidance=guider.cfg if names[1:] else 1.0,
             branches=BOTH if names[1:] else BOTH[:1],
-            skip=replace(self.options, stages=stages_of(guider.model_patcher)),
+            skip=self.options,
             windows=window_schedule(guider.model_options),
             image=mask is not None,
         )
@@ -173,10 +170,9 @@ class CachedRun:
         self.names = {one.condition["uuid"]: one.name for one in prompts}
         self.first = {uuid for uuid, name in self.names.items() if name == prompts[0].name}
         self.steps = {step.index: step for step in plan.steps}
-        self.places = {step.index: (phase, run) for phase in plan.phases for run in runs(phase) for step in run}
+        self.phases = {step.index: phase for phase in plan.phases for step in phase}
         self.lock = threading.Lock()
         self.phase: tuple[Step, ...] = ()
-        self.run: Sequence[Step] = ()  # those steps of the phase that can use what is kept of each other
         self.states: dict[tuple[Any, ...], Residuals] = {}
         self.adaptive: Adaptive | None = None
         self.noted: tuple[int, tuple[Any, ...] | None] = (-1, None)  # newest step, and the condition that is measured
@@ -259,7 +255,7 @@ class CachedRun:
     ) -> Any:
         """A wrapper of PREPARE_SAMPLING: ComfyUI frees memory for latents of `noise_shape`, here for residuals too."""
         reserved = kept_bytes(
-            [run for phase in self.plan.phases for run in runs(phase)],
+            self.plan.phases,
             self.prompts,
             uncompiled_model(model.model.diffusion_model),
             self.level == BLOCKS,
@@ -296,13 +292,11 @@ class CachedRun:
         return self.sigma[1]
 
     def _enter(self, index: int, x: Tensor, options: dict[str, Any]) -> list[tuple[Any, ...]]:
-        """The conditions of a forward, each with a state; of another expert or size nothing is left."""
-        phase, run = self.places[index]
-        if run is not self.run:
+        """The conditions of a forward, each with a state; of another expert nothing is left."""
+        phase = self.phases[index]
+        if phase is not self.phase:
             self.began = self.began or time.perf_counter()
             self.states.clear()
-            self.run = run
-        if phase is not self.phase:
             self._leave_phase()
             self.phase = phase
             self.adaptive = adaptive_phase(self.plan, phase, x.device, steps=self.part.total)
@@ -312,7 +306,7 @@ class CachedRun:
         keys = conditions_of(x, options)
         for key in keys:
             if key not in self.states:  # every branch of a step is skipped or none: see `check_native`
-                self.states[key] = Residuals(residual_program(self.run, "cond"))
+                self.states[key] = Residuals(residual_program(phase, "cond"))
         return keys
 
     def _decide(self, step: Step) -> bool:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before, residual_program
-from wan_core.sampling.stages import smaller
 from wan_core.sampling.steps import Step
 
 from .native_beside import apart, pause
@@ -212,7 +211,7 @@ def _ranges(functions: Iterable[Any], name: str) -> Iterator[Range]:
 
 
 def kept_bytes(
-    runs: Iterable[Sequence[Step]],
+    phases: Iterable[Sequence[Step]],
     prompts: Sequence[Prompt],
     transformer: Any,
     blocks: bool,
@@ -220,22 +219,21 @@ def kept_bytes(
     itemsize: int,
     model_options: Mapping[str, Any],
 ) -> int:
-    """The most that residuals take in any of `runs`, in each of which all are kept.
+    """The most that residuals take in any of `phases`, the steps of an expert, in each of which all are kept.
 
     blocks: they are those of the blocks; otherwise outputs of the whole model. shape: of the latents, [B, C, T, Y, X].
     """
     most, before = 0, nan
-    for run in runs:
-        program = residual_program(run, "cond")
-        size = [*shape[:3], *smaller((shape[3], shape[4]), run[0].scale, tuple(transformer.patch_size[1:]))]
-        windows, residual_counts = windows_of(size, model_options), dict[int, int]()
-        for step in run:
+    windows = windows_of(shape, model_options)
+    for phase in phases:
+        program, residual_counts = residual_program(phase, "cond"), dict[int, int]()
+        for step in phase:
             for n, prompt in enumerate(prompts):
                 now, earlier = prompt.runs(step.sigma), prompt.runs(before)
                 if prompt.replaced and not (now or earlier):
                     residual_counts.pop(n, None)
                 if now and step.index in program.store and (earlier or not prompt.replaced):
-                    residual_counts[n] = sum(numbers_kept(transformer, blocks, one, size, prompt) for one in windows)
+                    residual_counts[n] = sum(numbers_kept(transformer, blocks, one, shape, prompt) for one in windows)
             most, before = max(most, program.slots * sum(residual_counts.values()) * itemsize), step.sigma
     return most
 

@@ -26,7 +26,6 @@ from wan_core.config import (
     Request,
     SkipOptions,
     SparseOptions,
-    StageOptions,
     TaylorSeerOptions,
     WindowOptions,
 )
@@ -43,7 +42,7 @@ FILES = LoadOptions(
     compile="blocks",
     keep_blocks=2,
 )
-SKIPPING = "magcache:0.12/2/0.2:order1+guidance:0.2-0.9+every:2+sparse:0.75/0/0:reuse2+stages:0.5/0.9-0.98:every3"
+SKIPPING = "magcache:0.12/2/0.2:order1+guidance:0.2-0.9+every:2+sparse:0.75/0/0:reuse2"
 MEDIA: dict[str, Any] = {"image": "a.png", "last_image": "a.png", "from_video": "b.mp4", "audio": "c.wav"}
 DRIVING: dict[str, Any] = {"pose_video": "b.mp4", "face_video": "b.mp4", "background": "b.mp4", "mask": "a.png"}
 # As commit 2a01815 makes them: lists with videos of that release, and of earlier ones, are on people's disks.
@@ -125,7 +124,6 @@ INNER: list[Any] = [
     PatternOptions(high="1101", low="101"),
     GuidanceOptions(high=0.9),
     SparseOptions(sparsity=0.5, dense_steps=0.0),
-    StageOptions(scale=0.5, low=0.5, high=0.9),
     WindowOptions(length=21, overlap=7, schedule="looped_uniform"),
     NagOptions(),
     ControlOptions(end=0.9),
@@ -139,7 +137,7 @@ INNER: list[Any] = [
 OTHER: dict[str, Any] = {
     "width": 64, "height": 64, "outpaint": (0, 8, 0, 8), "high": "1", "low": "1", "shares": (0.25,),
     **{one: (next(x for x in INNER if isinstance(x, kind)),) for one, kind in [
-        ("keyframes", Keyframe), ("prompts_at", PromptAt), ("lora_strengths", LoraShares), ("stages", StageOptions),
+        ("keyframes", Keyframe), ("prompts_at", PromptAt), ("lora_strengths", LoraShares),
     ]},
     "loras": (LoraOptions(path="x"),),
 }  # fmt: skip

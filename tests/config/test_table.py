@@ -23,7 +23,6 @@ from wan_core.config import (
     Request,
     SkipOptions,
     SparseOptions,
-    StageOptions,
     TaylorSeerOptions,
     WindowOptions,
 )
@@ -38,7 +37,6 @@ EXAMPLES: list[Any] = [
     PatternOptions(high="1101", low="101"),
     GuidanceOptions(),
     SparseOptions(sparsity=0.5),
-    StageOptions(scale=0.5, low=0.5, high=0.9),
     WindowOptions(length=21, overlap=7),
     NagOptions(),
     ControlOptions(),
@@ -100,10 +98,7 @@ def test_options_come_back_from_json_and_from_values(example: Any) -> None:
 
 
 def test_nested_options_come_back_from_json() -> None:
-    stages = (StageOptions(scale=0.5, low=0.9), StageOptions(scale=0.75, low=0.5, high=0.8))
-    skip = SkipOptions(
-        sparse=SparseOptions(sparsity=0.5, mass=0.9), taylorseer=TaylorSeerOptions(interval=2), stages=stages
-    )
+    skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, mass=0.9), taylorseer=TaylorSeerOptions(interval=2))
     request = Request(prompt="", skip=skip, nag=NagOptions(), outpaint=(0, 8, 0, 8), control=ControlOptions(scale=0.5))
     assert unpack(Request, json.loads(json.dumps(asdict(request)))) == request
     assert from_values(Request, {"prompt": "", "control_scale": 0.5}).control == ControlOptions(scale=0.5)

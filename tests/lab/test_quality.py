@@ -164,7 +164,7 @@ def test_numbers_are_written_before_pictures(tmp_path, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("setting", ["magcache:fast", "sparse:balanced+every:2", "stages:0.5/0.8-0.98"])
+@pytest.mark.parametrize("setting", ["magcache:fast", "sparse:balanced+every:2"])
 def test_a_setting_is_planned_as_by_every_door(tiny_assets, setting):
     """With all else that the request has: its negative prompt counts in the steps that guidance leaves out."""
     from wan_core.config import LoadOptions, NagOptions, Request

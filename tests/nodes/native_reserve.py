@@ -6,7 +6,6 @@ Wan models of ComfyUI's own classes. Prints one JSON object on its last line: by
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import weakref
@@ -83,7 +82,6 @@ def cases() -> dict[str, Case]:
         "order 2, two experts' ranges": {"order": 2, "model": "i2v 2.2"},
         "adaptive": {"adaptive": True},
         "the first steps of a longer run": {"sigmas": EULER[:7], "steps": len(EULER) - 1},
-        "resolution schedule": {"stages": True, "area": (8, 12)},
         "bfloat16, windows": {"dtype": "bfloat16", **windows()},
         "bfloat16, VACE": {"dtype": "bfloat16", "model": "vace"},
         "heun": {"sampler": "heun"},
@@ -158,7 +156,7 @@ def measure(it: World, case: Case) -> list[int]:
     import comfy.samplers
     import torch
 
-    from wan_core.config import AdaptiveOptions, StageOptions, TaylorSeerOptions
+    from wan_core.config import AdaptiveOptions, TaylorSeerOptions
     from wan_core.sampling.native.plan import WholeRun
 
     model, extra, size = model_of(case)
@@ -166,10 +164,6 @@ def measure(it: World, case: Case) -> list[int]:
     if case.get("adaptive"):
         policy = {"adaptive": AdaptiveOptions(threshold=0.3, max_skips=2, retention=0.1)}
     models = [model, it.cached(model, WholeRun(steps=case.get("steps", 0)), **policy)]
-    if case.get("stages"):
-        stages = importlib.import_module("pack.nodes.host.native_stages")
-        for one in models:
-            stages.attach_stages(one, stages.Stages([StageOptions(scale=0.5, low=0.5, high=0.99)], it.said.append))
     sampler = comfy.samplers.sampler_object(case.get("sampler", "euler"))
     noise, sigmas = world.rows(*size, seed=9), torch.tensor(case.get("sigmas", EULER))
     with recorded(it.cache) as (shapes, buffer_bytes), it.guidance(case.get("batched", True)), torch.inference_mode():

@@ -13,7 +13,7 @@ from tests.comfyui import find_newer_comfyui, printed_by
 
 pytestmark = pytest.mark.comfy
 HERE = Path(__file__).parent
-MODULES = ("native_beside", "native_caches", "native_extras", "native_odd_runs", "native_passes", "native_resolutions")
+MODULES = ("native_beside", "native_caches", "native_odd_runs", "native_passes")
 CHECKS = [(name, check) for name in MODULES
           for check in re.findall(r"^def check_(\w+)", (HERE / f"{name}.py").read_text(), re.MULTILINE)]  # fmt: skip
 

@@ -109,8 +109,6 @@ KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
         ("WanCoreContextWindows", {"overlap": 84}, "smaller than the length"),
         ("WanCoreContextWindows", {"closed_loop": True}, "use looped_uniform"),
         ("WanCoreGuidanceSchedule", {"low": 0.8, "high": 0.2}, "the lower one first"),
-        ("WanCoreResolutionSchedule", {"low": 0.9, "high": 0.5}, "the lower one first"),
-        ("WanCoreResolutionSchedule", {"every": 1}, "every 1 given"),
         ("WanCoreSparseAttention", {"preset": "custom", "pooled": False, "unselected": "slope"}, "allow the means"),
         ("WanCoreSparseAttention", {"preset": "custom", "mass": 0.9, "unselected": "error"}, "the score spread"),
         ("WanCoreSpeedPreset", {"preset": "gone"}, "is not there"),

@@ -45,14 +45,11 @@ PLAN = {"steps": 12, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guida
 
 
 def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
-    graph = small(skipping=["stages", 0])
+    graph = small(skipping=["guidance", 0])
     graph["cache"] = node("WanCoreMagCache", **MAG)
     graph["guidance"] = node("WanCoreGuidanceSchedule", low=0.0, high=1.0, every=2, skipping=["cache", 0])
-    graph["stages"] = node(
-        "WanCoreResolutionSchedule", scale=0.5, low=0.9, high=0.97, every=0, skipping=["guidance", 0]
-    )
     graph["plan"] = node(
-        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=1.0, skipping=["stages", 0]
+        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=1.0, skipping=["guidance", 0]
     )
     graph["table"] = node("PreviewAny", source=["plan", 1])
     graph["report"] = node("WanCoreReport", report=["decode", 1])
@@ -64,8 +61,8 @@ def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
     run = comfy.run(graph)
     assert run.ok, run.status
     table, report = (run.outputs[key]["text"][0] for key in ("table", "words"))
-    assert "forecast" in table and "last guidance" in table and "% saved" in table and "0.5 of the size" in table
-    assert "of 24 (" in report and "magcache 10/2/0.2, order 1, guidance every 2, stages 0.5/0.9-0.97" in report
+    assert "forecast" in table and "last guidance" in table and "% saved" in table
+    assert "of 24 (" in report and "magcache 10/2/0.2, order 1, guidance every 2" in report
     assert "% saved" in run.outputs["sampler"]["text"][0] and "saved" not in run.outputs["full"]["text"][0]
     text = run.outputs["compare"]["text"][0]
     assert "PSNR" in text and "equal" not in text and "caption" not in text

@@ -162,8 +162,6 @@ SPARSE = {"sparsity": 0.75, "dense_steps": 0.25, "ramp": 0.0}
 COLOURS = ((0, "red"), (4, "green"))
 SQUARE = {"width": 80, "height": 80}
 TALL = {"width": 80, "height": 112, "frames": 9}
-# 50 tokens, and 18 in the smaller steps, with a cache and sparse attention, which begin anew at each size.
-STAGES = {"steps": 10, **SQUARE, "frames": 5, "stages": [{"scale": 0.6, "low": 0.85, "high": 0.98}]}
 # Of 2 and 3 latent frames, 50 and 75 tokens; some that move.
 WINDOWS = {"steps": 10, **SQUARE, "frames": 13, "windows": "5/1:standard_static", "magcache": MAGCACHE}
 IN_LAYERS = {"guidance_mode": "sequential"}
@@ -174,8 +172,6 @@ UNGUIDED = {"steps": 10, "magcache": MAGCACHE, **SQUARE, "frames": 5}
 JUDGED = {"steps": 12, "adaptive": {"threshold": 9.0, "rule": "bound", "retention": 0}, **SQUARE, "frames": 5}
 REQUESTS = {
     "bounded cache": (("1x1x2", "2x1x1"), JUDGED),
-    "stages": (("1x2x1", "2x1x1"), {**STAGES, "sparse": {"sparsity": 0.5}, "magcache": MAGCACHE}),
-    "stages in layers": (("layers2",), {**STAGES, **IN_LAYERS}),
     "windows": (("1x1x2", "2x1x1"), WINDOWS),
     "windows in layers": (("layers2",), {**WINDOWS, **IN_LAYERS, "windows": "5/1", "steps": 4, "magcache": None}),
     "105 tokens": (("1x1x3", "2x2x1"), {"steps": 10, "magcache": MAGCACHE, **TALL}),
@@ -197,10 +193,10 @@ def test_a_request_equals_one_rank(ranks, alone, mesh, name):
     wanted = alone(request=request)
     answers = together(ranks, mesh=mesh, request=request)
     equal_on_all(answers, wanted)
-    notes = [note for note in wanted[2]["notes"] if note.startswith(("forwards", "resolution schedule: 0.6"))]
+    notes = [note for note in wanted[2]["notes"] if note.startswith("forwards")]
     assert all(set(notes) <= set(said["notes"]) for _, _, said in answers)
     assert name != "bounded cache" or ("saved" in notes[0] and "(0 %" not in notes[0])
-    for changed in {"stages", "windows", "prompts_at"} & set(request):
+    for changed in {"windows", "prompts_at"} & set(request):
         plain = {option: value for option, value in request.items() if option != changed}
         assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
 

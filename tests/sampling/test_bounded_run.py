@@ -270,7 +270,7 @@ def test_a_plan_says_that_it_does_not_know_and_what_the_last_run_took(tmp_path: 
     assert "estimates, for 56.2 %" in again.table()
     first_time, now = (without_estimates(with_costs(one, T2V_A14B, (21, 90, 160))) for one in (plan, again))
     assert first_time.as_dict() == now.as_dict() != with_costs(again, T2V_A14B, (21, 90, 160)).as_dict()
-    native = apply_policies(make_plan(), SkipOptions(sparse=bounded(0.06)), file, part=[1.0, 0.5, 0.0])
+    native = apply_policies(make_plan(), SkipOptions(sparse=bounded(0.06)), file, of_sampler=True)
     assert "last run" in native.table()
     LAST_FILES.beside(file, "").write_text("{")
     assert "last run" not in skip_forwards(make_plan(), parse_setting("sparse:bound:0.06"), file).table()

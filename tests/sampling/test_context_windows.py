@@ -26,7 +26,6 @@ from wan_core.config import (
     Request,
     SkipOptions,
     SparseOptions,
-    StageOptions,
     TaylorSeerOptions,
     WindowOptions,
 )
@@ -242,7 +241,6 @@ SETTINGS = {
     "plain": None,
     **{name: CACHES[name] for name in ("taylorseer", "pattern", "selection")},
     "guidance": SkipOptions(guidance=GuidanceOptions(low=0.3, high=0.98, every=2)),
-    "stages": SkipOptions(stages=(StageOptions(scale=0.5, low=0.8, high=0.98),)),
 }
 
 

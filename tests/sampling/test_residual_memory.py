@@ -11,7 +11,7 @@ from tests.denoised import denoise
 from tests.sampling import test_control_run, test_driven_run, test_sound_run
 from tests.sampling.test_denoise import EXPERTS, TEXT
 from tests.sampling.test_residual import SETTINGS
-from wan_core.config import AdaptiveOptions, SkipOptions, StageOptions, TaylorSeerOptions, WindowOptions
+from wan_core.config import AdaptiveOptions, SkipOptions, TaylorSeerOptions, WindowOptions
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Run
 from wan_core.sampling.cache import residual
@@ -56,17 +56,16 @@ def planned(plan: Plan, model: WanModel, shape: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_planned_is_kept(kept_bytes: list[int], policy: str, windows: str) -> None:
-    options, cases = WINDOWS[windows], [(1, ())]
-    cases += [] if options is not None else [(2, ()), (1, (StageOptions(scale=0.5, low=0.9, high=0.98),))]
-    for videos, stages in cases:
+    options = WINDOWS[windows]
+    for videos in (1, 2) if options is None else (1,):
         shape = (videos, 16, 7, 4, 8)
         plan = make_plan(steps=14, solver="euler")
         plan = plan if options is None else with_windows(plan, options, shape[2])
-        plan = skip_forwards(plan, replace(POLICIES[policy], stages=stages), None)
+        plan = skip_forwards(plan, POLICIES[policy], None)
         kept_bytes.clear()
         with torch.no_grad():
             denoise(plan, EXPERTS.__getitem__, TEXT, draw_noise(1, shape))
-        assert planned(plan, EXPERTS["high"], shape) == max(kept_bytes, default=0), (videos, stages)
+        assert planned(plan, EXPERTS["high"], shape) == max(kept_bytes, default=0), videos
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "taylorseer"])

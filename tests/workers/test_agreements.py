@@ -50,7 +50,7 @@ CHOICES = (
         "--magcache fast",
     ),
     ("--solver unipc", "--solver euler", "--solver heun", "--solver dpm++"),
-    ("", "--stages 0.5/0.9-0.98", "--sparse 0.7/0/0:alone"),
+    ("", "--sparse 0.7/0/0:alone"),
     ("", "--start-step 2 --end-step 4"),
 )
 MESHES = ("1x2x2", "2x1x1", "layers2", "time2", "time4+2x1x1")

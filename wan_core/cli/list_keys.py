@@ -27,14 +27,13 @@ ALWAYS = {
     "from_video denoise audio control_video outpaint camera control reference pose_video face_video background mask "
     "pose_prompt pose_strength reference_strength face_guidance clip_frames overlap windows nag width height frames "
     "fps seed guidance_mode skip",
-    "SkipOptions": "magcache taylorseer adaptive guidance pattern sparse stages",
+    "SkipOptions": "magcache taylorseer adaptive guidance pattern sparse",
     "MagCacheOptions": "rule order",
     "TaylorSeerOptions": "order retention",
     "AdaptiveOptions": "max_skips retention rule",
     "GuidanceOptions": "low high every",
     "PatternOptions": "order",
     "SparseOptions": "dense_steps ramp dense_layers mass floor score pooled parts slope reuse kernel bound",
-    "StageOptions": "high positions every",
     "ControlOptions": "scale start end",
     "WindowOptions": "schedule fuse closed_loop freenoise retain_first lead",
     "NagOptions": "scale tau alpha",

@@ -32,13 +32,11 @@ from wan_core.config.request import (
 )
 from wan_core.config.skipping import (
     MAGCACHE_RULES,
-    STAGE_POSITIONS,
     AdaptiveOptions,
     GuidanceOptions,
     MagCacheOptions,
     PatternOptions,
     SkipOptions,
-    StageOptions,
     TaylorSeerOptions,
 )
 from wan_core.config.sparse import SPARSE_KERNELS, SPARSE_SCORES, SparseOptions
@@ -57,7 +55,6 @@ __all__ = [
     "RESIDENCIES",
     "SPARSE_KERNELS",
     "SPARSE_SCORES",
-    "STAGE_POSITIONS",
     "VAE_PRECISIONS",
     "WINDOW_SCHEDULES",
     "AdaptiveOptions",
@@ -78,7 +75,6 @@ __all__ = [
     "ScheduleNumbers",
     "SkipOptions",
     "SparseOptions",
-    "StageOptions",
     "TaylorSeerOptions",
     "UserError",
     "WindowOptions",

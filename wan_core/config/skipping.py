@@ -1,9 +1,8 @@
-"""Options that save work in a run: step caching, guidance schedule, sparse attention, stages (`Request.skip`)."""
+"""Options that save work in a run: step caching, guidance schedule, sparse attention (`Request.skip`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from wan_core.config.checks import OptionError
 from wan_core.config.sparse import SparseOptions
@@ -177,78 +176,10 @@ class GuidanceOptions:
         check(self)
 
 
-STAGE_POSITIONS = ("video", "own")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageOptions:
-    """Steps whose sigma is from `low` to `high` run at `scale` times the width and height. Raises OptionError.
-
-    positions: rotary positions of rows and columns, the video's, or the smaller size's "own", from 0. every: each n-th
-    step of the stage runs at full size, which brings its details up to date; 0: none.
-    """
-
-    scale: float = option(
-        name="scale of a stage",
-        low=0.25,
-        high=1,
-        advice="0.5 has a quarter of the tokens, 1 all of them",
-        tip="Part of the width and height at which the steps below run. 0.75 is careful, 0.5 is fast.",
-        shown=0.5,
-        step=0.05,
-        digits=0.0001,
-    )
-    low: float = option(
-        tip="Steps below this sigma (share of noise) run at full size: details come from them.",
-        shown=0.9,
-        least=0.01,
-        **SIGMA,
-    )
-    high: float = option(
-        1.0,
-        tip="Steps above this sigma (share of noise) run at full size: the layout comes from them.",
-        shown=0.98,
-        least=0.01,
-        **SIGMA,
-    )
-    positions: str = option(
-        "video",
-        name="positions of a stage",
-        choices=STAGE_POSITIONS,
-        tip="Rotary positions of rows and columns in smaller steps. video: those of the video, further apart. own: "
-        "counted from 0, as in a video of that size.",
-        advanced=True,
-        added=True,
-        words={name: name for name in STAGE_POSITIONS},
-    )
-    every: int = option(
-        0,
-        tip="Every n-th of these steps runs at full size all the same, which brings the details up to date. 0: none.",
-        shown=3,
-        least=0,
-        most=50,
-        advanced=True,
-        added=True,
-        prefix="every",
-    )
-
-    def __post_init__(self) -> None:
-        if self.every == 1 or not 0 <= self.every <= 50:
-            raise OptionError(
-                f"every {self.every} given for a stage; allowed are 0 (no step of it at full size) and 2 to 50"
-            )
-        check(self)
-        if not 0 < self.low < self.high <= 1:
-            raise OptionError(
-                f"stage from sigma {self.low:g} to {self.high:g} given; allowed are sigmas above 0 and up to 1, the "
-                "lower one first: 0.9-0.98"
-            )
-
-
 @dataclass(frozen=True, kw_only=True)
 class SkipOptions:
-    """Step caching, guidance schedule, sparse attention and resolution schedule of a generation. At most one step cache
-    may be set; it can be combined with the others. Stages are kept by falling sigma. Raises OptionError."""
+    """Step caching, guidance schedule and sparse attention of a generation. At most one step cache may be set; it can
+    be combined with the others. Raises OptionError."""
 
     magcache: MagCacheOptions | None = None
     taylorseer: TaylorSeerOptions | None = None
@@ -256,18 +187,10 @@ class SkipOptions:
     guidance: GuidanceOptions | None = None
     pattern: PatternOptions | None = None
     sparse: SparseOptions | None = None
-    stages: tuple[StageOptions, ...] = ()
     # Of the runs that a speed preset was measured in; None: it is for any number of steps, or there is no preset.
     measured_steps: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", tuple(sorted(self.stages, key=lambda stage: -stage.low)))
-        for above, below in pairwise(self.stages):
-            if below.high > above.low:
-                raise OptionError(
-                    f"stages from sigma {above.low:g} to {above.high:g} and from {below.low:g} to {below.high:g} "
-                    "overlap: a step has one size"
-                )
         caches = [name for name in ("magcache", "taylorseer", "adaptive", "pattern") if getattr(self, name) is not None]
         if len(caches) > 1:
             raise OptionError(f"{' and '.join(caches)} given; only one step cache can run: choose one of them")

@@ -84,8 +84,6 @@ def check_chords(plan: Plan, ranks: int) -> Stretches:
     why = None
     if plan.solver != "euler":
         why = f"solver {plan.solver} uses earlier steps, which another rank runs: use solver euler"
-    elif plan.stages:
-        why = "a smaller step uses what the step before predicted: leave the resolution schedule out"
     elif plan.sparse is not None:
         why = "it does not go with sparse attention: leave that out"
     elif plan.adaptive is not None or any(step.skipped or step.delta for step in plan.steps):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import NAG, NEUTRAL, PROMPTS, TIMES, check_keys, check_sparse, check_stages, family_of
+from wan_core.models.wan.families import NAG, NEUTRAL, PROMPTS, TIMES, check_keys, check_sparse, family_of
 from wan_core.models.wan.families.family import Family
 from wan_core.pipeline.model_parts import Parts
 from wan_core.sampling.conditioning import Conditioning, penalty_rows
@@ -77,8 +77,6 @@ def join(
     family = family_of(task)
     if plan.sparse is not None:
         check_sparse(task)
-    if plan.stages:
-        check_stages(task)
     check_channels(latent["samples"], dit, task.name)
     for given, name in ((positive, "positive"), (negative, "negative")):
         for _, extras in given:

@@ -41,7 +41,6 @@ from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.guided import nag_numbers
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import sparse_attention
-from wan_core.sampling.stages import smaller
 from wan_core.sampling.steps import Step
 
 log = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) 
     plan, (T, *area) = workload.plan, workload.latent_shape[2:]
     tokens = {settings.recognised.dit.tokens(size, *area) % 16 for size in plan.window_sizes(T)}
     facts = [torch.__version__, installed(COMPILERS), __version__, card, settings.recognised.dit, settings.precision]
-    facts += [settings.attention, ranks.mesh, sorted(tokens), plan.sparse, sorted({step.scale for step in plan.steps})]
+    facts += [settings.attention, ranks.mesh, sorted(tokens), plan.sparse]
     return ", ".join(map(str, facts))
 
 
@@ -231,8 +230,8 @@ def forward_each_kind(
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """A forward of `model` for the first of each kind of `steps`, and nothing of it left behind: steps with sparse
-    attention and without, and of other sizes, are different code. known: each latent frame has its own timestep.
-    check: called before each; may raise to stop."""
+    attention and without are different code. known: each latent frame has its own timestep. check: called before each;
+    may raise to stop."""
     config, plan, batch = model.config, workload.plan, 2 if workload.batched else 1
     begin_run(model)
     B, C, T, Y, X = workload.latent_shape
@@ -246,18 +245,16 @@ def forward_each_kind(
     image = config.blank_features(rows, len(rows))
     prepared = model.prepare_text(rows, image)
     text = prepared.rows(0, batch)
-    kinds = {(step.scale, step.sparsity > 0, step.nag): step for step in reversed(steps)}
+    kinds = {(step.sparsity > 0, step.nag): step for step in reversed(steps)}
     for step in kinds.values():  # the first of each kind
         check()
-        rows, columns = smaller((Y, X), step.scale, config.patch_size[1:])
         branches = step.branches if workload.batched else step.branches[:1]
         timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
         seen = text
         if step.nag and plan.nag is not None:
             seen = text.with_negative(text, nag_numbers(plan.nag, device))
-        alike = [other for other in steps if other.scale == step.scale]
-        with sparse_attention(model, plan, alike, grid) as bounded:
+        with sparse_attention(model, plan, steps, grid) as bounded:
             if bounded is not None and step.sparsity:
                 bounded.begin(-1)  # the first step, which is dense
-            model(x[..., :rows, :columns], timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
+            model(x, timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
     begin_run(model)

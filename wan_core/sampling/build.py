@@ -151,8 +151,8 @@ class PlanRequest(PlanNumbers):
 class SamplerRequest:
     """A run of one of ComfyUI's samplers, with what a WanCore node asks of it.
 
-    sigmas: one more than steps. whole: the run of which it walks a part. skip: `sparse` and `stages` among it, as the
-    model carries them. windows: the name of the schedule of ComfyUI's context windows. image: it starts from one (5B).
+    sigmas: one more than steps. whole: the run of which it walks a part. skip: `sparse` among it, as the model carries
+    it. windows: the name of the schedule of ComfyUI's context windows. image: it starts from one (5B).
     """
 
     sigmas: tuple[float, ...]
@@ -257,7 +257,7 @@ def build_sampler_plan(request: SamplerRequest, model: NativeModel) -> tuple[Pla
     if falls(sigmas):
         part = request.whole.place(sigmas, model.shift)
     else:
-        part, skip = Part(0, count, count, sigmas), SkipOptions(sparse=skip.sparse, stages=skip.stages)
+        part, skip = Part(0, count, count, sigmas), SkipOptions(sparse=skip.sparse)
     plan = plan_part(
         part,
         task=model.name,
@@ -268,7 +268,7 @@ def build_sampler_plan(request: SamplerRequest, model: NativeModel) -> tuple[Pla
         branches=request.branches,
     )
     plan = replace(plan, notes=(model.note,) if model.note else ())
-    plan = apply_policies(plan, skip, model.path, image=request.image, part=sigmas)
+    plan = apply_policies(plan, skip, model.path, image=request.image, of_sampler=True)
     if falls(sigmas):
         plan = cut(plan, part)
     elif skip != request.skip:

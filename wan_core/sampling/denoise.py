@@ -25,13 +25,11 @@ from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.guided import ALONE, Branching, Guided, hold_known, host_numbers
 from wan_core.sampling.pace import Pace
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.solvers import NOISY, SOLVERS, History, Solver
 from wan_core.sampling.sparsity.bounds import StepErrors
 from wan_core.sampling.sparsity.measured import Measurements
 from wan_core.sampling.sparsity.run import sparse_attention
-from wan_core.sampling.stages import runs
-from wan_core.sampling.steps import Expert, LoraShare, Step
+from wan_core.sampling.steps import Expert, LoraShare, Step, split_by_kind
 
 NEW = History()
 Given = ParamSpec("Given")
@@ -156,17 +154,16 @@ def denoise(
     integrator, x = integrator or Integrator(plan), hold_known(noise.float(), conditioning)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device, branching.together)
-    resolution = Resolution(plan, conditioning, integrator.history.video)
     pace = None if on_block is None else Pace(x.device, on_block)
     changes = expert_changes(plan, branching.batched or branching.run is not None)  # each rank runs one branch
     for phase in plan.phases:
         expert = phase[0].expert
         attempt = partial(retried, owner, expert)
         model = attempt(owner.acquire, expert, phase[0].loras)
-        guided = attempt(Guided, model, resolution, plan, phase, len(x), branching, pace)
+        guided = attempt(Guided, model, conditioning, plan, phase, len(x), branching, pace)
         if measurements is not None and guided.adaptive is not None:
             measurements.caches.append((expert, guided.adaptive))
-        for run in runs(phase):
+        for run in split_by_kind(phase):
             # Sparse attention orders the tokens around everything else; residuals are kept in that order.
             shape, sums = tuple(x.shape[2:]), branching.sums
             attention = sparse_attention(model, plan, run, shape, measurements, sums)
@@ -183,7 +180,6 @@ def denoise(
                         on_step(Progress(step, plan, forwards, x, velocity, errors))
         del guided, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
-    integrator.history = integrator.history._replace(video=resolution.video)
     return x
 
 

@@ -23,7 +23,6 @@ from wan_core.sampling.cache.adaptive_run import adaptive_phase
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.context_windows import fuse_weights
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.sparsity.measured import Bounded, RankSums
 from wan_core.sampling.steps import Branch, Step
 
@@ -76,7 +75,7 @@ class Guided:
     def __init__(
         self,
         model: WanModel,
-        resolution: Resolution,
+        conditioning: Conditioning,
         plan: Plan,
         phase: tuple[Step, ...],
         batch: int,
@@ -85,7 +84,7 @@ class Guided:
     ) -> None:
         self.model = model
         self.after_block = after_block
-        self.resolution, self.conditioning = resolution, resolution.conditioning
+        self.conditioning = conditioning
         self.run_branches, self.mine = branching.run, branching.mine
         self.bounded: Bounded | None = None  # of the steps that follow
         self.batched = branching.batched and branching.run is None
@@ -149,27 +148,19 @@ class Guided:
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
         """float32 [B, C, T, Y, X], and how many forwards of a video ran, with those that `prepare` took; guidance
         arithmetic in float32, because it amplifies a difference."""
-        size, conditioning = self.resolution.of(step, x, self.model.config.patch_size[1:])
-        seen = x if size is None else hold_known(size.sample(x, step.sigma), conditioning)
-        inputs, time = model_inputs(seen, timestep, conditioning)
+        inputs, time = model_inputs(x, timestep, self.conditioning)
         skipped = step.skipped
         if self.adaptive is not None and not self.adaptive.decide(step):
             skipped = ()
-        spacing = (1.0, 1.0) if size is None or step.own_positions else size.spacing
-        forecast = (
-            None
-            if skipped
-            else self.forecast_of(step, lambda: self.branches(inputs, time, step, step.branches, spacing))
-        )
+        forecast = None if skipped else self.forecast_of(step, lambda: self.branches(inputs, time, step, step.branches))
         velocities: list[Tensor] = []
         for one in step.conditions:
             self.prepare(one)
-            predictions = self.branches(inputs, time, one, skipped, spacing)
+            predictions = self.branches(inputs, time, one, skipped)
             velocities.append(self.guide(predictions, one))
-        guided = torch.stack(velocities).mean(0) if step.also else velocities[0]
-        velocity = self.resolution.whole(x, seen, guided, step, size)
+        velocity = torch.stack(velocities).mean(0) if step.also else velocities[0]
         if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
-            self.adaptive.note(step, predictions["cond"] if forecast is None else guided, forecast)
+            self.adaptive.note(step, predictions["cond"] if forecast is None else velocity, forecast)
         passes, self.passes = self.passes, 0
         return velocity, (len(step.branches) - len(skipped)) * step.runs + passes
 
@@ -199,16 +190,15 @@ class Guided:
         time: Tensor,
         step: Step,
         skipped: tuple[Branch, ...],
-        spacing: tuple[float, float],
     ) -> dict[Branch, Tensor]:
-        """The velocity of each branch that the step has. spacing: of rows and columns (`ForwardInfo`)."""
+        """The velocity of each branch that the step has."""
 
         computed: tuple[Branch, ...] = tuple(branch for branch in step.branches if branch not in skipped)
         each_apart = self.mine is not None and len(computed) == 2
 
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
             return ForwardInfo(
-                step.index, branches, skip, step.sparsity, self.after_block, spacing, step.control,
+                step.index, branches, skip, step.sparsity, self.after_block, step.control,
                 both=each_apart, bound=step.bound,
             )  # fmt: skip
 

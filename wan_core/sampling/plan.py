@@ -17,7 +17,6 @@ from wan_core.config import (
     NagOptions,
     OptionError,
     SparseOptions,
-    StageOptions,
     WindowOptions,
     check_choice,
 )
@@ -87,7 +86,6 @@ class Plan:
     context_windows: WindowOptions | None = None  # of steps that have windows
     known: KnownFrames | None = None  # beside the first and the last; None: no others are
     prompts: PromptTimes | None = None  # of parts of the video; None: one holds for all frames
-    stages: tuple[StageOptions, ...] = ()  # what gave steps their scale
     window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
     from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
     steps: tuple[Step, ...]

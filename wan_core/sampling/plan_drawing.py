@@ -6,7 +6,6 @@ from PIL import Image
 
 from wan_core.media.pictures import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, Canvas, clock
 from wan_core.sampling.plan import KnownFrames, Plan, PromptTimes
-from wan_core.sampling.stages import runs
 from wan_core.sampling.steps import Step
 
 SIZE = (960, 540)
@@ -35,7 +34,6 @@ def draw_plan(plan: Plan, seconds: float | None = None, clips: str = "") -> Imag
         x = left + step.index * step_width
         canvas.box(x, top, x + step_width, bottom, EXPERT_SHADE[step.expert])
     _draw_axes(canvas, plan, (left, top, right, bottom))
-    _draw_sizes(canvas, plan, left, step_width, bottom)
     _draw_loras(canvas, plan, left, step_width, bottom)
     points = [(left + i * step_width, top + (1 - sigma) * (bottom - top)) for i, sigma in enumerate(plan.sigmas)]
     for step in plan.steps:
@@ -95,15 +93,6 @@ def _draw_axes(canvas: Canvas, plan: Plan, area: tuple[float, float, float, floa
         for x in range(int(left), int(right), 12):
             canvas.line([(x, y), (min(x + 6, right), y)], INK)
         canvas.text(right - 6, y - 4, f"boundary {plan.boundary:g}", INK, 11, "rs")
-
-
-def _draw_sizes(canvas: Canvas, plan: Plan, left: float, step_width: float, bottom: float) -> None:
-    """A bracket below the steps that run at a part of the width and height."""
-    for run in runs(plan.steps):
-        if run[0].scale != 1:
-            start, end = left + run[0].index * step_width, left + (run[-1].index + 1) * step_width
-            canvas.box(start + 1, bottom - 22, end - 1, bottom - 4, PAPER, INK)
-            canvas.text((start + end) / 2, bottom - 13, f"{run[0].scale:g} x", INK, 11, "mm")
 
 
 def _draw_loras(canvas: Canvas, plan: Plan, left: float, step_width: float, bottom: float) -> None:

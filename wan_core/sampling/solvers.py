@@ -22,14 +22,12 @@ from torch import Tensor
 
 class History(NamedTuple):
     """State of a solver that needs more than x: up to two past x0 (newest last; of Heun the first velocity), the sample
-    at the start of the last step, and that step's order. noise: of this step, for a solver in `NOISY`. video: the last
-    x0, which `sampling.resolution` hands to the run that goes on with this one; no solver looks at it."""
+    at the start of the last step, and that step's order. noise: of this step, for a solver in `NOISY`."""
 
     x0: tuple[Tensor, ...] = ()
     x: Tensor | None = None
     order: int = 0
     noise: Tensor | None = None
-    video: Tensor | None = None
 
 
 Solver = Callable[[Tensor, Tensor, int, Sequence[float], History], tuple[Tensor, History]]

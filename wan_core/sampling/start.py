@@ -36,12 +36,11 @@ class Leftover:
 
     def to(self, device: torch.device) -> Leftover:
         """On `device`, without the noise of the last step, which no other run needs."""
-        past, start, video = self.history.x0, self.history.x, self.history.video
+        past, start = self.history.x0, self.history.x
         history = History(
             tuple(one.to(device) for one in past),
             None if start is None else start.to(device),
             self.history.order,
-            video=None if video is None else video.to(device),
         )
         return replace(self, x=self.x.to(device), history=history)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
+from itertools import groupby
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -50,9 +51,7 @@ class Step:
     forecast_bound: float = 0.0  # on the expected error of the forecast, which decides ("adaptive"); 0: another rule
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
-    own_positions: bool = False  # at a smaller scale: rotary positions are not spaced as the video's
     undriven: bool = False  # the driving video is not read
-    scale: float = 1.0  # of the video's width and height at which the model runs
     evaluations: int = 1  # how often ComfyUI's samplers evaluate the model in this step
     control: tuple[float, ...] | None = None  # how much each control video counts, or all; None: as conditioned
     windows: tuple[tuple[int, ...], ...] = ()  # latent frames that each forward of a branch predicts; (): one does all
@@ -62,9 +61,9 @@ class Step:
     also: tuple[Condition, ...] = ()  # the velocity is the mean of the step's own condition and of these
 
     @property
-    def kind(self) -> tuple[float, bool, bool, tuple[Condition, ...], tuple[LoraShare, ...]]:
+    def kind(self) -> tuple[bool, tuple[Condition, ...], tuple[LoraShare, ...]]:
         """Steps of one kind can use what is kept of each other's forwards."""
-        return self.scale, self.own_positions, self.undriven, self.also, self.loras
+        return self.undriven, self.also, self.loras
 
     @property
     def finishes(self) -> bool:
@@ -112,7 +111,6 @@ class Step:
         keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
         if self.bound and self.forwards:
             keys = f", attention's error at most {self.bound:.3g}, about {100 * (1 - self.sparsity):g} % of keys"
-        keys += "" if self.scale == 1 else f", {self.scale:g} of the size"
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
         texts += f", mean of {1 + len(self.also)} conditions" if self.also else ""
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
@@ -130,6 +128,11 @@ def averaged(steps: Sequence[Step]) -> Step:
     `Step.conditions`. Equal conditions are one."""
     first, *others = (Condition(step.texts, step.control, step.undriven) for step in steps)
     return replace(steps[0], also=tuple(others) if any(one != first for one in others) else ())
+
+
+def split_by_kind(steps: Sequence[Step]) -> list[list[Step]]:
+    """Steps of one kind that follow each other: what is kept of a forward serves these."""
+    return [list(run) for _, run in groupby(steps, lambda step: step.kind)]
 
 
 def lora_share(loras: Sequence[LoraShare], expert: Expert, file: str) -> float:

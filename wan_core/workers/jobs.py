@@ -51,7 +51,6 @@ from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel, ring_note
-from wan_core.sampling.sparsity.schedule import step_tokens
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.experts import LoadedExperts
 from wan_core.workers.rank import BetweenBlocks, Rank, agreements
@@ -279,8 +278,7 @@ class Jobs:
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
         choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)
-        fewest = min(step_tokens(step, dit, (min(sizes), *area)) for step in plan.steps)
-        check_mesh(choice.mesh, backend, fewest, plan.sparse)
+        check_mesh(choice.mesh, backend, dit.tokens(min(sizes), *area), plan.sparse)
         check_layers(choice.mesh, dit, plan)
         if choice.mesh.time > 1:
             check_chords(plan, choice.mesh.time)

@@ -101,7 +101,7 @@ class WanModel(nn.Module):
     ) -> BlockInputs:
         """What the blocks get. A family with tokens beside the video's puts them behind it, with the rows of the
         rotation table and of the modulation that are theirs."""
-        rope = self.rope(grid, x.device, info.spacing)
+        rope = self.rope(grid, x.device)
         return BlockInputs(self.embed(x, grid, text), modulation, rope, text, info, grid)
 
     def video_tokens(self, tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
@@ -215,20 +215,15 @@ class WanModel(nn.Module):
         x = tokens.reshape(tokens.shape[0], *grid, *self.config.patch_size, self.config.out_channels)
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
-    def rope(
-        self, grid: tuple[int, int, int], device: torch.device, spacing: tuple[float, float] = (1.0, 1.0)
-    ) -> Tensor:
+    def rope(self, grid: tuple[int, int, int], device: torch.device) -> Tensor:
         """The rotation table of `grid` (39 MB at 720p). The last `ROPES` are kept: context windows take turns, and a
-        CUDA graph goes with its table. spacing: of rows and columns; tokens are in the middle of what they stand
-        for."""
-        key = (grid, device, spacing)
+        CUDA graph goes with its table."""
+        key = (grid, device)
         table = self._ropes.pop(key, None)
         if table is None:
             while len(self._ropes) >= ROPES:
                 del self._ropes[next(iter(self._ropes))]
-            spaced = (1.0, *spacing)
-            start = tuple((apart - 1) / 2 for apart in spaced)
-            table = rope_table(grid, self.config.rope_axes, device, start, spaced)
+            table = rope_table(grid, self.config.rope_axes, device)
         self._ropes[key] = table
         return table
 

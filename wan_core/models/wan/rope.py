@@ -19,20 +19,19 @@ def rope_table(
     grid: tuple[int, int, int],
     axes: tuple[int, int, int],
     device: torch.device | str = "cpu",
-    start: tuple[float, ...] = (0, 0, 0),
-    spacing: tuple[float, ...] = (1, 1, 1),
+    start: tuple[int, int, int] = (0, 0, 0),
 ) -> Tensor:
     """The rotation of every token of `grid` (T, Y, X): float32 [L, 1, D/2, 2] holding (cos, sin). start: the position
-    of the first token. spacing: from one position to the next.
+    of the first token.
 
     Computed in float64 on the device itself and rounded once: at 1,000 positions float32 angles would already be off in
     the fourth digit.
     """
     T, Y, X = grid
     angles = []
-    for positions, channels, first, apart in zip((T, Y, X), axes, start, spacing, strict=True):
+    for positions, channels, first in zip((T, Y, X), axes, start, strict=True):
         frequency = THETA ** -(torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels)
-        places = first + apart * torch.arange(positions, dtype=torch.float64, device=device)
+        places = first + torch.arange(positions, dtype=torch.float64, device=device)
         angles.append(torch.outer(places, frequency))
     t, y, x = angles
     angle = torch.cat(

@@ -45,7 +45,6 @@ class ForwardInfo:
     step: index in the plan. branches: guidance branches along the batch. skip: the blocks need not run, a residual
     cache replaces them. sparsity: share of the blocks of keys that attention does not read.
     after_block: called when the work of a block has been launched; may raise to interrupt.
-    spacing: from one row of tokens to the next, and one column, in rotary positions; 2 at half the size of the video.
     window: which of the step's context windows.
     control: factors of how much each control video counts, or one for all; None: all count as prepared.
     both: the ranks of the other guidance branch run their blocks in this step, too. bound: on the error of attention.
@@ -56,7 +55,6 @@ class ForwardInfo:
     skip: bool = False
     sparsity: float = 0.0
     after_block: Callable[[], None] | None = None
-    spacing: tuple[float, float] = (1.0, 1.0)
     control: tuple[float, ...] | None = None
     window: int = 0
     both: bool = False

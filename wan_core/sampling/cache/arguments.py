@@ -21,7 +21,6 @@ from wan_core.sampling.cache.policies import parse_pattern
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
 from wan_core.sampling.speed_presets import find_speed
-from wan_core.sampling.stages import parse_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +76,6 @@ class SkipArguments:
         "ramp0.3, mass0.9, reuse2, parts4, slope, error, alone, mean or a kernel (docs/sparse.md)",
         metavar="S/D/L",
     )
-    stages: str | None = option(
-        None,
-        help="run the steps with sigma between at a part of width and height: 0.5/0.9-0.98, several joined by commas "
-        "(docs/resolution.md)",
-        metavar="S/LOW-HIGH",
-    )
 
     def options(self) -> SkipOptions | None:
         """None if nothing is given. Raises OptionError."""
@@ -129,7 +122,6 @@ PARSERS = {
     "adaptive": parse_adaptive,
     "pattern": parse_pattern,
     "sparse": parse_sparse,
-    "stages": parse_stages,
 }
 
 
@@ -154,8 +146,8 @@ def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`,
-    `pattern:1101/101/1.5`, `guidance:0.2-0.9`, `every:2`, `sparse:balanced:reuse2` and `stages:0.5/0.9-0.98`; `full` is
-    the run without any of them, `speed:balanced` a speed preset.
+    `pattern:1101/101/1.5`, `guidance:0.2-0.9`, `every:2` and `sparse:balanced:reuse2`; `full` is the run without any of
+    them, `speed:balanced` a speed preset.
     """
     if text == "full":
         return None
@@ -182,8 +174,7 @@ def parse_setting(text: str) -> SkipOptions | None:
 def _unknown(text: str) -> OptionError:
     return OptionError(
         f"setting {text!r} is not known, or repeats a part; write magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, sparse:balanced, stages:0.5/0.9-0.98, or several "
-        "joined by +"
+        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, sparse:balanced, or several joined by +"
     )
 
 

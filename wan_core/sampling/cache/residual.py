@@ -21,8 +21,7 @@ from torch import Tensor
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.stages import runs
-from wan_core.sampling.steps import Branch, Step
+from wan_core.sampling.steps import Branch, Step, split_by_kind
 
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
 Sum = tuple[tuple[int, float], ...]
@@ -94,9 +93,9 @@ def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:
     """What residuals take at most: `tokens` of all videos and context windows of one branch, in the model's dtype. They
     are kept while steps have one expert and one size."""
     slots: list[float] = []
-    for run in (run for phase in plan.phases for run in runs(phase)):
+    for run in (run for phase in plan.phases for run in split_by_kind(phase)):
         programs = [residual_program(run, branch) for branch in BOTH]
-        slots.append(sum(program.slots for program in programs if program.store) * run[0].scale ** 2)
+        slots.append(sum(program.slots for program in programs if program.store))
     return ceil(max(slots) * tokens * dim * itemsize)
 
 

@@ -11,7 +11,7 @@ from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerO
 from wan_core.config.command import command
 from wan_core.config.file_names import file_says
 from wan_core.config.table import slashes
-from wan_core.models.wan.families import TASKS, check_sparse, check_stages, find_task
+from wan_core.models.wan.families import TASKS, check_sparse, find_task
 from wan_core.sampling.cache.magcache import PRESETS, Curve, find_curve, skip_magcache
 from wan_core.sampling.cache.policies import (
     EARLY_STEPS,
@@ -23,11 +23,10 @@ from wan_core.sampling.cache.policies import (
 )
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.control import with_passes
-from wan_core.sampling.cutting import cut_plan, without_lost_sources
+from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.last_run import read_last
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
-from wan_core.sampling.stages import stage_words, with_stages
 from wan_core.sampling.steps import Expert
 
 MIN_STEPS = 10
@@ -51,10 +50,10 @@ def skip_forwards(
     Raises OptionError, also for what the models of the task cannot do."""
     if options is None:
         return with_passes(cut_plan(plan))
-    everything = with_passes(cut_plan(with_stages(plan, options.stages))).forwards
+    everything = with_passes(cut_plan(plan)).forwards
     plan = apply_policies(plan, options, checkpoint, low, image=image, loras=loras)
     part = with_passes(cut_plan(plan))
-    if part.before and (plan.stages or plan.sparse is not None):
+    if part.before and plan.sparse is not None:
         said = f"steps in these notes are those of the whole schedule: this run begins at its step {len(part.before)}"
         part = replace(part, notes=(*part.notes, said))
     return replace(part, unskipped=everything)
@@ -68,37 +67,31 @@ def apply_policies(
     *,
     image: bool = False,
     loras: Sequence[Path] = (),
-    part: Sequence[float] | None = None,
+    of_sampler: bool = False,
 ) -> Plan:
-    """`plan` with the sizes of the steps, sparse attention and `leave_out`, with the MagCache curve that is beside the
+    """`plan` with sparse attention and `leave_out`, with the MagCache curve that is beside the
     checkpoint or published for the task. File names tell whether the weights are step-distilled.
 
     checkpoint: of the high-noise expert or only transformer; low: of the low-noise expert. image: the video starts
-    from an image (TI2V). loras: LoRA files of both experts. part: sigmas of a ComfyUI
-    sampler, which walks a part of `plan` with a model of any variant. Raises OptionError.
+    from an image (TI2V). loras: LoRA files of both experts. of_sampler: a sampler of ComfyUI walks a part of `plan`,
+    with a model of any variant. Raises OptionError.
     """
     task = TASKS.get(plan.task)
-    if part is None and options.stages:
-        check_stages(find_task(plan.task))
-    plan = with_stages(plan, options.stages, part)
     if options.sparse is not None and options.sparse.bound is not None:
-        if part is None:
+        if not of_sampler:
             check_sparse(find_task(plan.task))
-        plan = with_bound(plan, options.sparse, {"high": checkpoint, "low": low if part is None else checkpoint})
-    elif part is None and options.sparse is not None:
+        plan = with_bound(plan, options.sparse, {"high": checkpoint, "low": checkpoint if of_sampler else low})
+    elif not of_sampler and options.sparse is not None:
         if options.sparse.sparsity:
             check_sparse(find_task(plan.task))
         plan = sparsify(plan, options.sparse)
     else:
         plan = sparsify(plan, options.sparse)
-    if plan.solver == "ComfyUI lcm" and replace(options, sparse=None, stages=()) != SkipOptions():
+    if plan.solver == "ComfyUI lcm" and replace(options, sparse=None) != SkipOptions():
         check_cacheable("lcm", "the step cache")
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache and task is not None else None
     said = [file_says(path) for path in (checkpoint, low, *loras) if path is not None]
-    plan = leave_out(plan, options, curve, distilled=next((one.why for one in said if one.steps is not None), ""))
-    if part is None and options.stages:  # what is kept of one size is of no use at another
-        plan = replace(plan, steps=without_lost_sources(plan.steps))
-    return plan
+    return leave_out(plan, options, curve, distilled=next((one.why for one in said if one.steps is not None), ""))
 
 
 def with_bound(plan: Plan, options: SparseOptions, files: Mapping[Expert, Path | None]) -> Plan:
@@ -205,5 +198,4 @@ def skip_words(options: SkipOptions) -> str:
         settings += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
         settings += [f"guidance every {guidance.every}"] * (guidance.every > 1)
     settings += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
-    settings += [f"stages {stage_words(options.stages)}"] * bool(options.stages)
     return ", ".join(settings) or "nothing"

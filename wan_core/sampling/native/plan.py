@@ -16,7 +16,6 @@ from pathlib import Path
 
 from wan_core.config import OptionError, SkipOptions
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.family import Task
 from wan_core.sampling.cutting import without_lost_sources
 from wan_core.sampling.plan import Plan
@@ -45,11 +44,6 @@ class NativeModel:
     @property
     def name(self) -> str:
         return self.variant if self.task is None else self.task.name
-
-    @property
-    def stages(self) -> bool:
-        """Whether steps may run at a smaller size."""
-        return self.task is not None and family_of(self.task).stages
 
     @property
     def boundary(self) -> float:
@@ -260,5 +254,4 @@ def joined(plans: Sequence[Plan]) -> Plan:
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         adaptive=next((plan.adaptive for plan in plans if plan.adaptive is not None), None),
         sparse=next((plan.sparse for plan in plans if plan.sparse is not None), None),
-        stages=next((plan.stages for plan in plans if plan.stages), ()),
     )

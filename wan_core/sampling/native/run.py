@@ -18,8 +18,8 @@ from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.schedules import SchedulePart
 from wan_core.sampling.sparsity.measured import Bounded, Measurements
 
-# Keys in ComfyUI's transformer_options: a run, a forward, and the part of width and height at which it runs.
-RUN, FORWARD, SCALE = "wancore_run", "wancore_forward", "wancore_scale"
+# Keys in ComfyUI's transformer_options: a run, and a forward.
+RUN, FORWARD = "wancore_run", "wancore_forward"
 SELF = "self-attention"
 COMPARED = "self-attention, of the step that is compared"  # why calls are left
 WARNING = "warning: "  # begins a note that a page shows first, with a sign and as a toast
@@ -51,7 +51,7 @@ class NativeRun:
         self.caching = False  # whether the model has a step cache
         self.skipped = (0, 0)  # by it: how many of how many forwards
         self.patches: Any = None  # what other nodes put on the model meanwhile
-        self.bounded: dict[float, Bounded] = {}  # by the part of width and height
+        self.bounded: Bounded | None = None
         self.measurements = Measurements()
         self.outer: Any = None  # the attention override of another node that is called in place of ours
         self._taken: Counter[str] = Counter()
@@ -102,22 +102,21 @@ class NativeRun:
         """The sampler has ended."""
         self.seconds = time.perf_counter() - self.began if self.began else 0.0
 
-    def bounded_at(self, scale: float, make: Callable[[], Bounded]) -> Bounded:
-        """What keeps the bound of steps at `scale`, in the current step. make: the first time."""
+    def bounded_by(self, make: Callable[[], Bounded]) -> Bounded:
+        """What keeps the bound, in the current step. make: the first time."""
         with self._lock:
-            if scale not in self.bounded:
-                self.bounded[scale] = make()
-                self.measurements.runs.append(("high", self.bounded[scale]))
-        self.bounded[scale].begin(self.index, self.bounds[self.index] if self.bounds else 0.0)
-        return self.bounded[scale]
+            if self.bounded is None:
+                self.bounded = make()
+                self.measurements.runs.append(("high", self.bounded))
+        self.bounded.begin(self.index, self.bounds[self.index] if self.bounds else 0.0)
+        return self.bounded
 
     @property
     def reads(self) -> list[float]:
         """The share of the keys that each sparse step read, the mean over the layers."""
-        if not self.bounded:
+        if self.bounded is None:
             return [1 - self.sparsities[index] for index in self.sparse_steps]
-        steps = [step for run in self.bounded.values() for step in run.finished()]
-        return [step.read for step in steps if step.read < 1]
+        return [step.read for step in self.bounded.finished() if step.read < 1]
 
     def measured(self) -> tuple[list[dict[str, Any]], list[str]]:
         """What bounded attention read and measured in each step, and a line about it; waits for the device."""

@@ -28,10 +28,9 @@ from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.sparse.sampled import Rows, Samples, squares
 from wan_core.ops.attention.tiles import Grid, make_tiles, with_extra
 from wan_core.sampling.native.frames import FrameKeys
-from wan_core.sampling.native.run import SCALE, NativeForward
+from wan_core.sampling.native.run import NativeForward
 from wan_core.sampling.sparsity.measured import Bounded
 from wan_core.sampling.sparsity.run import layer_rule, wider
-from wan_core.sampling.sparsity.schedule import at_scale
 
 Attend = Callable[[list[Tensor]], Tensor]
 """q, k and v [B, L, H, D], in a list that is emptied once they were read -> [B, L, H, D]"""
@@ -54,8 +53,7 @@ class NativeSparse:
         computes that, None where it is ComfyUI's."""
         q, k, v = qkv
         run, layer = forward.run, transformer_options.get("block_index")
-        scale = transformer_options.get(SCALE, 1.0)
-        sparsity = run.sparsity if self.options.bound else at_scale(run.sparsity, scale)
+        sparsity = run.sparsity
         if not sparsity or k.shape[1] == forward.text:  # a video as long as its text: this may be cross-attention
             return None
         if layer is None:
@@ -66,7 +64,7 @@ class NativeSparse:
             rule = layer_rule(self.options, layer, sparsity)
         else:
             dense = dense or resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
-            bounded = run.bounded_at(scale, partial(self._bounded, forward.tokens, q, dense))
+            bounded = run.bounded_by(partial(self._bounded, forward.tokens, q, dense))
             rule = bounded.rule(layer) if bounded.measures else None
         if rule is None:
             return None

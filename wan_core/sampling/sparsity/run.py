@@ -30,7 +30,6 @@ from wan_core.ops.attention.sparse.routing import Route, Rule
 from wan_core.ops.attention.tiles import Grid, Tiles, make_tiles, with_extra
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.measured import Bounded, Measurements, RankSums
-from wan_core.sampling.stages import smaller
 from wan_core.sampling.steps import Step
 
 
@@ -208,15 +207,14 @@ def sparse_attention(
     measurements: Measurements | None = None,
     ranks: RankSums | None = None,
 ) -> Iterator[Bounded | None]:
-    """Sparse attention on `model` while `phase` runs, whose steps have one size; nothing where no step of it has any.
+    """Sparse attention on `model` while `phase` runs; nothing where no step of it has any.
     latents: (T, Y, X) of the video's. Yields what measures its error where that has a bound, which is added to
     `measurements`. ranks: as for `SparseTiles`. Nothing stays behind, whatever happens."""
     if plan.sparse is None or not any(step.sparsity for step in phase):
         yield None
         return
     patch = model.config.patch_size
-    rows, columns = smaller((latents[1], latents[2]), phase[0].scale, patch[1:])
-    grid = max(plan.window_sizes(latents[0])) // patch[0], rows // patch[1], columns // patch[2]
+    grid = max(plan.window_sizes(latents[0])) // patch[0], latents[1] // patch[1], latents[2] // patch[2]
     tiles = SparseTiles(model, plan.sparse, grid, ranks=ranks)
     if tiles.bounded is not None and measurements is not None:
         measurements.runs.append((phase[0].expert, tiles.bounded))

@@ -21,7 +21,6 @@ from wan_core.models.wan.families import family_of
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.bounds import LEVELS
-from wan_core.sampling.stages import smaller
 from wan_core.sampling.steps import Step
 
 PRESETS: dict[str, SparseOptions] = {
@@ -55,7 +54,7 @@ def sparsify(plan: Plan, options: SparseOptions | None) -> Plan:
     if options.reuse > 1:
         check_still(plan, "a selection of blocks that several steps use")
     sparsities = step_sparsities(options, len(plan.steps))
-    steps = tuple(replace(step, sparsity=at_scale(sparsities[step.index], step.scale)) for step in plan.steps)
+    steps = tuple(replace(step, sparsity=sparsities[step.index]) for step in plan.steps)
     if options.bound is not None:
         bounds = step_bounds(options, len(steps))
         steps = tuple(replace(step, bound=bounds[step.index]) for step in steps)
@@ -119,14 +118,9 @@ def step_sparsities(options: SparseOptions, steps: int) -> tuple[float, ...]:
     return tuple(0.0 if i < dense else early if i < ramp else options.sparsity for i in range(steps))
 
 
-def at_scale(sparsity: float, scale: float) -> float:
-    """At a part of the width and height: a query reads as many blocks as at full size, or all that there are."""
-    return sparsity if scale == 1 else max(0.0, round(1 - (1 - sparsity) / scale**2, 6))
-
-
 def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> Plan:
-    """`plan` with the relative cost of its steps, for the time estimate: of sparse and smaller ones, of those in which
-    nothing is controlled, where blocks for the control do not run, and of those without or over a driving video.
+    """`plan` with the relative cost of its steps, for the time estimate: of sparse ones, of those in which nothing is
+    controlled, where blocks for the control do not run, and of those without or over a driving video.
 
     latents: frames, rows and columns of one video.
     """
@@ -135,15 +129,13 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
     dense_layers = 0 if plan.sparse is None else plan.sparse.dense_layers
     sparse_layers = max(0, config.num_layers - dense_layers) / config.num_layers
     replacing = 0.0 if plan.sparse is None else rest_cost(plan.sparse)
-    most = sum(forward_flops(config, config.tokens(*latents)))
+    attention = attention_share(config, config.tokens(*latents)) * sparse_layers
     uncontrolled = family_of(config).uncontrolled_cost(config)
 
     over, free = family_of(config).driving_costs(config, latents)
 
     def cost(step: Step) -> float:
-        tokens = step_tokens(step, config, latents)
-        relative = step_cost(step.sparsity, attention_share(config, tokens) * sparse_layers, replacing)
-        relative *= 1.0 if step.scale == 1 else sum(forward_flops(config, tokens)) / most
+        relative = step_cost(step.sparsity, attention, replacing)
         relative *= 1.0 if step.control is None or any(step.control) else uncontrolled
         relative *= free if step.undriven else 1.0
         if step.passes:
@@ -153,23 +145,12 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
     return replace(plan, steps=tuple(replace(step, cost=cost(step)) for step in plan.steps))
 
 
-def step_tokens(step: Step, config: DiTConfig, latents: tuple[int, int, int]) -> int:
-    """The tokens of `step` in a video of so many latent frames, rows and columns."""
-    frames, rows, columns = latents
-    return config.tokens(frames, *smaller((rows, columns), step.scale, config.patch_size[1:]))
-
-
 def attention_share(config: DiTConfig, tokens: int) -> float:
     """Share of self-attention in the FLOPs of a forward: 0.72 for A14B at 75,600 tokens. It is roughly the share of the
     time as well, because low precisions speed up linears and attention alike."""
-    attention, linears = forward_flops(config, tokens)
+    # Of linears: self-attention's q, k, v and o, cross-attention's q and o, and the two matrices of the FFN.
+    attention, linears = 4 * tokens**2 * config.dim, 2 * tokens * config.dim * (6 * config.dim + 2 * config.ffn_dim)
     return attention / (attention + linears)
-
-
-def forward_flops(config: DiTConfig, tokens: int) -> tuple[int, int]:
-    """FLOPs of a layer, of self-attention and of linears."""
-    # Self-attention's q, k, v and o, cross-attention's q and o, and the two matrices of the FFN.
-    return 4 * tokens**2 * config.dim, 2 * tokens * config.dim * (6 * config.dim + 2 * config.ffn_dim)
 
 
 def rest_cost(options: SparseOptions) -> float:

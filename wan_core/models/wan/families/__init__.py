@@ -67,16 +67,6 @@ def check_sparse(task: Task) -> None:
         raise OptionError(f"sparse attention: {why}")
 
 
-def check_stages(task: Task) -> None:
-    """Raise OptionError where steps of a task cannot run at a smaller size."""
-    if not family_of(task).stages:
-        able = ", ".join(family.name for family in FAMILIES.values() if family.stages)
-        raise OptionError(
-            f"{task.name} takes inputs whose size a resolution schedule does not change: leave the schedule out; it is "
-            f"for models of the family {able}"
-        )
-
-
 def check_windows(task: Task) -> None:
     """Raise OptionError where a forward of a task cannot see some of the frames alone."""
     if not family_of(task).context_windows:
