@@ -176,10 +176,10 @@ JOBS: tuple[Job, ...] = (
     # e. other models
     *(template(part, seconds) for part, seconds in (("animate2", 420), ("vace", 400), ("s2v", 420), ("fun", 450))),
     # f. small machines
-    small("small", 560, *(f"fp8 {cell}" for cell in ("12/32", "12/16", "8/32", "24/16"))),
-    small("small-more", 560, *(f"fp8 {cell}" for cell in ("8/16", "16/16", "16/32", "8/64", "24/32"))),
-    small("small-gguf", 560, *(f"gguf {cell}" for cell in ("8/16", "12/16", "8/32", "12/32"))),
-    small("small-480", 400, *(f"fp8 {cell}" for cell in ("12/32", "12/16", "8/32", "24/16")), size=SD),
+    small("small", 560, *(f"fp8 {cell}" for cell in ("whole", "12/32", "12/16", "8/32", "24/16"))),
+    small("small-more", 560, *(f"fp8 {cell}" for cell in ("whole", "8/16", "16/16", "16/32", "8/64", "24/32"))),
+    small("small-gguf", 560, *(f"gguf {cell}" for cell in ("whole", "8/16", "12/16", "8/32", "12/32"))),
+    small("small-480", 400, *(f"fp8 {cell}" for cell in ("whole", "12/32", "12/16", "8/32", "24/16")), size=SD),
     # g. two GPUs of one host
     everyday("two-gpus-on", 300, SQUARE, "on", KITCHEN, OUR_FP8, "ours, cudnn-fp8, 2 GPUs", gpus=2),
     everyday(

@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wan_core.config.host_memory import available_bytes
 
 GIB = 2**30
 ROOT = Path("/sys/fs/cgroup")
+KINDS = ("anon", "rss", "kernel", "shmem", "unevictable", "mapped_file", "file_mapped")
 GROUP = f"wancore-limited-{os.getpid()}"
 RATE_BYTES, RATE_THREADS, RATE_PIECE = 4 * GIB, 4, 8 << 20
 # Holds memory until its input ends: pages of 2 MiB where there are any, written by threads.
@@ -45,6 +46,17 @@ class Limit:
     prefix: list[str]
     how: str
     folder: Path | None = None
+    kinds: dict[str, float] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Note how much memory of each kind the group has now, in `kinds` the most, GiB."""
+        if self.folder is None:
+            return
+        with suppress(OSError):
+            for line in (self.folder / "memory.stat").read_text().splitlines():
+                name, size = line.split()
+                if name in KINDS:
+                    self.kinds[name] = max(self.kinds.get(name, 0.0), round(int(size) / GIB, 2))
 
     @property
     def peak_gib(self) -> float | None:

@@ -3,15 +3,16 @@
     python -m benchmarks small --scratch /tmp/wc --setting "fp8 12/32" --setting "gguf 8/16"
 
 A setting is the files (fp8: scaled FP8 as in ComfyUI's template; gguf: Q4_K experts), GiB of the card and GiB of host
-memory. Image to video with a LoRA for each expert. Everything is read from --scratch, which must be on a disk and not
-in memory; cached files are dropped before each row. The card is limited by what the process may allocate of it
-(`--memory-limit`), the host by `limited_host`.
+memory, or `whole`: without limits. Image to video with a LoRA for each expert. Everything is read from --scratch, which
+must be on a disk and not in memory; cached files are dropped before each row. The card is limited by what the process
+may allocate of it (`--memory-limit`), the host by `limited_host`.
 
 NAME: first    seconds from the start of the process to the first file
 NAME: kept     seconds from one file to the next, the median of `--runs` (3); prompt and picture are those of the first
-slowdown       seconds over those of the same files without limits, which are measured first
+slowdown       seconds over those of the same files without limits, where these were measured before
 disk_gb        read from the disk for that video; disk_gb_s: the disk's rate, measured before
-host_peak_gib  the most memory that the control group had, cached files counted
+host_peak_gib  the most memory that the control group had, cached files counted; host_kinds: the most of each kind
+phases         seconds of all phases of that video
 notes          what the report says of memory
 """
 
@@ -35,8 +36,8 @@ from benchmarks.videos import FILES, Making, model_words
 from wan_core.config import OptionError
 
 TASK = "i2v"
-SETTING = re.compile(r"(fp8|gguf) (\d+)/(\d+)")
-DEFAULT = ("fp8 12/32", "fp8 12/16", "fp8 8/32", "fp8 24/16")
+SETTING = re.compile(r"(fp8|gguf) (?:whole|(\d+)/(\d+))")
+DEFAULT = ("fp8 whole", "fp8 12/32", "fp8 12/16", "fp8 8/32", "fp8 24/16")
 NOTES = re.compile(r"residency|stay in the file|pinned|blocks stay|LoRA")
 
 
@@ -46,7 +47,9 @@ def small_rows(
     """Raises OptionError for a setting of another form, before any work."""
     settings = [(entry, SETTING.fullmatch(entry)) for entry in options.setting or DEFAULT]
     if wrong := [entry for entry, found in settings if found is None]:
-        raise OptionError(f"setting {wrong[0]!r} given; write the files, GiB of card and of host: 'fp8 12/32'")
+        raise OptionError(
+            f"setting {wrong[0]!r} given; write the files, and GiB of card and of host or 'whole': 'fp8 12/32'"
+        )
     runs = 3 if options.runs is None else options.runs
     with TemporaryDirectory(prefix="wancore-small-", dir=options.scratch) as folder:
         scratch = Path(options.scratch or folder)
@@ -54,8 +57,8 @@ def small_rows(
             words, checked = files(kind, scratch, device)
             details["disk_gb_s"] = details.get("disk_gb_s") or disk_rate(checked)
             for size in sizes:
-                cells: list[tuple[int | None, int | None]] = [(None, None)]
-                cells += [(int(found[2]), int(found[3])) for _, found in settings if found and found[1] == kind]
+                chosen = [found for _, found in settings if found and found[1] == kind]
+                cells = [(int(found[2]), int(found[3])) if found[2] else (None, None) for found in chosen]
                 yield from cell_rows(kind, cells, Cell(Path(folder), scratch, words, device, size, runs))
 
 
@@ -95,11 +98,12 @@ class Cell:
             making = Making(self.folder, self.words, self.device, 1, limited, self.size, None, self.runs)
             making.command = [*limit.prefix, *making.command]
             making.keeps_notes = True
-            making.counter = lambda: disk_bytes(self.scratch)
+            making.counter = lambda: (limit.look(), disk_bytes(self.scratch))[1]
             first, *kept = making.rows()
             for row in (first, *kept):
                 row["host_limit"] = limit.how
                 row |= {} if limit.peak_gib is None else {"host_peak_gib": limit.peak_gib}
+                row |= {"host_kinds": limit.kinds} if limit.kinds else {}
                 row["notes"] = [note for note in row.get("notes", ()) if NOTES.search(note)]
             return [first | {"name": "first"}, *kept]
 

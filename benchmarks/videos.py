@@ -171,7 +171,8 @@ class Making:
         row |= {key: value for key, value in phases.items() if key in PHASES and (key != "load" or name == "cold")}
         row |= {"peak_gib": report["peak_device_gib"]} if report["peak_device_gib"] else {}
         row |= {"disk_gb": report["disk_gb"]} if report.get("disk_gb") else {}
-        row |= {"notes": report["notes"]} if self.keeps_notes else {}
+        if self.keeps_notes:
+            row |= {"notes": report["notes"], "phases": {n: p["seconds"] for n, p in report["phases"].items()}}
         if report.get("attention"):
             means = [statistics.fmean(error or 0.0 for error in step["errors"]) for step in report["attention"]]
             shares = [statistics.fmean(step["shares"]) for step in report["attention"]]

@@ -112,8 +112,23 @@ def test_what_stays_is_handed_over_behind_the_last_run():
         return model
 
     run(use, plan, prefetch=prefetch)
-    assert marks == [("high", "low", 2)]  # both branches of the last step
+    # Both branches of the last steps; the first expert comes back for the next clip or video.
+    assert marks == [("high", "low", 2), ("low", "high", 2)]
+    copied.clear()
+    residency.use("high")
+    assert {unit for unit, _ in copied} == {0}
     assert last_runs(plan.phases[0], batched=True) == (plan.phases[0][-1].index, 1)
+
+
+def test_a_model_that_goes_while_it_comes_back_takes_no_memory():
+    """The last step has begun to copy the first expert in the place of the second: releasing either empties the
+    stage."""
+    for name in ("high", "low"):
+        residency, plan = streaming(None, 2), make_plan(steps=4)
+        exact = run(residency.use, plan, prefetch=residency.prefetch)
+        residency.release(name)
+        assert residency.weights_on_device() == 0
+        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
 
 
 def test_a_skipped_step_moves_nothing():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.media.video import fit_image, load_image, read_frames, short_video, video_facts
 from wan_core.models.text.tokenizer import TokenCount, prompt_notes
+from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip, latents_of
@@ -45,11 +47,16 @@ def encode_text(run: Run) -> Conditioning:
     prompts = list(texts.values())
     prefixes = [prefix for one in timed if one.changes for prefix in one.prefixes]
 
+    def read(missing: Sequence[str]) -> tuple[Tensor, list[TokenCount]]:
+        return run.memory.fetch("text encoder", run.models.text_encoder).read(missing)
+
     def encode() -> tuple[Tensor, list[TokenCount]]:
-        encoder = run.memory.fetch("text encoder", run.models.text_encoder)
+        cache = run.models.prompts
         with run.report.phase("text"):
-            rows, counts = encoder.read(prompts)
-            return rows, [*counts, *map(encoder.tokenizer.count, prefixes)]
+            found = cache.encode(prompts, read)
+            rows = torch.nn.utils.rnn.pad_sequence([one[0] for one in found], batch_first=True).to(run.models.device)
+            tokenizer = cast(TextEncoder, run.models.residency.models["text_encoder"]).tokenizer
+            return rows, [*map(cache.count, prompts), *map(tokenizer.count, prefixes)]
 
     if ranks is None or ranks.rank == text_rank(ranks):
         rows, counts = retried(run.memory, "text_encoder", encode)

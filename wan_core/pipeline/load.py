@@ -24,7 +24,7 @@ from wan_core.execution.memory.planning import MemoryPlan
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import compilations, optimize, optimize_vae
 from wan_core.execution.report import Report
-from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.text.umt5 import PromptCache, TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
@@ -77,6 +77,7 @@ class Models:
     ranks: RankMesh | None = None  # that run it together
     first_use: FirstUse | None = None  # of kernels, which goes on beside loading and encoding
     on_model: Mapping[str, ModelLoras] = field(default_factory=dict)  # by transformer, of those that have LoRAs
+    prompts: PromptCache = field(default_factory=PromptCache)  # encoded ones: a text encoder may have to be read anew
 
     @property
     def device(self) -> torch.device:

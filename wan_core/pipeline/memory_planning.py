@@ -45,7 +45,7 @@ from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.plan import Plan
 
 STAY_IN_FILES = ("text_encoder", "low", "high")  # in this order
-UNPLANNED = int(1.5 * GIB)  # host memory for frames, libraries and cached files, where weights are read from files
+UNPLANNED = int(3.5 * GIB)  # host memory for frames, libraries and cached files, where weights are read from files
 LORA_WHY = "the weights stay in the mapped file"
 
 

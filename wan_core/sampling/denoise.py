@@ -197,9 +197,9 @@ def retried(owner: Owner, name: str, make: Callable[Given, Made], *given: Given.
 
 def expert_changes(plan: Plan, batched: bool) -> dict[int, tuple[Expert, int]]:
     """By the index of the last step in which blocks of an expert run: the expert that follows it, and how often its own
-    blocks run in that step."""
+    blocks run in that step. After the last phase comes the first one of the next clip or video."""
     changes: dict[int, tuple[Expert, int]] = {}
-    for phase, following in pairwise(plan.phases):
+    for phase, following in pairwise((*plan.phases, plan.phases[0])):
         index, count = last_runs(phase, batched)
         if following[0].expert != phase[0].expert:
             changes[index] = following[0].expert, count

@@ -77,15 +77,16 @@ class FileReader:
     """Reads for one device. Threads start with the first read and end with `close`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.cuda = device, device.type == "cuda"
+        self.device = device
         self.pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
 
     def read(self, stretches: Sequence[Stretch], flat: Tensor, ready: Any) -> Arrival:
         """Read them into `flat`, uint8, after the event `ready` (None: at once)."""
         if not self.threads:
+            given = self.device, self.pieces  # not this object: it ends with its last reference, and they with it
             self.threads = [
-                threading.Thread(target=self._work, name=f"weights-{i}", daemon=True) for i in range(THREADS)
+                threading.Thread(target=_work, args=given, name=f"weights-{i}", daemon=True) for i in range(THREADS)
             ]
             for thread in self.threads:
                 thread.start()
@@ -108,20 +109,23 @@ class FileReader:
     def __del__(self) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------------------------ in the threads
 
-    def _work(self) -> None:
-        with torch.inference_mode(False), torch.cuda.device(self.device) if self.cuda else nullcontext():
-            thread = _Thread(self.device)
-            while (piece := self.pieces.get()) is not None:
-                event = fault = None
-                try:
-                    if not piece.arrival.cancelled:
-                        event = thread.read(piece)
-                except BaseException as raised:  # noqa: BLE001  (any fault: who waits for the piece raises it)
-                    fault = raised
-                piece.arrival.ended(event, fault)
-            thread.close()
+# ---------------------------------------------------------------------------------------------------- in the threads
+
+
+def _work(device: torch.device, pieces: queue.SimpleQueue[Piece | None]) -> None:
+    with torch.inference_mode(False), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        thread = _Thread(device)
+        while (piece := pieces.get()) is not None:
+            event = fault = None
+            try:
+                if not piece.arrival.cancelled:
+                    event = thread.read(piece)
+            except BaseException as raised:  # noqa: BLE001  (any fault: who waits for the piece raises it)
+                fault = raised
+            piece.arrival.ended(event, fault)
+            del piece
+        thread.close()
 
 
 class _Thread:

@@ -111,10 +111,10 @@ class Residency:
         return model
 
     def release(self, name: str) -> None:
-        """Give the device memory of a model back, if it is the one on its stage."""
+        """Give the device memory of a model back, if it is on its stage, or on its way there."""
         if self.policy != "resident":
             stage = self.stages[self.host_weights[name].layout]
-            if stage.current is self.host_weights[name]:
+            if stage.has(self.host_weights[name]):
                 stage.leave_device()
 
     def forget_copies(self, name: str) -> None:

@@ -103,6 +103,11 @@ class Stage(BlockWeights):
         """Device memory for `weights`."""
         return stage_bytes([unit.layout.nbytes for unit in weights.units], self.resident)
 
+    def has(self, weights: HostWeights) -> bool:
+        """Whether any of `weights` are here, or are being copied."""
+        held = [slot.holds and slot.holds[0] for slot in self.slots] + [unit.holds for unit in self.kept.values()]
+        return self.current is weights or any(one is weights for one in held)
+
     def use(self, weights: HostWeights) -> None:
         """Make the model of `weights` ready; another's leaves. Waits for nothing on the host. Raises what an allocation
         raises, with nothing left on the device."""
