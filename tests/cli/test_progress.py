@@ -114,7 +114,7 @@ def test_a_random_seed_is_printed_and_kept(tmp_path, capsys) -> None:
     seeds = set()
     for name in ("one", "two"):
         report = tmp_path / f"{name}.json"
-        files = ["--out", str(tmp_path / f"{name}.gif"), "--report", str(report)]
+        files = ["--out", str(tmp_path / f"{name}.mp4"), "--report", str(report)]
         assert main([*GENERATE, "--prompt", CAPTION, "--seed", "random", *files]) == 0
         printed, seed = capsys.readouterr(), json.loads(report.read_text())["settings"]["seed"]
         assert f"seed {seed}" in printed.err and f"seed {seed}" in printed.out

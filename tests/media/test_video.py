@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from wan_core.config import OptionError
-from wan_core.media.mp4 import Encoder, Stored, encode, write_mp4
+from wan_core.media.mp4 import Encoder, encode, write_mp4
 from wan_core.media.sound import Sound
 from wan_core.media.video import load_image, read_metadata, read_video, video_facts
 from wan_lab.shapes import PALETTE
@@ -111,7 +111,7 @@ def test_metadata_survives(tmp_path, metadata):
 
 def test_tags_in_another_encoding_do_not_matter(tmp_path):
     path, tags = tmp_path / "c.mp4", {"comment": '{"prompt": "DATE"}', "artist": "DATE"}
-    encode(path, gradient(2, 16, 16), Fraction(8), Stored.mp4(Encoder()), tags)
+    encode(path, gradient(2, 16, 16), Fraction(8), Encoder(), tags)
     stored = path.read_bytes()
     assert stored.count(b"DATE") == 2
     path.write_bytes(stored.replace(b"DATE", b"\xc4\xe0\xf2\xe0"))  # a Russian word in CP1251

@@ -10,15 +10,13 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs
 from wan_core.media.sound import Sound
 from wan_core.media.video import read_metadata, read_video
-from wan_core.media.video_formats import FRAME_NAME, find_format, gif_durations, is_folder, write_video
+from wan_core.media.video_formats import FRAME_NAME, find_format, is_folder, write_video
 
 FIRST = FRAME_NAME.format(1)
 
@@ -33,16 +31,15 @@ def clip(frames: int = 6) -> np.ndarray:
     return video
 
 
-@pytest.mark.parametrize(("name", "error"), [("x.mp4", 6), ("x.WebM", 6), ("x.gif", 8)])
-def test_files(name: str, error: float, tmp_path: Path) -> None:
-    video, path = clip(), tmp_path / name
+def test_a_file(tmp_path: Path) -> None:
+    video, path = clip(), tmp_path / "x.MP4"
     assert write_video(path, iter(video), fps=8, metadata={"seed": "3"}) == path
     back = read_video(path)
-    assert back.shape == video.shape and np.abs(back.astype(int) - video).mean() < error
+    assert back.shape == video.shape and np.abs(back.astype(int) - video).mean() < 6
     assert read_metadata(path) == {"seed": "3"}
     with av.open(str(path)) as container:
-        assert container.streams.video[0].average_rate == pytest.approx(8, abs=0.5)  # of a GIF: counted from few frames
-    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+        assert container.streams.video[0].average_rate == 8
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.MP4"]
 
 
 def test_a_folder_of_pictures(tmp_path: Path) -> None:
@@ -87,7 +84,7 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path) -> None:
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("name", ["x.mp4", "x.webm", "x.gif", "x"])
+@pytest.mark.parametrize("name", ["x.mp4", "x"])
 def test_what_was_there_stays_after_an_error(name: str, tmp_path: Path) -> None:
     path = write_video(tmp_path / name, clip(), fps=8)
 
@@ -108,23 +105,14 @@ def test_what_was_there_stays_after_an_error(name: str, tmp_path: Path) -> None:
     assert contents() == before
 
 
-@given(count=st.integers(1, 200), rate=st.fractions(1, 60))
-def test_gif_frames_keep_their_rate(count: int, rate: Fraction) -> None:
-    """Each frame is within a hundredth of a second, and so is the whole."""
-    durations = gif_durations(count, rate)
-    assert len(durations) == count and all(abs(one - 1000 / rate) <= 10 for one in durations)
-    assert abs(sum(durations) - 1000 * count / rate) <= 5
-
-
 def test_sound_is_refused_where_it_would_be_lost(tmp_path: Path) -> None:
     sound = Sound(np.zeros((1, 8000), np.float32), 8000)
     with av.open(str(write_video(tmp_path / "x.mp4", clip(), fps=8, sound=sound))) as container:
         assert len(container.streams.audio) == 1
-    for name in ("x.webm", "x.gif", "x"):
-        with pytest.raises(OptionError, match="the sound"):
-            write_video(tmp_path / name, clip(), fps=8, sound=sound)
+    with pytest.raises(OptionError, match="the sound"):
+        write_video(tmp_path / "x", clip(), fps=8, sound=sound)
 
 
 def test_unknown_endings_name_the_known_ones() -> None:
-    with pytest.raises(OptionError, match=r"\.mp4, \.webm or \.gif, or one without ending.*did you mean \.webm\?"):
-        find_format(Path("x.webn"))
+    with pytest.raises(OptionError, match=r"\.mp4, or one without ending.*did you mean \.mp4\?"):
+        find_format(Path("x.mp5"))

@@ -52,7 +52,7 @@ from wan_core.models.wan.families import TASKS
 from wan_core.sampling.build import PlanRequest
 
 PIPE_CLOSED = 141  # as a shell says of a program that SIGPIPE ended
-OUT_HELP = "the video to write: .mp4, .webm or .gif; without ending, a folder of PNG files (default %(default)s)"
+OUT_HELP = "the video to write: .mp4; without ending, a folder of PNG files (default %(default)s)"
 OUT_OF_MEMORY = "Try --residency stream, a smaller --size or fewer --frames."
 
 

@@ -214,7 +214,7 @@ def video_output(outputs: Outputs, path: Path) -> Path:
     from wan_core.media.video_formats import FRAME_NAME, is_folder
 
     if path.name in ("", "..") or is_special(path):
-        raise OptionError(f"--out {path} is no name for a video: give one that ends in .mp4, .webm or .gif")
+        raise OptionError(f"--out {path} is no name for a video: give one that ends in .mp4, or has no ending")
     return outputs.add("--out", path, pictures=FRAME_NAME.format(1) if is_folder(path) else None)
 
 

@@ -1,4 +1,4 @@
-"""Writing video with PyAV: H.264 in MP4, and VP9 in WebM.
+"""Writing video with PyAV: H.264 in MP4.
 
 Legend: F frames, H rows, W columns; colours are red, green, blue, full range.
 """
@@ -51,24 +51,6 @@ class Encoder:
         check_choice("threads", self.threads, tuple(THREADS))
 
 
-@dataclass(frozen=True)
-class Stored:
-    """How PyAV stores frames: its names of container and codec, and options of both."""
-
-    container: str
-    codec: str
-    container_options: Mapping[str, str]
-    codec_options: Mapping[str, str]
-    threads: str = "frames"  # as of `Encoder`
-
-    @classmethod
-    def mp4(cls, encoder: Encoder) -> Stored:
-        # index at the start, for streaming; tags with any name
-        options = {"movflags": "faststart+use_metadata_tags"}
-        codec = {"crf": str(encoder.crf), "preset": encoder.preset, **_instructions()}
-        return cls("mp4", "libx264", options, codec, encoder.threads)
-
-
 @functools.cache
 def _instructions() -> dict[str, str]:
     """Keep x264 from AVX-512: with it, equal frames gave different files (480x256, 5 frames: five files in 14 runs;
@@ -79,10 +61,6 @@ def _instructions() -> dict[str, str]:
     except OSError:  # not Linux
         return {}
     return {"x264-params": "asm=LZCNT,BMI2,FMA3,AVX2"} if "avx512f" in flags else {}
-
-
-# crf 24 of VP9 looks like crf 17 of H.264; b:v 0 makes it the quality, not a limit.
-WEBM = Stored("webm", "libvpx-vp9", {}, {"crf": "24", "b:v": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"})
 
 
 def write_mp4(
@@ -119,7 +97,7 @@ def write_mp4(
     check_place(path)
     tags = {} if metadata is None else {"comment": json.dumps(dict(metadata))}
     with written_beside(path) as temporary:
-        encode(temporary, frames, rate, Stored.mp4(encoder), tags, sound)
+        encode(temporary, frames, rate, encoder, tags, sound)
     return path
 
 
@@ -140,18 +118,19 @@ def encode(
     path: Path,
     frames: Iterable[NDArray[np.uint8]],
     rate: Fraction,
-    stored: Stored,
+    encoder: Encoder,
     tags: Mapping[str, str],
     sound: Sound | None = None,
 ) -> None:
     """Write `path` itself: see `write_mp4`."""
     size, count = None, 0
-    options = dict(stored.container_options)
-    with av.open(str(path.absolute()), "w", format=stored.container, options=options) as container:
+    options = {"movflags": "faststart+use_metadata_tags"}  # index at the start, for streaming; tags with any name
+    codec = {"crf": str(encoder.crf), "preset": encoder.preset, **_instructions()}
+    with av.open(str(path.absolute()), "w", format="mp4", options=options) as container:
         container.metadata.update(tags)
-        stream = container.add_stream(stored.codec, rate=rate, options=dict(stored.codec_options))
+        stream = container.add_stream("libx264", rate=rate, options=codec)
         assert isinstance(stream, av.VideoStream)
-        stream.codec_context.thread_type = THREADS[stored.threads]
+        stream.codec_context.thread_type = THREADS[encoder.threads]
         track = None
         if sound is not None:
             sound_rate = sound.rate if sound.rate in AAC_RATES else 48000  # another rate is resampled by the track

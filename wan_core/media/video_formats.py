@@ -1,4 +1,4 @@
-"""The formats of a video by the ending of its name: MP4, WebM, GIF, and a folder of PNG files.
+"""The formats of a video by the ending of its name: MP4, and a folder of PNG files without one.
 
 Legend: F frames, H rows, W columns; colours are red, green, blue, full range.
 """
@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,8 @@ from PIL import Image, PngImagePlugin
 
 from wan_core.config import OptionError
 from wan_core.config.checks import meant_hint
-from wan_core.config.outputs import check_place, folder_beside, written_beside
-from wan_core.media.mp4 import WEBM, checked_frame, checked_rate, encode, write_mp4
+from wan_core.config.outputs import folder_beside
+from wan_core.media.mp4 import checked_frame, checked_rate, write_mp4
 from wan_core.media.sound import Sound
 
 Frames = Iterable[NDArray[np.uint8]]
@@ -57,8 +56,8 @@ def find_format(path: Path) -> Write:
     ending = path.suffix.lower()
     if ending not in FORMATS:
         raise OptionError(
-            f"cannot write {path.name!r}: give the file a name that ends in .mp4, .webm or .gif, or one without ending "
-            f"for a folder of PNG files{meant_hint(ending, FORMATS)}"
+            f"cannot write {path.name!r}: give the file a name that ends in .mp4, or one without ending for a folder "
+            f"of PNG files{meant_hint(ending, FORMATS)}"
         )
     return FORMATS[ending]
 
@@ -72,35 +71,6 @@ def _write_mp4(path: Path, frames: Frames, rate: Fraction, metadata: Mapping[str
     write_mp4(path, frames, fps=rate, metadata=metadata)
 
 
-def _write_webm(path: Path, frames: Frames, rate: Fraction, metadata: Mapping[str, str]) -> None:
-    check_place(path)
-    with written_beside(path) as temporary:
-        encode(temporary, frames, rate, WEBM, {"comment": json.dumps(dict(metadata))})
-
-
-def _write_gif(path: Path, frames: Frames, rate: Fraction, metadata: Mapping[str, str]) -> None:
-    """256 colours for each frame, dithered, without end."""
-    pictures = [_picture(frame, index).quantize(256) for index, frame in enumerate(frames)]
-    _need_frames(len(pictures))
-    comment = json.dumps(dict(metadata))
-    with written_beside(path) as temporary:
-        pictures[0].save(
-            temporary,
-            format="GIF",
-            save_all=True,
-            append_images=pictures[1:],
-            duration=gif_durations(len(pictures), rate),
-            loop=0,
-            comment=comment.encode(),
-        )
-
-
-def gif_durations(count: int, rate: Fraction) -> list[int]:
-    """Milliseconds of each frame. GIF counts in hundredths of a second: single frames differ, the sum does not."""
-    ends = [round(index * 100 / rate) * 10 for index in range(count + 1)]
-    return [later - earlier for earlier, later in pairwise(ends)]
-
-
 def _write_pngs(path: Path, frames: Frames, rate: Fraction, metadata: Mapping[str, str]) -> None:
     comment, count = PngImagePlugin.PngInfo(), 0
     comment.add_text("comment", json.dumps({**metadata, "fps": str(rate)}))
@@ -110,17 +80,13 @@ def _write_pngs(path: Path, frames: Frames, rate: Fraction, metadata: Mapping[st
             picture.save(
                 temporary / FRAME_NAME.format(count), pnginfo=comment if count == 1 else None, compress_level=4
             )
-        _need_frames(count)
+        if not count:
+            raise OptionError("no frames were given: a video has at least one")
 
 
 def _picture(frame: NDArray[np.uint8], index: int) -> Image.Image:
     return Image.fromarray(checked_frame(np.asarray(frame), index, None))
 
 
-def _need_frames(count: int) -> None:
-    if not count:
-        raise OptionError("no frames were given: a video has at least one")
-
-
 # ending -> function that writes it
-FORMATS: dict[str, Write] = {".mp4": _write_mp4, ".webm": _write_webm, ".gif": _write_gif, "": _write_pngs}
+FORMATS: dict[str, Write] = {".mp4": _write_mp4, "": _write_pngs}
