@@ -131,7 +131,7 @@ class WanCoreTextEncode(io.ComfyNode):
     @classmethod
     def execute(cls, clip: Any, positive: str, negative: str) -> io.NodeOutput:
         if isinstance(clip, TextSocket):
-            encoded = clip.encode([positive, negative], ["prompt", "negative prompt"])
+            encoded = clip.encode_prompts([positive, negative], ["prompt", "negative prompt"])
             warnings = [WARNING + note for one in encoded for note in one[0][1]["wancore_notes"]]
             return io.NodeOutput(*encoded, ui=ui.PreviewText("\n".join(warnings)) if warnings else None)
         return io.NodeOutput(*(clip.encode_from_tokens_scheduled(clip.tokenize(t)) for t in (positive, negative)))

@@ -99,7 +99,7 @@ def read_prompts(text: str) -> tuple[PromptAt, ...]:
 def encoded(clip: Any, text: str, prefixes: list[str]) -> tuple[list[list[Any]], list[int], list[str]]:
     """`text` as CONDITIONING, how many tokens each of its `prefixes` has, and what a user should know."""
     if isinstance(clip, TextSocket):
-        encoded_prompts = clip.encode([text, *prefixes])
+        encoded_prompts = clip.encode_prompts([text, *prefixes])
         counts = [clip.cache.count(prefix).given - 1 for prefix in prefixes]
         check_cut(counts[-1], clip.cache.count(text).read - 1)
         return encoded_prompts[0], counts, encoded_prompts[0][0][1]["wancore_notes"]

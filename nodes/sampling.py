@@ -188,9 +188,9 @@ class WanCoreSampler(io.ComfyNode):
         T, Y, X = max(plan.window_sizes(shape[2])), *shape[3:]
         tokens = model.experts.dit.tokens(T, Y, X)
         plan = with_costs(plan, model.experts.dit, (T, Y, X))
-        workload = Workload(shape, plan, batched=False)
+        workload = Workload(shape, plan, batched=False, text_rows=conditioning.text_rows)
         blocks = plan_experts(model, workload).staying_blocks
-        batched, why = choose_batched(guidance_mode, plan, tokens, streamed=blocks is not None)
+        batched, why = choose_batched(guidance_mode, plan, tokens, blocks is not None, conditioning.separate)
         settings = _settings(model, plan, shape, seed, batched)
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)

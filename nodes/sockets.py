@@ -6,16 +6,18 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W vi
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from comfy_api.latest import io
-from torch import Tensor
+from torch import Tensor, nn
 
 from wan_core.config import LoadOptions, OptionError, WindowOptions
 from wan_core.execution.memory.planning import (
@@ -39,6 +41,7 @@ from wan_core.sampling.steps import Expert
 
 from . import host
 from .engines import HERE, Engine
+from .missing import ComfyObject, Tokens
 
 MODEL = io.Custom("WANCORE_MODEL")  # ModelSocket
 REPORT = io.Custom("WANCORE_REPORT")  # wan_core.execution.report.Report
@@ -105,15 +108,18 @@ class ModelSocket:
             self.engine.read_ahead(list(patchers.values()), [self.loras_of(name) for name in patchers])
 
 
-class TextSocket:
+class TextSocket(ComfyObject):
     """A UMT5 encoder on a CLIP socket; encoded prompts are kept with it."""
+
+    described = "WanCore's text encoder", "ComfyUI's CLIPLoader (type wan)"
+    cond_stage_model = nn.Module()  # to LoRA loaders: no weights that a LoRA changes
 
     def __init__(self, patcher: host.Held, engine: Engine = HERE, precision: str = "checkpoint") -> None:
         self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
         self.engine, self.file = engine, {"path": str(patcher.part.part.path), "precision": precision}
         self.cache = PromptCache()
 
-    def encode(self, prompts: Sequence[str], names: Sequence[str] = ()) -> list[CONDITIONING]:
+    def encode_prompts(self, prompts: Sequence[str], names: Sequence[str] = ()) -> list[CONDITIONING]:
         """Each prompt as CONDITIONING. names: what notes call each. `wancore_seconds` in it is what encoding took, 0 if
         it was known, `wancore_notes` is what the user should know of how the prompt was read, and `wancore_prompt` is
         the prompt."""
@@ -136,24 +142,67 @@ class TextSocket:
             conditionings.append([[row, {"pooled_output": None, **extras}]])
         return conditionings
 
-    # What ComfyUI's CLIPTextEncode calls.
+    # What nodes of others call.
 
-    def tokenize(self, text: str, **_: Any) -> dict[str, str]:
-        return {"wancore": text}
+    def clone(self, **_: Any) -> TextSocket:
+        return copy.copy(self)
 
-    def encode_from_tokens_scheduled(self, tokens: dict[str, str], **_: Any) -> CONDITIONING:
-        return self.encode([tokens["wancore"]])[0]
+    def add_patches(self, patches: Mapping[Any, Any], *_: Any, **__: Any) -> list[str]:
+        """Which of the patches it takes: none. A LoRA loader hands in those of the MODEL too. Raises OptionError for
+        patches of a text encoder."""
+        names = [name if isinstance(name, str) else name[0] for name in patches]
+        if not all(name.startswith("diffusion_model.") for name in names):
+            raise OptionError(
+                "this node changes the weights of a text encoder, and WanCore's stay as they are: leave the node out, "
+                f"or use {self.described[1]}"
+            )
+        return []
+
+    def tokenize(self, text: str, return_word_ids: bool = False, **more: Any) -> Tokens:
+        """Raises OptionError for pictures and whatever else a node adds to a text for the encoder of another model."""
+        if added := [name for name, value in more.items() if value is not None and value != []]:
+            raise OptionError(
+                f"this node encodes {', '.join(added)} with the text, and the text encoder is UMT5, that of Wan, which "
+                "takes a text alone: use CLIP Text Encode or WanCore Text Encode"
+            )
+        return Tokens(text)
+
+    def encode_from_tokens_scheduled(
+        self, tokens: Tokens, unprojected: bool = False, add_dict: Mapping[str, Any] = MappingProxyType({}), **_: Any
+    ) -> CONDITIONING:
+        [[rows, extras]] = self.encode_prompts([text_of(tokens)])[0]
+        return [[rows, {**extras, **add_dict}]]
+
+    def encode_from_tokens(self, tokens: Tokens, return_pooled: bool | str = False, return_dict: bool = False) -> Any:
+        """The rows [1, L, dim], with the pooled output that UMT5 does not have, or both in a dictionary."""
+        [[rows, extras]] = self.encode_prompts([text_of(tokens)])[0]
+        if return_dict:
+            return {"cond": rows, **extras}
+        return (rows, None) if return_pooled else rows
+
+    def encode(self, text: str) -> Tensor:
+        return self.encode_from_tokens(self.tokenize(text))
+
+
+def text_of(tokens: Any) -> str:
+    """The text of what `TextSocket.tokenize` made. Raises OptionError for tokens of another encoder."""
+    if not isinstance(tokens, Tokens):
+        raise OptionError("these tokens are not of WanCore's text encoder: this node encodes for another model")
+    return tokens.text
 
 
 @dataclass(frozen=True)
-class VisionOutput:
+class VisionOutput(ComfyObject):
     """What ComfyUI's CLIPVisionEncode returns, as far as Wan models read it: features [B, N, C]."""
 
+    described = "what WanCore's CLIP vision encoder saw", "ComfyUI's CLIP Vision Loader"
     penultimate_hidden_states: Tensor
 
 
-class VisionSocket:
+class VisionSocket(ComfyObject):
     """A CLIP vision encoder on a CLIP_VISION socket. It sees pictures as the command line's does."""
+
+    described = "WanCore's CLIP vision encoder", "ComfyUI's CLIP Vision Loader"
 
     def __init__(self, patcher: host.Held) -> None:
         self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
@@ -170,9 +219,10 @@ class VisionSocket:
             return VisionOutput(host.to_intermediate(encoder(pictures)))
 
 
-class VAESocket:
+class VAESocket(ComfyObject):
     """A video VAE on a VAE socket. Latents are un-normalised, pictures [F, H, W, 3] in 0..1."""
 
+    described = "WanCore's VAE", "ComfyUI's Load VAE"
     latent_dim = 3
     output_channels = 3
 
@@ -181,6 +231,8 @@ class VAESocket:
         self.engine, self.file = engine, {"path": str(patcher.part.part.path), "precision": precision}
         self.config = cast(VAEConfig, patcher.part.part.config)
         self.latent_channels = self.config.z_dim
+        stride = self.config.spatial_stride
+        self.downscale_index_formula = self.upscale_index_formula = self.config.temporal_stride, stride, stride
 
     def decode_to(
         self,
@@ -216,9 +268,13 @@ class VAESocket:
         return self._decode(samples, TileSpec(height=tile_y, width=tile_x, overlap=overlap))
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """[F, H, W, 3], or [1, F, H, W, 3] -> [1, C, T, Y, X]."""
-        video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
-        return host.to_intermediate(self.engine.encode(self, video))
+        """[F, H, W, 3], or [B, F, H, W, 3] -> [B, C, T, Y, X]. As by ComfyUI's VAE, frames at the end and edges that
+        fill no latent are left out, and an alpha channel too. Raises OptionError for what holds no picture."""
+        if pixels.ndim not in (4, 5) or pixels.shape[-1] < 3 or 0 in pixels.shape:
+            raise OptionError(f"WanCore's VAE encodes pictures [frames, height, width, 3], not {list(pixels.shape)}")
+        videos = pixels[..., :3] if pixels.ndim == 5 else pixels[None, ..., :3]
+        latents = [self.engine.encode(self, self.config.whole_latents(video)) for video in videos]
+        return host.to_intermediate(torch.cat(latents))
 
     def encode_known(
         self, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor] = NO_KEYFRAMES

@@ -177,7 +177,8 @@ class WanCoreVAEEncode(io.ComfyNode):
                 io.Vae.Input("vae", tooltip="A Wan VAE: WanCore's or ComfyUI's own."),
                 io.Image.Input(
                     "image",
-                    tooltip="The frames: 4n + 1 of them, width and height multiples of 8 (Wan 2.1 VAE) or 16 (2.2).",
+                    tooltip="The frames: 4n + 1 of them, width and height multiples of 8 (Wan 2.1 VAE) or 16 (2.2). "
+                    "More frames are left out at the end, and more pixels at the edges, as by ComfyUI's VAE Encode.",
                 ),
             ],
             outputs=[output(io.Latent, "latent", "Un-normalised latents, as everywhere in ComfyUI.")],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import NoReturn, cast
 from weakref import WeakSet
 
 import torch
@@ -17,6 +17,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from wan_core.checkpoint.staged import Reading
+from wan_core.config import OptionError
 from wan_core.execution.memory.planning import CONTEXT
 from wan_core.execution.memory.residency import Residency, Waits, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
@@ -32,6 +33,7 @@ from .ahead import Ahead, fits
 from .devices import device
 
 log = logging.getLogger("WanCore")
+ITS_OWN = "WanCore's models stay as they are loaded: leave the node out, or use ComfyUI's loader in place of WanCore's"
 # Raises ComfyUI's interruption, between two tensors of a file.
 INTERRUPTIBLE = Reading(on_bytes=lambda _: model_management.throw_exception_if_processing_interrupted())
 _read_ahead_by_anyone: WeakSet[Held] = WeakSet()
@@ -63,6 +65,26 @@ class Evictable(ModelPatcher):
     def leave(self) -> None:
         """Free what is on the device."""
         raise NotImplementedError
+
+    # What nodes of others call. Without these, patches of weights would be noted and have no effect.
+
+    def clone(self, *_: object, **__: object) -> NoReturn:
+        raise OptionError(f"this node changes weights, or where they are. {ITS_OWN}")
+
+    def add_patches(self, *_: object, **__: object) -> NoReturn:
+        raise OptionError(f"this node reads or changes weights. {ITS_OWN}")
+
+    add_hook_patches = register_all_hook_patches = get_key_patches = add_patches
+    model_state_dict = model_state_dict_for_saving = add_patches
+
+    @property
+    def forced_hooks(self) -> None:
+        """None: a model of WanCore has no hooks. Raises OptionError where some are set."""
+
+    @forced_hooks.setter
+    def forced_hooks(self, hooks: object) -> None:
+        if hooks is not None:
+            raise OptionError(f"this node puts hooks on the model. {ITS_OWN}")
 
     # What the memory manager calls.
 

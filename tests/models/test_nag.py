@@ -83,7 +83,7 @@ def test_the_image_of_wan_21_is_attended_to_as_it_was():
         torch.nn.init.normal_(parameter, std=0.2)
     attention = model.blocks[0].cross_attn
     embedded = [model.embed_text(draw_noise(n, (1, 3, 12)), draw_noise(9, (1, 5, 6))) for n in (1, 2)]
-    both = [attention.kv(one) for one in embedded]
+    both = [attention.kv(*one) for one in embedded]
     x = draw_noise(4, (1, 10, 32))
     output = attention(x, (*both[0], *both[1][:2], numbers(USUAL)))
     with_text = {n: attention(x, kv) for n, kv in enumerate(both)}

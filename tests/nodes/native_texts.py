@@ -52,16 +52,19 @@ CASES: dict[str, dict[str, Any]] = {
     "ranges that meet on a step of heun": {"shift": 8.0, "steps": 8, "solver": "heun"},
     "two experts, ranges that meet on a step": {"two": True, "shift": 8.0, "steps": 8},
     "ranges that overlap": {"shift": 5.0, "overlap": 0.2},
+    "a long text": {"rows": (1024, 512)},
+    "long texts, one of them negative": {"rows": (600, 700), "shift": 5.0, "negative": True, "cuts": THIRDS},
+    "long texts of one length": {"rows": (1024, 1024), "negative": True, "overlap": 0.2},
     "two texts combined, three negative ones": {"shift": 5.0, "overlap": 1.0, "negative": True, "cuts": THIRDS},
 }
 
 
-def prompts(cuts: tuple[float, ...], seed: int, overlap: float = 0.0) -> list[Any]:
+def prompts(cuts: tuple[float, ...], seed: int, overlap: float = 0.0, rows: int = 512) -> list[Any]:
     """A text for each part of the run, as ConditioningSetTimestepRange and ConditioningCombine give them. overlap: a
     part begins and ends by so much outside of its cuts."""
     parts = [(max(0.0, start - overlap), min(1.0, end + overlap)) for start, end in pairwise((0.0, *cuts, 1.0))]
     return [
-        [world.rows(1, 512, 4096, seed=seed + n), {"start_percent": start, "end_percent": end} if cuts else {}]
+        [world.rows(1, rows, 4096, seed=seed + n), {"start_percent": start, "end_percent": end} if cuts else {}]
         for n, (start, end) in enumerate(parts)
     ]
 
@@ -78,6 +81,7 @@ def compare(
     solver: str = "euler",
     steps: int = STEPS,
     overlap: float = 0.0,
+    rows: tuple[int, int] = (512, 512),
 ) -> dict[str, Any]:
     import comfy.sample
     import comfy.samplers
@@ -91,7 +95,7 @@ def compare(
     socket = bridge.execute(
         models[0], precision="fp32", attention="sdpa", residency="auto", low=models[1] if two else None
     ).result[0]
-    texts = prompts(cuts, 1, overlap), prompts(cuts if negative else (), 20, overlap)
+    texts = prompts(cuts, 1, overlap, rows[0]), prompts(cuts if negative else (), 20, overlap, rows[1])
     video = world.rows(*SIZE, seed=7)
     from_video = denoise < 1 or start > 0 or (sigmas is not None and sigmas[0] < 1)
     latent = {"samples": video if from_video else torch.zeros(SIZE)}

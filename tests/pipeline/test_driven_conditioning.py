@@ -144,7 +144,7 @@ def test_a_driving_video_for_a_part_of_the_run(experts, start, end, undriven, pa
     assert "".join("b" if one == "01" else one for one in marks) == undriven
     forwards = 16 + 2 * undriven.count("b") + passes
     assert sum(step.passes for step in steps) == passes and joined.plan.forwards == forwards
-    assert {step.texts for step in steps} == {(0, 0)} and joined.conditioning.later_cond is None
+    assert {step.texts for step in steps} == {(0, 0)} and joined.conditioning.later_cond == ()
     assert joined.conditioning.inputs["pose_strength"] == 0.5 and "pose_context" in joined.conditioning.inputs
     assert f"driving video: read in {8 - undriven.count('1')} of 8 steps" in joined.plan.notes
     without_own = [windowed(n, start, end) for n in (1, 2)]

@@ -51,7 +51,7 @@ def test_tokens_of_a_prompt_are_penalised_where_it_does_not_hold(pipe: Pipeline)
     joined = f"a video. {RED} {GREEN}"
     encoder = run.memory.fetch("text encoder", pipe.models.text_encoder)
     rows, (count,) = encoder.read([joined])
-    assert torch.equal(text.cond, rows) and text.later_cond is None
+    assert torch.equal(text.cond, rows) and text.later_cond == ()
     assert run.report.settings["prompt"] == "a video." and run.report.settings["prompts"] == {0: RED, 8: GREEN}
     assert text.penalty is not None and text.penalty.shape == (1, 5, rows.shape[1])
     tokens = [encoder.tokenizer.count(one).given - 1 for one in ("a video.", RED, GREEN)]
@@ -111,7 +111,7 @@ def test_each_clip_has_the_prompts_of_its_frames(tmp_path: Path) -> None:
     text = encode_text(run)
     first, second = (text_of_clip(run, text, clip) for clip in run.job.clips)
     assert first.penalty is not None and first.penalty.shape[1] == 3 and second.penalty is None
-    assert torch.equal(second.cond[:, : text.cond.shape[1]].sum(), text.later_cond[0].sum())  # type: ignore[index]
+    assert torch.equal(second.cond[:, : text.cond.shape[1]].sum(), text.later_cond[0].sum())
     video = pipe.generate(Request(prompt="", prompts_at=SCENES, **fields))  # type: ignore[arg-type]
     alone = pipe.generate(Request(prompt=RED, **fields))  # type: ignore[arg-type]
     later = PromptAt(frame=16, text=GREEN)

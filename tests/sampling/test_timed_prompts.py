@@ -164,7 +164,7 @@ def test_windows_with_a_text_each():
     """The same, with texts in place of penalties: by `prompt-at`, and evenly as ComfyUI splits them."""
     split = replace(APART, split=True)
     later = draw_noise(8, (1, 5, 12))
-    texts = replace(TEXT, later_cond=later)
+    texts = replace(TEXT, later_cond=(later,))
     plain = make_plan(steps=3, guidance_high=2.0, guidance_low=2.0)
     plan = with_windows(plain, split, 6)
     at = with_prompts(plan, (0, 9), 21)

@@ -7,7 +7,7 @@ allowed and what to do. `checks` has the errors and the checks, `compile_cache` 
 
 from __future__ import annotations
 
-from wan_core.config.checks import OptionError, UserError, check_choice, check_size
+from wan_core.config.checks import MissingPart, OptionError, UserError, check_choice, check_size
 from wan_core.config.loading import (
     COMPILES,
     LORA_EXPERTS,
@@ -65,6 +65,7 @@ __all__ = [
     "LoraOptions",
     "LoraShares",
     "MagCacheOptions",
+    "MissingPart",
     "MotionOptions",
     "NagOptions",
     "OptionError",

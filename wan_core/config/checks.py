@@ -22,6 +22,11 @@ class OptionError(UserError):
     """An option is out of range: the message says what was given, what is allowed and what to do."""
 
 
+class MissingPart(OptionError, AttributeError):
+    """A node of others asks an object for an attribute that WanCore's does not have. `hasattr` and `getattr` with a
+    default go on working."""
+
+
 def nearly(given: str, allowed: Iterable[str]) -> str | None:
     """The one of `allowed` that may be meant by a word that is nearly right; None where none is near."""
     names = {name.lower(): name for name in allowed}

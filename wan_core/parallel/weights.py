@@ -175,10 +175,10 @@ class GatheredText:
     def __init__(self, block: nn.Module, attention: nn.Module) -> None:
         self.block, self.attention = weakref.ref(block), weakref.ref(attention)
 
-    def __call__(self, text: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *text: Tensor) -> tuple[Tensor, ...]:
         block: Any = self.block()
         attention: Any = self.attention()
         block.unshard()
-        keys_values = type(attention).kv(attention, text)
+        keys_values = type(attention).kv(attention, *text)
         block.reshard()
         return keys_values

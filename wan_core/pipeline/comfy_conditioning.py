@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.config import OptionError
@@ -108,8 +107,9 @@ def join(
     conditioning = Conditioning(
         cond=cond.rows[0],
         uncond=uncond.rows[0] if plan.reads_negative else None,
-        later_cond=stack_rows(cond.rows[1:]),
-        later_uncond=stack_rows(uncond.rows[1:]) if plan.reads_negative else None,
+        later_cond=tuple(cond.rows[1:]),
+        later_uncond=tuple(uncond.rows[1:]) if plan.reads_negative else (),
+        separate=plan.reads_negative and len({dit.text_rows(one.shape[1]) for one in (*cond.rows, *uncond.rows)}) > 1,
         penalty=penalty_of(plan, cond, latent["samples"].shape[2]),
         **inputs,
     )
@@ -179,10 +179,10 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Fa
         raise OptionError(f"`{name}` has no text: connect a text encode node, an empty text is allowed")
     rows, everything = [one[0] for one in conditioning], [one[1] for one in conditioning]
     for one in rows:
-        if one.ndim != 3 or one.shape[2] != dit.text_dim or one.shape[1] > dit.text_len:
+        if one.ndim != 3 or one.shape[2] != dit.text_dim or not one.shape[1]:
             raise OptionError(
-                f"`{name}` has text of {list(one.shape)}; this model takes [1, up to {dit.text_len}, {dit.text_dim}]: "
-                "shorten the text, or encode it with the text encoder that belongs to the model (UMT5)"
+                f"`{name}` has text of {list(one.shape)}; this model takes [1, {dit.text_len}, {dit.text_dim}]: encode "
+                "it with the text encoder that belongs to the model (UMT5)"
             )
     ranges = [TextRange.of(extras) for extras in everything]
     if len(rows) > 1:
@@ -248,14 +248,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, bool | int | float | str) and isinstance(other, bool | int | float | str):
         return one == other
     return one is other
-
-
-def stack_rows(rows: Sequence[Tensor]) -> Tensor | None:
-    """[N, S, text_dim] of rows [1, S_i, text_dim], zero rows at the end, as the model itself pads; None for none."""
-    if not rows:
-        return None
-    longest = max(one.shape[1] for one in rows)
-    return torch.cat([F.pad(one, (0, 0, 0, longest - one.shape[1])) for one in rows])
 
 
 def check_channels(samples: Tensor, dit: DiTConfig, task: str) -> None:

@@ -74,7 +74,7 @@ def encode_text(run: Run) -> Conditioning:
         cond=by_name["prompt"],
         uncond=by_name.get("negative prompt"),
         inputs=pose,
-        later_cond=torch.cat(later) if later else None,
+        later_cond=tuple(later),
         penalty=penalties(timed, all_counts[len(prompts) :], job.latent_shape[2] - job.leading, rows),
     )
 
@@ -86,7 +86,7 @@ def text_of_clip(run: Run, text: Conditioning, clip: Clip) -> Conditioning:
     own = run.job.text_of(clip)
     number, frames = run.job.texts.index(own), run.job.clip_shape(clip)[2] - run.job.leading
     penalty = text.penalty[number : number + 1, :frames] if text.penalty is not None and own.changes else None
-    return replace(text, cond=text.text("cond", number), later_cond=None, penalty=penalty)
+    return replace(text, cond=text.text("cond", number), later_cond=(), penalty=penalty)
 
 
 def penalties(texts: Sequence[TimedText], counts: Sequence[TokenCount], frames: int, rows: Tensor) -> Tensor | None:

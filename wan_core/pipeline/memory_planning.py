@@ -160,13 +160,14 @@ POLICIES: tuple[Policy, ...] = ("resident", "swap", "stream")
 @dataclass(frozen=True)
 class Workload:
     """What is to be made, as far as memory depends on it. `latent_shape`: [B, C, T, Y, X]. `image`: the VAE encodes
-    one."""
+    one. `text_rows`: of the longest text, where it is longer than the model's own."""
 
     latent_shape: tuple[int, ...]
     plan: Plan
     batched: bool
     image: bool = False
     seconds: float = 0.0  # of sound that is encoded
+    text_rows: int = 0
 
     @classmethod
     def of(cls, job: Job) -> Workload:
@@ -300,7 +301,9 @@ def beside_workload(found: Parts, workload: Workload | None, per_token: float, i
             residuals=residual_bytes(plan, B * found.dit.most_tokens(sum(sizes), Y, X), found.dit.dim, itemsize),
             batched=workload.batched,
             image=workload.image,
-            texts=max(len(step.all_texts) for step in plan.steps),
+            texts=max(len(step.all_texts) for step in plan.steps)
+            * found.dit.text_rows(workload.text_rows)
+            / found.dit.text_len,
         )
         outside = outside_bytes(found.dit, workload.latent_shape, max(sizes))
         beside = replace(beside, denoise=beside.denoise + outside)

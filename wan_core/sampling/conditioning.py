@@ -33,11 +33,18 @@ class Conditioning:
     image_features: Tensor | None = None  # [1 or B, N, image_dim]: of CLIP, for transformers that attend to them
     inputs: Mapping[str, Any] = field(default_factory=dict)  # of the model's family: tensors [1 or B, ...] and numbers
     uncond_inputs: Mapping[str, Any] = field(default_factory=dict)  # what the negative prompt's branch has instead
-    later_cond: Tensor | None = None  # [N, S, text_dim]: texts 1 to N of the prompt, for steps whose `texts` say so
-    later_uncond: Tensor | None = None  # [N, S, text_dim]: of the negative prompt
+    later_cond: tuple[Tensor, ...] = ()  # each [1, S, text_dim]: more texts of the prompt, see `Step.texts`
+    later_uncond: tuple[Tensor, ...] = ()  # of the negative prompt
+    separate: bool = False  # texts of the branches have different numbers of rows, and cannot be one batch
     # float32 [N, T, S]: of every text of the prompt, what is taken off the scores of each of its rows in each latent
     # frame (`wan_core.sampling.texts`).
     penalty: Tensor | None = None
+
+    @property
+    def text_rows(self) -> int:
+        """Rows of the longest text."""
+        texts = (self.cond, *self.later_cond, *self.later_uncond, *([] if self.uncond is None else [self.uncond]))
+        return max(one.shape[1] for one in texts)
 
     def text(self, branch: str, number: int) -> Tensor:
         """Text rows [1 or B, S, text_dim] of a branch, "cond" or "uncond"; several only where a text changes."""
@@ -46,15 +53,15 @@ class Conditioning:
             raise ValueError("the plan guides with a negative prompt, but none was encoded")
         if number == 0:
             return first
-        assert later is not None, "the plan has a text that the conditioning lacks"
-        return later[number - 1 : number]
+        return later[number - 1]
 
     def flat(self) -> dict[str, Tensor]:
         """What it holds by name, numbers as tensors without axes: to move it or send it."""
         values: dict[str, Any] = {}
         for one in fields(self):
             value = getattr(self, one.name)
-            inner = {f"{one.name}.{name}": v for name, v in value.items()} if isinstance(value, Mapping) else None
+            group = dict(enumerate(value)) if isinstance(value, tuple) else value
+            inner = {f"{one.name}.{name}": v for name, v in group.items()} if isinstance(group, Mapping) else None
             values |= {one.name: value} if inner is None else inner
         wide = {name: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for name, v in values.items()}
         return {name: torch.as_tensor(v) for name, v in wide.items() if v is not None}
@@ -62,12 +69,13 @@ class Conditioning:
     @classmethod
     def of(cls, flat: Mapping[str, Tensor]) -> Conditioning:
         """The inverse of `flat`."""
-        values: dict[str, Any] = {"inputs": {}, "uncond_inputs": {}}
+        values: dict[str, Any] = {"inputs": {}, "uncond_inputs": {}, "later_cond": {}, "later_uncond": {}}
         for name, value in flat.items():
             group, _, inner = name.partition(".")
             plain = value if value.ndim else value.item()
             values.update({group: {**values[group], inner: plain}} if inner else {group: plain})
-        return cls(**values)
+        later = {name: tuple(values[name].values()) for name in ("later_cond", "later_uncond")}
+        return cls(**{**values, **later})
 
     def family_inputs(self, branches: Sequence[str], batch: int) -> dict[str, Any]:
         """What the model's family takes beside text, for a batch of videos of these branches. What all branches share

@@ -56,10 +56,10 @@ ALONE = Branching()
 
 
 class Prompts(NamedTuple):
-    """A text of the prompt and one of the negative prompt, prepared: for both branches as one forward, for each alone,
-    and for steps with normalized attention guidance."""
+    """A text of the prompt and one of the negative prompt, prepared: for both branches as one forward (None where their
+    texts cannot be a batch), for each alone, and for steps with normalized attention guidance."""
 
-    both: PreparedText
+    both: PreparedText | None
     each: dict[Branch, PreparedText]
     nag: PreparedText | None
 
@@ -88,6 +88,7 @@ class Guided:
         self.run_branches, self.mine = branching.run, branching.mine
         self.bounded: Bounded | None = None  # of the steps that follow
         self.batched = branching.batched and branching.run is None
+        assert not (self.batched and self.conditioning.separate), "`choose_batched` knows"
         self.windows = plan.context_windows
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
         self.batch = batch
@@ -116,34 +117,48 @@ class Guided:
 
     def prepare_prompts(self, texts: tuple[int, int], undriven: bool) -> Prompts:
         """A text of each branch, by their numbers."""
-        named = zip(self.named, texts, strict=False)
-        rows = [self.conditioning.text(branch, number) for branch, number in named]
+        numbers = dict(zip(self.named, texts, strict=False))
+        each: dict[Branch, PreparedText] = {}
+        both = None
+        if self.conditioning.separate:
+            for branch in self.named:
+                each[branch] = self.prepare_branches((branch,), numbers, undriven)
+        else:
+            both = self.prepare_branches(self.named, numbers, undriven)
+            for number, branch in enumerate(self.named):
+                each[branch] = both.rows(number * self.batch, (number + 1) * self.batch)
+        if "uncond" in each:
+            each["uncond"] = each["uncond"]._replace(bias=None)
+        nag = None
+        if self.nag_numbers is not None and "uncond" in each:
+            nag = each["cond"].with_negative(each["uncond"], self.nag_numbers)
+        return Prompts(both, each, nag)
+
+    def prepare_branches(
+        self, branches: tuple[Branch, ...], numbers: Mapping[Branch, int], undriven: bool
+    ) -> PreparedText:
+        """The texts of `branches` by number, one branch after the other along the batch."""
+        rows = [self.conditioning.text(branch, numbers[branch]) for branch in branches]
         features = self.conditioning.image_features  # [1 or B, N, D]; both branches see the image
         if features is not None:
             features = features.expand(self.batch, -1, -1).repeat(len(rows), 1, 1)
-        # cond before uncond along the batch
-        own = self.conditioning.family_inputs(self.named, self.batch)
+        own = self.conditioning.family_inputs(branches, self.batch)
         if undriven:
             own = {name: value for name, value in own.items() if name not in self.driving_inputs}
-        both = self.model.prepare_text(stack_text(rows, self.batch), features, **own)
-        both = both._replace(bias=self.bias(texts[0]))
-        cond, uncond = both.rows(0, self.batch), both.rows(self.batch, 2 * self.batch)._replace(bias=None)
-        nag = None
-        if self.nag_numbers is not None and len(rows) == 2:
-            nag = cond.with_negative(uncond, self.nag_numbers)
-        self.passes += both.passes and max(1, both.passes // self.batch)
-        return Prompts(both, {"cond": cond, "uncond": uncond}, nag)
+        prepared = self.model.prepare_text(stack_text(rows, self.batch), features, **own)
+        self.passes += prepared.passes and max(1, prepared.passes // self.batch)
+        return prepared._replace(bias=self.bias(branches, numbers["cond"], max(one.shape[1] for one in rows)))
 
-    def bias(self, number: int) -> Tensor | None:
-        """[branches * B, T, text_len]: what frames add to the scores of the text rows of the branches; nothing to those
-        of the negative prompt."""
+    def bias(self, branches: tuple[Branch, ...], number: int, rows: int) -> Tensor | None:
+        """[branches * B, T, S]: what frames add to the scores of the S text rows of the branches, of which the texts
+        have `rows`; nothing to those of the negative prompt."""
         penalty = self.conditioning.penalty
         if penalty is None:
             return None
         weight = self.model.patch_embedding.weight
-        bias = F.pad(-penalty[number], (0, self.model.config.text_len - penalty.shape[2])).to(weight)
-        branches = [bias if branch == "cond" else torch.zeros_like(bias) for branch in self.named]
-        return torch.stack([one for one in branches for _ in range(self.batch)])
+        bias = F.pad(-penalty[number], (0, self.model.config.text_rows(rows) - penalty.shape[2])).to(weight)
+        each = [bias if branch == "cond" else torch.zeros_like(bias) for branch in branches]
+        return torch.stack([one for one in each for _ in range(self.batch)])
 
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
         """float32 [B, C, T, Y, X], and how many forwards of a video ran, with those that `prepare` took; guidance
@@ -216,7 +231,7 @@ class Guided:
             return velocities
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
             run = info(step.branches, bool(skipped))
-            texts = {numbers: one.both for numbers, one in self.prompts.items()}
+            texts = {numbers: one.both for numbers, one in self.prompts.items() if one.both is not None}
             both = self.predict(torch.cat([inputs, inputs]), torch.cat([time, time]), texts, step, run)
             return dict(zip(step.branches, both.chunk(2), strict=True))
         return {branch: forward(branch) for branch in step.branches}
@@ -314,14 +329,16 @@ def hold_known(x: Tensor, conditioning: Conditioning) -> Tensor:
     return torch.cat([clean.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, clean.shape[2] :]], dim=2)
 
 
-def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool) -> tuple[bool, str]:
+def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool, separate: bool = False) -> tuple[bool, str]:
     """Whether to run both guidance branches as one forward, and why, in words for the report.
 
     mode: "sequential", "batched" or "auto". tokens: of one video. streamed: weights come from host memory for every
-    forward.
+    forward. separate: of the conditioning.
     """
     if not plan.guided:
         return False, "no step is guided"
+    if separate:
+        return False, "the prompt and the negative prompt have different numbers of text rows"
     if mode != "auto":
         return mode == "batched", "asked for"
     if streamed and tokens <= TRANSFER_TOKENS:

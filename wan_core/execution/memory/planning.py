@@ -119,14 +119,14 @@ def beside_weights(
     residuals: int = 0,
     batched: bool = False,
     image: bool = False,
-    texts: int = 1,
+    texts: float = 1,
 ) -> Beside:
     """latents: [B, C, T, Y, X]. per_token: of `factor`. itemsize: of the numbers that residuals and prompts are kept
     in. guided: two prompts are prepared. residuals: bytes that a cache keeps. texts: of a prompt, prepared at
-    once."""
+    once; a longer one counts as several."""
     B, _, T, Y, X = latents
     tokens = B * dit.tokens(T, Y, X)
-    prompts = texts * (1 + guided) * 2 * dit.num_layers * dit.context_len * dit.dim * itemsize
+    prompts = int(texts * (1 + guided) * 2 * dit.num_layers * dit.context_len * dit.dim * itemsize)
     family = family_of(dit)
     prompts += family.prepared_bytes(dit, latents, itemsize)
     forward = (per_token + family.more_per_token) * 2 * tokens * dit.dim * (1 + batched)

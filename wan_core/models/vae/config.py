@@ -54,6 +54,17 @@ class VAEConfig:
         """Frames of a video of so many latent frames."""
         return self.temporal_stride * (latent_frames - 1) + 1
 
+    def whole_latents(self, pictures: Tensor) -> Tensor:
+        """Pictures [F, H, W, 3] without the last frames and the edges that fill no latent: what ComfyUI's VAE encodes
+        of them. Raises OptionError where nothing is left."""
+        frames, stride = self.video_frames(self.latent_frames(len(pictures))), self.spatial_stride
+        rows, columns = (side // stride * stride for side in pictures.shape[1:3])
+        if not rows or not columns:
+            height, width = pictures.shape[1:3]
+            raise OptionError(f"pictures of {width}x{height} given; the VAE encodes sides of at least {stride} pixels")
+        top, left = ((side % stride) // 2 for side in pictures.shape[1:3])
+        return pictures[:frames, top : top + rows, left : left + columns]
+
     def normalise(self, latents: Tensor) -> Tensor:
         """The transformer's latents of un-normalised ones: (latents - mean) / std per channel, fp32. [B, z, ...] -> [B,
         z, ...]. Mean and standard deviation are no buffers of the VAE: `module.to(bfloat16)` would round them."""

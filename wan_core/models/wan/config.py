@@ -72,6 +72,10 @@ class DiTConfig:
         blocks = [block for i in inner for block in self.modules_of(i)]
         return frozenset(f"{block}.{name}" for block in blocks for name in (*attention, "ffn.0", "ffn.2"))
 
+    def text_rows(self, rows: int) -> int:
+        """Rows of text that cross-attention reads of so many."""
+        return max(rows, self.text_len)
+
     @property
     def context_len(self) -> int:
         """Tokens that cross-attention attends to."""

@@ -81,7 +81,7 @@ class WanModel(nn.Module):
 
         x: [B, C_in, T, Y, X], any float dtype; Y and X multiples of the patch (2).
         timestep: [B] in 0..1000, or [B, T] where every latent frame has its own (TI2V image conditioning). Never bf16.
-        context: text rows [B, S <= 512, text_dim] or a list of [S, text_dim], or what `prepare_text` made of them (once
+        context: text rows [B, S, text_dim] or a list of [S, text_dim], or what `prepare_text` made of them (once
         per prompt, not per step).
         info: which forward of a run this is, for the runners.
         inputs: what `prepare_text` takes beside text (`input_names`), where it was not called before.
@@ -155,25 +155,26 @@ class WanModel(nn.Module):
         here = self.layers
         return PreparedText(tuple(self._keys_values(i, embedded) if i in here else () for i in range(len(self.blocks))))
 
-    def embed_text(self, context: Tensor, image: Tensor | None) -> Tensor:
-        """[B, S, text_dim] -> [B, text_len, C]. Zero-padded before the embedding, and the padding is attended to, as in
-        the reference: the model was trained so."""
+    def embed_text(self, context: Tensor, image: Tensor | None) -> tuple[Tensor, ...]:
+        """[B, S, text_dim] -> [B, text_len, C], what `CrossAttention.kv` takes. Zero-padded before the embedding, and
+        the padding is attended to, as in the reference: the model was trained so. More rows are attended to as well, as
+        in ComfyUI."""
         if image is not None:
             raise ValueError("CLIP features of an image given; this model takes none")
         rows, width = context.shape[1:]
-        if width != self.config.text_dim or rows > self.config.text_len:
+        if width != self.config.text_dim:
             raise ValueError(
-                f"text conditioning of {rows} rows x {width} given; this model takes at most {self.config.text_len} "
-                f"rows of {self.config.text_dim}. Encode the prompt with the text encoder that belongs to it."
+                f"text conditioning of {rows} rows x {width} given; this model takes rows of {self.config.text_dim}. "
+                "Encode the prompt with the text encoder that belongs to it."
             )
         weight = self.patch_embedding.weight
-        context = F.pad(context.to(weight.device, weight.dtype), (0, 0, 0, self.config.text_len - rows))
-        return self.text_embedding(context)
+        context = F.pad(context.to(weight.device, weight.dtype), (0, 0, 0, self.config.text_rows(rows) - rows))
+        return (self.text_embedding(context),)
 
-    def _keys_values(self, layer: int, embedded: Tensor) -> tuple[Tensor, ...]:
+    def _keys_values(self, layer: int, embedded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         weights = self.runners.weights
         weights.enter(layer, text=True)
-        found = self.blocks[layer].cross_attn.kv(embedded)
+        found = self.blocks[layer].cross_attn.kv(*embedded)
         weights.leave(layer)
         return found
 

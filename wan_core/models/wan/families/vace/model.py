@@ -101,7 +101,7 @@ class VaceModel(WanModel):
         weights = self.runners.weights
         for n, block in enumerate(self.vace_blocks):
             weights.enter(n * self.config.vace_every, text=True)
-            keys_values.append(block.cross_attn.kv(embedded))
+            keys_values.append(block.cross_attn.kv(*embedded))
             weights.leave(n * self.config.vace_every)
         return PreparedText(tuple(keys_values), self.prepare_control(control, control_scale, len(context)))
 

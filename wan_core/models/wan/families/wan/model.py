@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from wan_core.models.wan.config import DiTConfig
@@ -39,14 +38,12 @@ class ImageCrossAttention(CrossAttention):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)
-        self.text_len = config.text_len
         self.k_img = Linear(config.dim, config.dim)
         self.v_img = Linear(config.dim, config.dim)
         self.norm_k_img = RMSNorm(config.dim, config.eps)
 
-    def kv(self, text: Tensor) -> tuple[Tensor, ...]:
-        """Keys and values [B, S, H, D] of the text and [B, N, H, D] of the image, of their tokens [B, N + S, C]."""
-        image, text = text[:, : -self.text_len], text[:, -self.text_len :]
+    def kv(self, text: Tensor, image: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Keys and values [B, S, H, D] of the text [B, S, C] and [B, N, H, D] of the image [B, N, C], both embedded."""
         k_img = fused.head_norm(self.k_img(image), self.norm_k_img.weight, self.heads, self.norm_k_img.eps)
         return *super().kv(text), k_img, self.v_img(image).unflatten(-1, (self.heads, -1))
 
@@ -60,7 +57,7 @@ class ImageCrossAttention(CrossAttention):
 
 
 class ImageWanModel(WanModel):
-    """A `WanModel` whose prompts begin with the tokens of an image."""
+    """A `WanModel` whose prompts have the tokens of an image beside them."""
 
     input_names: ClassVar[tuple[str, ...]] = ("image",)
 
@@ -71,11 +68,11 @@ class ImageWanModel(WanModel):
             block.cross_attn = ImageCrossAttention(config)
         self.img_emb = ImageEmbedding(config.image_dim, config.dim)
 
-    def embed_text(self, context: Tensor, image: Tensor | None) -> Tensor:
-        """[B, N + S, C]: the image's tokens of CLIP features [B, N, image_dim], then the text's."""
+    def embed_text(self, context: Tensor, image: Tensor | None) -> tuple[Tensor, ...]:
+        """The text's tokens [B, S, C], and the image's [B, N, C] of CLIP features [B, N, image_dim]."""
         width = self.config.image_dim
         if image is None or image.ndim != 3 or image.shape[-1] != width:
             given = "none were given" if image is None else f"{list(image.shape)} were given"
             raise ValueError(f"this model needs CLIP features of an image [batch, tokens, {width}]; {given}")
-        text = super().embed_text(context, None)
-        return torch.cat([self.img_emb(image.to(text.device, text.dtype)), text], 1)
+        (text,) = super().embed_text(context, None)
+        return text, self.img_emb(image.to(text.device, text.dtype))
