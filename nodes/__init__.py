@@ -34,7 +34,7 @@ from .skipping import (
     WanCoreSpeedPreset,
     WanCoreTaylorSeer,
 )
-from .sound import WanCoreMotionPositions, WanCoreSoundToVideo
+from .sound import WanCoreSoundToVideo
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
 from .windows import WanCoreContextWindows
 from .workers import WanCoreLauncher
@@ -68,7 +68,6 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreDecodeToVideo,
         WanCoreAnimate,
         WanCoreAnimate2,
-        WanCoreMotionPositions,
         WanCoreSoundToVideo,
         WanCoreVACE,
         WanCoreCamera,

@@ -21,6 +21,7 @@ from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
 from wan_core.models.vae.tiny import TinyVAE
 from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
 from wan_core.pipeline.check import size_notes
 from wan_core.pipeline.comfy_conditioning import Joined, join, prompt_starts
 from wan_core.pipeline.embedded import unknown_to
@@ -52,7 +53,7 @@ from .plan_inputs import (
     preset_input,
     window_inputs,
 )
-from .schema import output, schema, widgets
+from .schema import ADVANCED, output, schema, widgets
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
 TINY_FILES = {16: ("taew2_1", "lighttaew2_1"), 48: ("taew2_2", "lighttaew2_2")}  # by latent channels
@@ -101,6 +102,7 @@ def tiny_vae(path: Path, changed: float, channels: int) -> TinyVAE:
     return vae
 
 
+REFERENCE = "reference"  # positions of motion frames
 LEFTOVER = "wancore_leftover"  # of a LATENT: (Leftover, the samples that it was rounded to)
 
 
@@ -150,6 +152,16 @@ class WanCoreSampler(io.ComfyNode):
                     tooltip="Disable it for latents in which another sampler left its noise.",
                 ),
                 *added_inputs(),
+                io.Combo.Input(
+                    "motion_positions",
+                    **ADVANCED,
+                    options=[REFERENCE, "comfyui"],
+                    default=REFERENCE,
+                    optional=True,
+                    tooltip="For S2V: where the frames before a clip, of WanSoundImageToVideo or its Extend, stand in "
+                    "time and in the picture. reference: as the released model was trained. comfyui: as ComfyUI's own "
+                    "sampling has them.",
+                ),
             ],
             outputs=[
                 output(io.Latent, "latent_out", "Finished, for any VAE Decode."),
@@ -174,8 +186,11 @@ class WanCoreSampler(io.ComfyNode):
         guidance_mode: str,
         skipping: SkipOptions | None = None,
         add_noise: str = "enable",
+        motion_positions: str = REFERENCE,
         **values: Any,
     ) -> io.NodeOutput:
+        if motion_positions != REFERENCE:
+            positive = with_comfyui_positions(model, positive)
         frames = model.experts.vae.video_frames(latent["samples"].shape[2])
         starts = prompt_starts(positive)
         video = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames, prompt_starts=starts)
@@ -218,6 +233,14 @@ class WanCoreSampler(io.ComfyNode):
             output |= {key: latent[key] for key in ("noise_mask", "batch_index") if key in latent}
             output[LEFTOVER] = leftover, samples
         return io.NodeOutput(output, report, ui=ui.PreviewText(text))
+
+
+def with_comfyui_positions(model: ModelSocket, positive: CONDITIONING) -> CONDITIONING:
+    """`positive` with ComfyUI's positions of motion frames. Raises OptionError for a model that has no such frames."""
+    if COMFYUI_POSITIONS not in family_of(model.experts.dit).conditioning_keys:
+        name = model.experts.task.name
+        raise OptionError(f"motion_positions 'comfyui' is for S2V, and this model is {name}: set it to {REFERENCE!r}")
+    return [[rows, {**extras, COMFYUI_POSITIONS: True}] for rows, extras in positive]
 
 
 def _start(latent: dict[str, Any], latents: Tensor | None, seed: int, add_noise: str) -> Start:

@@ -22,7 +22,7 @@ NODES = {  # part of the page's menu -> its nodes, which begin with WanCore
     "prompt": "TextEncode PromptsOverTime ImageToVideo NAG",
     "sample": "EmptyLatent Sampler ContextWindows VAEEncode VAEDecode DecodeToVideo",
     "speed": "Accelerate SpeedPreset SparseAttention MagCache TaylorSeer AdaptiveCache GuidanceSchedule Launcher",
-    "control": "VACE Camera Animate Animate2 SoundToVideo MotionPositions",
+    "control": "VACE Camera Animate Animate2 SoundToVideo",
     "tools": "PlanPreview NativePlan Report ReportCard Compare",
 }
 CATEGORIES = {f"WanCore{name}": f"WanCore/{part}" for part, names in NODES.items() for name in names.split()}

@@ -14,7 +14,7 @@ from wan_core.models.audio.wav2vec2 import SAMPLE_RATE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.media import video_to_pixels
-from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS, LEAST_SIDE, LONGER, MOTION_PIXELS, S2V
+from wan_core.models.wan.families.s2v import LEAST_SIDE, LONGER, MOTION_PIXELS, S2V
 from wan_core.models.wan.families.s2v.inputs import VIDEO_RATE, comfy_extras, features_until, frames_of, motion_frames
 from wan_core.sampling.conditioning import empty_latents
 
@@ -191,35 +191,3 @@ def cut(audio: dict[str, Any] | None, frames: int) -> dict[str, Any] | None:
         return None
     samples = -(-int(audio["sample_rate"]) * frames // VIDEO_RATE)
     return {**audio, "waveform": audio["waveform"][..., :samples]}
-
-
-class WanCoreMotionPositions(io.ComfyNode):
-    """ComfyUI's positions of motion frames, for its result."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schema(
-            "WanCoreMotionPositions",
-            "WanCore Motion Positions",
-            aliases=("wan s2v", "sound to video", "speech to video"),
-            description="For S2V with motion frames (the frames before a clip): where they stand in time and in the "
-            "picture. Only needed to get what ComfyUI's own sampling makes.",
-            inputs=[
-                io.Conditioning.Input(
-                    "positive", tooltip="The positive output of WanSoundImageToVideo or WanSoundImageToVideoExtend."
-                ),
-                io.Combo.Input(
-                    "positions",
-                    options=["comfyui", "reference"],
-                    default="comfyui",
-                    tooltip="comfyui: as ComfyUI's own sampling has them. reference: as the released model was "
-                    "trained, which is the same as leaving this node out.",
-                ),
-            ],
-            outputs=[output(io.Conditioning, "positive_out", "For `positive` of the WanCore Sampler.")],
-        )
-
-    @classmethod
-    def execute(cls, positive: CONDITIONING, positions: str) -> io.NodeOutput:
-        comfyui_positions = positions == "comfyui"
-        return io.NodeOutput([[rows, {**extras, COMFYUI_POSITIONS: comfyui_positions}] for rows, extras in positive])

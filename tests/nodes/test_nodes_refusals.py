@@ -80,6 +80,10 @@ def test_strengths_and_more_first_frames_than_frames(comfy: ComfyUI) -> None:
     assert "18 known frames given for a video of 17" in refused(comfy.run(nodes), "size")
 
 
+def test_positions_of_motion_frames_need_a_model_that_has_such_frames(comfy: ComfyUI) -> None:
+    assert "is for S2V" in refused(comfy.run(small(motion_positions="comfyui")))
+
+
 def test_swapped_experts_and_weights_are_said_on_the_node(comfy: ComfyUI) -> None:
     nodes = small()
     nodes["model"]["inputs"] |= {"high": "low_noise.safetensors", "low": "high_noise.safetensors"}

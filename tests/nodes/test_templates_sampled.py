@@ -45,15 +45,11 @@ def comparable(graph: Graph) -> Graph:
 
 
 def with_motion_positions(graph: Graph) -> Graph:
-    """ComfyUI's positions of motion frames in front of every WanCore Sampler, where a model has any."""
+    """ComfyUI's positions of motion frames in every WanCore Sampler, where a model has any."""
     nodes = deepcopy(graph)
-    if not any(one["class_type"].startswith("WanSoundImageToVideo") for one in graph.values()):
-        return nodes
-    for name, one in graph.items():
-        if one["class_type"] == OURS:
-            placed = {"positive": one["inputs"]["positive"], "positions": "comfyui"}
-            nodes[f"motion {name}"] = {"class_type": "WanCoreMotionPositions", "inputs": placed}
-            nodes[name]["inputs"]["positive"] = [f"motion {name}", 0]
+    if any(one["class_type"].startswith("WanSoundImageToVideo") for one in graph.values()):
+        for one in nodes.values():
+            one["inputs"] |= {"motion_positions": "comfyui"} if one["class_type"] == OURS else {}
     return nodes
 
 
