@@ -101,6 +101,7 @@ class WanCoreFromModel(io.ComfyNode):
         settings.check_loras(loras)
         shift, windows = _shift(natives), _windows(natives)
         carried = {"shift": shift, "range_shift": natives["high"].range_shift, "windows": windows}
+        carried["named_loras"] = not any(loras.values())
         socket = replace(socket_of(options, settings, patchers, engine), loras=loras, **carried)
         lines = [info_of(settings), *settings.lora_lines(loras)]
         lines += [f"shift {shift:g}, as ModelSamplingSD3 set it" if shift else "no ModelSamplingSD3: its own shift"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.native.plan import WholeRun, joined, with_evaluations
-from wan_core.sampling.plan import MAX_STEPS, Plan
+from wan_core.sampling.plan import MAX_STEPS, WARNING, Plan
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.steps import Expert
@@ -133,7 +133,8 @@ class WanCoreNativePlan(io.ComfyNode):
             if seconds_per_forward or measured:
                 seconds[expert] = seconds_per_forward or measured
         image, text = as_image(draw_plan(plan, plan.estimate(seconds))), plan.table()
-        return io.NodeOutput(image, text, ui=shown(image, text.splitlines()[0], cls))
+        lines = "\n".join([*(WARNING + warning for warning in plan.warnings), text.splitlines()[0]])
+        return io.NodeOutput(image, text, ui=shown(image, lines, cls))
 
 
 def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple[int, ...] | None, latent: Any) -> Plan:

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan_core.config import SkipOptions
-from wan_core.execution.report import Report, draw_report
+from wan_core.execution.report import WARNING, Report, draw_report
 from wan_core.media.pictures import clock
 from wan_core.models.wan.families.wan.inputs import handed_of, known_of
 from wan_core.pipeline.comfy_conditioning import prompt_starts
@@ -164,7 +164,8 @@ class WanCorePlanPreview(io.ComfyNode):
         estimate = None if estimate is None else estimate * video.long.cost
         image = as_image(draw_plan(plan, estimate, clips=clips))
         text = plan.table() + (f"\nclips: {clips}" if clips else "")
-        return io.NodeOutput(image, text, ui=shown(image, text.splitlines()[0], cls))
+        lines = "\n".join([*(WARNING + warning for warning in plan.warnings), text.splitlines()[0]])
+        return io.NodeOutput(image, text, ui=shown(image, lines, cls))
 
 
 class WanCoreReport(io.ComfyNode):

@@ -210,7 +210,7 @@ class WanCoreSampler(io.ComfyNode):
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)
         report = Report(host.device(), settings)
-        warnings = [*unknown_of(model, joined, shape), *joined.notes]
+        warnings = [*plan.warnings, *unknown_of(model, joined, shape), *joined.notes]
         of_files = [*model.experts.notes, *notes_of(model.loras)]
         report.notes += warnings
         report.warnings += [*warnings, *of_files]

@@ -65,6 +65,7 @@ class ModelSocket:
     shift: float | None = None  # that came with the model; None: the task's own
     range_shift: float | None = None  # of a MODEL, with which ranges of texts are sigmas; None: that of the run
     windows: WindowOptions | None = None  # context windows of a longer video
+    named_loras: bool = True  # False where they came with a MODEL, which does not say what they are
     kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
 
     @property
@@ -83,7 +84,7 @@ class ModelSocket:
             low=None if experts.low is None else experts.low.path,
             loras=tuple(self.lora_files),
             alone=experts.low is None,
-            all_files=True,
+            all_files=self.named_loras,
         )
 
     @property

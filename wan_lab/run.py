@@ -20,7 +20,7 @@ from wan_core.execution.report import Report
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.pictures import save_picture
 from wan_core.models.wan.families import family_of
-from wan_core.pipeline.check import plan_request
+from wan_core.pipeline.check import request_of_job
 from wan_core.pipeline.decode import decode_images
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
@@ -265,7 +265,7 @@ def decides_alone(options: SkipOptions) -> bool:
 def plan_with(pipe: Pipeline, batch: Batch, options: SkipOptions | None) -> Plan:
     """The plan of the batch's videos with step caching and sparse attention as `options` say."""
     job, models = batch.job, pipe.models
-    request = plan_request(replace(job.request, skip=options), job.task, job.width, job.height, job.frames)
+    request = request_of_job(replace(job.request, skip=options), job.task, job.width, job.height, job.frames)
     facts = ModelFacts(
         task=models.task,
         dit=models.dit_config,

@@ -80,7 +80,7 @@ def model() -> WanModel:
 def planned(arguments: str) -> Plan:
     """What is sparse does not matter here: it changes no number of blocks."""
     options = PARSER.parse_args(["plan", "--task", "t2v-A14B", "--frames", "17", *arguments.split()])
-    plan = asked_plan(options, []).plan
+    plan = asked_plan(options).plan
     return replace(plan, sparse=None, steps=tuple(replace(step, sparsity=0.0) for step in plan.steps))
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from wan_core.cli.options import MEMORY, outputs_of, values_of, window_of
-from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
+from wan_core.config import QUANTIZED, Keyframe, LoadOptions, OptionError, PromptAt, Request
 from wan_core.config.checks import near_file
 from wan_core.config.file_names import NAMING
 from wan_core.config.table import from_values
 from wan_core.models.wan.families import TASKS, family_of, find_task
-from wan_core.sampling.build import ModelFacts, PlannedVideo, PlanRequest, build_plan
+from wan_core.models.wan.families.family import BEGINS, given_fields
+from wan_core.sampling.build import ModelFacts, PlannedVideo, build_plan, plan_request
 
 SMALLER = "try --precision fp8, a smaller --size or fewer --frames, or a task with a smaller model"
 PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
@@ -49,11 +51,6 @@ def run_quantize(options: argparse.Namespace) -> int:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    loras = [Path(lora.path) for lora in options.loras if lora.strength]
-    check_headers([path for path in (options.high, options.low) if path is not None], loras)
-    if options.model is not None:
-        take_model(options)
-    options.task = options.task or PLANNED_TASK
     if options.host_memory_limit is not None:
         raise OptionError("--host-memory-limit changes nothing in a plan, which says what is needed: leave it out")
     if options.memory:
@@ -62,12 +59,12 @@ def run_plan(options: argparse.Namespace) -> int:
         ):
             others = "--clip-frames, --overlap, --svi and --seconds-per-forward"
             raise OptionError(f"--memory is of one clip: leave out {others}")
-        return run_memory_plan(options)
+        return run_memory_plan(options, facts_of(options, planned_request(options)).task.name)
     for name in ("size", "memory_limit", "resident_blocks"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise OptionError(f"{flag} changes no step: add --memory, whose plan it changes, or leave {flag} out")
-    video = asked_plan(options, loras)
+    video = asked_plan(options)
     plan, long = video.plan, video.long
     seconds = whole_seconds(video, options.seconds_per_forward)
     cut = any(one is not None for one in (options.frames, options.clip_frames, options.overlap, options.svi))
@@ -87,15 +84,58 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def asked_plan(options: argparse.Namespace, loras: list[Path]) -> PlannedVideo:
-    """The plan of what the arguments describe, at the task's own size. Raises OptionError."""
-    task = find_task(options.task)
-    family_of(task).check_begins(task, ["image"] * options.image + ["keyframes"] * bool(options.keyframes))
-    changed = {"part": window_of(options), "from_noise": options.denoise == 1, "width": None, "height": None}
-    changed["known"], changed["prompt_starts"] = tuple(sorted(options.keyframes or ())), options.prompts_at or ()
-    request = from_values(PlanRequest, values_of(options), **changed)
-    files = {"high": options.high, "low": options.low, "loras": tuple(loras)}
-    return build_plan(request, ModelFacts(task=task, dit=task.full_size, vae=task.vae, **files))
+def asked_plan(options: argparse.Namespace) -> PlannedVideo:
+    """The plan of what the arguments describe, at the task's own size, as `generate` makes it. Raises OptionError."""
+    request = planned_request(options)
+    facts = facts_of(options, request)
+    task = facts.task
+    family_of(task).check_fields(request, task)
+    family_of(task).check_begins(task, given_fields(request, BEGINS))
+    frames = task.frames if request.frames is None else request.frames
+    asked = plan_request(request, task, part=window_of(options), width=None, height=None, frames=frames)
+    return build_plan(asked, facts)
+
+
+def planned_request(options: argparse.Namespace) -> Request:
+    """The request that the arguments describe, in which words stand for pictures and prompts, which a plan does not
+    read. Raises OptionError."""
+    keyframes = tuple(Keyframe(frame=frame, path="a picture") for frame in options.keyframes or ())
+    prompts = tuple(PromptAt(frame=frame, text="a prompt") for frame in options.prompts_at or ())
+    read = {
+        "image": "a picture" if options.image else None,
+        "keyframes": keyframes or None,
+        "prompts_at": prompts or None,
+    }
+    others = {"denoise": None, "width": None, "height": None}
+    return from_values(Request, values_of(options), prompt="", **read, **others)
+
+
+def facts_of(options: argparse.Namespace, request: Request) -> ModelFacts:
+    """The files that `generate` would take, and what they are; without a model, a file and LoRAs, those of the task.
+    Raises CheckpointError or OptionError."""
+    embedded = options.task is not None and options.task.lower().endswith("-tiny")
+    high, low = (None if path is None else str(path) for path in (options.high, options.low))
+    loras = tuple(Path(lora.path) for lora in options.loras if lora.strength)
+    check_loras(loras)
+    if options.model is None and high is None and low is None and not embedded:
+        task = find_task(options.task or PLANNED_TASK)  # without torch
+        return ModelFacts(task=task, dit=task.full_size, vae=task.vae, loras=loras, all_files=bool(loras))
+    from wan_core.pipeline.loras import lora_files
+    from wan_core.pipeline.sources import find_transformers, for_request
+
+    model = "tiny" if embedded and options.model is None else options.model
+    named = LoadOptions(model=model, task=options.task, high=high, low=low, loras=tuple(options.loras))
+    named = for_request(named, request)
+    found = find_transformers(named, image=bool(request.pictures))
+    return ModelFacts(
+        task=found.task,
+        dit=found.dit,
+        vae=found.vae,
+        high=found.high.path,
+        low=found.low_path,
+        loras=lora_files(named.loras),
+        all_files=True,
+    )
 
 
 def whole_seconds(video: PlannedVideo, each: float | None) -> float | None:
@@ -110,34 +150,20 @@ def whole_seconds(video: PlannedVideo, each: float | None) -> float | None:
     return seconds * video.long.cost
 
 
-def take_model(options: argparse.Namespace) -> None:
-    """Fill in `task`, `high` and `low` from --model. Raises CheckpointError or OptionError."""
-    from wan_core.pipeline.sources import find_transformers
-
-    high, low = (None if path is None else str(path) for path in (options.high, options.low))
-    named = LoadOptions(model=options.model, task=options.task, high=high, low=low)
-    found = find_transformers(named, image=options.image)
-    options.task = found.task.name
-    options.high, options.low = found.of["high"].path, found.low_path
-
-
-def check_headers(models: list[Path], loras: list[Path]) -> None:
-    """Raise CheckpointError or OptionError for files that are no transformer or no LoRA, from their headers."""
-    if not models and not loras:
+def check_loras(paths: Sequence[Path]) -> None:
+    """Raise CheckpointError or OptionError for files that are no LoRA, from their headers."""
+    if not paths:
         return  # without torch
-    from wan_core.checkpoint import load_dit, open_checkpoint
+    from wan_core.checkpoint import open_checkpoint
     from wan_core.checkpoint.lora.names import is_lora
-    from wan_core.pipeline.sources import recognise
 
-    for path in models:
-        recognise(path, "dit", load_dit)
-    for path in loras:
+    for path in paths:
         with open_checkpoint(path) as opened:
             if not is_lora(opened.tensors):
                 raise OptionError(f"{path} is no LoRA: give a file that holds one")
 
 
-def run_memory_plan(options: argparse.Namespace) -> int:
+def run_memory_plan(options: argparse.Namespace, task_name: str) -> int:
     """Print the memory plan of a task at full size, for this machine's GPU or one with --memory-limit GiB.
 
     Returns 1 if the models do not fit."""
@@ -151,13 +177,13 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     cuda = torch.device("cuda", 0)
     if options.memory_limit is None and not torch.cuda.is_available():
         raise OptionError("this machine has no GPU: give the memory of one in GiB, for example --memory-limit 24")
-    model = options.model or ("tiny" if options.task.endswith("-tiny") else f"random:{options.task}")
-    task = None if model.startswith("random:") else options.task
+    model = options.model or ("tiny" if task_name.endswith("-tiny") else f"random:{task_name}")
+    task = None if model.startswith("random:") else task_name
     memory = {name: getattr(options, name) for name in ("precision", "compile", *MEMORY)}
     load_options = LoadOptions(model=model, task=task, **memory)
     others = dict.fromkeys(("image", "keyframes", "prompts_at", "denoise", "clip_frames", "overlap", "svi"))
     request = from_values(Request, values_of(options), prompt="", **others)
-    image = bool(options.image) or options.task.startswith("i2v")
+    image = bool(options.image) or task_name.startswith("i2v")
     kernels = not torch.cuda.is_available() or fused.why_not(cuda) is None  # another machine is taken to have them
     sizes, beside = task_memory(load_options, request, image=image, fused=kernels)
     here = device_room(cuda) if options.memory_limit is None else limited(options.memory_limit)

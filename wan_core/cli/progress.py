@@ -62,7 +62,7 @@ class ProgressLine:
     def found(self, parts: Any, plan: Plan | None = None) -> None:
         """The models that will be loaded (`Parts`), and what will be made."""
         if plan is not None:
-            self.decided(plan.notes)
+            self.decided(plan.lines)
         self.to_load = sum(part.stored_bytes for part in parts.of.values())
 
     def decided(self, notes: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wan_core.config.outputs import write_text
+from wan_core.sampling.plan import WARNING
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from wan_core.sampling.steps import Expert
 
 GIB = 1024**3
-WARNING = "warning: "  # before each of `Report.warnings` where they are shown
 
 
 def device_name(device: torch.device) -> str:

@@ -139,7 +139,7 @@ def task_memory(
     first frame is given. fused: the fused kernels run; plain torch takes more."""
     models = find_models(options, image=image)
     # Without files of pictures and videos: the size alone matters. What they add is counted.
-    job = make_job(request, plain_task(models.task), models.dit, models.vae)
+    job = make_job(request, plain_task(models.task), models.dit, models.vae, all_files=False)
     seen = image or models.task.image == "channels"
     workload = with_media(replace(Workload.of(job), image=seen), models.task, models.dit, job.frames / job.fps)
     cuda = torch.device("cuda")

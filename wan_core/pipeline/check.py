@@ -14,21 +14,20 @@ from torch import Tensor
 
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.host_memory import total_bytes
-from wan_core.config.table import from_values, said
+from wan_core.config.table import said
 from wan_core.execution.report import GIB
 from wan_core.media.video import picture_size, short_video, video_facts
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS, Task, family_of
 from wan_core.models.wan.families.clips import Clip, ClipRules, LongVideo
-from wan_core.models.wan.families.family import given_fields
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.settings import compute_dtype
 from wan_core.pipeline.sources import find_models, for_request
-from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
+from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan, plan_request
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 from wan_core.sampling.guided import choose_batched
@@ -183,13 +182,13 @@ class ListCheck:
     def __init__(self, options: LoadOptions, device: torch.device) -> None:
         self.options, self.device = options, device
         self.models: dict[str, Parts] = {}  # by the options and what else finds them, as text
-        self.known: dict[str, tuple[str, ...]] = {}  # notes by the request, as text
+        self.known: dict[str, tuple[str, ...]] = {}  # lines by the request, as text
 
     def notes(self, request: Request) -> tuple[str, ...]:
         """What the plan of a request says of itself. Raises as `check_request` does."""
         alike = repr([value for name, value in vars(request).items() if name not in ("prompt", "seed")])
         if alike not in self.known:
-            self.known[alike] = check_request(self.options, request, self.device, self._find).job.plan.notes
+            self.known[alike] = check_request(self.options, request, self.device, self._find).job.plan.lines
         return self.known[alike]
 
     def _find(self, options: LoadOptions, *, image: bool) -> Parts:
@@ -207,18 +206,20 @@ def make_job(
     checkpoint: Path | None = None,
     low: Path | None = None,
     loras: Sequence[Path] = (),
+    *,
+    all_files: bool = True,
 ) -> Job:
     """Fill in what `request` leaves open and check all of it. Raises OptionError.
 
     checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it. low: of the
-    other expert, if there is one. loras: files on either of them.
+    other expert, if there is one. loras: files on either of them. all_files: there are no others.
     """
     if request.from_video is not None:
         strength(request)
     family_of(task).check_request(request, task)
     width, height, frames, fps = size_of_video(request, task, dit, vae)
-    facts = ModelFacts(task=task, dit=dit, vae=vae, high=checkpoint, low=low, loras=tuple(loras), all_files=True)
-    video = build_plan(plan_request(request, task, width, height, frames), facts)
+    facts = ModelFacts(task=task, dit=dit, vae=vae, high=checkpoint, low=low, loras=tuple(loras), all_files=all_files)
+    video = build_plan(request_of_job(request, task, width, height, frames), facts)
     assert video.tokens is not None
     if request.match_colours and len(video.long.clips) == 1 and video.plan.context_windows is None:
         raise OptionError(
@@ -266,23 +267,10 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
     return width, height, frames, fps
 
 
-def plan_request(request: Request, task: Task, width: int, height: int, frames: int) -> PlanRequest:
+def request_of_job(request: Request, task: Task, width: int, height: int, frames: int) -> PlanRequest:
     """What of a request decides its plan, for a video of this size."""
-    family = family_of(task)
-    return from_values(
-        PlanRequest,
-        vars(request),
-        part=None if request.from_video is None else Window(denoise=strength(request)),
-        image=request.image is not None,
-        width=width,
-        height=height,
-        frames=frames,
-        from_noise=request.last_image is None and request.from_video is None,
-        known=request.known_frames(frames),
-        prompt_starts=request.prompt_starts,
-        front=len(given_fields(request, family.front)),
-        beside=len(given_fields(request, family.beside)),
-    )
+    part = None if request.from_video is None else Window(denoise=strength(request))
+    return plan_request(request, task, part=part, width=width, height=height, frames=frames)
 
 
 def given(value: int | None, default: int) -> int:

@@ -170,6 +170,8 @@ def begin(models: Models, job: Job, report: Report) -> Run:
             job = replace(job, batched=False, batched_why=why)
     report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
     run = Run(models, job, report, OwnMemory(models, report))
+    for warning in job.plan.warnings:  # which were said before anything was loaded
+        report.warn(warning)
     for note in [*never_seen(job), *size_notes(job.task, models.vae_config, job.width, job.height)]:
         run.warn(note)
     if models.ranks is None:

@@ -23,6 +23,7 @@ from wan_core.config import (
     NagOptions,
     OptionError,
     PlanNumbers,
+    Request,
     SkipOptions,
     WindowOptions,
     check_known,
@@ -30,15 +31,17 @@ from wan_core.config import (
 )
 from wan_core.config.checks import check_size
 from wan_core.config.file_names import file_says
+from wan_core.config.table import from_values
 from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import check_prompts_over_time, family_of
 from wan_core.models.wan.families.clips import Clip, LongVideo
-from wan_core.models.wan.families.family import Task
+from wan_core.models.wan.families.family import Task, given_fields
 from wan_core.sampling.cache.skipping import apply_policies, skip_forwards
 from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.control import with_control, with_nag
+from wan_core.sampling.mistakes import likely_mistakes, number_mistakes
 from wan_core.sampling.motion import with_phases
 from wan_core.sampling.native.plan import (
     NativeModel,
@@ -147,6 +150,27 @@ class PlanRequest(PlanNumbers):
     prompt_starts: tuple[int, ...] = ()
 
 
+def plan_request(
+    request: Request, task: Task, *, part: Window | None = None, width: int | None, height: int | None, frames: int
+) -> PlanRequest:
+    """What of a request decides its plan. part: the steps that run. width, height: None for the task's own."""
+    family = family_of(task)
+    return from_values(
+        PlanRequest,
+        vars(request),
+        part=part,
+        image=request.image is not None,
+        width=width,
+        height=height,
+        frames=frames,
+        from_noise=request.last_image is None and (part is None or part.denoise == 1),
+        known=request.known_frames(frames),
+        prompt_starts=request.prompt_starts,
+        front=len(given_fields(request, family.front)),
+        beside=len(given_fields(request, family.beside)),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplerRequest:
     """A run of one of ComfyUI's samplers, with what a WanCore node asks of it.
@@ -184,6 +208,9 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     """
     task, vae = facts.task, facts.vae
     plan = schedule(request, facts)
+    files = [file_says(path) for path in (facts.high, facts.low) if path is not None]
+    loras = [file_says(path) for path in facts.loras]
+    plan = replace(plan, warnings=likely_mistakes(plan, task, files, loras, facts.all_files))
     frames = task.frames if request.frames is None else request.frames
     check_one_way(request.windows, request.clip_frames, request.overlap)
     check_known(request.known, frames)
@@ -267,7 +294,8 @@ def build_sampler_plan(request: SamplerRequest, model: NativeModel) -> tuple[Pla
         guidance=request.guidance,
         branches=request.branches,
     )
-    plan = replace(plan, notes=(model.note,) if model.note else ())
+    notes, warnings = (model.note,) if model.note else (), number_mistakes(plan, model.task)
+    plan = replace(plan, notes=notes, warnings=tuple(warnings))
     plan = apply_policies(plan, skip, model.path, image=request.image, of_sampler=True)
     if falls(sigmas):
         plan = cut(plan, part)

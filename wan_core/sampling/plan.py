@@ -41,6 +41,7 @@ SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = 
     "lcm": euler_schedule,
 }
 MAX_STEPS = 1000
+WARNING = "warning: "  # begins a line that pages show first, with a sign and as a toast
 PURE_NOISE = 0.999  # a schedule that is given and begins below begins with latents
 
 
@@ -81,6 +82,7 @@ class Plan:
     adaptive: AdaptiveOptions | None = None  # the rule for steps marked "adaptive"
     sparse: SparseOptions | None = None  # how steps with a sparsity select blocks
     notes: tuple[str, ...] = ()  # decisions about skipping, sparsity and presets, for the report
+    warnings: tuple[str, ...] = ()  # what is probably a mistake (`wan_core.sampling.mistakes`)
     nag: NagOptions | None = None  # of the steps marked so
     before: tuple[float, ...] = ()  # sigmas of the schedule before the first step of this run
     context_windows: WindowOptions | None = None  # of steps that have windows
@@ -94,6 +96,11 @@ class Plan:
     def count(self) -> int:
         """Solver steps: what a user means by steps."""
         return sum(not step.correction for step in self.steps)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Warnings and notes, a line each."""
+        return (*(WARNING + warning for warning in self.warnings), *self.notes)
 
     @property
     def bound(self) -> float | None:
@@ -200,7 +207,7 @@ class Plan:
             f"({', '.join(f'{n} {e}-noise' for e, n in count.items())}), {self.forward_words()}",
             *([self.known.words()] if self.known else []),
             *([self.prompts.words()] if self.prompts else []),
-            *self.notes,
+            *self.lines,
             f"{'step':>4}  {'timestep':>8}  {'sigma':>7}  {'expert':<6}  {'guidance':>8}  {'branches':<11}  action",
         ]
         for step, before in zip(self.steps, (None, *self.steps), strict=False):

@@ -73,8 +73,7 @@ def find_preset(name: str, files: Sequence[Path] = ()) -> tuple[Preset | None, s
     if name == "template" and distilled is not None:
         return PRESETS["4-step"], f"asked for as template, and {distilled.why}"
     if name != "auto":
-        unconfirmed = name != "template" and files and distilled is None
-        return PRESETS.get(name), f"asked for{', but no file says that it is step-distilled' if unconfirmed else ''}"
+        return PRESETS.get(name), "asked for"
     if distilled is None:
         return None, next((one.why for one in said if one.why), "")
     assert distilled.steps is not None

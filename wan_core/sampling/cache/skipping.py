@@ -160,7 +160,7 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     check_cacheable(plan.solver, name)
     if distilled or steps < MIN_STEPS:
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
-        note = f"{name} is off: {f'{distilled}; if it is not, rename it' if distilled else too_few}"
+        note = f"{name} is off: {f'{distilled}; if it is not, change that' if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
     check_still(plan, name)
     options, note = with_curve(options, curve, plan.task)

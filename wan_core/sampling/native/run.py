@@ -15,6 +15,7 @@ from typing import Any
 
 from wan_core.ops.attention.tiles import Grid
 from wan_core.sampling.native.frames import FrameKeys
+from wan_core.sampling.plan import WARNING
 from wan_core.sampling.schedules import SchedulePart
 from wan_core.sampling.sparsity.measured import Bounded, Measurements
 
@@ -22,7 +23,6 @@ from wan_core.sampling.sparsity.measured import Bounded, Measurements
 RUN, FORWARD = "wancore_run", "wancore_forward"
 SELF = "self-attention"
 COMPARED = "self-attention, of the step that is compared"  # why calls are left
-WARNING = "warning: "  # begins a note that a page shows first, with a sign and as a toast
 
 
 class NativeRun:
