@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -123,28 +124,35 @@ class WanCoreDecodeToVideo(io.ComfyNode):
         report: Report | None = None,
     ) -> io.NodeOutput:
         report = Report(host.device()) if report is None else report.branch()
-        samples, tile, path = latent["samples"], TileSpec() if tiling == "always" else None, host.temporary_video()
         rate = checked_rate(fps)
         check_choice("encoder", encoder, tuple(ENCODERS))
-        write = partial(write_mp4, path, fps=rate, encoder=ENCODERS[encoder], sound=_sound(audio))
-        if isinstance(vae, VAESocket):
-            _, height, width, _ = images_shape(vae.config, samples)
-            check_frame_sides(width, height)
-            bar = host.Progress(1)
-            vae.decode_to(
-                samples,
-                report,
-                lambda pieces: write(each_once(pieces)),
-                dtype=torch.uint8,
-                tile=tile,
-                on_frames=lambda done, total: bar.update(done, total, f"frame {done} of {total}"),
-                rest="write",
-            )
-        else:
-            images = _decode_native(vae, samples, tile, report)
-            with report.phase("write"):
-                write((image * 255).round().clamp(0, 255).byte().numpy() for image in images.cpu())
-        return io.NodeOutput(host.video_of(path), report)
+        with host.temporary_video() as path:
+            write = partial(write_mp4, path, fps=rate, encoder=ENCODERS[encoder], sound=_sound(audio))
+            _decode_and_write(vae, latent["samples"], TileSpec() if tiling == "always" else None, report, write)
+            return io.NodeOutput(host.video_of(path), report)
+
+
+def _decode_and_write(
+    vae: Any, samples: Tensor, tile: TileSpec | None, report: Report, write: Callable[[Iterable[Any]], object]
+) -> None:
+    """Hand the frames to `write`, uint8 [H, W, 3]; with WanCore's VAE while the next ones are decoded."""
+    if not isinstance(vae, VAESocket):
+        images = _decode_native(vae, samples, tile, report)
+        with report.phase("write"):
+            write((image * 255).round().clamp(0, 255).byte().numpy() for image in images.cpu())
+        return
+    _, height, width, _ = images_shape(vae.config, samples)
+    check_frame_sides(width, height)
+    bar = host.Progress(1)
+    vae.decode_to(
+        samples,
+        report,
+        lambda pieces: write(each_once(pieces)),
+        dtype=torch.uint8,
+        tile=tile,
+        on_frames=lambda done, total: bar.update(done, total, f"frame {done} of {total}"),
+        rest="write",
+    )
 
 
 def _sound(audio: dict[str, Any] | None) -> Sound | None:

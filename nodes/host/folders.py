@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 
 import folder_paths
@@ -101,14 +102,20 @@ def temporary_folder() -> Path:
     return folder
 
 
-def temporary_video() -> Path:
-    """The name of a new MP4 in ComfyUI's folder for temporary files, which it empties when it starts and ends."""
-    return temporary_folder() / f"WanCore-{secrets.token_hex(8)}.mp4"
+@contextmanager
+def temporary_video() -> Iterator[Path]:
+    """The name of a new MP4 in ComfyUI's folder for temporary files. It is deleted at the end."""
+    path = temporary_folder() / f"WanCore-{secrets.token_hex(8)}.mp4"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def video_of(path: Path) -> InputImpl.VideoFromFile:
-    """A file on ComfyUI's VIDEO socket."""
-    return InputImpl.VideoFromFile(str(path))
+    """The contents of a file on ComfyUI's VIDEO socket: its cache keeps them in memory for later prompts, whatever
+    becomes of the file."""
+    return InputImpl.VideoFromFile(BytesIO(path.read_bytes()))
 
 
 def preview_file(names: Sequence[str]) -> Path | None:
