@@ -1,7 +1,9 @@
 // Commands of ComfyUI's page: WanCore Accelerate into the graph that is open, and out of it again; and the offer to do
 // so, once. Nothing is changed without the click. `models.js` says where it belongs.
 import { app } from "../../../scripts/app.js";
-import { ACCELERATE, accelerated, counted, freePlace, graphsOf, plan, visible } from "./models.js";
+import {
+  ACCELERATE, accelerated, counted, freePlace, graphsOf, linkInto, linksFrom, plan, visible,
+} from "./models.js";
 
 const OFFER = "WanCore.Accelerate.Offer";
 const root = () => app.rootGraph ?? app.graph;
@@ -23,19 +25,16 @@ function insert({ graph, node, slot, ends }) {
   added.setSize([Math.max(added.size[0], SIZE[0]), Math.max(added.size[1], SIZE[1])]);
   added.pos = freePlace(graph.nodes.filter((one) => one !== added), ends[0][0], added.size);
   const [first, at] = ends[0]; // its link may go through reroutes: they stay
-  const reroute = graph.getLink(first.inputs[at].link)?.parentId;
+  const reroute = linkInto(graph, first, at)?.parentId;
   node.connect(slot, added, added.findInputSlot("model"), reroute);
   for (const [target, input] of ends) added.connect(0, target, input);
   return added;
 }
 
 function remove(graph, node) {
-  const before = graph.getLink(node.inputs[node.findInputSlot("model")]?.link);
-  for (const id of [...(node.outputs[0].links ?? [])]) {
-    const after = graph.getLink(id);
-    if (before && after) {
-      connect(graph, before.origin_id, before.origin_slot, after.target_id, after.target_slot, before.parentId);
-    }
+  const before = linkInto(graph, node, node.findInputSlot("model"));
+  for (const after of before ? linksFrom(graph, node, 0) : []) {
+    connect(graph, before.origin_id, before.origin_slot, after.target_id, after.target_slot, before.parentId);
   }
   graph.remove(node);
 }

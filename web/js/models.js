@@ -16,6 +16,20 @@ const WAN = /(?<![a-z])(fast)?wan(?=[^a-z]|$|animate|dancer|fun|move|vace|video|
 const KINDS = /(?<![a-z])(humo|scail)(?![a-z])/i;
 const CONDITIONS = ["CONDITIONING", "LATENT", "CLIP"];
 
+// Links of a graph by what they begin and end at: newer pages warn of `input.link` and `output.links`.
+const linksOf = (graph) => Object.values(graph.links);
+const is = (one, other) => String(one) === String(other);
+
+// The link into a slot of a node.
+export function linkInto(graph, node, slot) {
+  return linksOf(graph).find((link) => is(link.target_id, node.id) && link.target_slot === slot) ?? null;
+}
+
+// The links out of a slot of a node, those that leave a subgraph among them.
+export function linksFrom(graph, node, slot) {
+  return linksOf(graph).filter((link) => is(link.origin_id, node.id) && link.origin_slot === slot);
+}
+
 // The graph, or what is inside of one subgraph node. outer: where that node is.
 class Place {
   constructor(graph, node = null, outer = null) {
@@ -29,33 +43,37 @@ class Place {
     return [this, ...[...this.inner.values()].flatMap((place) => place.all())];
   }
 
-  // What a link into `input` comes from: { place, node, slot }, outside of this subgraph where it comes from there.
-  origin(input) {
-    const link = input?.link == null ? null : this.graph.getLink(input.link);
+  // What the link into a slot of a node comes from: { place, node, slot }, outside of this subgraph where it comes from
+  // there.
+  origin(node, slot) {
+    return this.begin(linkInto(this.graph, node, slot));
+  }
+
+  begin(link) {
     if (!link) return null;
-    if (Number(link.origin_id) === INSIDE) return this.outer?.origin(this.node.inputs[link.origin_slot]) ?? null;
+    if (Number(link.origin_id) === INSIDE) return this.outer?.origin(this.node, link.origin_slot) ?? null;
     const node = this.graph.getNodeById(link.origin_id);
     return node ? { place: this, node, slot: link.origin_slot } : null;
   }
 
   // What is written on a node: the values of its widgets, or what is linked in their places.
   texts(node) {
-    const linked = (node.inputs ?? []).filter((input) => input.widget && input.link != null);
-    const values = (node.widgets ?? [])
-      .filter((widget) => !linked.some((input) => input.widget.name === widget.name))
-      .map((widget) => widget.value);
-    values.push(...linked.flatMap((input) => this.given(input)));
+    const linked = new Map(); // the names of widgets with a link
+    (node.inputs ?? []).forEach((input, slot) => {
+      const link = input.widget && linkInto(this.graph, node, slot);
+      if (link) linked.set(input.widget.name, link);
+    });
+    const values = (node.widgets ?? []).filter(({ name }) => !linked.has(name)).map((widget) => widget.value);
+    values.push(...[...linked.values()].flatMap((link) => this.given(link)));
     return values.filter((value) => typeof value === "string");
   }
 
-  given(input) {
-    const link = this.graph.getLink(input.link);
-    if (!link) return [];
+  given(link) {
     if (Number(link.origin_id) !== INSIDE) {
       return (this.graph.getNodeById(link.origin_id)?.widgets ?? []).map((widget) => widget.value);
     }
-    const own = this.node.inputs[link.origin_slot];
-    if (own?.link != null) return this.outer.given(own);
+    const own = this.node.inputs[link.origin_slot], outside = linkInto(this.outer.graph, this.node, link.origin_slot);
+    if (outside) return this.outer.given(outside);
     const name = own?.widget?.name ?? own?.name;
     return (this.node.widgets ?? []).filter((widget) => widget.name === name).map((widget) => widget.value);
   }
@@ -69,6 +87,7 @@ function gives(node, ...types) {
 
 const namesWan = (text) => WAN.test(text) || KINDS.test(text);
 const isModel = (slot) => slot.type === "MODEL";
+const modelSlots = (node) => (node.inputs ?? []).flatMap((input, slot) => (isModel(input) ? [slot] : []));
 
 function isSampler(node) {
   const takes = !node.subgraph && (node.inputs ?? []).some(isModel);
@@ -91,15 +110,15 @@ function maker(at) {
     if (node.mode === NEVER) return null;
     if (node.mode === BYPASS) {
       const type = node.outputs[slot]?.type;
-      const same = node.inputs[slot]?.type === type ? node.inputs[slot] : node.inputs.find((one) => one.type === type);
-      at = place.origin(same);
+      const same = node.inputs[slot]?.type === type ? slot : node.inputs.findIndex((one) => one.type === type);
+      at = place.origin(node, same);
     } else if (node.subgraph) {
       const inner = place.inner.get(node);
-      at = inner.origin({ link: node.subgraph.outputs[slot]?.linkIds?.[0] });
+      at = inner.begin(node.subgraph.getLink(node.subgraph.outputs[slot]?.linkIds?.[0]));
     } else if (node.type === "GetNode") {
       const name = node.widgets?.[0]?.value;
       const set = place.graph.nodes.find((one) => one.type === "SetNode" && one.widgets?.[0]?.value === name);
-      at = set ? place.origin(set.inputs[0]) : null;
+      at = set ? place.origin(set, 0) : null;
     } else {
       return at;
     }
@@ -122,7 +141,7 @@ function trace(from, found = { loaders: [], texts: [], seen: new Set(), accelera
   } else if (!found.seen.has(at.place.path + at.node.id)) {
     found.seen.add(at.place.path + at.node.id);
     const models = (at.node.inputs ?? [])
-      .map((input) => ({ type: input.type, origin: at.place.origin(input) }))
+      .map((input, slot) => ({ type: input.type, origin: at.place.origin(at.node, slot) }))
       .filter(({ type, origin }) => origin && carries(type, origin.node.outputs[origin.slot]?.type));
     if (models.length) found.texts.push(...at.place.texts(at.node));
     else found.loaders.push({ node: at.node, texts: at.place.texts(at.node) });
@@ -135,8 +154,8 @@ function trace(from, found = { loaders: [], texts: [], seen: new Set(), accelera
 // model's.
 function conditioned(place, node, seen = new Set()) {
   seen.add(place.path + node.id);
-  return (node.inputs ?? []).some((input) => {
-    const at = CONDITIONS.includes(input.type) ? maker(place.origin(input)) : null;
+  return (node.inputs ?? []).some((input, slot) => {
+    const at = CONDITIONS.includes(input.type) ? maker(place.origin(node, slot)) : null;
     if (!at || seen.has(at.place.path + at.node.id) || isSampler(at.node)) return false;
     if (/^Wan[A-Z0-9]/.test(at.node.type)) return true;
     if (/CLIPLoader/.test(at.node.type) && at.place.texts(at.node).includes("wan")) return true;
@@ -173,8 +192,8 @@ export function plan(root) {
         continue;
       }
       if (!on) off++;
-      for (const input of on ? node.inputs.filter(isModel) : []) {
-        const origin = place.origin(input), found = trace(origin);
+      for (const slot of on ? modelSlots(node) : []) {
+        const origin = place.origin(node, slot), found = trace(origin);
         if (found.accelerated) {
           there++;
           if (!isOn(found.accelerated)) left.add(`${titleOf(found.accelerated)} is there and bypassed`);
@@ -194,8 +213,7 @@ export function plan(root) {
 }
 
 function wireFrom({ place: { graph, node: inside }, node, slot }) {
-  const links = (node.outputs[slot].links ?? []).map((id) => graph.getLink(id)).filter(Boolean);
-  const ends = links.map((link) => [graph.getNodeById(link.target_id), link.target_slot]);
+  const ends = linksFrom(graph, node, slot).map((link) => [graph.getNodeById(link.target_id), link.target_slot]);
   return { graph, inside, node, slot, ends: ends.filter((end) => leads(...end)), samplers: [] };
 }
 
@@ -203,10 +221,10 @@ function wireFrom({ place: { graph, node: inside }, node, slot }) {
 // samples the models of another pack, which are no MODEL.
 function isStranger(place, node) {
   if (/^WanVideo.*Sampler/.test(node.type)) return true;
-  const input = (node.inputs ?? []).find(isModel);
+  const [slot] = modelSlots(node);
   const passes = node.subgraph || node.type?.startsWith("WanCore") || gives(node, "MODEL", "SIGMAS");
-  if (!input || passes || !node.outputs?.length) return false;
-  const { loaders } = trace(place.origin(input));
+  if (slot === undefined || passes || !node.outputs?.length) return false;
+  const { loaders } = trace(place.origin(node, slot));
   return loaders.length > 0 && loaders.every((loader) => loader?.texts.some(namesWan));
 }
 

@@ -25,6 +25,12 @@ export function warningsOf(text) {
   return text.split("\n").flatMap((line) => (line.startsWith(WARNING) ? [line.slice(WARNING.length)] : []));
 }
 
+// What a node said of its work, once that was interrupted or failed: "step 8 of 60, 14 s left" is "stopped: step 8 of 60".
+export function stopped(text) {
+  const lines = text.trimEnd().split("\n");
+  return [...lines.slice(0, -1), `stopped: ${lines.at(-1).split(",")[0]}`].join("\n");
+}
+
 // The node that the parts of an id lead to: "7", or "129:168" for node 168 in the subgraph of node 129.
 export function findNode(graph, id) {
   let node = null;

@@ -6,9 +6,9 @@
 // take all texts away when a prompt has ended: what was said is kept here, with its node, and said again.
 import { app } from "../../../scripts/app.js";
 import { api } from "../../../scripts/api.js";
-import { errorToast, findNode, readable, warningToast, warningsOf, withoutTexts } from "./texts.js";
+import { errorToast, findNode, readable, stopped, warningToast, warningsOf, withoutTexts } from "./texts.js";
 
-const said = new WeakMap(); // node -> { id, text } of what it said last
+const said = new WeakMap(); // node -> { id, text, at: whether it was at work } of what it said last
 let before = new Set(); // warnings of the prompt before: a toast for each prompt of a queue would be too many
 let warned = new Set(); // and of this one
 let cached = new Set(); // nodes whose result it takes from the cache: what they said since then stays
@@ -22,10 +22,10 @@ function toast(message) {
   app.extensionManager.toast.add(message);
 }
 
-function keep(id, text) {
+function keep(id, text, at) {
   const node = findNode(root(), id);
   if (!node?.type?.startsWith("WanCore")) return false;
-  said.set(node, { id: String(id), text });
+  said.set(node, { id: String(id), text, at });
   for (const words of warningsOf(text)) {
     if (!before.has(words) && !warned.has(words)) toast(warningToast(words, node));
     warned.add(words);
@@ -57,7 +57,7 @@ app.registerExtension({
   setup() {
     api.addEventListener("progress_text", (event) => {
       const { nodeId, text, readable, ...rest } = event.detail;
-      if (readable || !text || !keep(nodeId, text)) return;
+      if (readable || !text || !keep(nodeId, text, true)) return;
       event.stopImmediatePropagation(); // where the page has not shown it yet
       show({ id: String(nodeId), text }, rest);
     });
@@ -65,7 +65,7 @@ app.registerExtension({
       const id = String(detail.display_node ?? detail.node);
       let text = [detail.output?.text ?? []].flat().join("\n");
       if (text && cached.has(String(detail.node))) text = said.get(findNode(root(), id))?.text ?? text;
-      if (text && keep(id, text)) show({ id, text });
+      if (text && keep(id, text, false)) show({ id, text });
     });
     api.addEventListener("execution_start", () => {
       [before, warned, cached] = [warned, new Set(), new Set()];
@@ -81,6 +81,12 @@ app.registerExtension({
       for (const message of toasts) app.extensionManager.toast.remove(message);
       toasts = [];
     });
+    for (const end of ["execution_error", "execution_interrupted"]) {
+      api.addEventListener(end, ({ detail }) => {
+        const node = findNode(root(), detail.node_id), last = node && said.get(node);
+        if (last?.at) said.set(node, { id: last.id, text: stopped(last.text), at: false });
+      });
+    }
     for (const end of ["execution_success", "execution_error", "execution_interrupted"]) {
       api.addEventListener(end, showAgain);
     }

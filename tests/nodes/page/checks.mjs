@@ -60,6 +60,22 @@ test("a text is shown as it comes, and stays when the prompt has ended", async (
   }
 });
 
+test("a node that was stopped says so, and where, and no time that is left", async () => {
+  for (const kind of ["execution_interrupted", "execution_error"]) {
+    const [sampler, other] = [node(7), node(8, "WanCoreAccelerate")];
+    load([sampler, other]);
+    executed("8", ["attention: sdpa"]);
+    say("7", "warning: swapped\nstep 8 of 60, high-noise expert, 0.3 s a step, 14 s left");
+    api.dispatchCustomEvent(kind, { node_id: "7", node_type: "WanCoreSampler" });
+    await later();
+    assert.deepEqual([sampler, other].map((one) => plain(one.shown)), ["⚠ swapped\nstopped: step 8 of 60", "attention: sdpa"]);
+    executed("7", ["done in 3 s, 2 steps"]);
+    api.dispatchCustomEvent(kind, { node_id: "7" });
+    await later();
+    assert.equal(plain(sampler.shown), "done in 3 s, 2 steps");
+  }
+});
+
 test("what a node said after its result is not replaced by the result from the cache", () => {
   const [node7, node8] = [node(7, "WanCoreAccelerate"), node(8, "WanCoreModelLoader")];
   load([node7, node8]);

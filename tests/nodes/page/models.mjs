@@ -7,11 +7,13 @@ import { accelerated, freePlace, graphsOf, plan, visible } from "./extensions/wa
 // outputs: types. more: texts of widgets, mode, a subgraph. ends: [node, slot] of what leaves a subgraph.
 function graph(entries, inputs = [], ends = []) {
   const links = new Map();
+  const warned = (name) => ({ get: () => assert.fail(`newer pages warn of ${name}`) });
+  const slot = (one) => Object.defineProperties(one, { link: warned("input.link"), links: warned("output.links") });
   const nodes = entries.map(([id, type, from, outputs, { texts = [], ...more } = {}]) => ({
     id, type, title: `${type} ${id}`, mode: 0, pos: [id * 400, 0], size: [300, 200], ...more,
     widgets: texts.map((value, n) => ({ name: `w${n}`, value })),
-    inputs: Object.entries(from).map(([name, one]) => ({ name, type: typeof one === "string" ? one : one[2], link: null })),
-    outputs: outputs.map((kind) => ({ type: kind, links: [] })),
+    inputs: Object.entries(from).map(([name, one]) => slot({ name, type: typeof one === "string" ? one : one[2] })),
+    outputs: outputs.map((kind) => slot({ type: kind })),
   }));
   const made = {
     nodes,
@@ -19,6 +21,9 @@ function graph(entries, inputs = [], ends = []) {
     outputs: [],
     getNodeById: (id) => nodes.find((node) => node.id === id) ?? null,
     getLink: (id) => links.get(id),
+    get links() {
+      return Object.fromEntries(links);
+    },
   };
   const link = (origin_id, origin_slot, target_id, target_slot) => {
     const id = links.size + 1;
@@ -30,10 +35,8 @@ function graph(entries, inputs = [], ends = []) {
       if (typeof one === "string") return;
       const number = link(one[0], one[1], id, slot);
       const input = nodes[at].inputs[slot];
-      input.link = number;
       if (one[3]) input.widget = { name: one[3] };
       if (one[0] === -10) made.inputs[one[1]].linkIds.push(number);
-      else made.getNodeById(one[0]).outputs[one[1]].links.push(number);
     });
   });
   made.outputs = ends.map(([node, slot], at) => ({ linkIds: [link(node, slot, -20, at)] }));
@@ -153,7 +156,7 @@ test("a bypassed node hands on its model; SetNode and GetNode are one wire", () 
 
 test("into subgraphs and out of them: the node stands where the wire begins", () => {
   const load = graph([loader(11, "?", {})], ["unet_name"], [[11, 0]]);
-  load.nodes[0].inputs.push({ name: "w0", type: "COMBO", link: null, widget: { name: "w0" } });
+  load.nodes[0].inputs.push({ name: "w0", type: "COMBO", widget: { name: "w0" } });
   const inner = graph([sampler(21, [-10, 0]), through(22, "LoraLoader", [-10, 0])], ["model"], [[21, 0]]);
   const outer = graph([[31, "sub", { model: [-10, 0, "MODEL"] }, ["LATENT"], { subgraph: inner }]], ["model"], [[31, 0]]);
   const root = graph([
@@ -163,10 +166,8 @@ test("into subgraphs and out of them: the node stands where the wire begins", ()
   ]);
   assert.deepEqual(plan(root).left.length, 2); // the file is not known
   // its name is the subgraph's own widget
-  const input = load.nodes[0].inputs[0];
-  input.link = 99;
-  const getLink = load.getLink;
-  load.getLink = (id) => (id === 99 ? { id, origin_id: -10, origin_slot: 0, target_id: 11, target_slot: 0 } : getLink(id));
+  const named = { id: 99, origin_id: -10, origin_slot: 0, target_id: 11, target_slot: 0 };
+  Object.defineProperty(load, "links", { value: { ...load.links, 99: named } });
   root.nodes[0].widgets = [{ name: "unet_name", value: HIGH }];
   const found = plan(root);
   assert.deepEqual([wires(found), found.left], [[[1, 0, [2, 3]]], []]);
