@@ -13,20 +13,17 @@ from wan_core.config import (
     AdaptiveOptions,
     GuidanceOptions,
     MagCacheOptions,
-    OptionError,
     SkipOptions,
     SparseOptions,
     TaylorSeerOptions,
     check_choice,
 )
 from wan_core.config.table import table
-from wan_core.sampling.cache.arguments import speed_options
+from wan_core.sampling.cache.arguments import SPEEDS, speed_options
 from wan_core.sampling.cache.magcache import CURVE_FILES
 from wan_core.sampling.cache.magcache import PRESETS as CACHES
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.sparsity.schedule import BOUND, PRESETS, bounded
-from wan_core.sampling.speed_presets import RENAMED, speed_names
-from wan_core.sampling.speed_presets import SUFFIX as SPEEDS
 
 from . import host
 from .schema import ADVANCED, output, schema, widgets
@@ -60,10 +57,10 @@ def joined(skipping: SkipOptions | None, **settings: Any) -> io.NodeOutput:
     return io.NodeOutput(combined, ui=ui.PreviewText(skip_words(combined)))
 
 
-def measured_files(*endings: str) -> list[tuple[str, int]]:
+def measured_files() -> list[tuple[str, int]]:
     """What was measured of models and lies beside them, which settings take: for `fingerprint_inputs`, so that a node
-    runs again when a file changes. endings: of further files."""
-    return host.stamps("diffusion_models", CURVE_FILES.suffix, *endings)
+    runs again when a file changes."""
+    return host.stamps("diffusion_models", CURVE_FILES.suffix)
 
 
 class WanCoreMagCache(io.ComfyNode):
@@ -253,7 +250,7 @@ def sparse_options(preset: str, bound: float, **numbers: Any) -> SparseOptions:
 
 
 class WanCoreSpeedPreset(io.ComfyNode):
-    """A whole setting: bounds on errors, or what a search found."""
+    """Step caching and sparse attention with bounds on their errors."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -262,48 +259,20 @@ class WanCoreSpeedPreset(io.ComfyNode):
             "WanCore Speed Preset",
             aliases=("speed", "preset", "wan fast", "teacache", "step caching", "sparse attention"),
             shows_text=True,
-            description="Step caching and sparse attention together. faithful, balanced and fast are bounds on errors "
-            "that the run measures, and takes as long as they need; searched presets and files are fixed settings. For "
-            "the sampler, the plan preview and, without a guidance schedule, WanCore Accelerate.",
+            description="Step caching and sparse attention together, with bounds on errors that the run measures: it "
+            "takes as long as they need. For the sampler, the plan preview and WanCore Accelerate.",
             inputs=[
                 io.Combo.Input(
                     "preset",
-                    options=[*speed_names(), *host.named_files("diffusion_models", SPEEDS)],
+                    options=list(SPEEDS),
                     default="balanced",
-                    tooltip="faithful, balanced, fast: bounds on errors that the run measures. searched-...: the most "
-                    "quality in given seconds on the embedded model, with less on the larger test bed (text: 13 dB, "
-                    "careful 18 dB; from an image 18 to 20 dB, careful 33 dB). Presets of your own, from `wancore "
-                    "search` (docs/install.md, Command line), are found in models/diffusion_models as "
-                    f"NAME{SPEEDS}.",
+                    tooltip="How large errors may become: least with faithful, most with fast.",
                 )
             ],
             outputs=[skipping_output()],
         )
 
     @classmethod
-    def fingerprint_inputs(cls, preset: str = "") -> list[tuple[str, int]]:
-        return measured_files(SPEEDS)
-
-    @classmethod
-    def validate_inputs(cls, preset: str | None = None) -> bool:
-        """Also where ComfyUI's list is older than a file."""
-        if preset is not None:
-            _options(preset)
-        return True
-
-    @classmethod
     def execute(cls, preset: str) -> io.NodeOutput:
-        options = _options(preset)
+        options = speed_options(preset)
         return io.NodeOutput(options, ui=ui.PreviewText(skip_words(options)))
-
-
-def _options(preset: str) -> SkipOptions:
-    """Raises OptionError."""
-    files = host.named_files("diffusion_models", SPEEDS)
-    own = (*speed_names(), *RENAMED)
-    if preset not in own and preset not in files:  # a workflow may come from a stranger
-        raise OptionError(
-            f"speed preset {preset[:100]!r} is not there: put its file into models/diffusion_models and refresh, "
-            f"or choose one of {', '.join([*speed_names(), *files])}"
-        )
-    return speed_options(preset if preset in own else str(files[preset])) or SkipOptions()

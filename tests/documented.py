@@ -128,7 +128,7 @@ RULES = [
         ("is a part of Python, or of this package that others start", r"python -m (compileall|wan_core\.workers)"),
     )
 ]
-NEEDS_MODEL = ("generate", "warmup", "calibrate", "quality", "search", "report-card")
+NEEDS_MODEL = ("generate", "warmup", "calibrate", "quality", "report-card")
 
 
 def reason_not_run(command: Command) -> str | None:

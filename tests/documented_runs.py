@@ -30,7 +30,7 @@ FOLDERS = {"parallel.md": "Wan2.2-TI2V-5B"}  # what FOLDER is on a page: its lis
 MEDIA = {"image", "last-image", "reference", "pose-video", "face-video", "background", "mask", "control-video", "audio"}
 OUTPUTS = {"out", "plot", "video", "sheet", "report", "save-latents"}
 SMALLER = {"--size": "64x64", "--frames": "5", "--count": "1", "--gpus": "cpu,cpu"}
-RUN_MODELS = ("generate", "warmup", "calibrate", "quality", "search", "report-card")
+RUN_MODELS = ("generate", "warmup", "calibrate", "quality", "report-card")
 
 
 def write_weights(folder: Path) -> None:
@@ -80,7 +80,7 @@ def on_a_cpu(arguments: list[str]) -> list[str]:
             changed[name] = "auto"
     if "tiny" not in changed:
         changed += [word for name in ("--size", "--frames") if name not in changed for word in (name, SMALLER[name])]
-    if arguments[0] in ("quality", "search", "calibrate", "report-card") and "--count" not in changed:
+    if arguments[0] in ("quality", "calibrate", "report-card") and "--count" not in changed:
         changed += ["--count", "1"]
     return changed if "--gpus" in changed else [*changed, "--device", "cpu"]
 

@@ -33,8 +33,7 @@ from tools.testbed.full_runs import FullRuns
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_DRIVEN
-from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.speed_presets import BOUNDS
+from wan_core.sampling.cache.arguments import SPEEDS, parse_setting
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.run import FULL, Measured, measure_quality
 from wan_lab.samples import Sample, choose_samples, read_samples
@@ -125,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measured_parts(judge: Judge, options: argparse.Namespace) -> Iterator[Measured]:
     """Every clip in full and in each setting, a batch at a time."""
-    names = options.setting or [f"speed:{name}" for name in BOUNDS]
+    names = options.setting or [f"speed:{name}" for name in SPEEDS]
     settings = {FULL: None, **{name: parse_setting(name) for name in names}}
     width, height = judge.size
     frames: dict[str, Any] = {} if judge.frames is None else {"frames": judge.frames}
@@ -192,7 +191,7 @@ def rows_of(judge: Judge, measured: Measured, options: argparse.Namespace) -> li
         kept = {key: row[key] for key in wanted if key in row and key not in compared}
         rows.append(
             {"name": f"{judge.name}: {preset}", **about, "samples": row["samples"], "seconds": row["seconds"], **kept}
-            | ({"setting": BOUNDS[preset]} if preset in BOUNDS else {})
+            | ({"setting": SPEEDS[preset]} if preset in SPEEDS else {})
         )
     return rows
 

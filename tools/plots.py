@@ -33,14 +33,12 @@ KINDS = {
     "guidance": "guidance",
     "every": "guidance",
     "sparse": "sparse attention",
-    "speed": "speed preset",
 }
 SEVERAL = "several"
 KIND_COLOURS = {
     "step caching": "C0",
     "guidance": "C1",
     "sparse attention": "C2",
-    "speed preset": "C3",
     SEVERAL: "C7",
 }
 LINE = {"arrowstyle": "-", "linewidth": 0.7, "color": "gray", "shrinkA": 0, "shrinkB": 2}

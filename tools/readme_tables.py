@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
 
 from tools.ladder_tables import ladder_tables  # noqa: E402
-from tools.preset_tables import bounds_table, preset_table  # noqa: E402
 from tools.readme_parts import readme_part  # noqa: E402
 from tools.summary_tables import short_table  # noqa: E402
 from tools.techniques import RUNS, technique_table  # noqa: E402
@@ -103,7 +102,6 @@ PEAKS = {"bf16_tflops": "bf16 {} TFLOP/s", "fp8_tflops": "FP8 {} TFLOP/s", "copy
 
 LADDER = "ladder"  # all results of the ladder: tools/ladder_tables.py
 WATERFALL = "waterfall"  # four GPUs on paper: tools/waterfall.py
-BOUNDS, SEARCHED = "bounds", "searched"  # speed presets: what they allow; what searched ones keep
 CARDS = "cards"  # the table of `wan_core.pipeline.card_choice`, of no measurement
 EXAMPLES = (  # names, compute capability, GiB
     ("RTX 2080 Ti", (7, 5), 11),
@@ -275,10 +273,6 @@ def body_of(name: str, results: Path) -> str:
         return ladder_tables(lambda job: newest_or_none(job, results), lambda result: table(dict(result)))
     if (part := readme_part(name)) is not None:
         return part
-    if name == BOUNDS:
-        return "\n".join([*bounds_table(), ""])
-    if name == SEARCHED:
-        return "\n".join([*preset_table(lambda result: newest_result(result, results), cell), ""])
     if (result := name.partition("-x86")[0]) in RUNS:
         found = newest_result(name, results)
         return "\n".join([*technique_table(result, found), *origin(found)])

@@ -17,6 +17,10 @@ RUNS = {  # result -> what it is called, task of A14B, steps
     "techniques-t2v-20": ("text to video, 20 steps", "t2v-A14B", 20),
     "techniques-i2v-20": ("image to video, 20 steps", "i2v-A14B", 20),
 }
+# Of a dense forward of A14B at 1280x720x81 in FP8 on one H200, and of all but the forwards of a video
+# (benchmarks/results/sparse-videos-h200-20261123.json).
+FORWARD, OTHERS = 7.545, 2.06
+LATENTS = (21, 90, 160)
 COLUMNS = {
     "psnr": "dB",
     "psnr_se": "±",
@@ -28,35 +32,31 @@ COLUMNS = {
 }
 
 
-def seconds(name: str, steps: int, setting: str, forwards: float) -> float:
+def seconds(task: str, steps: int, setting: str, forwards: float) -> float:
     """A whole video of that many forwards, each as long as those of A14B's plan in the mean."""
     from wan_core.models.wan.families import find_task
     from wan_core.sampling.cache.arguments import parse_setting
     from wan_core.sampling.cache.skipping import skip_forwards
     from wan_core.sampling.plan import make_plan
-    from wan_lab import search_run
+    from wan_core.sampling.sparsity.schedule import with_costs
 
-    plan = skip_forwards(make_plan(task=name, steps=steps), parse_setting(as_called_now(setting)), None, None)
-    size = search_run.full_size(find_task(name), search_run.H200_SIZE)
-    denoising = search_run.estimated_seconds(plan, *size, search_run.H200_FORWARD, 0.0)
-    return forwards / plan.forwards * denoising + search_run.H200_BESIDE
-
-
-def as_called_now(setting: str) -> str:
-    """What presets are called since they were measured."""
-    return setting.replace("speed:", "speed:searched-")
+    plan, config = make_plan(task=task, steps=steps), find_task(task).full_size
+    assert config is not None
+    plan = with_costs(skip_forwards(plan, parse_setting(setting), None, None), config, LATENTS)
+    denoising = plan.estimate({"high": FORWARD, "low": FORWARD}) or 0.0
+    return forwards / plan.forwards * denoising + OTHERS
 
 
 def exists(setting: str) -> bool:
-    """Whether this version has a setting of a result."""
+    """Whether this version has a setting of a result. Its speed presets are others than those that were measured."""
     from wan_core.config import OptionError
     from wan_core.sampling.cache.arguments import parse_setting
 
     try:
-        parse_setting(as_called_now(setting))
+        parse_setting(setting)
     except OptionError:
         return False
-    return True
+    return not setting.startswith("speed:")
 
 
 def timed(result: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, list[tuple[float, Mapping[str, Any]]]]:

@@ -21,7 +21,7 @@ READ = {
     "first use": 6.0,  # of kernels, where their files are kept; 18 s where nothing is
     "after": 0.5,  # encoding that is left after the last frame: 4 to 7 CPU seconds by 16 cores
 }
-GOALS = {"`searched-balanced`": 36, "`searched-fast`": 24, "four steps, an eighth of the blocks": 6}
+GOALS = {"four steps, an eighth of the blocks": 6}
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,10 @@ class Run:
 
 def waterfall_table(newest: Callable[[str], Result], cell: Callable[[object], str]) -> str:
     """KeyError for a row that the newest result lacks."""
-    guidance = row(newest("parallel-two-h200"), "fp8 + sparse 25 %, guidance 2")["ratio"]
     dense = row(newest("parallel-h200"), "fp8 + cudnn-fp8, ulysses 4")["ratio"]
     decode = row(newest("parallel-decode-h200"), "decode, strips 4")["seconds"]
     start = started(newest("startup-h200"))
     runs = (
-        Run("`searched-balanced`", "speed:balanced", guidance * ULYSSES_SPARSE),
-        Run(
-            "`searched-fast`",
-            "pattern:10010001000010000/10000000010000000100001/1+sparse:0.8125/0/0:error",
-            guidance * ULYSSES_SPARSE,
-        ),
         Run("four steps, an eighth of the blocks", "sparse:0.875/0@4", ULYSSES_SPARSE**2),
         Run("four steps, all blocks", "full@4", dense),
     )

@@ -33,9 +33,8 @@ from wan_core.pipeline.pipeline import LocalEngine
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import find_models, for_request
-from wan_core.sampling.cache.arguments import speed_options
+from wan_core.sampling.cache.arguments import SPEEDS, speed_options
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.speed_presets import BOUNDS
 from wan_lab.card_page import FULL, Card, Video
 from wan_lab.commits import commit
 from wan_lab.compare import compare, find_perceptual
@@ -102,7 +101,7 @@ class PipelineMaker:
 
 def card_settings() -> dict[str, SkipOptions | None]:
     """The settings of a card."""
-    return {FULL: None, **{name: speed_options(name) for name in BOUNDS}}
+    return {FULL: None, **{name: speed_options(name) for name in SPEEDS}}
 
 
 def card_size(task: Task, width: int | None, height: int | None) -> tuple[int | None, int | None]:

@@ -8,7 +8,6 @@ from .devices import device, gpu_count, to_intermediate
 from .folders import (
     model_names,
     model_path,
-    named_files,
     output_folder,
     preview_file,
     stamps,

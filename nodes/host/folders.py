@@ -72,14 +72,6 @@ def stamps(folder: str, *endings: str) -> list[tuple[str, int]]:
     return [(str(path), path.stat().st_mtime_ns) for path in sorted(files) if path.is_file()]
 
 
-def named_files(folder: str, ending: str) -> dict[str, Path]:
-    """The same files by name, as a list of choices has them: two with one name are the first of them."""
-    files: dict[str, Path] = {}
-    for path, _ in stamps(folder, ending):
-        files.setdefault(Path(path).name, Path(path))
-    return files
-
-
 def unfinished_path(seed: int) -> Path:
     """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
     and `wancore decode` makes a video of it. In a folder that is read-only nothing is kept, and the run

@@ -141,7 +141,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.symlink("in.png", folder / "link.png")
     os.link(folder / "x.safetensors", folder / "hard.safetensors")
     (folder / "empty").mkdir()
-    for name in ("text.txt", *(f"out.{ending}" for ending in ("mp4", "png", "json", "safetensors", "preset.json"))):
+    for name in ("text.txt", *(f"out.{ending}" for ending in ("mp4", "png", "json", "safetensors"))):
         (folder / name).write_text("neither a model nor a picture")
     return folder
 
@@ -233,6 +233,6 @@ def test_no_option_takes_a_number_that_is_none(number: str, capsys) -> None:
 
 COMPOUND = {
     "--nag": "11/2.5/0.25", "--magcache": "0.1/2/0.2", "--taylorseer": "2/1/0.2", "--adaptive": "0.1/2/0.2",
-    "--pattern": "5/5/1", "--guidance-interval": "0-1", "--sparse": "0.5/0/0",
+    "--guidance-interval": "0-1", "--sparse": "0.5/0/0",
     "--windows": "9/4",
 }  # fmt: skip

@@ -18,7 +18,6 @@ from wan_core.config import (
     MagCacheOptions,
     NagOptions,
     OptionError,
-    PatternOptions,
     PlanNumbers,
     Request,
     SkipOptions,
@@ -34,7 +33,6 @@ EXAMPLES: list[Any] = [
     MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
     TaylorSeerOptions(interval=3),
     AdaptiveOptions(threshold=0.1),
-    PatternOptions(high="1101", low="101"),
     GuidanceOptions(),
     SparseOptions(sparsity=0.5),
     WindowOptions(length=21, overlap=7),
@@ -45,7 +43,7 @@ EXAMPLES: list[Any] = [
     PlanNumbers(),
     Request(prompt="a"),
 ]
-SHORT = (TaylorSeerOptions, AdaptiveOptions, PatternOptions, NagOptions)  # written between slashes
+SHORT = (TaylorSeerOptions, AdaptiveOptions, NagOptions)  # written between slashes
 CASES = [(example, name) for example in EXAMPLES for name in table(type(example))]
 ids = [f"{type(example).__name__}.{name}" for example, name in CASES]
 every_option = pytest.mark.parametrize(("example", "name"), CASES, ids=ids)

@@ -21,8 +21,8 @@ from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import Canvas
 from wan_core.models.wan.families import find_task
 from wan_core.pipeline.sources import TINY
+from wan_core.sampling.cache.arguments import SPEEDS
 from wan_core.sampling.plan import make_plan
-from wan_core.sampling.speed_presets import BOUNDS
 from wan_lab import card as card_module
 from wan_lab import pictures
 from wan_lab.card import card_settings, card_size, make_card
@@ -74,7 +74,7 @@ def small_card(maker: DrawnMaker, out: Path, samples=SAMPLES, prompts: bool = Fa
 def test_a_card_has_a_row_for_each_setting_and_says_before_how_long_it_takes(tmp_path: Path):
     text, told = small_card(DrawnMaker(), tmp_path)
     rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
-    assert next(iter(rows)) == "setting" and list(rows)[2:] == [FULL, *BOUNDS]
+    assert next(iter(rows)) == "setting" and list(rows)[2:] == [FULL, *SPEEDS]
     assert rows["fast"].endswith("| 2.0 |"), "the peak of the run, not of loading"
     assert "| 0.020 | 75% |" in rows["fast"] and "0.020" not in rows[FULL], "the error that the run measured"
     assert "about 5:20 min by a timed forward of 0.5 s" in told[0], "2 x 4 videos of 80 forwards"
@@ -194,7 +194,7 @@ def test_no_name_is_in_the_files_of_a_command(tmp_path: Path, monkeypatch, capsy
     said = card + "\n".join(drawn)
     assert "Zq" not in said and str(tmp_path) not in said
     assert chunks(tmp_path / "Zqout" / "report-card.png") == {b"IHDR", b"IDAT", b"IEND"}, "no metadata"
-    assert all(name in said for name in (FULL, *BOUNDS)) and "about" in capsys.readouterr().err
+    assert all(name in said for name in (FULL, *SPEEDS)) and "about" in capsys.readouterr().err
     monkeypatch.setattr(card_module, "card_settings", lambda: {FULL: None})
     assert main([*command, "--out", str(tmp_path / "Zqout"), "--with-prompts"]) == 0
     assert "- prompt 1: a red circle moving right on a Zqblue" in (tmp_path / "Zqout" / "report-card-1.md").read_text()

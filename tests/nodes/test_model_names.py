@@ -188,14 +188,11 @@ def test_names_that_are_listed_are_found(nodes: SimpleNamespace) -> None:
 
 def test_what_was_measured_is_found_through_links_too(nodes: SimpleNamespace) -> None:
     """A folder of models may be a link to another disk."""
-    far = nodes.base / "outside" / "folder" / "own.preset.json"
-    assert "own.preset.json" not in nodes.host.named_files("diffusion_models", ".preset.json")
+    far = nodes.base / "outside" / "folder" / "own.magcache.json"
+    assert nodes.host.stamps("diffusion_models", ".magcache.json") == []
     far.write_text("{}")
     place = nodes.base / "diffusion_models" / "elsewhere" / far.name
-    assert nodes.host.named_files("diffusion_models", ".preset.json") == {far.name: place}
-    assert nodes.host.stamps("diffusion_models", ".magcache.json", ".preset.json") == [
-        (str(place), far.stat().st_mtime_ns)
-    ]
+    assert nodes.host.stamps("diffusion_models", ".magcache.json") == [(str(place), far.stat().st_mtime_ns)]
 
 
 def test_a_shard_that_was_replaced_in_its_folder_changes_the_fingerprint(nodes: SimpleNamespace) -> None:

@@ -115,7 +115,6 @@ KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
         ("WanCoreGuidanceSchedule", {"low": 0.8, "high": 0.2}, "the lower one first"),
         ("WanCoreSparseAttention", {"preset": "custom", "pooled": False, "unselected": "slope"}, "allow the means"),
         ("WanCoreSparseAttention", {"preset": "custom", "mass": 0.9, "unselected": "error"}, "the score spread"),
-        ("WanCoreSpeedPreset", {"preset": "gone"}, "is not there"),
         ("WanCoreSampler", {"start_step": 8, "end_step": 4}, "between which no step is"),
         ("WanCorePlanPreview", {"start_step": 8, "end_step": 4}, "between which no step is"),
         ("WanCoreAnimate", {**KNOWN, "overlap": 3}, "overlap 3 given"),

@@ -15,7 +15,6 @@ from wan_core.config import (
     GuidanceOptions,
     LoadOptions,
     NagOptions,
-    PatternOptions,
     Request,
     SkipOptions,
     TaylorSeerOptions,
@@ -30,7 +29,6 @@ from wan_core.sampling.sparsity.schedule import with_costs
 
 SEER = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.1))
 EVERY = SkipOptions(guidance=GuidanceOptions(low=0.0, high=1.0, every=2))
-PATTERN = SkipOptions(pattern=PatternOptions(high="1010", low="10"))
 ANIMATE2: tuple[dict[str, Any], ...] = (
     {"frames": 9, "guidance_high": 1.0, "guidance_low": 1.0, "steps": 6},  # a short video, once 7 for 6
     {"guidance_mode": "sequential"},
@@ -42,7 +40,7 @@ ANIMATE2: tuple[dict[str, Any], ...] = (
 TINY: tuple[dict[str, Any], ...] = (
     {"steps": 3, "solver": "heun", "guidance_low": 1.0},
     {"steps": 12, "skip": SEER},
-    {"steps": 12, "skip": PATTERN, "guidance_mode": "sequential"},
+    {"steps": 12, "skip": SEER, "guidance_mode": "sequential"},
     {"steps": 3, "frames": 17, "windows": WindowOptions.parse("9/4"), "skip": EVERY},
 )
 

@@ -16,7 +16,15 @@ from torch import Tensor
 from tests.denoised import denoise
 from wan_core.cli import build_parser, main
 from wan_core.cli.prompt_file import read_list
-from wan_core.config import LoadOptions, LoraOptions, OptionError, PatternOptions, Request, SkipOptions, SparseOptions
+from wan_core.config import (
+    LoadOptions,
+    LoraOptions,
+    OptionError,
+    Request,
+    SkipOptions,
+    SparseOptions,
+    TaylorSeerOptions,
+)
 from wan_core.config.file_names import file_says
 from wan_core.models.vae.config import VAE_21, VAEConfig
 from wan_core.models.wan.families import TASKS, family_of
@@ -172,7 +180,7 @@ def test_a_short_video_is_one_clip(pipe: Pipeline, pictures: list[str]) -> None:
     ("steps", "skip"),
     [
         (4, SkipOptions(sparse=SparseOptions(sparsity=0.5, dense_steps=0, ramp=0))),
-        (10, SkipOptions(pattern=PatternOptions(high="1010", low="10"))),
+        (10, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0))),
     ],
     ids=["sparse", "cached"],
 )

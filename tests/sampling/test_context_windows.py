@@ -22,7 +22,6 @@ from wan_core.config import (
     AdaptiveOptions,
     GuidanceOptions,
     OptionError,
-    PatternOptions,
     Request,
     SkipOptions,
     SparseOptions,
@@ -220,7 +219,6 @@ CACHES = {
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.1)),
     "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=0.5)),
     "bounded": SkipOptions(adaptive=AdaptiveOptions(threshold=9, rule="bound", retention=0)),
-    "pattern": SkipOptions(pattern=PatternOptions(high="1101", low="110", order=0)),
     "selection": SkipOptions(sparse=SparseOptions(sparsity=0.5, reuse=2)),
 }
 
@@ -239,7 +237,7 @@ def test_what_is_kept_of_a_window_needs_windows_that_stay(name):
 
 SETTINGS = {
     "plain": None,
-    **{name: CACHES[name] for name in ("taylorseer", "pattern", "selection")},
+    **{name: CACHES[name] for name in ("taylorseer", "selection")},
     "guidance": SkipOptions(guidance=GuidanceOptions(low=0.3, high=0.98, every=2)),
 }
 

@@ -19,7 +19,6 @@ from wan_core.config import (
     AdaptiveOptions,
     GuidanceOptions,
     MagCacheOptions,
-    PatternOptions,
     SkipOptions,
     TaylorSeerOptions,
 )
@@ -44,7 +43,6 @@ SETTINGS = {
     "magcache order 1": SkipOptions(magcache=MagCacheOptions(**MAG, order=1)),
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.1)),
     "taylorseer 1.5": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=1.5, retention=0.1)),
-    "pattern": SkipOptions(pattern=PatternOptions(high="11010010", low="1101")),
     "guidance": SkipOptions(guidance=GuidanceOptions(low=0.3, high=0.98, every=2)),
     "both": SkipOptions(
         magcache=MagCacheOptions(**MAG, order=1), guidance=GuidanceOptions(low=0.3, high=0.98, every=3)

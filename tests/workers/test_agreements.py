@@ -46,7 +46,6 @@ CHOICES = (
         "--taylorseer 2/1/0.1",
         "--adaptive 0.5/3/0.1",
         "--adaptive bound:9",
-        "--pattern 101010/10100110",
         "--magcache fast",
     ),
     ("--solver unipc", "--solver euler", "--solver heun", "--solver dpm++"),

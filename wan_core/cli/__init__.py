@@ -1,5 +1,5 @@
-"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, search, report-card, check, inspect,
-models, doctor.
+"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, report-card, check, inspect, models,
+doctor.
 
 User errors (a number out of range, a wrong file) end with one line on stderr and exit code 2. Everything is checked
 before work starts. Finished latents are written to disk before decoding, and stay there if a later phase fails.
@@ -40,11 +40,9 @@ from wan_core.cli.quality import (
     add_calibrate_options,
     add_card_options,
     add_quality_options,
-    add_search_options,
     run_calibrate,
     run_card,
     run_quality,
-    run_search,
 )
 from wan_core.config import PRECISIONS, ControlOptions, LoadOptions, PlanNumbers, Request, UserError
 from wan_core.config.table import table
@@ -270,11 +268,6 @@ COMMANDS: dict[str, Command] = {
         "compare step caching, guidance schedules and sparse attention with the full run",
         add_quality_options,
         run_quality,
-    ),
-    "search": (
-        "find presets for a model: the most quality in so many seconds",
-        add_search_options,
-        run_search,
     ),
     "report-card": (
         "measure seconds and quality of the speed presets on this model and machine, for posting",

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,12 @@ def key_of(request: Request, loaded: LoadOptions, models: Mapping[str, Any] | No
 
 
 def in_key(value: Any) -> Any:
-    """What a key has of a value of an option. A field that does not count where options are compared is left out."""
+    """What a key has of a value of an option."""
     if isinstance(value, tuple | list):
         return [in_key(one) for one in value]
     if not is_dataclass(value):
         return value
-    counts = {one.name for one in fields(value) if one.compare}
-    return {name: in_key(one) for name, one in stated(value).items() if name in counts}
+    return {name: in_key(one) for name, one in stated(value).items()}
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from wan_core.sampling.cache.arguments import SkipArguments, skip_options
 from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES as PRESETS
 from wan_core.sampling.schedules import Window
-from wan_core.sampling.speed_presets import SUFFIX, speed_names
 
 if TYPE_CHECKING:
     from wan_core.pipeline.pipeline import Engine
@@ -136,10 +135,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     changed = {"solver": {"choices": tuple(SCHEDULES)}, "preset": {"choices": PRESETS}}
     add_options(group, PlanNumbers, names[guidance:], **changed)
     group = parser.add_argument_group("step caching, guidance schedule, sparse attention (default: off)")
-    speed = (
-        f"{table(SkipArguments)['speed'].help}: {', '.join(speed_names())}, or a file {SUFFIX} of the command search"
-    )
-    add_options(group, SkipArguments, speed={"help": speed})
+    add_options(group, SkipArguments)
 
 
 def add_overwrite_option(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,4 @@
-"""The commands calibrate, quality, search and report-card, which measure the effect of step caching and sparse
-attention."""
+"""The commands calibrate, quality and report-card, which measure the effect of step caching and sparse attention."""
 
 from __future__ import annotations
 
@@ -57,44 +56,6 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for a file named after device and date")
     parser.add_argument("--plot", type=Path, help="quality over time, with the Pareto front (.png)")
     parser.add_argument("--video", type=Path, help="the first sample in every setting, side by side (.mp4)")
-    add_overwrite_option(parser)
-
-
-def add_search_options(parser: argparse.ArgumentParser) -> None:
-    _add_shared_options(parser, count=48)
-    group = parser.add_argument_group("what is searched")
-    group.add_argument(
-        "--seconds",
-        action="append",
-        metavar="NAME=SECONDS",
-        help="a preset with the most quality in so many seconds, repeatable: balanced=100",
-    )
-    group.add_argument(
-        "--psnr",
-        action="append",
-        metavar="NAME=DECIBELS",
-        help="the fastest preset that keeps so many decibels to the full run, repeatable: careful=35",
-    )
-    group.add_argument(
-        "--start",
-        action="append",
-        metavar="PRESET",
-        help="also begin with what another search found, repeatable: a preset's name or file",
-    )
-    group.add_argument("--out", type=Path, required=True, help="folder of the presets, and of rows to go on with")
-    group.add_argument(
-        "--first", type=int, default=6, metavar="N", help="videos of the first round of halving (default %(default)s)"
-    )
-    group.add_argument("--rounds", type=int, default=3, help="rounds of changes to the best (default %(default)s)")
-    group.add_argument("--changes", type=int, default=8, help="changes tried in a round (default %(default)s)")
-    of = parser.add_argument_group(
-        "what seconds are estimated for (default: this model at this size on this device; for the embedded model A14B "
-        "at 1280x720x81 in FP8 on an H200)"
-    )
-    of.add_argument("--of-task", help="the task whose full size is estimated")
-    of.add_argument("--of-size", metavar="WIDTHxHEIGHTxFRAMES")
-    of.add_argument("--forward-seconds", type=float, help="seconds of one dense forward there")
-    of.add_argument("--beside-seconds", type=float, help="seconds of everything else there, such as decoding")
     add_overwrite_option(parser)
 
 
@@ -157,13 +118,6 @@ def run_quality(options: argparse.Namespace) -> int:
             check_video_name(options.video)
             options.video = outputs.add("--video", options.video)
         return run_quality(options, *_pipeline(options), options.setting or SETTINGS, outputs)
-
-
-def run_search(options: argparse.Namespace) -> int:
-    from wan_lab.search_run import run_search
-
-    with outputs_of(options) as outputs:
-        return run_search(options, _pipeline, outputs)
 
 
 def run_card(options: argparse.Namespace) -> int:

@@ -35,7 +35,6 @@ from wan_core.config.skipping import (
     AdaptiveOptions,
     GuidanceOptions,
     MagCacheOptions,
-    PatternOptions,
     SkipOptions,
     TaylorSeerOptions,
 )
@@ -69,7 +68,6 @@ __all__ = [
     "MotionOptions",
     "NagOptions",
     "OptionError",
-    "PatternOptions",
     "PlanNumbers",
     "PromptAt",
     "Request",

@@ -36,7 +36,7 @@ RUN = secrets.token_hex(4)  # tells this process from an earlier one with the sa
 PART = re.compile(r"\..*\.([0-9a-f]{8}-\d+-[0-9a-f]{8})-[0-9a-f]{4}\.part", re.DOTALL)
 CLAIM = re.compile(r"\..*\.[0-9a-f]{8}\.claim", re.DOTALL)
 EMPTY_CLAIM_SECONDS = 60.0  # a claim without text is one whose process ended while it made it, after so long
-LONG_ENDINGS = (".latents.safetensors", ".magcache.json", ".preset.json")  # kept whole when a name gets a number
+LONG_ENDINGS = (".latents.safetensors", ".magcache.json")  # kept whole when a name gets a number
 DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 MODEL_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".gguf", ".model", ".index.json")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from wan_core.config.checks import OptionError
 from wan_core.config.sparse import SparseOptions
@@ -10,7 +10,6 @@ from wan_core.config.table import Checked, check, option
 
 MAGCACHE_RULES = ("joint", "published")
 ADAPTIVE_RULES = ("change", "bound")
-MAX_MARKS = 1000  # of a step pattern
 ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
 THRESHOLD = {"low": 0, "high": 10, "step": 0.01, "digits": 0.0001, "advanced": True}
 SKIPS = {"low": 0, "high": 50}
@@ -94,28 +93,6 @@ class TaylorSeerOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatternOptions:
-    """Compute the steps that a pattern marks with 1, forecast those it marks with 0. Raises OptionError.
-
-    A pattern covers an expert's steps, however many there are: its n-th mark stands for the same share of the phase.
-    Models with one transformer use both patterns, one after the other. `wan_core.sampling.cache.policies` has the rule.
-    """
-
-    high: str
-    low: str
-    order: float = option(1.5, **ORDER)
-
-    def __post_init__(self) -> None:
-        check(self)
-        for name, marks in (("high", self.high), ("low", self.low)):
-            if not 1 <= len(marks) <= MAX_MARKS or set(marks) - {"0", "1"} or marks[0] != "1":
-                raise OptionError(
-                    f"step pattern {marks!r} given for the {name}-noise expert; write 1 to {MAX_MARKS} marks, 1 for "
-                    "each computed step and 0 for each skipped one, the first one 1: 1101010"
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdaptiveOptions(Checked):
     """Decide during the run which steps to skip, from what it measures. The plan therefore shows only which steps may
     be skipped. rule: "change" reuses the last residual while the estimated change of the velocity stays below
@@ -185,12 +162,9 @@ class SkipOptions:
     taylorseer: TaylorSeerOptions | None = None
     adaptive: AdaptiveOptions | None = None
     guidance: GuidanceOptions | None = None
-    pattern: PatternOptions | None = None
     sparse: SparseOptions | None = None
-    # Of the runs that a speed preset was measured in; None: it is for any number of steps, or there is no preset.
-    measured_steps: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        caches = [name for name in ("magcache", "taylorseer", "adaptive", "pattern") if getattr(self, name) is not None]
+        caches = [name for name in ("magcache", "taylorseer", "adaptive") if getattr(self, name) is not None]
         if len(caches) > 1:
             raise OptionError(f"{' and '.join(caches)} given; only one step cache can run: choose one of them")

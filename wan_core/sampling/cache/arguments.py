@@ -15,12 +15,17 @@ from wan_core.config import (
     SkipOptions,
     TaylorSeerOptions,
 )
+from wan_core.config.checks import check_choice
 from wan_core.config.table import from_values, number, option, parse_slashes
 from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
-from wan_core.sampling.cache.policies import parse_pattern
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
-from wan_core.sampling.speed_presets import find_speed
+
+SPEEDS = {  # presets, as settings: bounds on errors that a run measures. docs/sparse.md has what they keep of the video
+    "faithful": "sparse:bound:0.005:slope:error+adaptive:bound:0.1",
+    "balanced": "sparse:bound:0.06:slope:error+adaptive:bound:0.4",
+    "fast": "sparse:bound:0.12:slope:error+adaptive:bound:0.8",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +34,8 @@ class SkipArguments:
 
     speed: str | None = option(
         None,
-        help="a whole preset: bounds on errors that the run measures (faithful, balanced, fast), or what a search "
-        "found on the embedded model, with its result on the larger test bed: searched-balanced and searched-fast 13 "
-        "dB, searched-careful 18 dB, of those for images 20, 18 and 33 dB",
-        metavar="NAME",
+        choices=tuple(SPEEDS),
+        help="a whole preset: bounds on the errors of sparse attention and step caching, which the run measures",
     )
     magcache: str | None = option(
         None,
@@ -57,11 +60,6 @@ class SkipArguments:
         help="decide during the run which steps to skip; threshold/skips in a row/retention: 0.1/3/0.2, or bound:0.05 "
         "(while the error of forecasts, which the run judges, stays below)",
         metavar="T[/K[/R]]",
-    )
-    pattern: str | None = option(
-        None,
-        help="marks of each expert's steps, 1 computed, 0 forecast, for any number of steps: 1101010/1101/1.5",
-        metavar="HIGH/LOW[/ORDER]",
     )
     guidance_interval: str | None = option(
         None, help="guide only steps with sigma between: 0.2-0.95", metavar="LOW-HIGH"
@@ -120,7 +118,6 @@ def parse_adaptive(text: str) -> AdaptiveOptions:
 PARSERS = {
     "taylorseer": lambda text: parse_slashes(TaylorSeerOptions, text, SEER_FORM),
     "adaptive": parse_adaptive,
-    "pattern": parse_pattern,
     "sparse": parse_sparse,
 }
 
@@ -130,24 +127,20 @@ def skip_options(values: Mapping[str, Any]) -> SkipOptions | None:
     return from_values(SkipArguments, values).options()
 
 
-def speed_options(name: str) -> SkipOptions | None:
-    """What the speed preset `name` sets; a name or a file as for `find_speed`. Raises OptionError."""
-    preset = find_speed(name)
-    try:
-        if "speed:" in preset.setting:
-            raise OptionError("a preset within a preset")
-        options = parse_setting(preset.setting)
-        return None if options is None else replace(options, measured_steps=preset.steps)
-    except OptionError as fault:
-        raise OptionError(f"speed preset {name}: {fault}") from fault
+def speed_options(name: str) -> SkipOptions:
+    """What the speed preset `name` sets. Raises OptionError."""
+    check_choice("speed preset", name, tuple(SPEEDS))
+    options = parse_setting(SPEEDS[name])
+    assert options is not None
+    return options
 
 
 def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`,
-    `pattern:1101/101/1.5`, `guidance:0.2-0.9`, `every:2` and `sparse:balanced:reuse2`; `full` is the run without any of
-    them, `speed:balanced` a speed preset.
+    `guidance:0.2-0.9`, `every:2` and `sparse:balanced:reuse2`; `full` is the run without any of them, `speed:balanced`
+    a speed preset.
     """
     if text == "full":
         return None

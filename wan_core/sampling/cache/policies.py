@@ -12,11 +12,6 @@ the forecast is a weighted sum with constant weights (`wan_core.sampling.cache.r
 Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers", 2025, arXiv:2503.06923, which forecasts inside
 each block. Forecasting the sum of all blocks needs a hundredth of the memory.
 
-**Step pattern**: the computed steps are written out, a pattern of marks for each expert, 1 computed, 0 skipped. A
-pattern belongs to the trajectory, not to a number of steps. Mark j of M stands for the share j / M of an expert's
-phase, so 20 steps compute at the same noise as 40, as far as they have a step there. `python -m wan_core search` finds
-patterns; the other policies are rules that make one.
-
 **Adaptive cache**: the plan marks the steps that may be skipped, and `wan_core.sampling.cache.adaptive_run` decides
 during the run, because the rule reads tensors. The relative change of the velocity between two computed steps a and b,
 per unit of sigma, is measured on the device: rate = ||v_a - v_b|| / (||v_b|| * |sigma_a - sigma_b|). A step at sigma
@@ -48,8 +43,7 @@ from math import ceil
 from statistics import fmean
 from typing import NamedTuple
 
-from wan_core.config import AdaptiveOptions, GuidanceOptions, PatternOptions, TaylorSeerOptions
-from wan_core.config.table import parse_slashes
+from wan_core.config import AdaptiveOptions, GuidanceOptions, TaylorSeerOptions
 from wan_core.sampling.cache.magcache import mark, retained
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import EARLY
@@ -89,42 +83,6 @@ def skip_taylorseer(plan: Plan, options: TaylorSeerOptions) -> Plan:
             computed |= {} if skip else dict.fromkeys(step.branches, step.index)
             skipped.append(step.branches if skip else ())
     return mark(plan, skipped, options.order)
-
-
-def skip_pattern(plan: Plan, options: PatternOptions) -> Plan:
-    """`plan` with the steps marked that the pattern skips. The video's last step is computed."""
-    computed = pattern_steps(plan, options)
-    skipped: list[tuple[Branch, ...]] = [
-        () if step.index in computed or step.finishes else step.branches for step in plan.steps
-    ]
-    run: set[Branch] = set()
-    for phase in plan.phases:  # a branch that its first computed steps do not have is computed where it first appears
-        run.clear()
-        for step in phase:
-            if not set(skipped[step.index]) <= run:
-                skipped[step.index] = ()
-            run |= set(step.branches) - set(skipped[step.index])
-    return mark(plan, skipped, options.order)
-
-
-def pattern_steps(plan: Plan, options: PatternOptions) -> set[int]:
-    """The indices of the steps that the pattern computes."""
-    if not plan.boundary:  # one transformer runs every step
-        return _marked(options.high + options.low, [step.index for step in plan.steps])
-    marks = {"high": options.high, "low": options.low}
-    marked: set[int] = set()
-    for phase in plan.steps_of_experts:
-        marked |= _marked(marks[phase[0].expert], [step.index for step in phase])
-    return marked
-
-
-def _marked(marks: str, steps: Sequence[int]) -> set[int]:
-    return {steps[j * len(steps) // len(marks)] for j, mark in enumerate(marks) if mark == "1"}
-
-
-def parse_pattern(text: str) -> PatternOptions:
-    """`HIGH/LOW` or `HIGH/LOW/ORDER`: 110101/1101/1.5. Raises OptionError."""
-    return parse_slashes(PatternOptions, text, "step pattern: marks of both experts and an order: 1101/101/1.5")
 
 
 def mark_adaptive(plan: Plan, options: AdaptiveOptions) -> Plan:

@@ -18,7 +18,6 @@ from wan_core.sampling.cache.policies import (
     fewest_forwards,
     mark_adaptive,
     schedule_guidance,
-    skip_pattern,
     skip_taylorseer,
 )
 from wan_core.sampling.context_windows import check_still
@@ -141,22 +140,15 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     if options is None:
         return plan
     full, steps = plan.forwards, len(plan.steps)
-    if options.measured_steps not in (None, plan.count):
-        # With a denoise below 1 the schedule has more steps than were asked for.
-        whole = f"the schedule, of which this run is a part, has {plan.count}"
-        here = f"this run has {plan.count}: set steps to {options.measured_steps}, or"
-        note = f"the speed preset was measured with {options.measured_steps} steps, and "
-        note += f"{here if plan.window is None else f'{whole}:'} compare it with the full run"
-        plan = replace(plan, notes=(*plan.notes, note))
     if options.guidance is not None:
         if options.guidance.every > 1 and plan.solver == "lcm":
             raise OptionError(f"the reused guidance does not fit the solver lcm, {UNCACHED['lcm']}: use every 1")
         plan = schedule_guidance(plan, options.guidance)
-    policy = options.magcache or options.taylorseer or options.adaptive or options.pattern
+    policy = options.magcache or options.taylorseer or options.adaptive
     if policy is None:
         return replace(plan, unskipped=full)
     names = {"magcache": "MagCache", "taylorseer": "TaylorSeer", "adaptive": "the adaptive cache"}
-    name = next((name for field, name in names.items() if getattr(options, field)), "the step pattern")
+    name = next(name for field, name in names.items() if getattr(options, field))
     check_cacheable(plan.solver, name)
     if distilled or steps < MIN_STEPS:
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
@@ -169,8 +161,6 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)
     if options.taylorseer:
         return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
-    if options.pattern:
-        return replace(skip_pattern(plan, options.pattern), unskipped=full)
     assert options.adaptive is not None
     plan = mark_adaptive(plan, options.adaptive)
     note = "adaptive: the run decides which of the marked steps it skips"
@@ -193,7 +183,6 @@ def skip_words(options: SkipOptions) -> str:
     if adaptive := options.adaptive:
         numbers = slashes(adaptive, "threshold", "max_skips", "retention")
         settings.append(f"adaptive {'bound:' * (adaptive.rule == 'bound')}{numbers}")
-    settings += [] if options.pattern is None else [f"pattern {slashes(options.pattern)}"]
     if guidance := options.guidance:
         settings += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
         settings += [f"guidance every {guidance.every}"] * (guidance.every > 1)
