@@ -16,14 +16,18 @@ from typing import Any
 import native_models as world
 
 
-def answer(plan_of: Any, task: str, values: dict, skip: dict | None, windows: dict | None, length: dict) -> Any:
-    """The plan, or what is refused."""
+def answer(
+    plan_of: Any, task: str, values: dict, skip: dict | None, windows: dict | None, length: dict, files: dict
+) -> Any:
+    """The plan, or what is refused. files: of the experts and their LoRAs."""
     from wan_core.config import SkipOptions, UserError, WindowOptions
     from wan_core.models.wan.families import TASKS
     from wan_core.sampling.build import ModelFacts
     from wan_core.workers.wire import unpack
 
-    facts = ModelFacts(task=TASKS[task], dit=TASKS[task].full_size, vae=TASKS[task].vae)
+    paths = {name: Path(path) for name, path in files.items() if name != "loras"}
+    paths |= {"loras": tuple(map(Path, files["loras"])), "all_files": True}
+    facts = ModelFacts(task=TASKS[task], dit=TASKS[task].full_size, vae=TASKS[task].vae, **paths)
     try:
         model = SimpleNamespace(facts=facts, shift=None, windows=unpack(WindowOptions, windows))
         options = unpack(SkipOptions, skip)
