@@ -12,8 +12,9 @@ t2v      the same with the template for text-to-video
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
 
 All sides of a part take turns in one server, `--runs` rounds (3 of `on` and `fresh`, 1 of the others). In each round a
-side makes a video of few steps that is not counted, which loads its models and kernels, and one with a new seed that
-is. A row is written after every round, its median so far.
+side makes a video of two steps that is not counted, which loads its models and kernels, and one with a new seed that
+is (`--in-a-row N`: so many of the runs at once, which takes less time). A row is written after every round, its median
+so far.
 
 With `--gpus N` (default: all that are there) `on`, `off` and `t2v` also have sides for N GPUs: ours with WanCore
 Launcher, and, where there is guidance, ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance
@@ -28,8 +29,8 @@ Rows of `cold` also have the seconds after POST of every progress of the sampler
 seconds   from POST to the end of the prompt, the median; spread: the slowest less the fastest; times: all of them
 nodes     of the run next to the median: seconds by loaders, text, image, samplers, decode, save
 peak_gib  the most device memory in use during the counted runs, by all processes
-error     relative difference of the latents of the first video that is not counted (four steps at most) from those of
-          the row `error_to`, which has the same seed
+error     relative difference of the latents of the first counted video from those of the row `error_to`, which has the
+          same seed; not where the native side runs fewer steps
 said      what caches and bounds did in that run, as the server's log says it
 ratio     seconds of the fastest native row on one GPU over this one's; ratio_to_native_gpus: of the fastest on as many
 """
@@ -215,23 +216,27 @@ def in_turns(
     native_steps: int | None = None,
     *,
     fresh: bool = False,
+    in_a_row: int = 1,
 ) -> Iterator[Row]:
-    """`runs` rounds in which every side makes the job once, so that what changes meanwhile changes all of them. A row
-    of each side after every round, the median so far. Native sides come first, since the others are compared with them.
-    native_steps: that native sides run, and their samplers' time is scaled; None: all. fresh: counted videos have a
-    prompt and a picture of their own."""
+    """Rounds in which every side makes the job `in_a_row` times, `runs` in all, so that what changes meanwhile changes
+    all of them. A row of each side after every round, the median so far. Native sides come first, since the others are
+    compared with them. native_steps: that native sides run, and their samplers' time is scaled; None: all. fresh:
+    counted videos have a prompt and a picture of their own."""
     made: dict[str, list[Row]] = {side.name: [] for side in sides}
     medians: dict[str, tuple[Side, Row]] = {}
     latents: dict[str, torch.Tensor] = {}
-    for turn in range(runs):
+    for first in range(0, runs, in_a_row):
+        jobs = [replace(job, seed=job.seed + run) for run in range(first, min(runs, first + in_a_row))]
+        if fresh:
+            jobs = [replace(one, prompt=f"{job.prompt} Take {one.seed}.", image=f"start{one.seed}.png") for one in jobs]
         for side in sorted(sides, key=lambda side: (side.gpus, not side.native, side.name != NATIVE.name)):
             rows = made[side.name]
             if rows and "seconds" not in rows[-1]:
                 continue
             reason = side.why_not(server.kinds, server.device)
-            new = replace(job, prompt=f"{job.prompt} Take {turn + 1}.", image=f"start{turn + 1}.png") if fresh else job
-            run = lambda s=side, t=turn, n=new: one_turn(server, s, job, n, t, native_steps, latents)  # noqa: E731
-            rows.append(guarded(side.name, job.size, reason, run))
+            run = lambda s=side, j=jobs: {"rows": one_turn(server, s, job, j, native_steps, latents)}  # noqa: E731
+            found = guarded(side.name, job.size, reason, run)
+            rows += [{"name": side.name, "size": job.size} | row for row in found.get("rows", [found])]
             failed = rows[-1] if "seconds" not in rows[-1] else None
             medians[side.name] = side, failed or middle_row(rows)
             row = medians[side.name][1]
@@ -243,30 +248,29 @@ def one_turn(
     server: Server,
     side: Side,
     job: Job,
-    new: Job,
-    turn: int,
+    jobs: Sequence[Job],
     native_steps: int | None,
     latents: dict[str, torch.Tensor],
-) -> Row:
-    """The video `new` after one of `job` that is not counted: ComfyUI keeps loaded models for the prompt that comes
-    next, and the side before had its own. A bounded run reads less only from its fourth step on. latents: of the sides
-    that had their first turn, from the same seed."""
-    steps = min(job.total_steps, 4) if turn == 0 else 2
-    difference: Row = {}
-    if turn == 0:
-        _, run = server.run(with_latents(side.graph(replace(job, seed=1000, steps=steps))))
-        latents[side.name] = saved_latents(server, run)
-        first = next(iter(latents))
-        difference = {"error": relative_error(latents[side.name], latents[first]), "error_to": first}
-    else:
-        server.run(side.graph(replace(job, seed=1000 + turn, steps=steps)))
-    job = replace(new, seed=job.seed + turn)
-    if not side.native or native_steps is None or native_steps >= job.total_steps:
-        return server.run(side.graph(job))[0] | difference
-    row = server.run(side.graph(replace(job, steps=native_steps)))[0]
-    more = row["nodes"]["samplers"] * (job.total_steps / native_steps - 1)
-    row["nodes"]["samplers"] = round(row["nodes"]["samplers"] + more, 3)
-    return row | {"seconds": round(row["seconds"] + more, 3), "steps_measured": native_steps} | difference
+) -> list[Row]:
+    """The videos `jobs` after one of `job` with two steps that is not counted: ComfyUI keeps loaded models only for the
+    prompt that comes next, and the side before had its own. latents: of the first video of each side."""
+    server.run(side.graph(replace(job, seed=1000 + jobs[0].seed, steps=2)))
+    rows = []
+    for one in jobs:
+        if side.native and native_steps is not None and native_steps < job.total_steps:
+            row = server.run(side.graph(replace(one, steps=native_steps)))[0]
+            more = row["nodes"]["samplers"] * (job.total_steps / native_steps - 1)
+            row["nodes"]["samplers"] = round(row["nodes"]["samplers"] + more, 3)
+            row |= {"seconds": round(row["seconds"] + more, 3), "steps_measured": native_steps}
+        elif side.name in latents:
+            row = server.run(side.graph(one))[0]
+        else:
+            row, run = server.run(with_latents(side.graph(one)))
+            latents[side.name] = saved_latents(server, run)
+            reference = next(iter(latents))
+            row |= {"error": relative_error(latents[side.name], latents[reference]), "error_to": reference}
+        rows.append(row)
+    return rows
 
 
 def middle_row(rows: list[Row]) -> Row:
@@ -283,12 +287,14 @@ def middle_row(rows: list[Row]) -> Row:
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     sides = (*SIDES, ATTACHED, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False))
-    yield from in_turns(server, chosen(sides, options), job, "on, new seed", options.runs or 3)
+    each = options.in_a_row or 1
+    yield from in_turns(server, chosen(sides, options), job, "on, new seed", options.runs or 3, in_a_row=each)
 
 
 def fresh_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     sides = chosen((*SIDES, *ACCELERATED), options)
-    yield from in_turns(server, sides, job, "on, new prompt and picture", options.runs or 3, fresh=True)
+    label, each = "on, new prompt and picture", options.in_a_row or 1
+    yield from in_turns(server, sides, job, label, options.runs or 3, fresh=True, in_a_row=each)
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:

@@ -59,7 +59,7 @@ SUITES: dict[str, Suite] = {
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
-        takes=("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "checkout"),
+        takes=("setting", "setup", "layers", "runs", "in_a_row", "steps", "gpus", "scratch", "checkout"),
     ),
     "native": Suite(
         "ComfyUI's own models in a real server, as they are and with our node for native models",
@@ -111,6 +111,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory, or sooner)")
     parser.add_argument("--runs", type=int, help="timed runs after one that is not counted (default 3)")
+    parser.add_argument("--in-a-row", type=int, help="runs of a row of everyday one after the other (default 1)")
     parser.add_argument("--gpus", type=int, help="of the suites parallel and everyday (default: all there are)")
     parser.add_argument("--steps", type=int, help="steps of a generation, in suites that make one")
     parser.add_argument(

@@ -32,15 +32,18 @@ from wan_core.config import OptionError
 
 TE = "2.20.2"
 GROUPS: dict[str, tuple[str, ...]] = {
-    "base": ("nvidia-cudnn-frontend==1.32.0", "gguf==0.19.0", "av==19.0.2", "sentencepiece==0.2.3"),
+    "base": (
+        "nvidia-cudnn-frontend==1.32.0", "gguf==0.19.0", "av==19.0.2", "sentencepiece==0.2.3",
+        "pydantic==2.14.3", "pydantic-core==2.50.4", "annotated-types==0.8.0", "typing-inspection==0.4.5",
+    ),
     "flash": (
         "flash-attn-4==4.0.0b36", "nvidia-cutlass-dsl==4.8.1", "nvidia-cutlass-dsl-libs-core==4.8.1",
         "nvidia-cutlass-dsl-libs-base==4.8.1", "nvidia-cutlass-dsl-libs-cu13==4.8.1", "quack-kernels==0.6.5",
         "apache-tvm-ffi==0.1.15.post2", "torch-c-dlpack-ext==0.1.5",
     ),
     "te": (
-        f"transformer-engine=={TE}", f"transformer-engine-cu13=={TE}", "nvdlfw-inspect==0.2.2", "pydantic==2.14.3",
-        "pydantic-core==2.50.4", "annotated-types==0.8.0", "typing-inspection==0.4.5", "importlib-metadata==10.2.0",
+        f"transformer-engine=={TE}", f"transformer-engine-cu13=={TE}", "nvdlfw-inspect==0.2.2",
+        "importlib-metadata==10.2.0",
     ),
     "comfyui": (
         "alembic==1.20.1", "blake3==1.0.11", "comfy-aimdo==0.4.13", "comfy-kitchen==0.2.31", "greenlet==3.5.6",
@@ -49,7 +52,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "peers": ("diffusers==0.42.1",),
 }  # fmt: skip
-FIRST = {"comfyui": ("te", "base")}  # groups whose wheels a group needs too
 IMPORTS = {
     "base": ("cudnn", "gguf", "av", "sentencepiece"),
     "flash": ("flash_attn.cute",),

@@ -166,7 +166,7 @@ def test_every_side_in_a_real_server() -> None:
     options = argparse.Namespace(
         setting=["on", "off", "cold"], scratch=None, checkout=find_comfyui(), layers=None, runs=1, gpus=1
     )
-    options.setup, options.steps = None, 4
+    options.setup, options.steps, options.in_a_row = None, 4, None
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
     assert {row["name"].partition(": ")[0] for row in rows} == {"on, new seed", "off", "cold"}
     assert {row["name"].rpartition(": ")[2] for row in rows} == {
@@ -186,7 +186,7 @@ def test_every_side_in_a_real_server() -> None:
 def test_several_gpus_in_a_real_server(tmp_path: Path) -> None:
     """Two workers on the CPU; ComfyUI's own graph with a node that divides work is accepted."""
     options = argparse.Namespace(setting=["on", "off"], scratch=tmp_path, checkout=find_comfyui(), layers=2, runs=1)
-    options.setup, options.steps, options.gpus = ["ours, cudnn-fp8, 2 GPUs"], None, 2
+    options.setup, options.steps, options.gpus, options.in_a_row = ["ours, cudnn-fp8, 2 GPUs"], None, 2, 1
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
     assert [(row["name"], row["gpus"]) for row in rows] == [
         ("on, new seed: ours, cudnn-fp8, 2 GPUs", 2),
