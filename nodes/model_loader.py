@@ -123,7 +123,7 @@ class WanCoreModelLoader(io.ComfyNode):
 
 def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     """The experts, held by ComfyUI's memory manager and not loaded yet; both are one where there is one transformer."""
-    models = settings.recognised
+    models, settings = settings.recognised, replace(settings, poll=host.check_interruption)
     if host.device().type == "cpu":  # one call of it can take minutes there
         settings = replace(settings, attend=InPieces(settings.attend, host.check_interruption))
     finished = partial(finish, settings=settings, device=host.device())

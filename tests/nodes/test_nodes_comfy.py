@@ -410,6 +410,25 @@ def test_interruption_takes_effect_within_a_step_and_the_next_prompt_works(comfy
     assert comfy.run(small(seed=78)).ok
 
 
+def test_interruption_takes_effect_while_blocks_compile(comfy: ComfyUI) -> None:
+    """torch compiles for a minute here. What it goes on to compile does not disturb the next prompt."""
+    client, graph = Client(comfy.port), small(seed=79)
+    graph["model"]["inputs"]["compile"] = "blocks"
+    prompt = comfy.queue(graph, client.name)
+    asked = 0.0
+    for event in client.events():
+        if event["type"] == "executing" and event["data"]["node"] == "sampler":
+            time.sleep(4)  # it loads weights, and begins to compile
+            asked = time.monotonic()
+            comfy.post("/interrupt", {})
+        elif event["type"] in ("execution_interrupted", "execution_success"):
+            break
+    client.close()
+    assert event["type"] == "execution_interrupted" and asked and time.monotonic() - asked < 5
+    assert not comfy.wait(prompt).ok
+    assert comfy.run(small(seed=80)).ok
+
+
 def test_many_prompts_load_once_and_keep_memory_flat(comfy: ComfyUI) -> None:
     assert comfy.run(small(seed=1000)).ok
     loads, memory = count(comfy, "WanCore loaded"), []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from wan_core.pipeline.run import COMPILING
 from wan_core.workers.faults import explain
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
@@ -88,3 +90,39 @@ def test_a_program_that_was_stopped_reads_what_arrived_before_it_complains(monke
 
     running: Any = SimpleNamespace(statuses=[], last_frame=clock[0], request_start=clock[0], inbox=Stopped())
     assert workers._wait(running, 1, lambda *_: None, lambda: None)[0]["kind"] == "result"
+
+
+@pytest.mark.parametrize("phase", [COMPILING, "denoise high"])
+def test_ranks_that_compile_are_ended_where_the_user_interrupts(phase: str) -> None:
+    """They would go on for minutes. Others are waited for: they stop at the next block and keep their models."""
+
+    class Enough(Exception):
+        pass
+
+    class Ranks:
+        """They answer an interruption only where they do not compile."""
+
+        def __init__(self, *_: Any) -> None:
+            self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            self.statuses = [{**STATUS, "since_heartbeat": 0.0, "since_progress": 0.0}]
+            self.last_frame = self.request_start = time.monotonic()
+            self.ended, self.channel, self.killed = threading.Event(), self, False
+
+        def send(self, header: dict[str, Any], tensors: Any = None) -> None:
+            if header["op"] == "interrupt" and phase != COMPILING:
+                self.inbox.put(({"kind": "interrupted", "number": header["number"]}, {}))
+
+        def kill(self) -> None:
+            self.killed = True
+
+    running = Ranks()
+    workers = Workers(WorkerOptions(devices=("cpu",)), lambda _: running)
+
+    def poll() -> None:
+        running.statuses = [{**running.statuses[0], "phase": phase}]
+        raise Enough
+
+    begin = time.monotonic()
+    with pytest.raises(Enough):
+        workers.call("generate", {}, poll=poll)
+    assert time.monotonic() - begin < 5 and running.killed == (phase == COMPILING) != workers.is_running

@@ -357,6 +357,7 @@ def finish(
             device=device,
             graphs=graphs,
             ranks=ranks,
+            poll=settings.poll,
         )
     return optimize_vae(model, device, ranks) if isinstance(model, VideoVAE) else model
 

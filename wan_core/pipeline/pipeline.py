@@ -37,7 +37,7 @@ from wan_core.pipeline.encode import encode_media, encode_start, encode_text
 from wan_core.pipeline.first_use import forward_each_kind
 from wan_core.pipeline.load import Models, load_models
 from wan_core.pipeline.memory_planning import Workload
-from wan_core.pipeline.run import SILENT, Run, Watch, begin
+from wan_core.pipeline.run import COMPILING, SILENT, Run, Watch, begin
 from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.conditioning import Conditioning
@@ -140,7 +140,7 @@ class Pipeline:
         watch.phase("text")
         conditioning, start = self.encode(run), encode_start(run)
         if self.models.compiles:
-            watch.phase("compile in the first step")
+            watch.phase(COMPILING)
         watch.phase("denoise")
         latents = sample(run, conditioning, watch.step, watch.checks, start)
         if keep_latents is not None and save(run, keep_latents, latents):

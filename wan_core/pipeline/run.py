@@ -35,6 +35,8 @@ OnStep = Callable[[Progress, float | None], None]
 """Called after every step: what was done, and the seconds of a forward in the newest finished step that ran any (None
 before the first)."""
 
+COMPILING = "compile in the first step"  # a phase that nothing can stop
+
 
 def nothing(*_: Any) -> None:
     pass

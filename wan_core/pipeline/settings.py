@@ -5,7 +5,7 @@ Everything is known before any weights are read: `resolve_settings` raises for w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +102,7 @@ class PartToLoad:
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """How the models of a run are held and computed. `parts`: by name, as in `recognised`. `attention`: the backend
-    that `attend` is. `loras`: of each expert, in order."""
+    that `attend` is. `loras`: of each expert, in order. `poll`: called while blocks compile; may raise to interrupt."""
 
     recognised: Parts
     parts: Mapping[str, PartToLoad]
@@ -114,6 +114,7 @@ class ModelSettings:
     attend: Attention
     compile: str
     loras: Mapping[str, Sequence[Wanted]]
+    poll: Callable[[], None] | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -42,9 +42,10 @@ from wan_core.pipeline.check import check_request
 from wan_core.pipeline.decode import Pieces, decode_to
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.encode import encode_images
+from wan_core.pipeline.load import Models
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.run import OnStep, OwnMemory, Watch, guidance_over
+from wan_core.pipeline.run import COMPILING, OnStep, OwnMemory, Watch, guidance_over
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
 from wan_core.pipeline.sources import find_experts, recognise
 from wan_core.sampling.conditioning import Conditioning
@@ -131,10 +132,10 @@ class Jobs:
             self.keep(header["keep"], latents, job.fps, pipe.report)
 
         between = BetweenBlocks(self.rank, agreements(job.plan, choice.mesh, found.dit.num_layers))
-        step = self.on_step(between)
+        step, phase = self.on_step(between), partial(self.phase, models=pipe.models)
         made = pipe.generate(
             request,
-            Watch(planned=planned, phase=self.phase, step=step, checks=between, latents=keep),
+            Watch(planned=planned, phase=phase, step=step, checks=between, latents=keep),
             keep_clips=None if header["keep_clips"] is None else Path(header["keep_clips"]),
             write=self.send_video if self.rank.rank == 0 else None,
         )
@@ -178,7 +179,7 @@ class Jobs:
         report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *experts.notes]
         given = Conditioning.of({name: value.to(self.rank.device) for name, value in tensors.items()})
         models.wait_for_kernels(report)
-        self.phase("denoise")
+        self.phase("denoise", models)
         between = BetweenBlocks(self.rank, agreements(plan, choice.mesh, found.dit.num_layers))
         left: list[Leftover] = []
         latents = sample_latents(
@@ -315,18 +316,17 @@ class Jobs:
 
     # ------------------------------------------------------------------------------------------------ what is told on
 
-    def phase(self, name: str) -> None:
-        """A part of the request begins; the place to stop between parts."""
+    def phase(self, name: str, models: Models | None = None) -> None:
+        """A part of the request begins; the place to stop between parts. models: that it runs."""
         self.rank.progress(name)
         self.rank.raise_if_interrupted()
+        if name == "denoise" and models is not None and models.compiles:
+            self.rank.progress(COMPILING)
         self.rank.event("phase", phase=name)
 
     def on_step(self, between: BetweenBlocks, preview: bool = False) -> OnStep:
-        """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.
-
-        The host may be one step ahead of the GPU and not more, so that what it says is true; between blocks it is
-        `BetweenBlocks` that stops. The GPU never waits for the host.
-        """
+        """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that. The host
+        may be one step ahead of the GPU and not more, so that what it says is true. The GPU never waits for it."""
         behind: list[Callable[[], None]] = []
 
         def note(progress: Progress, seconds: float | None) -> None:
@@ -375,8 +375,7 @@ class Jobs:
     def keep(
         self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None
     ) -> None:
-        """Rank 0: write finished latents to `path` before anything else can go wrong. If that fails, the program is
-        told, and the run goes on."""
+        """Rank 0: write finished latents to `path` before anything else can go wrong; the program hears of a fault."""
         if path is None or self.rank.rank != 0:
             return
         self.rank.progress("save latents")

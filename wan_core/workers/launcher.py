@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from wan_core.config import OptionError, UserError
+from wan_core.pipeline.run import COMPILING
 from wan_core.workers.control import ChannelError
 from wan_core.workers.faults import describe_failure, explain, place, places, rank_name
 from wan_core.workers.options import WorkerOptions
@@ -154,14 +155,21 @@ class Workers:
             on_event(*frame)
 
     def _interrupt(self, processes: Processes, number: int) -> None:
-        """Have the ranks stop at the next step, and wait until they have stopped."""
+        """Have the ranks stop at the next step, and wait until they have stopped. Those that compile are ended: nothing
+        stops them for minutes."""
         assert processes.channel is not None
+
+        def end_if_compiling() -> None:
+            if any(status["phase"] == COMPILING for status in processes.statuses):
+                self._end()
+                raise WorkerError("the ranks were compiling")
+
         with contextlib.suppress(WorkerError):
             try:
                 processes.channel.send({"op": "interrupt", "number": number})
             except ChannelError:
                 raise self._lost(processes) from None
-            self._wait(processes, number, lambda header, tensors: None, lambda: None)
+            self._wait(processes, number, lambda header, tensors: None, end_if_compiling)
 
     def _connect(self, poll: Callable[[], None]) -> Processes:
         """Ranks that are ready. If `poll` raises, they go on starting, for the next request."""
