@@ -81,6 +81,16 @@ MISTAKES = {
         "the experts are swapped: ",
         "Exchange the two files",
     ),
+    "few steps": Mistake(
+        small_14b(), WARNED, "sampler", "steps, and no file says by its metadata or name", "Add a four-step LoRA"
+    ),
+    "guidance and shift": Mistake(
+        changed(small_14b(), sampler={"guidance_high": 50.0, "shift": 100.0}),
+        WARNED,
+        "sampler",
+        "warning: guidance 50 burns",
+        "warning: shift 100 spends",
+    ),
     "missing LoRA": Mistake(
         with_lora(), REFUSED, "lora", f"'{LORA}' is not a model in", "models t2v-A14B --with four-steps --download"
     ),
@@ -148,13 +158,8 @@ def told(comfy: ComfyUI, graph: Graph) -> tuple[str, str, str]:
     if not run.ok:
         error = run.message("execution_error")
         return FAILED, error["node_id"], error["exception_message"]
-    [(where, line)] = [
-        (name, line)
-        for name, shown in run.outputs.items()
-        for line in "\n".join(shown.get("text", [])).splitlines()
-        if line.startswith("warning: ") and name == "sampler"
-    ]
-    return WARNED, where, line
+    lines = "\n".join(run.outputs["sampler"]["text"]).splitlines()
+    return WARNED, "sampler", "\n".join(line for line in lines if line.startswith("warning: "))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
