@@ -21,6 +21,7 @@ from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
 
 from wan_core.config import OptionError, SparseOptions
+from wan_core.config.compile_cache import note_compiled
 from wan_core.ops.attention.registry import CHOSEN
 from wan_core.ops.cards import capability
 from wan_core.pipeline.memory_planning import slope_factor
@@ -180,6 +181,7 @@ def _sample(
     attention, notes = run.measured()
     run.notes += notes
     write_last(type(dit).__name__, sparse, {"high": checkpoint_of(guider.model_patcher)}, attention)
+    note_compiled()
     report(report_text(run, sparse, share, advice_for(run, kernels, card, each)))
     return result
 

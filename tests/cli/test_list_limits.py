@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from wan_core.cli import main, prompt_file
-from wan_core.cli.list_keys import contents
 from wan_core.cluster.files import media_of
 from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config.keys import contents
 from wan_core.config.limits import MAX_LINE, MAX_VIDEO_FILE
 from wan_core.pipeline import check
 from wan_core.pipeline.check import ListCheck, check_request

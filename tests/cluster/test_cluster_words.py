@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from wan_core.cli import main
 from wan_core.cluster import connect as connecting
 from wan_core.cluster.connect import Node, Wanted, check_allowed, check_token, connect, inventory
-from wan_core.cluster.files import media_of, model_paths, models_there, put, with_paths, with_words
+from wan_core.cluster.files import media_of, models_there, put, with_paths, with_words
 from wan_core.cluster.places import spread
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.config.keys import model_paths
 from wan_core.config.table import table
 
 ASKED = ["generate", "--model", "tiny", "--ray", "auto"]

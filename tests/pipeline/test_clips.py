@@ -318,7 +318,7 @@ def test_an_interrupted_run_goes_on_after_its_last_clip(
     assert not clips_folder.exists()
 
 
-def test_damaged_and_foreign_clips_are_left_alone(
+def test_damaged_clips_are_made_again_and_foreign_ones_left_alone(
     folder: Path, tmp_path: Path, uninterrupted: Callable[[str], Result]
 ) -> None:
     asked, clips_folder = request(folder, "animate"), tmp_path / "x.clips"
@@ -339,11 +339,14 @@ def test_damaged_and_foreign_clips_are_left_alone(
     assert np.array_equal(video.frames, whole.frames)
     remove_kept(video.kept_clips)
     notes = "\n".join(video.report.notes)
-    assert "is of another video" in notes
-    assert "cannot be used and is made again" in notes and "1 kept clips of other videos" in notes
-    used = [path for path in first if not path.exists()]
-    assert len(used) == 1  # this run's own first clip
-    assert all(path.read_bytes() == text for path, text in before.items() if path not in used)
+    assert (
+        "clip 2 was finished by an earlier run, and is made again: " in notes and "does not fit its checksum" in notes
+    )
+    assert f"clip 3 is made again: {third} has its name, and is another clip" in notes
+    assert "1 kept clips of other videos" in notes
+    gone = [path for path in before if not path.exists()]
+    assert gone == [next(path for path in first if path != other), second]  # of this run, its second one damaged
+    assert all(path.read_bytes() == text for path, text in before.items() if path not in gone)
 
 
 def test_another_models_clips_are_not_used(folder: Path, tmp_path: Path) -> None:

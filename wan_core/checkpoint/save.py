@@ -1,13 +1,14 @@
 """Module -> safetensors file in the official layout, with what shapes cannot say in its metadata.
 
 Finished latents are written before decoding, so that a failed decode loses nothing: one safetensors file with `latents`
-float32 [B, C, T, Y, X], un-normalised as on ComfyUI's LATENT socket, and metadata `fps` and `settings` (JSON, the
-settings of the run).
+float32 [B, C, T, Y, X], un-normalised as on ComfyUI's LATENT socket, and metadata `fps`, `settings` (JSON, the
+settings of the run) and a checksum.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -20,16 +21,21 @@ from torch import Tensor
 from wan_core.checkpoint import CheckpointError, open_checkpoint
 from wan_core.checkpoint.comfyui_tensors import DESCRIPTION, SUFFIX
 from wan_core.checkpoint.detect import TOKENIZER
+from wan_core.checkpoint.opened import short_path
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError
-from wan_core.config.limits import MAX_JSON, MAX_LATENTS
-from wan_core.config.outputs import written_beside
+from wan_core.config.checks import check_file_size
+from wan_core.config.durable import SEAL, UNSEALED, check_seal
+from wan_core.config.limits import MAX_HEADER, MAX_JSON, MAX_LATENTS
+from wan_core.config.outputs import written_beside, written_sealed
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
+
+log = logging.getLogger(__name__)
 
 
 def save(
@@ -96,9 +102,10 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str
 
 
 def save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[str, Any]) -> None:
-    """Write latents [B, C, T, Y, X]. The file gets its name only when it is complete."""
-    metadata = {"fps": str(fps), "settings": json.dumps(settings)}
-    write_safetensors({"latents": latents.float()}, path, metadata)
+    """Write latents [B, C, T, Y, X]. The file gets its name only when it is complete, and on the disk."""
+    metadata = {SEAL: UNSEALED, "fps": str(fps), "settings": json.dumps(settings)}
+    with written_sealed(Path(path)) as temporary, temporary.open("wb") as file:
+        file.writelines(safetensors_pieces({"latents": latents.float()}, metadata))
 
 
 def try_to_save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[str, Any]) -> str | None:
@@ -111,9 +118,11 @@ def try_to_save_latents(path: str | Path, latents: Tensor, fps: int, settings: M
     return None
 
 
-def load_latents(path: str | Path) -> tuple[Tensor, int, dict[str, Any]]:
-    """(latents float32 [B, C, T, Y, X], fps, settings). Raises CheckpointError if the file is not one of
-    `save_latents`, or its values are not finite."""
+def load_latents(path: str | Path, *, needs_seal: bool = False) -> tuple[Tensor, int, dict[str, Any]]:
+    """(latents float32 [B, C, T, Y, X], fps, settings). Raises CheckpointError or DamagedFile if the file is not one of
+    `save_latents`, or not as it was written, or its values are not finite. needs_seal: refuse one without a checksum,
+    which earlier releases wrote; otherwise a warning is logged."""
+    check_latents_file(Path(path), needs_seal)
     with open_checkpoint(path) as opened:
         where = opened.describe()
         info = opened.tensors.get("latents")
@@ -132,6 +141,20 @@ def load_latents(path: str | Path) -> tuple[Tensor, int, dict[str, Any]]:
     if not all(math.isfinite(extreme) for extreme in latents.aminmax()):
         raise CheckpointError("its latents are not finite numbers: the file is damaged", where=where)
     return latents, fps, settings
+
+
+def check_latents_file(path: Path, needs_seal: bool) -> None:
+    """Raise CheckpointError or OptionError if a file is missing, too large, or not as it was written."""
+    where = short_path(path)
+    try:
+        check_file_size(path, 4 * MAX_LATENTS + MAX_HEADER)
+        sealed = check_seal(path)
+    except OSError as fault:
+        raise CheckpointError(f"cannot be read ({fault.strerror})", where=where) from fault
+    if not sealed and needs_seal:
+        raise CheckpointError("it has no checksum: an earlier release wrote it", where=where)
+    if not sealed:
+        log.warning("%s has no checksum: an earlier release wrote it, and whether it is damaged is not known", path)
 
 
 def _settings(metadata: Mapping[str, str], where: str) -> tuple[int, dict[str, Any]]:

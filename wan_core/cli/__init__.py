@@ -162,7 +162,11 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_request_options(parser)
     parser.add_argument("--out", type=Path, default=Path("wancore.mp4"), help=OUT_HELP)
-    parser.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
+    parser.add_argument(
+        "--save-latents",
+        type=Path,
+        help="also keep the finished latents in this .safetensors file, for `decode` (not of clips that overlap)",
+    )
     parser.add_argument("--sheet", type=Path, help="also write frames from first to last as one picture (.png)")
     parser.add_argument("--report", type=Path, help="write the report as JSON")
     add_overwrite_option(parser)

@@ -62,6 +62,10 @@ def run_generate(options: argparse.Namespace) -> int:
             kept = out.with_suffix(".latents.safetensors")
             latents = outputs.add("latents kept for --out", kept, overwrite=False, quiet=True)
         else:
+            if is_special(options.save_latents):  # what is written there is read again for its checksum
+                raise OptionError(
+                    f"--save-latents {options.save_latents} is a device or a pipe: give the name of a file"
+                )
             latents = outputs.add("--save-latents", options.save_latents)
         sheet = None if options.sheet is None else outputs.add("--sheet", options.sheet)
         report = None if options.report is None else outputs.add("--report", options.report)
@@ -100,6 +104,7 @@ def generate_files(
                 request,
                 watching(progress, kept.append),
                 keep_latents=files.latents,
+                must_keep=options.save_latents is not None,
                 keep_clips=files.clips,
                 write=writing.write,
             )
@@ -117,12 +122,10 @@ def generate_files(
         raise
     progress.end()
     missing = [] if kept or options.save_latents is None else [f"no latents in {files.latents}"]
-    if video == files.video and options.save_latents is None:
-        files.latents.unlink(missing_ok=True)
-    if options.save_latents is None:
+    if video == files.video:
         remove_kept(result.kept_clips)
-    elif result.kept_clips:
-        missing = [f"the latents of each clip are in {files.clips}"]
+        if options.save_latents is None:
+            files.latents.unlink(missing_ok=True)
     missing += write_beside_video(result, files)
     print(result.report.text())
     print(f"  seed {request.seed}")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NoReturn
 
 from wan_core.cli.generate import request_of
-from wan_core.cli.list_keys import contents, in_keys, key_of
 from wan_core.cli.options import add_request_options
 from wan_core.cli.parsing import MOST_REPEATED, finite, plain_words
 from wan_core.config import RANDOM_SEED, LoadOptions, OptionError, Request
 from wan_core.config.checks import meant_hint, near_file
+from wan_core.config.durable import DamagedFile, check_seal
+from wan_core.config.keys import in_keys, key_of
 from wan_core.config.limits import MAX_LINE, MAX_LIST
-from wan_core.config.outputs import check_place, folded
+from wan_core.config.outputs import check_place, folded, numbered
 from wan_core.config.table import table
 from wan_core.media.mp4 import check_video_name
 from wan_core.media.video import read_metadata
@@ -49,12 +52,11 @@ def read_list(path: Path, options: argparse.Namespace, loaded: LoadOptions) -> l
         with _in_line(number, path):
             requests.append((number, *reader.read(number, text)))
     _check_names(path, [(number, out) for number, _, out in requests])
-    contents.cache_clear()
     models = in_keys(loaded)
     videos = [ListedVideo(number, request, out, key_of(request, loaded, models)) for number, request, out in requests]
     for video in videos:
         with _in_line(video.line, path):
-            if not is_finished(video) and video.report.exists():
+            if not is_finished(video) and not os.path.lexists(video.out) and os.path.lexists(video.report):
                 raise OptionError(f"{video.report} exists and its video does not: delete it, or choose another 'out'")
     return videos
 
@@ -163,14 +165,50 @@ def can_be_a_path(text: str) -> bool:
 
 
 def is_finished(video: ListedVideo) -> bool:
-    """Whether the file is there and holds this video. Raises OptionError where another has its name."""
-    if not video.out.exists():
-        return False
-    if read_metadata(video.out).get(KEY) != video.key:
+    """Whether the file is there, holds this video, and is as it was written. Raises OptionError where another has its
+    name."""
+    return os.path.lexists(video.out) and damage_of(video) is None
+
+
+def damage_of(video: ListedVideo) -> str | None:
+    """What is wrong with the file of a listed video that was made; None for one that is as it was written. Raises
+    OptionError where another has its name."""
+    try:
+        status = video.out.stat()
+        if not S_ISREG(status.st_mode):
+            raise OptionError("it is no file")
+        key, damage = _written(video.out, status.st_size, status.st_mtime_ns)
+    except (OptionError, OSError) as fault:
+        why = getattr(fault, "strerror", None) or fault
+        raise OptionError(
+            f"{video.out} is there and cannot be read ({why}): choose another name in the field 'out', or delete it"
+        ) from fault
+    if key != video.key:
         raise OptionError(
             f"{video.out} exists and was not made by this line: choose another name in the field 'out', or delete it"
         )
-    return True
+    return damage
+
+
+@functools.lru_cache(MOST_VIDEOS)
+def _written(path: Path, size: int, changed: int) -> tuple[str | None, str | None]:
+    """The key in a video, and what is wrong with it. A list asks several times: its bytes are read once."""
+    try:
+        check_seal(path)
+    except DamagedFile as fault:
+        return read_metadata(path).get(KEY), str(fault)
+    return read_metadata(path).get(KEY), None
+
+
+def set_aside(video: ListedVideo) -> str | None:
+    """Give the damaged file of a listed video another name, so that the video is made again. Returns a sentence that
+    says so; None where nothing is in its place. Raises OSError."""
+    if not os.path.lexists(video.out) or (damage := damage_of(video)) is None:
+        return None
+    aside = next(path for path in numbered(video.out.with_name(f"{video.out.name}.bak")) if not os.path.lexists(path))
+    video.out.rename(aside)
+    video.report.unlink(missing_ok=True)
+    return f"{damage}; it is now {aside.name}, and the video is made again"
 
 
 def _check_names(path: Path, outs: list[tuple[int, Path]]) -> None:

@@ -30,7 +30,7 @@ NOT_WITH_A_LIST = {
 
 def run_list(options: argparse.Namespace) -> int:
     """Returns 1 if a video could not be made."""
-    from wan_core.cli.prompt_file import is_finished, read_list
+    from wan_core.cli.prompt_file import is_finished, read_list, set_aside
     from wan_core.workers.video_list import Outcome, VideoList
 
     for name, advice in NOT_WITH_A_LIST.items():
@@ -44,6 +44,8 @@ def run_list(options: argparse.Namespace) -> int:
             tell(note)
         if len(left) < len(videos):
             tell(f"{len(videos) - len(left)} of {len(videos)} videos are there already and are not made again")
+        for words in filter(None, map(set_aside, left)):
+            tell(words)
         outcome = makers.make(VideoList(left, is_finished, tell)) if left else Outcome()
     return say(outcome, len(videos) - len(left))
 

@@ -24,10 +24,11 @@ from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.cluster.actors import NodeRanks
 from wan_core.cluster.answers import ask
 from wan_core.cluster.connect import Wanted, check_token, connect, import_ray, nodes
-from wan_core.cluster.files import media_of, model_paths, models_there, with_paths, with_words
+from wan_core.cluster.files import media_of, models_there, with_paths, with_words
 from wan_core.cluster.places import Reserved, spread
 from wan_core.config import OptionError, UserError
-from wan_core.config.outputs import written_beside
+from wan_core.config.keys import model_paths
+from wan_core.config.outputs import write_bytes
 from wan_core.workers import control
 from wan_core.workers.faults import places
 from wan_core.workers.launcher import WorkerError
@@ -148,8 +149,7 @@ class Bridge:
     def _keep(self, header: Mapping[str, Any], path: Path, content: bytes) -> dict[str, Any]:
         """Write latents that arrived where the program wants them, and tell it so."""
         try:
-            with written_beside(path) as temporary:
-                temporary.write_bytes(content)
+            write_bytes(path, content)
         except OSError as fault:
             return {**header, "name": "not kept", "text": f"no latents in {path}: {fault}"}
         return {**header, "path": str(path)}

@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config import OptionError, Request
 from wan_core.config.checks import check_file_size
+from wan_core.config.keys import MODEL_PATHS, is_path
 from wan_core.config.limits import MAX_VIDEO_FILE
-from wan_core.config.outputs import written_beside
+from wan_core.config.outputs import write_bytes
 from wan_core.config.table import table
 
 MODELS = "WANCORE_CLUSTER_MODELS"  # HERE=THERE: models below the folder HERE are below THERE on the nodes
-NO_FILES = ("tiny", "random:")  # what `--model` may name beside a folder
 
 
 def models_there(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def models_there(options: Mapping[str, Any]) -> dict[str, Any]:
         raise OptionError(f"{MODELS} is {here!r}; write FOLDER_HERE=FOLDER_ON_THE_NODES")
 
     def moved(path: Any) -> Any:
-        full = os.path.abspath(path) if isinstance(path, str) and here and not path.startswith(NO_FILES) else ""
+        full = os.path.abspath(path) if isinstance(path, str) and here and is_path(path) else ""
         below = os.path.join(os.path.abspath(here), "") if here else ""
         return os.path.join(there, full.removeprefix(below)) if full.startswith(below) and below else path
 
@@ -35,15 +35,8 @@ def models_there(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-MODEL_PATHS = ("path", *(name for name, one in table(LoadOptions).items() if one.path))
 MEDIA_PATHS = tuple(name for name, one in table(Request).items() if one.path)
 NAMING = (*MEDIA_PATHS, "keyframes", "video")  # what has paths in a request and in settings (`video`: --from-video)
-
-
-def model_paths(options: Mapping[str, Any]) -> list[str]:
-    """The files and folders that options of loading name."""
-    named = [options.get(name) for name in MODEL_PATHS] + [lora["path"] for lora in options.get("loras") or ()]
-    return [path for path in named if path is not None and not str(path).startswith(NO_FILES)]
 
 
 def missing(paths: Sequence[str]) -> list[str]:
@@ -78,8 +71,7 @@ def put(media: Mapping[str, bytes], folder: str | Path) -> dict[str, str]:
     for path, content in media.items():
         place = Path(folder, hashlib.sha256(content).hexdigest()[:16] + Path(path).suffix)
         if not place.exists():
-            with written_beside(place) as temporary:
-                temporary.write_bytes(content)
+            write_bytes(place, content)
         here[path] = str(place)
     return here
 

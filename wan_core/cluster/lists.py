@@ -17,10 +17,11 @@ from typing import Any
 from wan_core.cluster.actors import VideoMaker
 from wan_core.cluster.answers import ask
 from wan_core.cluster.connect import Wanted, check_token, import_ray, inventory, nodes
-from wan_core.cluster.files import media_of, model_paths, models_there
+from wan_core.cluster.files import media_of, models_there
 from wan_core.cluster.places import Reserved
 from wan_core.config import LoadOptions, OptionError
-from wan_core.config.outputs import written_beside
+from wan_core.config.keys import model_paths
+from wan_core.config.outputs import write_bytes
 from wan_core.workers.launcher import WorkerError
 from wan_core.workers.video_list import ListedVideo, Maker, Outcome, VideoList, work
 
@@ -109,8 +110,7 @@ class ClusterMaker:
             raise OptionError(found["refused"])
         video.check_free()
         for path, name in ((video.out, "video"), (video.report, "report")):
-            with written_beside(path, tidy=False) as temporary:  # `VideoList` did it once for all
-                temporary.write_bytes(found[name])
+            write_bytes(path, found[name], tidy=False)  # `VideoList` did it once for all
 
 
 def _checked_together(

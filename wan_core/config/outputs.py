@@ -1,4 +1,4 @@
-"""Files that a run writes: never one of its inputs, never each other, and whole or not there.
+"""Files that a run writes: never one of its inputs, never each other, and whole or not there, also without power.
 
     with Outputs({"--image": image}, overwrite=False) as outputs:
         video = outputs.add("--out", Path("x.mp4"))  # x-1.mp4 if x.mp4 exists, or if another run is about to write it
@@ -15,6 +15,7 @@ write into a folder removes what processes that have ended left there.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import os
@@ -31,6 +32,7 @@ from itertools import count
 from pathlib import Path
 
 from wan_core.config.checks import OptionError
+from wan_core.config.durable import flush, seal
 
 RUN = secrets.token_hex(4)  # tells this process from an earlier one with the same number
 PART = re.compile(r"\..*\.([0-9a-f]{8}-\d+-[0-9a-f]{8})-[0-9a-f]{4}\.part", re.DOTALL)
@@ -201,9 +203,9 @@ def numbered(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def written_beside(path: str | os.PathLike[str], *, tidy: bool = True) -> Iterator[Path]:
-    """A temporary file in the folder of `path`, which gets that name at the end. After an exception it is deleted, and
-    an older file of that name is unchanged. tidy: first remove what processes that have ended left in the folder, which
-    takes milliseconds where thousands of files are. Raises OSError."""
+    """A temporary file in the folder of `path`, which gets that name at the end, when all of it is on the disk. After
+    an exception it is deleted, and an older file of that name is unchanged. tidy: first remove what processes that have
+    ended left in the folder, which takes milliseconds where thousands of files are. Raises OSError."""
     path = Path(path)
     if is_special(path):
         yield path
@@ -214,10 +216,23 @@ def written_beside(path: str | os.PathLike[str], *, tidy: bool = True) -> Iterat
     try:
         temporary.touch(exist_ok=False)
         yield temporary
+        flush(temporary)
         os.replace(temporary, path)
+        flush(path.absolute().parent)
     finally:
         with suppress(OSError):  # gone by its new name, or the folder is read-only: nothing was made
             temporary.unlink()
+
+
+@contextmanager
+def written_sealed(path: Path) -> Iterator[Path]:
+    """Like `written_beside`, for a file that another run reads: it gets a checksum in the place that was written for it
+    (`durable`). Raises OSError, also where a pipe or a device has the name."""
+    if is_special(path):
+        raise OSError(errno.EINVAL, "a pipe or a device has that name")
+    with written_beside(path) as temporary:
+        yield temporary
+        seal(temporary)
 
 
 @contextmanager
@@ -230,9 +245,12 @@ def folder_beside(path: Path, first: str) -> Iterator[Path]:
     try:
         temporary.mkdir()
         yield temporary
+        for place in (*temporary.iterdir(), temporary):
+            flush(place)
         if path.exists():
             os.replace(path, old)
         os.replace(temporary, path)
+        flush(path.absolute().parent)
     finally:
         if old.exists() and not path.exists():  # broken off between the two
             os.replace(old, path)
@@ -252,8 +270,13 @@ def check_replaced_folder(path: Path, first: str) -> None:
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
     """Write a file of text, beside and then renamed. Raises OSError."""
-    with written_beside(path) as temporary:
-        temporary.write_text(text)
+    return write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes, *, tidy: bool = True) -> Path:
+    """Write a file like `written_beside`. Raises OSError."""
+    with written_beside(path, tidy=tidy) as temporary:
+        temporary.write_bytes(content)
     return Path(path)
 
 
@@ -305,6 +328,8 @@ def make_claim(path: Path) -> Path | None:
 
 
 def _is_left_over(claim: Path) -> bool:
+    if not claim.is_file():
+        return False  # a pipe that a program made would be read without end
     owner = claim.read_text(errors="replace")[:80].partition("\n")[0]
     return _has_ended(owner) if owner else time.time() - claim.stat().st_mtime > EMPTY_CLAIM_SECONDS
 

@@ -21,8 +21,9 @@ from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
 
 from wan_core.config import OptionError, check_choice
+from wan_core.config.durable import SEAL
 from wan_core.config.limits import MAX_SIDE
-from wan_core.config.outputs import check_place, written_beside
+from wan_core.config.outputs import check_place, written_beside, written_sealed
 from wan_core.media.sound import Sound
 
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
@@ -83,6 +84,7 @@ def write_mp4(
         fps: frames per second; a fraction such as 30000 / 1001 is kept exactly.
         sound: stored as AAC, cut where the frames end.
         metadata: the settings of this video, stored as one JSON object in the file's `comment`: see `read_metadata`.
+            Where it has a place for a checksum (`config.durable`), the file gets one.
 
     Returns:
         `path`.
@@ -96,7 +98,8 @@ def write_mp4(
     check_video_name(path)
     check_place(path)
     tags = {} if metadata is None else {"comment": json.dumps(dict(metadata))}
-    with written_beside(path) as temporary:
+    written = written_sealed if SEAL in (metadata or {}) else written_beside
+    with written(path) as temporary:
         encode(temporary, frames, rate, encoder, tags, sound)
     return path
 

@@ -90,6 +90,20 @@ class Job:
         return self.clips[0].frames == self.frames and not family_of(self.task).driven and not self.rules.anchored
 
     @property
+    def one_video(self) -> bool:
+        """Whether its latents are those of one video, which a VAE decodes without anything else."""
+        return self.alone or self.rules.anchored
+
+    def check_saved(self) -> None:
+        """Raise OptionError where its latents cannot be saved for a later decoding."""
+        if not self.one_video:
+            raise OptionError(
+                f"--save-latents given, and this video is made in clips ({self.long.words(self.plan.count)}). Each is "
+                "decoded with what came before it, so their latents alone give no video: leave it out. Finished clips "
+                "are kept until the video is complete"
+            )
+
+    @property
     def rules(self) -> ClipRules:
         """How a long video is cut."""
         return family_of(self.task).clip_rules(self.task, bool(self.request.svi))

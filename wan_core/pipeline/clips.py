@@ -2,7 +2,8 @@
 
 The latents of a finished clip are kept in a folder until the video is complete, so that a run that was interrupted goes
 on after its last finished clip. A file's name has the start of a key: a hash of everything that decides the video. So a
-run finds its own clips only, and never writes over another's.
+run finds its own clips only, and never writes over another's. A file that is not as it was written counts for nothing:
+its clip is made again.
 
 Legend: C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
 """
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint import CheckpointError
+from wan_core import __version__
 from wan_core.checkpoint.save import load_latents, try_to_save_latents
-from wan_core.config.outputs import model_files, numbered
+from wan_core.config import UserError
+from wan_core.config.keys import key_of, model_paths, stamps
+from wan_core.config.outputs import numbered, remove_left_over
+from wan_core.execution.report import installed
 from wan_core.media.feed import Feed
 from wan_core.media.fit import Box
 from wan_core.models.wan.families.clips import Clip, ClipRules, latents_of
-from wan_core.models.wan.families.family import MEDIA
 from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.check import Job
 from wan_core.pipeline.colours import ColourMatch, channel_means, note_drift, pixels_of, unit
@@ -40,10 +43,13 @@ from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.sparsity.schedule import without_estimates
 
-log = logging.getLogger(__name__)
 # What a report says of a run that decides nothing of its result.
-FILES = (*MEDIA, "image", "last_image", "keyframes")  # whose contents decide, and not their names
-NOT_DECIDING = frozenset({"memory", "residency", *FILES, "models"})
+NOT_DECIDING = frozenset({"memory", "residency"})
+# Libraries that compute a video.
+COMPUTING = (
+    "triton", "triton-windows", "flash-attn-4", "flash-attn", "sageattention", "nvidia-cudnn-frontend",
+    "transformer-engine", "comfy-kitchen",
+)  # fmt: skip
 # Latents that are decoded again before those of an anchored clip, so that its first frames follow on the last ones.
 LEAD = 8
 ENDING = ".latents.safetensors"  # of kept clips
@@ -58,7 +64,7 @@ class ClipRun:
         with run.report.phase("read media"):
             self.media = load_media(run)
             first = run.models.ranks is None or run.models.ranks.rank == 0
-            self.kept = KeptClips(keep, run_key(run)) if keep is not None and first else None
+            self.kept = KeptClips(keep, run_key(run), run.warn) if keep is not None and first else None
         self.match = ColourMatch(self.job.match_colours, run.models.device)
         self.frames = np.empty((self.job.frames, self.crop.height, self.crop.width, 3), np.uint8)
 
@@ -68,8 +74,8 @@ class ClipRun:
 
     def make(self, watch: Watch, write: WriteFrames | None) -> Tensor:
         """The latents of all clips, one after the other [1, C, sum of T, Y, X] on the CPU; `frames` then has the video.
-        Of anchored clips they are those of one video. write: called in a thread of its own with the frames [H, W, 3],
-        each as soon as it is finished."""
+        Of anchored clips they are those of one video, and `watch.latents` gets them. write: called in a thread of its
+        own with the frames [H, W, 3], each as soon as it is finished."""
         watch.phase("text")
         text = encode_text(self.run)
         with Feed[np.ndarray, None](lambda frames: use_all(frames, write)) as feed:
@@ -80,8 +86,10 @@ class ClipRun:
                 watch.phase("decode")
                 if self.job.rules.anchored:
                     new = latents[:, :, latents_of(clip.carried) + 1 if clip.carried else 0 :]
-                    carried = self.decode_after(clip, new, carried, feed.put)
                     made.append(new.cpu())
+                    if clip is self.job.clips[-1]:
+                        watch.latents(torch.cat(made, 2))
+                    carried = self.decode_after(clip, new, carried, feed.put)
                     continue
                 made.append(latents.cpu())
                 carried = self.decode(clip, latents, media.get("lead"), carried, feed.put)
@@ -172,14 +180,9 @@ class ClipRun:
         return (new if before is None else torch.cat([before, new], 2))[:, :, -LEAD:]
 
     def note_kept(self) -> None:
-        """Say what became of kept clips."""
-        if self.kept is None:
-            return
-        if others := self.kept.others():
-            self.kept.notes.append(f"{others} kept clips of other videos are in {self.kept.folder}, left as they are")
-        for note in self.kept.notes:
-            log.warning("%s", note)
-        self.run.report.notes += self.kept.notes
+        """Say what else is in the folder of kept clips."""
+        if self.kept is not None and (others := self.kept.others()):
+            self.run.warn(f"{others} kept clips of other videos are in {self.kept.folder}, left as they are")
 
 
 def history(rules: ClipRules, carried: Tensor | None, job: Job) -> list[Tensor]:
@@ -191,69 +194,63 @@ def history(rules: ClipRules, carried: Tensor | None, job: Job) -> list[Tensor]:
 
 
 def run_key(run: Run) -> str:
-    """The key of everything that decides the video of a run, see `key_of`."""
-    models, job = run.models, run.job
-    settings = {name: value for name, value in run.report.settings.items() if name not in NOT_DECIDING}
-    settings |= {"plan": without_estimates(job.plan).as_dict(), "clips": job.clips, "torch": torch.__version__}
-    settings["device"] = run.report.as_dict()["device"]
+    """The key of everything that decides the video of a run: every option that was asked for (`config.keys`), what was
+    resolved of them here, the model files (name, size, time of change), contents of media, and versions."""
+    models, job, report = run.models, run.job, run.report.as_dict()
+    settings = {name: value for name, value in report["settings"].items() if name not in NOT_DECIDING}
+    options = models.settings.options
     files = [part.part.path for part in models.settings.parts.values() if part.part.path is not None]
     if job.request.audio is not None and models.speech.path is not None:
         files.append(models.speech.path)
-    media = [*(getattr(job.request, field) for field in MEDIA), *job.request.pictures]
-    return key_of(settings, [*files, *models.loras], [Path(path) for path in media if path is not None])
+    named = [path for path in model_paths(asdict(options)) if path != options.model]  # of a folder, its parts count
+    decided: dict[str, Any] = {
+        "asked": key_of(job.request, options),
+        "settings": settings,
+        "plan": without_estimates(job.plan).as_dict(),
+        "clips": job.clips,
+        "files": stamps([*files, *named]),
+        "device": report["device"],
+        "versions": [__version__, torch.__version__, installed(COMPUTING)],
+    }
+    return hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def key_of(settings: Mapping[str, Any], models: Iterable[Path], media: Iterable[Path]) -> str:
-    """The key of a run, a hash of its settings, of its model files (name, size, time of change), and the contents of
-    its media."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for path in models:
-        for file in sorted(model_files(path)):
-            status = file.stat()
-            digest.update(f"\n{file.name} {status.st_size} {status.st_mtime_ns}".encode())
-    for path in media:
-        with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-        digest.update(b"\n")
-    return digest.hexdigest()
-
-
-@dataclass
 class KeptClips:
-    """used: files of this run. notes: what a user should know."""
+    """Latents of finished clips of one video in a folder, which other runs may share. warn: is told what a user should
+    know. own: files of this video."""
 
-    folder: Path
-    key: str
-    used: list[Path] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, folder: Path, key: str, warn: Callable[[str], None]) -> None:
+        self.folder, self.key, self.warn = folder, key, warn
+        self.own: list[Path] = []
 
     def find(self, clip: Clip, shape: tuple[int, ...]) -> Tensor | None:
-        """The latents of a clip that an earlier run of the same video finished."""
+        """The latents of a clip that an earlier run of the same video finished, if they are as it wrote them."""
         for path in numbered(self._path(clip)):
-            if not path.exists():
+            if not os.path.lexists(path):
                 return None
             try:
-                latents, _, settings = load_latents(path)
-            except (CheckpointError, OSError) as fault:
-                self.notes.append(f"the kept clip {path} cannot be used and is made again ({fault})")
+                latents, _, settings = load_latents(path, needs_seal=True)
+            except (UserError, OSError) as fault:
+                self.warn(f"clip {clip.number + 1} was finished by an earlier run, and is made again: {fault}")
+                self.own += [path] * path.is_file()  # by its name
                 continue
             if (settings.get("key"), settings.get("clip"), tuple(latents.shape)) == (self.key, clip.number, shape):
-                self.used.append(path)
+                self.own.append(path)
                 return latents
-            self.notes.append(f"the kept clip {path} is of another video, and is left as it is")
+            self.own += [path] * (settings.get("key") == self.key)
+            self.warn(f"clip {clip.number + 1} is made again: {path} has its name, and is another clip")
         return None
 
     def keep(self, clip: Clip, latents: Tensor, fps: int) -> None:
-        """Where that is not possible, a note says so."""
+        """Where that is not possible, a warning says so."""
         with suppress(OSError):  # what is wrong with the folder, writing into it says
             self.folder.mkdir(exist_ok=True)
-        path = next(path for path in numbered(self._path(clip)) if not path.exists())
+        path = next(path for path in numbered(self._path(clip)) if not os.path.lexists(path))
         failed = try_to_save_latents(path, latents, fps, {"key": self.key, "clip": clip.number})
         if failed is None:
-            self.used.append(path)
+            self.own.append(path)
         else:
-            self.notes.append(failed)
+            self.warn(failed)
 
     def others(self) -> int:
         """How many clips of other runs are in the folder."""
@@ -263,9 +260,12 @@ class KeptClips:
         return self.folder / f"clip-{clip.number + 1:03}-{self.key[:12]}{ENDING}"
 
 
-def remove_kept(clips: Iterable[Path]) -> None:
+def remove_kept(clips: Collection[Path]) -> None:
     """Once the video is complete. Files of other runs, and the folder with them, stay."""
     for path in clips:
-        with suppress(OSError):  # gone, or read-only by now; the folder is not empty
+        with suppress(OSError):  # gone, or read-only by now
             path.unlink(missing_ok=True)
-            path.parent.rmdir()
+    for folder in {path.parent for path in clips}:
+        with suppress(OSError):  # it is not empty
+            remove_left_over(folder)
+            folder.rmdir()

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from wan_core.config.compile_cache import note_compiled
 from wan_core.execution.optimize import begin_run
 from wan_core.execution.report import Report, StepClock
 from wan_core.models.vae.config import VAEConfig
@@ -127,6 +128,7 @@ def sample_latents(
     measurements.add_to(report.attention, report.notes)
     if ranks is None or ranks.rank == 0:
         write_last(plan.task, plan.sparse, files or {}, report.attention)
+    note_compiled()
     if plan.sigmas[-1] > 0:
         on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, integrator.history._replace(noise=None)))
     return finished(x, plan, vae, conditioning.known)

@@ -129,10 +129,10 @@ class Pipeline:
 
         write: is given the frames while later ones are decoded, in a thread of its own. keep_clips: a folder for the
         latents of the finished clips of a long video; a later run of the same video goes on from them. `keep_latents`
-        and `watch.latents` are not for those.
+        and `watch.latents` are for latents of one video (`Job.one_video`).
         """
         run = self.prepare(request)
-        job, report = run.job, run.report
+        job, report, watch = run.job, run.report, saving(run, watch, keep_latents)
         write_frames = None if write is None else partial(write, fps=job.fps, settings=report.settings)
         watch.planned(job.plan)
         if not job.alone:
@@ -143,8 +143,6 @@ class Pipeline:
             watch.phase(COMPILING)
         watch.phase("denoise")
         latents = sample(run, conditioning, watch.step, watch.checks, start)
-        if keep_latents is not None and save(run, keep_latents, latents):
-            watch.kept(keep_latents)
         watch.latents(latents)
         watch.phase("decode")
         matched = bool(job.match_colours and job.plan.steps[-1].windows)
@@ -201,18 +199,26 @@ def generate_clips(run: Run, watch: Watch, write: WriteFrames | None, keep: Path
     """Generate a long video clip by clip. The latents of the result are those of all clips in order."""
     clips = ClipRun(run, keep)
     latents = clips.make(watch, write)
-    kept = () if clips.kept is None else tuple(clips.kept.used)
+    kept = () if clips.kept is None else tuple(clips.kept.own)
     return Result(clips.frames, latents, run.job.fps, run.job.plan, run.report, kept)
 
 
-def save(run: Run, path: Path, latents: Tensor) -> bool:
-    """Write finished latents to `path`; False, and a warning, where that is not possible."""
-    with run.report.phase("save latents"):
-        failed = try_to_save_latents(path, latents, run.job.fps, run.report.settings)
-    if failed is not None:
-        log.warning("%s", failed)
-        run.report.notes.append(failed)
-    return failed is None
+def saving(run: Run, watch: Watch, path: Path | None) -> Watch:
+    """`watch`, whose `latents` also writes finished latents to `path`, and `kept` is told; a warning says where that is
+    not possible."""
+
+    def save(latents: Tensor) -> None:
+        assert path is not None
+        with run.report.phase("save latents"):
+            failed = try_to_save_latents(path, latents, run.job.fps, run.report.settings)
+        if failed is None:
+            watch.kept(path)
+        else:
+            log.warning("%s", failed)
+            run.report.notes.append(failed)
+        watch.latents(latents)
+
+    return watch if path is None else replace(watch, latents=save)
 
 
 def metadata(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -232,10 +238,12 @@ class Engine(Protocol):
         watch: Watch = SILENT,
         *,
         keep_latents: Path | None = None,
+        must_keep: bool = False,
         keep_clips: Path | None = None,
         write: WriteVideo | None = None,
     ) -> Result:
-        """Load the models and generate a video, see `Pipeline.load` and `Pipeline.generate`."""
+        """Load the models and generate a video, see `Pipeline.load` and `Pipeline.generate`. must_keep: refuse, before
+        weights are read, a video whose latents cannot be kept."""
         ...
 
     def close(self) -> None: ...
@@ -263,9 +271,12 @@ class LocalEngine:
         watch: Watch = SILENT,
         *,
         keep_latents: Path | None = None,
+        must_keep: bool = False,
         keep_clips: Path | None = None,
         write: WriteVideo | None = None,
     ) -> Result:
+        if must_keep:
+            check_request(options, request, choose_device(options.device)).job.check_saved()
         pipe = self.load(options, request, watch)
         return pipe.generate(request, watch, keep_latents=keep_latents, keep_clips=keep_clips, write=write)
 

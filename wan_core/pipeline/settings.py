@@ -101,9 +101,11 @@ class PartToLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """How the models of a run are held and computed. `parts`: by name, as in `recognised`. `attention`: the backend
-    that `attend` is. `loras`: of each expert, in order. `poll`: called while blocks compile; may raise to interrupt."""
+    """How the models of a run are held and computed. `options`: what was asked for. `parts`: by name, as in
+    `recognised`. `attention`: the backend that `attend` is. `loras`: of each expert, in order. `poll`: called while
+    blocks compile; may raise to interrupt."""
 
+    options: LoadOptions
     recognised: Parts
     parts: Mapping[str, PartToLoad]
     device: torch.device
@@ -203,6 +205,7 @@ def resolve_settings(models: Parts, options: LoadOptions, device: torch.device) 
     }
     loras = read_loras(options.loras, dit, low is not None)
     settings = ModelSettings(
+        options=options,
         recognised=models,
         parts=parts,
         device=device,

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from wan_core.config.checks import OptionError, check_file_size
+from wan_core.config.durable import SEAL, UNSEALED, DamagedFile, check_seal
 from wan_core.config.limits import MAX_JSON
-from wan_core.config.outputs import write_text
+from wan_core.config.outputs import written_sealed
 
 # Only these known endings are removed: the dot of "wan2.2_t2v_high" is part of the name.
 _ENDINGS = (".index.json", ".safetensors", ".gguf", ".pth")
@@ -55,22 +56,34 @@ class CalibrationFiles(Generic[T]):
 
     def write(self, measured: T, path: Path) -> Path:
         fields = {name: rounded(value, self.digits.get(name)) for name, value in asdict(measured).items()}
-        fields = {"format": self.format, **fields}
+        fields = {"format": self.format, SEAL: UNSEALED, **fields}
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
-        return write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+        with written_sealed(path) as temporary:
+            temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        return path
 
     def read(self, path: Path, tasks: Sequence[str] = ()) -> T:
-        """Raises OptionError if `path` is no such file, or one that was measured for none of `tasks`, if there are
-        some; the last of them is the model's."""
+        """Raises OptionError if `path` is no such file, is not as it was written, or was measured for none of `tasks`,
+        if there are some; the last of them is the model's. A file without a checksum came with this package, or is of
+        an earlier release."""
         try:
             check_file_size(path, MAX_JSON)
+            sealed = check_seal(path)
             fields = json.loads(path.read_text())
+            if sealed:
+                del fields[SEAL]
             if fields.pop("format", None) != self.format:
                 raise OptionError(f"{path} is not {self.what} of the form {self.format}: calibrate it again")
             kinds = get_type_hints(self.kind)
             measured = self.kind(**{name: typed(kinds.get(name, object), name, one) for name, one in fields.items()})
+        except DamagedFile as fault:
+            raise OptionError(
+                f"{fault}. Calibrate it again, or delete it; if you changed it yourself, take its line {SEAL!r} out"
+            ) from fault
         except OptionError:
             raise
+        except OSError as fault:
+            raise OptionError(f"cannot read {path} ({fault.strerror}): calibrate it again, or delete it") from fault
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
             raise OptionError(f"{path} is not {self.what} ({fault}): calibrate it again, or delete it") from fault
         if tasks and measured.task not in tasks:

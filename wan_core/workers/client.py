@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config import LoadOptions, Request
-from wan_core.config.outputs import model_files
+from wan_core.config.keys import model_paths, stamps
 from wan_core.execution.report import Phase, Report
 from wan_core.media.feed import Feed
 from wan_core.models.text.tokenizer import TokenCount
@@ -34,8 +34,6 @@ from wan_core.workers.processes import Frame
 from wan_core.workers.wire import pack, report_from, unpack
 
 log = logging.getLogger(__name__)
-# Options that name files.
-FILES = ("path", "model", "high", "low", "text_encoder", "tokenizer", "vae", "clip_vision", "audio_encoder")
 
 
 class WorkerEngine:
@@ -52,6 +50,7 @@ class WorkerEngine:
         watch: Watch = SILENT,
         *,
         keep_latents: Path | None = None,
+        must_keep: bool = False,
         keep_clips: Path | None = None,
         write: WriteVideo | None = None,
     ) -> Result:
@@ -59,6 +58,8 @@ class WorkerEngine:
         the ranks would refuse is refused before they start."""
         if self.workers.options.here and not self.workers.is_running:
             checked = check_request(options, request, torch.device(self.workers.options.devices[0]))
+            if must_keep:
+                checked.job.check_saved()
             watch.found(checked.models, checked.job.plan)
         plan: Plan | None = None
         video = _ArrivingVideo(write)
@@ -87,9 +88,10 @@ class WorkerEngine:
         fields = {
             "options": asdict(options),
             "request": asdict(request),
-            "files": stamps(asdict(options)),
+            "files": stamps(model_paths(asdict(options))),
             "mesh": self.workers.options.mesh,
             "keep": None if keep_latents is None else str(keep_latents.absolute()),
+            "must_keep": must_keep,
             "keep_clips": None if keep_clips is None else str(keep_clips.absolute()),
         }
         report = Report(torch.device("cpu"))
@@ -136,7 +138,7 @@ class WorkerEngine:
         tensors: dict[str, Tensor] = {}
         fields = {
             "model": dict(model),
-            "files": stamps(model),
+            "files": stamps(model_paths(model)),
             "mesh": self.workers.options.mesh,
             "plan": asdict(plan),
             "start": pack(start, tensors, "start"),
@@ -167,7 +169,7 @@ class WorkerEngine:
         rest: str = "decode",
     ) -> Made:
         """Decode in the workers, see `images.decode_to`. vae: path and precision."""
-        fields = {"vae": dict(vae), "files": stamps(vae), "uint8": dtype == torch.uint8}
+        fields = {"vae": dict(vae), "files": stamps(model_paths(vae)), "uint8": dtype == torch.uint8}
         fields["tile"] = None if tile is None else dict(tile)
         with Feed(in_this_mode(consume)) as feed:
 
@@ -184,7 +186,7 @@ class WorkerEngine:
     def encode(self, vae: Mapping[str, Any], images: Tensor) -> Tensor:
         """Encode in the workers, see `images.encode_images`: images [F, H, W, 3] in 0..1 to latents float32 [1, C, T,
         Y, X]."""
-        fields = {"vae": dict(vae), "files": stamps(vae)}
+        fields = {"vae": dict(vae), "files": stamps(model_paths(vae))}
         return self.workers.call("encode", fields, {"images": images}, poll=self.poll)[1]["latents"]
 
     def text(
@@ -193,7 +195,11 @@ class WorkerEngine:
         prompts: Sequence[str],
     ) -> tuple[list[Tensor], list[TokenCount]]:
         """Text rows [L, dim] of each prompt, without padding, and its tokens. text_encoder: path and precision."""
-        fields = {"text_encoder": dict(text_encoder), "files": stamps(text_encoder), "prompts": list(prompts)}
+        fields = {
+            "text_encoder": dict(text_encoder),
+            "files": stamps(model_paths(text_encoder)),
+            "prompts": list(prompts),
+        }
         found, tensors = self.workers.call("text", fields, poll=self.poll)
         counts = [TokenCount(*count) for count in found["counts"]]
         return [row[: count.read] for row, count in zip(tensors["rows"], counts, strict=True)], counts
@@ -259,16 +265,6 @@ def _stacked(frames: Iterator[np.ndarray], count: int, write: WriteFrames | None
     for _ in kept:  # all of them are needed, however `write` ended
         pass
     return whole[0]
-
-
-def stamps(named: Mapping[str, Any]) -> list[list[Any]]:
-    """Name, size and time of change of each model file behind the values of `named`, which are options of loading: what
-    workers hold is loaded again when a file was replaced under its old name. Looked up here, on one host, so that all
-    ranks are told the same."""
-    names = [named.get(option) for option in FILES] + [lora["path"] for lora in named.get("loras", ())]
-    paths = [Path(name) for name in names if name is not None]
-    found = sorted({file for path in paths if path.exists() for file in model_files(path) if file.is_file()})
-    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in found]
 
 
 def add_report(report: Report, other: Report) -> None:

@@ -113,6 +113,8 @@ class Jobs:
         request = unpack(Request, header["request"])
         checked = check_request(load_options_from(header["options"], self.rank.device), request, self.rank.device)
         options, found, job = checked.options, checked.models, checked.job
+        if header["must_keep"]:
+            job.check_saved()
         precision = precision_of(options.precision, found.of["high"], self.rank.device, found.of.get("low"))
         choice = self.choose(header["mesh"], found.dit, job.latent_shape[2:], job.plan, precision, options.attention)
         spec = [asdict(options), header["files"], found.task.name, str(choice.mesh)]

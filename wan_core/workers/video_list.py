@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.config import LoadOptions, OptionError, Request, UserError
+from wan_core.config.durable import SEAL, UNSEALED
 from wan_core.config.outputs import claim_of, make_claim, remove_left_over
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.sound import read_sound
@@ -57,7 +58,8 @@ def make_video(
     def write(frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
         video.check_free()
         sound = None if video.request.audio is None else read_sound(video.request.audio)
-        write_mp4(video.out, frames, fps=fps, sound=sound, metadata={**metadata(rename(settings)), KEY: video.key})
+        said = {**metadata(rename(settings)), KEY: video.key, SEAL: UNSEALED}
+        write_mp4(video.out, frames, fps=fps, sound=sound, metadata=said)
 
     report = engine.generate(loaded, video.request, write=write).report
     report.settings = rename(report.settings)

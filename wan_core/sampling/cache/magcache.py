@@ -17,6 +17,7 @@ MagCache4Wan2.2.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -259,7 +260,7 @@ def find_curve(checkpoint: Path | None, task: str, *, image: bool = False) -> Cu
     """The curve beside a checkpoint, else the one of its task in this package, else None.
 
     image: TI2V starts from an image; the curve for that case is preferred, the one without an image second. Raises
-    OptionError for a file that is damaged or measured for another task.
+    OptionError for what is no file, for a file that is damaged, or measured for another task.
     """
     names = tuple(dict.fromkeys((curve_name(task, image), task)))
     places: list[Path] = []
@@ -267,5 +268,5 @@ def find_curve(checkpoint: Path | None, task: str, *, image: bool = False) -> Cu
         places += [curve_path(checkpoint, task, image=n != task) for n in names]
         places += [checkpoint.parent / f"{n}{CURVE_FILES.suffix}" for n in names]
     places += [*(PUBLISHED / f"{n}.json" for n in names), ASSETS / "tiny" / f"{task}{CURVE_FILES.suffix}"]
-    path = next((path for path in places if path.is_file()), None)
+    path = next(filter(os.path.lexists, places), None)
     return None if path is None else CURVE_FILES.read(path, names)

@@ -24,6 +24,7 @@ class LastRun(Measured):
     """source: the sparse attention of the run, as the command line writes it. share, error: means over its computed
     steps, of the keys that were read and of the relative error of attention."""
 
+    expert: str  # high or low
     steps: int
     share: float
     error: float
@@ -53,7 +54,7 @@ def read_last(checkpoint: Path | None, task: str, expert: str, options: SparseOp
         return None
     with suppress(OptionError, OSError):
         last = LAST_FILES.read(path)
-        return last if last.source == bound_words(options) else None
+        return last if (last.expert, last.source) == (expert, bound_words(options)) else None
     return None
 
 
@@ -73,6 +74,7 @@ def write_last(
         last = LastRun(
             task=task,
             source=bound_words(options),
+            expert=expert,
             steps=len(steps),
             share=sum(shares) / len(shares),
             error=sum(errors) / len(errors),

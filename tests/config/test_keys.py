@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from wan_core.cli import list_keys
-from wan_core.cli.list_keys import SAME_RESULT, in_key, key_of
 from wan_core.config import (
     AdaptiveOptions,
     ControlOptions,
@@ -28,6 +26,7 @@ from wan_core.config import (
     TaylorSeerOptions,
     WindowOptions,
 )
+from wan_core.config.keys import SAME_RESULT, in_key, key_of
 from wan_core.config.table import Option, table
 
 TINY = LoadOptions(model="tiny")
@@ -70,7 +69,6 @@ REQUEST = Request(prompt="b", width=32, height=32)
 @pytest.fixture(autouse=True)
 def media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    list_keys.contents.cache_clear()
     for name in ("a.png", "b.mp4", "c.wav"):
         Path(name).write_bytes(name.encode())
 
@@ -113,7 +111,6 @@ def test_contents_of_files_change_the_key() -> None:
     for asked in ({"image": "a.png"}, {"control_video": "a.png"}, {"keyframes": (Keyframe(frame=4, path="a.png"),)}):
         request = replace(REQUEST, **asked)
         before = key_of(request, TINY)
-        list_keys.contents.cache_clear()
         Path("a.png").write_bytes(str(asked).encode())
         assert key_of(request, TINY) != before
 

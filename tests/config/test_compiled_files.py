@@ -1,0 +1,130 @@
+"""Compiled kernels of an earlier process: used as it left them, or compiled again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import pytest
+
+from wan_core.config import compiled_files
+from wan_core.config.compile_cache import LIBRARY_CACHES, _checked
+from wan_core.config.compiled_files import LIST, CompiledFiles
+
+NAMES = tuple(LIBRARY_CACHES.values())
+PROGRAM = """
+import sys
+from pathlib import Path
+from wan_core.config.compiled_files import CompiledFiles
+files = CompiledFiles(Path(sys.argv[1]), ("inductor", "triton", "flash-attention"))
+files.check()
+print(*sorted(files._there()), sep="\\n", flush=True)
+sys.stdin.readline()
+files.note()
+"""
+FILES = ("inductor/ab/x.so", "inductor/ab/x.cpp", "inductor/fx/cd/key/y", "triton/k1/a.cubin", "triton/k1/a.json",
+         "triton/k2/b.cubin", "flash-attention/z.o", "flash-attention/w.o")  # fmt: skip
+
+
+def there(root: Path) -> set[str]:
+    """What a process that begins now uses; it lists it, and ends."""
+    files = CompiledFiles(root, NAMES)
+    files.check()
+    found = files._there()
+    files.note()
+    compiled_files._held.pop().close()
+    return found
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A cache folder with files that a run has listed."""
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode() * 50)
+    CompiledFiles(tmp_path, NAMES).note()
+    return tmp_path
+
+
+def two_bytes(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    content[-3] ^= 128
+    path.write_bytes(content)
+
+
+WAYS: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:9]),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "two bytes": two_bytes,
+    "swapped": lambda path: path.write_bytes(b"another kernel"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_damaged_files_are_not_used(root: Path, way: str) -> None:
+    for name in FILES:
+        WAYS[way](root / name)
+        beside = {other for other in FILES if Path(other).parent == Path(name).parent}
+        gone = beside if name.count("/") > 1 else {name}
+        assert there(root) == set(FILES) - gone, name
+        for other in gone:
+            (root / other).parent.mkdir(parents=True, exist_ok=True)
+            (root / other).write_bytes(other.encode() * 50)
+        CompiledFiles(root, NAMES).note()
+
+
+def test_files_that_no_run_has_listed_are_compiled_again(root: Path) -> None:
+    """A process was killed while it wrote."""
+    (root / "inductor/zz").mkdir()
+    for name in ("inductor/zz/half.so", "triton/k2/half.json", "flash-attention/half.o"):
+        (root / name).write_bytes(b"half")
+    assert there(root) == set(FILES) - {"triton/k2/b.cubin"}
+    assert there(root) == set(FILES) - {"triton/k2/b.cubin"}
+
+
+def test_files_that_another_process_writes_now_stay(root: Path) -> None:
+    process = Popen([sys.executable, "-c", PROGRAM, str(root)], stdin=PIPE, stdout=PIPE, text=True)
+    assert process.stdout is not None and {process.stdout.readline().strip() for _ in FILES} == set(FILES)
+    new = root / "inductor/ab/new.so"
+    new.write_bytes(b"its newest kernel")
+    assert there(root) == {*FILES, "inductor/ab/new.so"}
+    process.communicate("\n")
+    assert there(root) == {*FILES, "inductor/ab/new.so"}
+
+
+@pytest.mark.parametrize("what", ["damaged", "missing", "folder", "pipe"])
+def test_without_a_list_nothing_is_used(root: Path, what: str) -> None:
+    listed = root / LIST
+    if what == "damaged":
+        two_bytes(listed)
+    else:
+        listed.unlink()
+    if what == "folder":
+        listed.mkdir()
+    if what == "pipe":
+        os.mkfifo(listed)
+    assert not there(root)
+    (root / "inductor").mkdir(exist_ok=True)
+    (root / "inductor/again").write_bytes(b"compiled again")
+    CompiledFiles(root, NAMES).note()
+    assert there(root) == (set() if what in ("folder", "pipe") else {"inductor/again"})
+
+
+def test_a_folder_that_is_gone_or_full_is_no_error(root: Path) -> None:
+    files = CompiledFiles(root, NAMES)
+    shutil.rmtree(root)
+    files.note()
+    files.check()
+    assert not root.exists()
+
+
+def test_a_process_checks_once(root: Path) -> None:
+    assert _checked(root) is _checked(root)
+    (root / "triton/k1/a.cubin").write_bytes(b"compiled again by this process")
+    _checked(root)
+    assert (root / "triton/k1/a.cubin").exists()

@@ -1,0 +1,367 @@
+"""Every file that a run leaves for another, damaged in ten ways: it counts as what it was, or for nothing; no wrong
+video, nothing else is lost, nothing waits. And kept clips in whole runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.sampling.test_magcache import CURVES
+from wan_core.checkpoint.save import load_latents, save_latents
+from wan_core.cli import main
+from wan_core.cli.prompt_file import is_finished, set_aside
+from wan_core.config import LoadOptions, Request, SparseOptions, UserError, outputs
+from wan_core.config.durable import SEAL, UNSEALED
+from wan_core.media.mp4 import write_mp4
+from wan_core.media.video import read_video
+from wan_core.models.wan.families.clips import Clip
+from wan_core.pipeline.clips import KeptClips, remove_kept
+from wan_core.pipeline.pipeline import Pipeline, Result
+from wan_core.sampling.cache.magcache import CURVE_FILES, find_curve
+from wan_core.sampling.sparsity.last_run import LAST_FILES, LastRun, read_last
+from wan_core.sampling.sparsity.schedule import bound_words
+from wan_core.workers.video_list import KEY, ListedVideo
+
+REFUSED, ANOTHER = "refused", "another"
+LATENTS = torch.arange(1.0, 241).reshape(1, 1, 5, 6, 8)
+CLIP, NEXT = Clip(0, 0, 17, 0), Clip(1, 12, 17, 5)
+BOUND = SparseOptions(sparsity=0.75, dense_steps=0.0, bound=0.06)
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> Iterator[None]:
+    """A test that waits for a pipe fails."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# ---------------------------------------------------------------------------------------------------- kinds of files
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file. write(folder, what): the file, for `what` "mine", "swapped" (a file of the same run for something
+    else), "another's" (of another run) or "nan"; None where there is none. read: what a later run takes it for, or
+    REFUSED, or ANOTHER, where a user names the file and it is what it says. old: the same without a checksum counts."""
+
+    write: Callable[[Path, str], Path | None]
+    read: Callable[[Path], Any]
+    old: bool = True
+    named: bool = False
+
+
+def write_clip(folder: Path, what: str) -> Path:
+    key, clip = ("b" if what == "another's" else "a") * 64, NEXT if what == "swapped" else CLIP
+    kept = KeptClips(folder / what, key, print)
+    kept.keep(clip, LATENTS / 0 - LATENTS / 0 if what == "nan" else LATENTS, 8)
+    return kept.own[0]
+
+
+def read_clip(path: Path) -> Any:
+    """Also makes the clip again, as a run does, and takes that."""
+    warnings: list[str] = []
+    kept = KeptClips(path.parent, "a" * 64, warnings.append)
+    found = kept.find(CLIP, tuple(LATENTS.shape))
+    if found is None:
+        kept.keep(CLIP, LATENTS, 8)
+        again = KeptClips(path.parent, "a" * 64, print).find(CLIP, tuple(LATENTS.shape))
+        assert again is not None and torch.equal(again, LATENTS)
+        assert len(warnings) == 1 and "clip 1" in warnings[0] and "made again" in warnings[0]
+    remove_kept(kept.own)
+    return REFUSED if found is None else found.tolist()
+
+
+def write_latents(folder: Path, what: str) -> Path:
+    path = folder / "x.latents.safetensors"
+    values = {"swapped": LATENTS + 1, "another's": LATENTS + 2, "nan": LATENTS.log() * torch.nan}
+    save_latents(path, values.get(what, LATENTS), 8, {"prompt": what})
+    return path
+
+
+def read_latents(path: Path) -> Any:
+    latents, _, settings = load_latents(path)
+    return latents.tolist() if settings == {"prompt": "mine"} else ANOTHER
+
+
+def write_curve(folder: Path, what: str) -> Path:
+    curve, path = CURVES["t2v-A14B"], folder / "high.magcache.json"
+    if what in ("swapped", "another's"):
+        curve = CURVES["ti2v-5B" if what == "swapped" else "i2v-A14B"]
+    if what == "nan":
+        curve = replace(curve)
+        object.__setattr__(curve, "cond", (float("nan"), *curve.cond[1:]))
+    return CURVE_FILES.write(curve, path)
+
+
+def write_last(folder: Path, what: str) -> Path:
+    words = bound_words(replace(BOUND, bound=0.1) if what == "another's" else BOUND)
+    expert, share = "low" if what == "swapped" else "high", 0.25
+    last = LastRun(task="t2v-A14B", source=words, expert=expert, steps=4, share=share, error=0.05)
+    if what == "nan":
+        object.__setattr__(last, "share", float("nan"))
+    return LAST_FILES.write(last, folder / "high.bound.json")
+
+
+def read_bound(path: Path) -> Any:
+    return read_last(path.with_name("high.safetensors"), "t2v-A14B", "high", BOUND) or REFUSED
+
+
+def write_video(folder: Path, what: str) -> Path | None:
+    if what == "nan":
+        return None
+    frames = np.random.default_rng(0).integers(0, 255, (3, 32, 32, 3), np.uint8)
+    key = {"mine": "key", "swapped": "line 2"}.get(what, "another list")
+    return write_mp4(folder / "x.mp4", frames, fps=8, metadata={"prompt": "a", KEY: key, SEAL: UNSEALED})
+
+
+def read_listed(path: Path) -> Any:
+    """Where it is damaged, it gets another name, and the video can be made."""
+    video = ListedVideo(1, Request(prompt="a"), path, "key")
+    if is_finished(video):
+        return "mine"
+    damaged = path.read_bytes()
+    words = set_aside(video)
+    assert words is not None and "does not fit its checksum" in words and "made again" in words
+    assert path.with_name("x.mp4.bak").read_bytes() == damaged and not is_finished(video)
+    video.check_free()
+    return REFUSED
+
+
+KINDS = {
+    "clip": Kind(write_clip, read_clip, old=False),
+    "latents": Kind(write_latents, read_latents, named=True),
+    "curve": Kind(write_curve, lambda path: find_curve(path.with_name("high.safetensors"), "t2v-A14B")),
+    "last run": Kind(write_last, read_bound),
+    "listed video": Kind(write_video, read_listed),
+}
+
+
+# ------------------------------------------------------------------------------------------------------- ten ways
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: 3 * path.stat().st_size // 4])
+
+
+def zeroed(path: Path) -> None:
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size // 2] + bytes(size - size // 2))
+
+
+def two_bytes(path: Path) -> None:
+    content, random = bytearray(path.read_bytes()), Random(3)
+    for at in random.sample(range(len(content) // 3, len(content)), 2):
+        content[at] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+
+
+def header(path: Path) -> None:
+    path.write_bytes(b"\xff" * 12 + path.read_bytes()[12:])
+
+
+def without_checksum(path: Path) -> None:
+    """As earlier releases wrote it: the field has another name of the same length in files whose sizes are stored."""
+    content = path.read_bytes()
+    if path.suffix == ".json":
+        lines = [line for line in content.splitlines() if SEAL.encode() not in line]
+        path.write_bytes(b"\n".join(lines))
+    else:
+        at = content.index(f'"{SEAL}"'.encode())
+        path.write_bytes(content[: at + 1] + b"_" * len(SEAL) + content[at + 1 + len(SEAL) :])
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "cut": cut,
+    "zeroed": zeroed,
+    "two bytes": two_bytes,
+    "header": header,
+    "old version": without_checksum,
+    "folder": lambda path: (path.unlink(), path.mkdir())[0],
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path))[0],
+}
+WAYS = (*CHANGES, "nan", "swapped", "another's")
+
+
+def damage(path: Path, way: str, other: Path | None) -> None:
+    if way in CHANGES:
+        CHANGES[way](path)
+    elif other is not None:
+        path.write_bytes(other.read_bytes())
+
+
+def taken_for(kind: Kind, path: Path) -> tuple[Any, str]:
+    """What a run reads, and what it says where it refuses the file."""
+    try:
+        return kind.read(path), ""
+    except UserError as fault:
+        return REFUSED, str(fault)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_counts_for_what_it_was_or_for_nothing(kind: str, way: str, tmp_path: Path) -> None:
+    each = KINDS[kind]
+    folders = [tmp_path / name for name in ("whole", "damaged", "other")]
+    for folder in folders:
+        folder.mkdir()
+    whole, path = (each.write(folder, "mine") for folder in folders[:2])
+    assert whole is not None and path is not None
+    expected = each.read(whole)
+    other = None if way in CHANGES else each.write(folders[2], way)
+    if way == "nan" and other is None:
+        pytest.skip("a video has no such numbers")
+    damage(path, way, other)
+    mine = path.with_name("mine.txt")
+    mine.write_text("of the user")
+    found, words = taken_for(each, path)
+    assert words.isprintable() and len(words) < 500
+    if way == "old version" and each.old:
+        assert found == expected
+    elif way in ("swapped", "another's") and each.named:
+        assert found == ANOTHER
+    else:
+        assert found == REFUSED
+    assert mine.read_text() == "of the user"
+
+
+def test_two_bytes_anywhere_change_nothing(tmp_path: Path) -> None:
+    """Of files that a user may have written, too: a changed curve is refused, not read."""
+    random = Random(0)
+    for kind in ("clip", "curve", "last run"):
+        each, folder = KINDS[kind], tmp_path / kind
+        folder.mkdir()
+        path = each.write(folder, "mine")
+        assert path is not None
+        content = path.read_bytes()
+        expected = LATENTS.tolist() if kind == "clip" else each.read(path)
+        for _ in range(60):
+            changed = bytearray(content)
+            for at in random.sample(range(len(content)), 2):
+                changed[at] ^= 1 << random.randrange(8)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(changed)
+            found, words = taken_for(each, path)
+            assert found in (REFUSED, expected) and (not words or str(path.parent) in words)
+
+
+# ------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("picture") / "anchor.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), np.uint8)).save(path)
+    return str(path)
+
+
+def request(picture: str, **changed: Any) -> Request:
+    size = {"width": 48, "height": 32, "frames": 13, "clip_frames": 9, "steps": 2, "seed": 3}
+    return Request(**{"prompt": "a red circle", "image": picture, "svi": True, **size, **changed})
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pipe: Pipeline, picture: str) -> Result:
+    return pipe.generate(request(picture))
+
+
+@pytest.fixture(scope="module")
+def left(pipe: Pipeline, picture: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What an interrupted run leaves, and another one's."""
+    folders = [tmp_path_factory.mktemp("left") / "x.clips" for _ in range(2)]
+    for folder, seed in zip(folders, (3, 4), strict=True):
+        pipe.generate(request(picture, seed=seed), keep_clips=folder)
+    return folders[0], folders[1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_goes_on_from_what_is_whole(
+    pipe: Pipeline, picture: str, uninterrupted: Result, left: tuple[Path, Path], way: str, tmp_path: Path
+) -> None:
+    """Its first clip is damaged, its second is whole; the same video comes of it, and the folder is gone after it."""
+    folder = tmp_path / "x.clips"
+    shutil.copytree(left[0], folder)
+    first, second = sorted(folder.iterdir())
+    other = min(left[1].iterdir()) if way == "another's" else second
+    if way == "nan":
+        latents, fps, settings = load_latents(first)
+        other = tmp_path / "nan.latents.safetensors"
+        save_latents(other, latents.where(latents > 0, torch.nan), fps, settings)
+    damage(first, way, other)
+    again = pipe.generate(request(picture), keep_clips=folder)
+    assert np.array_equal(again.frames, uninterrupted.frames) and torch.equal(again.latents, uninterrupted.latents)
+    assert "clip 2 was finished by an earlier run" in again.report.notes
+    [said] = [warning for warning in again.report.warnings if warning.startswith("clip 1")]
+    assert "is made again: " in said
+    remove_kept(again.kept_clips)
+    assert folder.exists() == (way in ("folder", "pipe", "another's"))  # nothing that may be somebody's is removed
+    assert not list(folder.glob("*.latents.safetensors")) or way in ("folder", "pipe", "another's")
+
+
+def test_what_a_killed_run_was_writing_goes_with_the_folder(
+    pipe: Pipeline, picture: str, left: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "x.clips"
+    shutil.copytree(left[0], folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(outputs, "RUN", "00000000")  # of an earlier process
+        outputs._temporary(folder / "clip").write_bytes(b"half of a clip")
+    remove_kept(pipe.generate(request(picture), keep_clips=folder).kept_clips)
+    assert not folder.exists()
+
+
+# ------------------------------------------------------------------------------------------------- --save-latents
+
+
+def arguments(picture: str, out: Path, *more: str) -> list[str]:
+    words = ["generate", "--model", "tiny", "--task", "i2v-tiny", "--device", "cpu", "--prompt", "a red circle"]
+    return [*words, "--image", picture, "--size", "48x32", "--steps", "2", "--seed", "3", "--out", str(out), *more]
+
+
+def test_latents_of_svi_are_saved_and_decoded(picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    latents, out = tmp_path / "keep.safetensors", tmp_path / "x.mp4"
+    clips = ("--svi", "--frames", "29", "--clip-frames", "17")
+    assert main(arguments(picture, out, *clips, "--save-latents", str(latents))) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["keep.safetensors", "x.mp4"]
+    stored, _, settings = load_latents(latents)
+    assert stored.shape == (1, 16, 8, 4, 6) and settings["svi"] is True
+    again = tmp_path / "again.mp4"
+    assert main(["decode", str(latents), "--model", "tiny", "--device", "cpu", "--out", str(again)]) == 0
+    # Later clips are decoded after the last latents before them, and not after all.
+    assert np.abs(read_video(again).astype(int) - read_video(out)).mean() < 2
+
+
+def test_latents_that_give_no_video_are_refused_before_work(
+    picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pipeline, "load_checked", lambda *_: pytest.fail("weights were read"))
+    clips = ("--frames", "29", "--clip-frames", "17", "--save-latents", str(tmp_path / "keep.safetensors"))
+    assert main(arguments(picture, tmp_path / "x.mp4", *clips)) == 2
+    said = capsys.readouterr().err
+    assert "--save-latents given" in said and "2 of 17 frames, 1 carried over" in said and "leave it out" in said
+    os.mkfifo(tmp_path / "pipe")
+    assert main(arguments(picture, tmp_path / "x.mp4", "--frames", "5", "--save-latents", str(tmp_path / "pipe"))) == 2
+    assert "is a device or a pipe" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
