@@ -178,7 +178,7 @@ def header(path: Path) -> None:
 
 
 def without_checksum(path: Path) -> None:
-    """As earlier releases wrote it: the field has another name of the same length in files whose sizes are stored."""
+    """Earlier releases wrote it so: the field has another name of the same length in files whose sizes are stored."""
     content = path.read_bytes()
     if path.suffix == ".json":
         lines = [line for line in content.splitlines() if SEAL.encode() not in line]
@@ -243,7 +243,7 @@ def test_a_damaged_file_counts_for_what_it_was_or_for_nothing(kind: str, way: st
 
 
 def test_two_bytes_anywhere_change_nothing(tmp_path: Path) -> None:
-    """Of files that a user may have written, too: a changed curve is refused, not read."""
+    """A curve that a user may have tuned is refused, too, and not read."""
     random = Random(0)
     for kind in ("clip", "curve", "last run"):
         each, folder = KINDS[kind], tmp_path / kind
