@@ -28,7 +28,6 @@ from .sampling import WanCoreSampler
 from .schema import with_finite_numbers
 from .skipping import (
     WanCoreAdaptiveCache,
-    WanCoreGuidanceSchedule,
     WanCoreMagCache,
     WanCoreSparseAttention,
     WanCoreSpeedPreset,
@@ -56,7 +55,6 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreMagCache,
         WanCoreTaylorSeer,
         WanCoreAdaptiveCache,
-        WanCoreGuidanceSchedule,
         WanCoreCompare,
         WanCoreLoRA,
         WanCoreSparseAttention,

@@ -63,7 +63,7 @@ class WanCorePlanPreview(io.ComfyNode):
                 SKIPPING.Input(
                     "skipping",
                     optional=True,
-                    tooltip="Step caching, guidance schedule and sparse attention: connect the same as to the sampler.",
+                    tooltip="Step caching and sparse attention: connect the same as to the sampler.",
                 ),
                 io.Boolean.Input(
                     "from_image",

@@ -1,5 +1,5 @@
-"""Nodes whose settings say which forwards of a run need not be whole: step caching, guidance schedule, sparse
-attention, and presets of all of them."""
+"""Nodes whose settings say which forwards of a run need not be whole: step caching, sparse attention, and
+presets of both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
 
 from wan_core.config import (
     AdaptiveOptions,
-    GuidanceOptions,
     MagCacheOptions,
     SkipOptions,
     SparseOptions,
@@ -41,7 +40,7 @@ def skipping_schema(
         "skipping",
         optional=True,
         tooltip="Settings of another node of this kind, to combine with this one's. Only one step cache can be "
-        "used; guidance schedule and sparse attention combine with any.",
+        "used; sparse attention combines with any.",
     )
     return schema(
         node_id, display_name, shows_text=True, inputs=[*inputs, other, *later], outputs=[skipping_output()], **more
@@ -134,30 +133,6 @@ class WanCoreAdaptiveCache(io.ComfyNode):
     @classmethod
     def execute(cls, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
         return joined(skipping, adaptive=AdaptiveOptions(**numbers))
-
-
-class WanCoreGuidanceSchedule(io.ComfyNode):
-    """Steps without the unconditional branch."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return skipping_schema(
-            "WanCoreGuidanceSchedule",
-            "WanCore Guidance Schedule",
-            aliases=("cfg schedule", "cfg zero", "skip cfg", "guidance"),
-            description="Runs some steps without the unconditional branch, which halves their time.",
-            inputs=widgets(GuidanceOptions),
-        )
-
-    @classmethod
-    def validate_inputs(cls, low: float | None = None, high: float | None = None) -> bool:
-        if low is not None and high is not None:
-            GuidanceOptions(low=low, high=high)
-        return True
-
-    @classmethod
-    def execute(cls, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
-        return joined(skipping, guidance=GuidanceOptions(**numbers))
 
 
 UNSELECTED: dict[str, dict[str, Any]] = {

@@ -28,7 +28,6 @@ from wan_core.cli import build_parser
 from wan_core.cli.generate import load_options_of, request_of
 from wan_core.config import (
     AdaptiveOptions,
-    GuidanceOptions,
     LoadOptions,
     MagCacheOptions,
     Request,
@@ -137,13 +136,11 @@ def trajectory(
     are no frames."""
     request = dict(options.pop("request", {}))
     skip, adaptive = request.pop("magcache", None), request.pop("adaptive", None)
-    guided = request.pop("guidance", None)
     sparse, windows = request.pop("sparse", None), request.pop("windows", None)
     request["windows"] = None if windows is None else WindowOptions.parse(windows)
     request["skip"] = SkipOptions(
         magcache=None if skip is None else MagCacheOptions(**skip),
         adaptive=None if adaptive is None else AdaptiveOptions(**adaptive),
-        guidance=None if guided is None else GuidanceOptions(**guided),
         sparse=None if sparse is None else SparseOptions(**sparse),
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})

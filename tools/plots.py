@@ -30,14 +30,11 @@ Series = dict[str, list[list[Any]]]  # name in the legend -> points [x, y, label
 KINDS = {
     "magcache": "step caching",
     "taylorseer": "step caching",
-    "guidance": "guidance",
-    "every": "guidance",
     "sparse": "sparse attention",
 }
 SEVERAL = "several"
 KIND_COLOURS = {
     "step caching": "C0",
-    "guidance": "C1",
     "sparse attention": "C2",
     SEVERAL: "C7",
 }

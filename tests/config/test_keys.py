@@ -11,7 +11,6 @@ import pytest
 from wan_core.config import (
     AdaptiveOptions,
     ControlOptions,
-    GuidanceOptions,
     Keyframe,
     LoadOptions,
     LoraOptions,
@@ -44,7 +43,6 @@ INNER: list[Any] = [
     MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
     TaylorSeerOptions(interval=3),
     AdaptiveOptions(threshold=0.1),
-    GuidanceOptions(high=0.9),
     SparseOptions(sparsity=0.5, dense_steps=0.0),
     WindowOptions(length=21, overlap=7, schedule="looped_uniform"),
     NagOptions(),

@@ -395,13 +395,11 @@ def check_refusals(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     accelerate = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
     other = comfy.model_patcher.ModelPatcher(torch.nn.Linear(2, 2), None, None)
     other.model.diffusion_model = torch.nn.Linear(2, 2)
-    schedule = config.SkipOptions(guidance=config.GuidanceOptions(every=2))
     sparse = config.SkipOptions(sparse=config.SparseOptions(sparsity=0.5))
     model, messages = tiny("WAN21_T2V"), {}
     for name, arguments in {
         "other": (other, "auto", "off"),
         "backend": (model, "flash4", "off"),
-        "schedule": (model, "auto", "off", schedule),
         "twice": (model, "auto", "balanced", sparse),
     }.items():
         try:

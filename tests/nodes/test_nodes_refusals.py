@@ -112,7 +112,6 @@ KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
         ("WanCoreContextWindows", {"length": 80}, "a multiple of 4 plus 1"),
         ("WanCoreContextWindows", {"overlap": 84}, "smaller than the length"),
         ("WanCoreContextWindows", {"closed_loop": True}, "use looped_uniform"),
-        ("WanCoreGuidanceSchedule", {"low": 0.8, "high": 0.2}, "the lower one first"),
         ("WanCoreSparseAttention", {"preset": "custom", "pooled": False, "unselected": "slope"}, "allow the means"),
         ("WanCoreSparseAttention", {"preset": "custom", "mass": 0.9, "unselected": "error"}, "the score spread"),
         ("WanCoreSampler", {"start_step": 8, "end_step": 4}, "between which no step is"),

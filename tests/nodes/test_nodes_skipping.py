@@ -41,15 +41,17 @@ def small(**sampling: Any) -> Graph:
 
 
 MAG = {"preset": "custom", "threshold": 10.0, "max_skips": 2, "retention": 0.2, "rule": "joint", "order": 1}
+SPARSE = {"preset": "custom", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
+SPARSE |= {"pooled": True, "reuse": 1, "kernel": "auto"}
 PLAN = {"steps": 12, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guidance_low": 0.0, "solver": "unipc"}
 
 
 def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
-    graph = small(skipping=["guidance", 0])
+    graph = small(skipping=["sparse", 0])
     graph["cache"] = node("WanCoreMagCache", **MAG)
-    graph["guidance"] = node("WanCoreGuidanceSchedule", low=0.0, high=1.0, every=2, skipping=["cache", 0])
+    graph["sparse"] = node("WanCoreSparseAttention", **SPARSE, skipping=["cache", 0])
     graph["plan"] = node(
-        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=1.0, skipping=["guidance", 0]
+        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=1.0, skipping=["sparse", 0]
     )
     graph["table"] = node("PreviewAny", source=["plan", 1])
     graph["report"] = node("WanCoreReport", report=["decode", 1])
@@ -61,8 +63,8 @@ def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
     run = comfy.run(graph)
     assert run.ok, run.status
     table, report = (run.outputs[key]["text"][0] for key in ("table", "words"))
-    assert "forecast" in table and "last guidance" in table and "% saved" in table
-    assert "of 24 (" in report and "magcache 10/2/0.2, order 1, guidance every 2" in report
+    assert "forecast" in table and "% of keys" in table and "% saved" in table
+    assert "of 24 (" in report and "magcache 10/2/0.2, order 1, sparse 0.5" in report
     assert "% saved" in run.outputs["sampler"]["text"][0] and "saved" not in run.outputs["full"]["text"][0]
     text = run.outputs["compare"]["text"][0]
     assert "PSNR" in text and "equal" not in text and "caption" not in text

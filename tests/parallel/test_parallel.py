@@ -180,7 +180,6 @@ REQUESTS = {
     "prompts over time": (("2x2x1",), {"steps": 8, "magcache": MAGCACHE, "prompt": "", "prompts_at": SCENES, **TALL}),
     "sparse prompts over time": (("1x1x3",), {"steps": 4, "sparse": SPARSE, "prompts_at": SCENES, "seed": 1, **TALL}),
     "prompts over time in layers": (("layers2",), {"steps": 4, "prompts_at": SCENES, **TALL, **IN_LAYERS}),
-    "guidance in an interval": (("2x1x1",), {**UNGUIDED, "guidance": {"low": 0.3, "high": 0.95}}),
     "guidance of one expert": (("2x1x1",), {**UNGUIDED, "guidance_low": 1.0}),
 }
 

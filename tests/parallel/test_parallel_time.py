@@ -168,7 +168,7 @@ def test_refused(changed, message):
         ("2x1x1", "--steps 10 --adaptive 0.5/3/0.1 --guidance-low 1"),
         ("2x1x1", "--steps 12 --adaptive bound:9 --guidance-low 1"),
         ("1x1x2", REPORTED),
-        ("layers2", "--steps 3 --windows 9/4:plain --guidance-every 2"),
+        ("layers2", "--steps 3 --windows 9/4:plain --guidance-low 1"),
         ("time2", "--steps 4 --solver euler --windows 9/4:plain"),
     ],
 )

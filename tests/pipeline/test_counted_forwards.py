@@ -12,7 +12,6 @@ from tests.pipeline.test_clips import folder, loaded, request  # noqa: F401 - a 
 from wan_core.cli import build_parser
 from wan_core.cli.inform import asked_plan
 from wan_core.config import (
-    GuidanceOptions,
     LoadOptions,
     NagOptions,
     Request,
@@ -28,20 +27,19 @@ from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 
 SEER = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.1))
-EVERY = SkipOptions(guidance=GuidanceOptions(low=0.0, high=1.0, every=2))
 ANIMATE2: tuple[dict[str, Any], ...] = (
     {"frames": 9, "guidance_high": 1.0, "guidance_low": 1.0, "steps": 6},  # a short video, once 7 for 6
     {"guidance_mode": "sequential"},
     {"guidance_mode": "batched", "pose_prompt": "a square", "pose_strength": 0.5},
     {"guidance_high": 1.0, "guidance_low": 1.0, "nag": NagOptions()},
     {"steps": 10, "skip": SEER},
-    {"steps": 4, "skip": EVERY, "solver": "heun"},
+    {"steps": 4, "solver": "heun"},
 )
 TINY: tuple[dict[str, Any], ...] = (
     {"steps": 3, "solver": "heun", "guidance_low": 1.0},
     {"steps": 12, "skip": SEER},
     {"steps": 12, "skip": SEER, "guidance_mode": "sequential"},
-    {"steps": 3, "frames": 17, "windows": WindowOptions.parse("9/4"), "skip": EVERY},
+    {"steps": 3, "frames": 17, "windows": WindowOptions.parse("9/4")},
 )
 
 

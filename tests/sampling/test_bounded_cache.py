@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.sampling.test_denoise import EXPERTS, NOISE
 from tests.sampling.test_residual import NotYet, run
 from wan_core.checkpoint.load import load_dit
-from wan_core.config import AdaptiveOptions, GuidanceOptions, SkipOptions
+from wan_core.config import AdaptiveOptions, SkipOptions
 from wan_core.sampling.cache import residual
 from wan_core.sampling.cache.adaptive_run import BoundedCache
 from wan_core.sampling.cache.arguments import parse_adaptive
@@ -32,9 +32,18 @@ CPU = torch.device("cpu")
 COUNT = math.ceil(FORECAST) + 1  # residuals of a forecast
 
 
-def bounded(bound=0.3, steps=24, **more):
-    options = SkipOptions(adaptive=parse_adaptive(f"bound:{bound}"), **more)
-    return leave_out(make_plan(steps=steps, solver="euler"), options, None)
+def guided_above(sigma, plan):
+    """`plan` without guidance from a share of noise on."""
+    steps = (s if s.sigma >= sigma else dataclasses.replace(s, guidance=1.0, branches=("cond",)) for s in plan.steps)
+    return dataclasses.replace(plan, steps=tuple(steps))
+
+
+def bound_of(bound):
+    return SkipOptions(adaptive=parse_adaptive(f"bound:{bound}"))
+
+
+def bounded(bound=0.3, steps=24):
+    return leave_out(make_plan(steps=steps, solver="euler"), bound_of(bound), None)
 
 
 def watched(plan, **options):
@@ -168,7 +177,7 @@ def test_a_batch_of_two_both_branches_at_once_and_a_repeated_run():
 def test_guidance_that_ends_and_a_start_in_the_middle(of):
     """A branch that comes later is forecast once it has enough residuals; a run from a video begins anew."""
     if of == "guidance":
-        plan = bounded(bound=1.0, guidance=GuidanceOptions(low=0.5, high=0.97))
+        plan = leave_out(guided_above(0.5, make_plan(steps=24, solver="euler")), bound_of(1.0), None)
     else:
         whole = make_plan(steps=40, solver="euler", window=Window(start=16))
         plan = cut_plan(leave_out(whole, SkipOptions(adaptive=parse_adaptive("bound:1.0")), None))
@@ -197,17 +206,15 @@ def test_errors_of_skipped_steps_of_the_embedded_model_stay_within_the_bound(mon
         velocity, forwards = real(self, x, timestep, step)
         if not forwards:
             making[0] = True
-            decided, self.adaptive, delta = self.adaptive, None, self.delta
+            decided, self.adaptive = self.adaptive, None
             true, _ = real(self, x, timestep, dataclasses.replace(step, action="compute", skipped=(), order=0))
-            self.adaptive, self.delta, making[0] = decided, delta, False
+            self.adaptive, making[0] = decided, False
             errors.append((float((velocity - true).norm() / true.norm()), step.forecast_bound))
         return velocity, forwards
 
     monkeypatch.setattr(Guided, "velocity", compared)
-    options = SkipOptions(
-        adaptive=parse_adaptive(f"bound:{bound}"), guidance=None if of == "text" else GuidanceOptions(low=0.6)
-    )
-    embedded_run(leave_out(make_plan(task="t2v-tiny", steps=40), options, None))
+    plan = make_plan(task="t2v-tiny", steps=40)
+    embedded_run(leave_out(plan if of == "text" else guided_above(0.6, plan), bound_of(bound), None))
     assert len(errors) > 5
     assert sum(error for error, _ in errors) <= sum(most for _, most in errors)
     assert sum(error <= 1.5 * most for error, most in errors) >= 0.95 * len(errors)

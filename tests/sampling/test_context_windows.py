@@ -20,7 +20,6 @@ from wan_core.config import (
     FUSE_METHODS,
     WINDOW_SCHEDULES,
     AdaptiveOptions,
-    GuidanceOptions,
     OptionError,
     Request,
     SkipOptions,
@@ -238,7 +237,6 @@ def test_what_is_kept_of_a_window_needs_windows_that_stay(name):
 SETTINGS = {
     "plain": None,
     **{name: CACHES[name] for name in ("taylorseer", "selection")},
-    "guidance": SkipOptions(guidance=GuidanceOptions(low=0.3, high=0.98, every=2)),
 }
 
 

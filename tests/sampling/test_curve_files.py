@@ -10,7 +10,6 @@ import pytest
 from tests.sampling.test_magcache import CURVES
 from wan_core.cli import main
 from wan_core.config import (
-    GuidanceOptions,
     OptionError,
     SkipOptions,
     TaylorSeerOptions,
@@ -164,7 +163,7 @@ def test_a_curve_that_lacks_something_is_refused(tmp_path, key):
         CURVE_FILES.read(path)
 
 
-@pytest.mark.parametrize("option", ["--magcache", "--taylorseer", "--adaptive", "--guidance-interval"])
+@pytest.mark.parametrize("option", ["--magcache", "--taylorseer", "--adaptive"])
 def test_an_empty_option_is_refused(option, capsys):
     """A variable of a script that is empty must not run every forward without a word."""
     assert main(["plan", option, ""]) == 2
@@ -189,5 +188,3 @@ def test_plan_knows_images_and_refuses_a_file_that_is_not_there(tmp_path, capsys
 def test_one_policy_at_a_time():
     with pytest.raises(OptionError, match="choose one"):
         SkipOptions(magcache=PRESETS["fast"], taylorseer=TaylorSeerOptions(interval=2))
-    with pytest.raises(OptionError, match="lower one first"):
-        GuidanceOptions(low=0.9, high=0.2)

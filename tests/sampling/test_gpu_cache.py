@@ -10,7 +10,6 @@ from tests.sampling.test_denoise import small_dit
 from tests.sampling.test_residual import impatient  # noqa: F401  (a fixture)
 from wan_core.config import (
     AdaptiveOptions,
-    GuidanceOptions,
     LoadOptions,
     MagCacheOptions,
     Request,
@@ -36,7 +35,6 @@ SETTINGS = {
     "magcache": SkipOptions(magcache=MAG),
     "published": SkipOptions(magcache=MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, rule="published")),
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=2)),
-    "guidance": SkipOptions(guidance=GuidanceOptions(every=2)),
     "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=0.2)),
 }
 

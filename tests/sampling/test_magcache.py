@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from wan_core.config import (
     AdaptiveOptions,
-    GuidanceOptions,
     MagCacheOptions,
     SkipOptions,
     TaylorSeerOptions,
@@ -191,9 +190,6 @@ plans = st.builds(
     guidance_high=st.sampled_from([1.0, 3.5]),
     guidance_low=st.sampled_from([1.0, 3.0]),
 )
-schedules = st.none() | st.builds(
-    GuidanceOptions, low=st.floats(0, 0.5), high=st.floats(0.6, 1), every=st.integers(1, 4)
-)
 magcaches = st.builds(
     MagCacheOptions,
     threshold=st.floats(0, 0.5) | st.just(10.0),
@@ -203,9 +199,9 @@ magcaches = st.builds(
 )
 
 
-@given(plans, curves(), magcaches, schedules)
-def test_properties_of_the_joint_rule(plan, curve, options, guidance):
-    skipped = leave_out(plan, SkipOptions(magcache=options, guidance=guidance), curve)
+@given(plans, curves(), magcaches)
+def test_properties_of_the_joint_rule(plan, curve, options):
+    skipped = leave_out(plan, SkipOptions(magcache=options), curve)
     if len(plan.steps) < 10:
         assert skipped.forwards <= plan.forwards and all(not s.skipped for s in skipped.steps)
         assert any("MagCache is off" in note for note in skipped.notes)
@@ -226,22 +222,20 @@ def test_properties_of_the_joint_rule(plan, curve, options, guidance):
         assert skipped.forwards == sum(len(s.branches) for s in skipped.steps)
 
 
-@given(plans, curves(), magcaches, schedules)
-def test_properties_of_the_published_rule(plan, curve, options, guidance):
-    """With a guidance schedule too: a branch that does not run in a step grows older all the same."""
+@given(plans, curves(), magcaches)
+def test_properties_of_the_published_rule(plan, curve, options):
     options = replace(options, rule="published")
-    skipped = leave_out(plan, SkipOptions(magcache=options, guidance=guidance), curve)
+    skipped = leave_out(plan, SkipOptions(magcache=options), curve)
     for phase in skipped.phases:
         assert not phase[0].skipped and oldest(phase) <= options.max_skips
         assert all(set(step.skipped) <= set(step.branches) for step in phase)
 
 
-@given(plans, curves(), magcaches, schedules)
-def test_an_action_says_what_happens(plan, curve, options, guidance):
+@given(plans, curves(), magcaches)
+def test_an_action_says_what_happens(plan, curve, options):
     """`forecast` and its order are what the residuals computed so far allow, whatever was asked for."""
-    both = SkipOptions(magcache=options, guidance=guidance)
-    seer = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=options.order, retention=0), guidance=guidance)
-    for skip in (both, seer):
+    seer = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=options.order, retention=0))
+    for skip in (SkipOptions(magcache=options), seer):
         for phase in leave_out(plan, skip, curve).phases:
             terms = {b: residual_program(phase, b).use for b in ("cond", "uncond")}
             for step in phase:
@@ -276,11 +270,9 @@ def test_phases_decide_alone(plan, curve, options, data):
         assert first.phases[other_phase] == second.phases[other_phase]
 
 
-@given(plans, st.integers(1, 6), st.integers(0, 2), st.floats(0, 1), schedules)
-def test_properties_of_taylorseer(plan, interval, order, retention, guidance):
-    options = SkipOptions(
-        taylorseer=TaylorSeerOptions(interval=interval, order=order, retention=retention), guidance=guidance
-    )
+@given(plans, st.integers(1, 6), st.integers(0, 2), st.floats(0, 1))
+def test_properties_of_taylorseer(plan, interval, order, retention):
+    options = SkipOptions(taylorseer=TaylorSeerOptions(interval=interval, order=order, retention=retention))
     skipped = leave_out(plan, options, None)
     assert not skipped.steps[-1].skipped and not any(phase[0].skipped for phase in skipped.phases)
     for phase in skipped.phases:
@@ -288,20 +280,6 @@ def test_properties_of_taylorseer(plan, interval, order, retention, guidance):
         assert max(runs, default=0) < interval
         assert all(s.action in ("reuse", "forecast") and s.order <= order for s in phase if s.skipped)
         assert oldest(phase) < interval
-
-
-@given(plans, schedules)
-def test_guidance_is_scheduled(plan, guidance):
-    skipped = leave_out(plan, SkipOptions(guidance=guidance), None)
-    for phase in skipped.phases:
-        fresh = False  # whether the difference of the branches has been computed in this phase
-        for step, before in zip(phase, plan.steps[phase[0].index :], strict=False):
-            fresh |= "uncond" in step.branches
-            assert fresh or not step.delta
-            inside = guidance is None or guidance.low <= step.sigma <= guidance.high
-            guided = before.guidance != 1 and inside
-            assert step.guidance == (before.guidance if guided else 1)
-            assert (step.delta or "uncond" in step.branches) == guided
 
 
 @given(plans, st.integers(0, 6), st.floats(0, 1))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from wan_core.config import (
     AdaptiveOptions,
-    GuidanceOptions,
     MagCacheOptions,
     OptionError,
     SkipOptions,
@@ -176,8 +175,6 @@ def test_a_branch_is_skipped_only_where_its_slots_hold_what_the_plan_expects() -
 
 
 def test_what_only_our_own_loop_can_do_is_refused() -> None:
-    with pytest.raises(OptionError, match="WanCore Guidance"):
-        check_native(SkipOptions(guidance=GuidanceOptions(every=2)))
     with pytest.raises(OptionError, match="joint"):
         check_native(SkipOptions(magcache=replace(POLICIES[0].magcache, rule="published")))
     for policy in POLICIES:

@@ -17,7 +17,6 @@ from tests.denoised import denoise
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
 from wan_core.config import (
     AdaptiveOptions,
-    GuidanceOptions,
     MagCacheOptions,
     SkipOptions,
     TaylorSeerOptions,
@@ -43,10 +42,6 @@ SETTINGS = {
     "magcache order 1": SkipOptions(magcache=MagCacheOptions(**MAG, order=1)),
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.1)),
     "taylorseer 1.5": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=1.5, retention=0.1)),
-    "guidance": SkipOptions(guidance=GuidanceOptions(low=0.3, high=0.98, every=2)),
-    "both": SkipOptions(
-        magcache=MagCacheOptions(**MAG, order=1), guidance=GuidanceOptions(low=0.3, high=0.98, every=3)
-    ),
 }
 
 
@@ -64,7 +59,7 @@ def path(plan, batched):
 
 def textbook(plan, noise):
     """The loop written out: the residual of every branch and expert in a list, forecasts by numpy's polynomials."""
-    x, history, delta = noise, History(), None
+    x, history = noise, History()
     residuals: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
     for step in plan.steps:
         model, t, velocities = EXPERTS[step.expert], torch.full((len(noise),), step.timestep), {}
@@ -87,10 +82,9 @@ def textbook(plan, noise):
                 past.append((step.index, after - tokens))
             velocities[branch] = model.unpatchify(model.head(after, time), grid)
         if "uncond" in velocities:
-            delta = velocities["cond"] - velocities["uncond"]
-            velocity = velocities["uncond"] + step.guidance * delta
+            velocity = velocities["uncond"] + step.guidance * (velocities["cond"] - velocities["uncond"])
         else:
-            velocity = velocities["cond"] + ((step.guidance - 1) * delta if step.delta else 0)
+            velocity = velocities["cond"]
         x, history = SOLVERS[plan.solver](x, velocity, step.index, plan.sigmas, history)
     return x
 
@@ -119,7 +113,6 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched):
         SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=5, retention=1)),
         SkipOptions(taylorseer=TaylorSeerOptions(interval=1, order=2)),
         SkipOptions(adaptive=AdaptiveOptions(threshold=0)),
-        SkipOptions(guidance=GuidanceOptions(low=0, high=1, every=1)),
     ]
     for options in never:
         same = leave_out(plan, options, CURVE)
@@ -365,14 +358,11 @@ def test_an_adaptive_step_that_runs_again_after_its_forwards_is_measured_once(mo
 
 
 @settings(max_examples=60)
-@given(st.integers(10, 60), st.integers(1, 5), st.integers(0, 2), st.integers(1, 4), st.floats(0, 0.4))
-def test_programs_hold_what_they_use(steps, interval, order, every, retention):
+@given(st.integers(10, 60), st.integers(1, 5), st.integers(0, 2), st.floats(0, 0.4))
+def test_programs_hold_what_they_use(steps, interval, order, retention):
     """Carried out on numbers: every residual that a skipped step sums up is there, and is of the newest computed
     steps."""
-    options = SkipOptions(
-        taylorseer=TaylorSeerOptions(interval=interval, order=order, retention=retention),
-        guidance=GuidanceOptions(every=every),
-    )
+    options = SkipOptions(taylorseer=TaylorSeerOptions(interval=interval, order=order, retention=retention))
     for phase in leave_out(make_plan(steps=steps), options, None).phases:
         for branch in ("cond", "uncond"):
             program, slots, computed = residual_program(phase, branch), {}, []

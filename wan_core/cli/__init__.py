@@ -269,7 +269,7 @@ COMMANDS: dict[str, Command] = {
         run_calibrate,
     ),
     "quality": (
-        "compare step caching, guidance schedules and sparse attention with the full run",
+        "compare step caching and sparse attention with the full run",
         add_quality_options,
         run_quality,
     ),

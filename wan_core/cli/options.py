@@ -134,7 +134,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance", type=float, help="for both experts")
     changed = {"solver": {"choices": tuple(SCHEDULES)}, "preset": {"choices": PRESETS}}
     add_options(group, PlanNumbers, names[guidance:], **changed)
-    group = parser.add_argument_group("step caching, guidance schedule, sparse attention (default: off)")
+    group = parser.add_argument_group("step caching and sparse attention (default: off)")
     add_options(group, SkipArguments)
 
 

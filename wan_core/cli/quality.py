@@ -27,9 +27,6 @@ SETTINGS = (
     "magcache:0.12/2/0.2:published",
     "taylorseer:2/1/0.1",
     "taylorseer:3/2",
-    "every:2",
-    "guidance:0.3-1",
-    "magcache:fast+every:2",
     "adaptive:0.1",
     "sparse:quality",
     "sparse:balanced",
@@ -50,7 +47,7 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
         "--setting",
         action="append",
         help="a setting to compare with the full run, repeatable: magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.3-1, every:2, sparse:balanced, several joined by + "
+        "taylorseer:2/1/0.2, adaptive:0.1, sparse:balanced, several joined by + "
         "(default: one of each kind)",
     )
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for a file named after device and date")
@@ -139,8 +136,6 @@ def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
 def _request(options: argparse.Namespace) -> Request:
     """What all samples share except for caption and seed. Raises OptionError."""
     if skip_options(vars(options)) is not None:
-        raise OptionError(
-            f"{options.command} measures the full run: omit options for step caching, guidance schedule and sparsity"
-        )
+        raise OptionError(f"{options.command} measures the full run: omit options for step caching and sparsity")
     width, height = parse_size(options.size) if options.size else (None, None)
     return from_values(Request, values_of(options), prompt="", width=width, height=height)

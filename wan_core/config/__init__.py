@@ -33,7 +33,6 @@ from wan_core.config.request import (
 from wan_core.config.skipping import (
     MAGCACHE_RULES,
     AdaptiveOptions,
-    GuidanceOptions,
     MagCacheOptions,
     SkipOptions,
     TaylorSeerOptions,
@@ -58,7 +57,6 @@ __all__ = [
     "WINDOW_SCHEDULES",
     "AdaptiveOptions",
     "ControlOptions",
-    "GuidanceOptions",
     "Keyframe",
     "LoadOptions",
     "LoraOptions",

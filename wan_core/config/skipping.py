@@ -1,4 +1,4 @@
-"""Options that save work in a run: step caching, guidance schedule, sparse attention (`Request.skip`)."""
+"""Options that save work in a run: step caching and sparse attention (`Request.skip`)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from wan_core.config.checks import OptionError
 from wan_core.config.sparse import SparseOptions
-from wan_core.config.table import Checked, check, option
+from wan_core.config.table import Checked, option
 
 MAGCACHE_RULES = ("joint", "published")
 ADAPTIVE_RULES = ("change", "bound")
 ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
 THRESHOLD = {"low": 0, "high": 10, "step": 0.01, "digits": 0.0001, "advanced": True}
 SKIPS = {"low": 0, "high": 50}
-SIGMA = {"most": 1, "step": 0.01, "digits": 0.0001}
 RETENTION = {
     "low": 0,
     "high": 1,
@@ -125,43 +124,12 @@ class AdaptiveOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuidanceOptions:
-    """Guidance schedule: steps that run only the conditional branch. Raises OptionError.
-
-    Steps whose sigma lies outside `low` to `high` run without guidance. Inside, the difference between the branches is
-    computed at every `every`-th guided step of an expert and reused in between.
-    """
-
-    low: float = option(0.0, tip="No guidance in steps below this sigma (share of noise).", least=0, **SIGMA)
-    high: float = option(1.0, tip="No guidance in steps above this sigma (share of noise).", least=0, **SIGMA)
-    every: int = option(
-        1,
-        name="guidance every",
-        low=1,
-        high=50,
-        advice="1 runs the unconditional branch at every guided step",
-        tip="Compute the unconditional branch at every n-th guided step; the other guided steps reuse the "
-        "difference between the branches. 1 computes it at every step.",
-        shown=2,
-    )
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high <= 1:
-            raise OptionError(
-                f"guidance from sigma {self.low} to {self.high} given; allowed are 0 to 1, the lower one first: 0.2-0.9"
-            )
-        check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SkipOptions:
-    """Step caching, guidance schedule and sparse attention of a generation. At most one step cache may be set; it can
-    be combined with the others. Raises OptionError."""
+    """Step caching and sparse attention of a generation. At most one step cache may be set. Raises OptionError."""
 
     magcache: MagCacheOptions | None = None
     taylorseer: TaylorSeerOptions | None = None
     adaptive: AdaptiveOptions | None = None
-    guidance: GuidanceOptions | None = None
     sparse: SparseOptions | None = None
 
     def __post_init__(self) -> None:

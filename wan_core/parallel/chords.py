@@ -86,8 +86,8 @@ def check_chords(plan: Plan, ranks: int) -> Stretches:
         why = f"solver {plan.solver} uses earlier steps, which another rank runs: use solver euler"
     elif plan.sparse is not None:
         why = "it does not go with sparse attention: leave that out"
-    elif plan.adaptive is not None or any(step.skipped or step.delta for step in plan.steps):
-        why = "step caching and guidance of only some steps use what other ranks computed: leave them out"
+    elif plan.adaptive is not None or any(step.skipped for step in plan.steps):
+        why = "step caching uses what other ranks computed: leave it out"
     if why is not None:
         raise OptionError(f"steps of this run cannot be shared out over {ranks} ranks (mesh time{ranks}); {why}")
     return Stretches.of(ranks, len(plan.steps))

@@ -71,10 +71,10 @@ def check_reuse(plan: Plan) -> None:
     """Raise OptionError where forwards are skipped while the control changes: what is kept of one belongs to it."""
     for phase in plan.phases:
         changes = len({one.control for step in phase for one in step.conditions}) > 1
-        if changes and any(step.skipped or step.delta for step in phase):
+        if changes and any(step.skipped for step in phase):
             raise OptionError(
                 f"the strength of the control changes during the steps of the {phase[0].expert}-noise expert, and some "
-                "of them reuse what was computed with another: leave out step caching and the guidance schedule, or "
+                "of them reuse what was computed with another: leave out step caching, or "
                 "use one strength for all steps"
             )
 
@@ -123,7 +123,7 @@ def drive_by_text(plan: Plan, positive: Sequence[bool], negative: Sequence[bool]
 
 def with_nag(plan: Plan, options: NagOptions) -> Plan:
     """`plan` with normalized attention guidance in every step of one branch. Raises OptionError where there is none."""
-    steps = tuple(replace(step, nag=step.branches == ("cond",) and not step.delta) for step in plan.steps)
+    steps = tuple(replace(step, nag=step.branches == ("cond",)) for step in plan.steps)
     if not any(step.nag for step in steps):
         raise OptionError(
             "every step has guidance, which uses the negative prompt already: set guidance to 1 (as with distilled "

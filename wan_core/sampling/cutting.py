@@ -27,15 +27,12 @@ def cut_plan(plan: Plan) -> Plan:
 
 
 def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """`steps`, in which forwards run whose residual or difference of the branches would come from none of them."""
+    """`steps`, in which forwards run whose residual would come from none of them."""
     mended: list[Step] = []
     computed: dict[Branch, int] = {}
-    both = False
     for step in steps:
         if mended and (mended[-1].expert, mended[-1].kind) != (step.expert, step.kind):
-            computed, both = {}, False
-        if step.delta and not both:
-            step = replace(step, delta=False, branches=("cond", "uncond"))
+            computed = {}
         skipped: tuple[Branch, ...] = tuple(branch for branch in step.skipped if computed.get(branch))
         if step.action == "adaptive" and skipped != step.branches:
             skipped = ()
@@ -48,6 +45,5 @@ def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
             if branch in skipped and step.action != "adaptive":
                 continue
             computed[branch] = computed.get(branch, 0) + 1
-        both = both or ("uncond" in step.branches and not step.delta)
         mended.append(step)
     return tuple(mended)

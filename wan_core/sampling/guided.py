@@ -90,7 +90,6 @@ class Guided:
         self.batched = branching.batched and branching.run is None
         assert not (self.batched and self.conditioning.separate), "`choose_batched` knows"
         self.windows = plan.context_windows
-        self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
         self.batch = batch
         both = any("uncond" in step.branches or step.nag for step in phase)
         self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
@@ -191,13 +190,9 @@ class Guided:
     def guide(self, velocities: dict[Branch, Tensor], step: Step) -> Tensor:
         """The guided velocity, of the velocity of each branch."""
         cond = velocities["cond"]
-        if step.delta:
-            assert self.delta is not None, "the first guided step of a phase runs both branches"
-            return cond + (step.guidance - 1) * self.delta
         if "uncond" not in velocities:
             return cond
-        self.delta = cond - velocities["uncond"]
-        return velocities["uncond"] + step.guidance * self.delta
+        return velocities["uncond"] + step.guidance * (cond - velocities["uncond"])
 
     def branches(
         self,

@@ -134,7 +134,7 @@ class Plan:
     def guidance_of(self, expert: Expert) -> float:
         """The guidance scale of an expert's guided steps; 1 if it has none."""
         steps = [s for s in self.steps if s.expert == expert]
-        return next((s.guidance for s in steps if s.delta or "uncond" in s.branches), steps[0].guidance)
+        return next((s.guidance for s in steps if "uncond" in s.branches), steps[0].guidance)
 
     @property
     def sigmas(self) -> tuple[float, ...]:

@@ -42,7 +42,6 @@ class Step:
     action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
     skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": may not run, decided in the run)
     order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
-    delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
     sparsity: float = 0.0  # share of the key blocks that attention does not read
     cost: float = 1.0  # estimated time of a forward (the mean of all), relative to one with dense attention
     # What few plans use: `as_dict` has it where it is used.
@@ -102,18 +101,18 @@ class Step:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists."""
-        always = ("action", "skipped", "order", "delta", "sparsity", "cost")
+        always = ("action", "skipped", "order", "sparsity", "cost")
         return {name: as_json(value) for name, value in stated(self, always).items()}
 
     def words(self) -> str:
-        """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
+        """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast`."""
         skipped = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
         keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
         if self.bound and self.forwards:
             keys = f", attention's error at most {self.bound:.3g}, about {100 * (1 - self.sparsity):g} % of keys"
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
         texts += f", mean of {1 + len(self.also)} conditions" if self.also else ""
-        marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
+        marks = ", correction" * self.correction + ", NAG" * self.nag
         control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
         windows = f", {len(self.windows)} windows" if self.windows else ""
         windows += f" of texts {', '.join(f'{one + 1}' for one, _ in self.window_texts)}" if self.window_texts else ""

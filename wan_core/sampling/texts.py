@@ -88,10 +88,10 @@ def check_texts(plan: Plan) -> Plan:
     belongs to its text."""
     for phase in plan.phases:
         changes = len({one.texts for step in phase for one in step.conditions}) > 1
-        if changes and any(step.skipped or step.delta for step in phase):
+        if changes and any(step.skipped for step in phase):
             raise OptionError(
                 f"steps of the {phase[0].expert}-noise expert have several texts, and some of them reuse what was "
-                "computed for another text: leave out step caching and the guidance schedule, or use one text"
+                "computed for another text: leave out step caching, or use one text"
             )
     return plan
 

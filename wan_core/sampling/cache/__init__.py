@@ -1,4 +1,4 @@
-"""Step caching and the guidance schedule: policies as pure functions of a plan, and the cached residuals.
+"""Step caching: policies as pure functions of a plan, and the cached residuals.
 
 A policy takes a `Plan` and returns a `Plan` with marked steps (`magcache`, `policies`);
 `skipping` applies the requested ones in order. `residual` turns the marks into what is stored and

@@ -1,5 +1,5 @@
-"""Step caching, guidance schedule and sparse attention in their short forms: as the command line has them, and as the
-settings of presets. Without torch."""
+"""Step caching and sparse attention in their short forms: as the command line has them, and as the settings of presets.
+Without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from wan_core.config import (
     MAGCACHE_RULES,
     AdaptiveOptions,
-    GuidanceOptions,
     OptionError,
     SkipOptions,
     TaylorSeerOptions,
@@ -61,12 +60,6 @@ class SkipArguments:
         "(while the error of forecasts, which the run judges, stays below)",
         metavar="T[/K[/R]]",
     )
-    guidance_interval: str | None = option(
-        None, help="guide only steps with sigma between: 0.2-0.95", metavar="LOW-HIGH"
-    )
-    guidance_every: int | None = option(
-        None, help="run the unconditional branch only at every N-th guided step", metavar="N"
-    )
     sparse: str | None = option(
         None,
         help=f"block-sparse self-attention: {', '.join(SPARSE_PRESETS)}, bound:0.06 (as much as keeps this error of "
@@ -77,14 +70,9 @@ class SkipArguments:
 
     def options(self) -> SkipOptions | None:
         """None if nothing is given. Raises OptionError."""
-        order, rule, guidance = self.magcache_order, self.magcache_rule, None
+        order, rule = self.magcache_order, self.magcache_rule
         if self.magcache is None and (order is not None or rule is not None):
             raise OptionError("--magcache-rule and --magcache-order need --magcache: give it too, or omit them")
-        if self.guidance_interval is not None or self.guidance_every is not None:
-            low, high = _interval("0-1" if self.guidance_interval is None else self.guidance_interval)
-            guidance = GuidanceOptions(
-                low=low, high=high, every=1 if self.guidance_every is None else self.guidance_every
-            )
         if self.speed is not None:
             others = [one.name for one in fields(self) if one.name != "speed" and getattr(self, one.name) is not None]
             if others:
@@ -97,7 +85,7 @@ class SkipArguments:
         for name, parse in PARSERS.items():
             if (text := getattr(self, name)) is not None:
                 policies[name] = parse(text)
-        skipping = SkipOptions(**policies, guidance=guidance)
+        skipping = SkipOptions(**policies)
         return None if skipping == SkipOptions() else skipping
 
 
@@ -138,8 +126,8 @@ def speed_options(name: str) -> SkipOptions:
 def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
-    The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`,
-    `guidance:0.2-0.9`, `every:2` and `sparse:balanced:reuse2`; `full` is the run without any of them, `speed:balanced`
+    The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`
+    and `sparse:balanced:reuse2`; `full` is the run without any of them, `speed:balanced`
     a speed preset.
     """
     if text == "full":
@@ -155,25 +143,14 @@ def parse_setting(text: str) -> SkipOptions | None:
                 if field in values or not (rule or word in ("order0", "order1", "order1.5", "order2")):
                     raise _unknown(text)
                 values[field] = word if rule else number(word.removeprefix("order"))
-        field = {"guidance": "guidance_interval", "every": "guidance_every"}.get(name, name)
-        if not value or field in values or name not in ("magcache", "guidance", "every", "speed", *PARSERS):
+        if not value or name in values or name not in ("magcache", "speed", *PARSERS):
             raise _unknown(text)
-        if name == "every" and not value.isdecimal():
-            raise _unknown(text)
-        values[field] = int(value) if name == "every" else value
+        values[name] = value
     return skip_options(values)
 
 
 def _unknown(text: str) -> OptionError:
     return OptionError(
         f"setting {text!r} is not known, or repeats a part; write magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, sparse:balanced, or several joined by +"
+        "taylorseer:2/1/0.2, adaptive:0.1, sparse:balanced, or several joined by +"
     )
-
-
-def _interval(text: str) -> tuple[float, float]:
-    low, _, high = text.partition("-")
-    try:
-        return float(low), float(high)
-    except ValueError:
-        raise OptionError(f"guidance interval {text!r} given; write two sigmas from 0 to 1: 0.2-0.95") from None

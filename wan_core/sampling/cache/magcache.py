@@ -141,7 +141,7 @@ def published_rule(plan: Plan, options: MagCacheOptions, curve: Curve) -> list[t
     """The branches that each step skips by the rule `published`: each branch decides separately, errors continue over
     the boundary, retention counts forwards (conditional, unconditional, ...), image-to-video computes all high-noise
     steps, and the last step may be skipped. Differences to the publication: a branch without a residual of the running
-    expert is computed; where a guidance schedule removes a branch from a step, its residual ages by that step.
+    expert is computed; where a step has one branch, the residual of the other ages by that step.
     """
     same = curve.steps == len(plan.steps)
     ratios = {b: getattr(curve, b) if same else nearest(getattr(curve, b), len(plan.steps)) for b in BRANCHES}

@@ -1,9 +1,4 @@
-"""Policies that mark the steps of a plan: the guidance schedule and the step caches that need no measured curve.
-
-**Guidance schedule**: some steps run without the unconditional branch, which halves their time. Outside an interval of
-sigmas there is no guidance: Kynkäänniemi et al., "Applying Guidance in a Limited Interval", 2024, arXiv:2404.07724.
-Inside, the slowly changing difference of the two branches is computed at every n-th guided step of an expert and reused
-in between: velocity = cond + (guidance - 1) * (cond - uncond of that step).
+"""Policies that mark the steps of a plan: the step caches that need no measured curve.
 
 **TaylorSeer**: compute every n-th step and forecast the residual of the blocks in between. A forecast of order m
 extrapolates the polynomial through the last m + 1 computed residuals of the same branch and expert. For equally spaced
@@ -43,7 +38,7 @@ from math import ceil
 from statistics import fmean
 from typing import NamedTuple
 
-from wan_core.config import AdaptiveOptions, GuidanceOptions, TaylorSeerOptions
+from wan_core.config import AdaptiveOptions, TaylorSeerOptions
 from wan_core.sampling.cache.magcache import mark, retained
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import EARLY
@@ -51,23 +46,6 @@ from wan_core.sampling.steps import Branch, Step
 
 FORECAST = 1  # order of the adaptive cache's forecasts under a bound
 EARLY_STEPS = 0.3  # share of the steps, from the first one, that have a part of the bound: they fix the layout
-
-
-def schedule_guidance(plan: Plan, options: GuidanceOptions) -> Plan:
-    """`plan` with the unconditional branch removed from some steps. The first guided step of each expert keeps both."""
-    steps: list[Step] = []
-    for phase in plan.phases:
-        guided = 0  # number of guided steps of this phase so far
-        for step in phase:
-            if "uncond" not in step.branches:
-                steps.append(step)
-            elif not options.low <= step.sigma <= options.high:
-                steps.append(replace(step, guidance=1.0, branches=("cond",)))
-            else:
-                reuse = guided % options.every != 0
-                steps.append(replace(step, branches=("cond",), delta=True) if reuse else step)
-                guided += 1
-    return replace(plan, steps=tuple(steps))
 
 
 def skip_taylorseer(plan: Plan, options: TaylorSeerOptions) -> Plan:

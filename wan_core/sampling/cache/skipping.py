@@ -1,5 +1,4 @@
-"""Applies SkipOptions to a plan: sparsity, then the guidance schedule, which decides which branches run, then the step
-cache."""
+"""Applies SkipOptions to a plan: sparse attention, then the step cache."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from wan_core.sampling.cache.policies import (
     EARLY_STEPS,
     fewest_forwards,
     mark_adaptive,
-    schedule_guidance,
     skip_taylorseer,
 )
 from wan_core.sampling.context_windows import check_still
@@ -131,7 +129,7 @@ def with_curve(options: SkipOptions, curve: Curve | None, task: str) -> tuple[Sk
 
 
 def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
-    """`plan` with the guidance schedule and the step cache of `options`; its notes say what was decided.
+    """`plan` with the step cache of `options`; its notes say what was decided.
 
     curve: for MagCache. distilled: what says that a file is step-distilled, or "". Step caches are switched off for
     step-distilled weights and below 10 steps, because consecutive steps differ too much. A preset of MagCache without a
@@ -140,10 +138,6 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     if options is None:
         return plan
     full, steps = plan.forwards, len(plan.steps)
-    if options.guidance is not None:
-        if options.guidance.every > 1 and plan.solver == "lcm":
-            raise OptionError(f"the reused guidance does not fit the solver lcm, {UNCACHED['lcm']}: use every 1")
-        plan = schedule_guidance(plan, options.guidance)
     policy = options.magcache or options.taylorseer or options.adaptive
     if policy is None:
         return replace(plan, unskipped=full)
@@ -173,7 +167,7 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
 
 
 def skip_words(options: SkipOptions) -> str:
-    """The options in the form of the command line: `magcache 0.12/2/0.2, guidance every 2`."""
+    """The options in the form of the command line: `magcache 0.12/2/0.2, sparse 0.5/0/0`."""
     settings: list[str] = []
     if cache := options.magcache:
         settings.append(f"magcache {slashes(cache, 'threshold', 'max_skips', 'retention')}")
@@ -183,8 +177,5 @@ def skip_words(options: SkipOptions) -> str:
     if adaptive := options.adaptive:
         numbers = slashes(adaptive, "threshold", "max_skips", "retention")
         settings.append(f"adaptive {'bound:' * (adaptive.rule == 'bound')}{numbers}")
-    if guidance := options.guidance:
-        settings += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
-        settings += [f"guidance every {guidance.every}"] * (guidance.every > 1)
     settings += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
     return ", ".join(settings) or "nothing"

@@ -227,11 +227,6 @@ def with_evaluations(plan: Plan, solver: str, sigmas: Sequence[float] | None) ->
 
 def check_native(options: SkipOptions) -> None:
     """Raises OptionError for what only this engine's own loop can do."""
-    if options.guidance is not None:
-        raise OptionError(
-            "the guidance schedule belongs to the WanCore sampler: with another sampler, disconnect WanCore Guidance "
-            "Schedule, or choose a speed preset without one, and end guidance with the sampler's own nodes"
-        )
     if options.magcache is not None and options.magcache.rule != "joint":
         raise OptionError(
             "the rule 'published' counts forwards of the WanCore sampler: choose 'joint' for another sampler"
