@@ -20,7 +20,6 @@ from .control import WanCoreCamera, WanCoreVACE
 from .from_model import WanCoreFromModel
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
-from .native_plan import WanCoreNativePlan
 from .part_loaders import WanCoreTextEncoderLoader, WanCoreVAELoader, WanCoreVisionLoader
 from .prompts import WanCorePromptsOverTime
 from .report import WanCorePlanPreview, WanCoreReport
@@ -60,7 +59,6 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreSparseAttention,
         WanCoreLauncher,
         WanCoreAccelerate,
-        WanCoreNativePlan,
         WanCoreFromModel,
         WanCoreNAG,
         WanCoreDecodeToVideo,

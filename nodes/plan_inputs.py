@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -143,30 +143,39 @@ def settings_input() -> io.Combo.Input:
         default=OF_THE_SAMPLER,
         optional=True,
         tooltip="Steps, shift, boundary, guidance, solver, preset and the part of the steps: those of the WanCore "
-        "Sampler that takes the same model, or those entered in this node.",
+        "Sampler (for a MODEL, of ComfyUI's KSamplers) that takes the same model, or those entered in this node.",
     )
 
 
 def of_the_sampler(graph: Mapping[str, Any], node: str) -> dict[str, Any] | None:
-    """The settings of the sampler whose model comes from where that of `node` does, in a prompt as ComfyUI runs it;
-    None where there is none. What comes through a link is known if a node of one value gives it. Raises OptionError
-    where several samplers have different ones, or one that is computed."""
-    source, settings = graph[node]["inputs"]["model"], list[dict[str, Any]]()
-    for one in graph.values():
-        inputs = one["inputs"]
-        if one["class_type"] == "WanCoreSampler" and inputs.get("model") == source:
-            settings.append({name: _constant(graph, inputs[name]) for name in SHARED if name in inputs})
+    """The settings of the WanCore Sampler that takes the model of `node`. Raises OptionError as `settings_of`."""
+    names = {name: name for name in SHARED}
+    return settings_of(graph, graph[node]["inputs"]["model"], ("WanCoreSampler",), names)
+
+
+def settings_of(
+    graph: Mapping[str, Any], source: Any, kinds: Collection[str], names: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """The settings of the sampler whose model comes from `source`, in a prompt as ComfyUI runs it; None where there is
+    none. kinds: of samplers. names: of their inputs, and what each is called here. What comes through a link is known
+    if a node of one value gives it. Raises OptionError where several samplers have different ones, or one that is
+    computed."""
+    settings = [
+        {name: _constant(graph, one["inputs"][theirs]) for theirs, name in names.items() if theirs in one["inputs"]}
+        for one in graph.values()
+        if one["class_type"] in kinds and one["inputs"].get("model") == source
+    ]
     if not settings:
         return None
     if any(one != settings[0] for one in settings):
         raise OptionError(
-            f"{len(settings)} WanCore Samplers with different settings take the model that this plan is of: "
+            f"{len(settings)} samplers with different settings take the model that this plan is of: "
             f"choose {ENTERED!r} in settings, and enter those of one"
         )
     computed = ", ".join(name for name, value in settings[0].items() if isinstance(value, list))
     if computed:
         raise OptionError(
-            f"{computed} of the WanCore Sampler: another node computes it, and it is not known before that node ran. "
+            f"{computed} of the sampler: another node computes it, and it is not known before that node ran. "
             f"Choose {ENTERED!r} in settings, and enter what it will be"
         )
     return settings[0]

@@ -10,14 +10,16 @@ from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
 from PIL import Image
 from torch import Tensor
 
-from wan_core.config import SkipOptions
+from wan_core.config import OptionError, SkipOptions
 from wan_core.execution.report import WARNING, Report, draw_report
 from wan_core.media.pictures import clock
 from wan_core.models.wan.families.wan.inputs import handed_of, known_of
 from wan_core.pipeline.comfy_conditioning import prompt_starts
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.steps import Expert
 
+from .native_plan import native_inputs, native_plan, of_comfy_samplers
 from .plan_inputs import (
     ENTERED,
     LAST,
@@ -32,7 +34,7 @@ from .plan_inputs import (
     window_inputs,
 )
 from .schema import ADVANCED, output, schema
-from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
+from .sockets import CONDITIONING, EITHER_MODEL, REPORT, SKIPPING, ModelSocket
 
 
 class WanCorePlanPreview(io.ComfyNode):
@@ -43,11 +45,16 @@ class WanCorePlanPreview(io.ComfyNode):
         return schema(
             "WanCorePlanPreview",
             "WanCore Plan Preview",
-            aliases=("wan sigmas", "wan schedule", "steps preview"),
-            description="Shows sigma, expert and guidance of every step as text and as a picture, without loading the "
-            "model.",
+            aliases=("wan sigmas", "wan schedule", "steps preview", "ksampler plan", "teacache", "magcache"),
+            description="Shows sigma, expert and guidance of every step, which steps are skipped or read sparsely, and "
+            "the estimated time, as text and as a picture, without loading the model. For a MODEL of ComfyUI: those of "
+            "its own samplers with WanCore Accelerate.",
             inputs=[
-                MODEL.Input("model", tooltip="From the WanCore Model Loader. The weights are not loaded."),
+                EITHER_MODEL.Input(
+                    "model",
+                    tooltip="From the WanCore Model Loader, or a MODEL as it goes to ComfyUI's sampler, after WanCore "
+                    "Accelerate; of two experts, the high-noise one. The weights are not loaded.",
+                ),
                 *plan_inputs(),
                 io.Float.Input(
                     "seconds_per_forward",
@@ -112,6 +119,7 @@ class WanCorePlanPreview(io.ComfyNode):
                 ),
                 settings_input(),
                 *added_inputs(),
+                *native_inputs(),
             ],
             outputs=[
                 output(io.Image, "image", "The plan, drawn."),
@@ -135,7 +143,7 @@ class WanCorePlanPreview(io.ComfyNode):
     @classmethod
     def execute(
         cls,
-        model: ModelSocket,
+        model: Any,
         seconds_per_forward: float,
         skipping: SkipOptions | None = None,
         from_image: bool = False,
@@ -144,8 +152,19 @@ class WanCorePlanPreview(io.ComfyNode):
         overlap: int = 0,
         positive: CONDITIONING | None = None,
         settings: str = ENTERED,  # prompts from before it was an input
+        model_low: Any = None,
+        latent: dict[str, Any] | None = None,
         **values: Any,
     ) -> io.NodeOutput:
+        if not isinstance(model, ModelSocket):
+            if settings == OF_THE_SAMPLER:
+                values |= of_comfy_samplers(cls.hidden.prompt, cls.hidden.unique_id)
+            values |= {"skipping": skipping, "from_image": from_image, "frames": frames, "clip_frames": clip_frames}
+            values |= {"overlap": overlap, "positive": positive}
+            plan, estimate = native_plan(model, values, model_low, latent, seconds_per_forward)
+            return cls._shown(plan, estimate)
+        if model_low is not None or latent is not None:
+            raise OptionError("model_low and latent are for a MODEL of ComfyUI: disconnect them")
         if settings == OF_THE_SAMPLER:
             values |= of_the_sampler(cls.hidden.prompt, cls.hidden.unique_id) or {}
         cut = model.windows is None and bool(frames or clip_frames or overlap)
@@ -162,6 +181,10 @@ class WanCorePlanPreview(io.ComfyNode):
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         estimate = plan.estimate(entered if seconds_per_forward else model.pace)
         estimate = None if estimate is None else estimate * video.long.cost
+        return cls._shown(plan, estimate, clips)
+
+    @classmethod
+    def _shown(cls, plan: Plan, estimate: float | None, clips: str = "") -> io.NodeOutput:
         image = as_image(draw_plan(plan, estimate, clips=clips))
         text = plan.table() + (f"\nclips: {clips}" if clips else "")
         lines = "\n".join([*(WARNING + warning for warning in plan.warnings), text.splitlines()[0]])

@@ -23,7 +23,7 @@ NODES = {  # part of the page's menu -> its nodes, which begin with WanCore
     "sample": "EmptyLatent Sampler ContextWindows VAEEncode VAEDecode DecodeToVideo",
     "speed": "Accelerate SpeedPreset SparseAttention MagCache TaylorSeer AdaptiveCache Launcher",
     "control": "VACE Camera Animate Animate2 SoundToVideo",
-    "tools": "PlanPreview NativePlan Report ReportCard Compare",
+    "tools": "PlanPreview Report ReportCard Compare",
 }
 CATEGORIES = {f"WanCore{name}": f"WanCore/{part}" for part, names in NODES.items() for name in names.split()}
 WORDS = {"WanCore/speed": ("speed", "faster", "speed up wan")}  # by which the page's search finds a whole part

@@ -44,6 +44,7 @@ from .engines import HERE, Engine
 from .missing import ComfyObject, Tokens
 
 MODEL = io.Custom("WANCORE_MODEL")  # ModelSocket
+EITHER_MODEL = io.Custom("WANCORE_MODEL,MODEL")  # or ComfyUI's ModelPatcher
 REPORT = io.Custom("WANCORE_REPORT")  # wan_core.execution.report.Report
 SKIPPING = io.Custom("WANCORE_SKIPPING")  # wan_core.config.SkipOptions
 CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]

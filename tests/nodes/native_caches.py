@@ -249,7 +249,6 @@ def check_preview(it: World) -> None:
     from wan_core.config import SparseOptions
 
     accelerate = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
-    node = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
     skipping = importlib.import_module("wan_core.config").SkipOptions(
         sparse=SparseOptions(sparsity=0.5, dense_steps=0.1, ramp=0), **policies()["taylorseer"]
     )
@@ -263,9 +262,9 @@ def check_preview(it: World) -> None:
 
     settings = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
     for low, denoise in ((None, 1.0), (None, 0.5), (models[1], 1.0)):
-        picture, table = node.execute(
+        picture, table = world.planned(
             models[0], **settings, denoise=denoise, seconds_per_forward=1.0, model_low=low, split_step=9
-        ).result
+        )
         parts = [(models[0], {"denoise": denoise})] if low is None else [
             (models[0], {"start_step": 0, "last_step": 9, "force_full_denoise": False}),
             (low, {"start_step": 9, "last_step": 20}),
@@ -293,7 +292,7 @@ def check_memory(it: World) -> None:
     accelerate = importlib.import_module("pack.nodes.host.native").accelerate
     for slope in (False, True):
         sparse = SparseOptions(sparsity=0.5, slope=slope)
-        sample(it.cached(accelerate(model, "auto", sparse, None, it.said.append), **policies()["taylorseer"]), EULER)
+        sample(it.cached(accelerate(model, "auto", sparse, it.said.append), **policies()["taylorseer"]), EULER)
     comfy.sampler_helpers.estimate_memory = real
     needed = [model.model.memory_required([2 * shape[0], *shape[1:]]) for shape in asked]
     residuals = 3 * 2 * 18 * 48 * 4  # slots, prompts, tokens, channels, bytes

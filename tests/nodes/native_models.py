@@ -156,11 +156,22 @@ class Accelerated:
         self.said: list[str] = []
 
     def __call__(self, model: Any, attention: str = "auto", sparse: Any = None) -> Any:
-        return self.native.accelerate(model, attention, sparse, None, self.report)
+        return self.native.accelerate(model, attention, sparse, self.report)
 
     def report(self, text: str) -> None:
         begins = "warning: ", "WanCore Accelerate: "
         self.said.append("\n".join(line for line in text.splitlines() if line.startswith(begins)))
+
+
+def planned(
+    model: Any, steps: int, cfg: float, sampler_name: str, scheduler: str = "simple", denoise: float = 1.0,
+    seconds_per_forward: float = 0.0, **more: Any,
+) -> tuple[Any, str]:  # fmt: skip
+    """Picture and table of the plan preview for ComfyUI's samplers with this MODEL."""
+    node = importlib.import_module("pack.nodes.report").WanCorePlanPreview
+    settings = {"steps": steps, "guidance_high": cfg, "guidance_low": cfg, "denoise": denoise}
+    settings |= {"sampler_name": sampler_name, "scheduler": scheduler}
+    return node.execute(model, seconds_per_forward, **settings, **more).result
 
 
 def error(actual: Any, expected: Any) -> float:

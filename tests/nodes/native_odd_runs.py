@@ -84,7 +84,7 @@ def check_rising(it: World) -> None:
         plain = sample(model, sigmas)
         for whole in (WholeRun(), WholeRun(steps=12), WholeRun(sigmas=tuple(EULER))):
             for sparse in (None, SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0)):
-                fast = native.accelerate(model, "comfyui", sparse, None, it.said.append, whole)
+                fast = native.accelerate(model, "comfyui", sparse, it.said.append, whole)
                 same(sample(fast, sigmas), plain)
             same(sample(it.cached(fast, whole, **every_second()), sigmas), plain)
             said = next(line for line in reversed(it.said) if "step cache" in line)
@@ -93,12 +93,11 @@ def check_rising(it: World) -> None:
 
 
 def check_counts(it: World) -> None:
-    """The plan for KSampler counts the forwards that run, of every sampler, at cfg 3 and 1, with a cache and without;
+    """The plan preview counts the forwards that run, of every sampler, at cfg 3 and 1, with a cache and without;
     where it cannot, a note says so. NAG runs the negative prompt at cfg 1 too."""
     import comfy.samplers
     from comfy_extras.nodes_nag import NAGuidance
 
-    node = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
     model, ran = world.tiny("WAN21_T2V", num_layers=1), []
     model.model.diffusion_model.blocks[0].self_attn.register_forward_pre_hook(lambda _, args: ran.append(len(args[0])))
     cached, nag = it.cached(model, **every_second()), NAGuidance.execute(model, 5.0, 0.5, 1.5).result[0]
@@ -106,7 +105,7 @@ def check_counts(it: World) -> None:
     cases += [(name, model, 3.0) for name in ("euler", "heun", "dpmpp_sde", "seeds_3", "euler_cfg_pp", *UNSURE)]
     cases += [(name, nag, 1.0) for name in ("euler", "heun")]
     for name, one, cfg in cases:
-        table = node.execute(one, 10, cfg, name, "simple", 1.0, 0.0).result[1]
+        table = world.planned(one, 10, cfg, name, "simple", 1.0, 0.0)[1]
         ran.clear()
         world.sample(one, {}, SMALL, 10, cfg=cfg, sampler_name=name)
         planned = int(re.search(r"(\d+)( of \d+)? forwards", table)[1])
@@ -114,8 +113,8 @@ def check_counts(it: World) -> None:
             assert f"{name} does not evaluate" in table or f"how often {name} runs" in table, table
         else:
             assert planned == sum(ran), (name, cfg, planned, sum(ran), table)
-    assert "46 forwards" in node.execute(model, 12, 3.0, "heun", "simple", 1.0, 0.0).result[1]
-    assert "24 forwards" in node.execute(nag, 12, 1.0, "euler", "simple", 1.0, 0.0).result[1]
+    assert "46 forwards" in world.planned(model, 12, 3.0, "heun", "simple", 1.0, 0.0)[1]
+    assert "24 forwards" in world.planned(nag, 12, 1.0, "euler", "simple", 1.0, 0.0)[1]
 
 
 def check_slopes(it: World) -> None:
@@ -134,7 +133,7 @@ def check_slopes(it: World) -> None:
         return WanContextWindowsManualNode.execute(one, **windows).result[0]
 
     def sparse(one: Any, slope: bool) -> Any:
-        return accelerate(one, "auto", SparseOptions(sparsity=0.5, slope=slope), None, it.said.append)
+        return accelerate(one, "auto", SparseOptions(sparsity=0.5, slope=slope), it.said.append)
 
     with recorded(it.cache) as (shapes, _):
         for one in (sparse(windowed(model), False), sparse(windowed(model), True), windowed(sparse(model, True))):
@@ -144,20 +143,19 @@ def check_slopes(it: World) -> None:
 
 
 def check_plans(it: World) -> None:
-    """What the plan for KSampler shows of inversion, of sigmas without a step, and of skip-layer guidance."""
+    """What the plan preview shows of inversion, of sigmas without a step, and of skip-layer guidance."""
     import torch
     from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
 
-    node = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
     model = world.tiny("WAN21_T2V", num_layers=1)
     cached = it.cached(model, **every_second())
     rising, settings = torch.tensor([0.0001, *EULER[-2::-1]]), (10, 1.0, "heun", "simple", 1.0, 0.0)
-    table = node.execute(cached, *settings, sigmas=rising).result[1]
+    table = world.planned(cached, *settings, sigmas=rising)[1]
     assert "the step cache is off: sigmas do not fall" in table and "11 steps" in table and "reuse" not in table, table
-    assert "step cache" not in node.execute(model, *settings, sigmas=rising).result[1]
-    assert "sigmas without a step" in refusal(lambda: node.execute(model, *settings, sigmas=rising[:1]))
+    assert "step cache" not in world.planned(model, *settings, sigmas=rising)[1]
+    assert "sigmas without a step" in refusal(lambda: world.planned(model, *settings, sigmas=rising[:1]))
     guided = SkipLayerGuidanceDiT.execute(model, 2.0, 0.0, 0.5, "0", "").result[0]
-    assert "skip-layer guidance runs the prompt once more" in node.execute(guided, *settings).result[1]
+    assert "skip-layer guidance runs the prompt once more" in world.planned(guided, *settings)[1]
 
 
 def check_no_curve(it: World) -> None:
@@ -166,7 +164,6 @@ def check_no_curve(it: World) -> None:
     from wan_core.config import MagCacheOptions, SkipOptions, TaylorSeerOptions
 
     accelerate = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
-    node = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
     model = world.variants()["vace"][0]()
     extra = world.variants()["vace"][1]
     extra = {
@@ -180,7 +177,7 @@ def check_no_curve(it: World) -> None:
         assert f"MagCache has no curve for VaceWanModel: {message}" in result.ui.as_dict()["text"][0], (
             result.ui.as_dict()
         )
-        table = node.execute(result.result[0], 12, 3.0, "euler", "simple", 1.0, 0.0).result[1]
+        table = world.planned(result.result[0], 12, 3.0, "euler", "simple", 1.0, 0.0)[1]
         assert f"MagCache has no curve for VaceWanModel: {message}" in table and "forecast" in table, table
         options = TaylorSeerOptions(interval=seer[0], order=seer[1], retention=seer[2])
         latents = sample(result.result[0], EULER, extra, size=SMALL)

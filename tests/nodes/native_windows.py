@@ -161,14 +161,14 @@ def compare(kind: str, changed: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned_and_run(changed: dict[str, Any]) -> list[Any]:
-    """Forwards as WanCore Plan for KSampler says, with a latent and without, and as ComfyUI's samplers run them."""
+    """Forwards as the plan preview says, with a latent and without, and as ComfyUI's samplers run them."""
     import comfy.sample
     import torch
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
 
     from wan_core.config import SkipOptions, TaylorSeerOptions
 
-    host, node = (importlib.import_module(f"pack.nodes.{name}") for name in ("host", "native_plan"))
+    host = importlib.import_module("pack.nodes.host")
     ran = []  # of each forward whose blocks run, how many conditions it has
     changed = {**WINDOWS, **changed}
     cache, two = changed.pop("cache", False), changed.pop("two", False)
@@ -181,8 +181,7 @@ def planned_and_run(changed: dict[str, Any]) -> list[Any]:
     latent = {"samples": torch.zeros(SIZE)}
     low = {"model_low": models[1], "split_step": FIRST} if two else {}
     texts = [
-        node.WanCoreNativePlan.execute(models[0], steps, denoise=1.0, seconds_per_forward=1.0, latent=one, **how, **low)
-        .result[1].splitlines()
+        native_models.planned(models[0], steps, **how, seconds_per_forward=1.0, latent=one, **low)[1].splitlines()
         for one in (latent, None)
     ]  # fmt: skip
     for model in models:

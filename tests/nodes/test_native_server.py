@@ -111,3 +111,21 @@ def test_prompts_in_a_row_equal_fresh_servers(base: Path, comfy: ComfyUI) -> Non
             assert torch.equal(latents(fresh, fresh.run(prompt)), expected)
     finally:
         fresh.stop()
+
+
+def test_a_plan_has_the_settings_of_both_samplers(comfy: ComfyUI) -> None:
+    """The plan of two models has the settings of the KSamplers that take them; the node's own numbers count where no
+    sampler does, and what says nothing of a MODEL's run is refused."""
+    entered = {"steps": 6, "guidance_high": 1.0, "guidance_low": 1.0, "solver": "unipc", "shift": 0.0, "boundary": 0.0}
+    asked = {"settings": "those of the sampler", "seconds_per_forward": 1.0, **entered}
+    models = {"model": ["fast0", 0], "model_low": ["fast1", 0]}
+    prompt = graph(SPARSE) | {"plan": node("WanCorePlanPreview", **models, latent=["size", 0], **asked)}
+    run = comfy.run(prompt)
+    assert run.ok, run.status
+    assert "4 steps" in run.outputs["plan"]["text"][0] and "2 high-noise, 2 low-noise" in run.outputs["plan"]["text"][0]
+    alone = {name: one for name, one in prompt.items() if name.startswith(("load", "shift", "fast", "size", "plan"))}
+    run = comfy.run(alone)
+    assert run.ok and "3 high-noise, 3 low-noise" in run.outputs["plan"]["text"][0], run.status
+    alone["plan"]["inputs"] |= {"shift": 3.0, "clip_frames": 17}
+    message = comfy.run(alone).message("execution_error")["exception_message"]
+    assert "shift, clip_frames given with a MODEL" in message

@@ -104,7 +104,7 @@ test("other packs' texts are left as they are", async () => {
 });
 
 test("texts inside a subgraph are there when it is opened", async () => {
-  const inner = node(168, "WanCoreNativePlan");
+  const inner = node(168, "WanCorePlanPreview");
   const subgraph = new Graph([inner]);
   load([node(129, "sub", { subgraph })]);
   executed("129:168", ["22 of 40 forwards"]);
