@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wan_core.cli import main
 from wan_core.config import LoadOptions, LoraOptions, OptionError
 from wan_core.execution.report import Report
 from wan_core.pipeline.load import load_models
@@ -94,3 +95,13 @@ def test_what_differs_is_said_in_numbers() -> None:
     with pytest.raises(OptionError, match="the experts differ: in_channels 16 and 36") as other:
         find_models(options)
     assert "DiTConfig" not in str(fault.value) + str(other.value)
+
+
+def test_the_command_plan_says_what_names_decided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "tiny", "--high", str(LOW), "--low", str(HIGH), "--json"]) == 0
+    assert "warning: the experts are swapped" in capsys.readouterr().err
+    (tmp_path / "wan2.1_t2v.safetensors").symlink_to(HIGH)
+    assert main(["plan", "--high", str(tmp_path / "wan2.1_t2v.safetensors")]) == 0
+    said = capsys.readouterr()
+    assert "(Wan 2.1 by its name wan2.1_t2v.safetensors; if it is not, its task is t2v-A14B)" in said.err
+    assert said.out.startswith("t2v-14B: ")

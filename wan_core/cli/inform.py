@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from wan_core.config.table import from_values
 from wan_core.models.wan.families import TASKS, family_of, find_task
 from wan_core.models.wan.families.family import BEGINS, given_fields
 from wan_core.sampling.build import ModelFacts, PlannedVideo, build_plan, plan_request
+from wan_core.sampling.plan import WARNING
 
 SMALLER = "try --precision fp8, a smaller --size or fewer --frames, or a task with a smaller model"
 PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
@@ -64,7 +65,7 @@ def run_plan(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise OptionError(f"{flag} changes no step: add --memory, whose plan it changes, or leave {flag} out")
-    video = asked_plan(options)
+    video = asked_plan(options, lambda line: print(line, file=sys.stderr))
     plan, long = video.plan, video.long
     seconds = whole_seconds(video, options.seconds_per_forward)
     cut = any(one is not None for one in (options.frames, options.clip_frames, options.overlap, options.svi))
@@ -84,10 +85,11 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def asked_plan(options: argparse.Namespace) -> PlannedVideo:
-    """The plan of what the arguments describe, at the task's own size, as `generate` makes it. Raises OptionError."""
+def asked_plan(options: argparse.Namespace, say: Callable[[str], None] = lambda line: None) -> PlannedVideo:
+    """The plan of what the arguments describe, at the task's own size, as `generate` makes it. say: is called with what
+    is to be known of the files. Raises OptionError."""
     request = planned_request(options)
-    facts = facts_of(options, request)
+    facts = facts_of(options, request, say)
     task = facts.task
     family_of(task).check_fields(request, task)
     family_of(task).check_begins(task, given_fields(request, BEGINS))
@@ -110,7 +112,9 @@ def planned_request(options: argparse.Namespace) -> Request:
     return from_values(Request, values_of(options), prompt="", **read, **others)
 
 
-def facts_of(options: argparse.Namespace, request: Request) -> ModelFacts:
+def facts_of(
+    options: argparse.Namespace, request: Request, say: Callable[[str], None] = lambda line: None
+) -> ModelFacts:
     """The files that `generate` would take, and what they are; without a model, a file and LoRAs, those of the task.
     Raises CheckpointError or OptionError."""
     embedded = options.task is not None and options.task.lower().endswith("-tiny")
@@ -127,6 +131,10 @@ def facts_of(options: argparse.Namespace, request: Request) -> ModelFacts:
     named = LoadOptions(model=model, task=options.task, high=high, low=low, loras=tuple(options.loras))
     named = for_request(named, request)
     found = find_transformers(named, image=bool(request.pictures))
+    if found.why:
+        say(f"task: {found.task.name} ({found.why})")
+    for note in found.notes:
+        say(WARNING + note)
     return ModelFacts(
         task=found.task,
         dit=found.dit,
