@@ -226,7 +226,6 @@ def _checked(folder: Path) -> CompiledFiles:
     files = CompiledFiles(folder, LIBRARY_CACHES.values())
     files.check()
     _in_use.append(files)
-    atexit.register(files.note)
     return files
 
 

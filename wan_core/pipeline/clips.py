@@ -200,8 +200,8 @@ def run_key(run: Run) -> str:
     settings = {name: value for name, value in report["settings"].items() if name not in NOT_DECIDING}
     options = models.settings.options
     files = [part.part.path for part in models.settings.parts.values() if part.part.path is not None]
-    if job.request.audio is not None and models.speech.path is not None:
-        files.append(models.speech.path)
+    speech = models.settings.recognised.speech
+    files += [speech.path] if speech is not None and speech.path is not None else []
     named = [path for path in model_paths(asdict(options)) if path != options.model]  # of a folder, its parts count
     decided: dict[str, Any] = {
         "asked": key_of(job.request, options),

@@ -26,6 +26,7 @@ from torch import Tensor
 from wan_core.checkpoint.save import try_to_save_latents
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, Request
+from wan_core.config.compile_cache import note_compiled
 from wan_core.execution.report import Report
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import CheckedRequest, Job, check_request, make_job
@@ -193,6 +194,7 @@ class Pipeline:
             on_phase(f"{'compile' if self.models.compiles else 'warm up'} {expert}")
             with run.report.phase(f"warm up {expert}"):
                 retried(run.memory, expert, forward, expert)
+        note_compiled()
 
 
 def generate_clips(run: Run, watch: Watch, write: WriteFrames | None, keep: Path | None) -> Result:

@@ -1,0 +1,191 @@
+"""The key of kept clips: whatever option changes the numbers of a video changes it, and its clips are made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from tests.config.test_keys import INNER, another
+from wan_core.config import LoadOptions, LoraOptions, Request
+from wan_core.config.keys import SAME_RESULT
+from wan_core.config.table import table
+from wan_core.pipeline.clips import KeptClips, run_key
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.run import Run, Watch
+
+TINY = LoadOptions(model="tiny", task="i2v-tiny", device="cpu")
+SMALL: dict[str, Any] = {"width": 48, "height": 32, "frames": 13, "clip_frames": 9, "steps": 2, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    for seed, name in enumerate(("a.png", "b.png")):
+        pixels = np.random.default_rng(seed).integers(0, 255, (32, 48, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+    draw = torch.Generator().manual_seed(0)
+    names = [f"blocks.{block}.{name}" for block in range(4) for name in ("self_attn.q", "cross_attn.o")]
+    tensors = {f"{name}.lora_A.default.weight": torch.randn(4, 96, generator=draw) * 0.1 for name in names}
+    tensors |= {f"{name}.lora_B.default.weight": torch.randn(96, 4, generator=draw) * 0.1 for name in names}
+    save_file(tensors, folder / "style.safetensors")
+    return folder
+
+
+def request(folder: Path, **changed: Any) -> Request:
+    return Request(**{"prompt": "a red circle", "image": str(folder / "a.png"), "svi": True, **SMALL, **changed})
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return Pipeline.load(TINY).prepare(request(folder))
+
+
+def asked_otherwise(run: Run, of: type[Request] | type[LoadOptions], changed: dict[str, Any]) -> Run:
+    """The same run, which was asked for with other options, as if they were resolved to the same."""
+    if of is Request:
+        return replace(run, job=replace(run.job, request=replace(run.job.request, **changed)))
+    settings = run.models.settings
+    options = replace(settings.options, **changed)
+    return replace(run, models=replace(run.models, settings=replace(settings, options=options)))
+
+
+OPTIONS = [(of, name) for of in (Request, LoadOptions) for name in table(of)]
+
+
+def other(run: Run, of: type[Request] | type[LoadOptions], name: str) -> Any:
+    value = getattr(run.job.request if of is Request else run.models.settings.options, name)
+    return another(table(of)[name], name, value)
+
+
+def together(name: str) -> dict[str, Any]:
+    """What else is said with another value of an option, so that both together are allowed."""
+    return {"residency": "stream"} if name == "resident_blocks" else {}
+
+
+@pytest.mark.parametrize(("of", "name"), OPTIONS, ids=[f"{of.__name__}.{name}" for of, name in OPTIONS])
+def test_each_option_changes_the_key_or_is_named(run: Run, of: Any, name: str) -> None:
+    changed = asked_otherwise(run, of, {name: other(run, of, name), **together(name)})
+    same = of is LoadOptions and name in SAME_RESULT
+    assert (run_key(changed) == run_key(run)) is same
+
+
+def test_any_options_together_have_a_key_of_their_own(run: Run) -> None:
+    """A hundred drawn sets of options: keys are equal only where sets are, but for what is named."""
+    random, keys = Random(0), dict[frozenset[Any], str]()
+    for _ in range(100):
+        chosen = random.sample(OPTIONS, random.randrange(1, 6))
+        changed = run
+        for of, name in chosen:
+            if name not in ("width", "height", "residency", "resident_blocks"):
+                changed = asked_otherwise(changed, of, {name: other(run, of, name)})
+        named = frozenset((of, name) for of, name in chosen if name not in (*SAME_RESULT, "width", "height"))
+        assert keys.setdefault(named, run_key(changed)) == run_key(changed)
+    assert len(set(keys.values())) == len(keys)
+
+
+def kinds_within(options: Any) -> Iterator[type]:
+    """All classes of options that stand in fields of options."""
+    for one in table(options).values():
+        if one.nested:
+            yield one.type
+            yield from kinds_within(one.type)
+
+
+def test_each_kind_of_options_has_an_example() -> None:
+    examples = {type(one) for one in INNER}
+    assert {kind for of in (Request, LoadOptions) for kind in kinds_within(of)} <= examples
+    assert all(is_dataclass(kind) for kind in examples)
+
+
+def test_what_decides_beside_options_changes_the_key(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Versions, the device, and the contents of pictures under their old names; not the time, and not the memory."""
+    key = run_key(run)
+    run.report.settings["memory"] = {"free": 3}
+    assert run_key(run) == key
+    for name, value in (("torch.__version__", "9"), ("wan_core.pipeline.clips.__version__", "9")):
+        with monkeypatch.context() as patched:
+            patched.setattr(name, value)
+            assert run_key(run) != key
+    with monkeypatch.context() as patched:
+        patched.setattr(run.report, "workers", "another card")
+        assert run_key(run) != key
+    picture = folder / "a.png"
+    content = picture.read_bytes()
+    picture.write_bytes((folder / "b.png").read_bytes())
+    assert run_key(run) != key
+    picture.write_bytes(content)
+    assert run_key(run) == key
+
+
+# ------------------------------------------------------------------------------------------------------- whole runs
+
+
+class Stopped(Exception):
+    pass
+
+
+def interrupted(options: LoadOptions, asked: Request, clips: Path) -> None:
+    """A run that ends in its second clip."""
+
+    def on_step(progress: Any, _: float | None) -> None:
+        if progress.clip[0] == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        Pipeline.load(options).generate(asked, Watch(step=on_step), keep_clips=clips)
+
+
+def goes_on(options: LoadOptions, asked: Request, clips: Path) -> bool:
+    """Whether a run would take the first clip from the folder."""
+    run = Pipeline.load(options).prepare(asked)
+    kept = KeptClips(clips, run_key(run), lambda words: pytest.fail(words))
+    return kept.find(run.job.clips[0], run.job.clip_shape(run.job.clips[0])) is not None
+
+
+CHANGED: dict[str, Any] = {
+    "prompt": "a blue square", "negative_prompt": "grey", "steps": 3, "shift": 4.0, "boundary": 0.8,
+    "guidance_high": 2.0, "guidance_low": 2.0, "solver": "euler", "clip_frames": 13, "frames": 17,
+    "match_colours": 0.5, "guidance_mode": "sequential", "seed": 4, "svi": None, "fps": 24, "last_image": "b.png",
+    "lora_mode": "attach", "precision": "bf16", "vae_precision": "bf16", "attention": "sdpa",
+}  # fmt: skip
+
+
+def test_a_repeated_run_with_one_option_changed_takes_nothing(folder: Path, tmp_path: Path) -> None:
+    options = replace(TINY, loras=(LoraOptions(path=str(folder / "style.safetensors")),), precision="fp8-weights")
+    asked = request(folder)
+    interrupted(options, asked, tmp_path / "x.clips")
+    assert goes_on(options, asked, tmp_path / "x.clips")
+    assert goes_on(replace(options, residency="resident", host_memory_limit=64.0), asked, tmp_path / "x.clips")
+    for name, value in CHANGED.items():
+        changed = {name: str(folder / value) if name == "last_image" else value}
+        asked_now, options_now = asked, options
+        if name in table(Request):
+            asked_now = replace(asked, **changed)
+        else:
+            options_now = replace(options, **changed)
+        assert not goes_on(options_now, asked_now, tmp_path / "x.clips"), name
+
+
+def test_a_lora_in_another_way_makes_its_clips_anew(folder: Path, tmp_path: Path) -> None:
+    """FP8 weights: merged, the sum is rounded; attached, it is not."""
+    loras = (LoraOptions(path=str(folder / "style.safetensors")),)
+    merged, attached = (
+        replace(TINY, loras=loras, precision="fp8-weights", lora_mode=mode) for mode in ("merge", "attach")
+    )
+    asked = request(folder)
+    whole = Pipeline.load(attached).generate(asked)
+    interrupted(merged, asked, tmp_path / "x.clips")
+    again = Pipeline.load(attached).generate(asked, keep_clips=tmp_path / "x.clips")
+    assert torch.equal(again.latents, whole.latents)
+    assert not any("was finished by an earlier run" in note for note in again.report.notes)
