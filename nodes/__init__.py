@@ -24,7 +24,7 @@ from .part_loaders import WanCoreTextEncoderLoader, WanCoreVAELoader, WanCoreVis
 from .prompts import WanCorePromptsOverTime
 from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
-from .schema import with_finite_numbers
+from .schema import checked
 from .skipping import (
     WanCoreAdaptiveCache,
     WanCoreMagCache,
@@ -38,7 +38,7 @@ from .windows import WanCoreContextWindows
 from .workers import WanCoreLauncher
 
 NODES: list[type[io.ComfyNode]] = [
-    with_finite_numbers(node)
+    checked(node)
     for node in (
         WanCoreModelLoader,
         WanCoreTextEncoderLoader,

@@ -175,6 +175,7 @@ class WanCoreEmptyLatent(io.ComfyNode):
 
     @classmethod
     def execute(cls, width: int, height: int, frames: int, latent_type: str, batch_size: int = 1) -> io.NodeOutput:
+        check_choice("latent type", latent_type, tuple(LATENT_TYPES))
         config = LATENT_TYPES[latent_type]
         latents = empty_latents(config, width, height, frames)
         samples = host.to_intermediate(latents.repeat(batch_size, 1, 1, 1, 1))

@@ -183,7 +183,7 @@ def settings_of(
 
 def _constant(graph: Mapping[str, Any], value: Any) -> Any:
     """What a widget has, or the value of the node that it is linked to, if that has one."""
-    if not isinstance(value, list):
+    if not isinstance(value, list) or value[0] not in graph:
         return value
     return graph[value[0]]["inputs"].get("value", value)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
 
-from wan_core.config import OptionError
+from wan_core.config import OptionError, check_choice
 from wan_core.config.table import Option, table
 
 # For inputs that few change: the page shows them when asked to.
@@ -83,28 +83,77 @@ def value_of(one: Option, value: Any) -> Any:
     return (values if one.several else values[0]) if values else one.default
 
 
-def with_finite_numbers(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
-    """`node`, which refuses numbers that are not finite before it runs: NaN passes ComfyUI's limits, and what comes
-    through a link is not compared with them."""
-    execute: Any = node.execute.__func__  # type: ignore[attr-defined]
+def checked(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
+    """`node`, which refuses values that its widgets do not take: before a prompt runs those that ComfyUI hands to
+    `validate_inputs`, and before the node runs all of them. ComfyUI compares neither what comes through a link with a
+    widget's type and limits, nor what `validate_inputs` names."""
 
-    @functools.wraps(execute)
-    def run(cls: type[io.ComfyNode], *args: Any, **inputs: Any) -> Any:
-        check_finite(inputs)
-        return execute(cls, *args, **inputs)
+    checks = vars(node).get("validate_inputs")
+    own = set() if checks is None else set(inspect.signature(checks.__func__).parameters)
 
-    @functools.wraps(execute)
-    async def run_async(cls: type[io.ComfyNode], *args: Any, **inputs: Any) -> Any:  # ComfyUI asks which kind it is
-        check_finite(inputs)
-        return await execute(cls, *args, **inputs)
+    @functools.cache
+    def inputs() -> dict[str, Any]:
+        return {one.id: one for one in node.define_schema().inputs}
 
-    checked = run_async if inspect.iscoroutinefunction(execute) else run
-    node.execute = classmethod(checked)  # type: ignore[method-assign, assignment]
+    def check_all(values: Mapping[str, Any], runs: bool) -> None:
+        check_values(inputs(), values, runs)
+        for name in values.keys() - own if runs else ():
+            if isinstance(inputs().get(name), io.Combo.Input):
+                check_choice(name, values[name], tuple(inputs()[name].options))
+
+    def wrapped(function: Any, runs: bool) -> Any:
+        @functools.wraps(function)
+        def check(cls: type[io.ComfyNode], *args: Any, **values: Any) -> Any:
+            check_all(values, runs)
+            return function(cls, *args, **values)
+
+        @functools.wraps(function)
+        async def check_async(cls: type[io.ComfyNode], *args: Any, **values: Any) -> Any:  # ComfyUI asks which it is
+            check_all(values, runs)
+            return await function(cls, *args, **values)
+
+        wrapper: Any = check_async if inspect.iscoroutinefunction(function) else check
+        wrapper.__signature__ = inspect.signature(function)  # by which ComfyUI knows the inputs to hand in
+        return classmethod(wrapper)
+
+    for name, runs in (("execute", True), ("validate_inputs", False)):
+        if name in vars(node):
+            setattr(node, name, wrapped(vars(node)[name].__func__, runs))
     return node
 
 
-def check_finite(inputs: Mapping[str, Any]) -> None:
-    """Raise OptionError for a number that is not finite."""
-    for name, value in inputs.items():
-        if isinstance(value, float) and not isfinite(value):
-            raise OptionError(f"{name} {value:g} given; it takes a finite number")
+def check_values(inputs: Mapping[str, Any], values: Mapping[str, Any], runs: bool) -> None:
+    """Raise OptionError for a value that a widget does not take. inputs: of a node, by name. runs: nothing is None that
+    a link will bring."""
+    for name, value in values.items():
+        own = inputs.get(name)
+        kind = next((kind for kind in KINDS if isinstance(own, kind)), None)
+        if kind is None or (value is None and not runs):
+            continue
+        types, takes = KINDS[kind]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            given = "nothing" if value is None else f"{value!r:.60}"
+            raise OptionError(
+                f"{name} takes {takes}, and {given} was given: enter one, or connect a node that gives it"
+            )
+        if kind in (io.Int.Input, io.Float.Input):
+            check_number(name, value, getattr(own, "min", None), getattr(own, "max", None))
+        if kind is io.Int.Input and value != int(value):
+            raise OptionError(f"{name} takes {takes}, and {value!r:.60} was given: round it")
+
+
+KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    io.Int.Input: ((int, float), "a whole number"),
+    io.Float.Input: ((int, float), "a number"),
+    io.Boolean.Input: ((bool, int), "true or false"),
+    io.String.Input: ((str,), "a text"),
+    io.Combo.Input: ((str,), "a word of its list"),
+}
+
+
+def check_number(name: str, value: float, low: float | None, high: float | None) -> None:
+    """Raise OptionError for a number that is not finite, or outside of its limits."""
+    below, above = low is not None and value < low, high is not None and value > high
+    if below or above or (isinstance(value, float) and not isfinite(value)):
+        limits = "" if low is None or high is None else f" from {low:g} to {high:g}"
+        raise OptionError(f"{name} {value!r:.40} given; it takes a finite number{limits}")

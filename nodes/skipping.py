@@ -197,10 +197,7 @@ class WanCoreSparseAttention(io.ComfyNode):
         bound: float | None = 0.06,
     ) -> bool:
         if not (preset is None or mass is None or pooled is None or unselected is None or bound is None):
-            check_choice("preset", preset, (*PRESETS, CUSTOM, BOUND))
-            check_choice("unselected", unselected, tuple(UNSELECTED))
-            chosen = sparse_options(preset, bound, sparsity=0.5, mass=mass or None, pooled=pooled)
-            replace(chosen, **UNSELECTED[unselected])
+            sparse_options(preset, bound, unselected, sparsity=0.5, mass=mass or None, pooled=pooled)
         return True
 
     @classmethod
@@ -214,14 +211,17 @@ class WanCoreSparseAttention(io.ComfyNode):
         bound: float = 0.06,
         **numbers: Any,
     ) -> io.NodeOutput:
-        chosen = sparse_options(preset, bound, mass=mass or None, **numbers)
-        return joined(skipping, sparse=replace(chosen, kernel=kernel, **UNSELECTED[unselected]))
+        chosen = sparse_options(preset, bound, unselected, mass=mass or None, **numbers)
+        return joined(skipping, sparse=replace(chosen, kernel=kernel))
 
 
-def sparse_options(preset: str, bound: float, **numbers: Any) -> SparseOptions:
+def sparse_options(preset: str, bound: float, unselected: str, **numbers: Any) -> SparseOptions:
     """What a preset stands for; of custom, `numbers`. Raises OptionError."""
+    check_choice("preset", preset, (*PRESETS, CUSTOM, BOUND))
+    check_choice("unselected", unselected, tuple(UNSELECTED))
     custom = SparseOptions(**numbers)
-    return bounded(bound) if preset == BOUND else custom if preset == CUSTOM else PRESETS[preset]
+    chosen = bounded(bound) if preset == BOUND else custom if preset == CUSTOM else PRESETS[preset]
+    return replace(chosen, **UNSELECTED[unselected])
 
 
 class WanCoreSpeedPreset(io.ComfyNode):
