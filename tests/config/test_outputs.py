@@ -14,7 +14,7 @@ import pytest
 
 from wan_core.config import OptionError
 from wan_core.config import outputs as outputs_module
-from wan_core.config.outputs import Outputs, keep_old, numbered, remove_left_over, write_text, written_beside
+from wan_core.config.outputs import Outputs, claim_of, keep_old, numbered, remove_left_over, write_text, written_beside
 
 
 def names(folder: Path) -> list[str]:
@@ -169,6 +169,25 @@ def test_left_over_files_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.
     remove_left_over(tmp_path)
     assert (tmp_path / go[0]).exists()  # the process may run on the host that shares this folder
     outputs_module._machine.cache_clear()
+
+
+@pytest.mark.parametrize("way", ["empty", "zeroed", "cut", "other text", "folder", "pipe"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_damaged_claim_keeps_no_name_for_long(tmp_path: Path, way: str, old: bool) -> None:
+    """A power failure leaves it without its text. Nothing waits for a pipe, and nobody's folder goes."""
+    path = tmp_path / "x.mp4"
+    claim = claim_of(path)
+    texts = {"empty": b"", "zeroed": bytes(30), "cut": outputs_module._owner()[:12].encode(), "other text": b"mine"}
+    if way in texts:
+        claim.write_bytes(texts[way])
+    else:
+        claim.mkdir() if way == "folder" else os.mkfifo(claim)
+    if old:
+        os.utime(claim, (1, 1))
+    free = old and way in texts
+    with Outputs({}) as outputs:
+        assert outputs.add("--out", path).name == ("x.mp4" if free else "x-1.mp4")
+    assert claim.exists() is not free
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ from wan_core.config.durable import flush, seal
 RUN = secrets.token_hex(4)  # tells this process from an earlier one with the same number
 PART = re.compile(r"\..*\.([0-9a-f]{8}-\d+-[0-9a-f]{8})-[0-9a-f]{4}\.part", re.DOTALL)
 CLAIM = re.compile(r"\..*\.[0-9a-f]{8}\.claim", re.DOTALL)
-EMPTY_CLAIM_SECONDS = 60.0  # a claim without text is one whose process ended while it made it, after so long
+OWNER = re.compile(r"[0-9a-f]{8}-\d+-[0-9a-f]{8}")
+UNSIGNED_SECONDS = 60.0  # a claim without its text is one whose process ended while it wrote it, after so long
 LONG_ENDINGS = (".latents.safetensors", ".magcache.json")  # kept whole when a name gets a number
 DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 MODEL_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".gguf", ".model", ".index.json")
@@ -331,7 +332,8 @@ def _is_left_over(claim: Path) -> bool:
     if not claim.is_file():
         return False  # a pipe that a program made would be read without end
     owner = claim.read_text(errors="replace")[:80].partition("\n")[0]
-    return _has_ended(owner) if owner else time.time() - claim.stat().st_mtime > EMPTY_CLAIM_SECONDS
+    unsigned = OWNER.fullmatch(owner) is None
+    return time.time() - claim.stat().st_mtime > UNSIGNED_SECONDS if unsigned else _has_ended(owner)
 
 
 def _temporary(path: Path) -> Path:
