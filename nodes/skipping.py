@@ -124,10 +124,9 @@ class WanCoreAdaptiveCache(io.ComfyNode):
             "WanCoreAdaptiveCache",
             "WanCore Adaptive Cache",
             aliases=("teacache", "easycache", "first block cache", "step caching", "wan fast", "cache"),
-            description="Step caching by what the run measures: how fast the velocity changes, or how far forecasts "
-            "are off. The plan can only show which steps may be skipped.",
-            inputs=widgets(AdaptiveOptions, "threshold", "max_skips", "retention"),
-            later=widgets(AdaptiveOptions, "rule"),
+            description="Step caching by what the run measures: how far forecasts of steps are off. The plan can only "
+            "show which steps may be skipped.",
+            inputs=widgets(AdaptiveOptions),
         )
 
     @classmethod

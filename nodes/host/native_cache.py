@@ -25,7 +25,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
-from wan_core.sampling.cache.adaptive_run import Adaptive, BoundedCache, adaptive_phase
+from wan_core.sampling.cache.adaptive_run import Adaptive, adaptive_phase
 from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import skip_words, with_curve
@@ -163,8 +163,8 @@ class CachedRun:
         prompts: Sequence[Prompt],
         patches: Patches,
     ) -> None:
-        """shape: of the latents, [B, C, T, Y, X]. prompts: what runs; the adaptive policy measures those of the first
-        name, under a bound all of them as guidance weighs them. patches: on the model."""
+        """shape: of the latents, [B, C, T, Y, X]. prompts: what runs; the adaptive policy judges all of them as
+        guidance weighs them. patches: on the model."""
         self.plan, self.part, self.level = plan, part, level
         self.shape, self.prompts = shape, prompts
         self.names = {one.condition["uuid"]: one.name for one in prompts}
@@ -175,7 +175,6 @@ class CachedRun:
         self.phase: tuple[Step, ...] = ()
         self.states: dict[tuple[Any, ...], Residuals] = {}
         self.adaptive: Adaptive | None = None
-        self.noted: tuple[int, tuple[Any, ...] | None] = (-1, None)  # newest step, and the condition that is measured
         self.judging = Judging()
         self.said: list[str] = []
         self.sigma: tuple[Tensor | None, float] = (None, 0.0)
@@ -245,9 +244,7 @@ class CachedRun:
     def _end(self, index: int, keys: list[tuple[Any, ...]], output: Tensor, forecast: Tensor | None) -> None:
         with self.lock:
             self.most = max(self.most, sum(state.bytes for state in self.states.values()))
-            if forecast is None:
-                self._note(index, keys, output)
-            else:
+            if forecast is not None:
                 self.judging.add(index, [self._weight(index, key) for key in keys], keys, forecast, output)
 
     def reserve(
@@ -300,7 +297,7 @@ class CachedRun:
             self._leave_phase()
             self.phase = phase
             self.adaptive = adaptive_phase(self.plan, phase, x.device, steps=self.part.total)
-        if isinstance(self.adaptive, BoundedCache):
+        if self.adaptive is not None:
             self.judging.tell(self.adaptive, self.steps, before=index)
         self.states = {key: state for key, state in self.states.items() if key[-1] in self.patches.seen}
         keys = conditions_of(x, options)
@@ -313,10 +310,10 @@ class CachedRun:
         return bool(step.skipped) if self.adaptive is None else self.adaptive.decide(step)
 
     def _leave_phase(self) -> None:
-        if isinstance(self.adaptive, BoundedCache):
+        if self.adaptive is not None:
             self.judging.tell(self.adaptive, self.steps)
             self.said.append(self.adaptive.words())
-        self.adaptive, self.noted = None, (-1, None)
+        self.adaptive = None
 
     def _weight(self, index: int, key: tuple[Any, ...]) -> float:
         """How much guidance makes of the velocity of a condition."""
@@ -324,18 +321,6 @@ class CachedRun:
         if len(self.first) == len(self.names):
             return 1.0
         return guidance if key[1] in self.first else 1 - guidance if key[1] in self.names else 0.0
-
-    def _note(self, index: int, keys: list[tuple[Any, ...]], output: Tensor) -> None:
-        """For the adaptive policy: the velocity of the first prompt, once a step."""
-        if self.adaptive is None or isinstance(self.adaptive, BoundedCache):
-            return
-        newest, measured = self.noted
-        prompts = [(*key[:3], *key[4:]) for key in keys]  # whatever the size of the latents
-        measured = measured or next((prompt for prompt in prompts if prompt[1] in self.first), None)
-        if measured in prompts and index > newest:
-            velocity = output.chunk(len(keys))[prompts.index(measured)]
-            self.adaptive.note(self.steps[index], velocity.to(torch.float32, copy=True))
-            self.noted = index, measured
 
 
 class Judging:
@@ -354,7 +339,7 @@ class Judging:
             off, whole = there.get(key[2:4], (0.0, 0.0))  # of a context window and size, whatever the condition
             there[key[2:4]] = weight * (might - mass) + off, weight * mass + whole
 
-    def tell(self, adaptive: BoundedCache, steps: Mapping[int, Step], before: float = inf) -> None:
+    def tell(self, adaptive: Adaptive, steps: Mapping[int, Step], before: float = inf) -> None:
         """Hand over the steps that are complete."""
         for index in [index for index in self.steps if index < before]:
             parts = self.steps.pop(index).values()

@@ -130,7 +130,7 @@ def test_the_embedded_model_brings_its_own_curve(task, tiny_assets):
 
 def test_quality_compares_with_the_full_run(tmp_path, capsys):
     out, plot, video = tmp_path / "q.json", tmp_path / "q.png", tmp_path / "q.mp4"
-    settings = ["full", "magcache:0/2/0.2", "taylorseer:2/1", "adaptive:10"]
+    settings = ["full", "magcache:0/2/0.2", "taylorseer:2/1", "adaptive:bound:10"]
     command = ["quality", *SMALL, "--count", "2", "--batch", "2", "--out", str(out), "--plot", str(plot)]
     for setting in settings:
         command += ["--setting", setting]
@@ -190,7 +190,10 @@ def test_videos_count_alike_in_batches_of_any_size(tiny_assets):
 
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     base = Request(prompt="", steps=10, frames=1, width=64, height=48)
-    settings = {"adaptive:0.15": parse_setting("adaptive:0.15"), "taylorseer:2": parse_setting("taylorseer:2")}
+    settings = {
+        "adaptive:bound:0.15": parse_setting("adaptive:bound:0.15"),
+        "taylorseer:2": parse_setting("taylorseer:2"),
+    }
     samples = choose_samples(None, 3, 7, tiny=True)
     by_batch = {size: measure_quality(pipe, base, samples, settings, size).rows() for size in (1, 2)}
     for rows in by_batch.values():
@@ -216,8 +219,8 @@ def test_videos_count_alike_in_batches_of_any_size(tiny_assets):
         (["--setting", "magcache:fast:joint:published"], "repeats a part"),
         (["--setting", "taylorseer:2+taylorseer:3"], "repeats a part"),
         (["--setting", "taylorseer:2/1/0.2/9"], "2/1/0.2"),
-        (["--setting", "adaptive:-1"], "allowed are"),
-        (["--setting", "magcache:fast+adaptive:0.1"], "choose one"),
+        (["--setting", "adaptive:bound:-1"], "allowed are"),
+        (["--setting", "magcache:fast+adaptive:bound:0.1"], "choose one"),
         (["--count", "0"], "at least 1"),
         (["--plot", "/nowhere/x.png"], "cannot write"),
         (["--out", "/nowhere/x.json"], "cannot write"),

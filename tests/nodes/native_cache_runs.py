@@ -65,8 +65,7 @@ def policies() -> dict[str, dict[str, Any]]:
     return {
         "magcache": {"magcache": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)},
         "taylorseer": {"taylorseer": TaylorSeerOptions(interval=2, order=2, retention=0.1)},
-        "adaptive": {"adaptive": AdaptiveOptions(threshold=0.3, max_skips=2, retention=0.1)},
-        "bounded": {"adaptive": AdaptiveOptions(threshold=2, rule="bound", retention=0)},
+        "bounded": {"adaptive": AdaptiveOptions(threshold=2, retention=0)},
     }
 
 
@@ -83,7 +82,6 @@ def never() -> list[dict[str, Any]]:
         {"magcache": MagCacheOptions(threshold=0, max_skips=2, retention=0.1)},
         {"taylorseer": TaylorSeerOptions(interval=1)},
         {"adaptive": AdaptiveOptions(threshold=0)},
-        {"adaptive": AdaptiveOptions(threshold=0, rule="bound")},
     ]
 
 

@@ -169,7 +169,7 @@ SCENES = tuple(PromptAt(frame=n, text=f"a {colour} square moving up on a white b
 # Some steps have one branch only; MagCache's residuals of it must be where it runs next.
 UNGUIDED = {"steps": 10, "magcache": MAGCACHE, **SQUARE, "frames": 5}
 # Every rank judges the forecasts of the whole guided velocity.
-JUDGED = {"steps": 12, "adaptive": {"threshold": 9.0, "rule": "bound", "retention": 0}, **SQUARE, "frames": 5}
+JUDGED = {"steps": 12, "adaptive": {"threshold": 9.0, "retention": 0}, **SQUARE, "frames": 5}
 REQUESTS = {
     "bounded cache": (("1x1x2", "2x1x1"), JUDGED),
     "windows": (("1x1x2", "2x1x1"), WINDOWS),

@@ -216,8 +216,7 @@ def test_retaining_needs_an_image_beside_the_noise():
 
 CACHES = {
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.1)),
-    "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=0.5)),
-    "bounded": SkipOptions(adaptive=AdaptiveOptions(threshold=9, rule="bound", retention=0)),
+    "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=9, retention=0)),
     "selection": SkipOptions(sparse=SparseOptions(sparsity=0.5, reuse=2)),
 }
 

@@ -29,7 +29,7 @@ PLANS = {
     "full": FULL,
     "taylorseer": skip_taylorseer(FIVE, TaylorSeerOptions(interval=2, order=1, retention=0.1)),
     "magcache": skip_magcache(FIVE, MagCacheOptions(threshold=0.5, max_skips=2, retention=0.1), CURVE),
-    "adaptive": mark_adaptive(FIVE, AdaptiveOptions(threshold=5)),
+    "adaptive": mark_adaptive(make_plan(steps=6, boundary=0), AdaptiveOptions(threshold=5)),
     "sparse": sparsify(make_plan(steps=2), parse_sparse("0.5/0:ramp0")),
 }
 CACHES = ("taylorseer", "magcache", "adaptive")

@@ -44,7 +44,6 @@ CHOICES = (
         "",
         "",
         "--taylorseer 2/1/0.1",
-        "--adaptive 0.5/3/0.1",
         "--adaptive bound:9",
         "--magcache fast",
     ),

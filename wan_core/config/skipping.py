@@ -9,7 +9,6 @@ from wan_core.config.sparse import SparseOptions
 from wan_core.config.table import Checked, option
 
 MAGCACHE_RULES = ("joint", "published")
-ADAPTIVE_RULES = ("change", "bound")
 ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
 THRESHOLD = {"low": 0, "high": 10, "step": 0.01, "digits": 0.0001, "advanced": True}
 SKIPS = {"low": 0, "high": 50}
@@ -93,16 +92,15 @@ class TaylorSeerOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveOptions(Checked):
-    """Decide during the run which steps to skip, from what it measures. The plan therefore shows only which steps may
-    be skipped. rule: "change" reuses the last residual while the estimated change of the velocity stays below
-    `threshold`; "bound" forecasts it while the error of the forecast, judged at computed steps, stays below. Raises
+    """Decide during the run which steps to skip: forecast the residual of a step while the error of the forecast,
+    judged at computed steps, stays below `threshold`. The plan therefore shows only which steps may be skipped. Raises
     OptionError."""
 
     threshold: float = option(
         name="adaptive threshold",
-        advice="0.05 is careful, 0.2 is fast",
-        tip="Accumulated relative change of the velocity, as estimated, up to which steps are skipped.",
-        shown=0.1,
+        advice="0.1 is careful, 0.4 is fast",
+        tip="Expected error of a step's forecast up to which it is skipped: 0.1 is careful, 0.4 fast.",
+        shown=0.4,
         **THRESHOLD,
     )
     max_skips: int = option(
@@ -112,14 +110,8 @@ class AdaptiveOptions(Checked):
         advice="2 to 4 are usual",
         tip="Maximum number of steps skipped in a row.",
     )
-    retention: float = option(0.2, name="adaptive retention", advice="a share of the steps", **RETENTION)
-    rule: str = option(
-        "change",
-        name="adaptive rule",
-        choices=ADAPTIVE_RULES,
-        tip="change: the last residual is reused while the velocity changes little. bound: it is forecast while the "
-        "error of forecasts, judged at the computed steps, stays below the threshold: 0.1 is careful, 0.4 fast.",
-        added=True,
+    retention: float = option(
+        0.0, name="adaptive retention", advice="a share of the steps", **{**RETENTION, "shown": 0.0}
     )
 
 

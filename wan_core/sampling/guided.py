@@ -173,8 +173,8 @@ class Guided:
             predictions = self.branches(inputs, time, one, skipped)
             velocities.append(self.guide(predictions, one))
         velocity = torch.stack(velocities).mean(0) if step.also else velocities[0]
-        if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
-            self.adaptive.note(step, predictions["cond"] if forecast is None else velocity, forecast)
+        if self.adaptive is not None and forecast is not None:  # last: a step in which memory runs out is noted once
+            self.adaptive.note(step, velocity, forecast)
         passes, self.passes = self.passes, 0
         return velocity, (len(step.branches) - len(skipped)) * step.runs + passes
 

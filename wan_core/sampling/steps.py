@@ -47,7 +47,7 @@ class Step:
     # What few plans use: `as_dict` has it where it is used.
     texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
     bound: float = 0.0  # on the relative error of attention, which decides what is read; 0: `sparsity` does
-    forecast_bound: float = 0.0  # on the expected error of the forecast, which decides ("adaptive"); 0: another rule
+    forecast_bound: float = 0.0  # on the expected error of the forecast, which decides ("adaptive")
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
     undriven: bool = False  # the driving video is not read

@@ -17,71 +17,62 @@ from wan_core.config import AdaptiveOptions
 from wan_core.sampling.cache.policies import LAG, Judged, Judgement, judged_words, remainder
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.measured import RankSums
-from wan_core.sampling.steps import Branch, Step
+from wan_core.sampling.steps import Step
 
 
 class Adaptive:
-    """Decides for one phase. `decide` before a step, `note` after one that was computed."""
+    """Decides for one phase by the judged error of forecasts: `wan_core.sampling.cache.policies` has the rule. `decide`
+    before a step, `note` after one that was computed."""
 
-    def __init__(self, options: AdaptiveOptions, steps: int, device: torch.device) -> None:
-        self.options = options
+    def __init__(
+        self, options: AdaptiveOptions, steps: int, device: torch.device, ranks: RankSums | None = None
+    ) -> None:
+        """ranks: those that run the video together, on which the same numbers are judged."""
+        self.ranks, self.rule = ranks, Judged(options)
         self.cuda = device.type == "cuda"
-        self.rates = torch.zeros(steps, pin_memory=self.cuda)  # by the index of the step in the plan
-        self.measured: list[tuple[int, Any]] = []  # steps with a rate, and what tells that it has arrived
-        self.last: tuple[Step, Tensor] | None = None  # the newest computed step and its velocity
-        self.computed: dict[Branch, int] = {}  # the last step that computed the branch
+        self.errors = torch.zeros(steps, pin_memory=self.cuda)  # by the index of the step in the plan
+        self.measured: list[tuple[int, Any]] = []  # steps with an error, and what tells that it has arrived
+        self.judged: dict[int, float] = {}  # by step: the remainder of its forecast
         self.decided: dict[int, bool] = {}  # by step: a step that is run again does what it did
 
     def decide(self, step: Step) -> bool:
         """Whether `step` is skipped. Decided once: after out of memory a step runs again, and the buffer that a second
         decision might reuse is half overwritten by then."""
         if step.index not in self.decided:
-            self.decided[step.index] = self._decide(step)
+            newest = [index for index, _ in self.measured if index <= step.index - LAG][-2:]
+            self.decided[step.index] = self.rule.decide(
+                step, [Judgement(index, self._error(index), self.judged[index]) for index in newest]
+            )
         return self.decided[step.index]
-
-    def _decide(self, step: Step) -> bool:
-        rate = self._rate(step.index - LAG)
-        skip = (
-            step.action == "adaptive"
-            and self.last is not None
-            and rate is not None
-            and all(step.index - self.computed[branch] <= self.options.max_skips for branch in step.branches)
-            and rate * (self.last[0].sigma - step.sigma) < self.options.threshold
-        )
-        if not skip:
-            self.computed |= dict.fromkeys(step.branches, step.index)
-        return skip
 
     def judges(self, step: Step) -> bool:
         """Whether the forecast of a computed `step` is wanted, before its blocks run."""
-        return False
+        return step.action == "adaptive" and self.rule.sources(step, before=step.index) is not None
 
-    def note(self, step: Step, velocity: Tensor, forecast: Tensor | None = None) -> None:
-        """`velocity` of a computed step, of the conditional branch, or guided where `forecast` is what the step would
-        have had without its blocks."""
-        if self.last is not None and self.last[1].shape == velocity.shape:
-            before, reference = self.last
-            change = (velocity - reference).norm() / reference.norm() / (before.sigma - step.sigma)
-            self._send(step.index, change)
-        self.last = step, velocity
+    def note(self, step: Step, velocity: Tensor, forecast: Tensor) -> None:
+        """The guided `velocity` of a computed step, and what it would have been without its blocks."""
+        self.judge(step, torch.stack([(forecast - velocity).square().sum(), velocity.square().sum()]))
+
+    def judge(self, step: Step, sums: Tensor) -> None:
+        """A computed step. sums: of squares [2], of what its forecast is off by and of its velocity."""
+        past = self.rule.sources(step, before=step.index)
+        if past is None or step.index in self.judged:
+            return
+        self.judged[step.index] = remainder(past, step.index)
+        sums = sums if self.ranks is None else self.ranks.over_forward(sums, True)
+        self.errors[step.index].copy_((sums[0] / sums[1]).sqrt(), non_blocking=True)
+        self.measured.append((step.index, self._mark()))
 
     def words(self) -> str:
-        """One line about the phase for the report; "" where there is nothing to say."""
-        return ""
+        """One line about the phase for the report."""
+        return judged_words(self.rule, {index: self._error(index) for index in self.judged})
 
-    def _send(self, index: int, number: Tensor) -> None:
-        self.rates[index].copy_(number, non_blocking=True)
-        self.measured.append((index, self._mark()))
-
-    def _rate(self, newest: int) -> float | None:
-        """The newest rate of a step up to `newest`, arrived long ago but for the shortest of steps."""
-        earlier = [(index, mark) for index, mark in self.measured if index <= newest]
-        if not earlier:
-            return None
-        index, mark = earlier[-1]
+    def _error(self, step: int) -> float:
+        """The error that was measured in a step, arrived long ago but for the shortest of steps."""
+        mark = dict(self.measured)[step]
         if mark is not None:
             mark.synchronize()
-        return float(self.rates[index])
+        return float(self.errors[step])
 
     def _mark(self) -> Any:
         if not self.cuda:
@@ -91,45 +82,6 @@ class Adaptive:
         return event
 
 
-class BoundedCache(Adaptive):
-    """Decides for one phase by the judged error of forecasts: `wan_core.sampling.cache.policies` has the rule."""
-
-    def __init__(
-        self, options: AdaptiveOptions, steps: int, device: torch.device, ranks: RankSums | None = None
-    ) -> None:
-        """ranks: those that run the video together, on which the same numbers are judged."""
-        super().__init__(options, steps, device)
-        self.ranks, self.rule = ranks, Judged(options)
-        self.judged: dict[int, float] = {}  # by step: the remainder of its forecast
-
-    def _decide(self, step: Step) -> bool:
-        newest = [index for index, _ in self.measured if index <= step.index - LAG and index in self.judged][-2:]
-        known = [
-            Judgement(index, error, self.judged[index]) for index in newest if (error := self._rate(index)) is not None
-        ]
-        return self.rule.decide(step, known)
-
-    def judges(self, step: Step) -> bool:
-        return step.action == "adaptive" and self.rule.sources(step, before=step.index) is not None
-
-    def note(self, step: Step, velocity: Tensor, forecast: Tensor | None = None) -> None:
-        if forecast is not None:
-            self.judge(step, torch.stack([(forecast - velocity).square().sum(), velocity.square().sum()]))
-
-    def judge(self, step: Step, sums: Tensor) -> None:
-        """A computed step. sums: of squares [2], of what its forecast is off by and of its velocity."""
-        past = self.rule.sources(step, before=step.index)
-        if past is None or step.index in self.judged:
-            return
-        self.judged[step.index] = remainder(past, step.index)
-        sums = sums if self.ranks is None else self.ranks.over_forward(sums, True)
-        self._send(step.index, (sums[0] / sums[1]).sqrt())
-
-    def words(self) -> str:
-        errors = {index: error for index in self.judged if (error := self._rate(index)) is not None}
-        return judged_words(self.rule, errors)
-
-
 def adaptive_phase(
     plan: Plan, phase: tuple[Step, ...], device: torch.device, ranks: RankSums | None = None, steps: int | None = None
 ) -> Adaptive | None:
@@ -137,9 +89,4 @@ def adaptive_phase(
     `plan` is a part of it."""
     if plan.adaptive is None or not any(step.action == "adaptive" for step in phase):
         return None
-    steps = len(plan.steps) if steps is None else steps
-    return (
-        BoundedCache(plan.adaptive, steps, device, ranks)
-        if plan.adaptive.rule == "bound"
-        else Adaptive(plan.adaptive, steps, device)
-    )
+    return Adaptive(plan.adaptive, len(plan.steps) if steps is None else steps, device, ranks)

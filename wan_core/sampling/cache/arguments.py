@@ -4,7 +4,7 @@ Without torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from wan_core.config import (
@@ -56,9 +56,9 @@ class SkipArguments:
     )
     adaptive: str | None = option(
         None,
-        help="decide during the run which steps to skip; threshold/skips in a row/retention: 0.1/3/0.2, or bound:0.05 "
-        "(while the error of forecasts, which the run judges, stays below)",
-        metavar="T[/K[/R]]",
+        help="decide during the run which steps to skip: while the error of forecasts, which the run judges, stays "
+        "below; error/skips in a row/retention: bound:0.4/3/0",
+        metavar="bound:T[/K[/R]]",
     )
     sparse: str | None = option(
         None,
@@ -91,16 +91,13 @@ class SkipArguments:
 
 BOUND = "bound:"
 SEER_FORM = "taylorseer: interval/order/retention such as 2/1/0.2"
-ADAPTIVE_FORM = "adaptive: threshold/skips in a row/retention such as 0.1/3/0.2, or bound:0.05"
+ADAPTIVE_FORM = "adaptive: bound:error/skips in a row/retention such as bound:0.4/3/0 or bound:0.4"
 
 
 def parse_adaptive(text: str) -> AdaptiveOptions:
-    """`0.1/3/0.2`, or `bound:0.05/3/0.1`. Raises OptionError."""
-    numbers = text.removeprefix(BOUND)
-    if numbers == text:
-        return parse_slashes(AdaptiveOptions, text, ADAPTIVE_FORM)
-    given = parse_slashes(AdaptiveOptions, numbers, ADAPTIVE_FORM)
-    return replace(given, rule="bound", retention=given.retention if numbers.count("/") == 2 else 0.0)
+    """`bound:0.4` or `bound:0.4/3/0`. Raises OptionError."""
+    # Without the word nothing is read: `parse_slashes` then says how it is written.
+    return parse_slashes(AdaptiveOptions, text.removeprefix(BOUND) if text.startswith(BOUND) else "", ADAPTIVE_FORM)
 
 
 PARSERS = {
@@ -126,9 +123,9 @@ def speed_options(name: str) -> SkipOptions:
 def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
-    The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`
-    and `sparse:balanced:reuse2`; `full` is the run without any of them, `speed:balanced`
-    a speed preset.
+    The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`,
+    `adaptive:bound:0.4` and `sparse:balanced:reuse2`; `full` is the run without any of them, `speed:balanced` a speed
+    preset.
     """
     if text == "full":
         return None
@@ -152,5 +149,5 @@ def parse_setting(text: str) -> SkipOptions | None:
 def _unknown(text: str) -> OptionError:
     return OptionError(
         f"setting {text!r} is not known, or repeats a part; write magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:0.1, sparse:balanced, or several joined by +"
+        "taylorseer:2/1/0.2, adaptive:bound:0.4, sparse:balanced, or several joined by +"
     )

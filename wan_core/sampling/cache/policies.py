@@ -8,16 +8,9 @@ Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers", 2025, a
 each block. Forecasting the sum of all blocks needs a hundredth of the memory.
 
 **Adaptive cache**: the plan marks the steps that may be skipped, and `wan_core.sampling.cache.adaptive_run` decides
-during the run, because the rule reads tensors. The relative change of the velocity between two computed steps a and b,
-per unit of sigma, is measured on the device: rate = ||v_a - v_b|| / (||v_b|| * |sigma_a - sigma_b|). A step at sigma
-may reuse the last residual while the estimated change since the last computed step a, rate * |sigma_a - sigma|, stays
-below `threshold`. After Zhou et al., "Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive
-Caching" (EasyCache), 2025, arXiv:2507.02860, whose rule reads a norm back to the host at every step.
-
-With the rule "bound" the run judges forecasts instead. A skipped step forecasts the residual of the blocks by the
-polynomial through the last `FORECAST` + 1 computed ones. Every computed step that could have been forecast is judged:
-the guided velocity that the forecast would have given is compared with the computed one,
-||forecast - velocity|| / ||velocity||.
+during the run, because the rule reads tensors. A skipped step forecasts the residual of the blocks by the polynomial
+through the last `FORECAST` + 1 computed ones. Every computed step that could have been forecast is judged: the guided
+velocity that the forecast would have given is compared with the computed one, ||forecast - velocity|| / ||velocity||.
 
 1. The error of a forecast is taken to be proportional to its remainder, the product of the distances of the step from
    those that it is forecast from, as of a polynomial through points of a smooth function.
@@ -44,7 +37,7 @@ from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import EARLY
 from wan_core.sampling.steps import Branch, Step
 
-FORECAST = 1  # order of the adaptive cache's forecasts under a bound
+FORECAST = 1  # order of the adaptive cache's forecasts
 EARLY_STEPS = 0.3  # share of the steps, from the first one, that have a part of the bound: they fix the layout
 
 
@@ -66,18 +59,17 @@ def skip_taylorseer(plan: Plan, options: TaylorSeerOptions) -> Plan:
 def mark_adaptive(plan: Plan, options: AdaptiveOptions) -> Plan:
     """`plan` with the steps marked that may be skipped: never the retained steps of an expert or the video's last."""
     steps: list[Step] = []
-    order = FORECAST if options.rule == "bound" else 0
     early = ceil(EARLY_STEPS * len(plan.steps) - 1e-9)
     for phase in plan.phases:
         keep = retained(len(phase), options.retention)
         cached: Counter[Branch] = Counter()  # steps of this expert by branch
         for at, step in enumerate(phase):
-            enough = all(cached[branch] > order for branch in step.branches)
+            enough = all(cached[branch] > FORECAST for branch in step.branches)
             may_skip = at >= keep and not step.finishes and enough
             cached.update(step.branches)
             if may_skip:
-                bound = options.threshold * (EARLY if step.index < early else 1) if order else 0.0
-                step = replace(step, action="adaptive", skipped=step.branches, order=order, forecast_bound=bound)
+                bound = options.threshold * (EARLY if step.index < early else 1)
+                step = replace(step, action="adaptive", skipped=step.branches, order=FORECAST, forecast_bound=bound)
             steps.append(step)
     return replace(plan, steps=tuple(steps), adaptive=options)
 

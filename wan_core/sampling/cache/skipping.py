@@ -157,12 +157,11 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
     assert options.adaptive is not None
     plan = mark_adaptive(plan, options.adaptive)
-    note = "adaptive: the run decides which of the marked steps it skips"
-    if options.adaptive.rule == "bound":
-        note += (
-            f", so that the expected error of their forecasts is at most {options.adaptive.threshold:g} (a third of it "
-            f"in the first {100 * EARLY_STEPS:g} % of the steps): {fewest_forwards(plan)} to {plan.forwards} forwards"
-        )
+    note = (
+        "adaptive: the run decides which of the marked steps it skips, so that the expected error of their forecasts "
+        f"is at most {options.adaptive.threshold:g} (a third of it in the first {100 * EARLY_STEPS:g} % of the steps): "
+        f"{fewest_forwards(plan)} to {plan.forwards} forwards"
+    )
     return replace(plan, unskipped=full, notes=(*plan.notes, note))
 
 
@@ -176,6 +175,6 @@ def skip_words(options: SkipOptions) -> str:
         settings.append(f"taylorseer {slashes(seer)}")
     if adaptive := options.adaptive:
         numbers = slashes(adaptive, "threshold", "max_skips", "retention")
-        settings.append(f"adaptive {'bound:' * (adaptive.rule == 'bound')}{numbers}")
+        settings.append(f"adaptive bound:{numbers}")
     settings += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
     return ", ".join(settings) or "nothing"
