@@ -20,9 +20,9 @@ from tests.cli.test_plan_and_generate import sent_to_workers, without_costs
 from wan_core.cli import build_parser
 from wan_core.cli.generate import load_options_of, request_of
 from wan_core.cli.inform import asked_plan
-from wan_core.cli.list_keys import key_of
 from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions, Request, UserError
+from wan_core.config.keys import key_of
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.families.clips import Clip
@@ -32,7 +32,7 @@ from wan_core.pipeline.sources import find_models
 from wan_core.workers.wire import load_options_from
 
 REQUESTS = 200
-CACHES = ("magcache", "taylorseer", "pattern")  # of which a run has one
+CACHES = ("magcache", "taylorseer")  # of which a run has one
 CPU = torch.device("cpu")
 PARSER = build_parser()
 MODELS = ("tiny", "tiny", "random:t2v-A14B", "random:i2v-A14B", "random:ti2v-5B")
@@ -56,7 +56,6 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "svi": (True, False),
     "magcache": ("balanced", "0.12/2/0.2"),
     "taylorseer": ("2/1/0.2",),
-    "pattern": ("1010/10",),
     "sparse": ("balanced", "0.5/0/0"),
     "nag": ("11",),
     "prompts_at": ([0, 8],),

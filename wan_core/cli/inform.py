@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def asked_plan(options: argparse.Namespace, say: Callable[[str], None] = lambda 
     request = planned_request(options)
     facts = facts_of(options, request, say)
     task = facts.task
+    if task.image == "channels" and not family_of(task).driven and not request.pictures:
+        request = replace(request, image="a picture")  # without which it makes no video
     family_of(task).check_fields(request, task)
     family_of(task).check_begins(task, given_fields(request, BEGINS))
     frames = task.frames if request.frames is None else request.frames

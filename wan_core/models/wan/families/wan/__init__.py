@@ -127,9 +127,10 @@ class WanFamily(Family):
             return _by_size(fitting, clues)
         return _by_release(fitting, clues)
 
-    def check_request(self, request: Request, task: Task) -> None:
-        super().check_request(request, task)
-        if request.svi and request.image is None and task.image == "channels":
+    def check_fields(self, request: Request, task: Task) -> None:
+        super().check_fields(request, task)
+        pictured = request.image is not None or request.keyframes is not None  # keyframes are refused with the plan
+        if request.svi and not pictured and task.image == "channels":
             raise OptionError("--svi given without a picture that its clips have as their anchor: give --image")
 
     def clip_rules(self, task: Task, svi: bool = False) -> ClipRules:
