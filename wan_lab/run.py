@@ -61,7 +61,8 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     samples = chosen(options, tiny=pipe.models.task.name.endswith("-tiny"))
     if out is None:
         image = base.image is not None or samples[0].image is not None
-        out = outputs.add("the curve", curve_path_of(models.checkpoint, models.task.name, image=image), overwrite=True)
+        beside = curve_path_of(models.checkpoint, models.task.name, image=image)
+        out = outputs.add("the curve", beside, overwrite=True, sealed=True)
     plan = next(batches(pipe, base, samples[:1], 1)).job.plan  # of all: they differ in caption, seed and picture
     videos = shown(pipe, base, samples, options.batch)
     outputs.say_renamed()

@@ -30,6 +30,7 @@ from wan_core.pipeline.clips import KeptClips, remove_kept
 from wan_core.pipeline.pipeline import Pipeline, Result
 from wan_core.sampling.cache.magcache import CURVE_FILES, find_curve
 from wan_core.sampling.sparsity.last_run import LAST_FILES, LastRun, read_last
+from wan_core.sampling.sparsity.last_run import write_last as keep_last
 from wan_core.sampling.sparsity.schedule import bound_words
 from wan_core.workers.video_list import KEY, ListedVideo
 
@@ -121,7 +122,14 @@ def write_last(folder: Path, what: str) -> Path:
 
 
 def read_bound(path: Path) -> Any:
-    return read_last(path.with_name("high.safetensors"), "t2v-A14B", "high", BOUND) or REFUSED
+    """Also keeps what the next run read, where no pipe or folder has the name."""
+    model = path.with_name("high.safetensors")
+    found = read_last(model, "t2v-A14B", "high", BOUND)
+    step = {"expert": "high", "shares": [0.5, 0.5], "errors": [None, 0.1]}
+    keep_last("t2v-A14B", BOUND, {"high": model}, [step])
+    newest = read_last(model, "t2v-A14B", "high", BOUND)
+    assert (newest is not None and newest.share == 0.5) == path.is_file()
+    return found or REFUSED
 
 
 def write_video(folder: Path, what: str) -> Path | None:
@@ -364,4 +372,7 @@ def test_latents_that_give_no_video_are_refused_before_work(
     os.mkfifo(tmp_path / "pipe")
     assert main(arguments(picture, tmp_path / "x.mp4", "--frames", "5", "--save-latents", str(tmp_path / "pipe"))) == 2
     assert "is a device or a pipe" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    (tmp_path / "pipe").rename(tmp_path / "x.latents.safetensors")  # where they are kept while the video is made
+    assert main(arguments(picture, tmp_path / "x.mp4", "--frames", "5")) == 2
+    assert "is a device or a pipe" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.latents.safetensors"]

@@ -60,13 +60,9 @@ def run_generate(options: argparse.Namespace) -> int:
         out = video_output(outputs, options.out)
         if options.save_latents is None:  # latents kept after an earlier failed run are never overwritten
             kept = out.with_suffix(".latents.safetensors")
-            latents = outputs.add("latents kept for --out", kept, overwrite=False, quiet=True)
+            latents = outputs.add("latents kept for --out", kept, overwrite=False, quiet=True, sealed=True)
         else:
-            if is_special(options.save_latents):  # what is written there is read again for its checksum
-                raise OptionError(
-                    f"--save-latents {options.save_latents} is a device or a pipe: give the name of a file"
-                )
-            latents = outputs.add("--save-latents", options.save_latents)
+            latents = outputs.add("--save-latents", options.save_latents, sealed=True)
         sheet = None if options.sheet is None else outputs.add("--sheet", options.sheet)
         report = None if options.report is None else outputs.add("--report", options.report)
         files = GeneratedFiles(out, latents, sheet, report, out.with_suffix(".clips"))

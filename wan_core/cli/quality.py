@@ -98,7 +98,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
     with outputs_of(options) as outputs:
         if options.out is not None:
-            options.out = outputs.add("--out", options.out)
+            options.out = outputs.add("--out", options.out, sealed=True)
         return run_calibrate(options, *_pipeline(options), outputs)
 
 

@@ -87,14 +87,18 @@ class Outputs:
         overwrite: bool | None = None,
         quiet: bool = False,
         pictures: str | None = None,
+        sealed: bool = False,
     ) -> Path:
         """Where to write what `option` asks for: `path`, or the same with a number where that exists.
 
         overwrite: None as for all. quiet: say nothing of another number. pictures: `path` is a folder of pictures, of
-        which the first has this name. Raises OptionError if `path` is an input or another output, or cannot be written.
+        which the first has this name. sealed: a file for `written_sealed`. Raises OptionError if `path` is an input or
+        another output, or cannot be written.
         """
         self._check_apart(option, path)
         self.asked[option] = path
+        if is_special(path) and sealed:
+            raise OptionError(f"{option} {path} is a device or a pipe: give the name of a file")
         if is_special(path):  # /dev/stdout
             return path
         overwrite = self.overwrite if overwrite is None else overwrite
