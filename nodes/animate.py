@@ -20,7 +20,7 @@ from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
-from .conditioning import check_widgets, size_words, with_values
+from .conditioning import check_room, check_widgets, size_words, with_values
 from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING
 
@@ -98,6 +98,7 @@ def conditioned(
     family: DrivenFamily, vae: Any, size: tuple[int, int], clip: Clip, pictures: dict[str, Tensor | None]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The keys of CONDITIONING that pictures of these fields give, and the empty LATENT."""
+    check_room(family, VAE_21, (*size, clip.frames), given=pictures)
     own = {"reference": Clip(0, 0, 1, 0), "carried": Clip(0, 0, clip.carried, 0)}
     media = {
         field: family.images_of(images, FACE if field == "face_video" else size, own.get(field, clip))
@@ -170,7 +171,7 @@ class WanCoreAnimate(io.ComfyNode):
     ) -> bool:
         if frames is not None and overlap is not None:
             clip_of(ANIMATE, frames, None, overlap)
-        return check_widgets(VAE_21, width, height, frames)
+        return check_widgets(ANIMATE, VAE_21, width, height, frames)
 
     @classmethod
     def execute(
@@ -244,7 +245,7 @@ class WanCoreAnimate2(io.ComfyNode):
     def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
         if frames is not None:
             clip_of(ANIMATE2, frames, None, 1)
-        return check_widgets(VAE_21, width, height, frames)
+        return check_widgets(ANIMATE2, VAE_21, width, height, frames)
 
     @classmethod
     def execute(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,17 +15,19 @@ from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.execution.report import WARNING
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.families import NAG, TASKS, image_task
-from wan_core.models.wan.families.family import NEGATIVE_SOURCE, Task
+from wan_core.models.wan.families import FAMILIES, NAG, TASKS, image_task
+from wan_core.models.wan.families.family import NEGATIVE_SOURCE, Family, Task
 from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
 from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames, svi_clip
-from wan_core.pipeline.check import check_tensor, size_notes
-from wan_core.sampling.conditioning import Conditioning, empty_latents, latent_shape
+from wan_core.pipeline.check import size_notes
+from wan_core.pipeline.host_sizes import check_peak
+from wan_core.sampling.conditioning import Conditioning, empty_latents
 
 from . import host
 from .schema import output, schema, widgets
 from .sockets import CONDITIONING, TextSocket, VAESocket
 
+WAN = FAMILIES["wan"]
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
 MAX_FRAMES, MAX_BATCH = 4001, 64
 NEGATIVE = TASKS["t2v-A14B"].negative_prompt
@@ -73,8 +77,18 @@ def batch_input() -> Any:
     )
 
 
-def check_widgets(config: VAEConfig, width: int | None, height: int | None, frames: int | None) -> bool:
-    """For `validate_inputs`. Raises OptionError."""
+def check_widgets(
+    family: Family,
+    config: VAEConfig,
+    width: int | None,
+    height: int | None,
+    frames: int | None,
+    *,
+    batch: int | None = 1,
+    given: Collection[str] = (),
+) -> bool:
+    """For `validate_inputs`: raise OptionError for a size that is too large, also for host memory. given: fields of the
+    family that have pictures in every graph."""
     if width is None or height is None or frames is None:
         return True
     if max(width, height) > MAX_VIDEO_SIDE or frames > MAX_FRAMES:
@@ -82,8 +96,25 @@ def check_widgets(config: VAEConfig, width: int | None, height: int | None, fram
             f"{width}x{height} and {frames} frames given; at most {MAX_VIDEO_SIDE} pixels and {MAX_FRAMES} frames are "
             "allowed"
         )
-    check_tensor("the latents", latent_shape(config, width, height, frames), 4, torch.device("cpu"))
+    if batch is not None and not 1 <= batch <= MAX_BATCH:
+        raise OptionError(f"batch_size {batch} given; allowed are 1 to {MAX_BATCH}")
+    room = host.spare_bytes(before_run=True)
+    check_peak(family, config, (width, height, frames), room, batch=batch or 1, given=given)
     return True
+
+
+def check_room(
+    family: Family,
+    config: VAEConfig,
+    size: tuple[int, int, int],
+    *,
+    batch: int = 1,
+    given: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """For `execute`, before anything is made: raise OptionError where the host memory that is available now is too
+    little. size: (width, height, frames). given: pictures by field of the family; None: there are none."""
+    fields = [field for field, pictures in given.items() if pictures is not None]
+    check_peak(family, config, size, host.spare_bytes(), batch=batch, given=fields)
 
 
 def size_words(config: VAEConfig, width: int, height: int) -> ui.PreviewText | None:
@@ -168,15 +199,18 @@ class WanCoreEmptyLatent(io.ComfyNode):
         height: int | None = None,
         frames: int | None = None,
         latent_type: str | None = None,
+        batch_size: int | None = 1,
     ) -> bool:
         if latent_type is not None:
             check_choice("latent type", latent_type, tuple(LATENT_TYPES))
-        return check_widgets(VAE_21 if latent_type is None else LATENT_TYPES[latent_type], width, height, frames)
+        config = VAE_21 if latent_type is None else LATENT_TYPES[latent_type]
+        return check_widgets(WAN, config, width, height, frames, batch=batch_size)
 
     @classmethod
     def execute(cls, width: int, height: int, frames: int, latent_type: str, batch_size: int = 1) -> io.NodeOutput:
         check_choice("latent type", latent_type, tuple(LATENT_TYPES))
         config = LATENT_TYPES[latent_type]
+        check_room(WAN, config, (width, height, frames), batch=batch_size)
         latents = empty_latents(config, width, height, frames)
         samples = host.to_intermediate(latents.repeat(batch_size, 1, 1, 1, 1))
         return io.NodeOutput({"samples": samples}, ui=size_words(config, width, height))
@@ -261,10 +295,11 @@ class WanCoreImageToVideo(io.ComfyNode):
         height: int | None = None,
         frames: int | None = None,
         keyframe_numbers: str | None = "",
+        batch_size: int | None = 1,
     ) -> bool:
         if frames is not None:
             check_known(frame_numbers(keyframe_numbers or ""), frames)
-        return check_widgets(VAE_21, width, height, frames)
+        return check_widgets(WAN, VAE_21, width, height, frames, batch=batch_size)
 
     @classmethod
     def execute(
@@ -284,9 +319,12 @@ class WanCoreImageToVideo(io.ComfyNode):
         anchor: Tensor | None = None,
         previous: dict[str, Any] | None = None,
     ) -> io.NodeOutput:
-        first, last, others = (_frames(image, (width, height)) for image in (first_image, last_image, keyframes))
-        between = by_number(others, frame_numbers(keyframe_numbers))
         task = image_task(vae.latent_channels)
+        pictures = {"image": first_image, "last_image": last_image, "keyframes": keyframes}
+        given = pictures if task.image == "channels" else {}
+        check_room(WAN, task.vae, (width, height, frames), batch=batch_size, given=given)
+        first, last, others = (_frames(image, (width, height)) for image in pictures.values())
+        between = by_number(others, frame_numbers(keyframe_numbers))
         latents = host.to_intermediate(empty_latents(task.vae, width, height, frames)).repeat(batch_size, 1, 1, 1, 1)
         check_anchor(task, anchor, previous, others=first is not None or bool(between))
         if task.image == "first frame":
@@ -298,7 +336,6 @@ class WanCoreImageToVideo(io.ComfyNode):
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
             latent = {"samples": samples, "noise_mask": unknown}
             return io.NodeOutput(positive, negative, latent, ui=size_words(task.vae, width, height))
-        check_tensor("the pictures", (frames, height, width, 3), 4, torch.device("cpu"))
         if anchor is not None:
             encoded, unknown = anchored(vae, _frames(anchor[:1], (width, height)), last, previous, frames)
             values = {"concat_latent_image": host.to_intermediate(encoded), "concat_mask": unknown}

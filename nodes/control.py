@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wan_core.config import ControlOptions
 from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.fun.camera import MOTIONS, camera_rays, pose_count, read_camera
 from wan_core.models.wan.families.media import images_covering, references_of, video_to_pixels
@@ -20,10 +21,11 @@ from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.texts import TextRange, shared_range
 
 from . import host
-from .conditioning import check_widgets, size_inputs, size_words
+from .conditioning import check_room, check_widgets, size_inputs, size_words
 from .schema import output, schema
 from .sockets import CONDITIONING
 
+VACE, CAMERA = FAMILIES["vace"], FAMILIES["camera"]
 GAP = 1e-5  # between two ranges, as ComfyUI's own nodes leave it: where ranges meet on a step, texts are averaged
 
 
@@ -84,7 +86,7 @@ class WanCoreVACE(io.ComfyNode):
     ) -> bool:
         if start is not None and end is not None:
             ControlOptions(start=start, end=end)
-        return check_widgets(VAE_21, width, height, frames)
+        return check_widgets(VACE, VAE_21, width, height, frames)
 
     @classmethod
     def execute(
@@ -105,6 +107,7 @@ class WanCoreVACE(io.ComfyNode):
         end: float = 1.0,
     ) -> io.NodeOutput:
         options, size = ControlOptions(scale=strength, start=start, end=end), (width, height)
+        check_room(VACE, VAE_21, (width, height, frames), given={"control_video": control_video})
         media = {"mask": torch.ones(1, 3, frames, height, width)}
         if control_masks is not None:
             alike = frames if len(control_masks) == 1 else -1
@@ -182,9 +185,10 @@ class WanCoreCamera(io.ComfyNode):
     ) -> bool:
         if camera is not None:
             pose_count(camera)
-        return check_widgets(VAE_21, width, height, frames)
+        return check_widgets(CAMERA, VAE_21, width, height, frames, given=("camera",))
 
     @classmethod
     def execute(cls, camera: str, width: int, height: int, frames: int) -> io.NodeOutput:
+        check_room(CAMERA, VAE_21, (width, height, frames), given={"camera": camera})
         rays = camera_rays(read_camera(camera, frames), width, height)
         return io.NodeOutput(host.to_intermediate(rays), width, height, frames)

@@ -22,6 +22,7 @@ from wan_core.pipeline.check import check_tensor
 from wan_core.pipeline.decode import Made, Pieces, decode_to
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.encode import encode_images, encode_video
+from wan_core.pipeline.host_sizes import check_sampling
 from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.memory_planning import Workload, host_room, plan_host
 from wan_core.pipeline.run import OnStep, RunOwner
@@ -33,7 +34,7 @@ from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.start import Leftover, Start
 
 from . import host
-from .memory import ComfyMemory
+from .memory import ComfyMemory, plan_experts
 
 if TYPE_CHECKING:
     from .sockets import ModelSocket, TextSocket, VAESocket
@@ -149,6 +150,9 @@ class ComfyEngine:
             return  # refused by whatever reads the latents
         dit, settings = model.experts.dit, model.settings
         tokens = dit.tokens(max(plan.window_sizes(shape[2])), *shape[3:])
+        if host.device().type == "cpu":
+            beside = plan_experts(model, Workload(shape, plan, batched=False)).beside
+            check_sampling(shape, max(beside.values()), host.spare_bytes())
         check_tensor("an activation", (shape[0] * tokens, dit.dim), settings.dtype.itemsize, host.device())
         if plan.sparse is not None:
             check_kernel(plan.sparse, settings.attention, host.device(), dit.head_dim, tokens)

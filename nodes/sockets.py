@@ -33,6 +33,7 @@ from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.families.wan.inputs import NO_KEYFRAMES
 from wan_core.pipeline.decode import Made, Pieces, collect_images, images_shape
+from wan_core.pipeline.host_sizes import check_pictures
 from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.settings import ModelSettings
@@ -255,7 +256,9 @@ class VAESocket(ComfyObject):
         self, samples: Tensor, report: Report, tile: TileSpec | None, on_frames: Callable[[int, int], None]
     ) -> Tensor:
         """Latents [B, C, T, Y, X] -> pictures [B * F, H, W, 3]."""
-        images = torch.empty(images_shape(self.config, samples))
+        shape = images_shape(self.config, samples)
+        check_pictures(shape, host.spare_bytes())
+        images = torch.empty(shape)
         collect = partial(collect_images, images=images)
         return self.decode_to(samples, report, collect, tile=tile, on_frames=on_frames)
 

@@ -19,7 +19,7 @@ from wan_core.models.wan.families.s2v.inputs import VIDEO_RATE, comfy_extras, fe
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
-from .conditioning import check_widgets, size_words, with_values
+from .conditioning import check_room, check_widgets, size_words, with_values
 from .schema import output, schema
 from .sockets import CONDITIONING
 
@@ -100,7 +100,7 @@ class WanCoreSoundToVideo(io.ComfyNode):
     def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
         if width is not None and height is not None:
             check_least(width, height)
-        return check_widgets(VAE_21, width, height, frames)
+        return check_widgets(S2V, VAE_21, width, height, frames)
 
     @classmethod
     def execute(
@@ -118,6 +118,8 @@ class WanCoreSoundToVideo(io.ComfyNode):
         audio: dict[str, Any] | None = None,
     ) -> io.NodeOutput:
         check_least(width, height)
+        given = {"pose_video": pose_video, "carried": previous_frames}
+        check_room(S2V, VAE_21, (width, height, frames), given=given)
         clip, states = clip_of(frames, previous_frames), states_of(audio_encoder_output)
         frames_left = sound_frames(audio_encoder_output, states) - clip.first
         if frames_left < 1:

@@ -16,7 +16,7 @@ from .folders import (
     unfinished_path,
     video_of,
 )
-from .memory import Held, Weights, evict_all, load, log, read_ahead, room
+from .memory import Held, Weights, evict_all, load, log, read_ahead, room, spare_bytes
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_beside import words_before
 from .native_cache import StepCache, attach, attached, cache_words

@@ -18,6 +18,7 @@ from torch import nn
 
 from wan_core.checkpoint.staged import Reading
 from wan_core.config import OptionError
+from wan_core.config.host_memory import available_bytes
 from wan_core.execution.memory.planning import CONTEXT
 from wan_core.execution.memory.residency import Residency, Waits, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
@@ -329,6 +330,20 @@ def room() -> int:
     if here.type != "cuda":
         return int(total)
     return int(total) - CONTEXT
+
+
+def spare_bytes(*, before_run: bool = False) -> int:
+    """Host memory that a node may take. before_run: when a graph is queued, what this process holds counts as available
+    too, because results of earlier graphs may leave before the node runs."""
+    import psutil  # pyright: ignore[reportMissingModuleSource]
+
+    free = available_bytes(swap=True)
+    if free is None:
+        free = psutil.virtual_memory().available + psutil.swap_memory().free
+    if before_run:
+        memory = psutil.Process().memory_info()
+        free += memory.rss - getattr(memory, "shared", 0)
+    return int(free)
 
 
 def load(models: Sequence[Held], memory: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.families import TASKS, find_task
-from wan_core.pipeline import check
+from wan_core.pipeline import check, run
 from wan_core.pipeline.check import check_tensor, memory_of, size_notes
 from wan_core.pipeline.pipeline import Pipeline
 
@@ -43,4 +43,9 @@ def test_the_command_line_refuses_before_it_draws_noise(monkeypatch: pytest.Monk
     tiny.prepare(request)
     monkeypatch.setattr(check, "total_bytes", lambda: 2**22)
     with pytest.raises(OptionError, match="an activation of this video"):
+        tiny.prepare(request)
+    monkeypatch.setattr(run, "available_bytes", lambda swap: 2**26)
+    with pytest.raises(
+        OptionError, match=r"1 x 16 x 5 x 128 x 128 on a CPU takes 0\.\d+ GiB .* 0\.0625 GiB are available"
+    ):
         tiny.prepare(request)

@@ -8,13 +8,15 @@ from pathlib import Path
 HOST_RESERVE = 4 * 2**30  # beside what is prepared for a run: other programs need it
 
 
-def available_bytes() -> int | None:
-    """Host memory that is available without swapping, to this process's container too; None where the system does not
-    say."""
+def available_bytes(*, swap: bool = False) -> int | None:
+    """Host memory that is available to this process without swapping: of the machine, of its container, and below the
+    limit of its addresses (`ulimit -v`). None where the system does not say. swap: free swap space counts too."""
     free = _of_machine("MemAvailable")
     if free is None:
         return None
-    return min([free, *(left for folder in _groups() if (left := _left_in_container(folder)) is not None)])
+    free += (_of_machine("SwapFree") or 0) if swap else 0
+    limits = [*map(_left_in_container, _groups()), _left_of_addresses()]
+    return min([free, *(left for left in limits if left is not None)])
 
 
 def total_bytes() -> int | None:
@@ -48,6 +50,18 @@ def _limit(folder: Path) -> int | None:
             limit = (folder / name).read_text().strip()
             return int(limit) if limit.isdecimal() else None
     return None
+
+
+def _left_of_addresses() -> int | None:
+    """Bytes of addresses that this process may still map; None where there is no limit."""
+    try:
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):
+        return None
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - pages * resource.getpagesize())
 
 
 def _of_machine(name: str) -> int | None:

@@ -197,6 +197,9 @@ class Animate2Family(DrivenFamily):
             "leave it off"
         )
 
+    def picture_bytes(self, width: int, height: int, frames: int, given: Collection[str]) -> int:
+        return 62 * width * height * frames
+
     def prepared_bytes(self, dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
         """Keys and values of the driving video in every block, for latents [B, C, T, Y, X], of which the first frame is
         the reference."""

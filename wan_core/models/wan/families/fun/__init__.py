@@ -211,6 +211,10 @@ class FunCameraFamily(FunFamily):
         count = pose_count(request.camera)
         return {} if count is None else {"the camera": count}
 
+    def picture_bytes(self, width: int, height: int, frames: int, given: Collection[str]) -> int:
+        """The rays of a camera are six numbers for each pixel, and the first frame counts four times."""
+        return width * height * (24 * (frames + 3) + 160) if "camera" in given else 0
+
     def load_media(
         self, request: Request, dit: DiTConfig, size: tuple[int, int], fps: int, clip: Clip, hear: Hear
     ) -> Media:

@@ -232,6 +232,11 @@ class S2VFamily(DrivenFamily):
         """After the last drawn pose there are none."""
         return list(range(clip.first, min(clip.end, length)))
 
+    def picture_bytes(self, width: int, height: int, frames: int, given: Collection[str]) -> int:
+        """The frames before the clip are encoded first, and stay while poses are."""
+        stay, encoded = (24 * MOTION_PIXELS, 60 * MOTION_PIXELS) if "carried" in given else (0, 0)
+        return width * height * max(encoded, stay + (64 * frames if "pose_video" in given else 0))
+
     def load_media(
         self, request: Request, dit: DiTConfig, size: tuple[int, int], fps: int, clip: Clip, hear: Hear
     ) -> Media:

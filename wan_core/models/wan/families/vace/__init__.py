@@ -224,6 +224,10 @@ class VaceFamily(ControlledFamily):
 
         return super().fit_control(request, size, padded(frame, request.outpaint, GREY))
 
+    def picture_bytes(self, width: int, height: int, frames: int, given: Collection[str]) -> int:
+        """The mask is made without any pictures, too."""
+        return (92 if "control_video" in given else 80) * width * height * frames
+
     def load_media(
         self, request: Request, dit: DiTConfig, size: tuple[int, int], fps: int, clip: Clip, hear: Hear
     ) -> Media:

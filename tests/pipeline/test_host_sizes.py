@@ -1,0 +1,150 @@
+"""Sizes that are refused because host memory is too small for what nodes make of them."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan_core.config import OptionError
+from wan_core.models.vae.config import VAE_21, VAE_22
+from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.fun.camera import camera_rays, read_camera
+from wan_core.models.wan.families.vace.inputs import comfy_extras
+from wan_core.pipeline.host_sizes import check_peak, check_pictures, check_sampling, peak_bytes
+
+GIB = 2**30
+FIELDS = ("image", "control_video", "camera", "background", "face_video", "pose_video", "carried")
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "batch", "given", "gib"),
+    [
+        ("wan", (8192, 8192, 1001), 1, (), 31.4),  # latents, and the copy that is repeated
+        ("wan", (2048, 2048, 81), 64, (), 5.3),
+        ("wan", (1280, 720, 81), 1, ("image",), 3.8),
+        ("wan", (4096, 4096, 401), 1, ("image",), 341.5),
+        ("camera", (8192, 8192, 81), 1, ("camera",), 139.0),
+        ("vace", (2048, 2048, 401), 1, (), 126.1),
+        ("vace", (832, 480, 81), 1, ("control_video",), 2.8),
+        ("animate2", (8192, 8192, 81), 1, (), 316.5),
+        ("s2v", (8192, 8192, 77), 1, (), 2.5),
+    ],
+)
+def test_what_sizes_take(family: str, size: tuple[int, int, int], batch: int, given: tuple[str, ...], gib: float):
+    """The largest sizes that widgets allow, some that once ended a server, and usual ones."""
+    needed = peak_bytes(FAMILIES[family], VAE_21, *size, batch=batch, given=given)
+    assert needed / GIB == pytest.approx(gib, rel=0.02)
+    with pytest.raises(OptionError, match=rf"{size[0]}x{size[1]} and {size[2]} frames take .* GiB .* are available: "):
+        check_peak(FAMILIES[family], VAE_21, size, needed - 1, batch=batch, given=given)
+    check_peak(FAMILIES[family], VAE_21, size, needed, batch=batch, given=given)
+
+
+SIZES = st.tuples(st.integers(2, 255).map(lambda n: 32 * n), st.integers(2, 255).map(lambda n: 32 * n),
+                  st.integers(0, 1000).map(lambda n: 4 * n + 1))  # fmt: skip
+
+
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    vae=st.sampled_from([VAE_21, VAE_22]),
+    size=SIZES,
+    batch=st.integers(1, 64),
+    fields=st.sets(st.sampled_from(FIELDS)),
+    room=st.floats(0, 50).map(lambda gib: int(gib * GIB)),
+)
+def test_the_advice_fits_and_nothing_more_does(family, vae, size, batch, fields, room):
+    width, height, frames = size
+
+    def fits(frames: int, batch: int = batch) -> bool:
+        return peak_bytes(FAMILIES[family], vae, width, height, frames, batch=batch, given=fields) <= room
+
+    if fits(frames):
+        check_peak(FAMILIES[family], vae, size, room, batch=batch, given=fields)
+        return
+    with pytest.raises(OptionError) as refused:
+        check_peak(FAMILIES[family], vae, size, room, batch=batch, given=fields)
+    said = re.search(r"at most (\d+) frames fit", str(refused.value))
+    if said is not None:
+        assert fits(int(said[1])) and not fits(int(said[1]) + 4) and int(said[1]) < frames
+    else:
+        assert not fits(5) and ("fewer videos" in str(refused.value)) == fits(frames, 1)
+
+
+@given(family=st.sampled_from(sorted(FAMILIES)), size=SIZES, field=st.sampled_from(FIELDS), which=st.integers(0, 2))
+def test_more_of_anything_takes_no_less(family, size, field, which):
+    larger = [side + 32 * (place == which) for place, side in enumerate(size)]
+
+    def peak(*size: int, batch: int = 1, given: tuple[str, ...] = ()) -> int:
+        return peak_bytes(FAMILIES[family], VAE_21, *size, batch=batch, given=given)
+
+    least = peak(*size)
+    assert peak(*larger, given=(field,)) >= peak(*size, given=(field,)) >= least < peak(*size, batch=2)
+
+
+def test_pictures_and_sampling_that_do_not_fit():
+    check_pictures((81, 720, 1280, 3), GIB)
+    with pytest.raises(OptionError, match=r"401 frames of 2048x2048 take 18.8 GiB .* WanCore Decode to Video"):
+        check_pictures((401, 2048, 2048, 3), 18 * GIB)
+    check_sampling((1, 16, 21, 60, 104), GIB, GIB)
+    with pytest.raises(OptionError, match=r"1 x 16 x 251 x 1024 x 1024 on a CPU takes 40 GiB .* 12 GiB are available"):
+        check_sampling((1, 16, 251, 1024, 1024), 40 * GIB, 12 * GIB)
+
+
+# ------------------------------------------------------------------------------------------------------------- measured
+
+WIDTH, HEIGHT, FRAMES = 384, 384, 21
+KEPT = 2**26  # of what is freed, the allocator may keep so many bytes
+
+
+def status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def encoded(video: torch.Tensor) -> torch.Tensor:
+    """What a VAE gives that copies its pictures twice, as a socket does, and encodes nothing."""
+    pixels = (video[0].permute(1, 2, 3, 0) + 1) / 2
+    frames, height, width = (pixels.float() * 2 - 1).shape[:3]
+    return torch.zeros(1, 16, (frames - 1) // 4 + 1, height // 8, width // 8)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("family", ["vace", "camera"])
+def test_the_most_memory_at_once_is_what_is_said(family):
+    """That of all nodes: `tests/nodes/test_host_peaks.py`."""
+
+    def make() -> object:
+        if family == "camera":
+            return camera_rays(read_camera("zoom-in", FRAMES), WIDTH, HEIGHT)
+        media = {"mask": torch.ones(1, 3, FRAMES, HEIGHT, WIDTH)}
+        return comfy_extras(encoded, media, Clip(0, 0, FRAMES, 0), VAE_21)
+
+    make()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, made = status("VmRSS"), make()
+    measured = status("VmHWM") - before
+    said = FAMILIES[family].picture_bytes(WIDTH, HEIGHT, FRAMES, ("camera",))
+    assert made is not None
+    assert 0.5 * said < measured < said + KEPT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are Linux's")
+def test_a_limit_of_addresses_counts(tmp_path):
+    """`ulimit -v`: what is left of it is available, and no more."""
+    code = (
+        "import resource; from wan_core.config.host_memory import available_bytes\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); before = available_bytes()\n"
+        "block = bytearray(2**28); print(before, available_bytes(), available_bytes(swap=True))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after, with_swap = map(int, ran.stdout.split())
+    assert before < 2**30 and 0 <= before - after - 2**28 < 2**24 and with_swap == after
