@@ -20,12 +20,13 @@ DEMO   := out/demo.mp4
 # whether the caption came true: colour, shape and motion, measured in the frames of the file that was written
 DEMO_CHECK = $(BIN)/python -m wan_core check "$(DEMO)" --prompt "$(PROMPT)"
 
-.PHONY: help demo test documented check format bench plots clean
+.PHONY: help demo test quick documented check format bench plots clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo        generate $(DEMO) with the embedded model and check that its caption came true"
 	@echo "make test        make check, then the test suite"
+	@echo "make quick       lint, and the tests that take less than 0.1 s each"
 	@echo "make documented  run the commands of the README and the docs on tiny stand-ins of the weights"
 	@echo "make check       lint, format, types, import directions, docstrings"
 	@echo "make format      let ruff mend what it can"
@@ -41,6 +42,11 @@ demo: .venv/.runtime
 
 test: check
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+quick: .venv/.test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/python -m pytest -q --quick $(PYTEST_ARGS) tests/config tests/cli tests/sampling tests/models tests/checkpoint tests/media
 
 documented: .venv/.test
 	$(BIN)/python -m pytest -q -m documented tests/tools tests/nodes

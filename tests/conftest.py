@@ -31,11 +31,15 @@ CHEAP_COMPILER = {
 }
 
 
+SLOW = Path(__file__).parent / "slow_tests.txt"  # tests of 0.1 s and more, a line each, without parameters
+SLOW_SECONDS = 0.1
 HIDDEN = Path(__file__).parent / "without_triton"  # a package `triton` that cannot be imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--without-triton", action="store_true", help="run as where Triton is not installed")
+    parser.addoption("--quick", action="store_true", help=f"without the tests that {SLOW.name} names")
+    parser.addoption("--time-tests", action="store_true", help=f"write {SLOW.name} anew after a whole run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,9 +70,13 @@ FIRST = ("test_launcher_faults", "test_parallel", "test_launcher_hosts", "test_l
 THEN = ("test_attention", "test_stream", "test_quality", "test_lora")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate((*FIRST, *THEN))}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if config.getoption("--quick"):
+        slow = set(SLOW.read_text(encoding="utf-8").splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if test_name(item.nodeid) in slow])
+        items[:] = [item for item in items if test_name(item.nodeid) not in slow]
     import torch
 
     if not torch.cuda.is_available():
@@ -76,6 +84,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def test_name(nodeid: str) -> str:
+    """A test's file and function, without its parameters."""
+    return nodeid.partition("[")[0]
+
+
+test_name.__test__ = False  # type: ignore[attr-defined]
+SECONDS: dict[str, float] = {}  # of the slowest case of each test that ran
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    name = test_name(report.nodeid)
+    SECONDS[name] = max(SECONDS.get(name, 0.0), report.duration)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--time-tests") and "PYTEST_XDIST_WORKER" not in os.environ:
+        slow = sorted(name for name, seconds in SECONDS.items() if seconds >= SLOW_SECONDS)
+        SLOW.write_text("".join(f"{name}\n" for name in slow), encoding="utf-8")
 
 
 COMPILES = ("torch compiles for GPUs with Triton", "working triton installation")  # ours, and torch's own
