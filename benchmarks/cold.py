@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
     attend = resolve_attention("auto", device, dtype, high.config.head_dim)[1]
     lap("attention's library")
     for model in (high, low):
-        optimize(model, attend=attend, device=device, graphs=False)
+        optimize(model, attend=attend, device=device)
 
     def forward() -> None:
         case = make_case(high, options.size, 16 if high.config.in_channels == 48 else 8)

@@ -80,7 +80,7 @@ class Setup:
         weight, config = model.patch_embedding.weight, model.config
         needs_lse = config.merges_attention
         _, attend = resolve_attention(self.attention, weight.device, weight.dtype, config.head_dim, needs_lse=needs_lse)
-        optimize(model, attend=attend, compile=self.compile, graphs=self.kernels == "triton", **shared)
+        optimize(model, attend=attend, compile=self.compile, **shared)
         return AlwaysSparse.install(model, self.keep) if self.keep < 1 else model
 
     def load_options(self, model: str, device: torch.device) -> LoadOptions:

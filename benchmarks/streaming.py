@@ -74,7 +74,7 @@ class Streaming:
         self.held = find_quantization("fp8", device) if precision == "fp8" else None
         self.model, self.stride = plain_model(name, device, self.dtype, layers, self.held)
         self.attend = resolve_attention("auto", device, self.dtype, self.model.config.head_dim)[1]
-        optimize(self.model, attend=self.attend, graphs=False)
+        optimize(self.model, attend=self.attend)
         self.cases = [make_case(self.model, size, self.stride) for size in sizes]
         self.weights = HostWeights(self.model, lock=self.cuda)
         self.stage: Stage | None = None

@@ -45,7 +45,6 @@ def frames(request: Request, device: str = "cuda", **options: str) -> torch.Tens
 
 @pytest.mark.parametrize(("request_", "decibels"), [(PLAIN, 45), (NAG, 45), (MIXED, 40)], ids=["plain", "nag", "mixed"])
 def test_fp32_on_the_gpu_is_the_cpu_result(request_, decibels):
-    """At these sizes blocks are replayed as CUDA graphs."""
     assert psnr(frames(request_, "cpu", precision="fp32"), frames(request_, **FP32)) > decibels
 
 

@@ -74,7 +74,7 @@ def experts(precision: str, device, compile: str = "off"):
         model = random_module(
             MIDDLE, device=device, dtype=torch.bfloat16, seed=seed, quantization=quantization, draw_on=CUDA
         )
-        models[name] = optimize(model, attend=attend, compile=compile, device=CUDA, graphs=False)
+        models[name] = optimize(model, attend=attend, compile=compile, device=CUDA)
     return models
 
 
@@ -113,7 +113,7 @@ def test_weights_in_their_files_are_resident_ones_bit_for_bit(tmp_path, share):
     for name, model in plain.items():
         save(model, tmp_path / f"{name}.safetensors")
         mapped = load_dit(tmp_path / f"{name}.safetensors", dtype=torch.bfloat16, how=Reading(stays=True))
-        mapped = optimize(mapped, attend=attend, device=CUDA, graphs=False)
+        mapped = optimize(mapped, attend=attend, device=CUDA)
         size = sum(parameter.nbytes for parameter in mapped.parameters())
         residency.add(name, mapped, Waits(False, int(share * size)))
         assert residency.host_weights[name].bytes_in_files > 0.9 * (1 - share - 1 / LAYERS) * size

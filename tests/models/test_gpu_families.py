@@ -1,4 +1,4 @@
-"""Families with inputs beside the text on a GPU: bf16 against float32 on the CPU, FP8 and sparse attention, graphs."""
+"""Families with inputs beside the text on a GPU: bf16 against float32 on the CPU, FP8 and sparse attention."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_gpu_computes_what_a_cpu_computes(name, attention):
 @EVERY
 def test_sparse_attention_that_reads_everything_is_dense(name, attention):
     """Through the kernels of a GPU, their log-sum-exp included."""
-    model = on_gpu(WIDE[name], attention, graphs=False)
+    model = on_gpu(WIDE[name], attention)
     (x, timestep, context), inputs = drawn(WIDE[name], CUDA)
     prepared = model.prepare_text(context, **inputs)
     dense = model(x, timestep, prepared)
@@ -85,9 +85,10 @@ def test_sparse_attention_that_reads_everything_is_dense(name, attention):
 
 @torch.no_grad()
 @EVERY
-def test_replayed_it_is_the_same(name):
-    """Forwards are replayed as CUDA graphs; other inputs after them are not the first ones. Animate-2: both branches
-    together, of which one leaves a block out."""
+def test_again_it_is_the_same(name):
+    """Other inputs after the first ones are not the first ones. Animate-2: both branches, of which one leaves a block
+    out, together."""
+
     config, model = WIDE[name], None
     (x, timestep, context), drawn_inputs = drawn(config, CUDA)
     if isinstance(config, Animate2Config):
@@ -113,7 +114,7 @@ def test_replayed_it_is_the_same(name):
 @torch.no_grad()
 def test_a_driving_video_in_host_memory_or_in_fp8_is_the_same(monkeypatch):
     """Animate-2's keys and values, which are copied while the layer before computes."""
-    model = on_gpu(WIDE["animate2"], "auto", graphs=False)  # which no stream may copy into
+    model = on_gpu(WIDE["animate2"], "auto")  # which no stream may copy into
     (x, timestep, context), inputs = drawn(WIDE["animate2"], CUDA, (1, 5, 24, 24))
 
     def repeated(form: Form, times: int) -> list[Tensor]:

@@ -60,7 +60,7 @@ def test_every_form_takes_at_most_what_is_planned_and_the_exact_ones_are_equal()
     }
     attend = resolve_attention("auto", CUDA, torch.bfloat16, CONFIG.head_dim)[1]
     model = random_module(CONFIG, device="cpu", dtype=torch.bfloat16, draw_on=CUDA)
-    model = optimize(model, attend=attend, device=CUDA, graphs=False)
+    model = optimize(model, attend=attend, device=CUDA)
     outputs = {}
     for form in FORMS:
         # Host memory for FP8 alone, where exact forms are not meant.

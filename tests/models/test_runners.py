@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.sampling.test_denoise import NOISE, TEXT, small_dit
-from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import (
@@ -72,15 +71,15 @@ def test_a_second_runner_of_a_place_replaces_the_first() -> None:
     chain, one, two = RunnerChain(), Noting("one", Place.TILES, []), Other("two", Place.TILES, [])
     chain.add(one)
     chain.add(two)
-    assert chain.runners == [two] and chain.find(Other) is two and chain.find(GraphedBlocks) is None
-    chain.add(Noting("beside", Place.GRAPHS, []))
+    assert chain.runners == [two] and chain.find(Other) is two
+    chain.add(Noting("beside", Place.RESIDUALS, []))
     chain.remove(Other)
     chain.remove(Other)  # nothing there: nothing to do
     assert str(chain) == "beside > blocks (resident weights)"
 
 
 def test_what_is_added_for_a_while_is_gone_whatever_happens() -> None:
-    chain, stays = RunnerChain(), Noting("stays", Place.GRAPHS, [])
+    chain, stays = RunnerChain(), Noting("stays", Place.RESIDUALS, [])
     chain.add(stays)
     with chain.adding(Noting("for a while", Place.TILES, [])):
         assert str(chain) == "for a while > stays > blocks (resident weights)"

@@ -10,7 +10,6 @@ import torch
 from tests.int8_files import FORMATS, NOTES, encoded, inputs, relative, stored
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.optimize import compilations, optimize
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels.integer_weights import as_int8, decode, linear_reference
@@ -57,7 +56,7 @@ def test_products_equal_the_reference(kind: str, rows: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("kind", ["rotated 256", "tensor", "w4a8"])
 @pytest.mark.parametrize("kind_of_linear", [PackedLinear, Int8Linear])
 @torch.no_grad()
-def test_transformers_plain_compiled_and_captured(
+def test_transformers_plain_and_compiled(
     tmp_path: Path, kind: str, kind_of_linear: type[QuantLinear], way: str
 ) -> None:
     torch.compiler.reset()  # the compiler gives a function up after a number of variants
@@ -68,14 +67,13 @@ def test_transformers_plain_compiled_and_captured(
     exact = load_dit(path, dtype=torch.float32)(*inputs())
     attend = resolve_attention("sdpa", CUDA, torch.bfloat16, 128)[1]
     out = {}
-    for name, compile, graphs in (("plain", "off", False), ("compiled", "blocks", False), ("captured", "off", True)):
+    for name, compile in (("plain", "off"), ("compiled", "blocks")):
         model = load_dit(path, device=CUDA, dtype=torch.bfloat16, quantization=Quantization(kind_of_linear, CUDA))
-        optimize(model, attend=attend, compile=compile, graphs=graphs)
+        optimize(model, attend=attend, compile=compile)
         before = compilations()
         prepared = model.prepare_text(text.bfloat16())
         for _ in range(3):
             out[name] = model(x, timestep, prepared).clone()
         assert (compilations() > before) == (compile != "off")
         assert relative(out[name].cpu(), exact) < 0.05
-        GraphedBlocks.clear(model)
-    assert relative(out["captured"], out["plain"]) < 0.01 and relative(out["compiled"], out["plain"]) < 0.05
+    assert relative(out["compiled"], out["plain"]) < 0.05

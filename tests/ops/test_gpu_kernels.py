@@ -1,4 +1,4 @@
-"""Triton kernels, FP8 products, compiled blocks and CUDA graphs on an NVIDIA GPU, against plain torch."""
+"""Triton kernels, FP8 products, and compiled blocks on an NVIDIA GPU, against plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from tests.tensors import relative
 from wan_core.checkpoint.random import random_module
-from wan_core.execution.graphs import GRAPHED_TOKENS, GraphedBlocks
 from wan_core.execution.optimize import compilations, optimize, set_attention
 from wan_core.models.wan import layers
 from wan_core.models.wan.config import DiTConfig
@@ -130,7 +129,7 @@ def build(name: str | None, seed: int = 0, **options) -> WanModel:
 
 @torch.no_grad()
 def test_kernels_change_a_forward_no_more_than_rounding():
-    model = build(None, graphs=False)
+    model = build(None)
     inputs = case(model, SIZES[0])
     with fused.use("torch"):
         plain = model(*inputs)
@@ -148,12 +147,12 @@ def test_one_compilation_for_both_experts_and_six_sizes(name):
     if name is not None and not runs(name):
         pytest.skip(SCHEMES[name].why_not(CUDA))
     torch.compiler.reset()
-    experts = [build(name, seed, graphs=False) for seed in (0, 1)]
+    experts = [build(name, seed) for seed in (0, 1)]
     inputs = [case(experts[0], size) for size in SIZES]
     eager = [[model(*one) for one in inputs] for model in experts]
     before = compilations()
     for model, expected in zip(experts, eager, strict=True):
-        optimize(model, attend=model.blocks[0].self_attn.attend, compile="blocks", graphs=False)
+        optimize(model, attend=model.blocks[0].self_attn.attend, compile="blocks")
         for one, video in zip(inputs, expected, strict=True):
             # delayed scales have moved on since the eager forwards
             assert relative(model(*one), video) < (0.05 if name == "te-delayed" else 0.01)
@@ -161,34 +160,8 @@ def test_one_compilation_for_both_experts_and_six_sizes(name):
     assert compilations() - before == (3 if name == "te-block" else 2)
 
 
-@pytest.mark.parametrize("name", [None, "fp8"])
 @torch.no_grad()
-def test_graphs_give_what_launches_give(name):
-    """Several prompts and sizes, one after the other and again; new values under the same addresses; moved weights."""
-    model, plain = build(name), build(name, graphs=False)
-    inputs = [case(plain, size, batch) for size in SIZES[:2] for batch in (1, 2)]
-    for _ in range(2):
-        for x, time, text in inputs:
-            for offset in (0.0, 0.3):
-                assert torch.equal(
-                    model(x + offset, time - 100 * offset, text), plain(x + offset, time - 100 * offset, text)
-                )
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    x, time, text = inputs[0]
-    for _ in range(3):  # launched, captured, replayed
-        assert torch.equal(model(x, time, text), plain(x, time, text))
-    graphs = model.runners.find(GraphedBlocks)
-    assert graphs is not None and graphs.kept
-    del inputs, text
-    assert not graphs.kept  # prompts and tables are gone, and their graphs with them
-    big = (GRAPHED_TOKENS // 64 + 1, 16, 16)
-    model(*case(plain, big))
-    assert not graphs.kept  # a large forward is launched
-
-
-@torch.no_grad()
-def test_a_model_with_graphs_gives_its_memory_back():
+def test_a_model_gives_its_memory_back():
     model = build(None)
     inputs = case(model, SIZES[0])
     for _ in range(3):  # libraries take their workspaces, which stay
@@ -200,7 +173,6 @@ def test_a_model_with_graphs_gives_its_memory_back():
     inputs = case(model, SIZES[0])
     for _ in range(3):
         model(*inputs)
-    assert model.runners.find(GraphedBlocks).kept
     del model, inputs
     assert torch.cuda.memory_allocated() - before < 2**20  # without the garbage collector
 
@@ -210,7 +182,7 @@ def test_fp8_attention_hands_fp8_to_the_output_projection():
     reason = BACKENDS["cudnn-fp8"].why_not(CUDA, torch.bfloat16, SMALL.head_dim)
     if reason is not None:
         pytest.skip(reason)
-    exact, fp8 = build("fp8", graphs=False), build("fp8", graphs=False, attention="cudnn-fp8")
+    exact, fp8 = build("fp8"), build("fp8", attention="cudnn-fp8")
     inputs = case(exact, SIZES[0])
     assert relative(fp8(*inputs), exact(*inputs)) < 0.05
 
@@ -218,7 +190,7 @@ def test_fp8_attention_hands_fp8_to_the_output_projection():
 @pytest.mark.parametrize("name", [None, "fp8", "fp8-tensor"])
 @torch.no_grad()
 def test_a_feed_forward_in_halves_is_the_whole(name, monkeypatch):
-    model = build(name, graphs=False)
+    model = build(name)
     inputs = case(model, SIZES[3])  # an odd number of tokens
     whole = model(*inputs)
     monkeypatch.setattr(layers, "HALVED_TOKENS", 1)

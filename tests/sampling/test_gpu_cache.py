@@ -16,7 +16,6 @@ from wan_core.config import (
     SkipOptions,
     TaylorSeerOptions,
 )
-from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
@@ -39,24 +38,23 @@ SETTINGS = {
 }
 
 
-def expert_models(graphs: bool, compile: str = "off") -> dict[str, WanModel]:
+def expert_models(compile: str = "off") -> dict[str, WanModel]:
     """Two small experts as they ship: what `optimize` puts around the blocks is beneath the cache."""
     attend = resolve_attention("sdpa", CUDA)[1]
     models = {name: small_dit(seed=n).to(CUDA, torch.bfloat16) for n, name in enumerate(("high", "low"))}
     for model in models.values():
-        optimize(model, attend=attend, compile=compile, device=CUDA, graphs=graphs)
-        assert (model.runners.find(GraphedBlocks) is not None) == graphs
+        optimize(model, attend=attend, compile=compile, device=CUDA)
     return models
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["launched", "graphed"])
-def experts(request) -> dict[str, WanModel]:
-    return expert_models(request.param)
+@pytest.fixture(scope="module")
+def experts() -> dict[str, WanModel]:
+    return expert_models()
 
 
 @pytest.fixture(scope="module")
 def launched() -> dict[str, WanModel]:
-    return expert_models(graphs=False)
+    return expert_models()
 
 
 def run(plan, experts, batched=False, on_step=None):
@@ -68,10 +66,9 @@ def run(plan, experts, batched=False, on_step=None):
 
 
 @pytest.mark.parametrize("compile", ["off", "blocks"])
-@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_cache_that_never_skips_is_bit_identical_to_none(batched, graphs, compile):
-    models = expert_models(graphs, compile)
+def test_a_cache_that_never_skips_is_bit_identical_to_none(batched, compile):
+    models = expert_models(compile)
     plan = make_plan(steps=20)
     exact = run(plan, models, batched)
     for options in (
@@ -91,8 +88,7 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched, graphs, comp
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_loop_never_waits_for_the_device(launched, impatient, name):  # noqa: F811
     """`set_sync_debug_mode("error")` raises at a call that blocks the host on the device, but for an event's
-    `synchronize`, which the adaptive policy uses for rates that are two steps old: `impatient` raises at newer ones.
-    Graphs are captured anew for every prompt, which may wait: they are left out."""
+    `synchronize`, which the adaptive policy uses for rates that are two steps old: `impatient` raises at newer ones."""
     plan = leave_out(make_plan(steps=20), SETTINGS[name], CURVE)
     exact, steps = run(plan, launched), []
 

@@ -1,1 +1,1 @@
-"""How a model runs: speed and memory applied from outside, CUDA graphs, streaming, the report of a run."""
+"""How a model runs: speed and memory applied from outside, streaming, the report of a run."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.config.compile_cache import full_disk_explained
-from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.interruptible import Interruptible
 from wan_core.models.vae.tiny import TinyVAE
 from wan_core.models.vae.vae import VideoVAE
@@ -43,14 +42,13 @@ def optimize(
     attend: Attention,
     compile: str = "off",
     device: torch.device | None = None,
-    graphs: bool = True,
     ranks: RankMesh | None = None,
     poll: Callable[[], None] | None = None,
 ) -> WanModel:
     """Apply the options to `model` in place and return it; called again, the new options stand. Parameter names do not
     change. `print(model.runners)` shows the chain that it made.
 
-    device: where it will run, if its weights are elsewhere now. graphs: replay small forwards as CUDA graphs. ranks:
+    device: where it will run, if its weights are elsewhere now. ranks:
     those that share its forwards. poll: called while blocks compile; may raise to interrupt. Linears are quantised
     where weights are read (`load_dit`), so that both precisions never exist side by side.
     """
@@ -58,7 +56,6 @@ def optimize(
     attend = model.own_attention(attend)
     model.runners.remove(ShardedTokens)
     model.runners.remove(LayerStage)
-    model.runners.remove(GraphedBlocks)  # what it holds was captured with the old options
     set_attention(model, attend)
     state = DelayedState.install(model, device)
     if state is not None:
@@ -68,8 +65,6 @@ def optimize(
     elif ranks is not None and ranks.layers.size > 1:
         model.stage = stage_layers(len(model.blocks), ranks)
         model.runners.add(LayerStage(ranks))
-    elif graphs and device.type == "cuda" and attend.capturable:
-        model.runners.add(GraphedBlocks(model))
     if compile == "blocks":
         compile_blocks(model, device, poll=poll)
     else:
@@ -96,7 +91,6 @@ class DelayedScales:
 def set_attention(model: WanModel, attend: Attention) -> None:
     """Run self-attention with `attend`. Cross-attention stays with torch: its keys are few and prepared once."""
     assert model.runners.find(ShardedTokens) is None, "ranks share this model: use `optimize`"
-    GraphedBlocks.clear(model)
     for block in model.blocks:
         block.self_attn.attend = model.own_attention(attend)
 
@@ -165,7 +159,6 @@ def _constant_floats(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def begin_run(model: WanModel) -> None:
     """Before the first step of a video with `model`: what one run leaves behind must not change the next."""
     DelayedState.reset(model)
-    GraphedBlocks.clear(model)
 
 
 def compilations() -> int:

@@ -49,7 +49,7 @@ class Speeds:
     link: float = 290e9  # bytes/s from one GPU to GPUs of the same host
     network: float = 45e9  # bytes/s to another host, with a 400 Gbit/s card per GPU; not measured
     latency: float = 30e-6  # seconds of one exchange
-    launch: float = 2e-3  # seconds in which the host launches a block, without CUDA graphs
+    launch: float = 2e-3  # seconds in which the host launches a block
     ends: float = 1.6e-11  # seconds per token and channel for the parts of a forward that are not sharded
 
 

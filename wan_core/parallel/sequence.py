@@ -180,10 +180,8 @@ class ShardedAttention(Attention):
 
     FP8 stays FP8 on the way, which halves what is exchanged. All ranks must then use one scale and take the same
     vector off their keys, or their numbers would not fit together: `agree` is asked for both before anything is
-    rounded. No CUDA graph holds exchanges of several ranks.
+    rounded.
     """
-
-    capturable = False
 
     def __init__(self, ranks: RankMesh, local: Attention, dense: Attention) -> None:
         """local: attends on this device, sparsely in some steps. dense: the backend that reads all keys."""

@@ -2,8 +2,8 @@
 
 merged    the sums are computed while parameters are read (`wan_core.checkpoint.lora.merge`). Other LoRAs or strengths
           write the parameters that change again, in place: read from the file, summed and encoded as when the model was
-          loaded. So nothing is kept of what was there before, and addresses stay as they are (captured graphs and
-          compiled blocks go on)
+          loaded. So nothing is kept of what was there before, and addresses stay as they are (compiled blocks go
+          on)
 attached  matrices of low rank beside the linears (`wan_core.ops.quant.linear`); what cannot be attached is summed into
           its parameter in place, and what was there is kept on the host
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from wan_core.checkpoint.load import StoredValues, read_again
 from wan_core.checkpoint.lora.merge import Change, dense
 from wan_core.checkpoint.staged import USUAL, Reading
-from wan_core.execution.graphs import GraphedBlocks
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import LowRank, QuantLinear, attach, detach, move_attached
 from wan_core.ops.quant.packed import PackedLinear
@@ -166,8 +165,6 @@ class AttachedLoras:
         for tensors in self.before.values():
             for name, value in tensors.items():
                 model.get_parameter(name).copy_(value)
-        if self.attached or self.before:
-            GraphedBlocks.clear(model)
         self.files = self.values = ()
         self.attached, self.strengths, self.patched, self.before = [], {}, {}, {}
 
@@ -202,7 +199,6 @@ class AttachedLoras:
             linear = cast(LowRank, model.get_submodule(module))
             attach(linear, [(up, down) for _, up, down in several], self.strengths[ranks], dtype)
             self.attached.append(linear)
-        GraphedBlocks.clear(model)
 
     def _patch(
         self, model: WanModel, name: str, changes: list[tuple[Change, float]], original: StoredValues | None

@@ -217,7 +217,7 @@ def random_blocks(settings: ModelSettings, device: torch.device, count: int, ran
     if quantization is not None:
         quantization = None if is_packed(quantization) else replace(quantization, keep_blocks=0)
     blocks = cast(WanModel, PartToLoad(random_part(config, 0), settings.dtype, quantization).load(device))
-    return optimize(blocks, attend=settings.attend, compile=settings.compile, device=device, graphs=False, ranks=ranks)
+    return optimize(blocks, attend=settings.attend, compile=settings.compile, device=device, ranks=ranks)
 
 
 def forward_each_kind(

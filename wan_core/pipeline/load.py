@@ -256,8 +256,7 @@ class Placement:
             applied.apply(cast(WanModel, model), loras, part)
         report.notes += [f"{name}: the file {part.part.prefers}"] * bool(part.part.prefers)
         report.notes += [f"{name}: {one.words(part.lora_words)}" for one in loras]
-        graphs = self.residency.policy == "resident"  # a graph knows addresses, and launches no copies
-        model = finish(model, settings, settings.device, graphs=graphs, ranks=self.ranks)
+        model = finish(model, settings, settings.device, ranks=self.ranks)
         self.residency.add(name, model, self.waits.waits(name))
         return applied
 
@@ -342,11 +341,10 @@ def finish(
     settings: ModelSettings,
     device: torch.device,
     *,
-    graphs: bool = True,
     ranks: RankMesh | None = None,
 ) -> nn.Module:
-    """Optimise a model that was loaded, in place, for where it will run. graphs: replay small forwards as CUDA graphs.
-    Again with other `ranks`: those share it from now on."""
+    """Optimise a model that was loaded, in place, for where it will run. Again with
+    other `ranks`: those share it from now on."""
     if isinstance(model, WanModel):
         if ranks is not None:
             check_lse(settings.attend.gives_lse, settings.attention, ranks.mesh)
@@ -355,7 +353,6 @@ def finish(
             attend=settings.attend,
             compile=settings.compile,
             device=device,
-            graphs=graphs,
             ranks=ranks,
             poll=settings.poll,
         )

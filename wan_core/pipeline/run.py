@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from wan_core.config.host_memory import available_bytes
-from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.report import Report
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families import family_of
@@ -126,9 +125,6 @@ class OwnMemory(RunOwner):
         name = name if name in residency.models else "high"
         words = None if self.models.ranks is not None else residency.cheaper(name)
         if words is not None:
-            for model in residency.models.values():
-                if isinstance(model, WanModel):
-                    model.runners.remove(GraphedBlocks)  # weights are elsewhere from now on
             residency.use(name)
         return words
 

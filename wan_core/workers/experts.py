@@ -34,5 +34,5 @@ class LoadedExperts:
         residency = self.models.residency
         for model in residency.models.values():
             assert isinstance(model, WanModel)
-            finish(model, self.models.settings, residency.device, graphs=residency.policy == "resident", ranks=ranks)
+            finish(model, self.models.settings, residency.device, ranks=ranks)
         self.mesh = ranks.mesh

@@ -217,8 +217,8 @@ class WanModel(nn.Module):
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
     def rope(self, grid: tuple[int, int, int], device: torch.device) -> Tensor:
-        """The rotation table of `grid` (39 MB at 720p). The last `ROPES` are kept: context windows take turns, and a
-        CUDA graph goes with its table."""
+        """The rotation table of `grid` (39 MB at 720p). The last `ROPES` are kept: context windows take
+        turns."""
         key = (grid, device)
         table = self._ropes.pop(key, None)
         if table is None:

@@ -1,4 +1,4 @@
-"""The chain of runners around the loop over the blocks: how sharding, step caching and CUDA graphs reach a model.
+"""The chain of runners around the loop over the blocks: how sharding and step caching reach a model.
 
 A runner is handed the inputs of the blocks and the rest of the chain, and returns the tokens after all blocks:
 
@@ -35,7 +35,6 @@ class Place(IntEnum):
     TILES = 1  # orders the tokens: everything below sees them in the order of the tiles
     SHARDS = 2  # hands this rank's tokens on: what is kept below is kept of a shard
     RESIDUALS = 3  # keeps or replaces what the blocks add
-    GRAPHS = 4  # replays the blocks
 
 
 @dataclass(frozen=True)

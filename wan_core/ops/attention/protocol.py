@@ -73,7 +73,6 @@ class Attention:
 
     takes_fp8: a block hands over q, k and v as `Quantized`, with one scale each and K's mean removed, to `quantized`.
     block: the length of the blocks that q, k and v are laid out in (`wan_core.ops.kernels.blocked`); 0: any layout.
-    capturable: a CUDA graph may hold its launches.
     gives_lse: `with_lse` (and `quantized_lse`, with `takes_fp8`) is implemented.
     agree: makes scales and means equal on all ranks that share the tokens; None where one device has all tokens.
     ring_size: ranks around which keys and values are passed; 1: this device has the keys of its heads.
@@ -81,7 +80,6 @@ class Attention:
 
     takes_fp8: bool = False
     block: int = 0
-    capturable: bool = True
     gives_lse: bool = False
     agree: Agree | None = None
     ring_size: int = 1

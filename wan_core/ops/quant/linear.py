@@ -6,8 +6,8 @@ An attached LoRA leaves the product as it was and adds one of low rank to it:
 
     out = linear(x) + (x @ down^T * strength) @ up^T
 
-The strengths are a tensor [R] that the products read: changing its numbers compiles nothing again, and captured graphs
-see it. Linears with the same ranks share it.
+The strengths are a tensor [R] that the products read: changing its numbers compiles nothing again.
+Linears with the same ranks share it.
 
 Legend: M rows of activations, K inputs, N outputs, R the ranks of all attached LoRAs together.
 

@@ -289,8 +289,6 @@ def _over_ranks(ring: Ring, share: Tensor) -> Tensor:
 class SparseAttention(Attention):
     """In the place of the attention of every layer, one object for all: reads what `call.sparse` says."""
 
-    capturable = False  # what it reads depends on the step
-
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         return state_of(call).attend(call, q, k, v)
 

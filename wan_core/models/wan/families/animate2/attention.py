@@ -224,7 +224,7 @@ class DrivenAttention(Attention):
         self.inner, self.dense = inner, inner if dense is None else dense
         if not self.dense.gives_lse:
             raise OptionError(f"Animate-2 attends to parts of the keys, and {lse_missing(type(self.dense).__name__)}")
-        self.capturable, self.gives_lse = inner.capturable, self.dense.gives_lse
+        self.gives_lse = self.dense.gives_lse
 
     @property
     def local(self) -> Attention:
