@@ -43,12 +43,10 @@ from wan_lab.samples import (
     batches,
     choose_samples,
     driving_frames,
-    one_by_one,
     read_samples,
 )
 
 FULL = "full"
-ALONE = "full, one video at a time"
 
 
 def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, outputs: Outputs) -> int:
@@ -140,26 +138,22 @@ class Measured:
     read: dict[str, list[float]] = field(default_factory=dict)  # of each run whose attention has a bound
     full: dict[str, Any] = field(default_factory=dict)
     first: dict[str, Tensor] = field(default_factory=dict)  # frames of the first sample, the full run's among them
-    alone: set[str] = field(default_factory=set)  # settings whose videos were made one at a time
     plan_words: str = ""
 
-    def add(self, name: str, runs: Sequence[Run]) -> Tensor:
-        """Add seconds and forwards of a batch, made in one or more runs, to `name`. Returns its frames
-        [B, F, H, W, 3]."""
-        frames = torch.cat([run.frames for run in runs])
-        self.seconds[name] = self.seconds.get(name, 0.0) + sum(run.seconds for run in runs)
+    def add(self, name: str, run: Run) -> Tensor:
+        """Add seconds and forwards of a batch to `name`. Returns its frames [B, F, H, W, 3]."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + run.seconds
         # All videos of a batch run the same forwards.
-        self.forwards[name] = self.forwards.get(name, 0) + sum(run.forwards * len(run.frames) for run in runs)
-        if reads := [run.read for run in runs for _ in run.frames if run.read is not None]:
-            self.read[name] = [*self.read.get(name, []), *reads]
-        return frames
+        self.forwards[name] = self.forwards.get(name, 0) + run.forwards * len(run.frames)
+        if run.read is not None:
+            self.read[name] = [*self.read.get(name, []), *[run.read] * len(run.frames)]
+        return run.frames
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the result file; `front`: the setting is on the Pareto front of savings and PSNR."""
         count = len(next(iter(self.comparisons.values()), []))
         rows: list[dict[str, Any]] = []
         for name, videos in self.comparisons.items():
-            over = ALONE if name in self.alone and ALONE in self.seconds else FULL
             forwards = self.forwards[name] / count
             rows.append(
                 {
@@ -171,8 +165,8 @@ class Measured:
                     **summary(videos),
                     **({"read": round(sum(self.read[name]) / count, 4)} if name in self.read else {}),
                     "seconds": round(self.seconds[name] / count, 4),
-                    "ratio": round(self.seconds[over] / self.seconds[name], 3),
-                    "ratio_to": over,
+                    "ratio": round(self.seconds[FULL] / self.seconds[name], 3),
+                    "ratio_to": FULL,
                 }
             )
         front = pareto({row["name"]: (row["saved"], row["psnr"]) for row in rows})
@@ -206,18 +200,13 @@ def measure_quality(
 ) -> Measured:
     """Make every sample in full and in each setting, in batches of `size`, from the same noise.
 
-    The adaptive cache decides from norms over the whole batch, so its videos are made one at a time, and so is the full
-    run that their seconds are compared with; bounds are kept over the whole batch. on_checked: called before the first
-    run, after every check. pipes: of settings that have a model of their own. judged: whether a video shows its
-    caption. full_run: what makes a batch in full, if not `make`. on_batch: called with a batch and its videos
-    [B, F, H, W, 3] by setting.
+    Bounds are kept over the whole batch. on_checked: called before the first run, after every check. pipes: of settings
+    that have a model of their own. judged: whether a video shows its caption. full_run: what makes a batch in full, if
+    not `make`. on_batch: called with a batch and its videos [B, F, H, W, 3] by setting.
     """
     full_run = full_run or make
     name, perceptual = find_perceptual()
     measured = Measured(name, {s: [] for s in settings})
-    measured.alone = {
-        s for s, options in settings.items() if size > 1 and options is not None and decides_alone(options)
-    }
     verdicts: list[bool | None] = []
     for batch in batches(pipe, base, samples, size):
         plan = batch.job.plan
@@ -227,19 +216,17 @@ def measure_quality(
                 plan_with(pipe, batch, one)  # raises for what this model cannot skip
             on_checked()
             for each in dict.fromkeys([pipe, *pipes.values()]):
-                warm_up(each, batch, plan, bool(measured.alone), full_run if each is pipe else make)
+                warm_up(each, batch, plan, full_run if each is pipe else make)
             measured.plan_words = f"{plan.task}   {len(plan.steps)} steps"
-        exact = measured.add(FULL, [full_run(pipe, batch, plan)])
-        if measured.alone:
-            measured.add(ALONE, [make(pipe, one, plan) for one in one_by_one(batch)])
+        exact = measured.add(FULL, full_run(pipe, batch, plan))
         measured.first.setdefault(FULL, exact[0])
         verdicts += [judged(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]
         videos = {FULL: exact}
         for setting, options in settings.items():
             frames = exact
             if setting != FULL:
-                own, parts = pipes.get(setting, pipe), one_by_one(batch) if setting in measured.alone else [batch]
-                frames = measured.add(setting, [make(own, part, plan_with(own, batch, options)) for part in parts])
+                own = pipes.get(setting, pipe)
+                frames = measured.add(setting, make(own, batch, plan_with(own, batch, options)))
             videos[setting] = frames
             measured.first.setdefault(setting, frames[0])
             for video, full, sample in zip(frames, exact, batch.samples, strict=True):
@@ -258,11 +245,6 @@ def measure_quality(
     return measured
 
 
-def decides_alone(options: SkipOptions) -> bool:
-    """Whether the run decides from a single video what it skips."""
-    return options.adaptive is not None and options.adaptive.rule != "bound"
-
-
 def plan_with(pipe: Pipeline, batch: Batch, options: SkipOptions | None) -> Plan:
     """The plan of the batch's videos with step caching and sparse attention as `options` say."""
     job, models = batch.job, pipe.models
@@ -279,14 +261,10 @@ def plan_with(pipe: Pipeline, batch: Batch, options: SkipOptions | None) -> Plan
     return build_plan(request, facts).plan
 
 
-def warm_up(
-    pipe: Pipeline, batch: Batch, plan: Plan, alone: bool, full_run: Callable[[Pipeline, Batch, Plan], Run]
-) -> None:
+def warm_up(pipe: Pipeline, batch: Batch, plan: Plan, full_run: Callable[[Pipeline, Batch, Plan], Run]) -> None:
     """A full run that is not timed, so that loading, compiling and tuning do not count for any setting."""
     show("warming up")
     full_run(pipe, batch, plan)
-    if alone:
-        make(pipe, next(one_by_one(batch)), plan)
 
 
 def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:

@@ -125,16 +125,6 @@ def batches(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int)
         yield Batch(group, jobs[0], joined(conditionings), noise.to(pipe.models.device))
 
 
-def one_by_one(batch: Batch) -> Iterator[Batch]:
-    """The videos of a batch, each as a batch of one."""
-    tensors = {name: rows for name in ROWS if (rows := getattr(batch.conditioning, name)) is not None}
-    for n, sample in enumerate(batch.samples):
-        own = batch.conditioning.inputs
-        inputs = {name: value[n : n + 1] if isinstance(value, Tensor) else value for name, value in own.items()}
-        part = replace(batch.conditioning, inputs=inputs, **{name: rows[n : n + 1] for name, rows in tensors.items()})
-        yield replace(batch, samples=[sample], conditioning=part, noise=batch.noise[n : n + 1])
-
-
 @contextmanager
 def drawn_media(task: str, request: Request, sample: Sample) -> Iterator[Request]:
     """`request`, with the sample's own image, or with pictures and videos of the drawn scene where the embedded model
