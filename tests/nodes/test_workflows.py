@@ -40,13 +40,6 @@ from wan_lab.metrics import judge
 HEADLESS = (ROOT / "docs" / "headless.md").read_text(encoding="utf-8")
 PAGES = pages()
 TITLES = {name: path.stem for name, path in PAGES.items() if path.parent == WORKFLOWS}  # those of the browser
-# The names of version 0.1, for the API and for links: docs/nodes.md says what took their place.
-OLD = """Embedded demo, Embedded driven, Fewer forwards, Four steps, Image to video Wan 2.1, Image to video,
-Mixed with native nodes, Multi GPU, Text to video, Video to video, Wan 2.1 vace first last frame,
-Wan 2.1 vace inpainting, Wan 2.1 vace outpainting, Wan 2.1 vace reference, Wan 2.1 vace video to video, Wan 2.2 5B,
-Wan 2.2 animate 14B, Wan 2.2 animate 2 loop, Wan 2.2 animate 2, Wan 2.2 first last frame, Wan 2.2 fun camera,
-Wan 2.2 fun control, Wan 2.2 fun inpaint, Wan 2.2 image to video, Wan 2.2 sound to video, Wan 2.2 text to video"""
-OLD_NAMES = [name.strip() for name in OLD.replace("\n", " ").split(",")]
 SCHEMAS = read_schemas()
 WIDGETS = ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")  # anything else is a socket
 KINDS: dict[str, type | tuple[type, ...]] = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool}
@@ -129,17 +122,6 @@ def test_there_is_one_for_every_use() -> None:
     assert all(TITLE.match(title) and not re.search(r'[<>:"/\\|?*]', title) for title in TITLES.values())
     assert len({page_form(name)["id"] for name in PAGES}) == len(PAGES)
     assert set(BLUEPRINTS) <= set(TITLES.values())
-
-
-def test_every_name_of_before_still_has_its_api_form_and_docs_say_what_took_its_place() -> None:
-    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| \*([^|*]+)\* \| ([^|]+) \|", page, re.MULTILINE))
-    assert set(rows) == set(OLD_NAMES)
-    for old, new in rows.items():
-        assert old.lower().replace("wan 2.", "wan2").replace(" ", "_") in PAGES
-        still_there = (WORKFLOWS / "more" / f"{old}.json").is_file()
-        assert still_there or re.search(r"WanCore \d\d", new), old
-        assert all(any(title.startswith(one) for title in TITLES.values()) for one in re.findall(r"WanCore \d\d", new))
 
 
 def test_every_file_has_an_address() -> None:
