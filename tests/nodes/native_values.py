@@ -106,7 +106,8 @@ def try_node(node: Any, objects: dict[str, Any], found: dict[str, Any]) -> None:
     schema = node.GET_SCHEMA()
     name = schema.node_id
     widgets = {one.id: one for one in schema.inputs if one.get_io_type() in WIDGETS}
-    links = {one.id: [one.get_io_type(), 0] for one in schema.inputs if one.id not in widgets and not one.optional}
+    needed = [one for one in schema.inputs if one.id not in widgets and not one.optional]
+    links = {one.id: [one.get_io_type().partition(",")[0], 0] for one in needed}  # the first of several types
     given = {key: objects[kind] for key, (kind, _) in links.items()}
     usual = {key: SMALL.get(key, one.default) for key, one in widgets.items()}
     usual = {key: widgets[key].options[0] if value is None else value for key, value in usual.items()}
