@@ -440,7 +440,7 @@ def test_an_interruption_between_blocks_leaves_the_ranks_in_step(
 
 def fields_of(asked: dict[str, Any], mesh: str) -> dict[str, Any]:
     asked = {"options": asdict(TINY), "request": asdict(Request(**asked)), "mesh": mesh}
-    return {**asked, "files": [], "keep": None, "keep_clips": None}
+    return {**asked, "files": [], "keep": None, "must_keep": False, "keep_clips": None}
 
 
 def test_an_interruption_does_not_wait_for_the_step(workers: Workers) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.forked import forking
-from wan_core.config import LoadOptions, Request
+from wan_core.checkpoint.save import load_latents
+from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import Workers
@@ -30,7 +33,13 @@ def test_workers_make_the_clips_of_one_process(tmp_path: Path, monkeypatch: pyte
     loaded = LoadOptions(model="tiny", task="i2v-tiny", device="cpu")
     alone = Pipeline.load(loaded).generate(asked)
     with forking(1), Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2")) as workers:
-        together = WorkerEngine(workers).generate(loaded, asked)
+        engine, kept = WorkerEngine(workers), tmp_path / "x.latents.safetensors"
+        with pytest.raises(OptionError, match="--save-latents given"):
+            engine.generate(loaded, replace(asked, svi=None), must_keep=True)
+        together = engine.generate(loaded, asked, keep_latents=kept, must_keep=True, keep_clips=tmp_path / "x.clips")
+        with pytest.raises(OptionError, match="--save-latents given"):  # said by the ranks
+            engine.generate(loaded, replace(asked, svi=None), must_keep=True)
+    assert torch.equal(load_latents(kept)[0], together.latents) and len(together.kept_clips) == 2
     assert (together.latents - alone.latents).abs().max() <= 1e-4 * alone.latents.abs().max()
     assert np.abs(together.frames.astype(int) - alone.frames).max() <= 2
     assert len(together.report.clips) == 2 and together.report.settings["svi"]
