@@ -74,7 +74,7 @@ def test_video_to_video_and_nag(tmp_path, capsys):
         (["--denoise", "0.5"], "give --from-video as well"),
         (["--from-video", str(before), "--denoise", "1"], "nothing of the video stays"),
         (["--from-video", str(before), "--denoise", "0.95", "--steps", "4"], "leaves nothing of the video"),
-        (["--from-video", str(before), "--frames", "13"], "has 9 frames, and 13 are asked for"),
+        (["--from-video", str(before), "--frames", "13"], "has 9 frames at 8 frames per second, and 13 are asked for"),
         (["--from-video", str(tmp_path / "none.mp4")], "none.mp4"),
         (["--guidance-high", "3", "--guidance-low", "3", "--nag", "5"], "every step has guidance"),
     ]:
