@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ranges that overlap": {"shift": 5.0, "overlap": 0.2},
     "a long text": {"rows": (1024, 512)},
     "long texts, one of them negative": {"rows": (600, 700), "shift": 5.0, "negative": True, "cuts": THIRDS},
-    "long texts of one length": {"rows": (1024, 1024), "negative": True, "overlap": 0.2},
+    "long texts of one length that overlap": {"rows": (1024, 1024), "negative": True, "overlap": 0.2},
     "two texts combined, three negative ones": {"shift": 5.0, "overlap": 1.0, "negative": True, "cuts": THIRDS},
 }
 
