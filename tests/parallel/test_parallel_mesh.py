@@ -381,7 +381,7 @@ def test_a_ring_moves_everything_whatever_is_read():
 def test_a_sparse_step_is_estimated_as_the_kernel_that_runs(sparsity: float):
     """It is the sparse one even where dense attention is faster (1.09 of its time to read all, as measured): both
     estimates say so, and the same within 3 %."""
-    assert layer_rule(SparseOptions(sparsity=sparsity), None, 0, sparsity) is not None
+    assert layer_rule(SparseOptions(sparsity=sparsity), 0, sparsity) is not None
     sparse, dense = (forward_seconds(Mesh(), T2V_A14B, 75_600, **FP8, read=read) for read in (1 - sparsity, 1.0))
     cost = step_cost(sparsity, attention_share(T2V_A14B, 75_600))
     assert sparse / dense == pytest.approx(cost, rel=0.03)

@@ -297,7 +297,7 @@ def test_sparse_calls_are_those_of_our_engine(sparse: SparseOptions) -> None:
     output = NativeAttention("auto", sparse)(original, *tensors, **options(of, layer=1))
     kernel = KERNELS["math"]
     tiles = make_tiles(GRID, block_length(kernel, TOKENS), torch.device("cpu"), parts=sparse.parts)
-    rule = layer_rule(sparse, None, 1, 0.5)
+    rule = layer_rule(sparse, 1, 0.5)
     state = SparseForward(kernel, (SDPA,), tiles, (rule,), slope=sparse.slope)
     ordered = [heads(x)[:, tiles.order] for x in tensors]
     assert torch.equal(heads(output), state.attend(AttentionCall(0), *ordered)[:, tiles.inverse])
