@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Nodes:
-    """`add` and `kill` nodes; the head has no CPU."""
+    """`add` and `kill` nodes; the head has no CPU. temporary: the folder of all nodes for temporary files."""
 
-    def __init__(self) -> None:
+    def __init__(self, temporary: Path) -> None:
+        self.temporary = temporary
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE}
@@ -46,6 +49,10 @@ class Nodes:
     def kill_head(self) -> None:
         """The process that knows all nodes; those go on alone."""
         self.cluster.head_node.all_processes["gcs_server"][0].process.kill()
+
+    def left_over(self) -> list[str]:
+        """Temporary files of WanCore on the nodes."""
+        return [path.name for path in self.temporary.iterdir() if path.name.lstrip(".").startswith("wancore")]
 
     def busy(self) -> list[str]:
         """The ids of nodes whose CPU is taken; connects this process to the cluster."""
@@ -76,9 +83,15 @@ def nodes() -> Iterator[Nodes]:
         "OMP_NUM_THREADS": "1",
         "WANCORE_RAY_WITHOUT_TOKEN": "1",
     }
-    cluster_nodes = Nodes()
+    temporary = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray makes sockets below it
+    before, tempfile.tempdir = os.environ.get("TMPDIR"), str(temporary)
+    os.environ["TMPDIR"] = str(temporary)
+    cluster_nodes = Nodes(temporary)
     yield cluster_nodes
     import ray
 
     ray.shutdown()
     cluster_nodes.cluster.shutdown()
+    tempfile.tempdir = None
+    os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
+    shutil.rmtree(temporary, ignore_errors=True)

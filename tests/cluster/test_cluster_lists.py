@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.cluster.conftest import ROOT, Nodes
 from tools.processes import wait_until
 from wan_core.cli import main
 from wan_core.cluster import lists
 from wan_core.cluster.actors import VideoMaker
+from wan_core.config.temporary import _root
 from wan_core.workers import video_list
 from wan_core.workers.video_list import VideoList
 
@@ -41,6 +43,16 @@ def write_list(folder: Path, lines: list[dict[str, Any]]) -> Path:
 
 def made_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.mp4")}
+
+
+def nothing_stays(nodes: Nodes) -> None:
+    """No temporary file is on the nodes when a list has ended, of makers that Ray killed or whose nodes it lost."""
+    wait_until(lambda: not [name for name in nodes.left_over() if name != own_name()], 30, "temporary files stay")
+
+
+def own_name() -> str:
+    """The folder of this process, the driver, which runs on."""
+    return _root().name if _root.cache_info().currsize else ""
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +94,7 @@ def test_a_node_is_killed_and_one_joins(
     joined = sum(f"node {added}" in line for line in finished)
     with capfd.disabled():
         print(f"\nthe node that joined made {joined} videos")
+    nothing_stays(nodes)
     assert joined or int(STEPS) < LONG, "a list of one step ends before a node has started"
 
 
@@ -101,7 +114,28 @@ def test_the_driver_is_killed(nodes: Nodes, reference: dict[str, bytes], tmp_pat
     assert f"videos: {12 - len(times)} made, {len(times)} were there before" in again.stdout
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in times} == times
     assert made_in(tmp_path) == {name: reference[name] for name in sorted(reference)[:12]}
+    nothing_stays(nodes)
     assert len(list(tmp_path.glob(".*"))) == 0
+
+
+def test_a_killed_node_leaves_no_picture(nodes: Nodes, tmp_path: Path) -> None:
+    """It is killed while it makes a video of one, and the next node makes that."""
+    nodes.have(1)
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    path = write_list(tmp_path, [{"prompt": "a red circle", "image": str(tmp_path / "a.png")}])
+    codes: list[int] = []
+    command = [*TINY, "--prompts", str(path), "--out", str(tmp_path / "o.mp4"), "--ray", nodes.address]
+    thread = threading.Thread(target=lambda: codes.append(main([*command, "--gpus", "cpu"])))
+    thread.start()
+    ranks = ".wancore*/workers-*"  # of a maker, which starts them for its first video
+    wait_until(lambda: list(nodes.temporary.glob(ranks)), 300, "no maker works")
+    wait_until(lambda: list(nodes.temporary.glob(".wancore*/**/*.png")), 60, "no picture arrives")
+    nodes.kill()
+    wait_until(lambda: not list(nodes.temporary.glob(".wancore*/**/*.png")), 30, "the picture stays")
+    nodes.add()
+    thread.join()
+    assert codes == [0]
+    nothing_stays(nodes)
 
 
 class Fails(VideoMaker):

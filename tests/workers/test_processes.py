@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Started:
 
 
 def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(processes, "own_folder", lambda name: Path(tempfile.mkdtemp(dir=tmp_path)))
     seen: dict[str, str] = {}
 
     def popen(*_: Any, env: dict[str, str], **__: Any) -> None:

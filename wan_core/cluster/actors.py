@@ -20,6 +20,7 @@ from typing import Any
 
 from wan_core.cluster.connect import has_token
 from wan_core.cluster.files import missing, put, with_paths, with_words
+from wan_core.config.temporary import make_named_folder, own_folder
 
 WAIT_SECONDS = 0.3  # for the next frame; an answer carries all that are there
 
@@ -68,7 +69,7 @@ class VideoMaker(OnNode):
         number, here = 0, dict[str, str]()
         check = ListCheck(unpack(LoadOptions, loaded), torch.device(self.devices[0]))
         try:
-            with tempfile.TemporaryDirectory(prefix="wancore-") as folder:
+            with tempfile.TemporaryDirectory(dir=own_folder("media")) as folder:
                 here = put(media, folder)
                 for number, request in enumerate(requests):  # noqa: B007
                     notes |= dict.fromkeys(check.notes(unpack(Request, with_paths(request, here))))
@@ -94,7 +95,7 @@ class VideoMaker(OnNode):
             if self.engine is None:
                 options = WorkerOptions(devices=self.devices, mesh=self.mesh, step_timeout=self.step_timeout)
                 self.engine = WorkerEngine(Workers(options))
-            with tempfile.TemporaryDirectory(prefix="wancore-") as folder:
+            with tempfile.TemporaryDirectory(dir=own_folder("media")) as folder:
                 here = put(media, folder)
                 asked = unpack(Request, with_paths(request, here))
                 video = ListedVideo(0, asked, Path(folder, "video.mp4"), key)
@@ -158,8 +159,9 @@ class NodeRanks(OnNode):
             self.connected = True
 
     def put(self, media: Mapping[str, bytes]) -> dict[str, str]:
-        """Files for all requests of this run, see `files.put`. The supervisor deletes them at its end."""
-        os.makedirs(self.inputs, mode=0o700, exist_ok=True)
+        """Files for all requests of this run, see `files.put`. They are deleted with this process."""
+        if not os.path.isdir(self.inputs):
+            make_named_folder(Path(self.inputs))
         return put(media, self.inputs)
 
     def send(self, header: dict[str, Any], body: bytes) -> bool:

@@ -51,7 +51,7 @@ def main() -> int:
     stdin, report = own_pipes()
     options = BridgeOptions(**json.loads(stdin.readline()))
     parent = os.getppid()
-    threading.Thread(target=end_with_parent, args=(stdin, parent, (options.log_dir,)), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(stdin, parent), daemon=True).start()
     found = Bridge(options).run()
     report.write(json.dumps(found) + "\n")
     report.flush()

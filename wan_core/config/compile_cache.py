@@ -9,7 +9,6 @@ that are not as they were written are removed (`compiled_files`).
 
 from __future__ import annotations
 
-import atexit
 import errno
 import functools
 import hashlib
@@ -27,6 +26,7 @@ from typing import BinaryIO
 
 from wan_core.config.checks import OptionError
 from wan_core.config.compiled_files import CompiledFiles
+from wan_core.config.temporary import own_folder
 
 log = logging.getLogger(__name__)
 INDUCTOR, FLASH_ATTENTION = "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -231,11 +231,9 @@ def _checked(folder: Path) -> CompiledFiles:
 
 @functools.cache
 def _temporary(reason: str) -> Path:
-    """A new folder of this process that only this user can enter, removed at the end."""
+    """A new folder of this process that only this user can enter."""
     log.warning("compiled kernels are not kept, because they would be executed later, and %s", reason)
-    folder = tempfile.mkdtemp(prefix="wancore-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    return own_folder("compiled")
 
 
 def _is_set_by_user(variable: str) -> bool:

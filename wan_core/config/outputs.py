@@ -142,7 +142,7 @@ class Outputs:
 def check_place(path: Path) -> None:
     """Raise OptionError if no file could be made where `path` is: before hours of work, not after."""
     _check_no_folder(path)
-    probe = _temporary(path)
+    probe = owned_path(path)
     try:
         probe.touch(exist_ok=False)
         probe.unlink()
@@ -217,7 +217,7 @@ def written_beside(path: str | os.PathLike[str], *, tidy: bool = True) -> Iterat
         return
     if tidy:
         remove_left_over(path.absolute().parent)
-    temporary = _temporary(path)
+    temporary = owned_path(path)
     try:
         temporary.touch(exist_ok=False)
         yield temporary
@@ -246,7 +246,7 @@ def folder_beside(path: Path, first: str) -> Iterator[Path]:
     of the first picture. Raises OptionError where another folder is there, and OSError."""
     check_replaced_folder(path, first)
     remove_left_over(path.absolute().parent)
-    temporary, old = _temporary(path), _temporary(path)
+    temporary, old = owned_path(path), owned_path(path)
     try:
         temporary.mkdir()
         yield temporary
@@ -307,7 +307,7 @@ def remove_left_over(folder: Path) -> None:
             continue
         path = folder / name
         with suppress(OSError):  # another process removes it too, or may not read or remove it
-            if (_has_ended(part[1]) if part else _is_left_over(path)) and not path.is_symlink():
+            if (_has_ended(part[1]) if part else is_left_over(path)) and not path.is_symlink():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -322,7 +322,7 @@ def make_claim(path: Path) -> Path | None:
     claim = claim_of(path)
     try:
         with claim.open("x") as file:
-            file.write(_owner())
+            file.write(owner_text())
     except FileExistsError:
         return None  # `remove_left_over` has looked at it
     except OSError:
@@ -332,7 +332,8 @@ def make_claim(path: Path) -> Path | None:
     return claim
 
 
-def _is_left_over(claim: Path) -> bool:
+def is_left_over(claim: Path) -> bool:
+    """Whether the process that `claim`, a file with `owner_text`, names has ended. Raises OSError."""
     if not claim.is_file():
         return False  # a pipe that a program made would be read without end
     owner = claim.read_text(errors="replace")[:80].partition("\n")[0]
@@ -340,8 +341,9 @@ def _is_left_over(claim: Path) -> bool:
     return time.time() - claim.stat().st_mtime > UNSIGNED_SECONDS if unsigned else _has_ended(owner)
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{_short(path.stem)}.{_owner()}-{secrets.token_hex(2)}.part")
+def owned_path(path: Path) -> Path:
+    """A hidden name beside `path` that says which process made it: `remove_left_over` finds it."""
+    return path.with_name(f".{_short(path.stem)}.{owner_text()}-{secrets.token_hex(2)}.part")
 
 
 def _short(name: str) -> str:
@@ -349,7 +351,8 @@ def _short(name: str) -> str:
     return os.fsencode(name)[:80].decode("utf-8", "ignore")
 
 
-def _owner() -> str:
+def owner_text() -> str:
+    """This process, as `is_left_over` reads it."""
     return f"{_machine()}-{os.getpid()}-{RUN}"
 
 

@@ -9,7 +9,6 @@ import queue
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from wan_core.config.temporary import own_folder
 from wan_core.workers.control import Channel, ChannelError, Listener, new_key
 from wan_core.workers.faults import end_of_logs
 from wan_core.workers.options import WorkerOptions
@@ -117,7 +117,7 @@ class WorkerProcesses:
         with contextlib.ExitStack() as undo:
             self.listener = Listener(self.key)
             undo.callback(self.listener.close)
-            self.folder = tempfile.mkdtemp(prefix="wancore-workers-")
+            self.folder = str(own_folder("workers"))
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             sent = told(
                 key=self.key.hex(),

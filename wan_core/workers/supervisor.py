@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +28,7 @@ LOG_CHARACTERS = 2000  # reported from the end of a rank's log
 class SupervisorOptions:
     """key, port: of the control channel, which rank 0 connects to, key as hex. meeting: the fields of
     `rendezvous.Meeting`, None for one host. interface: of the network, for the exchanges between hosts. inputs: a
-    folder that is deleted at the end, as `log_dir` is when the program has ended."""
+    folder that is deleted at the end."""
 
     key: str
     port: int
@@ -64,11 +64,10 @@ def main() -> int:
     stdin, report = own_pipes()
     options = SupervisorOptions(**json.loads(stdin.readline()))
     parent = os.getppid()
-    folders = [folder for folder in (options.inputs, options.log_dir) if folder is not None]
-    threading.Thread(target=end_with_parent, args=(stdin, parent, folders), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(stdin, parent), daemon=True).start()
     found = run(options)
-    for folder in folders[:-1]:
-        shutil.rmtree(folder, ignore_errors=True)
+    if options.inputs is not None:
+        shutil.rmtree(options.inputs, ignore_errors=True)
     report.write(json.dumps(found) + "\n")
     report.flush()
     return 1 if found else 0
@@ -83,9 +82,9 @@ def own_pipes() -> tuple[IO[str], IO[str]]:
     return stdin, report
 
 
-def end_with_parent(stdin: IO[str], parent: int, folders: Sequence[str]) -> None:
-    """A thread: kill this process when the program has ended, and delete the folders. Its end of the pipe may stay open
-    in a process that it forked, so the parent's process id is checked as well."""
+def end_with_parent(stdin: IO[str], parent: int) -> None:
+    """A thread: kill this process when the program has ended. Its end of the pipe may stay open in a process that it
+    forked, so the parent's process id is checked as well."""
     gone = threading.Event()
 
     def wait() -> None:
@@ -95,8 +94,6 @@ def end_with_parent(stdin: IO[str], parent: int, folders: Sequence[str]) -> None
     threading.Thread(target=wait, daemon=True).start()
     while not gone.wait(0.25) and os.getppid() == parent:
         pass
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)  # the kernel kills the ranks with it, also those that are stopped
 
 
