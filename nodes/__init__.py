@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from wan_core.config.printing import plain_logs
+
 from . import host
 from .accelerate import WanCoreAccelerate
 from .animate import WanCoreAnimate, WanCoreAnimate2
@@ -37,6 +39,7 @@ from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
 from .windows import WanCoreContextWindows
 from .workers import WanCoreLauncher
 
+plain_logs()
 NODES: list[type[io.ComfyNode]] = [
     checked(node)
     for node in (

@@ -20,17 +20,11 @@ class CheckpointError(UserError):
     """A model file is damaged, incomplete, of an unknown format, or not the part that was asked for.
 
     `fault` says what is wrong and what to do; `where` names the file. The message is `"{where}: {fault}"`. Code that
-    sees only names and shapes (the key tables) raises it without `where`; `detect` adds it. Names of a file may contain
-    anything: characters that are not printable are replaced, so that the message is one line.
+    sees only names and shapes (the key tables) raises it without `where`; `detect` adds it.
     """
 
     def __init__(self, fault: str, *, where: str = "") -> None:
-        message = f"{where}: {fault}" if where else fault
-        if not message.isprintable():
-            message = "".join(
-                character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in message
-            )
-        super().__init__(message)
+        super().__init__(f"{where}: {fault}" if where else fault)
         self.fault = fault
         self.where = where
 

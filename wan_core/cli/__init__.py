@@ -45,6 +45,7 @@ from wan_core.cli.quality import (
     run_quality,
 )
 from wan_core.config import PRECISIONS, ControlOptions, LoadOptions, PlanNumbers, Request, UserError
+from wan_core.config.printing import plain_output
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
 from wan_core.sampling.build import PlanRequest
@@ -57,7 +58,11 @@ OUT_OF_MEMORY = "Try --residency stream, a smaller --size or fewer --frames."
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand. Returns the exit code: 0 done, 1 a check failed, 2 user error, 3 out of memory,
     130 interrupted, 141 nobody reads the output any more."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    with plain_output():
+        return _main(sys.argv[1:] if arguments is None else list(arguments))
+
+
+def _main(arguments: list[str]) -> int:
     if arguments[:1] == ["bench"]:
         return run_benchmarks(arguments[1:])
     if not arguments:

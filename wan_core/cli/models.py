@@ -105,10 +105,10 @@ def download_missing(root: Path, files: Sequence[ModelFile]) -> None:
     if not missing:
         return
     if importlib.util.find_spec("huggingface_hub") is None:
-        addresses = "\n".join(f"  {file.address}\n    into {root / file.folder}" for file in missing)
+        addresses = "; ".join(f"{file.address} into {root / file.folder}" for file in missing)
         raise OptionError(
-            f"huggingface_hub is not installed: `{module('pip', 'install', 'huggingface_hub')}`, or download by hand\n"
-            + addresses
+            f"huggingface_hub is not installed: `{module('pip', 'install', 'huggingface_hub')}`, or download by hand: "
+            f"{addresses}"
         )
     free, needed = shutil.disk_usage(root).free, sum(file.gb for file in missing) * 1e9 + SPARE
     if free < needed:

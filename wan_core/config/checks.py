@@ -12,10 +12,15 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from wan_core.config.limits import MAX_PICTURE, MAX_SIDE, MAX_VIDEO_SIDE
+from wan_core.config.printing import printable
 
 
 class UserError(ValueError):
-    """The input is wrong; the message is written for the user. Base class of all such errors."""
+    """The input is wrong; the message is written for the user, in one printable line whatever a file says that it
+    quotes. Base class of all such errors."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class OptionError(UserError):
