@@ -177,7 +177,7 @@ def test_a_damaged_claim_keeps_no_name_for_long(tmp_path: Path, way: str, old: b
     """A power failure leaves it without its text. Nothing waits for a pipe, and nobody's folder goes."""
     path = tmp_path / "x.mp4"
     claim = claim_of(path)
-    texts = {"empty": b"", "zeroed": bytes(30), "cut": outputs_module._owner()[:12].encode(), "other text": b"mine"}
+    texts = {"empty": b"", "zeroed": bytes(30), "cut": outputs_module.owner_text()[:12].encode(), "other text": b"mine"}
     if way in texts:
         claim.write_bytes(texts[way])
     else:

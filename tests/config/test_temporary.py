@@ -58,7 +58,7 @@ def test_nothing_stays_of_a_process(tmp_path: Path, how: object) -> None:
 
 
 def test_the_next_process_removes_what_a_lost_machine_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of processes that have ended, and nothing of one that runs."""
+    """Folders of processes that have ended go, and nothing of one that runs."""
     monkeypatch.setattr(temporary.tempfile, "gettempdir", lambda: str(tmp_path))
     running = start(tmp_path, 60)
     others = sorted(tmp_path.iterdir())

@@ -335,7 +335,7 @@ def test_what_a_killed_run_was_writing_goes_with_the_folder(
     shutil.copytree(left[0], folder)
     with monkeypatch.context() as patched:
         patched.setattr(outputs, "RUN", "00000000")  # of an earlier process
-        outputs._temporary(folder / "clip").write_bytes(b"half of a clip")
+        outputs.owned_path(folder / "clip").write_bytes(b"half of a clip")
     remove_kept(pipe.generate(request(picture), keep_clips=folder).kept_clips)
     assert not folder.exists()
 

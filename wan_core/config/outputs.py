@@ -337,8 +337,7 @@ def is_left_over(claim: Path) -> bool:
     if not claim.is_file():
         return False  # a pipe that a program made would be read without end
     owner = claim.read_text(errors="replace")[:80].partition("\n")[0]
-    unsigned = OWNER.fullmatch(owner) is None
-    return time.time() - claim.stat().st_mtime > UNSIGNED_SECONDS if unsigned else _has_ended(owner)
+    return _has_ended(owner) if OWNER.fullmatch(owner) else time.time() - claim.stat().st_mtime > UNSIGNED_SECONDS
 
 
 def owned_path(path: Path) -> Path:
