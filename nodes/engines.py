@@ -175,7 +175,6 @@ class ComfyEngine:
             on_step=on_step,
             on_leftover=on_leftover,
             checks=BlockChecks(host.check_interruption),
-            files={"high": run.model.experts.high.path, "low": run.model.experts.low_path},
         )
 
 

@@ -30,7 +30,6 @@ from wan_core.sampling.native.plan import WholeRun, falls
 from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
 from wan_core.sampling.native.summary import advice_for, missing_kernels, report_text
 from wan_core.sampling.schedules import find_part
-from wan_core.sampling.sparsity.last_run import write_last
 from wan_core.sampling.sparsity.schedule import attention_share, step_bounds, step_sparsities
 
 from .native_beside import (
@@ -178,9 +177,7 @@ def _sample(
     kernels = missing_kernels(card) if override.attention in CHOSEN else []
     each = guider.model_patcher.model_size() / sum(one.numel() for one in dit.parameters())
     share = attention_share(dit, tokens_of(dit, noise.shape))
-    attention, notes = run.measured()
-    run.notes += notes
-    write_last(type(dit).__name__, sparse, {"high": checkpoint_of(guider.model_patcher)}, attention)
+    run.notes += run.measured()
     note_compiled()
     report(report_text(run, sparse, share, advice_for(run, kernels, card, each)))
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,8 @@ TINY = Path(__file__).parents[2] / "wan_core" / "assets" / "tiny"
 CPU = torch.device("cpu")
 CAPTION = "a red circle moving right on a blue background"
 Attention = Sequence[Mapping[str, Any]]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -297,3 +300,18 @@ def test_the_first_steps_have_a_third_of_the_bound(experts: dict[str, WanModel])
     attention = run(experts, plan)[1]
     assert_kept(attention[:6], 0.02)
     assert max(error or 0.0 for step in attention[8:] for error in step["errors"]) > 0.03
+
+
+def calls(source: Path, name: str) -> list[ast.Call]:
+    """The calls of a function in a file."""
+    found = [node for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call)]
+    return [node for node in found if getattr(node.func, "id", getattr(node.func, "attr", "")) == name]
+
+
+def test_nodes_keep_nothing_beside_models() -> None:
+    """Neither they nor what workers sample for them say where: any workflow would write into the models folder."""
+    sources = [*(ROOT / "nodes").rglob("*.py"), ROOT / "wan_core" / "workers" / "jobs.py"]
+    sampled = [call for source in sources for call in calls(source, "sample_latents")]
+    assert len(sampled) == 2 and not any(keyword.arg == "files" for call in sampled for keyword in call.keywords)
+    assert not [call for source in sources for call in calls(source, "write_last")]
+    assert calls(ROOT / "wan_core" / "pipeline" / "denoise.py", "write_last"), "the command line does"

@@ -86,7 +86,8 @@ def sample_latents(
 
     start: what `noise` was made of, for solvers that need more than that. ranks: those that run this together. vae: of
     the VAE whose latents these are. on_step and checks may raise to interrupt. on_leftover: told what another run can
-    go on with, where noise is left over. files: of the experts, beside which it is kept what a bounded run took.
+    go on with, where noise is left over. files: of the experts, beside which it is kept what a bounded run took; None:
+    nowhere.
     """
     checks = checks or BlockChecks()
     clock, forwards, measurements = StepClock(report), 0, Measurements()

@@ -197,7 +197,6 @@ class Jobs:
             on_step=self.on_step(between, preview=True),
             checks=between,
             ranks=ranks,
-            files={"high": models.checkpoint, "low": models.low_checkpoint},
         )
         with report.phase("save latents"):
             self.keep(header["keep"], latents, header["fps"], report, header["settings"])

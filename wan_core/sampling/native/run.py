@@ -118,12 +118,11 @@ class NativeRun:
             return [1 - self.sparsities[index] for index in self.sparse_steps]
         return [step.read for step in self.bounded.finished() if step.read < 1]
 
-    def measured(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """What bounded attention read and measured in each step, and a line about it; waits for the device."""
-        attention: list[dict[str, Any]] = []
+    def measured(self) -> list[str]:
+        """A line about what bounded attention read and measured; waits for the device."""
         notes: list[str] = []
-        self.measurements.add_to(attention, notes)
-        return attention, notes
+        self.measurements.add_to([], notes)
+        return notes
 
     def take(self, by: str) -> None:
         """Count a call of self-attention that `by` computes."""

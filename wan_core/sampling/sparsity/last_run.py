@@ -1,6 +1,7 @@
 """What the last bounded run with some weights read: a small file beside them, for the estimates of the next plan.
 
-A run is never controlled by it. It is written where the folder can be written to, but not for the embedded model.
+A run is never controlled by it. The command line writes it where the folder can be written to, but not for the embedded
+model; nodes and what workers sample for them write nothing beside models.
 """
 
 from __future__ import annotations
