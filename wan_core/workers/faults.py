@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import socket
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -98,6 +99,17 @@ def write_error_file(failure: Mapping[str, Any]) -> None:
 def rank_name(status: Mapping[str, Any]) -> str:
     device = f", {status['device']}" if "device" in status else ""
     return f"rank {status['rank']} on {status['host']} (process {status['pid']}{device})"
+
+
+def stopped_words(status: Mapping[str, Any]) -> str:
+    """`: its process is stopped (SIGSTOP, a debugger)`, where a rank of this host is; else nothing."""
+    if status["host"] != socket.gethostname():
+        return ""
+    try:
+        state = Path(f"/proc/{status['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return ": its process is stopped (SIGSTOP, a debugger)" if state in ("T", "t") else ""
 
 
 def place(status: Mapping[str, Any]) -> str:

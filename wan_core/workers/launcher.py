@@ -23,7 +23,7 @@ from torch import Tensor
 from wan_core.config import OptionError, UserError
 from wan_core.pipeline.run import COMPILING
 from wan_core.workers.control import ChannelError
-from wan_core.workers.faults import describe_failure, explain, place, places, rank_name
+from wan_core.workers.faults import describe_failure, explain, place, places, rank_name, stopped_words
 from wan_core.workers.options import WorkerOptions
 from wan_core.workers.processes import STOP_SECONDS, Frame, Processes, WorkerProcesses, begin_request
 
@@ -214,17 +214,19 @@ class Workers:
         since_frame = now - processes.last_frame
         if since_frame > options.heartbeat_timeout:
             where = places(statuses) or "it never reported where it is"
-            self._end()
-            raise WorkerError(
-                f"rank 0 sent no heartbeat for {since_frame:.0f} s (stopped, or its machine is overloaded): "
-                f"{where}. {RESTART}"
+            why = (
+                next((stopped_words(one) for one in statuses if one["rank"] == 0), "")
+                or ": it is stopped, or its machine is overloaded"
             )
+            self._end()
+            raise WorkerError(f"rank 0 sent no heartbeat for {since_frame:.0f} s{why}; {where}. {RESTART}")
         for status in statuses:
             # By rank 0's clock: the time since rank 0's last frame does not count against the others.
             if status["since_heartbeat"] > options.heartbeat_timeout:
+                why = stopped_words(status)
                 self._end()
                 raise WorkerError(
-                    f"{rank_name(status)} sent no heartbeat for {status['since_heartbeat']:.0f} s, it was last "
+                    f"{rank_name(status)} sent no heartbeat for {status['since_heartbeat']:.0f} s{why}, it was last "
                     f"in {place(status)}; {places(statuses)}. {RESTART}"
                 )
         # Ranks that waited for this request made no progress either.

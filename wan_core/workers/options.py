@@ -24,7 +24,7 @@ class WorkerOptions:
     mesh: str = "auto"
     start_timeout: float = 300.0
     step_timeout: float = 600.0
-    heartbeat_timeout: float = 60.0
+    heartbeat_timeout: float = 30.0
     here: bool = True
 
     def __post_init__(self) -> None:
