@@ -113,7 +113,7 @@ class Rule(NamedTuple):
 RULES = [
     Rule(reason, re.compile(pattern))
     for reason, pattern in (
-        ("installs or downloads", r"^(pip|git|hf) "),
+        ("installs or downloads", r"^(pip|git|hf|python -m venv) "),
         ("sets up .venv, from the network", r"^make "),
         ("runs the tests themselves", r"^(\w+=\S+ )*(\.venv/bin/)?(python -m )?pytest"),
         (

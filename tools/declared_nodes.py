@@ -17,14 +17,30 @@ TYPES |= {"Sigmas": "SIGMAS", "Mask": "MASK", "AudioEncoderOutput": "AUDIO_ENCOD
 TYPES |= {"WanCameraEmbedding": "WAN_CAMERA_EMBEDDING", "ClipVision": "CLIP_VISION"}
 
 
+class Declared(dict[str, Any]):
+    """An input as it was declared."""
+
+    io_type = ""
+
+    def __init__(self, id: str, **options: Any) -> None:
+        super().__init__({"name": id, "type": self.io_type, **options})
+
+    @property
+    def id(self) -> str:
+        return self["name"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
 class Recorder:
     """Stands for a socket type: `Input` and `Output` keep what they are given."""
 
     def __init__(self, io_type: str) -> None:
         self.io_type = io_type
-
-    def Input(self, id: str, **options: Any) -> dict[str, Any]:
-        return {"name": id, "type": self.io_type, **options}
+        self.Input = type(f"{io_type}Input", (Declared,), {"io_type": io_type})
 
     def Output(self, id: str, display_name: str, **options: Any) -> dict[str, Any]:
         return {"id": id, "name": display_name, "type": self.io_type, **options}

@@ -288,9 +288,10 @@ def test_an_expert_that_streams_hands_its_memory_over(nodes: SimpleNamespace, st
     low = model.patchers["low"].residency.host_weights["low"]
     assert stage.kept and stage.held == stage_bytes([unit.layout.nbytes for unit in low.units], stage.resident)
     of_low = [unit for unit, weights in copied if weights is low]
-    assert sorted(set(of_low)) == sorted(stage.kept) and len(of_low) == 2 * len(stage.kept)
+    assert sorted(set(of_low)) == sorted(stage.kept)
     at_change = next(i for i, step in enumerate(make_plan(task="t2v-tiny", steps=2).steps) if step.expert == "low")
-    assert len(of_low) - sum(weights is low for _, weights in copied[: marks[at_change - 1]]) == 2  # the rest alone
+    before = [unit for unit, weights in copied[: marks[at_change - 1]] if weights is low]
+    assert {*before} == {*stage.kept} - {0}  # blocks that stay are there before its first step
 
 
 def test_what_is_evicted_holds_no_device_memory(nodes: SimpleNamespace) -> None:
@@ -395,7 +396,7 @@ def test_a_text_encoder_that_does_not_fit_streams(nodes: SimpleNamespace, tmp_pa
     nodes.manager.room = int((fits - 1e4 if small else fits + 1e6) / (1 - RESERVE[1]))
     try:
         for prompts in (["a red circle"], ["a blue cross moving up", ""]):
-            encoded = text.encode(prompts)
+            encoded = text.encode_prompts(prompts)
             for conditioning, rows in zip(encoded, exact.encode(prompts), strict=True):
                 assert torch.equal(conditioning[0][0][0], rows[: conditioning[0][0].shape[1]])
             assert [bool(stage.slots) for stage in residency.stages.values()] == [True] * small

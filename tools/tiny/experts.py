@@ -257,7 +257,7 @@ class InBf16:
     """The runner of `run_in_bf16`."""
 
     name: ClassVar[str] = "autocast"
-    place: ClassVar[Place] = Place.GRAPHS
+    place: ClassVar[Place] = Place.RESIDUALS
 
     def __init__(self, device: torch.device, bf16: bool) -> None:
         self.device, self.bf16 = device, bf16

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.execution.memory.file_reader import Stretch, read_stretch
-from wan_core.execution.memory.mapped_files import MappedFiles
+from wan_core.execution.memory.mapped_files import MappedFiles, changed_pages
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import is_attached
@@ -108,14 +108,16 @@ class Unit:
         if self.memory is not None:
             flat[start:stop].copy_(self.memory.bytes[start:stop], non_blocking=True)
             return
-        read = {stretch.start for stretch in self.stretches}
+        read = {stretch.start for stretch in self.in_file(start, stop)}
         for place, own in zip(self.layout.places, self.home, strict=True):
             if start <= place.offset < stop and place.offset not in read:
                 place.view(flat).copy_(own, non_blocking=True)
 
     def in_file(self, start: int, stop: int) -> list[Stretch]:
-        """What of the bytes start..stop is to be read from a file."""
-        return [stretch for stretch in self.stretches if start <= stretch.start < stop]
+        """What of the bytes start..stop is to be read from a file: nothing that was changed in memory, as by a LoRA."""
+        here = [stretch for stretch in self.stretches if start <= stretch.start < stop]
+        own = {place.offset: home for place, home in zip(self.layout.places, self.home, strict=True)} if here else {}
+        return [stretch for stretch in here if not changed_pages(own[stretch.start])]
 
     def bind(self, flat: Tensor | None) -> None:
         """Point the tensors to `flat`, or home (None)."""

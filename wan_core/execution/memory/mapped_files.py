@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
-MAPS = Path("/proc/self/maps")
+MAPS, PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
+PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,25 @@ class MappedFiles:
         """File and offset of the tensor's bytes; None where no one file has all of them."""
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return None
+        if changed_pages(tensor):
+            return None
         begin = tensor.data_ptr()
         index = bisect_right(self.begins, begin) - 1
         if index < 0 or begin + tensor.nbytes > self.mapped[index].end:
             return None
         one = self.mapped[index]
         return one.path, one.at + begin - one.begin
+
+
+def changed_pages(tensor: Tensor) -> bool:
+    """Whether any of the tensor's memory was written since it was mapped: its pages are this process's own then, and no
+    longer the file's."""
+    first, last = tensor.data_ptr() // PAGE, (tensor.data_ptr() + tensor.nbytes - 1) // PAGE
+    with PAGES.open("rb", buffering=0) as file:
+        file.seek(8 * first)
+        entries = np.frombuffer(file.read(8 * (last - first + 1)), np.uint64)
+    present, swapped, of_file = (entries >> np.uint64(bit) & np.uint64(1) for bit in (63, 62, 61))
+    return len(entries) <= last - first or bool((swapped | present & ~of_file & np.uint64(1)).any())
 
 
 def _parse(line: str) -> Mapped | None:
