@@ -539,7 +539,7 @@ BOUNDED = {"sparsity": 0.75, "dense_steps": 0, "ramp": 0, "bound": 0.12, "slope"
         ("1x1x3", {}),  # 2, 1 and 1 of 4 heads
         ("1x2x1", {}),
         ("1x2x2", TALL),
-        ("2x1x1", {"guidance": {"low": 0.5, "high": 0.97}}),  # one branch runs alone, before and after
+        ("2x1x1", {"guidance_low": 1.0}),  # one branch runs alone with the low-noise expert
         ("2x1x2", {"steps": 12, "magcache": {**MAGCACHE, "rule": "published"}}),  # a branch is skipped
     ],
     ids=["ulysses", "ring", "both", "guidance", "cache"],
