@@ -58,7 +58,7 @@ def plain_output() -> Iterator[None]:
 
 
 def plain_logs() -> None:
-    """Log lines of this project are plain from now on, whoever prints them."""
+    """Make log lines of this project plain, whichever handler prints them."""
     make = logging.getLogRecordFactory()
 
     def record(*given: Any, **named: Any) -> logging.LogRecord:

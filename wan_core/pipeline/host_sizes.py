@@ -75,11 +75,11 @@ def check_pictures(shape: tuple[int, ...], room: int) -> None:
 
 def check_sampling(shape: tuple[int, ...], needed: int, room: int) -> None:
     """Raise OptionError where sampling latents [B, C, T, Y, X] on a CPU takes more than the `room` that is available.
-    needed: bytes beside the weights."""
+    needed: bytes of everything but weights."""
     if needed > room:
         raise OptionError(
             f"sampling latents of {' x '.join(map(str, shape))} on a CPU takes {needed / GIB:.3g} GiB of host memory "
-            f"beside the weights, and {room / GIB:.3g} GiB are available: make a smaller or shorter video"
+            f"in addition to the weights, and {room / GIB:.3g} GiB are available: make a smaller or shorter video"
         )
 
 
