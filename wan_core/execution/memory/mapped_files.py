@@ -31,7 +31,7 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self.mapped: list[Mapped] = []
-        if sys.platform == "linux" and MAPS.exists():
+        if sys.platform == "linux" and MAPS.exists() and PAGES.exists():
             lines = MAPS.read_text(errors="surrogateescape").splitlines()
             self.mapped = sorted((one for line in lines if (one := _parse(line))), key=lambda one: one.begin)
         self.begins = [one.begin for one in self.mapped]
@@ -40,11 +40,9 @@ class MappedFiles:
         """File and offset of the tensor's bytes; None where no one file has all of them."""
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return None
-        if changed_pages(tensor):
-            return None
         begin = tensor.data_ptr()
         index = bisect_right(self.begins, begin) - 1
-        if index < 0 or begin + tensor.nbytes > self.mapped[index].end:
+        if index < 0 or begin + tensor.nbytes > self.mapped[index].end or changed_pages(tensor):
             return None
         one = self.mapped[index]
         return one.path, one.at + begin - one.begin
