@@ -55,6 +55,7 @@ def run_tests(setting: str, mark: str, files: Sequence[str], details: dict[str, 
     """Rows of the files, again as each test ends."""
     rows: dict[str, Row] = {}
     details["over"] = False
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     with TemporaryDirectory() as folder:
         read, write = os.pipe()
         command = [sys.executable, "-m", "pytest", "-q", "-m", mark, *files, "-p", "benchmarks.test_lines"]
@@ -63,7 +64,7 @@ def run_tests(setting: str, mark: str, files: Sequence[str], details: dict[str, 
         with printed.open("w") as output:
             tests = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, pass_fds=[write],
-                env={**os.environ, "WANCORE_TEST_LINES": str(write)},
+                env={**environment, "WANCORE_TEST_LINES": str(write)},
             )  # fmt: skip
         os.close(write)
         with os.fdopen(read) as lines:
