@@ -107,9 +107,9 @@ def generate_files(
         video = files.video if writing.fault is None else writing.elsewhere(result)
     except BaseException:
         progress.end()
-        if clips := sum(1 for _ in files.clips.glob("clip-*")):
+        if any(files.clips.glob("*-*")):
             same = f"the same command with --seed {request.seed}" if options.seed == RANDOM_SEED else "the same command"
-            print(f"{clips} finished clips are in {files.clips}: {same} goes on from them", file=sys.stderr)
+            print(f"what was finished is in {files.clips}: {same} goes on from it", file=sys.stderr)
         for path in kept:
             print(f"the finished latents are in {path}", file=sys.stderr)
             if not (options.model or "").startswith("random:") or options.vae is not None:

@@ -38,6 +38,7 @@ from wan_core.pipeline.colours import ColourMatch, channel_means, note_drift, pi
 from wan_core.pipeline.decode import Pieces, WriteFrames, decode_to, use_all
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media, text_of_clip
+from wan_core.pipeline.kept_steps import ENDING, KeptSteps
 from wan_core.pipeline.run import OnStep, Run, Watch
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
@@ -52,7 +53,6 @@ COMPUTING = (
 )  # fmt: skip
 # Latents that are decoded again before those of an anchored clip, so that its first frames follow on the last ones.
 LEAD = 8
-ENDING = ".latents.safetensors"  # of kept clips
 
 
 class ClipRun:
@@ -110,10 +110,12 @@ class ClipRun:
         conditioning = condition(self.run, clip, media, text_of_clip(self.run, text, clip))
         watch.phase("denoise")
         on_step = None if watch.step is None else self.on_step(clip, watch.step)
-        latents = sample(self.run, conditioning, on_step, watch.checks, clip=clip.number)
-        if self.kept is not None:
+        steps = None if self.kept is None else self.kept.steps(clip)
+        latents = sample(self.run, conditioning, on_step, watch.checks, clip=clip.number, kept=steps)
+        if self.kept is not None and steps is not None:
             with report.phase("save latents"):
                 self.kept.keep(clip, latents, self.job.fps)
+            steps.remove()
         return latents
 
     def on_step(self, clip: Clip, on_step: OnStep) -> OnStep:
@@ -252,12 +254,27 @@ class KeptClips:
         else:
             self.warn(failed)
 
+    def steps(self, clip: Clip) -> KeptSteps:
+        """Where the latents of a clip are kept until they are finished."""
+        return steps_of(self.folder, self.key, clip.number, self.warn)
+
     def others(self) -> int:
         """How many clips of other runs are in the folder."""
         return sum(self.key[:12] not in path.name for path in self.folder.glob(f"clip-*{ENDING}"))
 
     def _path(self, clip: Clip) -> Path:
         return self.folder / f"clip-{clip.number + 1:03}-{self.key[:12]}{ENDING}"
+
+
+def kept_steps(run: Run, folder: Path | None) -> KeptSteps | None:
+    """Where the latents of a video of one clip are kept until they are finished; None on all ranks but the first."""
+    if folder is None or (run.models.ranks is not None and run.models.ranks.rank > 0):
+        return None
+    return steps_of(folder, run_key(run), 0, run.warn)
+
+
+def steps_of(folder: Path, key: str, number: int, warn: Callable[[str], None]) -> KeptSteps:
+    return KeptSteps(folder / f"step-{number + 1:03}-{key[:12]}{ENDING}", key, warn)
 
 
 def remove_kept(clips: Collection[Path]) -> None:

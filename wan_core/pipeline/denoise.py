@@ -22,6 +22,7 @@ from wan_core.parallel.chords import TimeStretch
 from wan_core.parallel.conditioning import SplitBranches, SumsOverRanks
 from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
+from wan_core.pipeline.kept_steps import KeptSteps, Reached, reached_of_all
 from wan_core.pipeline.run import OnStep, Run
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Integrator, Owner, Progress, denoise
@@ -43,9 +44,10 @@ def sample(
     checks: BlockChecks | None = None,
     latents: Tensor | None = None,
     clip: int = 0,
+    kept: KeptSteps | None = None,
 ) -> Tensor:
     """Un-normalised latents float32 [1, C, T, Y, X] on the device. latents: that the run starts from. clip: of a long
-    video."""
+    video. kept: where latents are kept until they are finished."""
     models, plan = run.models, run.job.plan
     start = run.job.start(latents, clip)
     return sample_latents(
@@ -55,6 +57,7 @@ def sample(
         start.sample(plan, models.vae_config, models.device),
         models.vae_config,
         run.report,
+        kept=kept,
         start=start,
         batched=run.job.batched,
         on_step=on_step,
@@ -79,6 +82,7 @@ def sample_latents(
     on_leftover: Callable[[Leftover], None] = lambda _: None,
     checks: BlockChecks | None = None,
     ranks: RankMesh | None = None,
+    kept: KeptSteps | None = None,
     files: Mapping[Expert, Path | None] | None = None,
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X], the noisy sample at its first sigma, to un-normalised latents of the
@@ -86,7 +90,8 @@ def sample_latents(
 
     start: what `noise` was made of, for solvers that need more than that. ranks: those that run this together. vae: of
     the VAE whose latents these are. on_step and checks may raise to interrupt. on_leftover: told what another run can
-    go on with, where noise is left over. files: of the experts, beside which it is kept what a bounded run took; None:
+    go on with, where noise is left over. kept: of the first rank, keeps the latents of steps until all are made; ranks
+    that run different steps keep none. files: of the experts, beside which it is kept what a bounded run took; None:
     nowhere.
     """
     checks = checks or BlockChecks()
@@ -96,6 +101,9 @@ def sample_latents(
         nonlocal forwards
         forwards += progress.forwards
         clock.step(progress.step.expert, progress.forwards, progress.step.cost)
+        if kept is not None and stretch is None:
+            assert progress.latents is not None
+            kept.keep(plan, Reached(progress.step.index + 1, progress.latents, integrator.history))
         if on_step is not None:
             on_step(progress, clock.seconds_per_forward())
 
@@ -105,9 +113,13 @@ def sample_latents(
         checks.skip_steps(stretch.group.index)
         noise = stretch.begin(noise)
     walked, solver = (plan, None) if stretch is None else (stretch.plan, stretch.solver)
+    reached = reached_of_all(kept, ranks, plan, tuple(noise.shape), noise.device) if stretch is None else None
+    if reached is not None:
+        noise = reached.x
+        report.notes.append(f"an earlier run made the first {reached.index} of {len(plan.steps)} steps")
     history = History() if start is None else start.history(plan, noise.device)
     step_noise = None if start is None else start.step_noise(plan, noise.device)
-    integrator = Integrator(walked, history, step_noise, solver)
+    integrator = Integrator(walked, history if reached is None else reached.history, step_noise, solver)
     x = denoise(
         walked,
         Timed(owner, clock),
@@ -116,6 +128,7 @@ def sample_latents(
         branching=branching_over(ranks, checks, batched),
         integrator=integrator,
         measurements=measurements,
+        first=0 if reached is None else reached.index,
         on_step=note,
         on_block=checks.after_block,
     )

@@ -30,7 +30,7 @@ from wan_core.config.compile_cache import note_compiled
 from wan_core.execution.report import Report
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import CheckedRequest, Job, check_request, make_job
-from wan_core.pipeline.clips import ClipRun
+from wan_core.pipeline.clips import ClipRun, kept_steps, remove_kept
 from wan_core.pipeline.colours import match_windows
 from wan_core.pipeline.decode import WriteFrames, decode_latents, use_all
 from wan_core.pipeline.denoise import sample
@@ -129,7 +129,7 @@ class Pipeline:
         that fails, a warning and a note of the report say so, and they are decoded all the same.
 
         write: is given the frames while later ones are decoded, in a thread of its own. keep_clips: a folder for the
-        latents of the finished clips of a long video; a later run of the same video goes on from them. `keep_latents`
+        latents of finished steps and clips; a later run of the same video goes on from them. `keep_latents`
         and `watch.latents` are for latents of one video (`Job.one_video`).
         """
         run = self.prepare(request)
@@ -143,8 +143,11 @@ class Pipeline:
         if self.models.compiles:
             watch.phase(COMPILING)
         watch.phase("denoise")
-        latents = sample(run, conditioning, watch.step, watch.checks, start)
+        steps = kept_steps(run, keep_clips)
+        latents = sample(run, conditioning, watch.step, watch.checks, start, kept=steps)
         watch.latents(latents)
+        if steps is not None and keep_latents is not None and keep_latents.is_file():
+            remove_kept([steps.path])
         watch.phase("decode")
         matched = bool(job.match_colours and job.plan.steps[-1].windows)
         frames = decode_latents(run.vae(), latents, report, None if matched else write_frames)
@@ -152,7 +155,8 @@ class Pipeline:
             with report.phase("match colours"):
                 match_windows(frames, job.plan.steps[-1].windows, job.match_colours, self.models.device)
             use_all(iter(frames), write_frames)
-        return Result(frames, latents.cpu(), job.fps, job.plan, report)
+        kept = () if steps is None else (steps.path,)
+        return Result(frames, latents.cpu(), job.fps, job.plan, report, kept)
 
     def prepare(self, request: Request) -> Run:
         """Check: fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""

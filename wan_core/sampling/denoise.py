@@ -120,6 +120,12 @@ class Integrator:
         self.step_noise = step_noise if noisy else None
         self.sigmas, self.past = (*plan.before, *plan.sigmas), len(plan.before)
 
+    def skip(self, steps: Sequence[Step]) -> None:
+        """Go past steps that an earlier run made."""
+        for step in steps:
+            if self.step_noise is not None and step.sigma_next > 0:
+                self.step_noise()
+
     def step(self, x: Tensor, velocity: Tensor, step: Step) -> Tensor:
         """The latents at `step.sigma_next`."""
         if self.step_noise is not None and step.sigma_next > 0:
@@ -137,6 +143,7 @@ def denoise(
     branching: Branching = ALONE,
     integrator: Integrator | None = None,
     measurements: Measurements | None = None,
+    first: int = 0,
     on_step: Callable[[Progress], None] | None = None,
     on_block: Callable[[], None] | None = None,
 ) -> Tensor:
@@ -146,17 +153,22 @@ def denoise(
     owner: where memory runs out and it finds some, the step is run again, from the latents of the one before.
     integrator: None is a new one; its history is that of the end then.
     measurements: gets what bounded sparse attention measures.
+    first: index of the step to begin at; `noise` and the integrator's history are those before it then.
     on_step: called after every step; may raise to interrupt.
     on_block: called after every block; may raise to interrupt. With it, the host is only a few blocks ahead of a GPU.
     Raises NonFiniteError within a few steps of the first non-finite latent.
     """
     assert plan.window is None, "`cut_plan` comes before the run"
     integrator, x = integrator or Integrator(plan), hold_known(noise.float(), conditioning)
+    integrator.skip(plan.steps[:first])
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device, branching.together)
     pace = None if on_block is None else Pace(x.device, on_block)
     changes = expert_changes(plan, branching.batched or branching.run is not None)  # each rank runs one branch
-    for phase in plan.phases:
+    for whole_phase in plan.phases:
+        phase = whole_phase[max(0, first - whole_phase[0].index) :]
+        if not phase:
+            continue
         expert = phase[0].expert
         attempt = partial(retried, owner, expert)
         model = attempt(owner.acquire, expert, phase[0].loras)

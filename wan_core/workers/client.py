@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wan_core import __version__
 from wan_core.config import LoadOptions, Request
 from wan_core.config.keys import model_paths, stamps
 from wan_core.execution.report import Phase, Report
@@ -23,13 +26,14 @@ from wan_core.media.feed import Feed
 from wan_core.models.text.tokenizer import TokenCount
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.decode import Made, Pieces, WriteFrames, in_this_mode
+from wan_core.pipeline.kept_steps import ENDING
 from wan_core.pipeline.pipeline import Result, WriteVideo
 from wan_core.pipeline.run import SILENT, OnStep, Watch
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.bounds import StepErrors
 from wan_core.sampling.start import Leftover, Start
-from wan_core.workers.launcher import Workers
+from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.processes import Frame
 from wan_core.workers.wire import pack, report_from, unpack
 
@@ -120,7 +124,8 @@ class WorkerEngine:
         """Sample on all workers (see `sample.sample_latents`) -> un-normalised latents float32 on the CPU.
 
         model: `LoadOptions` with the paths of the experts, as a dict. conditioning: the fields of `Conditioning` that
-        are set. keep: where rank 0 writes the latents before it sends them; the file is deleted when they have arrived.
+        are set. keep: where rank 0 writes the latents before it sends them, and beside it those of a step; the files
+        are deleted when they have arrived.
         Times and notes are added to `report`.
         """
 
@@ -148,10 +153,19 @@ class WorkerEngine:
             "settings": report.settings,
         }
         sent = {**conditioning, **tensors}
-        found, made = self._reported("sample", report, fields, sent, on_event=event, poll=self.poll)
-        if keep is not None:
-            with suppress(OSError):  # the folder was read-only, and nothing was kept
-                keep.unlink()
+        fields["key"] = key = _key(fields, sent)
+        step = None if keep is None else keep.absolute().with_name(f"unfinished-step-{key[:12]}{ENDING}")
+        fields["keep_step"] = None if step is None else str(step)
+        try:
+            found, made = self._reported("sample", report, fields, sent, on_event=event, poll=self.poll)
+        except WorkerError as fault:
+            if step is not None and step.is_file():
+                raise WorkerError(f"{fault} Its steps are kept in {step}: run the same again to go on") from fault
+            raise
+        for path in (keep, step):
+            if path is not None:
+                with suppress(OSError):  # the folder was read-only, and nothing was kept
+                    path.unlink(missing_ok=True)
         if found["leftover"] is not None:
             on_leftover(unpack(Leftover, found["leftover"], made))
         return made["latents"]
@@ -219,6 +233,17 @@ class WorkerEngine:
     def close(self) -> None:
         """End the processes."""
         self.workers.stop()
+
+
+def _key(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """A hash of all that decides the latents of a request to sample; its other fields are where they are kept, and what
+    their file says."""
+    decided = {name: value for name, value in fields.items() if name not in ("keep", "settings", "fps")}
+    made = hashlib.sha256(json.dumps([__version__, torch.__version__, decided], sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        made.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        made.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
 
 
 class _ArrivingVideo:

@@ -42,6 +42,7 @@ from wan_core.pipeline.check import check_request
 from wan_core.pipeline.decode import Pieces, decode_to
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.encode import encode_images
+from wan_core.pipeline.kept_steps import KeptSteps
 from wan_core.pipeline.load import Models
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import Pipeline
@@ -197,6 +198,7 @@ class Jobs:
             on_step=self.on_step(between, preview=True),
             checks=between,
             ranks=ranks,
+            kept=self.kept_steps(header["keep_step"], header["key"], report),
         )
         with report.phase("save latents"):
             self.keep(header["keep"], latents, header["fps"], report, header["settings"])
@@ -372,6 +374,10 @@ class Jobs:
         self.rank.event("video", fps=fps, settings=dict(settings))
         for frame in frames:
             self.rank.event("frame", {"frame": torch.from_numpy(frame)})
+
+    def kept_steps(self, path: str | None, key: str, report: Report) -> KeptSteps | None:
+        """Where rank 0 keeps the latents of a request to sample until they are finished."""
+        return None if path is None or self.rank.rank != 0 else KeptSteps(Path(path), key, report.warn)
 
     def keep(
         self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None
