@@ -20,7 +20,7 @@ DEMO   := out/demo.mp4
 # whether the caption came true: colour, shape and motion, measured in the frames of the file that was written
 DEMO_CHECK = $(BIN)/python -m wan_core check "$(DEMO)" --prompt "$(PROMPT)"
 
-.PHONY: help demo test quick documented check format bench plots clean
+.PHONY: help demo test quick documented check format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,7 +31,6 @@ help:
 	@echo "make check       lint, format, types, import directions, docstrings"
 	@echo "make format      let ruff mend what it can"
 	@echo "make bench       measure on this machine; writes benchmarks/results/"
-	@echo "make plots       draw the plots of docs/images from benchmarks/results"
 	@echo "make clean       remove .venv, caches and out/"
 
 demo: .venv/.runtime
@@ -65,9 +64,6 @@ format: .venv/.test
 
 bench: .venv/.runtime
 	$(BIN)/python -m benchmarks $(BENCH_ARGS) --out benchmarks/results
-
-plots: .venv/.test
-	$(BIN)/python -m tools.plots
 
 clean:
 	rm -rf .venv out .pytest_cache .ruff_cache .hypothesis

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PLOTS = "benchmarks/results", "docs/images/plots.json"  # the second holds what the plots show of the first
+RESULTS = "benchmarks/results"
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
 UNIT = r"TFLOP/s|GB/s|GiB|dB|ms|s|seconds|times|秒|倍"
 FIGURES = re.compile(
@@ -63,10 +63,7 @@ LEFT = {  # page -> figures that were read once, are limits, or follow from othe
 
 def results(root: Path) -> dict[str, Any]:
     """Stem -> content of each committed result, those of the archive too."""
-    plotted = json.loads((root / PLOTS).read_text(encoding="utf-8"))["quality.png"]
-    points = [{"seconds": point[0], "psnr": point[1]} for points in plotted.values() for point in points]
-    files = sorted((root / RESULTS).rglob("*.json"))
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in files} | {"plots": points}
+    return {path.stem: json.loads(path.read_text("utf-8")) for path in sorted((root / RESULTS).rglob("*.json"))}
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, float]]:

@@ -1,7 +1,8 @@
 """Parts of the README and docs that come from other tables of this repository: the address, files, what fits, presets.
 
 `clone`: the line that installs the pack, with the public address of pyproject.toml. `fits`: which video fits which
-card, by the memory plan. `bounds`: what speed presets allow. `files`: the files of the first video; `models-SOURCE`:
+card, by the memory plan. `cards`: the choice by card of `wan_core.pipeline.card_choice`. `bounds`: what speed presets
+allow. `files`: the files of the first video; `models-SOURCE`:
 those of one source, both from wan_core/assets/models.json. A name that ends in `.zh` is the same in Chinese.
 """
 
@@ -148,7 +149,39 @@ def waits(plan: Any, language: str) -> str:
     return WAITS[language][plan.policy].format(blocks - (plan.resident_blocks or 0), blocks)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------- choice by card
+
+EXAMPLES = (  # names, compute capability, GiB
+    ("RTX 2080 Ti", (7, 5), 11),
+    ("RTX 3060", (8, 6), 12),
+    ("RTX 3090, A10", (8, 6), 24),
+    ("A100", (8, 0), 80),
+    ("RTX 4060 Ti, 4080", (8, 9), 16),
+    ("RTX 4090, L4", (8, 9), 24),
+    ("L40S, RTX 6000", (8, 9), 48),
+    ("H100", (9, 0), 80),
+    ("H200", (9, 0), 141),
+    ("B200", (10, 0), 180),
+    ("RTX 5080", (12, 0), 16),
+    ("RTX 5090", (12, 0), 32),
+)
+
+
+def cards_table(_: str = "") -> list[str]:
+    """The choice for cards as people have them, all optional libraries there."""
+    from wan_core.ops.cards import AMPERE, card_of
+    from wan_core.pipeline.card_choice import card_choices
+
+    lines = ["| card | GiB | precision | attention `auto` | `fast` | residency |", "|---|---:|---|---|---|---|"]
+    for names, capability, gib in EXAMPLES:
+        card = card_of(capability)
+        found = card_choices(capability, gib, lambda kind, _, c=capability: kind != "kernels" or c >= AMPERE)
+        precision, attention, residency = (one.value for one in found[:3])
+        exact = attention.removeprefix("auto (").removesuffix(")")
+        lines.append(
+            f"| {card.name}: {names} | {gib} | `{precision}` | `{exact}` | `{card.rounding[0]}` | {residency} |"
+        )
+    return lines
 
 
 def bounds(_: str) -> list[str]:
@@ -162,7 +195,13 @@ def bounds(_: str) -> list[str]:
     return lines
 
 
-PARTS: dict[str, Callable[[str], list[str]]] = {"bounds": bounds, "clone": clone, "files": files, "fits": fits}
+PARTS: dict[str, Callable[[str], list[str]]] = {
+    "bounds": bounds,
+    "cards": cards_table,
+    "clone": clone,
+    "files": files,
+    "fits": fits,
+}
 
 
 def readme_part(name: str) -> str | None:

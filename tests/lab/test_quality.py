@@ -369,7 +369,7 @@ def test_presets_keep_the_video(tiny_assets):
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
 def test_the_committed_comparison_reaches_its_targets(task: str) -> None:
     """docs/benchmarks.md shows measured files: presets, 240 captions, 40 steps."""
-    results = sorted((Path(__file__).parents[2] / "benchmarks/results").glob(f"techniques-{task}-40-*.json"))
+    results = sorted((Path(__file__).parents[2] / "benchmarks/results").rglob(f"techniques-{task}-40-*.json"))
     result = json.loads(results[-1].read_text())
     rows = {row["name"]: row | {"saved": 1 - row["forwards"] / 80} for row in result["rows"]}
     assert result["samples"] >= 192 and "--steps 40" in result["command"] and "--model tiny" in result["command"]

@@ -304,7 +304,7 @@ def test_the_estimate_is_what_was_measured():
 
 def test_the_estimate_of_whole_runs_is_what_was_measured():
     """On two H200s, by NVLink and through host memory, with the speed of the links that was measured beside them."""
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "parallel-steps-h200-20261123.json"
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "archive" / "parallel-steps-h200-20261123.json"
     rows = json.loads(path.read_text())["rows"]
     links = {row.get("layers"): row["gb_s"] * 1e9 for row in rows if row["name"].startswith("link: all-to-all")}
     runs = [row for row in rows if "tokens" in row]

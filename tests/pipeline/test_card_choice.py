@@ -111,9 +111,3 @@ def test_what_runs_is_what_each_kernel_says():
     runs = runs_on(torch.device("cpu"))
     assert runs("attention", "sdpa") and not runs("attention", "flash4") and not runs("kernels", "fused")
     assert runs("precision", "fp8") and not runs("precision", "int8"), "INT8 without comfy-kitchen is slow"
-
-
-def test_the_readme_shows_the_table():
-    from tools.readme_tables import cards_table
-
-    assert cards_table() in (ROOT / "docs/choices.md").read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL, rest_cost
 
 BYTES = 2  # bytes of a bf16 number
 # As KERNEL and CHOICE, for the bf16 kernel relative to the fastest dense one
-# (benchmarks/results/sparse-h200-20261120.json).
+# (benchmarks/results/archive/sparse-h200-20261120.json).
 KERNEL_BF16, CHOICE_BF16 = 1.15, 0.05
 CLOSE = 1.01  # meshes whose time is within this factor of the shortest count as equal
 

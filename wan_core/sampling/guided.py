@@ -27,7 +27,7 @@ from wan_core.sampling.sparsity.measured import Bounded, RankSums
 from wan_core.sampling.steps import Branch, Step
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
-# benchmarks/results/guidance-*.json and docs/performance.md.
+# benchmarks/results/archive/guidance-*.json and docs/performance.md.
 BATCHED_TOKENS = 1024
 TRANSFER_TOKENS = 8192  # up to here a block's copy from the host takes longer than computing it once
 BOTH: tuple[Branch, ...] = ("cond", "uncond")

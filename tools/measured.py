@@ -1,0 +1,315 @@
+"""Tables of measurements: which rows of which committed result a page shows, and their Markdown.
+
+A result is `benchmarks/results/<suite>-<device>-<yyyymmdd>.json`: {"suite", "command", "commit", "device", "versions":
+{library: version}, "rows": [{"name", "seconds", ...}]}. Results in `archive` are for figures of the prose alone.
+`TABLES` has the tables of docs/benchmarks.md, `GAINS` the rows of the README. Any other name is a suite (`streaming`),
+or a suite and a device (`streaming-h200`), whose newest result is shown whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+FILE = re.compile(r"(?P<stem>.+)-(?P<date>\d{8})\.json")
+HEADERS = {
+    "name": "",
+    "ratio": "speed-up",
+    "ratio_to": "over",
+    "peak_gib": "peak GiB",
+    "activation_gib": "activations GiB",
+    "weights_gib": "weights GiB",
+    "file_gib": "file GiB",
+    "host_gib": "host GiB",
+    "disk_gb": "read from disk GB",
+    "gb_s": "GB/s",
+    "tflops": "TFLOP/s",
+    "load_seconds": "load s",
+    "warm_s": "warm s",
+    "cold_s": "first run s",
+    "widen_ms": "dequantising ms",
+    "latent_psnr": "latents dB",
+    "psnr": "frames dB",
+    "psnr_se": "±",
+    "psnr_worst": "worst dB",
+    "ssim": "SSIM",
+    "truth": "captions true",
+    "slowdown": "times resident",
+    "resident_blocks": "blocks resident",
+    "plan_error": "plan off",
+}
+SHOWN = {  # suite -> the columns of a table that shows a whole result; of others all columns
+    "small-cards": "name seconds load_seconds ratio slowdown peak_gib host_gib resident_blocks error same_bytes",
+    "gguf": "name size seconds ratio load_seconds file_gib weights_gib peak_gib widen_ms error",
+    "streaming": "name size seconds slowdown resident_blocks peak_gib plan_error host_gib",
+    "startup": "name size seconds ratio gb_s host_gib",
+    "quality": "name saved forwards psnr psnr_worst ssim perceptual flicker truth look motion seconds ratio",
+    "judges": "name size samples psnr psnr_se psnr_worst truth read forwards",
+}
+NOT_SHOWN = ("why_not", "failed", "commit")  # the first two stand in place of numbers
+BLOCKS = 40  # of an expert of A14B
+
+
+class TableError(ValueError):
+    """A page or a result file cannot be used; says which and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of one result. columns: keys of the rows, or of their `nodes`; none: all. rows: a regular expression for
+    names. over: heading -> the row whose seconds are divided by those of each row."""
+
+    result: str
+    columns: str = ""
+    rows: str = ""
+    size: str = ""
+    over: Mapping[str, str] = field(default_factory=dict)
+
+
+FIRST_SEED = "on, new seed: "
+PHASES = "samplers decode save"
+TABLES = {
+    "four-steps": Table(
+        result="everyday-on-h100",
+        columns=f"name seconds spread runs {PHASES}",
+        over={"over native": f"{FIRST_SEED}native", "over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
+    ),
+    "guided": Table(
+        result="everyday-off-h100",
+        columns=f"name seconds runs {PHASES}",
+        over={"over native": "off: native, EasyCache"},
+    ),
+    "first-video": Table(
+        result="everyday-h200",
+        rows="cold: ",
+        columns=f"name seconds runs loaders text image {PHASES}",
+        over={"over native": "cold: native"},
+    ),
+    "two-gpus": Table(
+        result="two-gpus-on-h100",
+        columns=f"name seconds spread runs {PHASES}",
+        over={"over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
+    ),
+    "four-gpus": Table(
+        result="parallel-h200",
+        rows="diffusers|fp8(?!.*both ways)",
+        size="1280x720x81",
+        columns="name seconds ratio times_diffusers exchange_share peak_gib error",
+    ),
+    "small-machines": Table(result="small-h100", columns="name seconds load text denoise decode peak_gib disk_gb"),
+    "other-models": Table(
+        result="native-h200",
+        rows="video_wan(?!.*sparse)",
+        columns="name size seconds ratio error",
+    ),
+    "one-forward": Table(
+        result="single-h200",
+        rows=".*(?<!te-fp8)$",
+        size="1280x720x81",
+        columns="name seconds ratio tflops of_peak peak_gib activation_gib error",
+    ),
+    "kernels": Table(
+        result="attention-h200",
+        rows="(?!te-fp8)",
+        size="1280x720x81",
+        columns="name seconds ratio tflops error offset outliers sinks structured",
+    ),
+    "skipping": Table(
+        result="techniques-t2v-40-x86_64-cpu",
+        rows="magcache:[a-z]+([+]sparse:[a-z]+)?$|sparse:[a-z]+(:slope:error)?$|taylorseer",
+        columns="name forwards psnr psnr_se psnr_worst ssim truth",
+    ),
+    "rounding": Table(
+        result="trajectory-40-h200", columns="name weights steps samples latent_psnr error psnr ssim captions_true"
+    ),
+}
+
+
+def newest_result(name: str, results: Path) -> Result:
+    """The newest result called `name`, with its `date`. TableError if there is none, or if two devices share the
+    newest date."""
+    dated: dict[str, list[tuple[Path, Result]]] = {}
+    for path in sorted(results.glob("*.json")):
+        match = FILE.fullmatch(path.name)
+        if match is None:
+            raise TableError(f"{path} is not named <suite>-<device>-<yyyymmdd>.json: rename it")
+        result = json.loads(path.read_text(encoding="utf-8"))
+        missing = [key for key in ("suite", "command", "commit", "device", "versions", "rows") if key not in result]
+        if missing:
+            raise TableError(f"{path} lacks {', '.join(missing)}: write it with `make bench`")
+        if name in (match["stem"], result.get("job", result["suite"])):
+            dated.setdefault(match["date"], []).append((path, result))
+    if not dated:
+        raise TableError(f"a page asks for the table {name!r}, and {results} holds no result of it: run `make bench`")
+    date, newest = max(dated.items())
+    if len(newest) > 1:
+        names = ", ".join(path.stem.rsplit("-", 1)[0] for path, _ in newest)
+        raise TableError(f"the table {name!r} fits several results of one day: name one of {names}")
+    return newest[0][1] | {"date": f"{date[:4]}-{date[4:6]}-{date[6:]}"}
+
+
+def measured_table(name: str, results: Path) -> str:
+    """The Markdown of the table called `name`: its rows, and a line that says where and how they were measured."""
+    kind, _, language = name.partition(".")
+    if kind == "gains":
+        return gains(lambda one: newest_result(one, results), language or "en")
+    table = TABLES.get(name, Table(result=name))
+    result = newest_result(table.result, results)
+    rows = [row | row.get("nodes", {}) for row in result["rows"] if re.match(table.rows, row["name"])]
+    rows = [named(row, result) for row in rows if table.size in ("", row.get("size"))]
+    if not rows:
+        raise TableError(f"the table {name!r} has no rows in the newest result of {table.result}: measure it again")
+    for heading, base in table.over.items():
+        seconds = find(rows, base, name)["seconds"]
+        rows = [row | ({heading: seconds / row["seconds"]} if row.get("seconds") else {}) for row in rows]
+    present = {key: None for row in rows for key, value in row.items() if value is not None}
+    wanted = (table.columns or SHOWN.get(result["suite"], "")).split() or [*present]
+    columns = [key for key in [*wanted, *table.over] if key in present and key not in NOT_SHOWN]
+    return "\n".join([*markdown([with_reason(row, columns) for row in rows], columns), *origin(rows, result)])
+
+
+def markdown(rows: list[Result], columns: list[str]) -> list[str]:
+    numbers = [any(isinstance(row.get(key), int | float) for row in rows) for key in columns]
+    return [
+        "| " + " | ".join(HEADERS.get(key, key.replace("_", " ")) for key in columns) + " |",
+        "|" + "|".join("---:" if number else "---" for number in numbers) + "|",
+        *("| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows),
+    ]
+
+
+def cell(value: object) -> str:
+    """A table cell: numbers with three significant digits, and a bar escaped."""
+    if value is None:
+        return ""
+    if isinstance(value, float) and value:
+        text = f"{value:.3g}"
+        return f"{value:.0f}" if "e+" in text else text
+    return str(value).replace("|", "\\|")
+
+
+def named(row: Result, result: Result) -> Result:
+    """A row that says in its name how much of it was measured: blocks of the model, and steps."""
+    name, layers = row["name"], row.get("layers", result.get("layers"))
+    part = isinstance(layers, int) and layers < BLOCKS and "block" not in name
+    notes = [f"{layers} of {BLOCKS} blocks"] if part else []
+    notes += [f"scaled from {row['steps_measured']} steps"] if "steps_measured" in row else []
+    return row | {"name": f"{name} ({', '.join(notes)})" if notes else name}
+
+
+def with_reason(row: Result, columns: list[str]) -> Result:
+    """A row that has a reason in place of numbers says it where the first of them would stand."""
+    reason = row.get("why_not") or row.get("failed")
+    if reason is None:
+        return row
+    first = next(key for key in (*columns, "") if key not in ("name", "size", "weights"))
+    return row | {first: f"*{reason.partition(':')[0]}*"}  # how to install it: doctor says
+
+
+def origin(rows: list[Result], result: Result) -> list[str]:
+    """The last lines of a table: card, date, commit and command."""
+    versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
+    commits = ", ".join(dict.fromkeys(str(row.get("commit", result["commit"])) for row in rows))
+    when = f"{result['date']}, commit {commits if ' ' in commits else commits[:12]}"
+    return ["", f"{result['device']}, {when}; {versions}: `{result['command']}`", ""]
+
+
+def find(rows: Iterable[Result], name: str, table: str) -> Result:
+    for row in rows:
+        if row["name"] == name:
+            return row
+    raise TableError(f"the table {table!r} asks for the row {name!r}, which its newest result lacks")
+
+
+# ---------------------------------------------------------------------------------------------------------------- gains
+
+GAINS_HEADER = {
+    "en": "| what | before (s) | with WanCore (s) | times as fast | the video | measured |",
+    "zh": "| 内容 | 之前（秒） | 用 WanCore（秒） | 倍数 | 视频 | 测量 |",
+}
+EXACT = ("the same but for rounding", "只差舍入")
+BOTH = ("8-bit attention on both sides: INT8 before, FP8 after", "两边都是 8 位注意力：之前 INT8，之后 FP8")
+OURS = ("FP8 attention against exact attention", "FP8 注意力，对比精确注意力")
+SKIPPED = ("**changes**: steps and a part of attention are skipped", "**会变**：跳过一些步和一部分注意力")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """A row of the README: its text and what happens to the video, in both languages; the rows before and after."""
+
+    text: tuple[str, str]
+    video: tuple[str, str]
+    before: str
+    after: str
+    result: str = "everyday-on-h100"
+
+
+NATIVE, INT8 = f"{FIRST_SEED}native", f"{FIRST_SEED}native, comfy kitchen attention"
+GUIDED = {"result": "everyday-off-h100", "before": "off: native, EasyCache"}  # EasyCache skipped no step
+GAINS = (
+    Gain(
+        text=("four steps, **one node added** to ComfyUI's workflow", "4 步，在 ComfyUI 的工作流中**只加一个节点**"),
+        video=EXACT,
+        before=NATIVE,
+        after=f"{FIRST_SEED}native, accelerated, auto",
+    ),
+    Gain(
+        text=("four steps, WanCore's nodes", "4 步，WanCore 的节点"),
+        video=EXACT,
+        before=NATIVE,
+        after=f"{FIRST_SEED}ours, auto",
+    ),
+    Gain(
+        text=("four steps, WanCore's nodes, FP8 attention", "4 步，WanCore 的节点，FP8 注意力"),
+        video=BOTH,
+        before=INT8,
+        after=f"{FIRST_SEED}ours, cudnn-fp8",
+    ),
+    Gain(
+        text=("the same on two GPUs; before: on one", "同上，两块 GPU；之前：一块"),
+        video=BOTH,
+        result="two-gpus-on-h100",
+        before=INT8,
+        after=f"{FIRST_SEED}ours, cudnn-fp8, 2 GPUs",
+    ),
+    Gain(
+        text=(
+            "20 guided steps, WanCore's nodes, FP8 attention; one run",
+            "20 步带引导，WanCore 的节点，FP8 注意力；运行一次",
+        ),
+        video=OURS,
+        after="off: ours, cudnn-fp8",
+        **GUIDED,
+    ),
+    Gain(
+        text=("the same with step cache and sparse attention `balanced`", "同上，再加步缓存和稀疏注意力 `balanced`"),
+        video=SKIPPED,
+        after="off: ours, cudnn-fp8, cache and sparse balanced",
+        **GUIDED,
+    ),
+    Gain(
+        text=("the first video after a start, four steps", "启动后的第一个视频，4 步"),
+        video=OURS,
+        result="everyday-h200",
+        before="cold: native",
+        after="cold: ours, cudnn-fp8",
+    ),
+)
+
+
+def gains(newest: Callable[[str], Result], language: str) -> str:
+    """What is exact comes first. Each row compares the seconds of two rows of one result."""
+    number = list(GAINS_HEADER).index(language)
+    lines = [GAINS_HEADER[language], "|---|---:|---:|---:|---|---|"]
+    for gain in GAINS:
+        result = newest(gain.result)
+        before, after = (find(result["rows"], name, "gains") for name in (gain.before, gain.after))
+        numbers = (cell(before["seconds"]), cell(after["seconds"]), f"{before['seconds'] / after['seconds']:.2f}")
+        card = result["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        when = f"{card}, {result['date']}, {after.get('commit', result['commit'])}"
+        lines.append("| " + " | ".join((gain.text[number], *numbers, gain.video[number], when)) + " |")
+    return "\n".join([*lines, ""])
