@@ -132,7 +132,7 @@ def _loras(native: NativeModel, settings: ModelSettings, expert: str, in_files: 
         return tuple(loras_of_patches(native.patches, config, native.where))
     options = []
     for strength, checkpoint in lora_checkpoints(native.patches, native.where):
-        name = "".join(letter if letter.isalnum() else "_" for letter in checkpoint.describe())
+        name = "".join(letter if letter.isalnum() else "_" for letter in checkpoint.where)
         path = host.temporary_folder() / f"wancore_{name}.safetensors"
         if not path.is_file():
             tensors = {name: checkpoint.read(name).contiguous() for name in checkpoint.tensors}

@@ -89,8 +89,7 @@ class WanCoreLoRA(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, high: str | None = None, low: str | None = None) -> bool:
         for path in _files(high, low).values():
-            with open_checkpoint(path) as opened:
-                check_lora(opened)
+            check_lora(open_checkpoint(path))
         return True
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 from collections.abc import Callable, Mapping
@@ -311,11 +312,9 @@ def test_writing_to_a_parameter_leaves_the_file_alone(tmp_path: Path) -> None:
 
 def test_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
     m = model("dit")
-    with open_checkpoint(official_file(m, tmp_path)) as checkpoint:
-        weight = checkpoint.read("head.head.weight")
+    weight = open_checkpoint(official_file(m, tmp_path)).read("head.head.weight")
+    gc.collect()
     assert torch.equal(weight, m.official["head.head.weight"])
-    with pytest.raises(CheckpointError, match="closed"):
-        checkpoint.read("head.head.weight")
 
 
 # --------------------------------------------------------------------------------------------------------------- dtypes

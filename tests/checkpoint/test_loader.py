@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, staged
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.checkpoint.staged import Feed, Mapped, Reading, open_feed
+from wan_core.checkpoint.staged import Feed, Reading, reading
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.swap import Quantization
@@ -171,11 +171,11 @@ def test_a_feed_that_cannot_begin_leaves_no_thread_behind(file, where):
 def test_who_maps_and_who_reads(file):
     checkpoint = open_checkpoint(file)
     names = list(checkpoint.tensors)
-    assert isinstance(open_feed(checkpoint, names, CPU), Mapped)
-    with open_feed(checkpoint, names, CPU, Reading(mapped=False)) as feed:
-        assert isinstance(feed, Feed)
-        mapped = {name: checkpoint.read(name).data_ptr() for name in names}
-        assert all(feed.read(name).data_ptr() != mapped[name] for name in names)  # also what is too small for a thread
+    mapped = {name: checkpoint.read(name).data_ptr() for name in names}
+    with reading(checkpoint, names, CPU) as read:
+        assert all(read(name).data_ptr() == mapped[name] for name in names)
+    with reading(checkpoint, names, CPU, Reading(mapped=False)) as read:
+        assert all(read(name).data_ptr() != mapped[name] for name in names)  # also what is too small for a thread
     state = open_checkpoint(random_module(SMALL, device="cpu", dtype=torch.float32).state_dict())
     with Feed(state, list(state.tensors), CPU, Reading()) as feed:  # nothing to read from: they are there
         assert torch.equal(feed.read("head.modulation"), state.read("head.modulation"))

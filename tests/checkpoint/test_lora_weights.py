@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,7 +86,7 @@ def test_merged_before_quantisation(precision):
     net = load_dit(SOURCE, dtype=torch.float32, quantization=quantization(precision), loras=loras)
     whole = dense_model(sums).state_dict()
     metadata = {"num_heads": str(CONFIG.num_heads), "text_len": str(CONFIG.text_len)}
-    checkpoint = open_checkpoint(whole).replaced(metadata=metadata)
+    checkpoint = replace(open_checkpoint(whole), metadata=metadata)
     other = load_dit(checkpoint, dtype=torch.float32, quantization=quantization(precision))
     for name, value in other.state_dict().items():
         torch.testing.assert_close(net.state_dict()[name].float(), value.float(), atol=1e-6, rtol=1e-6)

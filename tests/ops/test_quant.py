@@ -23,7 +23,7 @@ from wan_core.ops.kernels.formats import FP8, Quantized, quantize_reference
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
 from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
-from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
+from wan_core.ops.quant.swap import Quantization, encoded_weight, swap_linears
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import find_models
 
@@ -120,7 +120,10 @@ def test_bad_options_say_what_is_possible():
 
 def quantize_model(model, kind, names, dtype):
     """In place, as the loader does it while it reads."""
-    values = dict(encode_values(model.state_dict().items(), Quantization(kind, CPU), names))
+    values = model.state_dict()
+    for name in names:
+        weight = encoded_weight(values.pop(f"{name}.weight"), Quantization(kind, CPU))
+        values |= {f"{name}.{part}": value for part, value in weight.items()}
     values |= {f"{name}.bias": values[f"{name}.bias"].to(dtype) for name in names}
     swap_linears(model, kind, names, dtype)
     model.load_state_dict(values, assign=True)

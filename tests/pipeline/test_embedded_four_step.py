@@ -57,7 +57,8 @@ def captions_true(pipe: Pipeline) -> int:
 
 def merge_lora(expert: WanModel, path: Path) -> None:
     """Add a file's factors to the weights of `expert`, by the formula of the LoRA paper."""
-    with open_checkpoint(path) as opened, torch.no_grad():
+    opened = open_checkpoint(path)
+    with torch.no_grad():
         tensors = {name: opened.read(name).float() for name in opened.tensors}
     with torch.no_grad():
         for name in [n.removesuffix(".alpha") for n in tensors if n.endswith(".alpha")]:

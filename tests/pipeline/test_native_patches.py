@@ -147,7 +147,7 @@ def test_names_of_two_processes_differ() -> None:
         spec.loader.exec_module(module)
         patches = file_and_patches(["lora", None, None, None], 1.0, seed)[1]
         patches = {key: [patch] for key, patch in patches.items()}
-        description, again = (module.lora_checkpoints(patches, "the MODEL")[0][1].describe() for _ in range(2))
+        description, again = (module.lora_checkpoints(patches, "the MODEL")[0][1].where for _ in range(2))
         assert description == again
         names.append(description)
     assert names[0] != names[1]

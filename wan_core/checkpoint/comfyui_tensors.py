@@ -19,6 +19,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -41,10 +42,9 @@ def with_preferences(checkpoint: Checkpoint) -> Checkpoint:
     if not tensors:
         raise CheckpointError(
             f"it holds no weights, only which attention ComfyUI should use ({listing(summary(attention))}); here the "
-            "option attention decides: leave the file out",
-            where=checkpoint.describe(),
+            "option attention decides: leave the file out"
         )
-    return checkpoint.replaced(tensors=tensors, places=checkpoint.places, attention=attention)
+    return replace(checkpoint, tensors=tensors, attention=attention)
 
 
 def _read(checkpoint: Checkpoint, name: str) -> bytes:
@@ -54,21 +54,19 @@ def _read(checkpoint: Checkpoint, name: str) -> bytes:
     if info.packing is not None or count > MAX_DESCRIPTION:
         raise CheckpointError(
             f"{name} has {count} numbers ({info.packing or info.dtype}), and {_EXPECTED}, of at most {MAX_DESCRIPTION}"
-            " bytes. Download the file again.",
-            where=checkpoint.describe(),
+            " bytes. Download the file again."
         )
     stored = checkpoint.read(name).flatten()
     # GGUF has no type for bytes: converters write int8, or every vector as float32.
     values = stored.view(torch.uint8) if stored.dtype == torch.int8 else stored.to(torch.uint8)
     if stored.dtype not in (torch.int8, torch.uint8) and not torch.equal(values.to(stored.dtype), stored):
-        raise CheckpointError(f"{name} is {info.dtype} and holds no bytes; {_EXPECTED}", where=checkpoint.describe())
+        raise CheckpointError(f"{name} is {info.dtype} and holds no bytes; {_EXPECTED}")
     text = bytes(values.tolist())
     try:
         _entries(text)
     except (ValueError, TypeError, RecursionError):
         raise CheckpointError(
-            f"{name} is {json.dumps(text.decode('utf-8', 'replace'))[:80]}, and {_EXPECTED}. Download the file again.",
-            where=checkpoint.describe(),
+            f"{name} is {json.dumps(text.decode('utf-8', 'replace'))[:80]}, and {_EXPECTED}. Download the file again."
         ) from None
     return text
 
@@ -130,8 +128,7 @@ def descriptions(checkpoint: Checkpoint) -> dict[str, Mapping[str, object]]:
         elif _COMFYUI.search(name) and not name.endswith(SUFFIX):
             raise CheckpointError(
                 f"it has the tensor {name[:120]} of a ComfyUI newer than this version: known are .{DESCRIPTION} and "
-                f"{SUFFIX}. Update WanCore, or use a file of bf16.",
-                where=checkpoint.describe(),
+                f"{SUFFIX}. Update WanCore, or use a file of bf16."
             )
     entries: dict[str, Mapping[str, object]] = {
         module: entry if isinstance(entry, dict) else {"format": entry} for module, entry in stored.items()
@@ -142,8 +139,7 @@ def descriptions(checkpoint: Checkpoint) -> dict[str, Mapping[str, object]]:
         how = f"as {listing(formats)}" if formats else "in a format that its description does not name"
         raise CheckpointError(
             f"quantised {how} ({listing(list(unknown), 2)}), which this version cannot read; it reads "
-            f"{', '.join(KNOWN)}. Use a file in one of these, or in bf16.",
-            where=checkpoint.describe(),
+            f"{', '.join(KNOWN)}. Use a file in one of these, or in bf16."
         )
     return entries
 
@@ -157,8 +153,7 @@ def _in_metadata(checkpoint: Checkpoint) -> dict[str, object]:
     if not isinstance(layers, dict):
         raise CheckpointError(
             f'its metadata {METADATA_KEY} is not as expected, {{"layers": {{MODULE: {{"format": NAME}}}}}}: which '
-            "matrices are quantised is not known. Download it again.",
-            where=checkpoint.describe(),
+            "matrices are quantised is not known. Download it again."
         )
     return dict(layers)
 
@@ -168,8 +163,7 @@ def _in_tensor(checkpoint: Checkpoint, name: str) -> object:
     if info.dtype != torch.uint8 or info.nbytes > MAX_DESCRIPTION:
         raise CheckpointError(
             f"{name} is {info.dtype} {list(info.shape)}, and JSON in at most {MAX_DESCRIPTION} bytes (uint8) is "
-            "expected: the format of its matrix is not known. Download it again.",
-            where=checkpoint.describe(),
+            "expected: the format of its matrix is not known. Download it again."
         )
     return _parsed(bytes(checkpoint.read(name).flatten().tolist()))
 

@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 from wan_core.checkpoint import unsupported as foreign
 from wan_core.checkpoint.comfyui_tensors import SUFFIX as ATTENTION
 from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, text_config, unwrapped
-from wan_core.checkpoint.layouts import expected_shapes as text_shapes
 from wan_core.checkpoint.layouts_vae import vae_config
-from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import find_scales
 from wan_core.config.file_names import read_name
+from wan_core.models.audio.wav2vec2 import SpeechConfig, SpeechEncoder
 from wan_core.models.text.umt5 import TextConfig, UMT5Encoder
 from wan_core.models.vae.config import TinyVAEConfig, VAEConfig
 from wan_core.models.vae.tiny import TinyVAE
@@ -35,7 +35,7 @@ from wan_core.models.wan.families import FAMILIES, family_of, find_family
 from wan_core.models.wan.families.family import Family, Shapes
 from wan_core.models.wan.families.plain import MAX_SIZE, block_count
 
-Config: TypeAlias = DiTConfig | TextConfig | VAEConfig | VisionConfig
+Config: TypeAlias = DiTConfig | TextConfig | VAEConfig | VisionConfig | SpeechConfig
 
 KINDS: dict[str, str] = {
     "dit": "a Wan transformer",
@@ -46,7 +46,6 @@ TOKENIZER = "spiece_model"  # a tokenizer embedded as bytes, as in ComfyUI's tex
 
 # No real model comes near these. They bound what a damaged file can make us build: modules without values.
 MAX_LAYERS = 200
-MAX_BUCKETS = 256
 MAX_PREFIX = 4  # words in front of all names; files have two
 
 
@@ -72,10 +71,8 @@ def detect(source: Source, expected: Kind | None = None, family: str | None = No
     Raises `CheckpointError`: not a Wan model (and what it seems to be), or missing, unexpected or wrong-shaped tensors.
     """
     checkpoint = open_checkpoint(source)
-    try:
+    with naming(checkpoint.where):
         return _detect(checkpoint, expected, None if family is None or expected != "dit" else find_family(family))
-    except CheckpointError as fault:
-        raise fault if fault.where else CheckpointError(str(fault), where=checkpoint.describe()) from None
 
 
 def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None) -> Detected:
@@ -199,7 +196,7 @@ def _config(layout: Layout, shapes: Shapes, unexpected: list[str], metadata: Map
     else:
         read = _READERS[layout.kind]
     if layout.kind == "text_encoder":
-        wanted = text_shapes(TextConfig(num_layers=_layers(block_count(shapes))))
+        wanted = expected_shapes(TextConfig(num_layers=_layers(block_count(shapes))))
         # A file that lacks these is a T5 that is not UMT5, and `text_config` says so.
         tables = [name for name in wanted if "pos_embedding" in name]
         _compare_names([*shapes, *tables], wanted, unexpected, label)
@@ -215,10 +212,6 @@ def _config(layout: Layout, shapes: Shapes, unexpected: list[str], metadata: Map
                 raise CheckpointError(f"{label}, but its shapes ask for {field} = {value}, which no model has.")
     if isinstance(config, TextConfig | DiTConfig):
         _layers(config.num_layers)
-    if isinstance(config, TextConfig) and config.num_buckets > MAX_BUCKETS:
-        raise CheckpointError(
-            f"{label}, but it claims {config.num_buckets} position buckets; at most {MAX_BUCKETS} are possible."
-        )
     return config
 
 
@@ -259,7 +252,13 @@ def empty_module(config: Config) -> nn.Module:
 def _module_class(config: Config) -> Callable[[Any], nn.Module]:
     if isinstance(config, DiTConfig):
         return family_of(config).model_class(config)
-    classes = {TextConfig: UMT5Encoder, VAEConfig: VideoVAE, TinyVAEConfig: TinyVAE, VisionConfig: VisionEncoder}
+    classes = {
+        TextConfig: UMT5Encoder,
+        VAEConfig: VideoVAE,
+        TinyVAEConfig: TinyVAE,
+        VisionConfig: VisionEncoder,
+        SpeechConfig: SpeechEncoder,
+    }
     return classes[type(config)]
 
 

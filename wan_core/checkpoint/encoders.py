@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.detect import TOKENIZER, Detected, empty_module
-from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import refuse_scaled
 from wan_core.models.audio.wav2vec2 import GROUPS, STRIDES, SpeechConfig, SpeechEncoder
@@ -71,7 +71,11 @@ class FoundVision:
 
 def find_vision(checkpoint: Checkpoint) -> FoundVision:
     """What `checkpoint` holds, by names and shapes. Raises CheckpointError."""
-    where = checkpoint.describe()
+    with naming(checkpoint.where):
+        return _find_vision(checkpoint)
+
+
+def _find_vision(checkpoint: Checkpoint) -> FoundVision:
     refuse_scaled(checkpoint)
     for layout, (column, prefix, inner) in _LAYOUTS.items():
         start = prefix + inner
@@ -79,21 +83,19 @@ def find_vision(checkpoint: Checkpoint) -> FoundVision:
         if not layers:
             continue
         if not 1 < max(layers) + 1 <= MAX_LAYERS:
-            raise CheckpointError(f"a CLIP vision encoder of {max(layers) + 1} layers, not Wan's", where=where)
+            raise CheckpointError(f"a CLIP vision encoder of {max(layers) + 1} layers, not Wan's")
         names = dict(_names(column, prefix, inner, max(layers)))
         missing = [theirs for theirs, _ in names.values() if theirs not in checkpoint.tensors]
         if missing:
             raise CheckpointError(
-                f"a CLIP vision encoder ({layout} layout), but {counted(missing, 'missing')}. Download it again.",
-                where=where,
+                f"a CLIP vision encoder ({layout} layout), but {counted(missing, 'missing')}. Download it again."
             )
-        vision = FoundVision(layout, _config(checkpoint, names, max(layers), where), names)
-        _check_shapes(checkpoint, vision, where)
+        vision = FoundVision(layout, _config(checkpoint, names, max(layers)), names)
+        _check_shapes(checkpoint, vision)
         return vision
     raise CheckpointError(
         "not a CLIP vision encoder. Expected is clip_vision_h.safetensors, image_encoder of a Diffusers release, or "
-        "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth",
-        where=where,
+        "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
     )
 
 
@@ -142,18 +144,18 @@ def _names(column: int, prefix: str, inner: str, layers: int) -> Iterator[tuple[
                 yield f"layers.{n}.{ours}.{kind}", (f"{prefix}{inner}{n}.{theirs[column]}.{kind}", third)
 
 
-def _config(checkpoint: Checkpoint, names: dict[str, tuple[str, int | None]], layers: int, where: str) -> VisionConfig:
+def _config(checkpoint: Checkpoint, names: dict[str, tuple[str, int | None]], layers: int) -> VisionConfig:
     patch, fc1 = (checkpoint.tensors[names[ours][0]].shape for ours in ("patch.weight", "layers.0.fc1.weight"))
     positions = checkpoint.tensors[names["positions"][0]].shape
     if len(patch) != 4 or len(fc1) != 2 or not patch[0] or patch[0] % HEAD_DIM or not positions:
         raise CheckpointError(
-            f"a CLIP vision encoder of width {patch[0] if patch else 0}; Wan's is ViT-H/14, 1280 wide", where=where
+            f"a CLIP vision encoder of width {patch[0] if patch else 0}; Wan's is ViT-H/14, 1280 wide"
         )
     tokens = prod(positions) // patch[0]
     return VisionConfig(dim=patch[0], ffn_dim=fc1[0], num_layers=layers, patch=patch[-1], tokens=tokens)
 
 
-def _check_shapes(checkpoint: Checkpoint, vision: FoundVision, where: str) -> None:
+def _check_shapes(checkpoint: Checkpoint, vision: FoundVision) -> None:
     """The official class token and positions have an axis more, of one."""
     expected = empty_module(vision.config).state_dict()
     wrong = []
@@ -165,8 +167,7 @@ def _check_shapes(checkpoint: Checkpoint, vision: FoundVision, where: str) -> No
             wrong.append(f"{theirs} is {list(stored)}, {list(wanted)} expected")
     if wrong:
         raise CheckpointError(
-            f"a CLIP vision encoder ({vision.layout} layout), but {counted(wrong, 'of a wrong shape')}.",
-            where=where,
+            f"a CLIP vision encoder ({vision.layout} layout), but {counted(wrong, 'of a wrong shape')}."
         )
 
 
@@ -186,17 +187,20 @@ def load_speech(source: Source, *, device: str | torch.device = "cpu") -> Speech
     Raises CheckpointError: not a whole speech encoder of this kind.
     """
     checkpoint = open_checkpoint(source)
-    where = checkpoint.describe()
+    with naming(checkpoint.where):
+        return _load_speech(checkpoint, device)
+
+
+def _load_speech(checkpoint: Checkpoint, device: str | torch.device) -> SpeechEncoder:
     stored = {name.removeprefix(PREFIX): name for name in checkpoint.tensors}
-    config = find_speech(checkpoint)
-    with torch.device("meta"):
-        module = SpeechEncoder(config)
+    module = empty_module(find_speech(checkpoint))
+    assert isinstance(module, SpeechEncoder)
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    length, direction = (_one_of(stored, names, where) for names in (_LENGTH, _DIRECTION))
+    length, direction = (_one_of(stored, names) for names in (_LENGTH, _DIRECTION))
     weight = f"{_POSITION}weight"
     missing = [name for name in shapes if name != weight and name not in stored]
     if missing:
-        raise CheckpointError(f"a speech encoder, but {counted(missing, 'missing')}. Download it again.", where=where)
+        raise CheckpointError(f"a speech encoder, but {counted(missing, 'missing')}. Download it again.")
     values = {name: checkpoint.read(stored[name]).to(device, torch.float32) for name in shapes if name != weight}
     # the length of each place of the kernel, over the norm of the direction that is stored there, times that
     wide = checkpoint.read(direction).float()
@@ -204,30 +208,30 @@ def load_speech(source: Source, *, device: str | torch.device = "cpu") -> Speech
     values[weight] = position.to(device)
     wrong = [name for name, value in values.items() if tuple(value.shape) != shapes[name]]
     if wrong:
-        raise CheckpointError(f"a speech encoder, but {counted(wrong, 'of a wrong shape')}.", where=where)
+        raise CheckpointError(f"a speech encoder, but {counted(wrong, 'of a wrong shape')}.")
     module.load_state_dict(values, assign=True)
     return module.requires_grad_(False).eval()
 
 
 def find_speech(checkpoint: Checkpoint) -> SpeechConfig:
     """What the encoder in `checkpoint` is, by names and shapes. Raises CheckpointError."""
-    refuse_scaled(checkpoint)
     shapes = {name.removeprefix(PREFIX): info.shape for name, info in checkpoint.tensors.items()}
-    return read_speech_config(shapes, checkpoint.describe())
+    with naming(checkpoint.where):
+        refuse_scaled(checkpoint)
+        return _speech_config(shapes)
 
 
-def read_speech_config(shapes: Mapping[str, tuple[int, ...]], where: str) -> SpeechConfig:
-    """What the encoder is whose tensors have these shapes. Raises CheckpointError."""
+def _speech_config(shapes: Mapping[str, tuple[int, ...]]) -> SpeechConfig:
     layers = [int(match[1]) for name in shapes if (match := _SPEECH_LAYER.fullmatch(name))]
     convs = [f"feature_extractor.conv_layers.{n}.conv.weight" for n in range(len(STRIDES))]
     needed = {**dict.fromkeys(convs, 3), "encoder.layers.0.feed_forward.intermediate_dense.weight": 2}
     if not layers or max(layers) >= MAX_LAYERS or any(len(shapes.get(name, ())) != n for name, n in needed.items()):
-        raise CheckpointError(f"not a wav2vec 2.0 speech encoder. {_EXPECTED}", where=where)
+        raise CheckpointError(f"not a wav2vec 2.0 speech encoder. {_EXPECTED}")
     normed = [f"feature_extractor.conv_layers.{n}.layer_norm.weight" in shapes for n in range(len(STRIDES))]
     ffn_dim, dim = shapes["encoder.layers.0.feed_forward.intermediate_dense.weight"]
     position = next((shapes[_POSITION + name] for name in _DIRECTION if _POSITION + name in shapes), ())
     if not all(normed) or len(position) != 3 or not dim or dim % SPEECH_HEAD_DIM or dim % GROUPS:
-        raise CheckpointError(f"a wav2vec 2.0 speech encoder of another kind, {dim} wide. {_EXPECTED}", where=where)
+        raise CheckpointError(f"a wav2vec 2.0 speech encoder of another kind, {dim} wide. {_EXPECTED}")
     return SpeechConfig(
         dim=dim,
         ffn_dim=ffn_dim,
@@ -238,11 +242,11 @@ def read_speech_config(shapes: Mapping[str, tuple[int, ...]], where: str) -> Spe
     )
 
 
-def _one_of(stored: Mapping[str, str], names: tuple[str, ...], where: str) -> str:
+def _one_of(stored: Mapping[str, str], names: tuple[str, ...]) -> str:
     for name in names:
         if _POSITION + name in stored:
             return stored[_POSITION + name]
-    raise CheckpointError(f"a speech encoder, but {_POSITION}{names[0]} is missing. Download it again.", where=where)
+    raise CheckpointError(f"a speech encoder, but {_POSITION}{names[0]} is missing. Download it again.")
 
 
 # -------------------------------------------------------------------------------------------- the tokenizer of UMT5
@@ -258,7 +262,6 @@ _BESIDE = (
 
 def find_tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) -> Tokenizer:
     """The tokenizer of an encoder. given: a spiece.model or a folder that holds one. Raises `CheckpointError`."""
-    where = checkpoint.describe()
     try:
         if given is not None:
             return Tokenizer.from_file(_spiece(given))
@@ -273,10 +276,9 @@ def find_tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) 
             if tokenizer_file is not None:
                 return Tokenizer.from_file(tokenizer_file)
     except (ValueError, OSError) as fault:
-        raise CheckpointError(f"its tokenizer cannot be used: {fault}", where=where) from fault
+        raise CheckpointError(f"its tokenizer cannot be used: {fault}") from fault
     raise CheckpointError(
-        "a text encoder without its tokenizer. Put spiece.model (from google/umt5-xxl) beside the file, or name it.",
-        where=where,
+        "a text encoder without its tokenizer. Put spiece.model (from google/umt5-xxl) beside the file, or name it."
     )
 
 

@@ -77,20 +77,18 @@ class Cursor:
     """A position in the header. Raises CheckpointError if a read goes beyond the end of the file."""
 
     data: mmap.mmap
-    where: str
     at: int = 0
     texts: int = 0  # in lists so far
 
     def fault(self, text: str) -> CheckpointError:
-        return CheckpointError(f"damaged header ({text}). Download it again.", where=self.where)
+        return CheckpointError(f"damaged header ({text}). Download it again.")
 
     def skip(self, count: int) -> int:
         """Advance by `count` bytes; returns the offset of the first."""
         begin, self.at = self.at, self.at + count
         if self.at > len(self.data):
             raise CheckpointError(
-                f"truncated: its header goes beyond the {len(self.data)} bytes of the file. Download it again.",
-                where=self.where,
+                f"truncated: its header goes beyond the {len(self.data)} bytes of the file. Download it again."
             )
         if self.at > MAX_HEADER:
             raise self.fault(f"it has more than {MAX_HEADER} bytes")
@@ -135,7 +133,7 @@ class Cursor:
         if array.kind != STRING:
             code = f"<{array.count}{SCALARS[array.kind]}"
             return list(struct.unpack_from(code, self.data, array.offset))
-        reader = Cursor(self.data, self.where, array.offset)
+        reader = Cursor(self.data, array.offset)
         return [reader.string() for _ in range(array.count)]
 
 
@@ -156,12 +154,11 @@ def open_gguf(path: Path) -> Checkpoint:
     Matrices in a block format have a `packing`; tensors stored as F32, F16 or BF16 are plain. Names are the file's. A
     text encoder's tokenizer is read from the metadata, if present.
     """
-    where = short_path(path)
     with path.open("rb") as file:
         if file.seek(0, 2) < 24:
-            raise CheckpointError("truncated: too short for a GGUF header. Download it again.", where=where)
+            raise CheckpointError("truncated: too short for a GGUF header. Download it again.")
         mapping = map_file(file.fileno())
-    cursor = Cursor(mapping, where)
+    cursor = Cursor(mapping)
     metadata, stored = _header(cursor)
     begin = _first_value(cursor, metadata)
     tensors = {entry.name: _info(entry) for entry in _placed(stored, metadata, cursor, len(mapping) - begin)}
@@ -186,12 +183,12 @@ def open_gguf(path: Path) -> Checkpoint:
     places = {name: (path, offset) for name, offset in offsets.items()}
     parts = {name: dict([one]) for name, one in blocks.items()}
     tokenizer = _tokenizer(cursor, metadata)
-    return Checkpoint(where, path, tensors, texts, plain, packed, tokenizer, places=places, parts=parts)
+    return Checkpoint(short_path(path), path, tensors, texts, plain, packed, tokenizer, places=places, parts=parts)
 
 
 def _header(cursor: Cursor) -> tuple[dict[str, object], list[Stored]]:
     if cursor.data[:4] != MAGIC:
-        raise CheckpointError("not a GGUF file", where=cursor.where)
+        raise CheckpointError("not a GGUF file")
     cursor.skip(4)
     version = cursor.number("I")
     if version not in VERSIONS:
@@ -199,8 +196,7 @@ def _header(cursor: Cursor) -> tuple[dict[str, object], list[Stored]]:
         raise CheckpointError(
             "a big-endian GGUF file, which is not supported: use the little-endian file"
             if swapped
-            else f"GGUF version {version}; only versions 2 and 3 can be read: convert it again with a current program",
-            where=cursor.where,
+            else f"GGUF version {version}; only versions 2 and 3 can be read: convert it again with a current program"
         )
     tensors, count = cursor.number("Q"), cursor.number("Q")
     if tensors > MAX_TENSORS or count > MAX_METADATA:
@@ -243,13 +239,12 @@ def _placed(stored: list[Stored], metadata: dict[str, object], cursor: Cursor, a
     if unknown:
         raise CheckpointError(
             f"it contains tensors of the type {listing(unknown)}, which is not supported. Supported are F32, F16, "
-            f"BF16, {', '.join(FORMATS)}: use a file of one of these types.",
-            where=cursor.where,
+            f"BF16, {', '.join(FORMATS)}: use a file of one of these types."
         )
     entries = [_sized(entry, metadata, cursor) for entry in stored]
     if not entries:
-        raise CheckpointError("a GGUF file without tensors. Download it again.", where=cursor.where)
-    check_names({entry.name for entry in entries}, cursor.where)
+        raise CheckpointError("a GGUF file without tensors. Download it again.")
+    check_names({entry.name for entry in entries})
     if len({entry.name for entry in entries}) < len(entries):
         raise cursor.fault("a tensor's name appears twice")
     end = 0
@@ -260,8 +255,7 @@ def _placed(stored: list[Stored], metadata: dict[str, object], cursor: Cursor, a
     if end > available:
         raise CheckpointError(
             f"truncated: the header promises {end} bytes of values, the file has {max(available, 0)}. "
-            "Download it again.",
-            where=cursor.where,
+            "Download it again."
         )
     return entries
 

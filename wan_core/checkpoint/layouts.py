@@ -138,38 +138,23 @@ def text_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, st
             f"not a UMT5 encoder: {num_buckets} position buckets for distances up to {max_distance}; "
             f"a multiple of 4 up to {MAX_BUCKETS} is expected"
         )
-    config = TextConfig(
+    num_layers = len({match[1] for match in map(_OFFICIAL_BLOCK.fullmatch, shapes) if match})
+    tables = [f"blocks.{n}.pos_embedding.embedding.weight" for n in range(num_layers)]
+    lacking = next((name for name in tables if name not in shapes), None)
+    if lacking is not None:
+        raise CheckpointError(
+            f"a T5 encoder, not UMT5: it has no {lacking}. Wan needs umt5-xxl; t5-xxl is another model."
+        )
+    return TextConfig(
         vocab_size=vocab_size,
         dim=dim,
         dim_attn=dim_attn,
         dim_ffn=dim_ffn,
         num_heads=num_heads,
-        num_layers=len({match[1] for match in map(_OFFICIAL_BLOCK.fullmatch, shapes) if match}),
+        num_layers=num_layers,
         num_buckets=num_buckets,
         max_distance=max_distance,
     )
-    for name, shape in expected_shapes(config).items():
-        _check(shapes, name, shape)
-    return config
-
-
-def expected_shapes(config: TextConfig) -> dict[str, tuple[int, ...]]:
-    """Official name -> shape of every parameter of the encoder that `config` describes."""
-    inner, attention, feed_forward = config.dim, config.dim_attn, config.dim_ffn
-    block = {
-        "norm1.weight": (inner,),
-        "attn.q.weight": (attention, inner),
-        "attn.k.weight": (attention, inner),
-        "attn.v.weight": (attention, inner),
-        "attn.o.weight": (inner, attention),
-        "norm2.weight": (inner,),
-        "ffn.gate.0.weight": (feed_forward, inner),
-        "ffn.fc1.weight": (feed_forward, inner),
-        "ffn.fc2.weight": (inner, feed_forward),
-        "pos_embedding.embedding.weight": (config.num_buckets, config.num_heads),
-    }
-    blocks = {f"blocks.{i}.{name}": shape for i in range(config.num_layers) for name, shape in block.items()}
-    return {"token_embedding.weight": (config.vocab_size, inner), **blocks, "norm.weight": (inner,)}
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
@@ -181,20 +166,6 @@ def _sizes(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
             f"not a UMT5 encoder: {name} has the shape {shape}; two sizes of 1 to {MAX_SIZE} are expected"
         )
     return shape[0], shape[1]
-
-
-def _check(shapes: Mapping[str, tuple[int, ...]], name: str, expected: tuple[int, ...]) -> None:
-    shape = shapes.get(name)
-    if shape is None and name.endswith("pos_embedding.embedding.weight"):
-        raise CheckpointError(f"a T5 encoder, not UMT5: it has no {name}. Wan needs umt5-xxl; t5-xxl is another model.")
-    if shape is None:
-        raise CheckpointError(
-            f"incomplete UMT5 encoder: it has no tensor {name}. Download the file again, with all its parts."
-        )
-    if tuple(shape) != expected:
-        raise CheckpointError(
-            f"not a UMT5 encoder: {name} has the shape {shape}, but the other tensors ask for {expected}"
-        )
 
 
 def _max_distance(metadata: Mapping[str, str]) -> int:

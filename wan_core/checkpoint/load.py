@@ -7,33 +7,35 @@ share its memory.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Detected, detect, empty_module
 from wan_core.checkpoint.encoders import find_tokenizer
-from wan_core.checkpoint.kept_packed import int8_names, is_read_ahead, kept_packed
 from wan_core.checkpoint.lora.merge import Merge
-from wan_core.checkpoint.opened import Checkpoint, CheckpointError
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
-from wan_core.checkpoint.staged import USUAL, Reading, open_feed
+from wan_core.checkpoint.staged import USUAL, Reading, reading
 from wan_core.config import OptionError
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale
+from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant.int8 import Int8Linear
-from wan_core.ops.quant.packed import Packed, PackedLinear, put_packed
-from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
+from wan_core.ops.quant.packed import Packed, PackedLinear, holds_tables, put_packed
+from wan_core.ops.quant.swap import Quantization, encoded_weight, swap_linears
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -65,7 +67,9 @@ def load_dit(
 
     Raises `CheckpointError`: not a whole Wan transformer; the message says what it is and what to do.
     """
-    checkpoint = open_checkpoint(source).with_metadata(metadata or {})
+    checkpoint = open_checkpoint(source)
+    added = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (metadata or {}).items()}
+    checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, **added})
     detected = detect(checkpoint, "dit", family)
     module = _filled(checkpoint, detected, device, dtype, quantization, loras, how)
     assert isinstance(module, WanModel)
@@ -105,13 +109,14 @@ def load_text_encoder(
     """
     checkpoint = open_checkpoint(source)
     detected = detect(checkpoint, "text_encoder")
-    text_tokenizer = find_tokenizer(checkpoint, detected, None if tokenizer is None else Path(tokenizer))
+    with naming(checkpoint.where):
+        text_tokenizer = find_tokenizer(checkpoint, detected, None if tokenizer is None else Path(tokenizer))
     encoder = _filled(checkpoint, detected, device, dtype, quantization, how=how)
     assert isinstance(encoder, UMT5Encoder)
     try:
         return TextEncoder(encoder, text_tokenizer)
     except ValueError as fault:
-        raise CheckpointError(str(fault), where=checkpoint.describe()) from fault
+        raise CheckpointError(str(fault), where=checkpoint.where) from fault
 
 
 def _filled(
@@ -128,31 +133,25 @@ def _filled(
         raise OptionError(
             f"weights of {dtype} were asked for; {allowed} are possible. Quantise after loading for less."
         )
-    module = empty_module(detected.config)
-    out = dtype or _main_dtype(checkpoint, detected)
-    work = torch.device(device) if quantization is None else quantization.device
-    if how.stays:
-        work = torch.device(device)
-    to = _Target(torch.device(device), work, dtype, out)
+    module, device = empty_module(detected.config), torch.device(device)
+    work = device if quantization is None or how.stays else quantization.device
+    conversion = _Conversion(checkpoint, detected, device, work, dtype, how=how)
+    main = conversion.main
     if quantization is not None and issubclass(quantization.kind, PackedLinear):
-        changed = frozenset() if loras is None else loras.changes.keys()
-        packed = kept_packed(checkpoint, detected, module, quantization, changed)
-        put_packed(module, packed.items(), out, quantization.device)
-        # LoRAs are summed into these, and what is INT8 in the file becomes INT8 again.
-        names = frozenset(int8_names(checkpoint, detected, module, quantization)) - packed.keys()
-        swap_linears(module, Int8Linear, names, out)
-        encoding = Quantization(Int8Linear, quantization.device) if names else None
-        conversion = _Conversion(checkpoint, detected, to, encoding, names, packed, how)
+        packed, names = _staying_packed(conversion, module, quantization, {} if loras is None else loras.changes)
+        put_packed(module, packed.items(), main, quantization.device)
+        conversion = replace(conversion, packed=packed)
+        quantization = Quantization(Int8Linear, quantization.device)
     else:
         names = _encoded_names(checkpoint, detected, quantization)
-        if quantization is not None:
-            if quantization.device.type == "cuda" and out != torch.bfloat16:
-                raise OptionError(
-                    f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16"
-                )
-            swap_linears(module, quantization.kind, names, out)
-        conversion = _Conversion(checkpoint, detected, to, quantization, names, how=how)
-    only = None if how.layers is None else [name for name in detected.names if how.reads(name)]
+        if quantization is not None and quantization.device.type == "cuda" and main != torch.bfloat16:
+            raise OptionError(
+                f"FP8 on a GPU computes in bf16, and {main} was asked for: load with dtype=torch.bfloat16"
+            )
+    if quantization is not None:
+        swap_linears(module, quantization.kind, names, main)
+    conversion = replace(conversion, quantization=quantization, quantized=names)
+    only = None if how.layers is None else {name for name in detected.names if how.reads(name)}
     with closing(conversion.read(loras, only)) as values:
         module.load_state_dict(dict(values), assign=True, strict=only is None)  # detect has compared all names
     for name, buffer in module.named_buffers():
@@ -181,21 +180,19 @@ def read_again(
     checkpoint = open_checkpoint(source)
     detected = detect(checkpoint, "dit")
     if detected.config != module.config:
-        raise CheckpointError("another model than the one that was loaded from it", where=checkpoint.describe())
-    to = _Target(device, device, dtype, dtype or _main_dtype(checkpoint, detected))
+        raise CheckpointError("another model than the one that was loaded from it", where=checkpoint.where)
     encoded = _encoded_names(checkpoint, detected, quantization)
-    conversion = _Conversion(checkpoint, detected, to, quantization, encoded, how=how)
+    conversion = _Conversion(checkpoint, detected, device, device, dtype, quantization, encoded, how=how)
     with torch.inference_mode(False), torch.no_grad(), closing(conversion.read(loras, names)) as values:
         for name, value in values:
             module.get_parameter(name).copy_(value)
 
 
 def read_values(
-    checkpoint: Checkpoint, found: Detected, device: torch.device, dtype: torch.dtype
+    checkpoint: Checkpoint, detected: Detected, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """(official name, value on `device`) of every parameter, one at a time: for who fills a module by other means."""
-    to = _Target(device, device, dtype, dtype)
-    return _plain(_values(_Conversion(checkpoint, found, to), checkpoint.read))
+    return _Conversion(checkpoint, detected, device, device, dtype, how=Reading(staged=False)).read(None)
 
 
 class StoredValues:
@@ -204,14 +201,15 @@ class StoredValues:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.found: tuple[Checkpoint, Detected] | None = None
+
+    @cached_property
+    def opened(self) -> tuple[Checkpoint, Detected]:
+        checkpoint = open_checkpoint(self.source)
+        return checkpoint, detect(checkpoint, "dit")
 
     def read(self, name: str) -> Tensor | Quantized | Packed:
         """The parameter of an official name, on the CPU. Raises `CheckpointError`: the file is there no longer."""
-        if self.found is None:
-            checkpoint = open_checkpoint(self.source)
-            self.found = checkpoint, detect(checkpoint, "dit")
-        checkpoint, detected = self.found
+        checkpoint, detected = self.opened
         theirs = detected.names[name]
         if checkpoint.tensors[theirs].packing is not None:
             return checkpoint.read_packed(theirs)
@@ -219,111 +217,131 @@ class StoredValues:
         return Quantized(stored, checkpoint.read(detected.scales[name]).float()) if name in detected.scales else stored
 
 
-class _Target(NamedTuple):
-    """Where values go, where what is packed is widened on the way (a GPU does it sooner), the dtype that was asked for
-    and the one that matrices get."""
+@dataclass(frozen=True)
+class _Conversion:
+    """How the tensors of a checkpoint become parameters on `device`: the linears `quantized` are encoded by
+    `quantization`, the weights of the modules `packed` stay as the file packs them, the others are numbers. work: where
+    values are converted on the way (a GPU does it sooner). asked: the dtype that was asked for."""
 
+    checkpoint: Checkpoint
+    detected: Detected
     device: torch.device
     work: torch.device
     asked: torch.dtype | None
-    main: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Conversion:
-    """How the tensors of a checkpoint become parameters: the linears `quantized` are encoded by `quantization`, the
-    modules `packed` stay packed, the others are numbers."""
-
-    checkpoint: Checkpoint
-    found: Detected
-    to: _Target
     quantization: Quantization | None = None
     quantized: frozenset[str] = frozenset()
     packed: Mapping[str, Packed] = field(default_factory=dict)
     how: Reading = USUAL
 
+    @cached_property
+    def main(self) -> torch.dtype:
+        """The dtype of matrices: the one asked for, or that of most bytes; bfloat16 if that is fp8, which only a
+        quantised linear can compute with, or packed."""
+        total: dict[torch.dtype, int] = {}
+        for theirs in self.detected.names.values():
+            info = self.checkpoint.tensors[theirs]
+            dtype = torch.bfloat16 if info.packing else info.dtype
+            total[dtype] = total.get(dtype, 0) + info.nbytes
+        main = self.asked or max(total, key=lambda kind: total[kind])
+        return main if main in LOADABLE else torch.bfloat16
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether weights that stay packed are read in many threads, as plain tensors are, instead of copied from the
+        mapped file."""
+        return self.device.type == self.work.type
+
     def read(self, loras: Merge | None, only: Collection[str] | None = None) -> Generator[tuple[str, Tensor]]:
         """(parameter name, value where it goes), one at a time, `loras` summed in. only: official names."""
-        if only is not None:
-            names = {ours: theirs for ours, theirs in self.found.names.items() if ours in only}
-            yield from replace(self, found=replace(self.found, names=names)).read(loras)
-            return
-        with open_feed(self.checkpoint, _order(self), self.to.work, self.how) as feed:
-            stored = _values(self, feed.read)
+        names = [name for name in self.detected.names if only is None or name in only]
+        stored_names = [theirs for ours in names for theirs in self._stored_names(ours)]
+        with reading(self.checkpoint, stored_names, self.work, self.how) as read:
+            values: Iterator[tuple[str, Any]] = ((ours, self._stored(ours, read)) for ours in names)
             if loras is not None:
-                stored = loras.apply(stored, self.quantized, self.found.names)
-            stored = _widened(stored, self)
-            encoding = self.quantization
-            values = _plain(stored) if encoding is None else encode_values(stored, encoding, self.quantized)
-            for name, value in values:  # what was dequantised or encoded on another device moves to its own now
-                yield name, value.to(self.to.device)
+                values = loras.apply(values, self.quantized, names)
+            for ours, value in values:
+                for name, converted in self._converted(ours, value).items():
+                    yield name, converted.to(self.device)  # from the device where it was dequantised or encoded
 
+    def _stays_packed(self, ours: str) -> bool:
+        module, _, parameter = ours.rpartition(".")
+        return parameter == "weight" and module in self.packed
 
-def _values(how: _Conversion, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Any]]:
-    """(official name, value), one at a time. FP8 weights with scales stay so for the linears that are quantised, and
-    are multiplied out for others. What is packed stays so, for `_widened`."""
-    checkpoint, detected, to = how.checkpoint, how.found, how.to
-    for ours, theirs in detected.names.items():
-        module = ours.rpartition(".")[0]
-        if ours.endswith(".weight") and module in how.packed:
-            packed, ahead = how.packed[module], is_read_ahead(to.device, to.work)
-            if ahead and packed.fmt == "fp8":
-                parts = {"weight": read(theirs), "weight_scale": read(detected.scales[ours]).float()}
-                packed = packed._replace(parts=parts)
-            elif ahead:
-                packed = checkpoint.read_packed(theirs, read)
-            yield ours, packed
-            continue
-        if checkpoint.tensors[theirs].packing is not None:
-            yield ours, checkpoint.read_packed(theirs, read)
-            continue
+    def _stored_names(self, ours: str) -> list[str]:
+        """Names in the file that `_stored` asks its reader for, in order."""
+        theirs = self.detected.names[ours]
+        if self._stays_packed(ours) and not self.reads_ahead:
+            return []
+        if self.checkpoint.tensors[theirs].packing is not None:
+            return list(self.checkpoint.parts.get(theirs, ()))
+        return [theirs, self.detected.scales[ours]] if ours in self.detected.scales else [theirs]
+
+    def _stored(self, ours: str, read: Callable[[str], Tensor]) -> Tensor | Quantized | Packed:
+        """A parameter before changes. FP8 weights with scales stay so for the linears that are quantised, and are
+        multiplied out for others. What is packed stays so, for `_converted`."""
+        theirs, module = self.detected.names[ours], ours.rpartition(".")[0]
+        if self._stays_packed(ours) and not self.reads_ahead:
+            return self.packed[module]
+        if self.checkpoint.tensors[theirs].packing is not None:
+            return self.checkpoint.read_packed(theirs, read)
         stored = read(theirs)
-        if ours in detected.scales:
-            data, scale = stored.to(to.work), read(detected.scales[ours]).to(to.work)
-            if module in how.quantized and data.dtype == FP8:
-                yield ours, Quantized(data, scale.float())
-            else:
-                yield ours, (data.float() * spread_scale(scale, data.shape)).to(to.main)
+        if ours not in self.detected.scales:
+            return _moved(stored, self.work, stored.dtype if self._keeps_own(ours, stored.dtype) else self.main)
+        scale = read(self.detected.scales[ours])
+        if self._stays_packed(ours):
+            return self.packed[module]._replace(parts={"weight": stored, "weight_scale": scale.float()})
+        data, scale = stored.to(self.work), scale.to(self.work)
+        if module in self.quantized and data.dtype == FP8:
+            return Quantized(data, scale.float())
+        return (data.float() * spread_scale(scale, data.shape)).to(self.main)
+
+    def _keeps_own(self, ours: str, dtype: torch.dtype) -> bool:
+        is_free = self.asked is None and self.detected.kind == "dit" and _FREE.fullmatch(ours) is not None
+        return is_free and dtype in LOADABLE
+
+    def _converted(self, ours: str, value: Tensor | Quantized | Packed) -> Mapping[str, Tensor]:
+        """Parameter name -> value, of what `_stored` gives, changes summed in."""
+        module, _, parameter = ours.rpartition(".")
+        if isinstance(value, Packed) and self._stays_packed(ours):
+            return {f"{module}.{part}": tensor for part, tensor in value.parts.items()}
+        if module in self.quantized and parameter == "weight":
+            assert self.quantization is not None
+            return {f"{module}.{part}": tensor for part, tensor in encoded_weight(value, self.quantization).items()}
+        if self.checkpoint.tensors[self.detected.names[ours]].packing is not None:
+            dtype = torch.float32 if self._keeps_own(ours, torch.float32) else self.main
+            value = value.to(self.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
+        assert isinstance(value, Tensor), "only quantised linears are handed FP8"
+        return {ours: value}
+
+
+def _staying_packed(
+    conversion: _Conversion, module: nn.Module, quantization: Quantization, changes: Collection[str]
+) -> tuple[dict[str, Packed], frozenset[str]]:
+    """Module -> its weight as the file packs it, FP8 with scales among others: the linears that would be quantised of a
+    transformer, all linears and the embedding table of a text encoder, but none that LoRAs change. And the linears that
+    are INT8 in the file and changed, which become INT8 again."""
+    checkpoint, detected = conversion.checkpoint, conversion.detected
+    if isinstance(detected.config, DiTConfig):
+        names = set(detected.config.quantized_names(quantization.keep_blocks))
+    else:
+        names = {n for n, m in module.named_modules() if isinstance(m, nn.Linear) or n == "token_embedding"}
+    packed: dict[str, Packed] = {}
+    int8: set[str] = set()
+    for name in sorted(names):
+        ours = f"{name}.weight"
+        theirs = detected.names[ours]
+        info = checkpoint.tensors[theirs]
+        if ours in changes:
+            fmt = integer_format(info.packing or "")
+            int8 |= {name} if fmt is not None and fmt.name == "int8_tensorwise" else set()
+        elif isinstance(module.get_submodule(name), nn.Embedding) and not holds_tables(info.packing):
             continue
-        keep = to.asked is None and detected.kind == "dit" and stored.dtype in LOADABLE and _FREE.fullmatch(ours)
-        yield ours, _moved(stored, to.work, stored.dtype if keep else to.main)
-
-
-def _order(how: _Conversion) -> list[str]:
-    """Names in the file, as `_values` asks for them."""
-    checkpoint, detected = how.checkpoint, how.found
-    names: list[str] = []
-    for ours, theirs in detected.names.items():
-        packed = ours.endswith(".weight") and ours.rpartition(".")[0] in how.packed
-        if packed and not is_read_ahead(how.to.device, how.to.work):
-            continue
-        if checkpoint.tensors[theirs].packing is not None:
-            names += checkpoint.parts.get(theirs, ())
-        else:
-            names += [theirs] if ours not in detected.scales else [theirs, detected.scales[ours]]
-    return names
-
-
-def _widened(values: Iterator[tuple[str, Any]], how: _Conversion) -> Iterator[tuple[str, Tensor | Quantized | Packed]]:
-    """(parameter name, value): the parts of packed modules as they are, packed matrices of linears that are encoded
-    whole, others as numbers."""
-    checkpoint, detected, to = how.checkpoint, how.found, how.to
-    for ours, value in values:
-        module = ours.rpartition(".")[0]
-        if isinstance(value, Packed) and module in how.packed:
-            for part, tensor in value.parts.items():
-                yield f"{module}.{part}", tensor.to(to.device)
-        elif isinstance(value, Packed) and module in how.quantized:
-            yield ours, value
-        elif checkpoint.tensors[detected.names[ours]].packing is None:
-            assert not isinstance(value, Packed)
-            yield ours, value
-        else:
-            exact = to.asked is None and detected.kind == "dit" and _FREE.fullmatch(ours)
-            encoded = module in how.quantized
-            dtype = torch.float32 if exact or encoded else to.main  # what is encoded is rounded once
-            numbers = value.to(to.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
-            yield ours, numbers if encoded else numbers.to(to.device)
+        elif info.packing is not None:
+            packed[name] = checkpoint.read_packed(theirs)
+        elif ours in detected.scales:
+            parts = {"weight": checkpoint.read(theirs), "weight_scale": checkpoint.read(detected.scales[ours]).float()}
+            packed[name] = Packed("fp8", info.shape, parts)
+    return packed, frozenset(int8)
 
 
 def _encoded_names(checkpoint: Checkpoint, detected: Detected, quantization: Quantization | None) -> frozenset[str]:
@@ -347,23 +365,6 @@ def _stored_so(names: frozenset[str], checkpoint: Checkpoint, detected: Detected
         return name in detected.scales or checkpoint.tensors[detected.names[name]].packing is not None
 
     return frozenset(name for name in names if all(stored(f"{part}.weight") for part in whole(name)))
-
-
-def _plain(values: Iterator[tuple[str, Tensor | Quantized | Packed]]) -> Iterator[tuple[str, Tensor]]:
-    for name, value in values:
-        assert isinstance(value, Tensor), "only quantised linears are handed FP8"
-        yield name, value
-
-
-def _main_dtype(checkpoint: Checkpoint, detected: Detected) -> torch.dtype:
-    """The dtype of most bytes; bfloat16 if that is fp8, which only a quantised linear can compute with, or packed."""
-    total: dict[torch.dtype, int] = {}
-    for theirs in detected.names.values():
-        info = checkpoint.tensors[theirs]
-        dtype = torch.bfloat16 if info.packing else info.dtype
-        total[dtype] = total.get(dtype, 0) + info.nbytes
-    main = max(total, key=lambda kind: total[kind])
-    return main if main in LOADABLE else torch.bfloat16
 
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ which may be in the same file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,10 +39,7 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         optional = {part: f"{module}.{part}" for part in integer_layers.OPTIONAL.get(fmt, ())}
         missing = [name for name in names.values() if name not in tensors]
         if missing:
-            raise CheckpointError(
-                f"{module} is marked as {fmt}, but {missing[0]} is missing. Download it again.",
-                where=checkpoint.describe(),
-            )
+            raise CheckpointError(f"{module} is marked as {fmt}, but {missing[0]} is missing. Download it again.")
         names |= {part: name for part, name in optional.items() if name in tensors}
         packing, shape = _described(module, entry, {part: tensors[n] for part, n in names.items()}, checkpoint)
         nbytes = sum(tensors[name].nbytes for name in names.values())
@@ -66,10 +64,11 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         return Packed(info.packing, info.shape, stored)
 
     plain = {name: name for name, info in tensors.items() if info.packing is None}
-    return checkpoint.replaced(
+    return replace(
+        checkpoint,
         tensors=tensors,
-        read=read,
-        read_packed=read_packed,
+        reader=read,
+        packed_reader=read_packed,
         places={n: checkpoint.places[s] for n, s in (plain | sources).items() if s in checkpoint.places},
         parts=parts,
     )
@@ -89,10 +88,7 @@ def _described(
         shape = _shape(packing, parts)
     if shape is None:
         stored = ", ".join(f"{part} {info.dtype} {list(info.shape)}" for part, info in parts.items())
-        raise CheckpointError(
-            f"{module} is marked as {packing}, but {fault or f'its parts do not match: {stored}'}",
-            where=checkpoint.describe(),
-        )
+        raise CheckpointError(f"{module} is marked as {packing}, but {fault or f'its parts do not match: {stored}'}")
     return packing, shape
 
 

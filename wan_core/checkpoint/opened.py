@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +18,23 @@ from wan_core.ops.quant.packed import Packed
 class CheckpointError(UserError):
     """A model file is damaged, incomplete, of an unknown format, or not the part that was asked for.
 
-    `fault` says what is wrong and what to do; `where` names the file. The message is `"{where}: {fault}"`. Code that
-    sees only names and shapes (the key tables) raises it without `where`; `detect` adds it.
+    `fault` says what is wrong and what to do; `where` names the file. The message is `"{where}: {fault}"`. Code inside
+    `naming` raises it without `where`.
     """
 
     def __init__(self, fault: str, *, where: str = "") -> None:
         super().__init__(f"{where}: {fault}" if where else fault)
         self.fault = fault
         self.where = where
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """A `CheckpointError` raised inside, which names no file yet, names `where`."""
+    try:
+        yield
+    except CheckpointError as fault:
+        raise fault if fault.where else CheckpointError(fault.fault, where=where) from None
 
 
 def counted(names: Collection[str], what: str) -> str:
@@ -84,115 +92,53 @@ class Readers:
         return -(-nbytes // (self.count * 16)) * 16
 
 
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Named tensors that have been found but not read.
+    """Named tensors that have been found but not read. Wrappers replace `reader` and the tables.
 
-    `tensors` says what is there, `metadata` holds the strings that came with it, `path` is the file or folder (None
-    for a state dict). `read` returns a CPU tensor that shares memory with the mapped file: nothing is copied, pages
-    come in when they are touched, and writing to the tensor changes memory but never the file. Tensors stay valid
-    after `close`. For a packed tensor, `read` returns the dequantised numbers and `read_packed` what is
-    stored. `parts`: packed tensor -> what it consists of, as plain tensors that `read` gives too, named by `part_name`.
-
-    `tokenizer` makes the SentencePiece model from the file's metadata, where it has one (GGUF). `attention`: attention
-    module -> which attention the file asks ComfyUI for (`comfyui_tensors`).
+    `where` is a short path for messages, `tensors` says what is there, `metadata` holds the strings that came with it,
+    `path` is the file or folder (None for a state dict). `parts`: packed tensor -> what it consists of, as plain
+    tensors that `read` gives too, named by `part_name`. `tokenizer` makes the SentencePiece model from the metadata,
+    where it has one (GGUF). `places`: file and offset of the tensors and parts whose bytes lie in a file as they are.
+    `readers`: who reads these tensors together with this process. `attention`: attention module -> which attention the
+    file asks ComfyUI for (`comfyui_tensors`).
     """
 
-    def __init__(
-        self,
-        where: str,
-        path: Path | None,
-        tensors: Mapping[str, TensorInfo],
-        metadata: Mapping[str, str],
-        read: Read,
-        read_packed: ReadPacked | None = None,
-        tokenizer: Callable[[], bytes] | None = None,
-        places: Mapping[str, tuple[Path, int]] | None = None,
-        readers: Readers | None = None,
-        parts: Mapping[str, Mapping[str, TensorInfo]] | None = None,
-        attention: Mapping[str, bytes] | None = None,
-    ) -> None:
-        """places: file and offset of the tensors and parts whose bytes lie in a file as they are. readers: who reads
-        these tensors together with this process."""
-        self.path = path
-        self.tensors = tensors
-        self.parts = {} if parts is None else parts
-        self.places = {} if places is None else places
-        self.readers = readers
-        self.metadata = metadata
-        self.attention = {} if attention is None else attention
-        self._where = where
-        self._read: Read | None = read
-        self._read_packed = read_packed
-        self.tokenizer = tokenizer
-
-    def describe(self) -> str:
-        """A short path for messages."""
-        return self._where
+    where: str
+    path: Path | None
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    reader: Read
+    packed_reader: ReadPacked | None = None
+    tokenizer: Callable[[], bytes] | None = None
+    places: Mapping[str, tuple[Path, int]] = field(default_factory=dict)
+    readers: Readers | None = None
+    parts: Mapping[str, Mapping[str, TensorInfo]] = field(default_factory=dict)
+    attention: Mapping[str, bytes] = field(default_factory=dict)
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name`, on the CPU, with the dtype and shape of the file."""
-        if self._read is None:
-            raise CheckpointError("it is closed", where=self._where)
+        """The tensor `name` with the dtype and shape of the file; of a packed one, the dequantised numbers.
+
+        A tensor on the CPU that shares memory with the mapped file: nothing is copied, pages come in when they are
+        touched, and writing to the tensor changes memory but never the file. The file stays mapped until its last
+        tensor is freed.
+        """
         if self.info(name).packing is not None:
             return self.read_packed(name).dequantize()
-        return self._read(name)
+        return self.reader(name)
 
     def read_packed(self, name: str, read: Read | None = None) -> Packed:
         """The matrix `name`, whose `packing` is not None, as it is stored; its parts share memory with the file. read:
         gives the parts instead, in their order."""
-        assert self._read_packed is not None, "nothing in this file is packed"
-        if self._read is None:
-            raise CheckpointError("it is closed", where=self._where)
-        return self._read_packed(name, read)
+        assert self.packed_reader is not None, "nothing in this file is packed"
+        return self.packed_reader(name, read)
 
     def info(self, name: str) -> TensorInfo:
         """The shape, dtype and size of a tensor, or of one part of a packed tensor. Raises CheckpointError."""
         info = self.parts.get(name.rpartition(":")[0], {}).get(name) or self.tensors.get(name)
         if info is None:
-            raise CheckpointError(f"it has no tensor named {name}", where=self._where)
+            raise CheckpointError(f"it has no tensor named {name}", where=self.where)
         return info
-
-    def replaced(
-        self,
-        *,
-        tensors: Mapping[str, TensorInfo] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        read: Read | None = None,
-        read_packed: ReadPacked | None = None,
-        places: Mapping[str, tuple[Path, int]] | None = None,
-        parts: Mapping[str, Mapping[str, TensorInfo]] | None = None,
-        attention: Mapping[str, bytes] | None = None,
-    ) -> Checkpoint:
-        """This checkpoint with other names and shapes (and `places` for them), other metadata, or another way to
-        read."""
-        return Checkpoint(
-            self._where,
-            self.path,
-            self.tensors if tensors is None else tensors,
-            self.metadata if metadata is None else metadata,
-            self.read if read is None else read,
-            self._read_packed if read_packed is None else read_packed,
-            self.tokenizer,
-            self.places if tensors is None else places,
-            self.readers,
-            self.parts if parts is None else parts,
-            self.attention if attention is None else attention,
-        )
-
-    def with_metadata(self, said: Mapping[str, Any]) -> Checkpoint:
-        """This checkpoint with more metadata; what is no string is written as JSON, as headers have it."""
-        added = {key: value if isinstance(value, str) else json.dumps(value) for key, value in said.items()}
-        return self.replaced(metadata={**self.metadata, **added})
-
-    def close(self) -> None:
-        """Read no more. The file stays mapped until the last tensor read from it is freed."""
-        self._read = None
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def short_path(path: Path) -> str:
@@ -200,50 +146,51 @@ def short_path(path: Path) -> str:
     return "/".join(path.absolute().parts[-2:])
 
 
-def check_names(names: Collection[str], where: str) -> None:
+def check_names(names: Collection[str]) -> None:
     """Raise CheckpointError for more tensors, or longer names, than any model has."""
     if len(names) > MAX_TENSORS:
-        raise CheckpointError(f"it holds {len(names)} tensors, and at most {MAX_TENSORS} are read", where=where)
+        raise CheckpointError(f"it holds {len(names)} tensors, and at most {MAX_TENSORS} are read")
     longest = max(names, key=len, default="")
     if len(longest) > MAX_NAME:
         raise CheckpointError(
-            f"a tensor's name has {len(longest)} characters ({longest[:60]}...), and at most {MAX_NAME} are allowed",
-            where=where,
+            f"a tensor's name has {len(longest)} characters ({longest[:60]}...), and at most {MAX_NAME} are allowed"
         )
     total = sum(map(len, names))
     if total > MAX_NAMES:
         raise CheckpointError(
-            f"the names of its {len(names)} tensors have {total} characters, and at most {MAX_NAMES} are read",
-            where=where,
+            f"the names of its {len(names)} tensors have {total} characters, and at most {MAX_NAMES} are read"
         )
 
 
 def from_state_dict(state: Mapping[str, Tensor], where: str, path: Path | None = None) -> Checkpoint:
     """A checkpoint over tensors that are already in memory. Every entry must be a plain tensor that owns its values."""
+    with naming(where):
+        _check_state(state)
+    tensors = {n: TensorInfo(tuple(t.shape), t.dtype, t.numel() * t.element_size()) for n, t in state.items()}
+    return Checkpoint(where, path, tensors, {}, lambda name: state[name].detach())
+
+
+def _check_state(state: Mapping[str, Tensor]) -> None:
     odd = [
         f"{str(name)[:80]!r}: {type(value).__name__}"
         for name, value in state.items()
         if not (isinstance(name, str) and isinstance(value, Tensor))
     ]
     if odd:
-        raise CheckpointError(f"a state dict of named tensors was expected, but it holds {listing(odd)}", where=where)
+        raise CheckpointError(f"a state dict of named tensors was expected, but it holds {listing(odd)}")
     if not state:
-        raise CheckpointError("it holds no tensors", where=where)
-    check_names(state, where)
+        raise CheckpointError("it holds no tensors")
+    check_names(state)
     for name, value in state.items():
-        _check_plain(name, value, where)
-    tensors = {n: TensorInfo(tuple(t.shape), t.dtype, t.numel() * t.element_size()) for n, t in state.items()}
-    return Checkpoint(where, path, tensors, {}, lambda name: state[name].detach())
+        _check_plain(name, value)
 
 
-def _check_plain(name: str, value: Tensor, where: str) -> None:
+def _check_plain(name: str, value: Tensor) -> None:
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
-        raise CheckpointError(
-            f"{name} is a meta, sparse or quantised tensor, which cannot be used as a weight", where=where
-        )
+        raise CheckpointError(f"{name} is a meta, sparse or quantised tensor, which cannot be used as a weight")
     # A view that repeats its few values (stride 0) would grow when it is moved, to whatever size the file claims.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        raise CheckpointError(f"{name} claims more values than are stored", where=where)
+        raise CheckpointError(f"{name} claims more values than are stored")
 
 
 def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mapping[str, str]) -> Checkpoint:
@@ -256,11 +203,9 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
     for shard in shards:
         for name, info in shard.tensors.items():
             if name in owner:
-                raise CheckpointError(
-                    f"the tensor {name} is in two shards, {owner[name].describe()} and {shard.describe()}", where=where
-                )
+                raise CheckpointError(f"the tensor {name} is in two shards, {owner[name].where} and {shard.where}")
             tensors[name], owner[name] = info, shard
-        check_names(tensors, where)
+        check_names(tensors)
         parts |= shard.parts
         owner |= dict.fromkeys((part for several in shard.parts.values() for part in several), shard)
         places |= shard.places

@@ -56,9 +56,8 @@ _FAULTS = (
 
 def open_pickle(path: Path) -> Checkpoint:
     """Check the pickle, then let torch map the storages. Raises `CheckpointError` on any fault."""
-    where = short_path(path)
     try:
-        _check_program(_program(path, where), where)
+        _check_program(_program(path))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside torch's own unpickler
             loaded = _loaded(path)
@@ -66,10 +65,8 @@ def open_pickle(path: Path) -> Checkpoint:
         raise
     except _FAULTS as fault:
         line = (str(fault).strip().splitlines() or [""])[0][:200]
-        raise CheckpointError(
-            f"damaged archive ({type(fault).__name__}: {line}). Download it again.", where=where
-        ) from None
-    return from_state_dict(_state_dict(loaded, where), where, path)
+        raise CheckpointError(f"damaged archive ({type(fault).__name__}: {line}). Download it again.") from None
+    return from_state_dict(_state_dict(loaded), short_path(path), path)
 
 
 def _loaded(path: Path) -> Any:
@@ -90,7 +87,7 @@ class _Archive(io.BufferedReader):
         return super().read(size)
 
 
-def _program(path: Path, where: str) -> bytes:
+def _program(path: Path) -> bytes:
     """The archive's one pickle, which must be small and uncompressed."""
     with _Archive(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
         # torch finds the member whatever the case of its name.
@@ -99,33 +96,29 @@ def _program(path: Path, where: str) -> bytes:
         if len(pickles) != 1 or any(member.compress_type != zipfile.ZIP_STORED for member in members):
             raise CheckpointError(
                 "a zip archive, but not one that torch.save wrote (it has no data.pkl, or compressed members). If it is"
-                " a download, unpack it first.",
-                where=where,
+                " a download, unpack it first."
             )
         claimed, size = sum(member.file_size for member in members), path.stat().st_size
         if claimed > size:
             raise CheckpointError(
-                f"damaged archive: its members claim {claimed} bytes, the file has {size}. Download it again.",
-                where=where,
+                f"damaged archive: its members claim {claimed} bytes, the file has {size}. Download it again."
             )
         if pickles[0].file_size > MAX_PICKLE:
             raise CheckpointError(
                 f"its data.pkl has {pickles[0].file_size} bytes, and at most {MAX_PICKLE} are read. Save the state dict"
-                " alone, or use a safetensors file.",
-                where=where,
+                " alone, or use a safetensors file."
             )
         return archive.read(pickles[0])
 
 
-def _check_program(program: bytes, where: str) -> None:
+def _check_program(program: bytes) -> None:
     """The pickle may name tensors and containers, nothing else."""
     refused: set[str] = set()
     for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
         if count > MAX_OPERATIONS:
             raise CheckpointError(
                 f"its pickle has more than {MAX_OPERATIONS} instructions, {MAX_TENSORS} tensors need fewer. Use a"
-                " safetensors file.",
-                where=where,
+                " safetensors file."
             )
         if opcode.name == "GLOBAL":
             if argument not in _ALLOWED:
@@ -135,18 +128,15 @@ def _check_program(program: bytes, where: str) -> None:
     if refused:
         raise CheckpointError(
             f"refused: its pickle asks for {listing(sorted(refused))}. A checkpoint may hold tensors only:"
-            " anything else can run code on this machine. Use a safetensors file.",
-            where=where,
+            " anything else can run code on this machine. Use a safetensors file."
         )
 
 
-def _state_dict(loaded: Any, where: str) -> Mapping[str, Tensor]:
+def _state_dict(loaded: Any) -> Mapping[str, Tensor]:
     """The named tensors, also where a training script has put them some levels down: under a name of `_NESTED`, or as
     the only dict. Raises CheckpointError where several could be meant."""
     if not isinstance(loaded, dict):
-        raise CheckpointError(
-            f"a state dict of named tensors was expected, but it holds a {type(loaded).__name__}", where=where
-        )
+        raise CheckpointError(f"a state dict of named tensors was expected, but it holds a {type(loaded).__name__}")
     for _ in range(MAX_LEVELS):
         # A pickle may give an OrderedDict attributes that hide its methods: ask the type, not the object.
         entries = dict(dict.items(loaded))
@@ -157,8 +147,7 @@ def _state_dict(loaded: Any, where: str) -> Mapping[str, Tensor]:
         if not named and len(inner) > 1:
             raise CheckpointError(
                 f"it holds several dicts ({listing(list(map(str, inner)))}), and which is the model is not known. Save "
-                "that one alone.",
-                where=where,
+                "that one alone."
             )
         loaded = entries[(named or inner)[0]]
     return dict(dict.items(loaded))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.models.text.umt5 import UMT5Encoder
 from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
+from wan_core.ops.quant.swap import Quantization, encoded_weight, swap_linears
 
 
 @torch.no_grad()
@@ -33,18 +33,22 @@ def random_module(
     draw_on: the device where values are drawn, one at a time; None: `device`. quantization (transformers only) encodes
     every matrix as soon as it is drawn; `loras` are merged before that. how: which blocks are made.
     """
-    module = empty_module(config)
-    values = _draw(module, draw_on or torch.device(device), dtype, seed)
-    if loras is not None:
-        assert isinstance(config, DiTConfig)
-        encoded = frozenset() if quantization is None else config.quantized_names(quantization.keep_blocks)
-        values = loras.apply(values, encoded, [name for name, _ in module.named_parameters()])
+    module, device = empty_module(config), torch.device(device)
+    values: Iterable[tuple[str, Tensor]] = _draw(module, draw_on or device, dtype, seed)
+    names: frozenset[str] = frozenset()
     if quantization is not None:
         assert isinstance(config, DiTConfig)
         names = config.quantized_names(quantization.keep_blocks)
-        values = encode_values(values, quantization, names)
-    # drawn before `swap_linears` changes the module
-    state = {name: value.to(device) for name, value in values if how.reads(name)}
+    if loras is not None:
+        values = loras.apply(values, names, [name for name, _ in module.named_parameters()])
+    state: dict[str, Tensor] = {}
+    for name, value in values:  # drawn before `swap_linears` changes the module
+        linear, dot, parameter = name.rpartition(".")
+        encoded = {parameter: value}
+        if quantization is not None and linear in names and parameter == "weight":
+            encoded = encoded_weight(value, quantization)
+        if how.reads(name):
+            state |= {f"{linear}{dot}{part}": tensor.to(device) for part, tensor in encoded.items()}
     if quantization is not None:
         swap_linears(module, quantization.kind, names, dtype)
     module.load_state_dict(state, assign=True, strict=how.layers is None)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from wan_core.checkpoint.opened import (
     from_state_dict,
     listing,
     merge,
+    naming,
     short_path,
 )
 from wan_core.checkpoint.pickle_file import open_pickle
@@ -111,7 +113,7 @@ def with_assembled(checkpoint: Checkpoint) -> Checkpoint:
         parts = [tensors[part] for part in one.parts]
         infos[name] = TensorInfo(one.shape, parts[0].dtype, sum(part.nbytes for part in parts))
     places = {name: at for name, at in checkpoint.places.items() if name in infos and name not in wanted}
-    return checkpoint.replaced(tensors=infos, read=_reader(checkpoint.read, wanted), places=places)
+    return replace(checkpoint, tensors=infos, reader=_reader(checkpoint.read, wanted), places=places)
 
 
 def _plain(checkpoint: Checkpoint, one: Assembled) -> bool:
@@ -144,45 +146,48 @@ def open_checkpoint(source: Source) -> Checkpoint:
     """
     if isinstance(source, Checkpoint):
         return source
-    if isinstance(source, Mapping):
-        opened = with_packed(from_state_dict(source, "the given state dict"))
-    else:
-        opened = _open_path(Path(source))
-    return with_assembled(with_preferences(opened))
+    with naming("the given state dict" if isinstance(source, Mapping) else short_path(Path(source))):
+        if isinstance(source, Mapping):
+            opened = with_packed(from_state_dict(source, "the given state dict"))
+        else:
+            opened = _open_path(Path(source))
+        return with_assembled(with_preferences(opened))
 
 
 def _open_path(path: Path) -> Checkpoint:
-    where = short_path(path)
     try:
         if path.is_dir():
             return _open_folder(path)
         if not path.is_file():
-            raise CheckpointError(f"no such file or folder ({path}){near_file(path)}", where=where)
+            raise CheckpointError(f"no such file or folder ({path}){near_file(path)}")
         if path.name.endswith(".index.json"):
             return _open_index(path)
         opened = _open_file(path)
     except OSError as fault:  # permissions, a vanished disk: the system's own words
-        raise CheckpointError(f"cannot be read ({fault.strerror or fault})", where=where) from fault
+        raise CheckpointError(f"cannot be read ({fault.strerror or fault})") from fault
     return _with_config(opened, path.parent)
 
 
 def _open_file(path: Path) -> Checkpoint:
+    with naming(short_path(path)):
+        return with_packed(_open_format(path))
+
+
+def _open_format(path: Path) -> Checkpoint:
     with path.open("rb") as file:
         head = file.read(512)
-    where = short_path(path)
     if head[8:9] == b"{" and not head.startswith(MAGIC):
-        return with_packed(open_safetensors(path))
+        return open_safetensors(path)
     if head.startswith(b"PK\x03\x04"):
-        return with_packed(open_pickle(path))
+        return open_pickle(path)
     if head.startswith(MAGIC):
-        return with_packed(open_gguf(path))
+        return open_gguf(path)
     for recognise, fault in _UNSUPPORTED:
         if recognise(head):
-            raise CheckpointError(fault, where=where)
+            raise CheckpointError(fault)
     raise CheckpointError(
         f"neither a safetensors, a torch nor a GGUF file: it begins with {head[:8].hex(' ')}. Download or convert it "
-        "again.",
-        where=where,
+        "again."
     )
 
 
@@ -232,14 +237,12 @@ def _open_folder(folder: Path) -> Checkpoint:
     where, folder = short_path(folder), snapshot_of(folder)
     files = sorted(child for child in folder.iterdir() if child.is_file())
     parts = find_parts(folder)
-    chosen = _weights_in(files, where) if not _is_release(folder, parts) else None
+    chosen = _weights_in(files) if not _is_release(folder, parts) else None
     if chosen is None:
         if parts:
             listed = ", ".join(f"{key}: {path.relative_to(folder)}" for key, path in parts.items())
-            raise CheckpointError(
-                f"a whole release ({listed}), where one part is expected. Name one of these.", where=where
-            )
-        raise CheckpointError("no model in this folder (no safetensors, pth, pt, bin or gguf file)", where=where)
+            raise CheckpointError(f"a whole release ({listed}), where one part is expected. Name one of these.")
+        raise CheckpointError("no model in this folder (no safetensors, pth, pt, bin or gguf file)")
     if isinstance(chosen, Path):
         return _open_index(chosen) if chosen.name.endswith(".index.json") else _with_config(_open_file(chosen), folder)
     return merge((_open_file(shard) for shard in chosen), where, folder, _config_metadata(folder))
@@ -250,7 +253,7 @@ def _is_release(folder: Path, parts: Mapping[str, Path]) -> bool:
     return len(models) > 1 or any(path.is_dir() and path != folder for path in models)
 
 
-def _weights_in(files: list[Path], where: str) -> Path | list[Path] | None:
+def _weights_in(files: list[Path]) -> Path | list[Path] | None:
     """The index, the one file or the complete shards among `files`."""
     indices = [f for f in files if f.name.endswith(".index.json")]
     weights = [f for f in files if f.suffix.lower() in _WEIGHTS]
@@ -261,16 +264,16 @@ def _weights_in(files: list[Path], where: str) -> Path | list[Path] | None:
     if not indices and len(weights) == 1 and not _SHARD.fullmatch(weights[0].name):
         return weights[0]
     if not indices and weights:
-        shards = _complete_shards(weights, where)
+        shards = _complete_shards(weights)
         if shards:
             return shards
     if indices or weights:
         names = [f.name for f in indices or weights]
-        raise CheckpointError(f"several models in this folder ({listing(names)}). Name one of these.", where=where)
+        raise CheckpointError(f"several models in this folder ({listing(names)}). Name one of these.")
     return None
 
 
-def _complete_shards(weights: list[Path], where: str) -> list[Path] | None:
+def _complete_shards(weights: list[Path]) -> list[Path] | None:
     """`weights` if they are the shards of one model; an error if some of those are missing; None if they are not
     shards."""
     matches = [_SHARD.fullmatch(f.name) for f in weights]
@@ -282,35 +285,32 @@ def _complete_shards(weights: list[Path], where: str) -> list[Path] | None:
     wanted = (f"{stem}-{n:05d}-of-{total}.{suffix}" for n in range(1, int(total) + 1))
     missing = [name for name in wanted if name not in present]
     if missing:
-        raise CheckpointError(f"{len(missing)} of {int(total)} shards are missing: {listing(missing)}", where=where)
+        raise CheckpointError(f"{len(missing)} of {int(total)} shards are missing: {listing(missing)}")
     return weights
 
 
 def _open_index(index: Path) -> Checkpoint:
-    where = short_path(index)
-    content = _json(index, where)
+    content = _json(index)
     table = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-        raise CheckpointError("damaged index: it has no weight_map from tensor names to file names", where=where)
+        raise CheckpointError("damaged index: it has no weight_map from tensor names to file names")
     names = sorted(set(table.values()))
     outside = [name for name in names if Path(name).name != name or name in ("", ".", "..") or "\\" in name]
     if outside:
-        raise CheckpointError(f"damaged index: {listing(outside)} is not a file beside it", where=where)
+        raise CheckpointError(f"damaged index: {listing(outside)} is not a file beside it")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} of {len(names)} shards are missing: {listing(missing)}. Download them to the same folder.",
-            where=where,
+            f"{len(missing)} of {len(names)} shards are missing: {listing(missing)}. Download them to the same folder."
         )
     shards = {name: _open_file(index.parent / name) for name in names}
     absent = [tensor for tensor, name in table.items() if tensor not in shards[name].tensors]
     if absent:
         raise CheckpointError(
             f"{counted(absent, 'not in the shards that the index names')}. Shards of different releases may have been "
-            "mixed: download them again.",
-            where=where,
+            "mixed: download them again."
         )
-    return merge(shards.values(), where, index, _config_metadata(index.parent))
+    return merge(shards.values(), short_path(index), index, _config_metadata(index.parent))
 
 
 # ---------------------------------------------------------------------------------------------------------- config.json
@@ -335,8 +335,7 @@ _CONFIG_KEYS = {
 
 def _with_config(opened: Checkpoint, folder: Path) -> Checkpoint:
     """`opened` with what a `config.json` beside it adds; the file's own metadata wins."""
-    metadata = {**_config_metadata(folder), **opened.metadata}
-    return opened.replaced(metadata=metadata)
+    return replace(opened, metadata={**_config_metadata(folder), **opened.metadata})
 
 
 def _config_metadata(folder: Path) -> dict[str, str]:
@@ -344,7 +343,8 @@ def _config_metadata(folder: Path) -> dict[str, str]:
     path = folder / "config.json"
     if not path.is_file():
         return {}
-    config = _json(path, short_path(path))
+    with naming(short_path(path)):
+        config = _json(path)
     if not isinstance(config, dict):
         return {}
     architectures = config.get("architectures")
@@ -355,14 +355,13 @@ def _config_metadata(folder: Path) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in values.items() if value is not None}
 
 
-def _json(path: Path, where: str) -> Any:
+def _json(path: Path) -> Any:
     if path.stat().st_size > MAX_JSON:
         raise CheckpointError(
             f"too large for this kind of JSON file: {path.stat().st_size} bytes, and at most {MAX_JSON} are read."
-            " Download it again.",
-            where=where,
+            " Download it again."
         )
     try:
         return json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as fault:
-        raise CheckpointError(f"not valid JSON ({fault}). Download it again.", where=where) from None
+        raise CheckpointError(f"not valid JSON ({fault}). Download it again.") from None

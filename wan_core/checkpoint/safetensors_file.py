@@ -50,59 +50,60 @@ DTYPES: dict[str, torch.dtype] = {
 
 def open_safetensors(path: Path) -> Checkpoint:
     """Check the header and map the values, copy-on-write. Raises `CheckpointError` on any fault."""
-    where = short_path(path)
     with path.open("rb") as file:
-        begin, header = _header(file, path, where)
+        begin, header = _header(file, path)
         metadata = header.pop("__metadata__", None) or {}
-        check_names(header, where)
-        tensors = {name: _info(name, entry, where) for name, entry in header.items()}
+        check_names(header)
+        tensors = {name: _info(name, entry) for name, entry in header.items()}
         if not tensors:
-            raise CheckpointError("it holds no tensors", where=where)
+            raise CheckpointError("it holds no tensors")
         mapping = map_file(file.fileno())
     offsets = {name: begin + entry["data_offsets"][0] for name, entry in header.items()}
     places = {name: (path, offset) for name, offset in offsets.items()}
     return Checkpoint(
-        where, path, tensors, metadata, lambda name: _view(mapping, tensors[name], offsets[name]), places=places
+        short_path(path),
+        path,
+        tensors,
+        metadata,
+        lambda name: _view(mapping, tensors[name], offsets[name]),
+        places=places,
     )
 
 
-def _header(file: BinaryIO, path: Path, where: str) -> tuple[int, dict[str, Any]]:
+def _header(file: BinaryIO, path: Path) -> tuple[int, dict[str, Any]]:
     """Where the values begin, and the header. The library has checked that every entry is complete, that its shape
     and dtype take the bytes between its offsets, and that the values fill the file without hole or overlap."""
     size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER and size >= 8:
         raise CheckpointError(
             f"its header has {length} bytes, and at most {MAX_HEADER} are read. Download it again, or save it without"
-            " its metadata.",
-            where=where,
+            " its metadata."
         )
     if size < 8 + max(length, 2):
         raise CheckpointError(
-            f"truncated: its header needs {8 + max(length, 2)} bytes, the file has {size}. Download it again.",
-            where=where,
+            f"truncated: its header needs {8 + max(length, 2)} bytes, the file has {size}. Download it again."
         )
     text = file.read(length)
     claimed = text.count(b'"data_offsets"')
     if claimed > MAX_TENSORS:
-        raise CheckpointError(f"it holds {claimed} tensors, and at most {MAX_TENSORS} are read", where=where)
+        raise CheckpointError(f"it holds {claimed} tensors, and at most {MAX_TENSORS} are read")
     try:
         with safe_open(path, framework="np"):
             pass
         return 8 + length, json.loads(text)
     except (SafetensorError, ValueError, RecursionError) as fault:  # the last two from fields the library ignores
-        raise CheckpointError(f"truncated or damaged. Download it again. ({str(fault)[:300]})", where=where) from None
+        raise CheckpointError(f"truncated or damaged. Download it again. ({str(fault)[:300]})") from None
 
 
-def _info(name: str, entry: dict[str, Any], where: str) -> TensorInfo:
+def _info(name: str, entry: dict[str, Any]) -> TensorInfo:
     kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if kind not in DTYPES:
         raise CheckpointError(
-            f"tensor {name[:120]} has the dtype {kind}, which this version cannot read; it reads {', '.join(DTYPES)}",
-            where=where,
+            f"tensor {name[:120]} has the dtype {kind}, which this version cannot read; it reads {', '.join(DTYPES)}"
         )
     # The strides of an empty tensor must fit into 64 bits too.
     if len(shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in shape) * DTYPES[kind].itemsize >= 2**63:
-        raise CheckpointError(f"tensor {name[:120]} has a shape that is too large for any memory", where=where)
+        raise CheckpointError(f"tensor {name[:120]} has a shape that is too large for any memory")
     return TensorInfo(tuple(shape), DTYPES[kind], end - begin)
 
 

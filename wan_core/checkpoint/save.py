@@ -21,7 +21,7 @@ from torch import Tensor
 from wan_core.checkpoint import CheckpointError, open_checkpoint
 from wan_core.checkpoint.comfyui_tensors import DESCRIPTION, SUFFIX
 from wan_core.checkpoint.detect import TOKENIZER
-from wan_core.checkpoint.opened import short_path
+from wan_core.checkpoint.opened import naming, short_path
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError
 from wan_core.config.checks import check_file_size
@@ -122,56 +122,51 @@ def load_latents(path: str | Path, *, needs_seal: bool = False) -> tuple[Tensor,
     """(latents float32 [B, C, T, Y, X], fps, settings). Raises CheckpointError or DamagedFile if the file is not one of
     `save_latents`, or not as it was written, or its values are not finite. needs_seal: refuse one without a checksum,
     which earlier releases wrote; otherwise a warning is logged."""
-    check_latents_file(Path(path), needs_seal)
-    with open_checkpoint(path) as opened:
-        where = opened.describe()
+    with naming(short_path(Path(path))):
+        check_latents_file(Path(path), needs_seal)
+        opened = open_checkpoint(path)
         info = opened.tensors.get("latents")
         if info is None or len(info.shape) != 5 or info.packing or not info.dtype.is_floating_point:
             raise CheckpointError(
-                "these are not saved latents: a floating point tensor `latents` of 5 dimensions is expected",
-                where=where,
+                "these are not saved latents: a floating point tensor `latents` of 5 dimensions is expected"
             )
         count = math.prod(info.shape)
         if not 0 < count <= MAX_LATENTS:
-            raise CheckpointError(
-                f"latents of {list(info.shape)}, {count} numbers: 1 to {MAX_LATENTS} can be read", where=where
-            )
-        fps, settings = _settings(opened.metadata, where)
+            raise CheckpointError(f"latents of {list(info.shape)}, {count} numbers: 1 to {MAX_LATENTS} can be read")
+        fps, settings = _settings(opened.metadata)
         latents = opened.read("latents").float()
-    if not all(math.isfinite(extreme) for extreme in latents.aminmax()):
-        raise CheckpointError("its latents are not finite numbers: the file is damaged", where=where)
+        if not all(math.isfinite(extreme) for extreme in latents.aminmax()):
+            raise CheckpointError("its latents are not finite numbers: the file is damaged")
     return latents, fps, settings
 
 
 def check_latents_file(path: Path, needs_seal: bool) -> None:
     """Raise CheckpointError or OptionError if a file is missing, too large, or not as it was written."""
-    where = short_path(path)
     try:
         check_file_size(path, 4 * MAX_LATENTS + MAX_HEADER)
         sealed = check_seal(path)
     except OSError as fault:
-        raise CheckpointError(f"cannot be read ({fault.strerror})", where=where) from fault
+        raise CheckpointError(f"cannot be read ({fault.strerror})") from fault
     if not sealed and needs_seal:
-        raise CheckpointError("it has no checksum: an earlier release wrote it", where=where)
+        raise CheckpointError("it has no checksum: an earlier release wrote it")
     if not sealed:
         log.warning("%s has no checksum: an earlier release wrote it, and whether it is damaged is not known", path)
 
 
-def _settings(metadata: Mapping[str, str], where: str) -> tuple[int, dict[str, Any]]:
+def _settings(metadata: Mapping[str, str]) -> tuple[int, dict[str, Any]]:
     """The frame rate and the settings of the run that a file of latents has."""
     text = metadata.get("settings", "")
     if len(text) > MAX_JSON:
-        raise CheckpointError(f"its settings have {len(text)} characters, at most {MAX_JSON} are read", where=where)
+        raise CheckpointError(f"its settings have {len(text)} characters, at most {MAX_JSON} are read")
     try:
         fps, settings = int(metadata["fps"]), json.loads(text)
     except (KeyError, ValueError, RecursionError) as fault:
         raise CheckpointError(
-            f"latents without fps and settings in the metadata ({fault}): the file is not from `generate`", where=where
+            f"latents without fps and settings in the metadata ({fault}): the file is not from `generate`"
         ) from fault
     if not 1 <= fps <= 1000 or not isinstance(settings, dict):
         raise CheckpointError(
             f"latents with {str(fps)[:20]} frames per second and settings of {type(settings).__name__}: 1 to 1000 and a"
-            " dict are expected. The file is not from `generate`.",
-            where=where,
+            " dict are expected. The file is not from `generate`."
         )
     return fps, settings

@@ -67,8 +67,7 @@ def refuse_scaled(checkpoint: Checkpoint) -> None:
     if find_scales(checkpoint).names:
         raise CheckpointError(
             "its weights are FP8 with scales, which is not supported for encoders of pictures and of sound: use a file "
-            "of 16 bits",
-            where=checkpoint.describe(),
+            "of 16 bits"
         )
 
 

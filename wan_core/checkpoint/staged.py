@@ -21,8 +21,8 @@ import io
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,34 +81,23 @@ def default_threads(processes: int = 1) -> int:
     return min(MOST_THREADS, max(4, cores // 2 // processes))
 
 
-def open_feed(
+@contextmanager
+def reading(
     checkpoint: Checkpoint, names: Sequence[str], device: torch.device, how: Reading = USUAL
-) -> Feed | Mapped:
-    """Tensors of `checkpoint`, which are then asked for in the order of `names`."""
-    if not how.staged or (device.type != "cuda" and how.mapped):
-        return Mapped(checkpoint, how.on_bytes)
-    return Feed(checkpoint, names, device, how)
+) -> Iterator[Callable[[str], Tensor]]:
+    """A function that reads tensors of `checkpoint`, in the order of `names`: ahead, in threads, or from the mapped
+    file."""
+    if how.staged and (device.type == "cuda" or not how.mapped):
+        with Feed(checkpoint, names, device, how) as feed:
+            yield feed.read
+        return
 
+    def read(name: str) -> Tensor:
+        if how.on_bytes is not None:
+            how.on_bytes(checkpoint.info(name).nbytes)
+        return checkpoint.read(name)
 
-class Mapped:
-    """Tensors as views of the mapped file."""
-
-    def __init__(self, checkpoint: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> None:
-        self.checkpoint, self.on_bytes = checkpoint, on_bytes
-
-    def read(self, name: str) -> Tensor:
-        if self.on_bytes is not None:
-            self.on_bytes(self.checkpoint.info(name).nbytes)
-        return self.checkpoint.read(name)
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def __enter__(self) -> Mapped:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    yield read
 
 
 @dataclass(eq=False)
@@ -246,7 +235,7 @@ class Feed:
 
     def _unreadable(self, name: str, fault: BaseException) -> CheckpointError:
         cause = str(fault) or type(fault).__name__
-        return CheckpointError(f"{name} cannot be read ({cause})", where=self.checkpoint.describe())
+        return CheckpointError(f"{name} cannot be read ({cause})", where=self.checkpoint.where)
 
     def close(self) -> None:
         """Stop reading. Copies that are under way end first: their buffers and their places are still in use."""

@@ -169,9 +169,8 @@ def check_loras(paths: Sequence[Path]) -> None:
     from wan_core.checkpoint.lora.names import is_lora
 
     for path in paths:
-        with open_checkpoint(path) as opened:
-            if not is_lora(opened.tensors):
-                raise OptionError(f"{path} is no LoRA: give a file that holds one")
+        if not is_lora(open_checkpoint(path).tensors):
+            raise OptionError(f"{path} is no LoRA: give a file that holds one")
 
 
 def run_memory_plan(options: argparse.Namespace, task_name: str) -> int:

@@ -76,16 +76,16 @@ def inspect_file(path: Path) -> dict[str, Any]:
     """The description of a file, or of a folder that holds one part."""
     file: dict[str, Any] = {"file": str(path), "problems": []}
     try:
-        with open_checkpoint(path) as checkpoint:
-            gib = round(sum(info.nbytes for info in checkpoint.tensors.values()) / 1024**3, 3)
-            file |= {"tensors": len(checkpoint.tensors), "gib": gib, "precision": precisions(checkpoint)}
-            if is_lora(checkpoint.tensors):
-                file |= _lora(checkpoint)
-            else:
-                file |= _encoder(checkpoint) or _model(checkpoint, path)
-            if checkpoint.attention:
-                file["attention"] = summary(checkpoint.attention)[:8]
-            file |= _from_metadata_and_name(checkpoint.metadata, path, file)
+        checkpoint = open_checkpoint(path)
+        gib = round(sum(info.nbytes for info in checkpoint.tensors.values()) / 1024**3, 3)
+        file |= {"tensors": len(checkpoint.tensors), "gib": gib, "precision": precisions(checkpoint)}
+        if is_lora(checkpoint.tensors):
+            file |= _lora(checkpoint)
+        else:
+            file |= _encoder(checkpoint) or _model(checkpoint, path)
+        if checkpoint.attention:
+            file["attention"] = summary(checkpoint.attention)[:8]
+        file |= _from_metadata_and_name(checkpoint.metadata, path, file)
     except UserError as fault:
         file["problems"].append(str(fault))
     return file

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,19 +58,7 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, turn: Callable[[]
             return gather_read(stored, readers)
         return broadcast_read(stored, host, ranks.device, order[name] % host.size)
 
-    return Checkpoint(
-        checkpoint.describe(),
-        checkpoint.path,
-        checkpoint.tensors,
-        checkpoint.metadata,
-        read,
-        checkpoint.read_packed,
-        checkpoint.tokenizer,
-        checkpoint.places,
-        readers,
-        checkpoint.parts,
-        checkpoint.attention,
-    )
+    return replace(checkpoint, reader=read, readers=readers)
 
 
 def gather_read(stored: Tensor, readers: Readers) -> Tensor:
@@ -125,7 +114,7 @@ def load_sharded_dit(
     checkpoint = open_checkpoint(path)
     detected = detect(checkpoint, "dit", family)
     if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
-        raise OptionError(f"{checkpoint.describe()}: {why_not_shard(ranks, True, False, True, True)}")
+        raise OptionError(f"{checkpoint.where}: {why_not_shard(ranks, True, False, True, True)}")
     model = cast(WanModel, empty_module(detected.config)).to(dtype).requires_grad_(False).eval()
     model.attention_preferences = detected.attention
     shard_blocks(model, ranks)
@@ -137,7 +126,7 @@ def load_sharded_dit(
         stored = checkpoint.read(name)
         return part_of(stored, ranks) if isinstance(parameters[official_names[name]], DTensor) else stored
 
-    parts = Checkpoint(checkpoint.describe(), checkpoint.path, checkpoint.tensors, checkpoint.metadata, read)
+    parts = replace(checkpoint, reader=read)
     for name, value in read_values(parts, detected, ranks.device, dtype):
         parameter = parameters[name]
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(value)

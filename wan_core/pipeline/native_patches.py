@@ -50,7 +50,7 @@ def loras_of_patches(patches: Patches, config: DiTConfig, where: str) -> list[Wa
     for a patch that cannot be carried, CheckpointError for tensors that do not fit.
     """
     return [
-        Wanted(read_lora(checkpoint, expected_shapes(config)), strength, (checkpoint.describe(), 0, 0))
+        Wanted(read_lora(checkpoint, expected_shapes(config)), strength, (checkpoint.where, 0, 0))
         for strength, checkpoint in lora_checkpoints(patches, where)
     ]
 

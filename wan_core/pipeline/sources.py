@@ -159,7 +159,7 @@ def recognise_vision(path: Path) -> Part:
 
     parameters = parameter_count(detected.config)
     stored = max(infos, key=lambda info: info.nbytes).dtype
-    label, size = f"{checkpoint.describe()} ({detected.layout})", sum(info.nbytes for info in infos)
+    label, size = f"{checkpoint.where} ({detected.layout})", sum(info.nbytes for info in infos)
     return Part(label, detected.config, stored, parameters, load, path=path, stored_bytes=size)
 
 
@@ -242,7 +242,7 @@ def recognise(
         if (ours in detected.scales or checkpoint.tensors[theirs].packing) and in_block(detected, ours)
     ]
     return Part(
-        f"{checkpoint.describe()} ({detected.layout})",
+        f"{checkpoint.where} ({detected.layout})",
         detected.config,
         stored,
         parameters,

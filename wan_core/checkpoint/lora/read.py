@@ -33,7 +33,7 @@ from wan_core.checkpoint.lora.names import (
     parse_name,
     spelling_words,
 )
-from wan_core.checkpoint.opened import Checkpoint, CheckpointError, listing
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, listing, naming
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.config.limits import MAX_JSON
 
@@ -287,10 +287,8 @@ def read_lora(source: Source, shapes: Shapes, expert: str | None = None) -> Lora
     `CheckpointError` if the file is no LoRA, is damaged, or changes nothing in this model.
     """
     checkpoint = open_checkpoint(source)
-    try:
+    with naming(checkpoint.where):
         return _read(checkpoint, shapes, expert)
-    except CheckpointError as fault:
-        raise fault if fault.where else CheckpointError(str(fault), where=checkpoint.describe()) from None
 
 
 def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
@@ -335,7 +333,7 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
         advice = APPLY_ELSEWHERE if unsupported else "It was made for another model."
         raise CheckpointError(f"it changes nothing in this model: {reasons or 'it is empty'}. {advice}")
     return Lora(
-        where=checkpoint.describe(),
+        where=checkpoint.where,
         spelling=spelling_words(spellings),
         changes=changes,
         ignored={why: tuple(names) for why, names in ignored.items()},
@@ -366,4 +364,4 @@ def check_lora(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError for a file of anything else, by its tensors' names."""
     if not is_lora(checkpoint.tensors):
         message = f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
-        raise CheckpointError(message, where=checkpoint.describe())
+        raise CheckpointError(message)

@@ -6,7 +6,7 @@ and time embedding, modulation, norms and head keep their precision: they are sm
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -48,21 +48,13 @@ def swap_linears(model: nn.Module, kind: type[QuantLinear], names: Iterable[str]
         model.get_submodule(parent)._modules[last] = new
 
 
-def encode_values(
-    values: Iterable[tuple[str, Tensor | Quantized | Packed]], quantization: Quantization, names: frozenset[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name, value) pairs with the weights of the linears `names` encoded, one at a time, so that the whole
-    model is never in memory in its old precision. Weights that the file stores in the same format are kept, where they
-    are."""
-    for name, value in values:
-        linear, _, parameter = name.rpartition(".")
-        if linear in names and parameter == "weight":
-            for encoded_name, encoded in _encoded(value, quantization).items():
-                target = encoded.device if isinstance(value, Packed) else device_of(value)
-                yield f"{linear}.{encoded_name}", encoded.to(target)
-        else:
-            assert isinstance(value, Tensor)
-            yield name, value
+def encoded_weight(value: Tensor | Quantized | Packed, quantization: Quantization) -> dict[str, Tensor]:
+    """Parameter name -> value of a linear's encoded weight, on the device of `value`; of a packed one, where it was
+    encoded. A weight that the file stores in the same format is kept."""
+    encoded = _encoded(value, quantization)
+    if isinstance(value, Packed):
+        return encoded
+    return {name: tensor.to(device_of(value)) for name, tensor in encoded.items()}
 
 
 def device_of(value: Tensor | Quantized) -> torch.device:
