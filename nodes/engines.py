@@ -1,11 +1,9 @@
-"""Who computes what a socket is for: this process, or the workers of a launcher (`nodes.workers`). A socket asks its
-engine and need not know which one it is."""
+"""This process as the engine of sockets (`sockets.Engine`), with models that ComfyUI's memory manager holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,89 +21,19 @@ from wan_core.pipeline.decode import Made, Pieces, decode_to
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.encode import encode_images, encode_video
 from wan_core.pipeline.host_sizes import check_sampling
-from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.memory_planning import Workload, host_room, plan_host
 from wan_core.pipeline.run import OnStep, RunOwner
-from wan_core.pipeline.settings import ModelSettings
-from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel
-from wan_core.sampling.start import Leftover, Start
+from wan_core.sampling.start import Leftover
 
 from . import host
 from .memory import ComfyMemory, plan_experts
-
-if TYPE_CHECKING:
-    from .sockets import ModelSocket, TextSocket, VAESocket
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """A run of the sampler. `notes`: of its report, where this process runs it; workers say what holds there."""
-
-    model: ModelSocket
-    workload: Workload
-    conditioning: Conditioning
-    start: Start
-    report: Report
-    notes: Sequence[str]
-
-
-class Engine(Protocol):
-    """What sockets ask for. `in_workers`: it reads models and LoRAs from files, in other processes."""
-
-    in_workers: bool
-
-    @property
-    def device(self) -> torch.device:
-        """Where models run; that of the first rank."""
-        ...
-
-    def read_ahead(self, patchers: Sequence[host.Held], loras: Sequence[Sequence[Wanted]]) -> None:
-        """Begin to read models, each with its LoRAs, where there is room."""
-        ...
-
-    def prepare_kernels(self, settings: ModelSettings) -> str | None:
-        """Begin to load kernels, see `host.prepare_kernels`."""
-        ...
-
-    def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[TokenCount]]:
-        """Rows [L, dim] of each prompt, zeros at the end or none, and its tokens."""
-        ...
-
-    def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
-        """Pictures [F, H, W, 3] in 0..1 -> latents [1, C, T, Y, X]."""
-        ...
-
-    def encode_known(
-        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The result of `known_frames`, with latents in place of its clip."""
-        ...
-
-    def decode_to(
-        self, vae: VAESocket, samples: Tensor, report: Report, consume: Callable[[Pieces], Made], **how: Any
-    ) -> Made:
-        """Decode and hand pictures to `consume`, see `images.decode_to`, which also takes `how`."""
-        ...
-
-    def check(self, model: ModelSocket, plan: Plan, shape: tuple[int, ...]) -> None:
-        """Raise OptionError, before anything of this size is made, for latents [B, C, T, Y, X] that cannot run."""
-        ...
-
-    def owner(self, model: ModelSocket, workload: Workload, report: Report) -> RunOwner:
-        """The experts of one run in this process. Raises OptionError where they are elsewhere."""
-        ...
-
-    def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
-        """Un-normalised latents, see `sample.sample_latents`."""
-        ...
+from .sockets import ModelSocket, Sampling, TextSocket, VAESocket
 
 
 class ComfyEngine:
-    """This process, with models that ComfyUI's memory manager holds."""
-
     in_workers = False
     read_ahead = staticmethod(host.read_ahead)
     prepare_kernels = staticmethod(host.prepare_kernels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_again
 from wan_core.execution.report import GIB, Report
@@ -17,9 +17,7 @@ from wan_core.pipeline.run import RunOwner
 from wan_core.sampling.steps import Expert, LoraShare
 
 from . import host
-
-if TYPE_CHECKING:
-    from .sockets import ModelSocket
+from .sockets import ModelSocket
 
 
 def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:

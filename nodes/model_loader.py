@@ -38,10 +38,9 @@ from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.steps import Expert
 
 from . import host
-from .engines import Engine
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
 from .schema import output, schema, widgets
-from .sockets import MODEL, ModelSocket
+from .sockets import MODEL, Engine, ModelSocket
 from .workers import UNCONNECTED, WorkersSocket, engine_of, workers_input
 
 ALONE = "none"  # no second file

@@ -40,7 +40,6 @@ from wan_core.sampling.steps import Expert
 
 from . import host
 from .conditioning import on_device
-from .engines import Sampling
 from .files import name_of
 from .memory import plan_experts
 from .plan_inputs import (
@@ -54,7 +53,7 @@ from .plan_inputs import (
     window_inputs,
 )
 from .schema import ADVANCED, output, schema, widgets
-from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
+from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket, Sampling
 
 TINY_FILES = {16: ("taew2_1", "lighttaew2_1"), 48: ("taew2_2", "lighttaew2_2")}  # by latent channels
 

@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from comfy_api.latest import io
 from torch import Tensor, nn
 
 from wan_core.config import LoadOptions, OptionError, WindowOptions
-from wan_core.execution.memory.planning import (
-    vae_bytes,
-)
+from wan_core.execution.memory.planning import vae_bytes
 from wan_core.execution.report import Report
 from wan_core.media.preview import RGBMap
 from wan_core.models.text.tokenizer import TokenCount
@@ -35,13 +33,17 @@ from wan_core.models.wan.families.wan.inputs import NO_KEYFRAMES
 from wan_core.pipeline.decode import Made, Pieces, collect_images, images_shape
 from wan_core.pipeline.host_sizes import check_pictures
 from wan_core.pipeline.loras import Wanted
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
+from wan_core.pipeline.run import OnStep, RunOwner
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.build import ModelFacts
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.start import Leftover, Start
 from wan_core.sampling.steps import Expert
 
 from . import host
-from .engines import HERE, Engine
 from .missing import ComfyObject, Tokens
 
 MODEL = io.Custom("WANCORE_MODEL")  # ModelSocket
@@ -50,6 +52,68 @@ REPORT = io.Custom("WANCORE_REPORT")  # wan_core.execution.report.Report
 SKIPPING = io.Custom("WANCORE_SKIPPING")  # wan_core.config.SkipOptions
 CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]
 DEFAULT_NEGATIVES = {task.negative_prompt for task in TASKS.values()} - {""}
+
+
+class Engine(Protocol):
+    """Who computes what a socket is for: this process (`engines.ComfyEngine`) or the workers of a launcher
+    (`workers.WorkersSocket`). A socket need not know which. `in_workers`: it reads models and LoRAs from files, in
+    other processes."""
+
+    in_workers: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where models run; that of the first rank."""
+        ...
+
+    def read_ahead(self, patchers: Sequence[host.Held], loras: Sequence[Sequence[Wanted]]) -> None:
+        """Begin to read models, each with its LoRAs, where there is room."""
+        ...
+
+    def prepare_kernels(self, settings: ModelSettings) -> str | None:
+        """Begin to load kernels, see `host.prepare_kernels`."""
+        ...
+
+    def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[TokenCount]]:
+        """Rows [L, dim] of each prompt, zeros at the end or none, and its tokens."""
+        ...
+
+    def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
+        """Pictures [F, H, W, 3] in 0..1 -> latents [1, C, T, Y, X]."""
+        ...
+
+    def encode_known(
+        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The result of `known_frames`, with latents in place of its clip."""
+        ...
+
+    def decode_to(
+        self,
+        vae: VAESocket,
+        samples: Tensor,
+        report: Report,
+        consume: Callable[[Pieces], Made],
+        *,
+        dtype: torch.dtype,
+        tile: TileSpec | None,
+        on_frames: Callable[[int, int], None],
+        rest: str,
+    ) -> Made:
+        """Decode and hand pictures to `consume`, see `wan_core.pipeline.decode.decode_to`."""
+        ...
+
+    def check(self, model: ModelSocket, plan: Plan, shape: tuple[int, ...]) -> None:
+        """Raise OptionError, before anything of this size is made, for latents [B, C, T, Y, X] that cannot run."""
+        ...
+
+    def owner(self, model: ModelSocket, workload: Workload, report: Report) -> RunOwner:
+        """The experts of one run in this process. Raises OptionError where they are elsewhere."""
+        ...
+
+    def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
+        """Un-normalised latents, see `wan_core.pipeline.denoise.sample_latents`."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +125,9 @@ class ModelSocket:
     settings: ModelSettings
     patchers: Mapping[Expert, host.Held]  # both are one where a single transformer runs every step
     rgb: RGBMap | None
+    engine: Engine  # loads and runs it
     pace: dict[Expert, float] = field(default_factory=dict)
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
-    engine: Engine = HERE  # loads and runs it
     shift: float | None = None  # that came with the model; None: the task's own
     range_shift: float | None = None  # of a MODEL, with which ranges of texts are sigmas; None: that of the run
     windows: WindowOptions | None = None  # context windows of a longer video
@@ -111,13 +175,25 @@ class ModelSocket:
             self.engine.read_ahead(list(patchers.values()), [self.loras_of(name) for name in patchers])
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """A run of the sampler. `notes`: of its report, where this process runs it; workers say what holds there."""
+
+    model: ModelSocket
+    workload: Workload
+    conditioning: Conditioning
+    start: Start
+    report: Report
+    notes: Sequence[str]
+
+
 class TextSocket(ComfyObject):
     """A UMT5 encoder on a CLIP socket; encoded prompts are kept with it."""
 
     described = "WanCore's text encoder", "ComfyUI's CLIPLoader (type wan)"
     cond_stage_model = nn.Module()  # to LoRA loaders: no weights that a LoRA changes
 
-    def __init__(self, patcher: host.Held, engine: Engine = HERE, precision: str = "checkpoint") -> None:
+    def __init__(self, patcher: host.Held, engine: Engine, precision: str) -> None:
         self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
         self.engine, self.file = engine, {"path": str(patcher.part.part.path), "precision": precision}
         self.cache = PromptCache()
@@ -229,7 +305,7 @@ class VAESocket(ComfyObject):
     latent_dim = 3
     output_channels = 3
 
-    def __init__(self, patcher: host.Held, engine: Engine = HERE, precision: str = "auto") -> None:
+    def __init__(self, patcher: host.Held, engine: Engine, precision: str) -> None:
         self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
         self.engine, self.file = engine, {"path": str(patcher.part.part.path), "precision": precision}
         self.config = cast(VAEConfig, patcher.part.part.config)
@@ -248,9 +324,10 @@ class VAESocket(ComfyObject):
         on_frames: Callable[[int, int], None],
         rest: str = "decode",
     ) -> Made:
-        """Decode with this VAE and hand pictures to `consume`, see `images.decode_to`."""
-        how = {"dtype": dtype, "tile": tile, "on_frames": on_frames, "rest": rest}
-        return self.engine.decode_to(self, samples, report, consume, **how)
+        """Decode with this VAE and hand pictures to `consume`, see `wan_core.pipeline.decode.decode_to`."""
+        return self.engine.decode_to(
+            self, samples, report, consume, dtype=dtype, tile=tile, on_frames=on_frames, rest=rest
+        )
 
     def decode_images(
         self, samples: Tensor, report: Report, tile: TileSpec | None, on_frames: Callable[[int, int], None]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from comfy_api.latest import io, ui
@@ -15,28 +16,29 @@ from wan_core.cluster.connect import Wanted, check_allowed
 from wan_core.cluster.ranks import cluster_workers
 from wan_core.config import LoraOptions, OptionError
 from wan_core.execution.report import Report
+from wan_core.media.feed import Feed
 from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.models.wan.families.wan.inputs import known_frames
-from wan_core.pipeline.decode import Made, Pieces
+from wan_core.pipeline.decode import Made, Pieces, in_this_mode
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.run import OnStep
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.start import Leftover
-from wan_core.workers.client import WorkerEngine
+from wan_core.workers.client import WorkerEngine, on_steps, warn_not_kept
 from wan_core.workers.launcher import Workers
 from wan_core.workers.options import ALLOW_CPU, WorkerOptions, parse_devices
 
 from . import host
-from .engines import HERE, Engine, Sampling
+from .engines import HERE
 from .memory import plan_experts
 from .schema import ADVANCED, output, schema
-
-if TYPE_CHECKING:
-    from .sockets import ModelSocket, TextSocket, VAESocket
+from .sockets import Engine, ModelSocket, Sampling, TextSocket, VAESocket
 
 WORKERS = io.Custom("WANCORE_WORKERS")  # WorkersSocket
+Texts = tuple[Tensor, tuple[TokenCount, ...]]  # what the ranks' `Jobs.text` returns,
+Sampled = tuple[Tensor, Leftover | None]  # and `Jobs.sample`
 UNCONNECTED = "unconnected"  # for `validate_inputs`, which gets None where `workers` is connected
 
 
@@ -80,12 +82,14 @@ class WorkersSocket:
     def prepare_kernels(self, *_: object) -> None:
         pass
 
-    def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[list[Tensor], list[TokenCount]]:
+    def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[list[Tensor], Sequence[TokenCount]]:
         alone = len(self.workers.options.devices) == 1  # the last rank holds it, and only while it encodes
-        return self.ready("text", 0, text.patcher.size if alone else 0).text(text.file, prompts)
+        engine = self.ready("text", 0, text.patcher.size if alone else 0)
+        rows, counts = engine.ask(Texts, "text", text.file, prompts=list(prompts))
+        return [row[: count.read] for row, count in zip(rows, counts, strict=True)], counts
 
     def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
-        return self._with(vae, *vae.latent_size(pixels)).encode(vae.file, pixels.contiguous())
+        return self._with(vae, *vae.latent_size(pixels)).ask(Tensor, "encode", vae.file, images=pixels.contiguous())
 
     def encode_known(
         self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor]
@@ -100,11 +104,21 @@ class WorkersSocket:
         report: Report,
         consume: Callable[[Pieces], Made],
         *,
+        dtype: torch.dtype,
         tile: TileSpec | None,
-        **how: Any,
+        on_frames: Callable[[int, int], None],
+        rest: str,
     ) -> Made:
-        tiles = None if tile is None else asdict(tile)
-        return self._with(vae, *samples.shape[-2:]).decode_to(vae.file, samples, report, consume, tile=tiles, **how)
+        engine, uint8 = self._with(vae, *samples.shape[-2:]), dtype == torch.uint8
+        with Feed(in_this_mode(consume)) as feed:
+
+            def piece(first: int, images: Tensor) -> None:
+                feed.put((first, images))
+
+            events = {"piece": piece, "frames": lambda done, total: on_frames(done, total)}
+            engine.ask(None, "decode", vae.file, report, events, latents=samples, uint8=uint8, tile=tile)
+            with report.phase(rest):
+                return feed.finish()
 
     def _with(self, vae: VAESocket, rows: int, columns: int) -> WorkerEngine:
         return self.ready("vae", vae.patcher.size, vae.working_bytes(rows, columns))
@@ -126,19 +140,30 @@ class WorkersSocket:
         weights = sum(patcher.size for patcher in set(model.patchers.values()))
         activation_bytes = plan_experts(model, workload).beside
         working = max(activation_bytes[expert] for expert in workload.plan.experts)
-        return self.ready("experts", weights, working).sample(
-            asdict(replace(model.options, loras=loras)),
-            workload.plan,
-            run.conditioning.flat(),
+        keep = host.unfinished_path(run.start.seed)
+        latents, leftover = self.ready("experts", weights, working).ask(
+            Sampled,
+            "sample",
+            replace(model.options, loras=loras),
+            run.report,
+            {
+                "phase": lambda phase: host.show(f"{phase}, on {count} workers ..."),
+                "not kept": warn_not_kept,
+                "step": on_steps([workload.plan], on_step),
+            },
+            plan=workload.plan,
+            conditioning=run.conditioning.flat(),
             start=run.start,
             batched=workload.batched,
-            report=run.report,
             fps=model.experts.task.fps,
-            keep=host.unfinished_path(run.start.seed),
-            on_step=on_step,
-            on_leftover=on_leftover,
-            on_phase=lambda phase: host.show(f"{phase}, on {count} workers ..."),
+            keep=keep,
+            settings=run.report.settings,
         )
+        with suppress(OSError):  # the folder was read-only, and nothing was kept
+            keep.unlink()
+        if leftover is not None:
+            on_leftover(leftover)
+        return latents
 
 
 class WanCoreLauncher(io.ComfyNode):

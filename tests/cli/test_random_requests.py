@@ -7,7 +7,7 @@ import contextlib
 import io
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from wan_core.models.wan.families.clips import Clip
 from wan_core.pipeline.check import Job, check_request
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.sources import find_models
-from wan_core.workers.wire import load_options_from
+from wan_core.workers.wire import unpack
 
 REQUESTS = 200
 CACHES = ("magcache", "taylorseer")  # of which a run has one
@@ -181,7 +181,8 @@ def test_every_door_makes_one_plan(first: int, drawing_files: Path, tmp_path: Pa
         assert (video.request, load_options_of(listed)) == (request, loaded), asked
         assert video.key == key_of(request, loaded), asked
 
-        sent = load_options_from(json.loads(json.dumps(asdict(loaded))), CPU), sent_to_workers(request)
+        loaded_there = unpack(LoadOptions, json.loads(json.dumps(asdict(loaded))))
+        sent = replace(loaded_there, device="cpu"), sent_to_workers(request)
         assert key_of(sent[1], loaded) == video.key and of_job(*sent) == of_generate, asked  # type: ignore[arg-type]
         refused += isinstance(of_generate, str)
     assert 5 < refused < 45, "some are refused, and some are not"

@@ -24,7 +24,7 @@ from wan_core.pipeline.colours import (
     unit,
 )
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.workers.wire import report_data, report_from
+from wan_core.workers.wire import pack, unpack
 
 
 def tinted(frames: np.ndarray, gain: float, offset: float) -> np.ndarray:
@@ -86,7 +86,7 @@ def test_the_report_names_the_drift() -> None:
     note_drift(report)
     assert report.clips[0] == {"means": [100.0] * 3, "deviations": [0.0] * 3}
     assert "at most 4.0 of 255 from that of the first clip (clip 2), and 2.0 in the last" in report.notes[0]
-    assert report_from(report_data(report)).clips == report.clips and len(report.as_dict()["clips"]) == 3
+    assert unpack(Report, pack(report, {}, "")).clips == report.clips and len(report.as_dict()["clips"]) == 3
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from wan_core.models.wan.families import find_task
 from wan_core.pipeline.check import never_seen
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.workers.client import add_report
-from wan_core.workers.wire import report_data, report_from
+from wan_core.workers.wire import pack, unpack
 from wan_lab.shapes import SCENES
 
 CAPTION = "a red circle moving right on a blue background"
@@ -69,7 +69,7 @@ def test_warnings_are_the_first_lines_of_a_report_and_in_its_picture() -> None:
     assert lines[1] == "  warning: the experts are swapped" and lines[-1] == "  note: guidance: batched"
     assert "the experts are swapped" in report.as_dict()["notes"]
     assert draw_report(report).height > plain.height
-    sent = report_from(json.loads(json.dumps(report_data(report))))
+    sent = unpack(Report, json.loads(json.dumps(pack(report, {}, ""))))
     other = Report(torch.device("cpu"))
     add_report(other, sent)
     assert other.warning_lines() == sent.warning_lines() == report.warning_lines()

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.forked import Forked, forking
 from tools.processes import below, memory_of, open_no_more_files, wait_until, wait_until_gone
@@ -38,6 +39,7 @@ from wan_core.config import (
     WindowOptions,
 )
 from wan_core.execution.report import Report
+from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.text.umt5 import PromptCache
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.wan.inputs import join_image
@@ -52,10 +54,11 @@ from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.control import with_nag
 from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.denoise import Progress, Ready
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import Window
-from wan_core.sampling.start import Start
+from wan_core.sampling.start import Leftover, Start
 from wan_core.workers import processes as worker_processes
-from wan_core.workers.client import WorkerEngine
+from wan_core.workers.client import WorkerEngine, on_steps
 from wan_core.workers.control import Listener, new_key
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
@@ -173,30 +176,26 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     vae, report = load_vae(TINY_FILES / "vae.safetensors", dtype=torch.float32), Report(CPU)
     images = torch.rand(5, 48, 64, 3, generator=torch.Generator().manual_seed(1))
     latents = encode_images(vae, images)
-    assert (WorkerEngine(workers).encode(spec, images) - latents).abs().max() < 1e-4
+    engine = WorkerEngine(workers)
+    assert (engine.ask(Tensor, "encode", spec, images=images) - latents).abs().max() < 1e-4
     for tile in (None, TileSpec(height=4, width=4, overlap=2)):
-        seen: list[int] = []
-        tiles = None if tile is None else {"height": 4, "width": 4, "overlap": 2}
-        pictures = WorkerEngine(workers).decode_to(
-            spec,
-            latents,
-            report,
-            lambda pieces: torch.cat([images for _, images in pieces]),
-            dtype=torch.float32,
-            tile=tiles,
-            on_frames=lambda done, total, seen=seen: seen.append(done),
-        )
-        assert (pictures - decode_images(vae, latents, Report(CPU), tile=tile)).abs().max() < 1e-4
+        seen, pieces = list[int](), list[Tensor]()
+
+        def piece(first: int, images: Tensor, pieces: list[Tensor] = pieces) -> None:
+            pieces.append(images)
+
+        events = {"piece": piece, "frames": lambda done, total, seen=seen: seen.append(done)}
+        engine.ask(None, "decode", spec, report, events, latents=latents, uint8=False, tile=tile)
+        assert (torch.cat(pieces) - decode_images(vae, latents, Report(CPU), tile=tile)).abs().max() < 1e-4
         assert seen == sorted(seen) and seen[-1] == 5
 
     prompts = [SMALL["prompt"], "", "a green square"]
     encoder = load_text_encoder(TINY_FILES / "text_encoder.safetensors", dtype=torch.float32)
     text = {"path": str(TINY_FILES / "text_encoder.safetensors"), "precision": "fp32"}
     cache = PromptCache()
-    for row, expected_row in zip(
-        WorkerEngine(workers).text(text, prompts)[0], cache.encode(prompts, encoder.read), strict=True
-    ):
-        torch.testing.assert_close(row[None], expected_row, atol=1e-5, rtol=0)
+    rows, counts = engine.ask(tuple[Tensor, tuple[TokenCount, ...]], "text", text, prompts=prompts)
+    for row, count, expected_row in zip(rows, counts, cache.encode(prompts, encoder.read), strict=True):
+        torch.testing.assert_close(row[None, : count.read], expected_row, atol=1e-5, rtol=0)
 
     high, low = (str(TINY_FILES / f"i2v_{name}.safetensors") for name in ("high", "low"))
     found_experts, plan = find_experts(high, low), make_plan(task="i2v-tiny", steps=4, guidance_high=1.0)
@@ -212,46 +211,49 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     alone = sample_latents(
         plan, Ready(experts.__getitem__), Conditioning(**tensors), noise, found_experts.vae, Report(CPU)
     )
-    model = {"high": high, "low": low, "precision": "fp32", "keep_blocks": 0, "attention": "auto", "compile": "off"}
+    model = LoadOptions(high=high, low=low, precision="fp32")
     steps: list[tuple[int, tuple[int, ...]]] = []
-    together = WorkerEngine(workers).sample(
-        {**model, "residency": "auto"},
-        plan,
-        tensors,
-        start=Start(shape=tuple(latents.shape), seed=7),
-        batched=False,
-        report=report,
-        fps=8,
-        on_step=lambda progress, seconds: steps.append((progress.step.index, tuple(progress.preview().shape))),
-    )
+    start = Start(shape=tuple(latents.shape), seed=7)
+    step = on_steps([plan], lambda done, _: steps.append((done.step.index, tuple(done.preview().shape))))
+    together, _ = sampled(engine, model, plan, tensors, start, report, {"step": step})
     assert (together - alone).abs().max() < 1e-4
     assert steps == [(i, (1, 16, 2, 6, 8)) for i in range(4)]
     halves = [cut_plan(replace(plan, window=Window(start=s, end=e, leftover=True))) for s, e in ((0, 2), (2, 4))]
-    start, leftovers = Start(shape=tuple(latents.shape), seed=7), []
-    for half in halves:
-        how = {"start": start, "batched": False, "report": Report(CPU), "fps": 8, "on_leftover": leftovers.append}
-        sampled = WorkerEngine(workers).sample({**model, "residency": "auto"}, half, tensors, **how)
-        start = replace(start, add_noise=False, latents=sampled, leftover=leftovers[-1])
-    assert len(leftovers) == 1 and (sampled - together).abs().max() < 1e-5, (
+    made, leftover = sampled(engine, model, halves[0], tensors, start, Report(CPU))
+    start = replace(start, add_noise=False, latents=made, leftover=leftover)
+    made, end = sampled(engine, model, halves[1], tensors, start, Report(CPU))
+    assert leftover and end is None and (made - together).abs().max() < 1e-5, (
         "two runs in a row, their state sent back and on"
     )
     assert report.phases["denoise high"].steps + report.phases["denoise low"].steps == 4
     assert report.settings["mesh"] == MESH
 
 
+def sampled(
+    engine: WorkerEngine,
+    models: LoadOptions,
+    plan: Plan,
+    conditioning: dict[str, Tensor],
+    start: Start,
+    report: Report,
+    events: dict[str, Any] | None = None,
+) -> tuple[Tensor, Leftover | None]:
+    asked = {"plan": plan, "conditioning": conditioning, "start": start, "batched": False, "fps": 8}
+    return engine.sample(models, report, events or {}, keep=None, **asked)
+
+
 def test_every_second_of_a_request_is_in_a_phase(workers: Workers) -> None:
     """The phases add up to what the program waits, also where ranks have to start first."""
     workers.stop()
     high, low = (str(TINY_FILES / f"t2v_{name}.safetensors") for name in ("high", "low"))
-    model = {"high": high, "low": low, "precision": "fp32", "keep_blocks": 0, "attention": "auto", "compile": "off"}
+    model = LoadOptions(high=high, low=low, precision="fp32")
     plan, start = make_plan(task="t2v-tiny", steps=2, guidance_high=1.0), Start(shape=(1, 16, 2, 6, 8), seed=7)
     rows = dict.fromkeys(("cond", "uncond"), torch.zeros(1, 8, 64))
     engine, vae = WorkerEngine(workers), {"path": str(TINY_FILES / "vae.safetensors"), "precision": "fp32"}
     for started in (True, False):
         report, begin = Report(CPU), time.perf_counter()
-        how: dict[str, Any] = {"start": start, "batched": False, "fps": 8, "report": report}
-        latents = engine.sample({**model, "residency": "auto"}, plan, rows, **how)
-        engine.decode_to(vae, latents, report, list, dtype=torch.uint8)
+        latents, _ = sampled(engine, model, plan, rows, start, report)
+        engine.ask(None, "decode", vae, report, latents=latents, uint8=True, tile=None)
         seconds = time.perf_counter() - begin
         assert report.total_seconds == pytest.approx(seconds, abs=0.02), report.text()
         assert ("start workers" in report.phases) == started
@@ -271,7 +273,7 @@ def test_a_file_that_was_replaced_is_read_again(workers: Workers, tmp_path: Path
         with torch.no_grad():
             next(vae.parameters()).mul_(factor)
         save(vae, path)
-        latents = WorkerEngine(workers).encode({"path": str(path), "precision": "auto"}, images)
+        latents = WorkerEngine(workers).ask(Tensor, "encode", {"path": str(path), "precision": "auto"}, images=images)
         assert (latents - encode_images(vae, images)).abs().max() < 1e-4
 
 
@@ -439,7 +441,7 @@ def test_an_interruption_between_blocks_leaves_the_ranks_in_step(
 
 
 def fields_of(asked: dict[str, Any], mesh: str) -> dict[str, Any]:
-    asked = {"options": asdict(TINY), "request": asdict(Request(**asked)), "mesh": mesh}
+    asked = {"models": asdict(TINY), "request": asdict(Request(**asked)), "mesh": mesh}
     return {**asked, "files": [], "keep": None, "must_keep": False, "keep_clips": None}
 
 

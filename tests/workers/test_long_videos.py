@@ -26,7 +26,7 @@ from wan_core.pipeline.run import OnStep, Watch
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.start import Start
-from wan_core.workers.client import WorkerEngine
+from wan_core.workers.client import WorkerEngine, on_steps
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
 
@@ -84,8 +84,8 @@ def test_a_part_of_a_graph_goes_on_where_lost_ranks_were(tmp_path: Path, monkeyp
     """A sampler node in a graph, whose ranks are lost: the same node, run again, goes on; another seed does not."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(kept_steps, "SECONDS", 0.0)
-    model: dict[str, Any] = {name: str(TINY / f"t2v_{name}.safetensors") for name in ("high", "low")}
-    model |= {"precision": "fp32", "keep_blocks": 0, "attention": "auto", "compile": "off", "residency": "auto"}
+    files = {name: str(TINY / f"t2v_{name}.safetensors") for name in ("high", "low")}
+    model = LoadOptions(**files, precision="fp32")
     plan, rows = make_plan(task="t2v-tiny", steps=8), dict.fromkeys(("cond", "uncond"), torch.zeros(1, 8, 64))
     steps: list[int] = []
     with forking(1), Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2")) as workers:
@@ -97,8 +97,9 @@ def test_a_part_of_a_graph_goes_on_where_lost_ranks_were(tmp_path: Path, monkeyp
 
         def sample(seed: int, on_step: OnStep | None = None) -> torch.Tensor:
             start, keep = Start(shape=(1, 16, 2, 6, 8), seed=seed), tmp_path / f"{len(steps)}.latents.safetensors"
-            how: dict[str, Any] = {"start": start, "batched": False, "fps": 8, "report": Report(torch.device("cpu"))}
-            return WorkerEngine(workers).sample(model, plan, rows, keep=keep, on_step=on_step, **how)
+            how: dict[str, Any] = {"start": start, "batched": False, "fps": 8, "plan": plan, "conditioning": rows}
+            report, events = Report(torch.device("cpu")), {"step": on_steps([plan], on_step)}
+            return WorkerEngine(workers).sample(model, report, events, keep=keep, **how)[0]
 
         whole = sample(7)
         with pytest.raises(WorkerError, match="run the same again to go on"):

@@ -35,7 +35,6 @@ from wan_core.workers.launcher import WorkerError
 from wan_core.workers.supervisor import SupervisorOptions, end_with_parent, own_pipes
 
 END_SECONDS = 6.0  # after one node's ranks ended: those of the others end by themselves, and say why
-LOADED = ("options", "model", "vae", "text_encoder")  # fields of requests that name models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +203,8 @@ class Bridge:
     def _with_files(self, header: dict[str, Any]) -> dict[str, Any]:
         """The request as the nodes understand it."""
         lacking = []
-        header |= {name: models_there(header[name]) for name in LOADED if header.get(name) is not None}
-        paths = [path for name in LOADED for path in model_paths(header.get(name) or {})]
+        header["models"] = models_there(header["models"])
+        paths = model_paths(header["models"])
         missing = ask([actor.missing.remote(paths) for actor in self.actors], "a node")
         for node, found in zip(self.nodes, missing, strict=True):
             lacking += [f"{node['name']} lacks {', '.join(found)}"] if found else []

@@ -22,10 +22,11 @@ from torch import Tensor
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.save import try_to_save_latents
 from wan_core.checkpoint.staged import Reading
-from wan_core.config import QUANTIZED, OptionError, Request
+from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize_vae
-from wan_core.execution.report import Report
+from wan_core.execution.report import Report, device_name
+from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
@@ -56,37 +57,43 @@ from wan_core.sampling.sparsity.run import check_kernel, ring_note
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.experts import LoadedExperts
 from wan_core.workers.rank import BetweenBlocks, Rank, agreements
-from wan_core.workers.wire import load_options_from, pack, report_data, unpack
+from wan_core.workers.wire import call, pack
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 Made = TypeVar("Made")
 
 
 class Jobs:
-    """The models that this rank holds, and a method for each thing that can be asked."""
+    """The models that this rank holds, and a method for each thing that can be asked. All ranks call it alike, and rank
+    0 sends what it returns. `models`: what it loads, with paths."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.meshes: dict[Mesh, RankMesh] = {}
         self.held: dict[str, tuple[str, Any]] = {}  # kind of models -> what they were made from, and they
+        self.files: Any = None  # of this request: those of its models, as they are now
+        self.wanted = "auto"  # the mesh that this request names
+        self.report = Report(rank.device)
 
     def run(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-        """Raises what goes wrong, and `Interrupted`."""
-        asked: dict[str, Callable[..., Answer]] = {
-            "generate": self.generate,
-            "sample": self.sample,
-            "decode": self.decode,
-            "encode": self.encode,
-            "text": self.text,
-            "release": self.release,
+        """A request by its packed arguments. Raises what goes wrong, and `Interrupted`."""
+        methods = {
+            method.__name__: method for method in (self.generate, self.sample, self.decode, self.encode, self.text)
         }
-        return asked[header["op"]](header, tensors)
+        arguments = {name: value for name, value in header.items() if name not in ("op", "number", "files", "mesh")}
+        self.files, self.wanted = header["files"], header["mesh"]
+        self.report, begin, sent = Report(self.rank.device), time.perf_counter(), dict[str, Tensor]()
+        made = pack(call(methods[header["op"]], arguments, tensors), sent, "result")
+        self.report.add_rest("prepare", time.perf_counter() - begin)
+        device = device_name(self.rank.device)
+        report = replace(self.report, device=torch.device("cpu"), workers=device)  # goes on with the program's clock
+        return {"result": made, "report": pack(report, sent, "report")}, sent
 
     # ------------------------------------------------------------------------------------------------ what is loaded
 
     def hold(self, kind: str, spec: Any, make: Callable[[], Made]) -> Made:
         """The models of a kind, made from `spec`. Those that were made from another go first: both may not fit."""
-        key = json.dumps(spec, sort_keys=True)
+        key = json.dumps([spec, self.files], sort_keys=True)
         if kind not in self.held or self.held[kind][0] != key:
             self.held.pop(kind, None)
             self.clean()
@@ -101,179 +108,172 @@ class Jobs:
         if self.rank.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def release(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Answer:
-        self.held.clear()
-        self.clean()
-        return {}, {}
-
     # ----------------------------------------------------------------------------------------------------- a whole run
 
-    def generate(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-        """A video from a `Request`: latents, plan and report. Its frames are sent as events."""
-        begin = time.perf_counter()
-        request = unpack(Request, header["request"])
-        checked = check_request(load_options_from(header["options"], self.rank.device), request, self.rank.device)
+    def generate(
+        self, models: LoadOptions, request: Request, keep: str | None, must_keep: bool, keep_clips: Path | None
+    ) -> tuple[Tensor, int, Plan, tuple[Path, ...]]:
+        """A video: latents, frames per second, plan and kept clips. Its frames are sent as events."""
+        models = replace(models, device=str(self.rank.device))
+        checked = check_request(models, request, self.rank.device)
         options, found, job = checked.options, checked.models, checked.job
-        if header["must_keep"]:
+        if must_keep:
             job.check_saved()
         precision = precision_of(options.precision, found.of["high"], self.rank.device, found.of.get("low"))
-        choice = self.choose(header["mesh"], found.dit, job.latent_shape[2:], job.plan, precision, options.attention)
-        spec = [asdict(options), header["files"], found.task.name, str(choice.mesh)]
+        choice = self.choose(found.dit, job.latent_shape[2:], job.plan, precision, options.attention)
 
         def load() -> Pipeline:
             return Pipeline.load_checked(checked, Report(self.rank.device), ranks=self.mesh(choice.mesh))
 
-        pipe = self.hold("pipeline", spec, load)
+        pipe = self.hold("pipeline", [asdict(options), found.task.name, str(choice.mesh)], load)
         pipe.checked = job
 
         def planned(plan: Plan) -> None:
             pipe.report.notes += [f"mesh: {choice.words()}"] * (choice.seconds is not None)
             pipe.report.notes += [choice.note] * bool(choice.note)
-            self.rank.event("plan", plan=asdict(plan))
-
-        def keep(latents: Tensor) -> None:
-            self.keep(header["keep"], latents, job.fps, pipe.report)
+            self.rank.event("plan", plan=plan)
 
         between = BetweenBlocks(self.rank, agreements(job.plan, choice.mesh, found.dit.num_layers))
         step, phase = self.on_step(between), partial(self.phase, models=pipe.models)
         made = pipe.generate(
             request,
-            Watch(planned=planned, phase=phase, step=step, checks=between, latents=keep),
-            keep_clips=None if header["keep_clips"] is None else Path(header["keep_clips"]),
+            Watch(
+                planned=planned,
+                phase=phase,
+                step=step,
+                checks=between,
+                latents=lambda latents: self.keep(keep, latents, job.fps, pipe.report),
+            ),
+            keep_clips=keep_clips,
             write=self.send_video if self.rank.rank == 0 else None,
         )
-        made.report.add_rest("prepare", time.perf_counter() - begin)
-        result = {"fps": made.fps, "plan": asdict(made.plan), "report": report_data(made.report)}
-        result["kept_clips"] = list(map(str, made.kept_clips))
-        return result, {"latents": made.latents}
+        self.report = made.report
+        return made.latents, made.fps, made.plan, made.kept_clips
 
     # ---------------------------------------------------------------------------------- the parts, for a graph of nodes
 
-    def sample(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-        """Noise and conditioning to un-normalised latents, by a plan that is given."""
-        options = load_options_from(header["model"], self.rank.device)
-        plan, batched = unpack(Plan, header["plan"]), header["batched"]
-        start = unpack(Start, header["start"], tensors)
-        shape = start.shape
-        report, begin = Report(self.rank.device), time.perf_counter()
+    def sample(
+        self,
+        models: LoadOptions,
+        plan: Plan,
+        conditioning: dict[str, Tensor],
+        start: Start,
+        batched: bool,
+        fps: int,
+        keep: str | None,
+        keep_step: Path | None,
+        key: str,
+        settings: dict[str, Any],
+    ) -> tuple[Tensor, Leftover | None]:
+        """Un-normalised latents float32 on the CPU, and what another run can go on with. conditioning: as
+        `Conditioning.flat` has it. keep: where the latents are written, with these settings, before they are sent.
+        keep_step, key: see `KeptSteps`."""
+        options, report, shape = replace(models, device=str(self.rank.device)), self.report, start.shape
         assert options.high is not None
-        spec = [asdict(options), header["files"]]
         with report.phase("check files"):
             named = options.high, options.low
-            found = self.hold("recognised", [*named, header["files"]], partial(find_experts, *named))
+            found = self.hold("recognised", named, partial(find_experts, *named))
             precision = precision_of(options.precision, found.high, self.rank.device, found.low)
             _, _, T, Y, X = shape
-            choice = self.choose(header["mesh"], found.dit, (T, Y, X), plan, precision, options.attention)
+            choice = self.choose(found.dit, (T, Y, X), plan, precision, options.attention)
         ranks, workload = self.mesh(choice.mesh), Workload(shape, plan, batched)
         with report.phase("load"):
             make = partial(LoadedExperts, options, found, workload, ranks)
-            experts = self.hold("experts", spec, make)
+            experts = self.hold("experts", asdict(options), make)
             if not experts.fits(ranks):
                 del experts, self.held["experts"]
-                experts = self.hold("experts", spec, make)
+                experts = self.hold("experts", asdict(options), make)
             experts.arrange(ranks)
-        models = experts.models
-        models.check_changes(plan)
-        models.place(workload)
+        loaded = experts.models
+        loaded.check_changes(plan)
+        loaded.place(workload)
         report.settings["mesh"] = str(choice.mesh)
         mode, why = guidance_over(ranks, plan) or ("batched" if batched else "sequential", "")
         report.settings["guidance_mode"] = mode
         report.notes += [f"guidance: {mode}" + (f" ({why})" if why else "")] * plan.guided
         report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *experts.notes]
-        given = Conditioning.of({name: value.to(self.rank.device) for name, value in tensors.items()})
-        models.wait_for_kernels(report)
-        self.phase("denoise", models)
+        loaded.wait_for_kernels(report)
+        self.phase("denoise", loaded)
         between = BetweenBlocks(self.rank, agreements(plan, choice.mesh, found.dit.num_layers))
-        left: list[Leftover] = []
+        leftovers: list[Leftover] = []
         latents = sample_latents(
             plan,
-            OwnMemory(models, report),
-            given,
+            OwnMemory(loaded, report),
+            Conditioning.of({name: value.to(self.rank.device) for name, value in conditioning.items()}),
             start.sample(plan, found.vae, self.rank.device),
             found.vae,
             report,
             start=start,
-            on_leftover=left.append,
+            on_leftover=leftovers.append,
             batched=batched,
             on_step=self.on_step(between, preview=True),
             checks=between,
             ranks=ranks,
-            kept=self.kept_steps(header["keep_step"], header["key"], report),
+            kept=KeptSteps(keep_step, key, report.warn) if keep_step is not None and self.rank.rank == 0 else None,
         )
         with report.phase("save latents"):
-            self.keep(header["keep"], latents, header["fps"], report, header["settings"])
-        sent = {"latents": latents.cpu()}
-        report.add_rest("prepare", time.perf_counter() - begin)
-        answer = {"report": report_data(report), "attention": models.attention}
-        answer["leftover"] = pack(left[0].to(torch.device("cpu")), sent, "leftover") if left else None
-        return answer, sent
+            self.keep(keep, latents, fps, report, settings)
+        return latents.cpu(), leftovers[0].to(torch.device("cpu")) if leftovers else None
 
-    def decode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
+    def decode(self, models: dict[str, Any], latents: Tensor, uint8: bool, tile: TileSpec | None) -> None:
         """Latents [B, C, T, Y, X] to pictures [F, H, W, 3], which are sent as events while others are decoded."""
-        report = Report(self.rank.device)
-        vae = self.vae(header)
+        vae = self.vae(models)
         self.phase("decode")
-        tile = unpack(TileSpec, header["tile"])
-        latents = tensors["latents"].to(self.rank.device)
-        dtype = torch.uint8 if header["uint8"] else torch.float32
 
         def send(pieces: Pieces) -> None:
             for first, images in pieces:
-                self.rank.event("piece", {"images": images}, first=first)
+                self.rank.event("piece", first=first, images=images)
 
-        decode_to(vae, latents, report, send, dtype=dtype, tile=tile, on_frames=self.on_frames)
-        return {"report": report_data(report)}, {}
+        latents, dtype = latents.to(self.rank.device), torch.uint8 if uint8 else torch.float32
+        decode_to(vae, latents, self.report, send, dtype=dtype, tile=tile, on_frames=self.on_frames)
 
-    def encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-        """Pictures [F, H, W, 3] in 0..1 to latents [1, C, T, Y, X]."""
-        vae = self.vae(header)
+    def encode(self, models: dict[str, Any], images: Tensor) -> Tensor:
+        """Pictures [F, H, W, 3] in 0..1 to latents float32 [1, C, T, Y, X]."""
+        vae = self.vae(models)
         self.phase("encode")
-        return {}, {"latents": encode_images(vae, tensors["images"].to(self.rank.device))}
+        return encode_images(vae, images.to(self.rank.device))
 
-    def vae(self, header: Mapping[str, Any]) -> VideoVAE:
-        spec = header["vae"]
-
+    def vae(self, models: Mapping[str, Any]) -> VideoVAE:
         def load() -> VideoVAE:
-            part, device = recognise(Path(spec["path"]), "vae", load_vae), self.rank.device
+            part, device = recognise(Path(models["path"]), "vae", load_vae), self.rank.device
             how = Reading(share=partial(shared_checkpoint, ranks=self.everyone))
-            loaded = PartToLoad(part, compute_dtype(spec["precision"], device)).load(device, how=how)
+            loaded = PartToLoad(part, compute_dtype(models["precision"], device)).load(device, how=how)
             return optimize_vae(cast(VideoVAE, loaded), device, self.everyone)
 
-        return self.hold("vae", [spec, header["files"]], load)
+        return self.hold("vae", models, load)
 
-    def text(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-        """Prompts to rows [B, L, dim], zeros at the end. One rank has the encoder."""
-        spec, device, rows, counts = header["text_encoder"], self.rank.device, None, None
+    def text(self, models: dict[str, Any], prompts: tuple[str, ...]) -> tuple[Tensor, tuple[TokenCount, ...]]:
+        """Prompts to rows [B, L, dim], zeros at the end, and their tokens. One rank has the encoder."""
+        device, rows, counts = self.rank.device, None, None
         self.phase("text")
         if self.rank.rank == text_rank(self.everyone):
-            dtype = compute_dtype(spec["precision"], device)
+            dtype = compute_dtype(models["precision"], device)
 
             def load() -> Residency:
                 # Needed for a moment, and large: its weights stay in host memory and come when they are used.
                 residency = Residency(device, "swap" if device.type == "cuda" else "resident")
-                part = recognise(Path(spec["path"]), "text_encoder", load_text_encoder)
-                held = holding(part, None, spec["precision"] == "checkpoint", device)
+                part = recognise(Path(models["path"]), "text_encoder", load_text_encoder)
+                held = holding(part, None, models["precision"] == "checkpoint", device)
                 residency.add("text encoder", PartToLoad(part, dtype, held).load(residency.load_device))
                 return residency
 
-            residency = self.hold("text encoder", [spec, header["files"]], load)
+            residency = self.hold("text encoder", models, load)
             encoder = cast(TextEncoder, residency.use("text encoder"))
-            rows, counts = encoder.read(header["prompts"])
+            rows, counts = encoder.read(prompts)
             residency.release("text encoder")
         rows = rows_of_all(self.everyone, rows)
-        counts = counts_of_all(self.everyone, counts, len(header["prompts"]))
-        return {"counts": counts}, {"rows": rows.cpu()}
+        return rows.cpu(), tuple(counts_of_all(self.everyone, counts, len(prompts)))
 
     # ------------------------------------------------------------------------------------------------------- the mesh
 
     def choose(
-        self, name: str, dit: DiTConfig, latents: tuple[int, int, int], plan: Plan, precision: str, attention: str
+        self, dit: DiTConfig, latents: tuple[int, int, int], plan: Plan, precision: str, attention: str
     ) -> MeshChoice:
-        """The mesh that was named, or for "auto" the best one, for latents of so many frames, rows and columns. Raises
-        OptionError."""
+        """The mesh that the request names, or for "auto" the best one, for latents of so many frames, rows and
+        columns. Raises OptionError."""
         sizes, area = plan.window_sizes(latents[0]), latents[1:]
         tokens = dit.tokens(max(sizes), *area)
-        mesh = None if name == "auto" else Mesh.parse(name)
+        mesh = None if self.wanted == "auto" else Mesh.parse(self.wanted)
         if mesh is not None and mesh.size != self.rank.size:
             raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
         device = self.rank.device
@@ -346,13 +346,13 @@ class Jobs:
                 self.rank.progress(f"denoise {progress.step.expert}", done, progress.total)
                 self.rank.event(
                     "step",
-                    {} if picture is None else {"preview": picture},
-                    step=progress.step.index,
+                    index=progress.step.index,
                     forwards=progress.forwards,
                     seconds=seconds,
+                    preview=picture,
+                    attention=progress.attention,
                     clip=progress.clip,
                     later=progress.later,
-                    attention=None if progress.attention is None else asdict(progress.attention),
                 )
 
             behind.append(say)
@@ -371,13 +371,9 @@ class Jobs:
 
     def send_video(self, frames: Iterator[np.ndarray], /, *, fps: int, settings: Mapping[str, Any]) -> None:
         """For `Pipeline.generate`: each frame uint8 [H, W, 3] as soon as it is decoded."""
-        self.rank.event("video", fps=fps, settings=dict(settings))
+        self.rank.event("video", fps=fps, settings=settings)
         for frame in frames:
-            self.rank.event("frame", {"frame": torch.from_numpy(frame)})
-
-    def kept_steps(self, path: str | None, key: str, report: Report) -> KeptSteps | None:
-        """Where rank 0 keeps the latents of a request to sample until they are finished."""
-        return None if path is None or self.rank.rank != 0 else KeptSteps(Path(path), key, report.warn)
+            self.rank.event("frame", frame=torch.from_numpy(frame))
 
     def keep(
         self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None

@@ -35,6 +35,7 @@ from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Plan
 from wan_core.workers.control import Channel, ChannelError, connect, unpack_tensors
 from wan_core.workers.faults import EXIT_FAILED, EXIT_ORPHANED, Interrupted, describe_fault, place, write_error_file
+from wan_core.workers.wire import pack
 
 log = logging.getLogger(__name__)
 
@@ -204,9 +205,10 @@ class Rank:
         if self.channel is not None:
             self.channel.send({**header, "number": self.request}, tensors)
 
-    def event(self, name: str, tensors: Mapping[str, Tensor] | None = None, **fields: Any) -> None:
-        """Tell the program what happened in the current request."""
-        self.send({"kind": "event", "name": name, **fields}, tensors)
+    def event(self, name: str, /, **values: Any) -> None:
+        """Have the program call its handler of this event with these values."""
+        tensors: dict[str, Tensor] = {}
+        self.send({"kind": "event", "name": name, **pack(values, tensors, name)}, tensors)
 
     def share(self, header: Mapping[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> tuple[Any, Any]:
         """Rank 0's request on all ranks, as JSON and safetensors without pickle."""

@@ -1,7 +1,8 @@
-"""Plans, requests and reports as JSON and tensors for the control channel, and back.
+"""Arguments and results as JSON and tensors for the control channel, and back.
 
-`pack` and `unpack` know no class: the fields of dataclasses and their types say everything. Nothing is rounded, because
-JSON keeps all digits of a float.
+`pack` and `unpack` know no class. The types in the signature of a method say what `call` may build, and the types of
+their fields what is built inside of that; nothing else is. Nothing is rounded, because JSON keeps all digits of a
+float.
 """
 
 from __future__ import annotations
@@ -9,31 +10,30 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from wan_core.config import LoadOptions
-from wan_core.execution.report import Phase, Report
-
 TENSOR = "tensor:"  # before a tensor's name, where JSON has the place of a tensor
 
 
 def pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """`value` as JSON has it: dataclasses as objects, named and other tuples as lists. Tensors are added to `tensors`,
-    each under `name` and its path in `value`."""
+    """`value` as JSON has it: dataclasses as objects, named and other tuples as lists, paths and devices as text.
+    Tensors are added to `tensors`, each under `name` and its path in `value`."""
     if isinstance(value, Tensor):
         tensors[name] = value
         return TENSOR + name
     if is_dataclass(value):
         return {one.name: pack(getattr(value, one.name), tensors, f"{name}.{one.name}") for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: pack(one, tensors, f"{name}.{key}") for key, one in value.items()}
     if isinstance(value, tuple):
         return [pack(one, tensors, f"{name}.{place}") for place, one in enumerate(value)]
-    return value
+    return str(value) if isinstance(value, (Path, torch.device)) else value
 
 
 def unpack(kind: Any, data: Any, tensors: dict[str, Tensor] | None = None) -> Any:
@@ -44,6 +44,8 @@ def unpack(kind: Any, data: Any, tensors: dict[str, Tensor] | None = None) -> An
         return tensors.pop(data.removeprefix(TENSOR))
     if data is None or kind is Any:
         return data
+    if kind in (Path, torch.device):
+        return kind(data)
     arguments = get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):  # X | None
         return unpack(next(one for one in arguments if one is not types.NoneType), data, tensors)
@@ -60,25 +62,13 @@ def unpack(kind: Any, data: Any, tensors: dict[str, Tensor] | None = None) -> An
     return data
 
 
+def call(function: Callable[..., Any], packed: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """What `function` returns for packed arguments, each of the type that its signature says."""
+    kinds = get_type_hints(function)
+    return function(**{name: unpack(kinds.get(name, Any), value, tensors) for name, value in packed.items()})
+
+
 @functools.cache
 def _types(kind: type) -> Mapping[str, Any]:
     """The type of each field of a dataclass or a named tuple."""
     return get_type_hints(kind)
-
-
-def load_options_from(data: Mapping[str, Any], device: torch.device) -> LoadOptions:
-    """With the rank's own device instead of the requested one."""
-    return unpack(LoadOptions, {**data, "device": str(device)})
-
-
-def report_data(report: Report) -> dict[str, Any]:
-    """What `report_from` needs, with the name of the device."""
-    values = {name: value for name, value in vars(report).items() if name != "workers"}
-    phases = {name: asdict(phase) for name, phase in report.phases.items()}
-    return values | {"device": report.as_dict()["device"], "phases": phases}
-
-
-def report_from(data: Mapping[str, Any]) -> Report:
-    """A report that the ranks sent. It continues with the clock of this process and uses no GPU."""
-    values = deepcopy(dict(data)) | {"phases": unpack(dict[str, Phase], data["phases"])}
-    return Report(**values | {"device": torch.device("cpu"), "workers": data["device"]})
