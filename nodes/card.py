@@ -25,11 +25,12 @@ from wan_lab.samples import Sample, choose_samples, drawn_media
 
 from . import host
 from .conditioning import MAX_FRAMES, WanCoreImageToVideo, WanCoreTextEncode
+from .memory import ModelSocket
 from .plan_inputs import plan_of
 from .report import as_image, shown
 from .sampling import WanCoreSampler
 from .schema import ADVANCED, output, schema
-from .sockets import CONDITIONING, MODEL, ModelSocket
+from .sockets import CONDITIONING, MODEL
 from .video import WanCoreVAEDecode
 
 

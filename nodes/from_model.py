@@ -26,7 +26,7 @@ from .model_loader import check_choices, check_residency, hold, info_of, run_inp
 from .native_model import NativeModel, read_native
 from .schema import output, schema
 from .sockets import MODEL
-from .workers import UNCONNECTED, WorkersSocket, engine_of, workers_input
+from .workers import UNCONNECTED, WorkersSocket, device_of, workers_input
 
 IN_MEMORY = "the weights of a MODEL"  # in place of a file's name
 
@@ -86,23 +86,23 @@ class WanCoreFromModel(io.ComfyNode):
         natives: dict[str, NativeModel] = {"high": read_native(model, "the MODEL" if low is None else "the high MODEL")}
         if low is not None:
             natives["low"] = read_native(low, "the low MODEL")
-        engine = engine_of(workers)
-        check_residency(residency, engine.in_workers)
+        in_workers = workers is not None
+        check_residency(residency, in_workers)
         unknown = [native.where for native in natives.values() if not isinstance(native.source, Path)]
-        if engine.in_workers and unknown:
+        if in_workers and unknown:
             raise OptionError(
                 f"workers read files, and the file of {' and '.join(unknown)} is not known: use the WanCore Model "
                 "Loader, or ComfyUI 0.33 or newer with Load Diffusion Model"
             )
         files = [str(native.source) if isinstance(native.source, Path) else IN_MEMORY for native in natives.values()]
         options = LoadOptions(high=files[0], low=(*files, None)[1], residency=residency, **values)
-        settings, patchers = _made(natives, options, engine.device)
-        loras = {expert: _loras(native, settings, expert, engine.in_workers) for expert, native in natives.items()}
+        settings, patchers = _made(natives, options, device_of(workers))
+        loras = {expert: _loras(native, settings, expert, in_workers) for expert, native in natives.items()}
         settings.check_loras(loras)
         shift, windows = _shift(natives), _windows(natives)
         carried = {"shift": shift, "range_shift": natives["high"].range_shift, "windows": windows}
         carried["named_loras"] = not any(loras.values())
-        socket = replace(socket_of(options, settings, patchers, engine), loras=loras, **carried)
+        socket = replace(socket_of(options, settings, patchers, workers), loras=loras, **carried)
         lines = [info_of(settings), *settings.lora_lines(loras)]
         lines += [f"shift {shift:g}, as ModelSamplingSD3 set it" if shift else "no ModelSamplingSD3: its own shift"]
         lines += [f"context windows {windows.words()}"] if windows else []

@@ -16,8 +16,9 @@ from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
 from .files import fingerprint, locate
+from .memory import ModelSocket
 from .schema import output, schema
-from .sockets import MODEL, ModelSocket
+from .sockets import MODEL
 
 LORA_STACK = io.Custom("LORA_STACK")  # of other packs: [(name in models/loras, strength, strength for CLIP), ...]
 NONE, SAME = "none", "the file above"

@@ -1,23 +1,137 @@
-"""The experts of a run under ComfyUI's memory manager: what is loaded, what streams, and who leaves for it."""
+"""The experts of a task under ComfyUI's memory manager: what is loaded, what streams, and who leaves for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
+from torch import Tensor
+
+from wan_core.config import LoadOptions, WindowOptions
 from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_again
 from wan_core.execution.report import GIB, Report
+from wan_core.media.preview import RGBMap
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
+from wan_core.pipeline.check import check_tensor
+from wan_core.pipeline.denoise import sample_latents
+from wan_core.pipeline.host_sizes import check_sampling
 from wan_core.pipeline.loras import Wanted, lora_bytes, shared
 from wan_core.pipeline.memory_planning import Workload, beside_workload, check_prepared, host_room, plan_host
-from wan_core.pipeline.model_parts import is_packed
-from wan_core.pipeline.run import RunOwner
+from wan_core.pipeline.model_parts import Parts, is_packed
+from wan_core.pipeline.run import OnStep, RunOwner
+from wan_core.pipeline.settings import ModelSettings
+from wan_core.sampling.build import ModelFacts
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.pace import BlockChecks
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.sparsity.run import check_kernel
+from wan_core.sampling.start import Leftover, Start
 from wan_core.sampling.steps import Expert, LoraShare
 
 from . import host
-from .sockets import ModelSocket
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSocket:
+    """One or two experts, not loaded before they are used. `options`: what the user chose; workers load by them.
+    `settings`: what that means on the device. `pace`: seconds per forward of the last run."""
+
+    options: LoadOptions
+    settings: ModelSettings
+    patchers: Mapping[Expert, host.Held]  # both are one where a single transformer runs every step
+    rgb: RGBMap | None
+    pace: dict[Expert, float] = field(default_factory=dict)
+    loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
+    shift: float | None = None  # that came with the model; None: the task's own
+    range_shift: float | None = None  # of a MODEL, with which ranges of texts are sigmas; None: that of the run
+    windows: WindowOptions | None = None  # context windows of a longer video
+    named_loras: bool = True  # False where they came with a MODEL, which does not say what they are
+    kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
+
+    @property
+    def experts(self) -> Parts:
+        return self.settings.recognised
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What a plan depends on."""
+        experts = self.experts
+        return ModelFacts(
+            task=experts.task,
+            dit=experts.dit,
+            vae=experts.vae,
+            high=experts.high.path,
+            low=None if experts.low is None else experts.low.path,
+            loras=tuple(self.lora_files),
+            alone=experts.low is None,
+            all_files=self.named_loras,
+        )
+
+    @property
+    def patcher(self) -> host.Held:
+        """By this ComfyUI's cache of results sees that an output holds a model (--cache-ram lets old ones go first)."""
+        return self.patchers["high"]
+
+    @property
+    def lora_files(self) -> list[Path]:
+        """Those that count for something."""
+        return [Path(one.key[0]) for expert_loras in self.loras.values() for one in expert_loras if one.strength]
+
+    def loras_of(self, expert: Expert) -> tuple[Wanted, ...]:
+        return self.loras.get(expert if self.experts.low else "high", ())
+
+    def read_ahead(self) -> None:
+        """Begin to read the experts, where everything fits beside them."""
+        if self.options.residency in ("auto", "resident"):
+            patchers = {
+                name: one for name, one in self.patchers.items() if name == "high" or one is not self.patchers["high"]
+            }
+            host.read_ahead(list(patchers.values()), [self.loras_of(name) for name in patchers])
+
+    def check(self, plan: Plan, shape: tuple[int, ...]) -> None:
+        """Raise OptionError, before anything of this size is made, for latents [B, C, T, Y, X] that cannot run."""
+        if len(shape) != 5:
+            return  # refused by whatever reads the latents
+        dit, settings = self.experts.dit, self.settings
+        tokens = dit.tokens(max(plan.window_sizes(shape[2])), *shape[3:])
+        if host.device().type == "cpu":
+            beside = plan_experts(self, Workload(shape, plan, batched=False)).beside
+            check_sampling(shape, max(beside.values()), host.spare_bytes())
+        check_tensor("an activation", (shape[0] * tokens, dit.dim), settings.dtype.itemsize, host.device())
+        if plan.sparse is not None:
+            check_kernel(plan.sparse, settings.attention, host.device(), dit.head_dim, tokens)
+
+    def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
+        """Un-normalised latents, see `wan_core.pipeline.denoise.sample_latents`."""
+        plan, vae = run.workload.plan, self.experts.vae
+        run.report.notes += run.notes
+        return sample_latents(
+            plan,
+            ComfyMemory(self, run.workload, run.report),
+            run.conditioning,
+            run.start.sample(plan, vae, host.device()),
+            vae,
+            run.report,
+            start=run.start,
+            batched=run.workload.batched,
+            on_step=on_step,
+            on_leftover=on_leftover,
+            checks=BlockChecks(host.check_interruption),
+        )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A run of the sampler. `notes`: of its report, where this process runs it; workers say what holds there."""
+
+    workload: Workload
+    conditioning: Conditioning
+    start: Start
+    report: Report
+    notes: Sequence[str]
 
 
 def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:

@@ -39,9 +39,10 @@ from wan_core.sampling.steps import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
+from .memory import ModelSocket
 from .schema import output, schema, widgets
-from .sockets import MODEL, Engine, ModelSocket
-from .workers import UNCONNECTED, WorkersSocket, engine_of, workers_input
+from .sockets import MODEL
+from .workers import UNCONNECTED, WorkersModel, WorkersSocket, device_of, workers_input
 
 ALONE = "none"  # no second file
 
@@ -108,13 +109,12 @@ class WanCoreModelLoader(io.ComfyNode):
         cls, high: str, low: str, residency: str, workers: WorkersSocket | None = None, **values: Any
     ) -> io.NodeOutput:
         """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
-        engine = engine_of(workers)
-        check_residency(residency, engine.in_workers)
+        check_residency(residency, workers is not None)
         paths = [str(path) for path in _paths(high, low)]
         options = LoadOptions(high=paths[0], low=(*paths, None)[1], residency=residency, **values)
-        settings = resolve_settings(find_experts(*paths), options, engine.device)
+        settings = resolve_settings(find_experts(*paths), options, device_of(workers))
         rgb = TINY_MAP if high in embedded_expert("high") else None
-        model = socket_of(options, settings, hold(settings), engine, rgb)
+        model = socket_of(options, settings, hold(settings), workers, rgb)
         model.read_ahead()
         info = info_of(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
@@ -139,12 +139,14 @@ def socket_of(
     options: LoadOptions,
     settings: ModelSettings,
     patchers: Mapping[Expert, host.Held],
-    engine: Engine,
+    workers: WorkersSocket | None,
     rgb: RGBMap | None = None,
 ) -> ModelSocket:
     """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
     colours = rgb or map_of_channels(settings.recognised.vae.z_dim)
-    return ModelSocket(options, settings, patchers, colours, engine=engine, kernels=engine.prepare_kernels(settings))
+    if workers is not None:
+        return WorkersModel(options, settings, patchers, colours, workers=workers)
+    return ModelSocket(options, settings, patchers, colours, kernels=host.prepare_kernels(settings))
 
 
 def run_inputs() -> list[Any]:

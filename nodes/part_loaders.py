@@ -24,7 +24,7 @@ from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, words_of
 from .schema import ADVANCED, output, schema
 from .sockets import TextSocket, VAESocket, VisionSocket
-from .workers import WorkersSocket, engine_of, workers_input
+from .workers import WorkersSocket, WorkersText, WorkersVAE, device_of, workers_input
 
 FOLDERS = {"text_encoder": "text_encoders", "vae": "vae", "clip_vision": "clip_vision"}  # of ComfyUI, by widget
 PLAIN = tuple(name for name in PRECISIONS if name not in QUANTIZED)
@@ -83,13 +83,15 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
     @classmethod
     async def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
         """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
-        part, engine = cls._part(text_encoder), engine_of(workers)
-        dtype = compute_dtype(precision, engine.device)
-        quantization = holding(part, None, precision == "checkpoint", engine.device)
+        part, device = cls._part(text_encoder), device_of(workers)
+        dtype = compute_dtype(precision, device)
+        quantization = holding(part, None, precision == "checkpoint", device)
         streaming = Residency(host.device(), "stream")
         patcher = host.Held("text encoder", PartToLoad(part, dtype, quantization), residency=streaming)
-        engine.read_ahead([patcher], [()])
-        return io.NodeOutput(TextSocket(patcher, engine, precision), ui=ui.PreviewText(words_of(part, name_of(dtype))))
+        if workers is None:
+            host.read_ahead([patcher], [()])
+        socket = TextSocket(patcher) if workers is None else WorkersText(patcher, precision, workers)
+        return io.NodeOutput(socket, ui=ui.PreviewText(words_of(part, name_of(dtype))))
 
     @staticmethod
     def _part(name: str) -> Part:
@@ -133,11 +135,13 @@ class WanCoreVAELoader(io.ComfyNode):
 
     @classmethod
     async def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
-        part, engine = cls._part(vae), engine_of(workers)
-        dtype = compute_dtype(precision, engine.device)
+        part = cls._part(vae)
+        dtype = compute_dtype(precision, device_of(workers))
         patcher = host.Held("VAE", PartToLoad(part, dtype), _optimized)
-        engine.read_ahead([patcher], [()])
-        return io.NodeOutput(VAESocket(patcher, engine, precision), ui=ui.PreviewText(words_of(part, name_of(dtype))))
+        if workers is None:
+            host.read_ahead([patcher], [()])
+        socket = VAESocket(patcher) if workers is None else WorkersVAE(patcher, precision, workers)
+        return io.NodeOutput(socket, ui=ui.PreviewText(words_of(part, name_of(dtype))))
 
     @staticmethod
     def _part(name: str) -> Part:

@@ -17,8 +17,8 @@ from wan_core.sampling.plan import MAX_STEPS, SCHEDULES
 from wan_core.sampling.presets import CHOICES
 from wan_core.sampling.schedules import Window
 
+from .memory import ModelSocket
 from .schema import ADVANCED, value_of, widgets
-from .sockets import ModelSocket
 
 LAST = 10000  # an end step beyond every schedule
 SWITCH = ["enable", "disable"]  # as ComfyUI's KSamplerAdvanced has them

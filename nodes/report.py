@@ -19,6 +19,7 @@ from wan_core.sampling.plan import Plan
 from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.steps import Expert
 
+from .memory import ModelSocket
 from .native_plan import native_inputs, native_plan, of_comfy_samplers
 from .plan_inputs import (
     ENTERED,
@@ -34,7 +35,7 @@ from .plan_inputs import (
     window_inputs,
 )
 from .schema import ADVANCED, output, schema
-from .sockets import CONDITIONING, EITHER_MODEL, REPORT, SKIPPING, ModelSocket
+from .sockets import CONDITIONING, EITHER_MODEL, REPORT, SKIPPING
 
 
 class WanCorePlanPreview(io.ComfyNode):

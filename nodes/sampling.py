@@ -41,7 +41,7 @@ from wan_core.sampling.steps import Expert
 from . import host
 from .conditioning import on_device
 from .files import name_of
-from .memory import plan_experts
+from .memory import ModelSocket, Sampling, plan_experts
 from .plan_inputs import (
     LAST,
     SWITCH,
@@ -53,7 +53,7 @@ from .plan_inputs import (
     window_inputs,
 )
 from .schema import ADVANCED, output, schema, widgets
-from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket, Sampling
+from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING
 
 TINY_FILES = {16: ("taew2_1", "lighttaew2_1"), 48: ("taew2_2", "lighttaew2_2")}  # by latent channels
 
@@ -193,7 +193,7 @@ class WanCoreSampler(io.ComfyNode):
         frames = model.experts.vae.video_frames(latent["samples"].shape[2])
         starts = prompt_starts(positive)
         video = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames, prompt_starts=starts)
-        model.engine.check(model, video.plan, tuple(latent["samples"].shape))
+        model.check(video.plan, tuple(latent["samples"].shape))
         joined = join(positive, negative, latent, model.experts, video.plan, model.range_shift)
         plan, conditioning = joined.plan, on_device(joined.conditioning)
         start = _start(latent, joined.latents, seed, add_noise)
@@ -222,8 +222,8 @@ class WanCoreSampler(io.ComfyNode):
         report.phases["text"] = Phase(joined.seconds)
         if model.settings.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
-        run = Sampling(model, replace(workload, batched=batched), conditioning, start, report, notes)
-        samples, leftover = _sample(run, shown)
+        run = Sampling(replace(workload, batched=batched), conditioning, start, report, notes)
+        samples, leftover = _sample(model, run, shown)
         lines = [*shown, plan.table().splitlines()[0]]
         lines += [run_words(report.attention, plan.bound)] if report.attention and plan.bound else []
         text = "\n".join([*lines, f"done in {clock(report.total_seconds)}"])
@@ -259,12 +259,12 @@ def _start(latent: dict[str, Any], latents: Tensor | None, seed: int, add_noise:
     )
 
 
-def _sample(run: Sampling, warnings: Sequence[str]) -> tuple[Tensor, Leftover | None]:
+def _sample(model: ModelSocket, run: Sampling, warnings: Sequence[str]) -> tuple[Tensor, Leftover | None]:
     """Un-normalised latents where ComfyUI keeps them, and what another run can go on with. warnings: shown meanwhile,
     above the step."""
-    model, leftovers = run.model, list[Leftover]()
+    leftovers: list[Leftover] = []
     with closing(Watcher(model, run.workload.plan, warnings)) as watcher:
-        latents = model.engine.sample(run, watcher, leftovers.append)
+        latents = model.sample(run, watcher, leftovers.append)
     model.pace.clear()
     for expert, forwards in watcher.forwards.items():  # where ranks run different steps, the first one's experts alone
         model.pace[expert] = run.report.phases[f"denoise {expert}"].seconds / forwards

@@ -9,39 +9,32 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from comfy_api.latest import io
 from torch import Tensor, nn
 
-from wan_core.config import LoadOptions, OptionError, WindowOptions
-from wan_core.execution.memory.planning import vae_bytes
+from wan_core.config import OptionError
+from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory, vae_bytes
+from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
-from wan_core.media.preview import RGBMap
 from wan_core.models.text.tokenizer import TokenCount
-from wan_core.models.text.umt5 import PromptCache
+from wan_core.models.text.umt5 import PromptCache, TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
+from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families import TASKS
-from wan_core.models.wan.families.wan.inputs import NO_KEYFRAMES
-from wan_core.pipeline.decode import Made, Pieces, collect_images, images_shape
+from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
+from wan_core.models.wan.families.wan.inputs import NO_KEYFRAMES, known_frames
+from wan_core.pipeline.decode import Made, Pieces, collect_images, decode_to, images_shape
+from wan_core.pipeline.encode import encode_images, encode_video
 from wan_core.pipeline.host_sizes import check_pictures
-from wan_core.pipeline.loras import Wanted
-from wan_core.pipeline.memory_planning import Workload
-from wan_core.pipeline.model_parts import Parts
-from wan_core.pipeline.run import OnStep, RunOwner
-from wan_core.pipeline.settings import ModelSettings
-from wan_core.sampling.build import ModelFacts
-from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.plan import Plan
-from wan_core.sampling.start import Leftover, Start
-from wan_core.sampling.steps import Expert
+from wan_core.pipeline.memory_planning import host_room, plan_host
 
 from . import host
 from .missing import ComfyObject, Tokens
@@ -54,149 +47,26 @@ CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]
 DEFAULT_NEGATIVES = {task.negative_prompt for task in TASKS.values()} - {""}
 
 
-class Engine(Protocol):
-    """Who computes what a socket is for: this process (`engines.ComfyEngine`) or the workers of a launcher
-    (`workers.WorkersSocket`). A socket need not know which. `in_workers`: it reads models and LoRAs from files, in
-    other processes."""
-
-    in_workers: bool
-
-    @property
-    def device(self) -> torch.device:
-        """Where models run; that of the first rank."""
-        ...
-
-    def read_ahead(self, patchers: Sequence[host.Held], loras: Sequence[Sequence[Wanted]]) -> None:
-        """Begin to read models, each with its LoRAs, where there is room."""
-        ...
-
-    def prepare_kernels(self, settings: ModelSettings) -> str | None:
-        """Begin to load kernels, see `host.prepare_kernels`."""
-        ...
-
-    def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[TokenCount]]:
-        """Rows [L, dim] of each prompt, zeros at the end or none, and its tokens."""
-        ...
-
-    def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
-        """Pictures [F, H, W, 3] in 0..1 -> latents [1, C, T, Y, X]."""
-        ...
-
-    def encode_known(
-        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The result of `known_frames`, with latents in place of its clip."""
-        ...
-
-    def decode_to(
-        self,
-        vae: VAESocket,
-        samples: Tensor,
-        report: Report,
-        consume: Callable[[Pieces], Made],
-        *,
-        dtype: torch.dtype,
-        tile: TileSpec | None,
-        on_frames: Callable[[int, int], None],
-        rest: str,
-    ) -> Made:
-        """Decode and hand pictures to `consume`, see `wan_core.pipeline.decode.decode_to`."""
-        ...
-
-    def check(self, model: ModelSocket, plan: Plan, shape: tuple[int, ...]) -> None:
-        """Raise OptionError, before anything of this size is made, for latents [B, C, T, Y, X] that cannot run."""
-        ...
-
-    def owner(self, model: ModelSocket, workload: Workload, report: Report) -> RunOwner:
-        """The experts of one run in this process. Raises OptionError where they are elsewhere."""
-        ...
-
-    def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
-        """Un-normalised latents, see `wan_core.pipeline.denoise.sample_latents`."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class ModelSocket:
-    """One or two experts, not loaded before they are used. `options`: what the user chose; workers load by them.
-    `settings`: what that means on the device. `pace`: seconds per forward of the last run."""
-
-    options: LoadOptions
-    settings: ModelSettings
-    patchers: Mapping[Expert, host.Held]  # both are one where a single transformer runs every step
-    rgb: RGBMap | None
-    engine: Engine  # loads and runs it
-    pace: dict[Expert, float] = field(default_factory=dict)
-    loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
-    shift: float | None = None  # that came with the model; None: the task's own
-    range_shift: float | None = None  # of a MODEL, with which ranges of texts are sigmas; None: that of the run
-    windows: WindowOptions | None = None  # context windows of a longer video
-    named_loras: bool = True  # False where they came with a MODEL, which does not say what they are
-    kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
-
-    @property
-    def experts(self) -> Parts:
-        return self.settings.recognised
-
-    @property
-    def facts(self) -> ModelFacts:
-        """What a plan depends on."""
-        experts = self.experts
-        return ModelFacts(
-            task=experts.task,
-            dit=experts.dit,
-            vae=experts.vae,
-            high=experts.high.path,
-            low=None if experts.low is None else experts.low.path,
-            loras=tuple(self.lora_files),
-            alone=experts.low is None,
-            all_files=self.named_loras,
-        )
-
-    @property
-    def patcher(self) -> host.Held:
-        """By this ComfyUI's cache of results sees that an output holds a model (--cache-ram lets old ones go first)."""
-        return self.patchers["high"]
-
-    @property
-    def lora_files(self) -> list[Path]:
-        """Those that count for something."""
-        return [Path(one.key[0]) for expert_loras in self.loras.values() for one in expert_loras if one.strength]
-
-    def loras_of(self, expert: Expert) -> tuple[Wanted, ...]:
-        return self.loras.get(expert if self.experts.low else "high", ())
-
-    def read_ahead(self) -> None:
-        """Begin to read the experts, where everything fits beside them."""
-        if self.options.residency in ("auto", "resident"):
-            patchers = {
-                name: one for name, one in self.patchers.items() if name == "high" or one is not self.patchers["high"]
-            }
-            self.engine.read_ahead(list(patchers.values()), [self.loras_of(name) for name in patchers])
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """A run of the sampler. `notes`: of its report, where this process runs it; workers say what holds there."""
-
-    model: ModelSocket
-    workload: Workload
-    conditioning: Conditioning
-    start: Start
-    report: Report
-    notes: Sequence[str]
-
-
 class TextSocket(ComfyObject):
     """A UMT5 encoder on a CLIP socket; encoded prompts are kept with it."""
 
     described = "WanCore's text encoder", "ComfyUI's CLIPLoader (type wan)"
     cond_stage_model = nn.Module()  # to LoRA loaders: no weights that a LoRA changes
 
-    def __init__(self, patcher: host.Held, engine: Engine, precision: str) -> None:
-        self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
-        self.engine, self.file = engine, {"path": str(patcher.part.part.path), "precision": precision}
+    def __init__(self, patcher: host.Held) -> None:
+        self.patcher = patcher  # under the name that `memory.ModelSocket.patcher` explains
         self.cache = PromptCache()
+
+    def read(self, prompts: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[TokenCount]]:
+        """Rows [L, dim] of each prompt, zeros at the end or none, and its tokens. Blocks of the encoder stream if it
+        does not fit on the device as a whole."""
+        patcher, part = self.patcher, self.patcher.part
+        sizes = Sizes(units=(0,), experts=1, text_encoder=part.bytes, text_stage=stage_bytes(part.units, 0), vae=0)
+        if plan_memory(sizes, Beside(text=TEXT, denoise=0, decode=0), host.room(), "swap").streams_text:
+            if not patcher.in_host_memory:
+                patcher.wait(part, plan_host({"text_encoder": part}, host_room()).waits("text_encoder"))
+            patcher.stream(0)
+        return cast(TextEncoder, patcher.use(TEXT)).read(prompts)
 
     def encode_prompts(self, prompts: Sequence[str], names: Sequence[str] = ()) -> list[CONDITIONING]:
         """Each prompt as CONDITIONING. names: what notes call each. `wancore_seconds` in it is what encoding took, 0 if
@@ -206,7 +76,7 @@ class TextSocket(ComfyObject):
 
         def read(prompts: Sequence[str]) -> tuple[Sequence[Tensor], Sequence[TokenCount]]:
             begun.append(time.perf_counter())
-            return self.engine.text(self, prompts)
+            return self.read(prompts)
 
         rows = self.cache.encode(prompts, read)
         seconds = time.perf_counter() - begun[0] if begun else 0.0
@@ -284,7 +154,7 @@ class VisionSocket(ComfyObject):
     described = "WanCore's CLIP vision encoder", "ComfyUI's CLIP Vision Loader"
 
     def __init__(self, patcher: host.Held) -> None:
-        self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
+        self.patcher = patcher  # under the name that `memory.ModelSocket.patcher` explains
 
     # What ComfyUI's CLIPVisionEncode calls.
 
@@ -305,9 +175,8 @@ class VAESocket(ComfyObject):
     latent_dim = 3
     output_channels = 3
 
-    def __init__(self, patcher: host.Held, engine: Engine, precision: str) -> None:
-        self.patcher = patcher  # under the name that `ModelSocket.patcher` explains
-        self.engine, self.file = engine, {"path": str(patcher.part.part.path), "precision": precision}
+    def __init__(self, patcher: host.Held) -> None:
+        self.patcher = patcher  # under the name that `memory.ModelSocket.patcher` explains
         self.config = cast(VAEConfig, patcher.part.part.config)
         self.latent_channels = self.config.z_dim
         stride = self.config.spatial_stride
@@ -325,9 +194,16 @@ class VAESocket(ComfyObject):
         rest: str = "decode",
     ) -> Made:
         """Decode with this VAE and hand pictures to `consume`, see `wan_core.pipeline.decode.decode_to`."""
-        return self.engine.decode_to(
-            self, samples, report, consume, dtype=dtype, tile=tile, on_frames=on_frames, rest=rest
-        )
+        vae = self._loaded(*samples.shape[-2:])
+        return decode_to(vae, samples, report, consume, dtype=dtype, tile=tile, on_frames=on_frames, rest=rest)
+
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Pictures [F, H, W, 3] in 0..1 -> latents [1, C, T, Y, X]."""
+        return encode_images(self._loaded(*self.latent_size(pixels)), pixels)
+
+    def _loaded(self, rows: int, columns: int) -> VideoVAE:
+        """On the device, with room for latents of `rows` x `columns`."""
+        return cast(VideoVAE, self.patcher.use(self.working_bytes(rows, columns)))
 
     def decode_images(
         self, samples: Tensor, report: Report, tile: TileSpec | None, on_frames: Callable[[int, int], None]
@@ -355,15 +231,22 @@ class VAESocket(ComfyObject):
         if pixels.ndim not in (4, 5) or pixels.shape[-1] < 3 or 0 in pixels.shape:
             raise OptionError(f"WanCore's VAE encodes pictures [frames, height, width, 3], not {list(pixels.shape)}")
         videos = pixels[..., :3] if pixels.ndim == 5 else pixels[None, ..., :3]
-        latents = [self.engine.encode(self, self.config.whole_latents(video)) for video in videos]
+        latents = [self.encode_pixels(self.config.whole_latents(video)) for video in videos]
         return host.to_intermediate(torch.cat(latents))
 
     def encode_known(
         self, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor] = NO_KEYFRAMES
     ) -> tuple[Tensor, Tensor]:
-        """The result of `known_frames`, with latents in place of its clip."""
-        latents, unknown = self.engine.encode_known(self, first, last, frames, keyframes)
-        return host.to_intermediate(latents), unknown
+        """The result of `known_frames`, with latents in place of its clip, which exists only on the device."""
+        place = {"device": host.device(), "dtype": self.patcher.part.dtype}
+
+        def there(pictures: Tensor) -> Tensor:
+            return pixels_to_video(video_to_pixels(pictures)).to(**place)
+
+        first, last = (None if end is None else there(end) for end in (first, last))
+        clip, unknown = known_frames(first, last, frames, {number: there(one) for number, one in keyframes.items()})
+        latents = encode_video(self._loaded(*self.latent_size(clip[0, 0])), clip)
+        return host.to_intermediate(latents), unknown.float().cpu()
 
     def encode_tiled(self, pixels: Tensor, **_: Any) -> Tensor:
         return self.encode(pixels)

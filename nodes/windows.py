@@ -9,8 +9,9 @@ from comfy_api.latest import io, ui
 
 from wan_core.config import OptionError, WindowOptions
 
+from .memory import ModelSocket
 from .schema import output, schema, widgets
-from .sockets import MODEL, ModelSocket
+from .sockets import MODEL
 
 WIDGETS = (
     "length",

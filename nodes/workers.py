@@ -1,12 +1,13 @@
-"""The launcher and its workers: several GPUs as the engine of sockets, and under ComfyUI's memory manager."""
+"""The launcher and its workers: sockets whose models several GPUs hold, and these GPUs under ComfyUI's memory
+manager."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from comfy_api.latest import io, ui
@@ -14,15 +15,14 @@ from torch import Tensor
 
 from wan_core.cluster.connect import Wanted, check_allowed
 from wan_core.cluster.ranks import cluster_workers
-from wan_core.config import LoraOptions, OptionError
+from wan_core.config import LoraOptions
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
 from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.media import video_to_pixels
-from wan_core.models.wan.families.wan.inputs import known_frames
+from wan_core.models.wan.families.wan.inputs import NO_KEYFRAMES, known_frames
 from wan_core.pipeline.decode import Made, Pieces, in_this_mode
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.run import OnStep
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.start import Leftover
@@ -31,14 +31,11 @@ from wan_core.workers.launcher import Workers
 from wan_core.workers.options import ALLOW_CPU, WorkerOptions, parse_devices
 
 from . import host
-from .engines import HERE
-from .memory import plan_experts
+from .memory import ModelSocket, Sampling, plan_experts
 from .schema import ADVANCED, output, schema
-from .sockets import Engine, ModelSocket, Sampling, TextSocket, VAESocket
+from .sockets import TextSocket, VAESocket
 
 WORKERS = io.Custom("WANCORE_WORKERS")  # WorkersSocket
-Texts = tuple[Tensor, tuple[TokenCount, ...]]  # what the ranks' `Jobs.text` returns,
-Sampled = tuple[Tensor, Leftover | None]  # and `Jobs.sample`
 UNCONNECTED = "unconnected"  # for `validate_inputs`, which gets None where `workers` is connected
 
 
@@ -50,16 +47,13 @@ def workers_input() -> Any:
     )
 
 
-def engine_of(workers: WorkersSocket | None) -> Engine:
-    """The engine behind `workers_input`."""
-    return workers or HERE
+def device_of(workers: WorkersSocket | None) -> torch.device:
+    """Where models run; that of the first rank."""
+    return host.device() if workers is None else workers.device
 
 
 class WorkersSocket:
-    """Workers. When nothing refers to them any more, they end. Models are read when workers need them, and each says
-    there what cannot run."""
-
-    in_workers = True
+    """Workers. When nothing refers to them any more, they end."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers, devices = workers, workers.options.devices if workers.options.here else (host.CLUSTER,)
@@ -76,75 +70,96 @@ class WorkersSocket:
         self.patcher.use(what, weights, working)
         return self.engine
 
-    def read_ahead(self, *_: object) -> None:
-        pass
 
-    def prepare_kernels(self, *_: object) -> None:
-        pass
+def file_of_part(patcher: host.Held, precision: str) -> dict[str, str]:
+    """A model of one part, for the methods of `Jobs`."""
+    return {"path": str(patcher.part.part.path), "precision": precision}
 
-    def text(self, text: TextSocket, prompts: Sequence[str]) -> tuple[list[Tensor], Sequence[TokenCount]]:
-        alone = len(self.workers.options.devices) == 1  # the last rank holds it, and only while it encodes
-        engine = self.ready("text", 0, text.patcher.size if alone else 0)
-        rows, counts = engine.ask(Texts, "text", text.file, prompts=list(prompts))
+
+class WorkersText(TextSocket):
+    """A UMT5 encoder that the workers hold."""
+
+    def __init__(self, patcher: host.Held, precision: str, workers: WorkersSocket) -> None:
+        super().__init__(patcher)
+        self.file, self.workers = file_of_part(patcher, precision), workers
+
+    def read(self, prompts: Sequence[str]) -> tuple[list[Tensor], Sequence[TokenCount]]:
+        alone = len(self.workers.workers.options.devices) == 1  # the last rank holds it, and only while it encodes
+        engine = self.workers.ready("text", 0, self.patcher.size if alone else 0)
+        rows, counts = engine.ask(tuple[Tensor, tuple[TokenCount, ...]], "text", self.file, prompts=list(prompts))
         return [row[: count.read] for row, count in zip(rows, counts, strict=True)], counts
 
-    def encode(self, vae: VAESocket, pixels: Tensor) -> Tensor:
-        return self._with(vae, *vae.latent_size(pixels)).ask(Tensor, "encode", vae.file, images=pixels.contiguous())
+
+class WorkersVAE(VAESocket):
+    """A VAE that the workers hold."""
+
+    def __init__(self, patcher: host.Held, precision: str, workers: WorkersSocket) -> None:
+        super().__init__(patcher)
+        self.file, self.workers = file_of_part(patcher, precision), workers
+
+    def _engine(self, rows: int, columns: int) -> WorkerEngine:
+        return self.workers.ready("vae", self.patcher.size, self.working_bytes(rows, columns))
+
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        return self._engine(*self.latent_size(pixels)).ask(Tensor, "encode", self.file, images=pixels.contiguous())
 
     def encode_known(
-        self, vae: VAESocket, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor]
+        self, first: Tensor | None, last: Tensor | None, frames: int, keyframes: Mapping[int, Tensor] = NO_KEYFRAMES
     ) -> tuple[Tensor, Tensor]:
         clip, unknown = known_frames(first, last, frames, keyframes)
-        return self.encode(vae, video_to_pixels(clip)), unknown
+        return host.to_intermediate(self.encode_pixels(video_to_pixels(clip))), unknown
 
     def decode_to(
         self,
-        vae: VAESocket,
         samples: Tensor,
         report: Report,
         consume: Callable[[Pieces], Made],
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype = torch.float32,
         tile: TileSpec | None,
         on_frames: Callable[[int, int], None],
-        rest: str,
+        rest: str = "decode",
     ) -> Made:
-        engine, uint8 = self._with(vae, *samples.shape[-2:]), dtype == torch.uint8
         with Feed(in_this_mode(consume)) as feed:
 
             def piece(first: int, images: Tensor) -> None:
                 feed.put((first, images))
 
             events = {"piece": piece, "frames": lambda done, total: on_frames(done, total)}
-            engine.ask(None, "decode", vae.file, report, events, latents=samples, uint8=uint8, tile=tile)
+            sent = {"latents": samples, "uint8": dtype == torch.uint8, "tile": tile}
+            self._engine(*samples.shape[-2:]).ask(None, "decode", self.file, report, events, **sent)
             with report.phase(rest):
                 return feed.finish()
 
-    def _with(self, vae: VAESocket, rows: int, columns: int) -> WorkerEngine:
-        return self.ready("vae", vae.patcher.size, vae.working_bytes(rows, columns))
 
-    def check(self, model: ModelSocket, plan: Plan, shape: tuple[int, ...]) -> None:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WorkersModel(ModelSocket):
+    """Experts that the workers read, with their LoRAs, when they need them; each says there what cannot run."""
+
+    workers: WorkersSocket
+
+    def read_ahead(self) -> None:
         pass
 
-    def owner(self, model: ModelSocket, workload: Workload, report: Report) -> NoReturn:
-        raise OptionError("workers hold this model, and this node needs it here: use a loader without workers")
+    def check(self, plan: Plan, shape: tuple[int, ...]) -> None:
+        pass
 
     def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
-        model, workload, count = run.model, run.workload, len(self.workers.options.devices)
+        workload, count = run.workload, len(self.workers.workers.options.devices)
         loras = tuple(
             LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert)
-            for expert, expert_loras in model.loras.items()
+            for expert, expert_loras in self.loras.items()
             for one in expert_loras
             if one.strength
         )
-        weights = sum(patcher.size for patcher in set(model.patchers.values()))
-        activation_bytes = plan_experts(model, workload).beside
+        weights = sum(patcher.size for patcher in set(self.patchers.values()))
+        activation_bytes = plan_experts(self, workload).beside
         working = max(activation_bytes[expert] for expert in workload.plan.experts)
         keep = host.unfinished_path(run.start.seed)
-        latents, leftover = self.ready("experts", weights, working).ask(
-            Sampled,
+        latents, leftover = self.workers.ready("experts", weights, working).ask(
+            tuple[Tensor, Leftover | None],
             "sample",
-            replace(model.options, loras=loras),
+            replace(self.options, loras=loras),
             run.report,
             {
                 "phase": lambda phase: host.show(f"{phase}, on {count} workers ..."),
@@ -155,7 +170,7 @@ class WorkersSocket:
             conditioning=run.conditioning.flat(),
             start=run.start,
             batched=workload.batched,
-            fps=model.experts.task.fps,
+            fps=self.experts.task.fps,
             keep=keep,
             settings=run.report.settings,
         )

@@ -118,7 +118,7 @@ def socket(nodes: SimpleNamespace, residency: str, lora_mode: str = "auto", file
         for name, part in settings.parts.items()
     }
     nodes.manager.free_memory(1e30, CPU)
-    return nodes.sockets.ModelSocket(options, settings, models, None, nodes.engines.HERE)
+    return nodes.memory.ModelSocket(options, settings, models, None)
 
 
 def with_loras(model: Any, strength: float) -> Any:
@@ -157,7 +157,7 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
     experts = {name: part for name, part in recognised.of.items() if name in ("high", "low")}
     settings = resolve_settings(replace(recognised, of=experts), options, CPU)
     models = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
-    model = nodes.sockets.ModelSocket(options, settings, models, None, nodes.engines.HERE)
+    model = nodes.memory.ModelSocket(options, settings, models, None)
     workload = Workload((1, 16, 21, 60, 104), make_plan(steps=4), batched)
     room = 30 << 30
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room)
@@ -178,7 +178,7 @@ def test_blocks_that_stream_stay_while_half_of_the_reserve_is_left(
     experts = {name: part for name, part in recognised.of.items() if name in ("high", "low")}
     settings = resolve_settings(replace(recognised, of=experts), options, CPU)
     models = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
-    model = nodes.sockets.ModelSocket(options, settings, models, None, nodes.engines.HERE)
+    model = nodes.memory.ModelSocket(options, settings, models, None)
     workload, blocks = Workload((1, 16, 21, 60, 104), make_plan(steps=4), False), 20
     now = Residency(CPU, "stream", resident_blocks=blocks, room=1)
     for one in models.values():
@@ -204,7 +204,7 @@ def test_nodes_tell_the_model_how_the_plan_keeps_what_it_prepares(
     shared = Residency(CPU, "stream")
     part = settings.parts["high"]
     expert = nodes.host.Held("high", part, lambda module: finish(module, settings, CPU), shared)
-    model = nodes.sockets.ModelSocket(options, settings, {"high": expert, "low": expert}, None, nodes.engines.HERE)
+    model = nodes.memory.ModelSocket(options, settings, {"high": expert, "low": expert}, None)
     workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
     monkeypatch.setattr(planning, "RESERVE", (0, 0))
     on_device = nodes.memory.plan_experts(model, workload)
@@ -228,7 +228,7 @@ def test_host_memory_that_is_short_is_said_before_anything_is_read(
     options = LoadOptions(high=path, residency="stream")
     settings = resolve_settings(find_experts(path), options, CPU)
     expert = nodes.host.Held("high", settings.parts["high"], lambda module: module, Residency(CPU, "stream"))
-    model = nodes.sockets.ModelSocket(options, settings, {"high": expert, "low": expert}, None, nodes.engines.HERE)
+    model = nodes.memory.ModelSocket(options, settings, {"high": expert, "low": expert}, None)
     workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
     monkeypatch.setattr(planning, "RESERVE", (0, 0))
     monkeypatch.setattr(nodes.host, "room", lambda: 1 << 20)  # less than any form takes
@@ -391,8 +391,7 @@ def test_a_text_encoder_that_does_not_fit_streams(nodes: SimpleNamespace, tmp_pa
     part = PartToLoad(recognise(tmp_path / "text.safetensors", "text_encoder", load_text_encoder), torch.float32)
     exact = part.load(CPU)
     residency = Residency(CPU, "stream")
-    held = nodes.host.Held("text encoder", part, residency=residency)
-    text = nodes.sockets.TextSocket(held, nodes.engines.HERE, "checkpoint")
+    text = nodes.sockets.TextSocket(nodes.host.Held("text encoder", part, residency=residency))
     fits = part.bytes + TEXT + RESERVE[0]
     nodes.manager.room = int((fits - 1e4 if small else fits + 1e6) / (1 - RESERVE[1]))
     try:
