@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,27 +154,22 @@ class WorkersModel(ModelSocket):
         weights = sum(patcher.size for patcher in set(self.patchers.values()))
         activation_bytes = plan_experts(self, workload).beside
         working = max(activation_bytes[expert] for expert in workload.plan.experts)
-        keep = host.unfinished_path(run.start.seed)
-        latents, leftover = self.workers.ready("experts", weights, working).ask(
-            tuple[Tensor, Leftover | None],
-            "sample",
+        events = {
+            "phase": lambda phase: host.show(f"{phase}, on {count} workers ..."),
+            "not kept": warn_not_kept,
+            "step": on_steps([workload.plan], on_step),
+        }
+        latents, leftover = self.workers.ready("experts", weights, working).sample(
             replace(self.options, loras=loras),
             run.report,
-            {
-                "phase": lambda phase: host.show(f"{phase}, on {count} workers ..."),
-                "not kept": warn_not_kept,
-                "step": on_steps([workload.plan], on_step),
-            },
+            events,
+            keep=host.unfinished_path(run.start.seed),
+            fps=self.experts.task.fps,
             plan=workload.plan,
             conditioning=run.conditioning.flat(),
             start=run.start,
             batched=workload.batched,
-            fps=self.experts.task.fps,
-            keep=keep,
-            settings=run.report.settings,
         )
-        with suppress(OSError):  # the folder was read-only, and nothing was kept
-            keep.unlink()
         if leftover is not None:
             on_leftover(leftover)
         return latents
