@@ -2,10 +2,9 @@
 
     python -m benchmarks single --out benchmarks/results
     python -m benchmarks single --size 1280x720x81 --setup diffusers-compiled --setup fp8 --layers 4
-    python -m benchmarks compare --checkout ../other --setup fp8/cudnn-fp8 --layers 8
 
 `python -m benchmarks --help` lists the suites, and those whose code is at the git tag experiments-2026-11: they
-answered their question, and their results are committed. A suite is the module of its name (`profile`: `profiling`).
+answered their question, and their results are committed. A suite is the module of its name (`templates`: `official`).
 The docstring of a module says what its columns mean. Results are JSON, written anew after every row, in the form that
 tools/readme_tables.py reads: {"suite", "command", "commit", "device", "versions", "rows"}, and what else a suite knows
 of its run. In a row, `seconds` is the median of the runs, `spread` their range, `peak_gib` device memory with weights,

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from benchmarks.pack import main as run_pack
 
         return report_faults(PROGRAM, lambda: run_pack(words[1:]))
-    options = build_parser().parse_args(suite_first(words))
+    options = build_parser().parse_args(words)
 
     def run() -> int:
         from benchmarks.run import run_bench  # imports torch: not for `--help`
@@ -53,13 +53,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("suite", choices=tuple(SUITES), metavar="SUITE", help="what to measure: see below")
     add_bench_options(parser)
     return parser
-
-
-def suite_first(arguments: Sequence[str]) -> list[str]:
-    """`arguments` with the older spelling `--suite NAME` as the first, positional argument."""
-    words = list(arguments)
-    place = words.index("--suite") if "--suite" in words[:-1] else None
-    return words if place is None else [words[place + 1], *words[:place], *words[place + 2 :]]
 
 
 if __name__ == "__main__":

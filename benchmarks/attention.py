@@ -3,7 +3,7 @@
 kernels   time of each backend and of FlexAttention, all heads; `ratio` is over torch's own kernel. Errors are against
           the formula in float32, for some queries of some heads over all keys: on normal numbers (`error`); with keys
           that have a mean (`offset`); with four channels of q and k 12 times larger (`outliers`); with a few keys that
-          every query looks at (`sinks`); on q, k and v like those of video models (`structured`, a smaller video)
+          every query looks at (`sinks`)
 tune      our own kernels with every tile that fits the card, in bf16 and INT8: the fastest of each belongs into
           `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`. `--setting int8`: only that
           kind
@@ -23,7 +23,6 @@ from benchmarks.cases import parse_size
 from benchmarks.measure import make_room, measure, relative_error
 from benchmarks.options import ATTENTION_PARTS, TUNED
 from benchmarks.rows import Row, guarded
-from benchmarks.structured import structured
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_reference
@@ -32,9 +31,7 @@ from wan_core.ops.cards import capability
 from wan_core.ops.kernels.attention_tiles import Kind, Tile, candidates
 
 QUERIES, HEADS = 512, 4  # of which errors are measured
-GRID = (6, 15, 26)  # of the structured video
 BASE = "sdpa"
-PROMPT = "a red circle moving right on a blue background"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Data = tuple[Tensor, Tensor, Tensor]
 
@@ -146,11 +143,9 @@ def checked_data(data: Data) -> dict[str, Data]:
     wide[:4] = 12
     sunk = k.clone()
     sunk[:, :4] += 3 * q.mean(1, keepdim=True) + 0.5
-    video = structured(GRID, heads=HEADS, dim=q.shape[-1])
     return {
         "error": (q, k, v),
         "offset": (2 * q, k + 2, v),
         "outliers": (q * wide, k * wide, v),
         "sinks": (q + 0.5, sunk, v),
-        "structured": tuple(x.to(q.device, q.dtype) for x in video),  # type: ignore[dict-item]
     }

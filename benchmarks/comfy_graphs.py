@@ -7,7 +7,7 @@ Node ids are words, so that events, errors and times can be read: `loaders.*`, `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.comfy_files import EXPERTS, IMAGE, TEXT, VAE, expert_file, lora_file
@@ -21,7 +21,7 @@ PROMPT = "The white dragon warrior stands still, eyes full of determination. The
 
 @dataclass(frozen=True)
 class Job:
-    """What the template makes. four_steps: its switch. denoise_only: latents are saved, and nothing is decoded."""
+    """What the template makes. four_steps: its switch."""
 
     task: str = "i2v"
     width: int = 640
@@ -33,8 +33,6 @@ class Job:
     prompt: str = PROMPT
     image: str = IMAGE
     steps: int | None = None  # of both samplers; None: the template's
-    cfg: float | None = None  # guidance; None: the template's
-    denoise_only: bool = False
 
     @property
     def total_steps(self) -> int:
@@ -42,7 +40,7 @@ class Job:
 
     @property
     def guidance(self) -> float:
-        return self.cfg or (1.0 if self.four_steps else 3.5)
+        return 1.0 if self.four_steps else 3.5
 
     @property
     def shift(self) -> float:
@@ -120,8 +118,6 @@ def native_graph(
         end_at_step=10000,
         return_with_leftover_noise="disable",
     )
-    if job.denoise_only:
-        return graph | {"save.latent": node("SaveLatent", samples=["samplers.low", 0], filename_prefix="native")}
     graph["decode"] = node("VAEDecode", samples=["samplers.low", 0], vae=["loaders.vae", 0])
     graph["save.create"] = node("CreateVideo", images=["decode", 0], fps=16.0)
     save = node("SaveVideo", video=["save.create", 0], filename_prefix="native", format="auto", codec="auto")
@@ -228,8 +224,6 @@ def our_graph(
         latent=["image", 2 if job.task == "i2v" else 0],
         **sampler,
     )
-    if job.denoise_only:
-        return graph | {"save.latent": node("SaveLatent", samples=["samplers", 0], filename_prefix="ours")}
     graph["decode"] = node(
         "WanCoreDecodeToVideo", vae=["loaders.vae", 0], latent=["samplers", 0], fps=16.0, encoder="as Save Video"
     )
@@ -238,8 +232,6 @@ def our_graph(
 
 def with_latents(graph: Graph) -> Graph:
     """The graph, which saves what it decodes too, as `save.latent`."""
-    if "save.latent" in graph:
-        return graph
     samples = graph["decode"]["inputs"].get("samples") or graph["decode"]["inputs"]["latent"]
     return graph | {"save.latent": node("SaveLatent", samples=samples, filename_prefix="latents")}
 
@@ -278,8 +270,3 @@ def middle(job: Job) -> float:
 
     half = job.total_steps // 2
     return round((sigma(half - 1) + sigma(half)) / 2, 4)
-
-
-def another(job: Job, run: int) -> Job:
-    """The same work with a new seed."""
-    return replace(job, seed=job.seed + 100 * run)

@@ -90,7 +90,7 @@ def on_a_cpu(words: Sequence[str]) -> list[str]:
         found[n] = found[n] if text not in once else ""
         once.add(text)
     found = [word for before, word in zip(["x", *found], found, strict=False) if before and word]
-    if "--runs" not in found and "tests" not in found:
+    if "--runs" not in found and not {"tests", "templates"} & set(found):
         found += ["--runs", "1"]
     if "tests" in found:
         found[found.index("gpu tests")] = "'not gpu' tests/benchmarks/test_setups.py"
@@ -148,7 +148,7 @@ def small(name: str, seconds: int, *settings: str, size: str = SQUARE) -> Job:
 
 def template(part: str, seconds: int) -> Job:
     sides = ("native", "accelerated, auto", "accelerated, cudnn-fp8", "ours, bf16", "ours, fp8")
-    words = f"native --setting {part} {repeated('setup', sides)} --layers 40 --size {SD} --scratch {{scratch}}"
+    words = f"templates --setting {part} {repeated('setup', sides)} --layers 40 --size {SD} --scratch {{scratch}}"
     table = "ComfyUI's templates of other models, samplers, 40 blocks"
     return suite(f"template-{part}", seconds, table, words, needs=("comfyui", "cudnn"))
 
@@ -204,11 +204,6 @@ JOBS: tuple[Job, ...] = (
         "forwards", 400, "one forward",
         f"single --model random:t2v-A14B --size {HD} --size {SD} --runs 3 --layers 8 --setup diffusers-compiled"
         " --setup comfyui-compiled --setup '+ flash4' --setup fp8 --setup 'fp8 + cudnn-fp8'", needs=("cudnn",),
-    ),
-    suite("streaming", 300, "blocks that stream", f"streaming --model random:t2v-A14B --setting fp8 --size {HD}"),
-    suite(
-        "starting", 300, "starting",
-        f"startup --model random:t2v-A14B --layers 20 --size {HD} --scratch {{scratch}}",
     ),
     videos("full-fp8", 1300, WHOLE, "t2v", f"FP8, nothing skipped: {FAST}", runs=1),
     videos("full-exact", 1700, WHOLE, "t2v", "exact: --precision bf16 --attention auto", runs=1),

@@ -25,46 +25,20 @@ SUITES: dict[str, Suite] = {
         ("832x480x81", "1280x720x81"),
         takes=("setup", "layers", "precision", "runs"),
     ),
-    "sparse": Suite(
-        "whole videos with sparse attention, against ComfyUI's own forwards",
-        ("1280x720x81",),
-        ("native", "magcache:balanced+sparse:balanced", "magcache:fast+sparse:fast", "sparse:0.875/0@4"),
-        takes=("setting", "setup", "layers", "precision", "runs", "steps"),
-    ),
     "attention": Suite(
         "every dense attention kernel on one layer: time, and error on several kinds of data",
         ("1280x720x81", "832x480x81"),
         takes=("setting", "runs", "steps"),
-    ),
-    "profile": Suite(
-        "the kernels of one forward by class",
-        ("1280x720x81",),
-        takes=("setup", "layers", "precision"),
-    ),
-    "startup": Suite(
-        "loading both experts, and a cold process up to its first step",
-        ("1280x720x81",),
-        takes=("setting", "layers", "runs", "scratch"),
-    ),
-    "streaming": Suite(
-        "blocks that stream on emulated smaller cards",
-        ("832x480x81", "1280x720x81"),
-        takes=("setting", "layers", "runs"),
-    ),
-    "parallel": Suite(
-        "several GPUs: every mesh, diffusers' context parallelism",
-        ("1280x720x81", "832x480x81"),
-        takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
     ),
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
         takes=("setting", "setup", "layers", "runs", "in_a_row", "steps", "gpus", "scratch", "checkout"),
     ),
-    "native": Suite(
-        "ComfyUI's own models in a real server, as they are and with our node for native models",
+    "templates": Suite(
+        "ComfyUI's official templates of Animate-2, S2V, VACE and Fun in a real server, samplers alone",
         ("1280x720x81",),
-        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout"),
+        takes=("setting", "setup", "layers", "scratch", "checkout"),
     ),
     "videos": Suite(
         "whole videos of the command line, from the start of the process to the file, and kept",
@@ -81,20 +55,16 @@ SUITES: dict[str, Suite] = {
 }
 # Suites that answered their question: their code is at the tag experiments-2026-11, their results are committed.
 ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf", "guidance", "int8", "rotation")
-ARCHIVED += ("small-cards", "switch", "trajectory")
+ARCHIVED += ("native", "parallel", "profile", "small-cards", "sparse", "startup", "streaming", "switch", "trajectory")
 ATTENTION_PARTS = ("kernels", "tune")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "fresh", "off", "t2v", "cold")
-NATIVE_PARTS = ("steps", "guided", "templates")
-TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them
+TEMPLATE_PARTS = {  # a setting of templates -> its template
     "animate2": "video_wan_animate2",
     "s2v": "video_wan2_2_14B_s2v",
     "vace": "video_wan_vace_14B_v2v",
     "fun": "video_wan2_2_14B_fun_control",
 }
-STARTUP_PARTS = ("load", "cold")
-STREAMING_PRECISIONS = ("bf16", "fp8")
-PARALLEL_PARTS = ("diffusers", "forward")
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -112,17 +82,17 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory, or sooner)")
     parser.add_argument("--runs", type=int, help="timed runs after one that is not counted (default 3)")
     parser.add_argument("--in-a-row", type=int, help="runs of a row of everyday one after the other (default 1)")
-    parser.add_argument("--gpus", type=int, help="of the suites parallel and everyday (default: all there are)")
+    parser.add_argument("--gpus", type=int, help="of the suites everyday and videos (default: all there are)")
     parser.add_argument("--steps", type=int, help="steps of a generation, in suites that make one")
     parser.add_argument(
         "--scratch",
         type=Path,
-        help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
+        help="folder for files that a suite writes and removes again (default: the system's)",
     )
     parser.add_argument(
         "--checkout",
         type=Path,
-        help="folder of the checkout of ComfyUI (suites everyday, native)",
+        help="folder of the checkout of ComfyUI (suites everyday, templates)",
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")

@@ -13,30 +13,21 @@ import torch
 from benchmarks.attention import attention_rows
 from benchmarks.cases import parse_size
 from benchmarks.everyday import everyday_rows
-from benchmarks.native import native_rows
+from benchmarks.official import official_rows
 from benchmarks.options import (
     ATTENTION_PARTS,
     CPU_SIZE,
     EVERYDAY_PARTS,
-    NATIVE_PARTS,
-    PARALLEL_PARTS,
-    STARTUP_PARTS,
-    STREAMING_PRECISIONS,
     SUITES,
     TEMPLATE_PARTS,
     TUNED,
 )
 from benchmarks.own_tests import tests_rows
-from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
-from benchmarks.profiling import profile_rows, profile_table
 from benchmarks.rows import Row, table
 from benchmarks.setups import find_setup
 from benchmarks.single import single_rows
 from benchmarks.small import small_rows
-from benchmarks.sparse import sparse_rows
-from benchmarks.startup import startup_rows
-from benchmarks.streaming import streaming_rows
 from benchmarks.videos import videos_rows
 from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs
@@ -48,14 +39,9 @@ Rows = Callable[[str, list[str], torch.device, argparse.Namespace, dict[str, Any
 
 MEASURES: dict[str, Rows] = {
     "single": single_rows,
-    "sparse": sparse_rows,
     "attention": attention_rows,
-    "profile": profile_rows,
-    "startup": startup_rows,
-    "streaming": streaming_rows,
-    "parallel": parallel_rows,
     "everyday": everyday_rows,
-    "native": native_rows,
+    "templates": official_rows,
     "videos": videos_rows,
     "small": small_rows,
     "tests": tests_rows,
@@ -65,10 +51,7 @@ IN_ROUNDS = ("everyday", "tests")  # suites that give a row again: after each ro
 PARTS = {
     "attention": (*ATTENTION_PARTS, *TUNED),
     "everyday": EVERYDAY_PARTS,
-    "native": (*NATIVE_PARTS, *TEMPLATE_PARTS),
-    "parallel": PARALLEL_PARTS,
-    "startup": STARTUP_PARTS,
-    "streaming": STREAMING_PRECISIONS,
+    "templates": tuple(TEMPLATE_PARTS),
 }  # what `--setting` names there
 
 
@@ -108,7 +91,7 @@ def measure(
         result["versions"] |= peer_versions({row["name"] for row in rows})
         if path is not None:
             write_result(result, path)
-    print(profile_table(rows) if suite == "profile" else table(rows))
+    print(table(rows))
     if path is not None:
         print(path)
     return int(any("failed" in row for row in rows))
@@ -123,7 +106,7 @@ def check_options(options: argparse.Namespace) -> None:
         if parts and setting not in parts:
             raise OptionError(f"setting {setting!r} given; the suite {options.suite} has {', '.join(parts)}")
     for setup in options.setup or ():
-        if options.suite not in ("everyday", "native") and (options.suite != "single" or setup not in PEERS):
+        if options.suite not in ("everyday", "templates") and (options.suite != "single" or setup not in PEERS):
             find_setup(setup)
     for number in ("runs", "in_a_row", "layers", "steps", "gpus"):
         value = getattr(options, number)

@@ -1,10 +1,6 @@
 """Suite `single`: the ladder. Peers and ours on the same random weights in one run, one technique a row.
 
 seconds, spread   median of one forward of one branch (batch 1), and the range of the runs
-tflops            the forward's matrix products (`benchmarks.peaks`) over its seconds; not said where attention is
-                  sparse
-of_peak           the time that these products would take at the device's measured peak (`peaks` in the file), each in
-                  the precision it is computed in, over the forward's: 1 is products at full speed and nothing else
 peak_gib          device memory at most; of that `weights_gib` holds weights, and `activation_gib` came on top of what
                   there was before the forward, what is kept of the prompt included
 ratio             seconds of `diffusers-compiled` at the same size over this row's
@@ -30,7 +26,6 @@ from torch import Tensor
 
 from benchmarks.cases import Case, make_case, plain_model
 from benchmarks.measure import Measured, make_room, measure, relative_error, weights_bytes
-from benchmarks.peaks import forward_flops, measure_peaks, seconds_at_peak
 from benchmarks.peers import PEERS, Peer
 from benchmarks.rows import Row, guarded
 from benchmarks.setups import REFERENCE, SETUPS, Setup, find_setup
@@ -44,17 +39,17 @@ RATIO_TO = "diffusers-compiled"
 def single_rows(
     name: str, sizes: Sequence[str], device: torch.device, options: argparse.Namespace, details: dict[str, Any]
 ) -> Iterator[Row]:
-    """Rows of the suite; `details` gets the measured peaks. Raises OptionError for an unknown setup or a bad size."""
+    """Rows of the suite. Raises OptionError for an unknown setup or a bad size."""
     entries = [PEERS.get(entry) or find_setup(entry) for entry in options.setup or (*PEERS, *SETUPS)]
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.precision]
-    details |= {"dtype": options.precision, "peaks": measure_peaks(device)}
+    details |= {"dtype": options.precision}
 
     def model(held: Quantization | None) -> tuple[WanModel, int]:
         made, stride = plain_model(name, device, dtype, options.layers, held)
         details["layers"] = made.config.num_layers
         return made, stride
 
-    ladder = Ladder(model, sizes, device, dtype, options.runs or 3, details["peaks"])
+    ladder = Ladder(model, sizes, device, dtype, options.runs or 3)
     yield from ladder.rows(entries)
 
 
@@ -68,7 +63,6 @@ class Ladder:
     device: torch.device
     dtype: torch.dtype
     runs: int
-    peaks: dict[str, float]
     exact: dict[str, Tensor] = field(default_factory=dict)  # size -> output of REFERENCE
     ratio_to: dict[str, Row] = field(default_factory=dict)  # size -> row of RATIO_TO
     head_dim: int = 0
@@ -97,7 +91,7 @@ class Ladder:
     def _peer_row(self, peer: Peer, case: Case) -> Row:
         built, run = peer.ready(case.model)
         measured = measure(lambda: lambda: run(case.x, case.timestep, case.contexts[0]), self.device, self.runs)
-        return self._numbers(case, measured, weights_bytes(built), fp8_linears=False, fp8_attention=False)
+        return self._numbers(case, measured, weights_bytes(built))
 
     def _setup_rows(self, setup: Setup) -> Iterator[Row]:
         """One model for all sizes, so that a size that compiles again is seen."""
@@ -123,20 +117,12 @@ class Ladder:
             measured = measure(prepare, self.device, runs)
         if setup == REFERENCE:
             self.exact[case.size] = measured.output
-        fp8 = {"fp8_linears": setup.fp8_linears, "fp8_attention": setup.fp8_attention}
-        row = self._numbers(case, measured, weights_bytes(case.model), **fp8)
-        if setup.keep < 1:  # what is left out is no work done
-            row = {key: value for key, value in row.items() if key not in ("tflops", "of_peak")}
-        return row
+        return self._numbers(case, measured, weights_bytes(case.model))
 
-    def _numbers(self, case: Case, measured: Measured, weights: int, *, fp8_linears: bool, fp8_attention: bool) -> Row:
-        flops = forward_flops(case.model.config, case.tokens)
-        at_peak = seconds_at_peak(flops, self.peaks, fp8_linears=fp8_linears, fp8_attention=fp8_attention)
+    def _numbers(self, case: Case, measured: Measured, weights: int) -> Row:
         return {
             "tokens": case.tokens,
             **measured.numbers(),
-            "tflops": float(f"{flops.total / measured.median / 1e12:.4g}"),
-            "of_peak": float(f"{at_peak / measured.median:.3g}"),
             "weights_gib": round(weights / GIB, 3),
             "error": relative_error(measured.output, self.exact[case.size]),
         }

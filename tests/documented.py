@@ -20,7 +20,7 @@ PAGES += [page for folder in ("docs", "web/docs") for page in sorted((ROOT / fol
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )?(?:\.venv/bin/)?python |wancore |make |pip |git |hf |pytest |torchrun |curl ")
-DATED = re.compile(r"commit [0-9a-f]{7,}: $")
+DATED = re.compile(r"commit [0-9a-f]{7,}(, [0-9a-f]{7,})*: $")
 OURS = re.compile(r"^(?:wancore|(?:\.venv/bin/)?python -m wan_core|python \S+/wan_core) (.+)$", re.DOTALL)
 BENCHMARKS = re.compile(r"^(?:\.venv/bin/)?python -m (?:benchmarks|wan_core bench)(?: (.*))?$", re.DOTALL)
 

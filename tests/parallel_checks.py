@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.exchanges import exchanges
 from tests import animate_references, control_references
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
 from tests.denoised import denoise
+from tests.exchanges import exchanges
 from tests.s2v_references import S2V
 from tests.s2v_references import draw_inputs as draw_sound
 from wan_core.checkpoint import load_dit, open_checkpoint

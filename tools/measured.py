@@ -214,8 +214,8 @@ def origin(rows: list[Result], result: Result) -> list[str]:
     """The last lines of a table: card, date, commit and command."""
     versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
     commits = ", ".join(dict.fromkeys(str(row.get("commit", result["commit"])) for row in rows))
-    when = f"{result['date']}, commit {commits if ' ' in commits else commits[:12]}"
-    return ["", f"{result['device']}, {when}; {versions}: `{result['command']}`", ""]
+    commit = commits if " " in commits else commits[:12]
+    return ["", f"{result['device']}, {result['date']}; {versions}; commit {commit}: `{result['command']}`", ""]
 
 
 def find(rows: Iterable[Result], name: str, table: str) -> Result:

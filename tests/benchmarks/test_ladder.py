@@ -58,7 +58,7 @@ def test_every_command_is_one_that_its_suite_takes(one: Job, cpu: bool, tmp_path
     if options.suite == "videos":
         for setting in options.setting:
             parse(["generate", "--prompt", "x", *shlex.split(setting.partition(":")[2])])
-    if options.suite in ("everyday", "native"):
+    if options.suite in ("everyday", "templates"):
         names = side_names(min(one.gpus, 2) if cpu else one.gpus)
         assert set(options.setup) <= names, set(options.setup) - names
 
@@ -66,10 +66,10 @@ def test_every_command_is_one_that_its_suite_takes(one: Job, cpu: bool, tmp_path
 def side_names(gpus: int) -> set[str]:
     import torch
 
-    from benchmarks import everyday, native_templates
+    from benchmarks import everyday, official
 
     several = everyday.several_sides(gpus, torch.device("cuda"), guided=True)
-    sides = (*everyday.SIDES, *everyday.OFF_SIDES, *everyday.ACCELERATED, *several, *native_templates.SIDES)
+    sides = (*everyday.SIDES, *everyday.OFF_SIDES, *everyday.ACCELERATED, *several, *official.SIDES)
     return {side.name for side in sides}
 
 

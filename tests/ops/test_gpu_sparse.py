@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.always_sparse import AlwaysSparse
+from benchmarks.setups import Setup
 from tests import tensors
 from tests.sparse_attention import LocalRing, random_route, route
 from tests.tensors import relative
 from wan_core.checkpoint.random import random_module
-from wan_core.execution.optimize import optimize
+from wan_core.config import SparseOptions
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.protocol import AttentionCall
-from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, SparseFp8Attention, read_around
 from wan_core.ops.attention.sparse.kernels import KERNELS, sparse_reference
@@ -26,6 +27,7 @@ from wan_core.ops.kernels import blocked, fused
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
+from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 from wan_core.sampling.sparsity.schedule import parse_sparse
 
 pytestmark = pytest.mark.gpu
@@ -207,9 +209,6 @@ def test_passes_match_plain_torch():
 @pytest.mark.parametrize("compile", ["off", "blocks"])
 def test_a_forward_is_close_to_dense(precision, backend, compile):
     """A transformer of random weights, everything read and then half: eager and compiled give the same."""
-    from benchmarks.setups import Setup
-    from wan_core.ops.attention.registry import BACKENDS
-
     setup = Setup("test", precision, backend, compile=compile)
     reason = BACKENDS[backend].why_not(CUDA, torch.bfloat16, 128) or setup.why_not(CUDA, torch.bfloat16, 128)
     if reason is not None:
@@ -219,22 +218,23 @@ def test_a_forward_is_close_to_dense(precision, backend, compile):
     )
     model = random_module(config, device=CUDA, dtype=torch.bfloat16, quantization=setup.quantization(CUDA))
     assert isinstance(model, WanModel)
-    optimize(model, attend=resolve_attention(backend, CUDA, torch.bfloat16, 128)[1], compile=compile)
     x = torch.randn(1, 16, 5, 68, 92, device=CUDA)  # 7,820 tokens
     text = model.prepare_text(torch.randn(1, 8, 64, device=CUDA, dtype=torch.bfloat16))
     time = torch.tensor([900.0], device=CUDA)
+    outputs = {}
     with torch.no_grad():
-        dense = model(x, time, text)
-        AlwaysSparse.install(model, 0.999)
-        poison()
-        whole = model(x, time, text)
-        AlwaysSparse.remove(model)
-        optimize(model, attend=resolve_attention(backend, CUDA, torch.bfloat16, 128)[1], compile=compile)
-        AlwaysSparse.install(model, 0.5)
-        half = model(x, time, text)
-    assert relative(whole, dense) < (0.05 if precision == "fp8" else 0.02)
-    assert half.isfinite().all()
-    assert relative(half, dense) < 0.5
+        for sparsity in (0.0, 0.001, 0.5):
+            setup.apply(model)
+            if sparsity == 0:
+                outputs[sparsity] = model(x, time, text)
+                continue
+            tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0), (5, 34, 46))
+            poison()
+            with in_tiles(model, tiles):
+                outputs[sparsity] = model(x, time, text, ForwardInfo(sparsity=sparsity))
+    assert relative(outputs[0.001], outputs[0.0]) < (0.05 if precision == "fp8" else 0.02)
+    assert outputs[0.5].isfinite().all()
+    assert relative(outputs[0.5], outputs[0.0]) < 0.5
 
 
 @pytest.mark.parametrize("pooled", [False, True])

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.structured import structured
 from tests.sparse_attention import whole_block_kernel
+from tests.structured import structured
 from wan_core.ops.attention.fp8 import key_mean, math_fp8
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import SDPA

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.structured import structured
 from tests.sparse_attention import LocalRing, drawn, random_route, route, whole_block_kernel
+from tests.structured import structured
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import AttentionError
 from wan_core.ops.attention.sdpa import SDPA, math_lse

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.structured import structured
 from tests.ops.test_sparse import CPU, GRIDS, SEEDS
 from tests.sparse_attention import drawn, known_of, random_route
+from tests.structured import structured
 from tests.tensors import run_interpreted
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import math_reference

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -26,7 +25,6 @@ from parallel_ranks import Ranks
 from PIL import Image
 from safetensors.torch import save_file
 
-from benchmarks.__main__ import main as bench_main
 from tests import gguf_files, int8_files
 from tests.pipeline import test_sound_clips
 from wan_core.checkpoint import load_dit
@@ -470,23 +468,6 @@ def test_a_picture_in_strips(ranks, mesh, options):
     first rank encodes the whole picture, so there the bits are those of one GPU."""
     for decoded, encoded in ranks.ask("vae", mesh=mesh, **options):
         assert decoded < ROUNDING and encoded == 0.0
-
-
-def test_the_benchmark_measures_several_ranks(ranks, tmp_path, monkeypatch):
-    get = torch.multiprocessing.get_context
-    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: get("forkserver"))  # that of `ranks`
-    command = ["--suite", "parallel", "--gpus", "2", "--device", "cpu", "--precision", "fp32", "--runs", "1"]
-    monkeypatch.setattr(sys, "argv", ["wan_core", *command])
-    assert bench_main([*command, "--setting", "forward", "--out", str(tmp_path / "rows.json")]) == 0
-    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
-    one, *several = [name for name in rows if name.startswith("plain/sdpa/torch, ")]
-    assert one.endswith("1 GPU") and {rows[name]["mesh"] for name in several} == {"2x1x1", "1x1x2", "1x2x1"}
-    assert all(rows[name]["error"] < 1e-5 and 0 <= rows[name]["exchange_share"] < 1 for name in several)
-
-
-def test_the_benchmark_refuses_gpus_that_are_not_there(capsys):
-    assert bench_main(["--suite", "parallel", "--gpus", "1", "--device", "cpu"]) != 0
-    assert "it needs 2 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x3x1", "1x3bx1", "1x2x2"])

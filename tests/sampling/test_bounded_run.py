@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.structured import structured
 from tests.denoised import denoise
+from tests.structured import structured
 from wan_core.checkpoint.load import load_dit
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request, SkipOptions, WindowOptions
 from wan_core.models.wan.config import T2V_A14B

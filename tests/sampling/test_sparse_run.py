@@ -7,7 +7,6 @@ import weakref
 import pytest
 import torch
 
-from benchmarks.always_sparse import AlwaysSparse
 from tests.denoised import denoise
 from tests.sparse_attention import whole_block_kernel
 from wan_core.checkpoint import load_dit
@@ -329,17 +328,3 @@ def test_fp8_goes_from_the_projection_to_the_kernel_in_whole_blocks(
         assert difference(output, dense) < allowed
     assert all(v.channels_first and v.tokens == 105 and v.memory.shape[-1] % tiles.block == 0 for v in asked)
     assert 105 % tiles.block, "the last block is not full"
-
-
-def test_single_forwards_can_be_sparse(experts: dict[str, WanModel]) -> None:
-    model = load_dit(TINY / "t2v_high.safetensors", device=CPU, dtype=torch.float32)
-    text = model.prepare_text(conditioned(model.config).cond)
-    x, time = torch.randn(1, 16, 3, 10, 14), torch.tensor([900.0])
-    with torch.no_grad():
-        dense = model(x, time, text)
-        AlwaysSparse.install(model, 0.5)
-        output = model(x, time, text)
-        model(x[..., :10], time, text)  # another size
-        again = model(x, time, text)
-    assert 1e-5 < difference(output, dense) < 0.5
-    assert torch.equal(output, again)

@@ -43,7 +43,7 @@ def test_a_table_shows_the_filled_columns_of_every_row(tmp_path: Path) -> None:
         "| ours | 720p | 9.23 | 1.25 | peer |  |",
         "| peer \\| eager | 720p | 11.6 |  |  | 75600 |",
     ]
-    assert lines[6] == "h200, 2026-11-20, commit 0123456789ab; torch 2.13.0: `make bench`"
+    assert lines[6] == "h200, 2026-11-20; torch 2.13.0; commit 0123456789ab: `make bench`"
 
 
 def test_a_table_shows_the_rows_and_columns_that_it_declares(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_table_shows_the_rows_and_columns_that_it_declares(tmp_path: Path) -> 
         "| cold: native | 9 | 2 | 1 |",
         "| cold: ours, cudnn-fp8 | 4.5 |  | 2 |",
     ]
-    assert "commit abc, def;" in lines[5]
+    assert "commit abc, def:" in lines[5]
 
 
 def test_every_table_of_the_page_is_declared_and_shown() -> None:

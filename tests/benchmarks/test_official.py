@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.native_templates import SIDES, reseeded, sized
+from benchmarks.official import SIDES, reseeded, sized
 from benchmarks.options import TEMPLATE_PARTS
 from benchmarks.templates.our_sampler import with_our_sampler
 from benchmarks.templates.run import TEMPLATES, Scale, observed, with_euler, with_steps
@@ -79,5 +79,5 @@ def test_templates_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "main.py").touch()
     checkout = ["--checkout", str(tmp_path), "--device", "cpu"]
     for wrong in (["--setting", "animate3"], ["--setting", "animate2", "--setup", "theirs"]):
-        assert main(["native", *checkout, *wrong]) == 2
+        assert main(["templates", *checkout, *wrong]) == 2
         assert f"{wrong[-1]!r} given" in capsys.readouterr().err

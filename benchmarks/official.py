@@ -1,4 +1,4 @@
-"""Variants of Wan by ComfyUI's official templates: as they are, with our node for native models, with our sampler.
+"""Suite `templates`: ComfyUI's official templates of other models, as they are, with our node, with our sampler.
 
 Transformers of the real width with some layers, random bf16 weights; encoders are replaced by small nodes that give
 random tensors of the right shape, and nothing is decoded (`benchmarks/templates`). Steps and clips are the template's,
@@ -10,6 +10,7 @@ That of our sampler in the S2V template is of other mathematics (docs/families.m
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
@@ -23,18 +24,20 @@ import torch
 
 from benchmarks.cases import parse_size
 from benchmarks.comfy_graphs import with_defaults
-from benchmarks.comfyui import Graph, without_page
+from benchmarks.comfyui import Graph, find_checkout, without_page
 from benchmarks.measure import relative_error
 from benchmarks.options import TEMPLATE_PARTS
 from benchmarks.rows import Row, guarded
 from benchmarks.templates.our_sampler import OURS, SAMPLERS, with_our_sampler
 from benchmarks.templates.run import Scale, Templates, observed, with_euler, with_steps
+from wan_core.config import OptionError
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.quant.schemes import SCHEMES
 
 PLAIN = "native"
 HEAD_DIM = 128
 WARM_STEPS = 2
+LAYERS = 8  # of 40
 
 
 @dataclass(frozen=True)
@@ -76,17 +79,17 @@ SIDES = (
 )
 
 
-def template_rows(
-    checkout: Path,
-    scratch: Path | None,
-    names: Sequence[str],
-    sides: Sequence[str],
-    sizes: Sequence[str],
-    layers: int,
-    device: torch.device,
+def official_rows(
+    name: str, sizes: list[str], device: torch.device, options: argparse.Namespace, details: dict[str, Any]
 ) -> Iterator[Row]:
-    """Rows of the templates `names` in every size, in one server. sides: names of those to measure. layers: of the real
-    width on a GPU; on a CPU the models are tiny, with two steps."""
+    """Rows of the templates in every size, in one server; on a CPU the models are tiny, with two steps. Raises
+    OptionError where there is no ComfyUI."""
+    sides, scratch, layers = options.setup or (), options.scratch, options.layers or LAYERS
+    if unknown := set(sides) - {side.name for side in SIDES}:
+        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(side.name for side in SIDES)}")
+    names = [TEMPLATE_PARTS[part] for part in options.setting or TEMPLATE_PARTS]
+    details |= {"layers": layers}
+    checkout = find_checkout(options.checkout)
     cpu = device.type == "cpu"
     scale = Scale(None, 2 if cpu else None, 9, None if cpu else layers)
     with tempfile.TemporaryDirectory(prefix="wancore-templates-", dir=scratch) as base:
