@@ -89,7 +89,7 @@ def test_prepared_once_is_the_same(name: str) -> None:
         ("s2v", {"pose": torch.zeros(1, 16, 1, 8, 8)}, "pose latents"),
         ("s2v", {"timestep": torch.zeros(1, 2)}, "one timestep for a video"),
         ("s2v", {"face": torch.zeros(1)}, "face given; .* the family s2v takes audio, reference, motion, pose"),
-        ("vace", {"control": torch.zeros(1, 96, 2, 4, 4)}, "2 x 4 x 4 latents given, for a video of 3 x 4 x 4"),
+        ("vace", {"control": torch.zeros(1, 96, 2, 4, 4)}, r"latents of \[2, 4, 4\] given, for latents of \[3, 4, 4\]"),
         ("vace", {"control": torch.zeros(1, 32, 3, 4, 4)}, r"\[1 or batch, 96, frames"),
         ("vace", {"control_scale": [1.0, 2.0]}, "2 control scales given, and 1 control videos"),
         ("vace", {"reference": torch.zeros(1)}, "the family vace takes control, control_scale"),

@@ -23,24 +23,24 @@ from wan_core.checkpoint.opened import CheckpointError
 from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.wan.families import FAMILIES
 
-# Hugging Face's name of a module -> the official one; blocks by the part after their number.
-_MODULES = {
-    "shared": "token_embedding",
-    "encoder.embed_tokens": "token_embedding",
-    "encoder.final_layer_norm": "norm",
-}
-_BLOCK_MODULES = {
-    "layer.0.layer_norm": "norm1",
-    "layer.0.SelfAttention.q": "attn.q",
-    "layer.0.SelfAttention.k": "attn.k",
-    "layer.0.SelfAttention.v": "attn.v",
-    "layer.0.SelfAttention.o": "attn.o",
-    "layer.0.SelfAttention.relative_attention_bias": "pos_embedding.embedding",
-    "layer.1.layer_norm": "norm2",
-    "layer.1.DenseReluDense.wi_0": "ffn.gate.0",
-    "layer.1.DenseReluDense.wi_1": "ffn.fc1",
-    "layer.1.DenseReluDense.wo": "ffn.fc2",
-}
+# Modules of a UMT5 encoder: official name, Hugging Face's, and llama.cpp's in GGUF files of the architecture t5encoder.
+_TOP = (
+    ("token_embedding", "shared", "token_embd"),
+    ("token_embedding", "encoder.embed_tokens", "token_embd"),
+    ("norm", "encoder.final_layer_norm", "enc.output_norm"),
+)
+_IN_BLOCK = (
+    ("norm1", "layer.0.layer_norm", "attn_norm"),
+    ("attn.q", "layer.0.SelfAttention.q", "attn_q"),
+    ("attn.k", "layer.0.SelfAttention.k", "attn_k"),
+    ("attn.v", "layer.0.SelfAttention.v", "attn_v"),
+    ("attn.o", "layer.0.SelfAttention.o", "attn_o"),
+    ("pos_embedding.embedding", "layer.0.SelfAttention.relative_attention_bias", "attn_rel_b"),
+    ("norm2", "layer.1.layer_norm", "ffn_norm"),
+    ("ffn.gate.0", "layer.1.DenseReluDense.wi_0", "ffn_gate"),
+    ("ffn.fc1", "layer.1.DenseReluDense.wi_1", "ffn_up"),
+    ("ffn.fc2", "layer.1.DenseReluDense.wo", "ffn_down"),
+)
 # Names of modules that torch puts around others: a compiled model, FSDP, checkpointed activations. In LoRAs of kohya's
 # form the dots are underscores.
 _WRAPPER = "(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)"
@@ -54,6 +54,7 @@ def unwrapped(name: str) -> str:
 
 _INDEX = "0|[1-9][0-9]{0,3}"
 _BLOCK = re.compile(rf"encoder\.block\.({_INDEX})\.(.+)")
+_GGUF_BLOCK = re.compile(rf"enc\.blk\.({_INDEX})\.(.+)")
 _OFFICIAL_BLOCK = re.compile(rf"blocks\.({_INDEX})\..+")
 
 MAX_SIZE = 2**20  # of one axis: a sanity limit, four times the real vocabulary
@@ -74,46 +75,26 @@ def hf_text_names(names: Collection[str]) -> dict[str, str] | None:
     """
     if "encoder.block.0.layer.0.SelfAttention.q.weight" not in names:
         return None
-    translated = {name: _translate(name) for name in names}
-    return {name: new for name, new in translated.items() if new is not None}
-
-
-# llama.cpp's names, in GGUF files of the architecture t5encoder.
-_GGUF_MODULES = {"token_embd": "token_embedding", "enc.output_norm": "norm"}
-_GGUF_BLOCK_MODULES = {
-    "attn_norm": "norm1",
-    "attn_q": "attn.q",
-    "attn_k": "attn.k",
-    "attn_v": "attn.v",
-    "attn_o": "attn.o",
-    "attn_rel_b": "pos_embedding.embedding",
-    "ffn_norm": "norm2",
-    "ffn_gate": "ffn.gate.0",
-    "ffn_up": "ffn.fc1",
-    "ffn_down": "ffn.fc2",
-}
-_GGUF_BLOCK = re.compile(rf"enc\.blk\.({_INDEX})\.(.+)\.weight")
+    return _translated(names, _BLOCK, 1)
 
 
 def gguf_text_names(names: Collection[str]) -> dict[str, str] | None:
     """The official name of every tensor of a T5 encoder as llama.cpp's converter calls them; None if this is another
     layout."""
-    if "enc.blk.0.attn_q.weight" not in names:
-        return None
-    translated = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _GGUF_MODULES.items()}
-    translated = {theirs: ours for theirs, ours in translated.items() if theirs in names}
+    return _translated(names, _GGUF_BLOCK, 2) if "enc.blk.0.attn_q.weight" in names else None
+
+
+def _translated(names: Collection[str], block: re.Pattern[str], column: int) -> dict[str, str]:
+    """Names of a file -> official names; block: how the file names what is in a block. column: of the tables."""
+    top, inner = ({row[column]: row[0] for row in table} for table in (_TOP, _IN_BLOCK))
+    translated: dict[str, str] = {}
     for name in names:
-        block = _GGUF_BLOCK.fullmatch(name)
-        if block and block[2] in _GGUF_BLOCK_MODULES:
-            translated[name] = f"blocks.{block[1]}.{_GGUF_BLOCK_MODULES[block[2]]}.weight"
+        match = block.fullmatch(name)
+        module, _, parameter = (match[2] if match else name).rpartition(".")
+        table, prefix = (inner, f"blocks.{match[1]}.") if match else (top, "")
+        if module in table:
+            translated[name] = f"{prefix}{table[module]}.{parameter}"
     return translated
-
-
-def _translate(name: str) -> str | None:
-    block = _BLOCK.fullmatch(name)
-    prefix, inner, table = (f"blocks.{block[1]}.", block[2], _BLOCK_MODULES) if block else ("", name, _MODULES)
-    module, _, parameter = inner.rpartition(".")
-    return f"{prefix}{table[module]}.{parameter}" if module in table else None
 
 
 def text_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> TextConfig:

@@ -229,6 +229,19 @@ class WanModel(nn.Module):
         return table
 
 
+def check_grid(
+    given: tuple[int, int, int],
+    grid: tuple[int, int, int],
+    patch: Sequence[int],
+    name: str,
+    note: str = "they must have one size",
+) -> None:
+    """Raise ValueError unless tokens that were prepared for the grid `given` are for a video of `grid`."""
+    if given != grid:
+        sizes = ([n * side for n, side in zip(one, patch, strict=True)] for one in (given, grid))
+        raise ValueError("a {} for latents of {} given, for latents of {}: {}".format(name, *sizes, note))
+
+
 def patch_product(x: Tensor, conv: nn.Conv3d, grid: tuple[int, int, int]) -> Tensor:
     """[B, C, T, Y, X] -> [B, L, dim]. A patch convolution does not overlap, so it is one matrix product."""
     (T, Y, X), (pt, py, px), weight = grid, conv.kernel_size, conv.weight

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+Own = TypeVar("Own")
 
 
 class OwnInputs(Protocol):
@@ -15,6 +17,22 @@ class OwnInputs(Protocol):
     def rows(self, start: int, stop: int) -> OwnInputs:
         """Those of the videos start..stop of the batch."""
         ...
+
+
+def own_rows(x: Tensor, videos: int, start: int, stop: int) -> Tensor:
+    """The rows of the videos start..stop of a batch of `videos`; fewer rows serve several branches of the same videos,
+    and stay as they are."""
+    return x[start:stop] if len(x) == videos else x
+
+
+def for_all(x: Tensor, videos: int, name: str, copies: bool = False) -> Tensor:
+    """x [b, ...] repeated for so many videos: several branches of the same ones. One row serves all; copies: it is
+    repeated, too. Raises ValueError."""
+    if videos % len(x):
+        raise ValueError(f"{name} for {len(x)} videos given, and {videos} videos")
+    if len(x) == videos or (len(x) == 1 and not copies):
+        return x
+    return x.repeat(videos // len(x), *[1] * (x.ndim - 1))
 
 
 class PreparedText(NamedTuple):
@@ -61,3 +79,9 @@ class TokenBias(NamedTuple):
 
     frames: Tensor
     rows: Tensor
+
+
+def own_inputs(text: PreparedText, kind: type[Own]) -> Own:
+    """What a family's model prepared beside the text."""
+    assert isinstance(text.own, kind), "text was prepared by a model of another family"
+    return text.own

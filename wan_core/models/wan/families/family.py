@@ -212,9 +212,12 @@ class Family(ABC):
         """The architecture that official shapes and the file's metadata describe. Raises UserError."""
         return plain.read_config(shapes, metadata)
 
-    @abstractmethod
     def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
-        """The task that a transformer was trained for. Raises OptionError."""
+        """The task that a transformer was trained for; here the family's first, of one transformer. Raises
+        OptionError."""
+        if not clues.alone:
+            raise OptionError(f"{self.tasks[0].name} is one transformer for all steps: leave the second file out")
+        return Choice(self.tasks[0])
 
     # ------------------------------------------------------------------------------------------------------------ model
 

@@ -164,6 +164,11 @@ _ALL_TOP = {**_TOP_PARAMETERS, **_IMAGE_TOP_PARAMETERS}
 _ALL_BLOCK = {**_BLOCK_PARAMETERS, **_IMAGE_BLOCK_PARAMETERS}
 
 
+def with_bias(*modules: str) -> tuple[str, ...]:
+    """The weight and the bias of each of these modules."""
+    return tuple(f"{module}.{kind}" for module in modules for kind in ("weight", "bias"))
+
+
 def parameter_names(names: Collection[str], num_layers: int) -> list[str]:
     """Every official parameter name of a transformer of `num_layers` blocks; those of the image features too, where
     `names` has any of them."""

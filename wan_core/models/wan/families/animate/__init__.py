@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wan_core.config import Request
-from wan_core.config.checks import OptionError, UserError
+from wan_core.config.checks import UserError
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import I2V_14B, DiTConfig
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import ClipRules
 from wan_core.models.wan.families.driven import DrivenFamily
-from wan_core.models.wan.families.family import Assembled, Choice, Clues, InputReaders, Inputs, Task
+from wan_core.models.wan.families.family import Assembled, InputReaders, Inputs, Task
 from wan_core.models.wan.families.plain import Shapes
 
 if TYPE_CHECKING:
@@ -75,18 +75,12 @@ CONVS = "motion_encoder.enc.net_app.convs"
 _OWN = re.compile(r"(motion_encoder|face_encoder|face_adapter|pose_patch_embedding)\..+")
 _CONV = re.compile(r"motion_encoder\.enc\.net_app\.convs\.(\d{1,2})\..+")
 CONSTANT = re.compile(rf"(.*\.)?{re.escape(CONVS)}\.\d+\.(conv2|skip)\.0\.kernel")  # a filter, the same in every file
-_FUSER = (
-    *(f"{name}.{kind}" for name in ("linear1_kv", "linear1_q", "linear2") for kind in ("weight", "bias")),
-    "q_norm.weight",
-    "k_norm.weight",
-)
+_FUSER = (*plain.with_bias("linear1_kv", "linear1_q", "linear2"), "q_norm.weight", "k_norm.weight")
 _TOP = (
-    *(f"pose_patch_embedding.{kind}" for kind in ("weight", "bias")),
-    *(f"face_encoder.{name}.conv.{kind}" for name in ("conv1_local", "conv2", "conv3") for kind in ("weight", "bias")),
-    "face_encoder.out_proj.weight",
-    "face_encoder.out_proj.bias",
+    *plain.with_bias("pose_patch_embedding", *(f"face_encoder.{n}.conv" for n in ("conv1_local", "conv2", "conv3"))),
+    *plain.with_bias("face_encoder.out_proj"),
     "face_encoder.padding_tokens",
-    *(f"motion_encoder.enc.fc.{n}.{kind}" for n in range(5) for kind in ("weight", "bias")),
+    *plain.with_bias(*(f"motion_encoder.enc.fc.{n}" for n in range(5))),
     "motion_encoder.dec.direction.weight",
 )
 _STAGE = ("conv1.0.weight", "conv1.1.bias", "conv2.1.weight", "conv2.2.bias", "skip.1.weight")
@@ -165,7 +159,6 @@ class AnimateFamily(DrivenFamily):
     settings = ("face_guidance",)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
-        """Every official parameter name of a transformer of `num_layers` blocks."""
         stages = last_conv(names)
         return [
             *plain.parameter_names([plain.IMAGE_PARAMETER], num_layers),
@@ -213,11 +206,6 @@ class AnimateFamily(DrivenFamily):
             face_hidden=hidden,
             face_tokens=local // hidden,
         )
-
-    def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
-        if not clues.alone:
-            raise OptionError("Animate is one transformer for all steps: leave the second file out")
-        return Choice(TASKS[0])
 
     def model_class(self, config: DiTConfig) -> type[WanModel]:
         from wan_core.models.wan.families.animate.model import AnimateModel

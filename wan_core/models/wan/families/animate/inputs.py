@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.wan.inputs import join_image, mask_channels
+from wan_core.models.wan.families.wan.inputs import check_one_size, join_image, mask_channels
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 
 
@@ -31,11 +30,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     pose, face = extras.get("pose_video_latent"), extras.get("face_video_pixels")
     samples, inputs = latent["samples"], {}
     if pose is not None:
-        wanted = (samples.shape[2] - 1, *samples.shape[3:])
-        if pose.shape[2:] != wanted:
-            raise OptionError(
-                f"the pose's latents are {list(pose.shape)}, the video's {list(samples.shape)}: not one size"
-            )
+        check_one_size(pose, samples, "pose", missing=1)
         inputs["pose"] = vae.normalise(pose)
     if face is not None:
         inputs["face"] = face.float()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, cast
 
@@ -20,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.models.wan.families.animate import FACE_EVERY, AnimateConfig
+from wan_core.models.wan.families.frames import EPS, CausalConv, activated, attend_to_frames, normed
 from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.layers import RMSNorm
 from wan_core.models.wan.model import patch_product
-from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.prepared_text import PreparedText, for_all, own_inputs, own_rows
 from wan_core.models.wan.runners import BlockInputs
 from wan_core.ops.quant.linear import Linear
 
@@ -145,20 +147,6 @@ class MotionEncoder(nn.Module):
         return cast(Tensor, direction(self.enc["fc"](torch.cat(found))))
 
 
-EPS = 1e-6
-
-
-class CausalConv(nn.Module):
-    """A convolution over time [B, C, F], with the first frame repeated in front."""
-
-    def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(in_channels, out_channels, 3, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (2, 0), mode="replicate"))
-
-
 class FaceEncoder(nn.Module):
     """Motion [B, F, features] -> tokens [B, T - 1, N, C], F = 4 (T - 1) - 3."""
 
@@ -173,19 +161,10 @@ class FaceEncoder(nn.Module):
 
     def forward(self, motion: Tensor) -> Tensor:
         x = self.conv1_local(motion.transpose(1, 2))
-        x = _activated(x.unflatten(1, (self.tokens, -1)).flatten(0, 1))  # [B * 4, hidden, F]
-        x = _activated(self.conv3(_activated(self.conv2(x))))
+        x = activated(x.unflatten(1, (self.tokens, -1)).flatten(0, 1))  # [B * 4, hidden, F]
+        x = activated(self.conv3(activated(self.conv2(x))))
         x = self.out_proj(x.transpose(1, 2)).unflatten(0, (-1, self.tokens)).transpose(1, 2)  # [B, T - 1, 4, C]
         return torch.cat([x, self.padding_tokens.expand(*x.shape[:2], -1, -1)], dim=2)
-
-
-def _activated(x: Tensor) -> Tensor:
-    """[B, C, F], normalised over its channels, through SiLU."""
-    return F.silu(_normed(x.transpose(1, 2))).transpose(1, 2)
-
-
-def _normed(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], eps=EPS)
 
 
 class FaceFuser(nn.Module):
@@ -202,23 +181,13 @@ class FaceFuser(nn.Module):
 
     def kv(self, face: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, T, N, H, D] of face tokens [B, T, N, C]. They do not depend on the step."""
-        k, v = self.linear1_kv(_normed(face)).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        k, v = self.linear1_kv(normed(face)).unflatten(-1, (2, self.heads, -1)).unbind(-3)
         return _head_norm(k, self.k_norm), v
 
     def forward(self, tokens: Tensor, kv: tuple[Tensor, Tensor], frame: Tensor) -> Tensor:
-        """tokens [B, L, C] of the latent frames `frame` [L], kv of `kv` -> what is to be added to them, [B, L, C].
-
-        A frame's tokens need not stand together (ranks and sparse attention order them), so all face tokens are keys,
-        of which each query sees those of its frame: there are no more than a hundred.
-        """
-        k, v = kv
-        T, N = k.shape[1:3]
-        B = tokens.shape[0]
-        q = _head_norm(self.linear1_q(_normed(tokens)).unflatten(-1, (self.heads, -1)), self.q_norm)
-        own = frame[:, None] == torch.arange(T, device=frame.device).repeat_interleave(N)  # [L, T * N]
-        heads = (x.transpose(1, 2) for x in (q, *(x.flatten(1, 2).expand(B, -1, -1, -1) for x in (k, v))))
-        out = F.scaled_dot_product_attention(*heads, attn_mask=own)
-        return self.linear2(out.transpose(1, 2).flatten(-2))
+        """tokens [B, L, C] of the latent frames `frame` [L], kv of `kv` -> what is to be added to them, [B, L, C]."""
+        q = _head_norm(self.linear1_q(normed(tokens)).unflatten(-1, (self.heads, -1)), self.q_norm)
+        return self.linear2(attend_to_frames(q, *kv, frame))
 
 
 def _head_norm(x: Tensor, norm: RMSNorm) -> Tensor:
@@ -238,10 +207,7 @@ class Driving(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Driving:
         """Those of the videos start..stop of the batch."""
-
-        def some(x: Tensor) -> Tensor:
-            return x[start:stop] if len(x) == self.videos else x
-
+        some = partial(own_rows, videos=self.videos, start=start, stop=stop)
         face = None if self.face is None else [(some(k), some(v)) for k, v in self.face]
         return Driving(None if self.pose is None else some(self.pose), face, stop - start)
 
@@ -295,7 +261,7 @@ class AnimateModel(ImageWanModel):
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
         """Latents [B, C_in, T, Y, X] -> tokens [B, L, C], with the pose added to those after the first frame."""
         tokens, (T, Y, X) = self.embed_patches(x, grid), grid
-        driving = driving_of(text)
+        driving = own_inputs(text, Driving)
         if driving.face is not None and driving.face[0][0].shape[1] > T:
             raise ValueError(f"a face video for {driving.face[0][0].shape[1]} latent frames given, for a video of {T}")
         if driving.pose is not None:
@@ -306,28 +272,16 @@ class AnimateModel(ImageWanModel):
                     f"{', '.join(map(str, wanted))}]: one frame less than the video, which begins with the reference"
                 )
             pose = patch_product(driving.pose.to(tokens.device), self.pose_patch_embedding, (T - 1, Y, X))
-            tokens[:, Y * X :] += for_all(pose, len(tokens))
+            tokens[:, Y * X :] += for_all(pose, len(tokens), "a pose")
         return tokens
 
     def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
         tokens = super().run_block(layer, tokens, inputs, own)
-        face = driving_of(inputs.text).face
+        face = own_inputs(inputs.text, Driving).face
         if face is None or layer % FACE_EVERY:
             return tokens
         order = torch.arange(tokens.shape[1], device=tokens.device) if inputs.order is None else inputs.order
         frame = order // (inputs.grid[1] * inputs.grid[2])
-        kv = tuple(for_all(x, len(tokens)) for x in face[layer // FACE_EVERY])
+        kv = tuple(for_all(x, len(tokens), "a face") for x in face[layer // FACE_EVERY])
         frame = torch.where(frame < kv[0].shape[1], frame, 0)  # no face there, as in the first frame
         return tokens.add_(self.fusers[layer // FACE_EVERY](tokens, kv, frame))
-
-
-def for_all(x: Tensor, videos: int) -> Tensor:
-    """x [b, ...] repeated for so many videos: several branches of the same ones."""
-    if videos % len(x):
-        raise ValueError(f"a pose or face for {len(x)} videos given, and {videos} videos")
-    return x if len(x) in (1, videos) else x.repeat(videos // len(x), *[1] * (x.ndim - 1))
-
-
-def driving_of(text: PreparedText) -> Driving:
-    assert isinstance(text.own, Driving), "text was prepared by a model of another family"
-    return text.own

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from wan_core.config import Request
-from wan_core.config.checks import OptionError, UserError
+from wan_core.config.checks import UserError
 from wan_core.config.file_names import read_name
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import I2V_14B, DiTConfig, PreparedForm
@@ -177,8 +177,7 @@ class Animate2Family(DrivenFamily):
 
     def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
         """Tensors and metadata are the same for both tasks: the name tells."""
-        if not clues.alone:
-            raise OptionError("Animate-2 is one transformer for all steps: leave the second file out")
+        super().choose(dit, clues)
         name = "" if clues.path is None else clues.path.name
         if read_name(name).distilled:
             return Choice(DISTILLED, f"distilled by its name {name}; if it is not, its task is {BASE.name}")

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.animate.inputs import reference_and_clip
 from wan_core.models.wan.families.animate2 import DISTILLED, DISTILLED_LOG_SCALE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.wan.inputs import join_image, read_features
+from wan_core.models.wan.families.wan.inputs import check_one_size, join_image, read_features
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 
 
@@ -33,7 +32,8 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     for name in ("pose_strength", "reference_strength"):
         inputs[name] = 1.0 if extras.get(name) is None else float(extras[name])
     if extras.get("pose_video_latent") is not None:
-        inputs["pose"] = driving_channels(extras["pose_video_latent"], latent["samples"], vae)
+        check_one_size(extras["pose_video_latent"], latent["samples"], "driving video", missing=1)
+        inputs["pose"] = driving_channels(vae.normalise(extras["pose_video_latent"]))
     if extras.get("clip_vision_output_pose") is not None:
         inputs["pose_image"] = read_features(task, extras["clip_vision_output_pose"])
     if extras.get("cross_attn_pose") is not None:
@@ -45,11 +45,10 @@ def clip_inputs(
     task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
 ) -> Inputs:
     """The fields of `Conditioning` that the media of a clip give. Source: LightX2V's Animate-2."""
-    latents = vae.normalise(vae.encode(media["pose_video"]))
     inputs = {
         "unconditional": False,
         "log_scale": log_scale(task),
-        "pose": torch.cat([latents, torch.ones_like(latents[:, :4]), latents], 1),
+        "pose": driving_channels(vae.normalise(vae.encode(media["pose_video"]))),
         "pose_image": seen["pose_video"],
     }
     return {
@@ -64,12 +63,7 @@ def log_scale(task: Task) -> float:
     return DISTILLED_LOG_SCALE if task.name == DISTILLED.name else 0.0
 
 
-def driving_channels(pose: Tensor, samples: Tensor, vae: VAEConfig) -> Tensor:
-    """Un-normalised latents [B, C, T - 1, Y, X] of a driving video, for a video [B, C, T, Y, X] -> its channels
-    [B, C + 4 + C, T - 1, Y, X]: all of its frames are known. Raises OptionError."""
-    if pose.shape[2:] != (samples.shape[2] - 1, *samples.shape[3:]):
-        raise OptionError(
-            f"the driving video's latents are {list(pose.shape)}, the video's {list(samples.shape)}: not one size"
-        )
-    latents = vae.normalise(pose)
+def driving_channels(latents: Tensor) -> Tensor:
+    """Normalised latents [B, C, T - 1, Y, X] of a driving video -> its channels [B, C + 4 + C, T - 1, Y, X]: all of its
+    frames are known."""
     return torch.cat([latents, torch.ones_like(latents[:, :4]), latents], 1)

@@ -29,7 +29,8 @@ from wan_core.models.wan.families.animate2.attention import (
     finite_scale,
 )
 from wan_core.models.wan.families.wan.model import ImageWanModel
-from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.model import check_grid
+from wan_core.models.wan.prepared_text import PreparedText, own_inputs
 from wan_core.models.wan.rope import rope_table
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, Place
 from wan_core.ops.attention.protocol import Attention
@@ -169,15 +170,10 @@ class Animate2Model(ImageWanModel):
         return HostLayers(layers, weight.device) if form.on_host else DeviceLayers(layers), grid
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
-        driving = text.own
-        assert isinstance(driving, Driving), "text was prepared by a model of another family"
-        if driving.layers is not None and driving.grid != (grid[0] - 1, *grid[1:]):
-            patch = self.config.patch_size
-            given = [size * side for size, side in zip(driving.grid, patch, strict=True)]
-            raise ValueError(
-                f"a driving video of {given[0]} x {given[1]} x {given[2]} latents given; these latents need "
-                f"{x.shape[2] - 1} x {x.shape[3]} x {x.shape[4]}: one frame less, because they begin with the reference"
-            )
+        driving = own_inputs(text, Driving)
+        if driving.layers is not None:
+            note = "it has one frame less than the video, which begins with the reference"
+            check_grid(driving.grid, (grid[0] - 1, *grid[1:]), self.config.patch_size, "driving video", note)
         return super().embed(x, grid, text)
 
     def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:

@@ -141,8 +141,7 @@ class FunControlFamily(FunFamily):
     beside = ("reference",)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
-        """Every official parameter name of Fun control."""
-        return [*plain.parameter_names(names, num_layers), "ref_conv.weight", "ref_conv.bias"]
+        return [*plain.parameter_names(names, num_layers), *plain.with_bias("ref_conv")]
 
     def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> FunControlConfig:
         wan = plain.read_config(shapes, metadata)
@@ -176,12 +175,11 @@ class FunCameraFamily(FunFamily):
     takes = ("image",)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
-        """Every official parameter name of Fun camera."""
         convs = [
             "conv",
             *(f"residual_blocks.{n}.conv{i}" for n in range(max(1, residual_blocks(names))) for i in (1, 2)),
         ]
-        own = [f"control_adapter.{conv}.{kind}" for conv in convs for kind in ("weight", "bias")]
+        own = plain.with_bias(*(f"control_adapter.{conv}" for conv in convs))
         return [*plain.parameter_names(names, num_layers), *own]
 
     def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> FunCameraConfig:

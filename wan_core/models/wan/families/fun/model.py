@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from wan_core.models.wan.families.fun import UNSHUFFLED, FunCameraConfig, FunControlConfig
 from wan_core.models.wan.families.wan.model import ImageWanModel
-from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.model import WanModel, check_grid
+from wan_core.models.wan.prepared_text import PreparedText, for_all, own_inputs, own_rows
 from wan_core.models.wan.runners import SINGLE_FORWARD, ForwardInfo
 
 
@@ -30,39 +30,18 @@ class OwnTokens(NamedTuple):
 
     def rows(self, start: int, stop: int) -> OwnTokens:
         """Those of the videos start..stop of the batch."""
-        tokens = self.tokens
-        return OwnTokens(
-            tokens[start:stop] if tokens is not None and len(tokens) == self.videos else tokens,
-            self.grid,
-            stop - start,
-        )
-
-    def for_all(self, videos: int) -> Tensor:
-        """[videos or 1, L, C]."""
-        assert self.tokens is not None
-        rows = len(self.tokens)
-        return self.tokens if rows in (1, videos) else self.tokens.repeat(videos // rows, 1, 1)
-
-
-def own_tokens(text: PreparedText) -> OwnTokens:
-    assert isinstance(text.own, OwnTokens), "text was prepared by a model of another family"
-    return text.own
+        tokens = None if self.tokens is None else own_rows(self.tokens, self.videos, start, stop)
+        return OwnTokens(tokens, self.grid, stop - start)
 
 
 def check_rows(tensor: Tensor, shape: Sequence[int | str], videos: int, name: str) -> None:
-    """Raise ValueError unless `given` has rows for so many videos, and axes of the sizes in `shape`."""
+    """Raise ValueError unless `tensor` has rows for so many videos, and axes of the sizes in `shape`."""
     fits = tensor.ndim == 1 + len(shape) and len(tensor) > 0 and videos % len(tensor) == 0
     if not fits or any(isinstance(n, int) and n != m for n, m in zip(shape, tensor.shape[1:], strict=True)):
         wanted = ", ".join(map(str, shape))
         raise ValueError(
             f"a {name} of {list(tensor.shape)} given for {videos} videos; needed is [1 or batch, {wanted}]"
         )
-
-
-def check_grid(own: OwnTokens, grid: tuple[int, int, int], patch: Sequence[int], name: str) -> None:
-    if own.grid != grid:
-        given, wanted = ([n * side for n, side in zip(g, patch, strict=True)] for g in (own.grid, grid))
-        raise ValueError(f"a {name} for latents of {given} given, for latents of {wanted}: they must have one size")
 
 
 # -------------------------------------------------------------------------------------------------------------- control
@@ -104,7 +83,9 @@ class FunControlModel(WanModel):
     ) -> Tensor:
         """The forward of the base class. A reference is one more frame in front of the video, and is cut off at the
         end."""
-        referred = own_tokens(context).tokens if isinstance(context, PreparedText) else inputs.get("reference")
+        referred = (
+            own_inputs(context, OwnTokens).tokens if isinstance(context, PreparedText) else inputs.get("reference")
+        )
         if referred is None:
             return super().forward(x, timestep, context, info, **inputs)
         if timestep.ndim > 1:
@@ -113,10 +94,10 @@ class FunControlModel(WanModel):
         return super().forward(longer, timestep, context, info, **inputs)[:, :, 1:]
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
-        tokens, own = super().embed(x, grid, text), own_tokens(text)
+        tokens, own = super().embed(x, grid, text), own_inputs(text, OwnTokens)
         if own.tokens is not None:
-            check_grid(own, (1, *grid[1:]), self.config.patch_size, "reference")
-            tokens[:, : own.tokens.shape[1]] = own.for_all(len(tokens))
+            check_grid(own.grid, (1, *grid[1:]), self.config.patch_size, "reference")
+            tokens[:, : own.tokens.shape[1]] = for_all(own.tokens, len(tokens), "a reference")
         return tokens
 
 
@@ -189,10 +170,10 @@ class FunCameraModel(WanModel):
             )
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
-        tokens, own = super().embed(x, grid, text), own_tokens(text)
+        tokens, own = super().embed(x, grid, text), own_inputs(text, OwnTokens)
         if own.tokens is not None:
-            check_grid(own, grid, self.config.patch_size, "camera")
-            tokens += own.for_all(len(tokens))
+            check_grid(own.grid, grid, self.config.patch_size, "camera")
+            tokens += for_all(own.tokens, len(tokens), "a reference")
         return tokens
 
 

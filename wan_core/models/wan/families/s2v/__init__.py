@@ -26,7 +26,7 @@ from wan_core.models.wan.config import T2V_A14B, DiTConfig
 from wan_core.models.wan.families import plain
 from wan_core.models.wan.families.clips import Clip, ClipRules, whole_latents
 from wan_core.models.wan.families.driven import DrivenFamily
-from wan_core.models.wan.families.family import Choice, Clues, Hear, InputReaders, Task, VideoSize
+from wan_core.models.wan.families.family import Hear, InputReaders, Task, VideoSize
 from wan_core.models.wan.families.plain import Shapes
 
 if TYPE_CHECKING:
@@ -99,18 +99,14 @@ _INJECTOR = re.compile(r"audio_injector\.injector\.(\d{1,3})\..+")
 ENCODER = "casual_audio_encoder.encoder"
 _TOP = (
     "trainable_cond_mask.weight",
-    *(f"cond_encoder.{kind}" for kind in ("weight", "bias")),
+    *plain.with_bias("cond_encoder"),
     "casual_audio_encoder.weights",
-    *(
-        f"{ENCODER}.{name}.conv.{kind}"
-        for name in ("conv1_local", "conv1_global", "conv2", "conv3")
-        for kind in ("weight", "bias")
-    ),
-    *(f"{ENCODER}.final_linear.{kind}" for kind in ("weight", "bias")),
+    *plain.with_bias(*(f"{ENCODER}.{name}.conv" for name in ("conv1_local", "conv1_global", "conv2", "conv3"))),
+    *plain.with_bias(f"{ENCODER}.final_linear"),
     f"{ENCODER}.padding_tokens",
-    *(f"frame_packer.{name}.{kind}" for name in ("proj", "proj_2x", "proj_4x") for kind in ("weight", "bias")),
+    *plain.with_bias(*(f"frame_packer.{name}" for name in ("proj", "proj_2x", "proj_4x"))),
 )
-_PARTS = (*(f"{part}.{kind}" for part in "qkvo" for kind in ("weight", "bias")), "norm_q.weight", "norm_k.weight")
+_PARTS = (*plain.with_bias(*"qkvo"), "norm_q.weight", "norm_k.weight")
 
 
 def injectors(names: Collection[str]) -> int:
@@ -146,17 +142,12 @@ class S2VFamily(DrivenFamily):
     seen_fields = ()
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
-        """Every official parameter name of a transformer of `num_layers` blocks."""
         count = injectors(names)
         return [
             *plain.parameter_names([], num_layers),
             *_TOP,
             *(f"audio_injector.injector.{n}.{part}" for n in range(count) for part in _PARTS),
-            *(
-                f"audio_injector.injector_adain_layers.{n}.linear.{kind}"
-                for n in range(count)
-                for kind in ("weight", "bias")
-            ),
+            *plain.with_bias(*(f"audio_injector.injector_adain_layers.{n}.linear" for n in range(count))),
         ]
 
     def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> S2VConfig:
@@ -179,11 +170,6 @@ class S2VFamily(DrivenFamily):
             pose_channels=plain.shape_of(shapes, "cond_encoder.weight", 5)[1],
             injectors=count,
         )
-
-    def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
-        if not clues.alone:
-            raise OptionError("S2V is one transformer for all steps: leave the second file out")
-        return Choice(TASKS[0])
 
     def model_class(self, config: DiTConfig) -> type[WanModel]:
         from wan_core.models.wan.families.s2v.model import S2VModel

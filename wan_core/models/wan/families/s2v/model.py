@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from wan_core.models.wan.families.s2v.tokens import (
     position_table,
 )
 from wan_core.models.wan.model import WanModel, patch_product
-from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.prepared_text import PreparedText, for_all, own_inputs, own_rows
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 
 Grid = tuple[int, int, int]
@@ -50,10 +51,7 @@ class Sound(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Sound:
         """Those of the videos start..stop of the batch."""
-
-        def some(x: Tensor) -> Tensor:
-            return x[start:stop] if len(x) == self.videos else x
-
+        some = partial(own_rows, videos=self.videos, start=start, stop=stop)
         audio = None if self.audio is None else [Injected(*map(some, one)) for one in self.audio]
         reference, motion, pose = (None if x is None else some(x) for x in (self.reference, self.motion, self.pose))
         return Sound(audio, reference, motion, pose, self.still, self.comfyui, stop - start)
@@ -103,7 +101,7 @@ class S2VModel(WanModel):
     def block_inputs(
         self, x: Tensor, modulation: Tensor, text: PreparedText, info: ForwardInfo, grid: Grid
     ) -> BlockInputs:
-        sound = sound_of(text)
+        sound = own_inputs(text, Sound)
         check_sizes(sound, x, modulation.shape[1], self.config)
         tokens = self.embed(x, grid, text)
         motion = sound.motion is not None
@@ -113,18 +111,19 @@ class S2VModel(WanModel):
 
     def embed(self, x: Tensor, grid: Grid, text: PreparedText) -> Tensor:
         """Latents [B, 16, T, Y, X] -> tokens [B, L, C] of the video, the reference and the motion frames."""
-        sound = sound_of(text)
+        sound = own_inputs(text, Sound)
         tokens, mask = self.embed_patches(x, grid), self.trainable_cond_mask.weight
         pose, bias = sound.pose, self.cond_encoder.bias
         assert bias is not None
         posed = bias if pose is None else patch_product(pose.to(tokens.device), self.cond_encoder, grid)
-        tokens += posed if pose is None else for_all(posed, len(tokens))
+        tokens += posed if pose is None else for_all(posed, len(tokens), "a pose")
         parts = [tokens.add_(mask[0])]
         if sound.reference is not None:
             still = patch_product(sound.reference.to(tokens.device), self.patch_embedding, (1, *grid[1:]))
-            parts.append(for_all(still + mask[1], len(tokens), copies=True))
+            parts.append(for_all(still + mask[1], len(tokens), "a reference", copies=True))
         if sound.motion is not None:
-            parts.append(for_all(self.frame_packer(sound.motion.to(tokens.device)) + mask[2], len(tokens), copies=True))
+            motion = self.frame_packer(sound.motion.to(tokens.device))
+            parts.append(for_all(motion + mask[2], len(tokens), "motion frames", copies=True))
         return torch.cat(parts, 1)
 
     def positions(self, grid: Grid, device: torch.device, reference: bool, motion: bool, comfyui: bool) -> Tensor:
@@ -141,12 +140,12 @@ class S2VModel(WanModel):
 
     def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
         tokens = super().run_block(layer, tokens, inputs, own)
-        audio = sound_of(inputs.text).audio
+        audio = own_inputs(inputs.text, Sound).audio
         if audio is None or layer not in INJECT_AFTER[: self.config.injectors]:
             return tokens
         order = torch.arange(tokens.shape[1], device=tokens.device) if inputs.order is None else inputs.order
         number = INJECT_AFTER.index(layer)
-        injected = Injected(*(for_all(x, len(tokens)) for x in audio[number]))
+        injected = Injected(*(for_all(x, len(tokens), "audio") for x in audio[number]))
         return self.audio_injector.add(number, tokens, injected, order // (inputs.grid[1] * inputs.grid[2]))
 
 
@@ -158,15 +157,6 @@ def groups(modulation: Tensor, still: Tensor, video: int, length: int) -> Tensor
     unit = math.gcd(video, length)
     rows = modulation.expand(-1, video // unit, -1, -1)
     return torch.cat([rows, still.expand(len(modulation), (length - video) // unit, -1, -1)], 1)
-
-
-def for_all(x: Tensor, videos: int, copies: bool = False) -> Tensor:
-    """x [b, ...] repeated for so many videos: several branches of the same ones. copies: one is repeated, too."""
-    if videos % len(x):
-        raise ValueError(f"audio, reference, motion or pose for {len(x)} videos given, and {videos} videos")
-    if len(x) == videos or (len(x) == 1 and not copies):
-        return x
-    return x.repeat(videos // len(x), *[1] * (x.ndim - 1))
 
 
 def check_sizes(sound: Sound, x: Tensor, rows: int, config: S2VConfig) -> None:
@@ -197,8 +187,3 @@ def check_sizes(sound: Sound, x: Tensor, rows: int, config: S2VConfig) -> None:
             f"motion frames of {Y} x {X} latents given; their largest patch is {LEAST_MOTION} x {LEAST_MOTION}: "
             f"make the video at least {8 * LEAST_MOTION} pixels wide and high, or leave motion out"
         )
-
-
-def sound_of(text: PreparedText) -> Sound:
-    assert isinstance(text.own, Sound), "text was prepared by a model of another family"
-    return text.own

@@ -1,4 +1,8 @@
-"""TOKENS"""
+"""The tokens of S2V: those of the sound and of frames that came before, attention to the sound, positions of all.
+
+Legend: B batch, L tokens, C channels, A audio frames, W layers of the speech encoder, T/Y/X latent frames, rows,
+columns, N audio tokens of a latent frame, H heads, D head dim.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan_core.models.wan.families.frames import CausalConv, activated, attend_to_frames
 from wan_core.models.wan.families.s2v import AUDIO_FRAMES, MOTION_FRAMES, S2VConfig
 from wan_core.models.wan.layers import CrossAttention
 from wan_core.models.wan.model import patch_product
@@ -18,7 +23,6 @@ from wan_core.ops.kernels import fused
 
 LEAD = 73  # audio frames in front of a clip: copies of its first, as many as motion frames
 LEAD_LATENTS = 19  # latent frames that they become
-EPS = 1e-6
 ADAPTIVE_EPS = 1e-5
 AT_ONCE = 8192  # tokens that attend to the sound at a time: shift and scale of a token are as large as itself
 
@@ -30,19 +34,6 @@ class Injected(NamedTuple):
     values: Tensor
     shift: Tensor
     scale: Tensor
-
-
-class CausalConv(nn.Module):
-    """A convolution over time [B, C, A], with the first frame repeated in front; in float32, as in the reference."""
-
-    def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(in_channels, out_channels, 3, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.conv.bias is not None
-        padded = F.pad(x, (2, 0), mode="replicate")
-        return F.conv1d(padded, self.conv.weight.float(), self.conv.bias.float(), self.conv.stride)
 
 
 class AudioTokens(nn.Module):
@@ -68,13 +59,7 @@ class AudioTokens(nn.Module):
 
     def frames(self, x: Tensor) -> Tensor:
         """[B, C / 4, A] -> [B, A / 4, C]."""
-        return _activated(self.conv3(_activated(self.conv2(_activated(x))))).transpose(1, 2)
-
-
-def _activated(x: Tensor) -> Tensor:
-    """[B, C, A], normalised over its channels, through SiLU."""
-    rows = x.transpose(1, 2)
-    return F.silu(F.layer_norm(rows, rows.shape[-1:], eps=EPS)).transpose(1, 2)
+        return activated(self.conv3(activated(self.conv2(activated(x))))).transpose(1, 2)
 
 
 class AudioEncoder(nn.Module):
@@ -99,18 +84,9 @@ class AudioAttention(CrossAttention):
     """Attention of video tokens to the audio tokens of their latent frame."""
 
     def to_frames(self, h: Tensor, keys: Tensor, values: Tensor, frame: Tensor) -> Tensor:
-        """h [B, L, C] of the latent frames `frame` [L], keys and values [b, T, N, H, D] -> [B, L, C].
-
-        A frame's tokens need not stand together (ranks and sparse attention order them), so all audio tokens are keys,
-        of which each query sees those of its frame: there are about a hundred.
-        """
-        T, N = keys.shape[1:3]
+        """h [B, L, C] of the latent frames `frame` [L], keys and values [b, T, N, H, D] -> [B, L, C]."""
         q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps)
-        own = frame[:, None] == torch.arange(T, device=frame.device).repeat_interleave(N)  # [L, T * N]
-        k, v = (x.flatten(1, 2).expand(len(h), -1, -1, -1) for x in (keys, values))
-        heads = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads, attn_mask=own)
-        return self.o(out.transpose(1, 2).flatten(-2))
+        return self.o(attend_to_frames(q, keys, values, frame))
 
 
 class AdaptiveNorm(nn.Module):

@@ -83,7 +83,7 @@ EXPERTS = replace(SINGLE, name="vace-A14B", release="Wan 2.2", two_experts=True,
 TASKS = (SINGLE, SMALL, EXPERTS)
 
 
-PATCHES = tuple(f"vace_patch_embedding.{kind}" for kind in ("weight", "bias"))
+PATCHES = plain.with_bias("vace_patch_embedding")
 _PROJECTION = re.compile(r"(vace_blocks\.(?:0|[1-9]\d{0,5})\.)(\w+)\.(weight|bias)")
 _OFFICIAL = {"before_proj": "before_proj", "after_proj": "after_proj"}
 _DIFFUSERS = {"proj_in": "before_proj", "proj_out": "after_proj"}
@@ -131,11 +131,10 @@ class VaceFamily(ControlledFamily):
     front = ("reference",)
 
     def parameter_names(self, names: Collection[str], num_layers: int) -> list[str]:
-        """Every official parameter name of a transformer of `num_layers` blocks, with as many VACE blocks as `names`
-        has."""
+        """With as many VACE blocks as `names` has."""
         main = plain.parameter_names([], num_layers)
         block = [name.removeprefix("blocks.0.") for name in main if name.startswith("blocks.0.")]
-        projections = [f"{name}.{kind}" for name in _OFFICIAL for kind in ("weight", "bias")]
+        projections = plain.with_bias(*_OFFICIAL)
         numbers = range(min(vace_block_count(names), num_layers))
         return [
             *main,

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.models.wan.layers import Block
-from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.model import WanModel, check_grid
+from wan_core.models.wan.prepared_text import PreparedText, own_inputs, own_rows
 from wan_core.models.wan.runners import BlockInputs
 from wan_core.ops.attention.protocol import AttentionCall, SparseState
 from wan_core.ops.attention.sparse.forward import SparseForward
@@ -44,10 +44,8 @@ class Control:
 
     def rows(self, start: int, stop: int) -> Control:
         """Those of the videos start..stop of the batch."""
-        patches, scale = self.patches, self.scale
-        if patches is not None and len(patches) == self.videos:
-            patches = patches[start:stop]
-        scale = scale[start:stop] if len(scale) == self.videos else scale
+        patches = None if self.patches is None else own_rows(self.patches, self.videos, start, stop)
+        scale = own_rows(self.scale, self.videos, start, stop)
         return replace(self, patches=patches, scale=scale, videos=stop - start)
 
 
@@ -125,21 +123,18 @@ class VaceModel(WanModel):
         return Control(patches, scales.expand(-1, control.shape[1]), (T, Y, X), videos)
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
-        control = control_of(text)
-        if control.patches is not None and control.grid != grid:
-            given = [size * side for size, side in zip(control.grid, self.config.patch_size, strict=True)]
-            raise ValueError(
-                f"a control video of {given[0]} x {given[1]} x {given[2]} latents given, for a video of "
-                f"{x.shape[2]} x {x.shape[3]} x {x.shape[4]}: they must have one size, reference frames included"
-            )
+        control = own_inputs(text, Control)
+        if control.patches is not None:
+            note = "they must have one size, reference frames included"
+            check_grid(control.grid, grid, self.config.patch_size, "control video", note)
         return super().embed(x, grid, text)
 
     def run_blocks(self, inputs: BlockInputs) -> Tensor:
-        own = replace(control_of(inputs.text), chains=[])
+        own = replace(own_inputs(inputs.text, Control), chains=[])
         return super().run_blocks(replace(inputs, text=inputs.text._replace(own=own)))
 
     def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
-        control, factors = control_of(inputs.text), inputs.info.control
+        control, factors = own_inputs(inputs.text, Control), inputs.info.control
         if control.patches is None or layer % self.config.vace_every or (factors and not any(factors)):
             return super().run_block(layer, tokens, inputs, own)
         start = tokens if layer == 0 else None
@@ -185,8 +180,3 @@ def apart(sparse: SparseState | None, name: str) -> SparseState | None:
         return None
     assert isinstance(sparse, SparseForward)
     return replace(sparse, branches=(sparse.branches, name))
-
-
-def control_of(text: PreparedText) -> Control:
-    assert isinstance(text.own, Control), "text was prepared by a model of another family"
-    return text.own

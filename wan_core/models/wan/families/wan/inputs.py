@@ -33,10 +33,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     if task.image == "channels":
         if image is None:
             raise OptionError(f"{task.name} turns an image into a video: connect WanCore Image to Video")
-        if image.shape[2:] != samples.shape[2:]:
-            raise OptionError(
-                f"the image's latents are {list(image.shape)}, the video's {list(samples.shape)}: not one size"
-            )
+        check_one_size(image, samples, "image")
         fields["concat"] = join_image(image, torch.ones_like(image[:, :1]) if unknown is None else unknown, vae)
     elif image is not None:
         raise OptionError(f"{task.name} takes no image: load an image-to-video model, or leave the image out")
@@ -49,6 +46,14 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
         if known is not None:
             fields["known"] = known
     return fields
+
+
+def check_one_size(latents: Tensor, samples: Tensor, name: str, missing: int = 0) -> None:
+    """Raise OptionError unless latents are as large as the video's `samples`, with so many frames `missing`."""
+    if latents.shape[2:] != (samples.shape[2] - missing, *samples.shape[3:]):
+        raise OptionError(
+            f"the {name}'s latents are {list(latents.shape)}, the video's {list(samples.shape)}: not one size"
+        )
 
 
 def read_features(task: Task, output: Any) -> Tensor:
