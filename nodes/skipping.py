@@ -25,7 +25,7 @@ from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.sparsity.schedule import BOUND, PRESETS, bounded
 
 from . import host
-from .schema import ADVANCED, output, schema, widgets
+from .schema import output, schema, widgets
 from .sockets import SKIPPING
 
 CUSTOM = "custom"  # preset that uses the numbers below it
@@ -134,15 +134,6 @@ class WanCoreAdaptiveCache(io.ComfyNode):
         return joined(skipping, adaptive=AdaptiveOptions(**numbers))
 
 
-UNSELECTED: dict[str, dict[str, Any]] = {
-    "means": {},
-    "slope": {"slope": True},
-    "slope, error": {"slope": True, "score": "error"},
-    "parts, slope, error": {"parts": 4, "slope": True, "score": "error"},
-    "error": {"score": "error"},
-}
-
-
 class WanCoreSparseAttention(io.ComfyNode):
     """Self-attention that reads only selected key blocks."""
 
@@ -152,9 +143,9 @@ class WanCoreSparseAttention(io.ComfyNode):
             "WanCoreSparseAttention",
             "WanCore Sparse Attention",
             aliases=("sparse attention", "radial attention", "sage", "wan fast", "sla"),
-            description="Block-sparse self-attention: every layer selects the key blocks with the most attention and "
-            "reads only those. Saves most at 720p, where attention takes most of the time; small videos gain "
-            "nothing. The plan preview shows the share of keys per step.",
+            description="Block-sparse self-attention: every layer reads the key blocks whose replacement would change "
+            "its output most, and replaces the others by their means and slopes. Saves most at 720p, where attention "
+            "takes most of the time; small videos gain nothing. The plan preview shows the share of keys per step.",
             inputs=[
                 io.Combo.Input(
                     "preset",
@@ -165,21 +156,7 @@ class WanCoreSparseAttention(io.ComfyNode):
                 ),
                 *widgets(SparseOptions, *(name for name in table(SparseOptions) if name != BOUND)),
             ],
-            later=[
-                io.Combo.Input(
-                    "unselected",
-                    **ADVANCED,
-                    options=list(UNSELECTED),
-                    default="means",
-                    optional=True,
-                    tooltip="What replaces unselected blocks in any preset, and how blocks are selected. means: one "
-                    "mean for each. slope: their values follow the scores of their keys to first order. error: blocks "
-                    "are selected by the error of replacing them, instead of by their attention. parts: four means "
-                    "for each. Of the time of dense attention, error takes 1 % more, slope and parts 8. Not with "
-                    "pooled off.",
-                ),
-                *widgets(SparseOptions, BOUND),
-            ],
+            later=widgets(SparseOptions, BOUND),
         )
 
     @classmethod
@@ -187,40 +164,23 @@ class WanCoreSparseAttention(io.ComfyNode):
         return measured_files()
 
     @classmethod
-    def validate_inputs(
-        cls,
-        preset: str | None = None,
-        mass: float | None = None,
-        pooled: bool | None = None,
-        unselected: str | None = "means",
-        bound: float | None = 0.06,
-    ) -> bool:
-        if not (preset is None or mass is None or pooled is None or unselected is None or bound is None):
-            sparse_options(preset, bound, unselected, sparsity=0.5, mass=mass or None, pooled=pooled)
+    def validate_inputs(cls, preset: str | None = None, bound: float | None = 0.06) -> bool:
+        if not (preset is None or bound is None):
+            sparse_options(preset, bound, sparsity=0.5)
         return True
 
     @classmethod
     def execute(
-        cls,
-        preset: str,
-        mass: float,
-        kernel: str,
-        skipping: SkipOptions | None = None,
-        unselected: str = "means",
-        bound: float = 0.06,
-        **numbers: Any,
+        cls, preset: str, kernel: str, skipping: SkipOptions | None = None, bound: float = 0.06, **numbers: Any
     ) -> io.NodeOutput:
-        chosen = sparse_options(preset, bound, unselected, mass=mass or None, **numbers)
-        return joined(skipping, sparse=replace(chosen, kernel=kernel))
+        return joined(skipping, sparse=replace(sparse_options(preset, bound, **numbers), kernel=kernel))
 
 
-def sparse_options(preset: str, bound: float, unselected: str, **numbers: Any) -> SparseOptions:
+def sparse_options(preset: str, bound: float, **numbers: Any) -> SparseOptions:
     """What a preset stands for; of custom, `numbers`. Raises OptionError."""
     check_choice("preset", preset, (*PRESETS, CUSTOM, BOUND))
-    check_choice("unselected", unselected, tuple(UNSELECTED))
     custom = SparseOptions(**numbers)
-    chosen = bounded(bound) if preset == BOUND else custom if preset == CUSTOM else PRESETS[preset]
-    return replace(chosen, **UNSELECTED[unselected])
+    return bounded(bound) if preset == BOUND else custom if preset == CUSTOM else PRESETS[preset]
 
 
 class WanCoreSpeedPreset(io.ComfyNode):

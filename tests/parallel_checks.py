@@ -46,7 +46,7 @@ from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseBehindFp8, SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS
-from wan_core.ops.attention.sparse.routing import Rule, Score
+from wan_core.ops.attention.sparse.routing import Route, Rule
 from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.chords import BEGINNINGS, TimeStretch
@@ -507,23 +507,25 @@ def sparse_attention(
     block: int,
     keep: float = 0.25,
     heads: int = 3,
-    mass: float | None = None,
-    pooled: bool = True,
-    reuse: int = 1,
     fp8: bool = False,
-    parts: int = 1,
-    slope: bool = False,
-    score: Score = "spread",
+    slope: bool = True,
 ) -> tuple[float, int]:
     """The difference between sparse attention of all ranks and of one, and how many rows of this rank's blocks
-    read nothing of some rank's keys. Twice with other numbers: the second time a choice that is kept is used again.
-    fp8: numbers that go around in FP8; one rank has the same, widened."""
+    read nothing of some rank's keys. Twice with other numbers. fp8: numbers that go around in FP8; one rank has the
+    same, widened."""
     ranks, tokens = ranks_of(mesh), grid[0] * grid[1] * grid[2]
     drawn = torch.randn(2, 3, 2, tokens, heads, 16, generator=torch.Generator().manual_seed(tokens))
     drawn[:, 1, :, : tokens // 3] *= 2  # the keys of some ranks stand out
-    tiles, rule = make_tiles(grid, block, CPU, parts=parts), Rule(keep, mass, 0.05, score)
-    how = {"pooled": pooled, "reuse": reuse, "slope": slope}
-    states = [SparseForward(KERNELS["math"], [], tiles, [rule] * 2, **how) for _ in range(2)]
+    tiles, rule = make_tiles(grid, block, CPU), Rule(keep)
+    states = [SparseForward(KERNELS["math"], [], tiles, [rule] * 2, slope=slope) for _ in range(2)]
+    choose, routes = SparseForward.route, list[Route]()
+
+    def noted(state: SparseForward, *arguments: object) -> Route:
+        route = choose(state, *arguments)
+        if state is states[1]:
+            routes.append(route)
+        return route
+
     inside = SparseBehindFp8() if fp8 else SparseAttention()
     sharded = sharded_attention(ranks, "math-fp8" if fp8 else "math", inside)
     lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards, rings=ranks.mesh.ring, block=block)
@@ -532,25 +534,24 @@ def sparse_attention(
     worst, unit = 0.0, torch.ones(1)
     for qkv in drawn:
         quantized = [Quantized(x.to(FP8), unit) for x in qkv]
-        for state in states:
-            state.step += 1
-        if fp8:
-            whole = inside.quantized(*quantized, alone).data.float()
-            out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in quantized), split).data.float()
-        else:
-            whole = inside(*qkv, alone)
-            out = sharded(*qkv[:, :, mine], split)
+        with mock.patch.object(SparseForward, "route", noted):
+            if fp8:
+                whole = inside.quantized(*quantized, alone).data.float()
+                out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in quantized), split).data.float()
+            else:
+                whole = inside(*qkv, alone)
+                out = sharded(*qkv[:, :, mine], split)
         gathered = gather_parts(out, lengths, ranks.sequence, 1)
         # FP8 may round the other way, which is a step of an eighth: the mean error tells more than the largest.
         error = (gathered - whole).norm() / whole.norm() if fp8 else (gathered - whole).abs().max()
         worst = max(worst, float(error))
-    return worst, unread(states[1], group_lengths(sharded, split), block)
+    return worst, unread(routes, group_lengths(sharded, split), block)
 
 
-def unread(state: SparseForward, lengths: list[int], block: int) -> int:
-    """Rows of kept choices that read nothing of some rank's keys."""
+def unread(routes: list[Route], lengths: list[int], block: int) -> int:
+    """Rows that read nothing of some rank's keys."""
     blocks, count = [-(-length // block) for length in lengths], 0
-    for _, _, route in state.routes.values():
+    for route in routes:
         count += sum(int(route.part(sum(blocks[:rank]), blocks[rank])[1].sum()) for rank in range(len(blocks)))
     return count
 
@@ -564,7 +565,6 @@ def sparse_forward(
     precision: str = "fp32",
     kernel: str = "auto",
     compile: str = "off",
-    dense_layers: int = 0,
     apart: bool = False,
 ) -> tuple[float, float]:
     """Mean errors of one forward that reads half of the blocks, against the same in plain numbers on one rank: of one
@@ -581,7 +581,7 @@ def sparse_forward(
     time = torch.linspace(0, 900, grid[0], device=ranks.device)[None] if apart else torch.tensor([700.0]).to(x.device)
 
     def run(model: WanModel, kernel: str) -> Tensor:
-        options = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, dense_layers=dense_layers, kernel=kernel)
+        options = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, kernel=kernel)
         with in_tiles(model, SparseTiles(model, options, grid)):
             return model(x, time, text, ForwardInfo(sparsity=0.5)).float()
 
@@ -608,10 +608,10 @@ def sparse_counts(mesh: str, attention: str, tokens: tuple[int, int, int]) -> di
         counts, rows = {"bytes": 0}, []
 
         def counted(*arguments, rows=rows):
-            rows.append(arguments[3].shape[:3].numel())
+            rows.append(arguments[2].shape[:3].numel())
             return choose(*arguments)
 
-        tiles = SparseTiles(model, SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, dense_layers=0), tokens)
+        tiles = SparseTiles(model, SparseOptions(sparsity=0.5, dense_steps=0, ramp=0), tokens)
         with in_tiles(model, tiles), exchanges(counts), mock.patch.object(SparseForward, "route", counted):
             model(x, torch.tensor([700.0]), text, ForwardInfo(sparsity=sparsity))
         measured[name] = counts["bytes"], len(rows), sum(rows)

@@ -11,17 +11,16 @@ from tests.tensors import qkv
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.attention.sparse.kernels import sparse_reference
-from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, estimate
+from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, expected_error
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes
 from wan_core.ops.kernels.blocked import final_lse, finish, pool
 from wan_core.parallel.ring import Ring
 
 
-def route(q: torch.Tensor, k: torch.Tensor, block: int, rule: Rule, forced: torch.Tensor) -> Route:
-    """The choice of blocks for q, k [B, L, H, D]."""
-    sizes = block_sizes(k.shape[1], block, k.device)
-    assert rule.score != "error", "the error needs the values"
-    return choose(estimate(pool(q, block)[0], *pool(k, block), sizes, rule.score), rule, forced, sizes)
+def route(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, rule: Rule, forced: torch.Tensor) -> Route:
+    """The choice of blocks for q, k, v [B, L, H, D]."""
+    means = known_of(k, v, block)
+    return choose(expected_error(pool(q, block)[0], means), rule, forced, means.sizes)
 
 
 def int8_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,10 +60,8 @@ def whole_block_kernel(
     return out[:, : q.tokens], lse
 
 
-def known_of(k: torch.Tensor, v: torch.Tensor, block: int, parts: int) -> KeyMeans:
-    part = block // parts
-    sizes = block_sizes(k.shape[1], part, k.device)
-    return KeyMeans(*pool(k, part), sizes, *pool(v, part), parts)
+def known_of(k: torch.Tensor, v: torch.Tensor, block: int) -> KeyMeans:
+    return KeyMeans(*pool(k, block), *pool(v, block), block_sizes(k.shape[1], block, k.device))
 
 
 class LocalRing(Ring):
@@ -75,12 +72,15 @@ class LocalRing(Ring):
         return ((rank, *part) for rank, part in enumerate(parts))
 
 
-def draw_route(tokens: int, block: int, mass: float | None):
-    """q, k, v fp16 [1, L, 2, 64], a route over them, and means."""
+def draw_route(tokens: int, block: int, *, counts: bool = False):
+    """q, k, v fp16 [1, L, 2, 64], a route over them, and means. counts: rows read different numbers of blocks."""
     q, k, v = (x.half() for x in qkv(tokens, tokens, 2, 64))
     k = k + 0.5
     blocks = -(-tokens // block)
-    chosen = route(q, k, block, Rule(0.5, mass), torch.eye(blocks, dtype=torch.bool))
+    if counts:
+        chosen = random_route(tokens, block, tokens, 1, 2)
+    else:
+        chosen = route(q, k, v, block, Rule(0.5), torch.eye(blocks, dtype=torch.bool))
     return q, k, v, chosen, Pooled(pool(k, block)[0], pool(v, block)[0], chosen.kept(blocks))
 
 

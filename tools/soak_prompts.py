@@ -22,8 +22,7 @@ LONG = 1000  # steps of a prompt that is stopped: it never ends by itself
 LAUNCHER = {"devices": "cpu,cpu", "mesh": "auto", "start_timeout": 60, "step_timeout": 60}
 TILES = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
 LATENT_21, LATENT_22 = "Wan 2.1 VAE (A14B, tiny)", "Wan 2.2 VAE (TI2V-5B)"
-CUSTOM_SPARSE = {"preset": "custom", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
-CUSTOM_SPARSE |= {"pooled": True, "reuse": 1, "kernel": "auto"}
+CUSTOM_SPARSE = {"preset": "custom", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "kernel": "auto"}
 
 
 @dataclass

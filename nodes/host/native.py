@@ -34,7 +34,6 @@ from wan_core.sampling.sparsity.schedule import attention_share, step_bounds, st
 
 from .native_beside import (
     OVERRIDE,
-    Patches,
     apart,
     check_sparse,
     ids_of,
@@ -154,7 +153,6 @@ def _sample(
     steps = (step_sparsities, step_bounds)
     run = NativeRun(part, *(() if sparse is None else each(sparse, part.total) for each in steps), compare=compare)
     options = guider.model_options["transformer_options"]  # this run's own copy
-    run.patches = Patches(options)
     options[RUN] = run
 
     def stepped(step: int, *arguments: Any) -> None:
@@ -170,8 +168,6 @@ def _sample(
     wait()
     run.end()
     run.notes += words_after(guider.model_patcher, options, run)
-    if sparse is not None and sparse.reuse > 1:
-        run.notes += run.patches.words("let every step select its blocks (reuse 1)")
     dit = uncompiled_model(guider.model_patcher.model.diffusion_model)
     card = capability(guider.model_patcher.load_device)
     kernels = missing_kernels(card) if override.attention in CHOSEN else []
@@ -199,8 +195,7 @@ def _apply(
     run = options.get(RUN)
     if run is not None and x.ndim == 5:
         forward = describe(run, uncompiled_model(executor.class_obj.diffusion_model), x, options, kwargs)
-        lasts = run.patches.enter(run.step, options)[1]
-        options[FORWARD] = replace(forward, text=0 if c_crossattn is None else c_crossattn.shape[1], lasts=lasts)
+        options[FORWARD] = replace(forward, text=0 if c_crossattn is None else c_crossattn.shape[1])
         run.begin()
         run.outer = None if options.get(OVERRIDE) is override else options.get(OVERRIDE)
     hooks = tuple(options.get("wrappers", {}).get(WrappersMP.DIFFUSION_MODEL, {}))

@@ -56,7 +56,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "svi": (True, False),
     "magcache": ("balanced", "0.12/2/0.2"),
     "taylorseer": ("2/1/0.2",),
-    "sparse": ("balanced", "0.5/0/0"),
+    "sparse": ("balanced", "0.5/0"),
     "nag": ("11",),
     "prompts_at": ([0, 8],),
     "seed": (7,),

@@ -94,7 +94,7 @@ def test_options_come_back_from_json_and_from_values(example: Any) -> None:
 
 
 def test_nested_options_come_back_from_json() -> None:
-    skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, mass=0.9), taylorseer=TaylorSeerOptions(interval=2))
+    skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0.1), taylorseer=TaylorSeerOptions(interval=2))
     request = Request(prompt="", skip=skip, nag=NagOptions(), outpaint=(0, 8, 0, 8), control=ControlOptions(scale=0.5))
     assert unpack(Request, json.loads(json.dumps(asdict(request)))) == request
     assert from_values(Request, {"prompt": "", "control_scale": 0.5}).control == ControlOptions(scale=0.5)

@@ -197,8 +197,7 @@ def check_variants(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
 
 
 def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
-    """Reading all but a millionth of the blocks, a quarter of them, and that with the slope; and where the tokens of
-    the video are."""
+    """Reading all but a millionth of the blocks, and a quarter of them; and where the tokens of the video are."""
     from wan_core.config import SparseOptions
 
     sparse = importlib.import_module("wan_core.sampling.native.sparse")
@@ -218,8 +217,8 @@ def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
         plain = sample(model, extra, size)
         errors = []
         places.clear()
-        for sparsity, slope in ((1e-6, False), (0.75, False), (0.75, True)):
-            options = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, slope=slope)
+        for sparsity in (1e-6, 0.75):
+            options = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0)
             errors.append(error(sample(accelerated(model, sparse=options), extra, size), plain))
         results[name] = {
             "errors": errors,
@@ -317,7 +316,7 @@ def check_faults(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
 
     from wan_core.config import SparseOptions
 
-    sparse = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, reuse=3)
+    sparse = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0)
     results: dict[str, Any] = {}
     faults = {
         "interruption": comfy.model_management.InterruptProcessingException(),
@@ -353,7 +352,7 @@ def check_faults(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
 
 
 def check_context(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
-    """Context windows, with selections of blocks that are used again."""
+    """Context windows, with attention that reads all blocks."""
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
 
     from wan_core.config import SparseOptions
@@ -364,7 +363,7 @@ def check_context(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
                "closed_loop": False, "fuse_method": "pyramid", "freenoise": False}  # fmt: skip
     windowed = WanContextWindowsManualNode.execute(model, **windows).result[0]
     plain = sample(windowed, {}, size)
-    all_blocks = SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0, reuse=9)
+    all_blocks = SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0)
     return {
         "changes": error(plain, sample(model, {}, size)),
         "dense": error(sample(accelerated(windowed), {}, size), plain),
@@ -384,7 +383,7 @@ def check_devices(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     model, other = tiny("WAN21_T2V"), tiny("WAN21_T2V")
     other.model.current_patcher = other
-    for name, sparse in (("dense", None), ("sparse", SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, reuse=3))):
+    for name, sparse in (("dense", None), ("sparse", SparseOptions(sparsity=0.5, dense_steps=0, ramp=0))):
         accelerated = Accelerated(pack)
         fast = accelerated(model, sparse=sparse)
         one = sample(fast, {}, SIZE)

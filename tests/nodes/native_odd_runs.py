@@ -132,11 +132,11 @@ def check_slopes(it: World) -> None:
     def windowed(one: Any) -> Any:
         return WanContextWindowsManualNode.execute(one, **windows).result[0]
 
-    def sparse(one: Any, slope: bool) -> Any:
-        return accelerate(one, "auto", SparseOptions(sparsity=0.5, slope=slope), it.said.append)
+    def sparse(one: Any) -> Any:
+        return accelerate(one, "auto", SparseOptions(sparsity=0.5), it.said.append)
 
     with recorded(it.cache) as (shapes, _):
-        for one in (sparse(windowed(model), False), sparse(windowed(model), True), windowed(sparse(model, True))):
+        for one in (windowed(model), sparse(windowed(model)), windowed(sparse(model))):
             sample(one, EULER[:2], size=(1, 16, 9, 4, 6))
     plain, before, after = (model.model.memory_required([2 * shape[0], *shape[1:]]) for shape in shapes)
     assert before == after > plain, (plain, before, after)

@@ -53,8 +53,8 @@ def test_a_model_gives_what_it_gives_without_the_node(checked: dict[str, Any], n
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sparse_attention_keeps_every_token_in_its_place(checked: dict[str, Any], name: str) -> None:
     run = checked["sparse"][name]
-    nearly_all, quarter, sloped = run["errors"]
-    assert nearly_all <= SAME < quarter < 0.1 and SAME < sloped < 0.1 and sloped != quarter
+    nearly_all, quarter = run["errors"]
+    assert nearly_all <= SAME < quarter < 0.1
     assert run["places"] == PLACES.get(name, [[0, 5, 4, 6, 120]])
     taken = f"{STEPS * CALLS.get(name, LAYERS)} by sparse attention (math)"
     assert all(f"self-attention calls: {taken}" in line for line in run["words"])

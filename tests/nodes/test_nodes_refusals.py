@@ -112,8 +112,6 @@ KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
         ("WanCoreContextWindows", {"length": 80}, "a multiple of 4 plus 1"),
         ("WanCoreContextWindows", {"overlap": 84}, "smaller than the length"),
         ("WanCoreContextWindows", {"closed_loop": True}, "use looped_uniform"),
-        ("WanCoreSparseAttention", {"preset": "custom", "pooled": False, "unselected": "slope"}, "allow the means"),
-        ("WanCoreSparseAttention", {"preset": "custom", "mass": 0.9, "unselected": "error"}, "the score spread"),
         ("WanCoreSampler", {"start_step": 8, "end_step": 4}, "between which no step is"),
         ("WanCorePlanPreview", {"start_step": 8, "end_step": 4}, "between which no step is"),
         ("WanCoreAnimate", {**KNOWN, "overlap": 3}, "overlap 3 given"),

@@ -41,8 +41,7 @@ def small(**sampling: Any) -> Graph:
 
 
 MAG = {"preset": "custom", "threshold": 10.0, "max_skips": 2, "retention": 0.2, "rule": "joint", "order": 1}
-SPARSE = {"preset": "custom", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
-SPARSE |= {"pooled": True, "reuse": 1, "kernel": "auto"}
+SPARSE = {"preset": "custom", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "kernel": "auto"}
 PLAN = {"steps": 12, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guidance_low": 0.0, "solver": "unipc"}
 
 
@@ -90,23 +89,8 @@ def test_every_policy_runs_and_only_one_may_decide(comfy: ComfyUI) -> None:
     assert not run.ok and "choose one" in run.message("execution_error")["exception_message"]
 
 
-@pytest.mark.parametrize("unselected", ["means", "slope", "slope, error", "parts, slope, error", "error"])
-def test_the_report_says_what_replaces_unselected_blocks(comfy: ComfyUI, unselected: str) -> None:
-    sparse = {"preset": "fast", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
-    sparse |= {"pooled": True, "reuse": 1, "kernel": "auto", "unselected": unselected}
-    graph = small(skipping=["sparse", 0]) | {"sparse": node("WanCoreSparseAttention", **sparse)}
-    graph["report"] = node("WanCoreReport", report=["decode", 1])
-    graph["words"] = node("PreviewAny", source=["report", 1])
-    run = comfy.run(graph)
-    assert run.ok, run.status
-    note = next(line for line in run.outputs["words"]["text"][0].splitlines() if "sparse attention:" in line)
-    for word in ("slope", "error", "parts"):
-        assert (f":{word}" in note) == (word in unselected), note
-
-
 def test_a_sparse_kernel_that_cannot_run_is_refused_before_any_step(comfy: ComfyUI) -> None:
-    sparse = {"preset": "custom", "sparsity": 0.5, "dense_steps": 1.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
-    sparse |= {"pooled": True, "reuse": 1, "kernel": "cudnn"}  # whose plan has no sparse step: no forward would notice
+    sparse = {**SPARSE, "dense_steps": 1.0, "kernel": "cudnn"}  # whose plan has no sparse step: no forward would notice
     graph = small(skipping=["sparse", 0]) | {"sparse": node("WanCoreSparseAttention", **sparse)}
     graph["show"] = node("WanCoreReport", report=["decode", 1])
     run = comfy.run(graph)

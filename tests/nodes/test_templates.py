@@ -70,8 +70,7 @@ def test_a_template_samples_the_same_and_says_what_was_accelerated(templates: Te
         assert error(ours, latents(templates, euler, "euler")) <= 2.5 * expected["ours"] + 1e-5
 
 
-BOUND = {"preset": "bound", "bound": 0.5, "unselected": "slope, error", "kernel": "auto", "sparsity": 0.5,
-         "dense_steps": 0.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0, "pooled": True, "reuse": 1}  # fmt: skip
+BOUND = {"preset": "bound", "bound": 0.5, "kernel": "auto", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0}
 
 
 @pytest.mark.comfy

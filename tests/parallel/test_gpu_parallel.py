@@ -152,12 +152,12 @@ def test_experts_in_parts(ranks, mesh):
     ],
 )
 def test_a_sparse_forward_over_a_ring_is_as_exact_as_on_one_gpu(ranks, mesh, precision, attention, kernel, compile):
-    """4,500 tokens: 36 blocks of 128, the last of 20; a dense layer and a sparse one. In a ring FP8 goes around and is
+    """4,500 tokens: 36 blocks of 128, the last of 20. In a ring FP8 goes around and is
     read in bf16."""
     device = torch.device("cuda", 0)
     if reason := why_not(attention) or (kernel != "auto" and KERNELS[kernel].why_not(device, torch.bfloat16, 128)):
         pytest.skip(reason)
     options = {"precision": precision, "attention": attention, "kernel": kernel, "compile": compile}
-    answers = ranks.ask("sparse_forward", mesh=mesh, device="cuda", grid=(5, 30, 30), dense_layers=1, **options)
+    answers = ranks.ask("sparse_forward", mesh=mesh, device="cuda", grid=(5, 30, 30), **options)
     for whole, sharded in answers:
         assert sharded < 1.4 * whole + 1e-2

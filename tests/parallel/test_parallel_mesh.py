@@ -33,8 +33,8 @@ from wan_core.parallel.mesh import Mesh, even_parts
 from wan_core.parallel.ring import merge
 from wan_core.parallel.sequence import check_lse, check_mesh, shard_lengths
 from wan_core.sampling.plan import make_plan
-from wan_core.sampling.sparsity.run import layer_rule, ring_note
-from wan_core.sampling.sparsity.schedule import attention_share, sparsify, step_cost
+from wan_core.sampling.sparsity.run import ring_note, step_rule
+from wan_core.sampling.sparsity.schedule import KERNEL, attention_share, beyond_means, sparsify, step_cost
 from wan_core.workers.jobs import Jobs
 
 MESHES = st.builds(
@@ -57,7 +57,8 @@ def test_the_documented_times_are_the_estimates(row):
     gpus, mesh, *cells = row
     named = Mesh.parse(mesh.split("`")[1]) if mesh else Mesh()
     fp8 = {"fp8_linears": True, "fp8_attention": True, "gpus_per_host": int(gpus.split()[-1])}
-    for cell, tokens, reads in zip(cells, (75600, 32760, 75600), (None, None, {0.25: 1.0}), strict=True):
+    quarter = shares_read(sparsify(make_plan(), SparseOptions(sparsity=0.75, dense_steps=0, ramp=0)), 75_600)
+    for cell, tokens, reads in zip(cells, (75600, 32760, 75600), (None, None, quarter), strict=True):
         one, many = (step_seconds(m, T2V_A14B, tokens, reads=reads, **fp8) for m in (Mesh(), named))
         assert cell == (f"{many:.2f} ({one / many:.1f})" if mesh else f"{many:.2f}")
 
@@ -357,7 +358,6 @@ def test_the_fp8_kernel_is_refused_on_a_ring_by_name_and_replaced_with_a_note_el
     auto, cpu = SparseOptions(sparsity=0.5), torch.device("cpu")
     assert "kernel cudnn in place of cudnn-fp8" in ring_note(auto, "cudnn-fp8", cpu, 128, 75_600)
     assert ring_note(auto, "flash4", cpu, 128, 75_600) == ring_note(auto, "cudnn-fp8", cpu, 128, 1000) == ""
-    assert ring_note(SparseOptions(sparsity=0.5, mass=0.9), "cudnn-fp8", cpu, 128, 75_600) == ""
 
 
 def test_a_ring_moves_everything_whatever_is_read():
@@ -379,9 +379,9 @@ def test_a_ring_moves_everything_whatever_is_read():
 
 @given(sparsity=st.floats(0.02, 0.5))
 def test_a_sparse_step_is_estimated_as_the_kernel_that_runs(sparsity: float):
-    """It is the sparse one even where dense attention is faster (1.09 of its time to read all, as measured): both
+    """It is the sparse one even where dense attention is faster (1.17 of its time to read all): both
     estimates say so, and the same within 3 %."""
-    assert layer_rule(SparseOptions(sparsity=sparsity), 0, sparsity) is not None
+    assert step_rule(sparsity) is not None
     sparse, dense = (forward_seconds(Mesh(), T2V_A14B, 75_600, **FP8, read=read) for read in (1 - sparsity, 1.0))
     cost = step_cost(sparsity, attention_share(T2V_A14B, 75_600))
     assert sparse / dense == pytest.approx(cost, rel=0.03)
@@ -389,11 +389,12 @@ def test_a_sparse_step_is_estimated_as_the_kernel_that_runs(sparsity: float):
 
 
 def test_what_a_plan_reads_is_counted_for_the_choice():
-    plan = sparsify(make_plan(steps=20), SparseOptions(sparsity=0.75, dense_steps=0.1, ramp=0.3, dense_layers=4))
-    reads = shares_read(plan, T2V_A14B, 75_600)
-    assert sum(reads.values()) == pytest.approx(1) and reads.keys() == {1.0, 0.5, 0.25}
-    assert reads[0.25] == pytest.approx(0.7 * 0.9)
-    assert shares_read(plan, T2V_A14B, 1000) == shares_read(make_plan(steps=4), T2V_A14B, 75_600) == {1.0: 1.0}
+    plan = sparsify(make_plan(steps=20), SparseOptions(sparsity=0.75, dense_steps=0.1, ramp=0.3))
+    reads = shares_read(plan, 75_600)
+    beyond = beyond_means(slope=True) / KERNEL
+    assert sum(reads.values()) == pytest.approx(1) and reads.keys() == {1.0, 0.5 + beyond, 0.25 + beyond}
+    assert reads[0.25 + beyond] == pytest.approx(0.7)
+    assert shares_read(plan, 1000) == shares_read(make_plan(steps=4), 75_600) == {1.0: 1.0}
     sparse = choose_mesh(4, T2V_A14B, 75_600, **FP8, reads=reads)
     dense = choose_mesh(4, T2V_A14B, 75_600, **FP8)
     assert sparse.seconds < dense.seconds and sparse.single < dense.single and sparse.mesh.ring == 1

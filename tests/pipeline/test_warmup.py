@@ -140,4 +140,4 @@ def test_a_forward_of_each_family_needs_no_media(name: str) -> None:
     of = {**models.of, "high": replace(models.of["high"], config=config)}
     settings = replace(settings, recognised=replace(models, of=of))  # type: ignore[arg-type]
     workload = Workload((1, config.out_channels, 3, 8, 8), make_plan(task="t2v-tiny", steps=2), True, image=True)
-    first_use.forward_each_kind(first_use.random_blocks(settings, CPU, 1), workload, workload.plan.steps, CPU)
+    first_use.forward_each_kind(first_use.random_block(settings, CPU), workload, workload.plan.steps, CPU)

@@ -107,7 +107,7 @@ def assert_kept(attention: Attention, bound: float, steady: bool = True) -> None
 
 @pytest.mark.parametrize("bound", [0.03, 0.12])
 def test_the_bound_is_kept_in_both_experts(experts: dict[str, WanModel], bound: float) -> None:
-    latents, attention = run(experts, bounded_plan(f"{bound}:slope:error", 20))
+    latents, attention = run(experts, bounded_plan(f"{bound}", 20))
     assert_kept(attention, bound)
     assert [step["step"] for step in attention] == list(range(20)) and latents.isfinite().all()
     begins = [n for n, step in enumerate(attention) if not n or step["expert"] != attention[n - 1]["expert"]]
@@ -176,7 +176,7 @@ def test_sampled_errors_are_those_of_all_rows_in_every_layer(
 def test_a_run_that_was_interrupted_or_ran_out_of_memory_gives_the_same_video(
     experts: dict[str, WanModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, seen = bounded_plan("0.06:slope", 10), list[Progress]()
+    plan, seen = bounded_plan("0.06", 10), list[Progress]()
     wanted, attention = run(experts, plan, on_step=seen.append)
     newest = [progress.attention for progress in seen]
     assert newest[0] is None and newest[4] is not None and 0 < newest[4].error <= newest[4].highest < 0.5
@@ -240,17 +240,13 @@ def test_a_lora_is_measured_too() -> None:
 # --------------------------------------------------------------------------------------- options, plans and last runs
 
 
-@pytest.mark.parametrize(
-    "text", ["bound:0.06", "bound:0.03:slope:error", "bound:0.12:ramp0.1:floor0.25:parts4:cudnn-fp8"]
-)
+@pytest.mark.parametrize("text", ["bound:0.06", "bound:0.03:cudnn", "bound:0.12:ramp0.1:cudnn-fp8"])
 def test_words_of_a_bound(text: str) -> None:
     options = parse_sparse(text)
     assert parse_sparse(sparse_words(options)) == options and options.bound == float(text.split(":")[1])
 
 
-@pytest.mark.parametrize(
-    "text", ["bound", "bound:", "bound:x", "bound:0", "bound:2", "bound:0.1:mass0.9", "bound:0.1:x"]
-)
+@pytest.mark.parametrize("text", ["bound", "bound:", "bound:x", "bound:0", "bound:2", "bound:0.1:x"])
 def test_refused_bounds(text: str) -> None:
     with pytest.raises(OptionError, match="bound"):
         parse_sparse(text)
@@ -268,7 +264,7 @@ def test_a_plan_says_that_it_does_not_know_and_what_the_last_run_took(tmp_path: 
     write_last(plan.task, plan.sparse, {"high": file, "low": None}, attention)
     last = read_last(file, plan.task, "high", parse_sparse("bound:0.06"))
     assert last is not None and (last.share, last.error, last.steps) == (0.5625, 0.02, 1)
-    assert read_last(file, plan.task, "high", parse_sparse("bound:0.06:slope")) is None
+    assert read_last(file, plan.task, "high", parse_sparse("bound:0.06:ramp0")) is None
     again = skip_forwards(make_plan(), parse_setting("sparse:bound:0.06"), file)
     assert "last run with these weights, high-noise expert: read 56 % of the keys" in again.table()
     assert "estimates, for 56.2 %" in again.table()
@@ -293,7 +289,7 @@ def test_levels_are_as_documented() -> None:
 
 
 def test_the_first_steps_have_a_third_of_the_bound(experts: dict[str, WanModel]) -> None:
-    plan = bounded_plan("0.06:slope", 20)
+    plan = bounded_plan("0.06", 20)
     assert [step.bound for step in plan.steps] == [pytest.approx(0.02)] * 6 + [0.06] * 14
     assert "attention's error at most 0.02" in plan.table() and "first 30 % of the steps" in plan.table()
     assert {step.bound for step in bounded_plan("0.06:ramp0").steps} == {0.06}

@@ -23,7 +23,6 @@ from wan_core.config import (
     OptionError,
     Request,
     SkipOptions,
-    SparseOptions,
     TaylorSeerOptions,
     WindowOptions,
 )
@@ -217,7 +216,6 @@ def test_retaining_needs_an_image_beside_the_noise():
 CACHES = {
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.1)),
     "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=9, retention=0)),
-    "selection": SkipOptions(sparse=SparseOptions(sparsity=0.5, reuse=2)),
 }
 
 
@@ -235,14 +233,14 @@ def test_what_is_kept_of_a_window_needs_windows_that_stay(name):
 
 SETTINGS = {
     "plain": None,
-    **{name: CACHES[name] for name in ("taylorseer", "selection")},
+    "taylorseer": CACHES["taylorseer"],
 }
 
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_windows_that_share_nothing_are_videos_of_their_own(name, batched):
-    """Bit for bit, with each window's own residuals and selections of blocks."""
+    """Bit for bit, with each window's own residuals."""
     plain = make_plan(steps=12, guidance_high=3.0, guidance_low=2.0)
     plan = skip_forwards(with_windows(plain, APART, 7), SETTINGS[name], None)
     whole, forwards = run(plan, noise=NOISE, batched=batched), []

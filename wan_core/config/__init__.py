@@ -37,7 +37,7 @@ from wan_core.config.skipping import (
     SkipOptions,
     TaylorSeerOptions,
 )
-from wan_core.config.sparse import SPARSE_KERNELS, SPARSE_SCORES, SparseOptions
+from wan_core.config.sparse import SPARSE_KERNELS, SparseOptions
 from wan_core.config.windows import FUSE_METHODS, WINDOW_SCHEDULES, WindowOptions
 
 __all__ = [
@@ -52,7 +52,6 @@ __all__ = [
     "RANDOM_SEED",
     "RESIDENCIES",
     "SPARSE_KERNELS",
-    "SPARSE_SCORES",
     "VAE_PRECISIONS",
     "WINDOW_SCHEDULES",
     "AdaptiveOptions",

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from wan_core.config.checks import OptionError
 from wan_core.config.table import check, option
 
 SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math", "triton", "triton-int8")
-SPARSE_SCORES = ("mean", "spread", "error")
-SPARSE_PARTS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +15,10 @@ class SparseOptions:
     """Block-sparse self-attention: every query block reads only selected key blocks. Raises OptionError.
 
     dense_steps, ramp: shares of the run, from its first step, that read all blocks, and twice as many as later steps.
-    mass: select blocks up to this estimated share of attention, None the same number for each row; floor: the least
-    share of the blocks that is read then. score: blocks are ranked by the mean of their keys, also by their variance
-    ("spread"), or by the error where they are replaced by their means. pooled: unselected blocks are replaced by their
-    mean, or by those of `parts` parts of them; slope: their values follow the scores of their keys, to first order.
-    reuse: number of computed steps that use one selection, the step that made it included.
+    slope: the values of blocks that are not read follow the scores of their keys; otherwise their means stand for them.
     bound: the run measures the relative error of attention's output and reads as much as keeps it at most so large, in
-    every layer; `sparsity` is what is expected then, `ramp` the share of the run, from its first step, in which a third
-    of the bound holds, and `floor` the least share of the blocks that is read.
+    every layer; `sparsity` is what is expected then, and `ramp` the share of the run, from its first step, in which a
+    third of the bound holds.
 
     `wan_core.sampling.sparsity` has the presets and the schedule, `wan_core.ops.attention.sparse` the computation.
     """
@@ -63,51 +56,12 @@ class SparseOptions:
         advanced=True,
         prefix="ramp",
     )
-    dense_layers: int = option(
-        0,
-        low=0,
-        high=1000,
-        advice="0 to 2 are usual",
-        tip="For custom: number of first layers that always use dense attention.",
-        most=100,
-        advanced=True,
-    )
-    mass: float | None = option(
-        None,
-        name="attention mass",
-        low=0.01,
-        high=1,
-        advice="0.9 is usual",
-        tip="For custom: select blocks until this estimated share of attention is covered, up to the number that "
-        "sparsity allows. 0: the same number of blocks for all tokens. Not with FP8 attention.",
-        shown=0.0,
-        least=0,
-        step=0.05,
-        digits=0.001,
-        advanced=True,
-        prefix="mass",
-    )
-    floor: float = option(0.05, low=0, high=1, advice="a share of the blocks", prefix="floor")
-    score: Literal["mean", "spread", "error"] = option(
-        "spread", name="block score", choices=SPARSE_SCORES, words={name: name for name in SPARSE_SCORES}
-    )
-    pooled: bool = option(
+    slope: bool = option(
         True,
-        tip="For custom: unselected blocks are replaced by their mean. Costs little and preserves quality.",
+        tip="For custom: the values of blocks that are not read follow the scores of their keys, to first order. Off: "
+        "their means alone, which saves 8 % of the time of dense attention.",
         advanced=True,
-        words={"alone": False},
-    )
-    parts: int = option(1, prefix="parts")
-    slope: bool = option(False, words={"slope": True})
-    reuse: int = option(
-        1,
-        name="steps per selection of blocks",
-        low=1,
-        high=50,
-        advice="1 selects again in every step",
-        tip="For custom: number of computed steps that use one selection of blocks. 1 selects in every step.",
-        advanced=True,
-        prefix="reuse",
+        words={"means": False},
     )
     kernel: str = option(
         "auto",
@@ -132,18 +86,7 @@ class SparseOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.bound is not None and (self.mass is not None or self.dense_steps or not self.sparsity):
+        if self.bound is not None and (self.dense_steps or not self.sparsity):
             raise OptionError(
-                "a bound on the error of attention decides in the run how much is read: leave attention mass and dense "
-                "steps out"
-            )
-        if self.parts not in SPARSE_PARTS:
-            raise OptionError(f"{self.parts} parts of a block given; allowed are {', '.join(map(str, SPARSE_PARTS))}")
-        if self.mass is not None and self.score == "error":
-            raise OptionError("attention mass with the block score error given; mass needs the score spread")
-        finer = {"parts of a block": self.parts > 1, "slope": self.slope, "block score error": self.score == "error"}
-        if any(finer.values()) and not self.pooled:
-            raise OptionError(
-                f"{' and '.join(name for name, asked in finer.items() if asked)} given without the means of unselected "
-                "blocks (pooled off, alone); allow the means, or leave this out"
+                "a bound on the error of attention decides in the run how much is read: leave dense steps out"
             )

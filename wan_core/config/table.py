@@ -4,7 +4,7 @@
 
 `check` refuses values outside of it. The command line's options are made from it by `cli.parsing.add_options`, the
 widgets of nodes by `nodes.schema.widgets`, the tables of web/docs by `tools.make_schemas`, and here the short forms
-`0.12/2/0.2` and `0.75:reuse2:slope`. Types and defaults are those of the dataclass.
+`0.12/2/0.2` and `0.75:ramp0.2:cudnn`. Types and defaults are those of the dataclass.
 """
 
 from __future__ import annotations

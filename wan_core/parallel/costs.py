@@ -25,7 +25,7 @@ from wan_core.ops.attention.sparse.kernels import BLOCK, SMALL
 from wan_core.parallel.chords import Stretches
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL, rest_cost
+from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL, beyond_means
 
 BYTES = 2  # bytes of a bf16 number
 # As KERNEL and CHOICE, for the bf16 kernel relative to the fastest dense one
@@ -181,20 +181,18 @@ def all_meshes(gpus: int, config: DiTConfig, tokens: int, rings: bool = True) ->
     return sorted(meshes, key=lambda mesh: (-mesh.cfg, config.num_heads % mesh.ulysses != 0))
 
 
-def shares_read(plan: Plan, config: DiTConfig, tokens: int) -> dict[float, float]:
-    """Share of the key blocks read -> the share of `plan`'s attention layers (over all forwards) that read it. What is
-    computed of unselected blocks beyond their means counts as blocks that take as long."""
+def shares_read(plan: Plan, tokens: int) -> dict[float, float]:
+    """Share of the key blocks read -> the share of `plan`'s attention (over all forwards) that reads it. The
+    choice by error and slopes count as blocks that take as long."""
     if plan.sparse is None or tokens < SMALL or not plan.forwards:  # sparsity saves no time for few tokens
         return {1.0: 1.0}
-    dense = min(1.0, plan.sparse.dense_layers / config.num_layers)
     shares: dict[float, float] = {}
-    rest_share = rest_cost(plan.sparse) / KERNEL
+    beyond = beyond_means(plan.sparse.slope) / KERNEL
     for step in plan.steps:
         share = (step.forwards - step.passes) / plan.forwards
         shares[1.0] = shares.get(1.0, 0.0) + step.passes / plan.forwards
-        sparse = min(0.99, 1 - step.sparsity + rest_share) if step.sparsity and rest_share else 1 - step.sparsity
-        for read, part in ((1.0, dense), (sparse, 1 - dense)):
-            shares[read] = shares.get(read, 0.0) + share * part
+        read = 1 - step.sparsity + beyond if step.sparsity else 1.0
+        shares[read] = shares.get(read, 0.0) + share
     return shares
 
 
@@ -209,7 +207,8 @@ def forward_seconds(
     fp8_attention: bool = False,
     read: float = 1.0,
 ) -> float:
-    """Estimated seconds of one branch's forward on `mesh`, with attention that reads a share `read` of the blocks."""
+    """Estimated seconds of one branch's forward on `mesh`, with attention that reads a share `read` of the blocks;
+    1: all, by the dense kernel."""
     L, C, N, H, R, U = tokens, config.dim, config.ffn_dim, config.num_heads, mesh.ring, mesh.ulysses
     shard = -(-L // mesh.shards)
     channels = -(-H // U) * config.head_dim  # of the rank with the most heads, during attention
@@ -217,7 +216,7 @@ def forward_seconds(
     passes = speeds.passes * shard * C * BYTES / speeds.memory
     fp8_kernel = fp8_attention and (R == 1 or read == 1)
     one_round = 4 * (-(-L // R)) ** 2 * channels / (speeds.attention_fp8 if fp8_kernel else speeds.attention)
-    if read < 1:
+    if read != 1:
         one_round *= KERNEL * read + CHOICE if fp8_kernel else KERNEL_BF16 * read + CHOICE_BF16
     wide = BYTES // 2 if fp8_attention else BYTES
     exchange = 0.0
@@ -232,8 +231,8 @@ def forward_seconds(
         link = speeds.link if gpus_per_host >= mesh.shards else speeds.network
         hop = 2 * -(-L // R) * channels * wide / link + speeds.latency
         merge = R * 10 * -(-L // R) * channels / speeds.memory + (R - 1) * speeds.part
-        if read < 1:  # block means of keys and values and variances in float32, which are gathered to select blocks
-            merge += 3 * 4 * (R - 1) * -(-L // (R * BLOCK)) * channels / link + 2 * speeds.latency
+        if read != 1:  # means and variances of blocks of keys and values in float32, gathered to select blocks
+            merge += 4 * 4 * (R - 1) * -(-L // (R * BLOCK)) * channels / link + 2 * speeds.latency
     attention = one_round + (R - 1) * max(one_round, hop) + merge
     block = linears + passes + exchange + attention
     if mesh.shards > 1:

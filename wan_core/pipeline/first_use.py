@@ -129,13 +129,7 @@ def fits_beside(settings: ModelSettings, workload: Workload, memory: MemoryPlan)
     config, transformers = settings.recognised.dit, sum(name in ("high", "low") for name in settings.parts)
     outside, block, *_ = unit_bytes(config, settings.dtype.itemsize, False)
     ahead = 0 if settings.quantization is None else 2 * AHEAD * transformers
-    return memory.peak + outside + count_of_blocks(settings, workload) * block + ahead <= memory.room
-
-
-def count_of_blocks(settings: ModelSettings, workload: Workload) -> int:
-    """So many have one of each kind."""
-    sparse = workload.plan.sparse
-    return 1 if sparse is None else min(settings.recognised.dit.num_layers, sparse.dense_layers + 1)
+    return memory.peak + outside + block + ahead <= memory.room
 
 
 def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> str:
@@ -153,7 +147,7 @@ def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) 
 def load_kernels(settings: ModelSettings, device: torch.device) -> None:
     """Run a block of random weights as `settings` says, so that kernels are compiled, or read from where an earlier
     process kept them, before the weights of the model are there. Nothing of it stays."""
-    model = random_blocks(settings, device, 1)
+    model = random_block(settings, device)
     config = model.config
     x = draw_noise(0, (1, config.in_channels, 1, TOKENS, TOKENS)).to(device)
     image = config.blank_features(x, 1)
@@ -163,15 +157,14 @@ def load_kernels(settings: ModelSettings, device: torch.device) -> None:
 
 @torch.no_grad()
 def rehearse(settings: ModelSettings, workload: Workload, ranks: RankMesh, check: Callable[[], None]) -> None:
-    """Each kind of step of `workload` once, as this rank will run it, with few blocks of random weights and without the
+    """Each kind of step of `workload` once, as this rank will run it, with one block of random weights and without the
     other ranks. Kernels are compiled anew for some sizes, so a shard has its own. Nothing of it stays. check: called
     between two parts; may raise to stop."""
     plan = workload.plan
     load_libraries(settings, plan)  # each process has to import them: nobody waits for that
     check()
-    count = count_of_blocks(settings, workload)
     shared = ranks.apart() if ranks.sequence.size > 1 else None
-    model = random_blocks(settings, settings.device, count, shared)
+    model = random_block(settings, settings.device, shared)
     split = ranks.cfg.size > 1 or ranks.layers.size > 1
     workload = replace(workload, batched=workload.batched and not split)
     with one_goes_first(compiled_name(settings, workload, ranks), check):
@@ -207,13 +200,12 @@ def load_libraries(settings: ModelSettings, plan: Plan) -> None:
     tokens = torch.zeros(1, 256, 2, dim, dtype=dtype, device=device)
     settings.attend(tokens, tokens, tokens)
     if plan.sparse is not None:
-        fp8, counts = settings.attend.takes_fp8, plan.sparse.mass is not None
-        resolve_kernel(plan.sparse.kernel, device, dtype, dim, SMALL, fp8=fp8, counts=counts).load()
+        resolve_kernel(plan.sparse.kernel, device, dtype, dim, SMALL, fp8=settings.attend.takes_fp8).load()
 
 
-def random_blocks(settings: ModelSettings, device: torch.device, count: int, ranks: RankMesh | None = None) -> WanModel:
-    """So many blocks of the transformer of `settings`, with random weights, that compute as it will."""
-    config, quantization = replace(settings.recognised.dit, num_layers=count), settings.quantization
+def random_block(settings: ModelSettings, device: torch.device, ranks: RankMesh | None = None) -> WanModel:
+    """The transformer of `settings` with one block, of random weights, that computes as it will."""
+    config, quantization = replace(settings.recognised.dit, num_layers=1), settings.quantization
     if quantization is not None:
         quantization = None if is_packed(quantization) else replace(quantization, keep_blocks=0)
     blocks = cast(WanModel, PartToLoad(random_part(config, 0), settings.dtype, quantization).load(device))

@@ -303,7 +303,7 @@ class Jobs:
             gpus_per_host=self.rank.on_host,
             speeds=H200 if self.rank.device.type == "cuda" else None,
             rings=BACKENDS[backend].gives_lse and reads_parts(plan.sparse),
-            reads=shares_read(plan, dit, tokens),
+            reads=shares_read(plan, tokens),
         )
 
     def mesh(self, mesh: Mesh) -> RankMesh:

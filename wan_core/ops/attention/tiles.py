@@ -3,8 +3,7 @@
 The tokens of a video come frame by frame, row by row: 128 consecutive ones are a line through the picture. Here the
 grid is cut in two again and again, across its longest side, at a multiple of the block's length, until pieces are
 blocks. So a grid need not divide: cuts may run through the middle of a row, every block but the last is full, and no
-token is added. A block of 128 comes out near 2 x 8 x 8, frames counting as four rows. Where blocks have parts, a
-block is cut further in the same way, so that every part is compact too.
+token is added. A block of 128 comes out near 2 x 8 x 8, frames counting as four rows.
 
 Legend: T/Y/X token frames, rows, columns; L = T * Y * X tokens; n blocks.
 """
@@ -28,7 +27,6 @@ class Tiles:
 
     order: int64 [L], the token at each place. inverse: int64 [L], the place of each token. forced: bool [n, n], blocks
     (columns) that the queries of a block (rows) always attend to: itself, and those before and after in time.
-    parts: of a block, each of consecutive tokens with a mean of its own.
     """
 
     grid: Grid
@@ -36,16 +34,10 @@ class Tiles:
     order: Tensor
     inverse: Tensor
     forced: Tensor
-    parts: int = 1
 
     @property
     def blocks(self) -> int:
         return self.forced.shape[0]
-
-    @property
-    def part(self) -> int:
-        """Tokens of a part."""
-        return self.block // self.parts
 
 
 @functools.lru_cache(maxsize=8)
@@ -56,26 +48,23 @@ def make_tiles(
     *,
     frames_apart: bool = False,
     raster: bool = False,
-    parts: int = 1,
 ) -> Tiles:
     """frames_apart: keep the tokens of a frame together, for modulation that has a row for each frame. raster:
-    leave tokens as they come (to compare with). parts: of a block, at most one for each token; they divide its
-    length."""
+    leave tokens as they come (to compare with)."""
     T, Y, X = grid
     cells = np.stack(np.unravel_index(np.arange(T * Y * X), grid), 1)  # [L, 3]
-    assert block % parts == 0, f"blocks of {block} tokens in {parts} parts"
     every = np.arange(T * Y * X)
     if raster:
         order = every
     elif frames_apart:
-        order = np.concatenate([_cut(frame, cells, block, parts) for frame in every.reshape(T, Y * X)])
+        order = np.concatenate([_cut(frame, cells, block) for frame in every.reshape(T, Y * X)])
     else:
-        order = _cut(every, cells, block, parts)
+        order = _cut(every, cells, block)
     inverse = np.empty_like(order)
     inverse[order] = every
     forced = _forced(inverse // block, cells, grid)
     made = [torch.from_numpy(a).to(device) for a in (order, inverse, forced)]
-    return Tiles(grid, block, *made, parts=parts)
+    return Tiles(grid, block, *made)
 
 
 @functools.lru_cache(maxsize=8)
@@ -93,20 +82,20 @@ def with_extra(tiles: Tiles, front: int, length: int) -> Tiles:
     forced = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
     forced[: tiles.blocks, : tiles.blocks] = tiles.forced
     forced[:, video // tiles.block :] = True
-    return Tiles(tiles.grid, tiles.block, order, inverse, forced, tiles.parts)
+    return Tiles(tiles.grid, tiles.block, order, inverse, forced)
 
 
-def _cut(tokens: np.ndarray, cells: np.ndarray, block: int, parts: int = 1) -> np.ndarray:
-    """`tokens` in blocks, and these in parts; the one that is not full, if any, comes last."""
+def _cut(tokens: np.ndarray, cells: np.ndarray, block: int) -> np.ndarray:
+    """`tokens` in blocks; the one that is not full, if any, comes last."""
     blocks = -(-len(tokens) // block)
     if blocks <= 1:
-        return np.sort(tokens) if parts == 1 else _cut(tokens, cells, block // parts)
+        return np.sort(tokens)
     at = cells[tokens]
     sides = (at.max(0) - at.min(0) + 1) * (FRAME, 1, 1)
     last, middle, first = np.argsort(sides, kind="stable")  # lexsort: the last key counts most
     tokens = tokens[np.lexsort((at[:, last], at[:, middle], at[:, first]))]
     half = blocks // 2 * block
-    return np.concatenate([_cut(some, cells, block, parts) for some in (tokens[:half], tokens[half:])])
+    return np.concatenate([_cut(some, cells, block) for some in (tokens[:half], tokens[half:])])
 
 
 def _forced(block_of: np.ndarray, cells: np.ndarray, grid: Grid) -> np.ndarray:

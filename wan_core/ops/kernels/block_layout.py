@@ -1,7 +1,7 @@
 """Layouts of block-sparse attention: memory in whole blocks, and what replaces unselected blocks.
 
-Legend: B batch, L tokens, S tokens with the tail, H heads, D head dim, n blocks of keys, p parts of them, r blocks
-of queries.
+Legend: B batch, L tokens, S tokens with the tail, H heads, D head dim, n blocks of keys, r blocks of
+queries.
 """
 
 from __future__ import annotations
@@ -58,27 +58,20 @@ def channels_first(x: Quantized, block: int) -> Blocked:
 class Pooled(NamedTuple):
     """Means that replace unselected key blocks.
 
-    keys, values: means of every part of a block, float32 [B, H, p, D]. kept: selected blocks, which are not replaced,
-    bool [B, H, r, n] for r blocks of queries. sizes: int32 [p], the number of tokens of every part; None: as many keys
-    as queries. parts: of a block, p = n without them. slopes: of the unselected values with the
-    queries of a row, [B, H, r, D, D]; None: they stay."""
+    keys, values: means of every block, float32 [B, H, n, D]. kept: selected blocks, which are not replaced, bool
+    [B, H, r, n] for r blocks of queries. sizes: int32 [n], the number of tokens of every block; None: as many keys as
+    queries. slopes: of the unselected values with the queries of a row, [B, H, r, D, D]; None: they stay."""
 
     keys: Tensor
     values: Tensor
     kept: Tensor
     sizes: Tensor | None = None
-    parts: int = 1
     slopes: Tensor | None = None
 
 
 def sizes_of(pooled: Pooled, q: Tensor, block: int) -> Tensor:
-    """int32 [p]: the number of tokens of every part of a key block, for queries q [B, L, H, D]."""
-    return block_sizes(q.shape[1], block // pooled.parts, q.device) if pooled.sizes is None else pooled.sizes
-
-
-def by_parts(x: Tensor, parts: int, count: int) -> Tensor:
-    """x [..., n] of blocks -> [..., count] of their parts; the last block may have fewer."""
-    return x if parts == 1 else x.repeat_interleave(parts, -1)[..., :count]
+    """int32 [n]: the number of tokens of every block of keys, for queries q [B, L, H, D]."""
+    return block_sizes(q.shape[1], block, q.device) if pooled.sizes is None else pooled.sizes
 
 
 def block_sizes(tokens: int, block: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels import fused, reference
-from wan_core.ops.kernels.block_layout import Blocked, Pooled, by_parts, channels_first, padded, sizes_of
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, channels_first, padded, sizes_of
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 
@@ -134,21 +134,20 @@ def final_lse(
 
 
 def pooled_scores(lse: Tensor, q: Tensor, pooled: Pooled, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For every head, float32: the scores of the means of unselected blocks [B, L, p], -inf for selected ones, and the
+    """For every head, float32: the scores of the means of unselected blocks [B, L, n], -inf for selected ones, and the
     log-sum-exp [B, L, 1] of these and of what was read."""
     sizes = sizes_of(pooled, q, block).log()
     for head in range(q.shape[2]):
         scores = (q[:, :, head].float() @ pooled.keys[:, head].mT) * q.shape[-1] ** -0.5 + sizes
-        selected = by_parts(pooled.kept[:, head], pooled.parts, scores.shape[-1])
-        scores = scores.masked_fill_(selected.repeat_interleave(block, 1)[:, : q.shape[1]], float("-inf"))
+        scores = scores.masked_fill_(pooled.kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]], float("-inf"))
         yield scores, torch.logaddexp(lse[:, head], scores.logsumexp(-1))[..., None]
 
 
 def add_pooled(out: Tensor, lse: Tensor, q: Tensor, pooled: Pooled, block: int) -> Tensor:
     """`out` [B, L, H, D], attention over the selected blocks with log-sum-exp `lse`, extended by the unselected blocks.
 
-    An unselected block counts as many times as it has keys, each key and value replaced by the mean of its part of the
-    block, so its mass stays in the softmax. The mean has less mass than the keys it replaces (Jensen's inequality). A
+    An unselected block counts as many times as it has keys, each key and value replaced by their means, so its
+    mass stays in the softmax. The mean has less mass than the keys it replaces (Jensen's inequality). A
     correction by the keys' variance was tried and made results worse: keys with large scores have values that differ
     from the mean.
     """

@@ -91,15 +91,15 @@ def _read(
 @triton.jit
 def _attention_kernel(
     q, k, v, units, centre, blocks, counts, mean_keys, mean_values, sizes, kept, slopes, out, lse,
-    queries, keys, row_blocks, width, key_blocks, count, scale,
+    queries, keys, row_blocks, width, count, scale,
     q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     INT8: tl.constexpr, SPARSE: tl.constexpr, COUNTS: tl.constexpr, POOLED: tl.constexpr, PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, MEANS: tl.constexpr,
-    PARTS: tl.constexpr, SLOPED: tl.constexpr,
+    SLOPED: tl.constexpr,
 ):  # fmt: skip
     """centre: the mean that was removed from the keys, float32 [B, H, D], with INT8. blocks [B, H, r, K], counts
-    [B, H, r], with SPARSE. mean_keys and mean_values bf16 [B, H, p, D], sizes [p] in log2, kept uint8 [B, H, r, n],
-    PARTS of a block, slopes [B, H, r, D, D], with POOLED. PARTIAL: the keys do not fill tiles, or blocks."""
+    [B, H, r], with SPARSE. mean_keys and mean_values bf16 [B, H, n, D], sizes [n] in log2, kept uint8 [B, H, r, n],
+    slopes [B, H, r, D, D], with POOLED. PARTIAL: the keys do not fill tiles, or blocks."""
     part, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, group = tl.num_programs(1), (sample * tl.num_programs(1) + head).to(tl.int64)
     rows, columns = part * M + tl.arange(0, M), tl.arange(0, D)
@@ -150,7 +150,7 @@ def _attention_kernel(
             at = (group * count + index) * D
             mean = tl.load(mean_keys + at[None, :] + columns[:, None], mask=there[None, :], other=0.0)
             scores = tl.dot(wide, mean) * scale + tl.load(sizes + index, mask=there, other=0.0)[None, :]
-            taken = tl.load(kept + row * key_blocks + index // PARTS, mask=there, other=1)
+            taken = tl.load(kept + row * count + index, mask=there, other=1)
             scores = tl.where((taken != 0)[None, :], float("-inf"), scores - left_out[:, None])
             mean = tl.load(mean_values + at[:, None] + columns[None, :], mask=there[:, None], other=0.0)
             acc, total, largest = _add(acc, total, largest, scores, mean)
@@ -217,11 +217,11 @@ def attention(
             lse if blocks is None else blocks.contiguous(), lse if counts is None else counts.contiguous(),
             *replacing, out, lse,
             queries, keys, triton.cdiv(queries, block), 0 if blocks is None else blocks.shape[-1],
-            *((0, 0) if pooled is None else (pooled.kept.shape[-1], pooled.keys.shape[2])), dim**-0.5 * LOG2E,
+            0 if pooled is None else pooled.keys.shape[2], dim**-0.5 * LOG2E,
             *q.stride()[:3], *k_strides, *v.stride()[:3],
             INT8=centre is not None, SPARSE=blocks is not None, COUNTS=counts is not None, POOLED=pooled is not None,
             PARTIAL=keys % (columns if blocks is None else block) != 0, BLOCK=block, M=rows, N=columns, D=dim,
-            MEANS=MEANS, PARTS=1 if pooled is None else pooled.parts,
-            SLOPED=pooled is not None and pooled.slopes is not None, num_warps=tile.warps, num_stages=tile.stages,
+            MEANS=MEANS, SLOPED=pooled is not None and pooled.slopes is not None,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out, lse

@@ -91,10 +91,10 @@ def pool(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _finish_kernel(
     out, lse, q, q_scale, keys, values, kept, sizes, slopes, tail, scale, target,
-    tokens, rows_of_lse, row_blocks, blocks, count, pads, softmax_scale,
+    tokens, rows_of_lse, row_blocks, count, pads, softmax_scale,
     out_sample, out_token, out_head, q_sample, q_token, q_head,
     PADS: tl.constexpr, POOLED: tl.constexpr, SLOPED: tl.constexpr, Q_SCALED: tl.constexpr, FP8_OUT: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
     LIMIT: tl.constexpr,
 ):  # fmt: skip
     part, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -131,7 +131,7 @@ def _finish_kernel(
             scores = (
                 tl.dot(query, one.to(tl.bfloat16)) * factor + tl.load(sizes + index, mask=there, other=0.0)[None, :]
             )
-            read = tl.load(kept + (group * row_blocks + block) * blocks + index // PARTS, mask=there, other=1)
+            read = tl.load(kept + (group * row_blocks + block) * count + index, mask=there, other=1)
             scores = tl.where((read != 0)[None, :], float("-inf"), scores)
             above = tl.maximum(largest, tl.max(scores, 1))
             shares = tl.exp(scores - above[:, None])
@@ -191,11 +191,11 @@ def finish(
             none if pooled is None else sizes_of(pooled, q, block).log(),
             none if slopes is None else slopes.contiguous(),
             none if tail is None else tail.to(torch.uint8).contiguous(), none if scale is None else scale, result,
-            tokens, lse.shape[-1], row_blocks, 0 if pooled is None else pooled.kept.shape[-1], count, pads, dim**-0.5,
+            tokens, lse.shape[-1], row_blocks, count, pads, dim**-0.5,
             *(out.stride(i) for i in range(3)), *(q.stride(i) for i in range(3)),
             PADS=pads > 0, POOLED=pooled is not None, SLOPED=slopes is not None,
             Q_SCALED=q_scale is not None, FP8_OUT=scale is not None,
-            BLOCK=block, PARTS=1 if pooled is None else pooled.parts, ROWS=rows, KEYS=KEYS, D=dim, LIMIT=FP8_MAX,
+            BLOCK=block, ROWS=rows, KEYS=KEYS, D=dim, LIMIT=FP8_MAX,
             num_warps=8, num_stages=2,
         )  # fmt: skip
     return result

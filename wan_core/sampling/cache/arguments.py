@@ -21,9 +21,9 @@ from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
 
 SPEEDS = {  # presets, as settings: bounds on errors that a run measures. docs/sparse.md has what they keep of the video
-    "faithful": "sparse:bound:0.005:slope:error+adaptive:bound:0.1",
-    "balanced": "sparse:bound:0.06:slope:error+adaptive:bound:0.4",
-    "fast": "sparse:bound:0.12:slope:error+adaptive:bound:0.8",
+    "faithful": "sparse:bound:0.005+adaptive:bound:0.1",
+    "balanced": "sparse:bound:0.06+adaptive:bound:0.4",
+    "fast": "sparse:bound:0.12+adaptive:bound:0.8",
 }
 
 
@@ -63,9 +63,9 @@ class SkipArguments:
     sparse: str | None = option(
         None,
         help=f"block-sparse self-attention: {', '.join(SPARSE_PRESETS)}, bound:0.06 (as much as keeps this error of "
-        "attention), or sparsity/share of dense steps/dense layers such as 0.8125/0/0; then options after colons: "
-        "ramp0.3, mass0.9, reuse2, parts4, slope, error, alone, mean or a kernel (docs/sparse.md)",
-        metavar="S/D/L",
+        "attention), or sparsity/share of dense steps such as 0.8125/0; then after colons ramp0.3, means or a kernel "
+        "(docs/sparse.md)",
+        metavar="S/D",
     )
 
     def options(self) -> SkipOptions | None:
@@ -124,7 +124,7 @@ def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`,
-    `adaptive:bound:0.4` and `sparse:balanced:reuse2`; `full` is the run without any of them, `speed:balanced` a speed
+    `adaptive:bound:0.4` and `sparse:balanced:ramp0`; `full` is the run without any of them, `speed:balanced` a speed
     preset.
     """
     if text == "full":

@@ -4,7 +4,7 @@ Each frame's queries attend to all tokens of the video, and to one frame of the 
 each call. The video's keys and values are the same for all frames of a layer: they are put into tiles once.
 
 Legend: B batch, Q tokens of a frame, S tokens of the video and of a pose frame, H heads, D head dim, n blocks of keys,
-p parts of them, r blocks of queries.
+r blocks of queries.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.sparse.kernels import SparseKernel
-from wan_core.ops.attention.sparse.routing import KeyMeans, Rule, choose, scores
+from wan_core.ops.attention.sparse.routing import KeyMeans, Rule, choose, expected_error
 from wan_core.ops.attention.sparse.slopes import Covariances, slope_weights, slopes
 from wan_core.ops.attention.tiles import Tiles, make_tiles, with_extra
 from wan_core.ops.kernels.block_layout import block_sizes
 from wan_core.ops.kernels.blocked import finish, pool
 
 Pools = list[Tensor]
-"""Means and variances of keys, means and variances of values, float32 [B, H, p, D] each."""
+"""Means and variances of keys, means and variances of values, float32 [B, H, n, D] each."""
 
 
 @dataclass
@@ -37,22 +37,22 @@ class FrameKeys:
     tiles: Tiles
     keys: Tensor
     values: Tensor
-    pools: Pools  # of the parts of full blocks
-    covariances: Covariances | None = None
+    pools: Pools  # of full blocks
+    covariances: Covariances | None
     frame: int = 0
 
     @classmethod
-    def of(cls, layer: int, tiles: Tiles, k: Tensor, v: Tensor, slope: bool = False) -> FrameKeys:
+    def of(cls, layer: int, tiles: Tiles, k: Tensor, v: Tensor, slope: bool) -> FrameKeys:
         """k, v [B, L, H, D] of the video alone."""
         video, full = k.shape[1], k.shape[1] // tiles.block * tiles.block
         room = video + video // tiles.grid[0]
         keys, values = (x.new_empty(x.shape[0], room, *x.shape[2:]) for x in (k, v))
         keys[:, :video], values[:, :video] = k[:, tiles.order], v[:, tiles.order]
         whole = keys[:, :full], values[:, :full]
-        pools = _pools(*whole, tiles.part)
-        return cls(layer, tiles, keys, values, pools, Covariances(pools[0], *whole, tiles.part) if slope else None)
+        pools = _pools(*whole, tiles.block)
+        return cls(layer, tiles, keys, values, pools, Covariances(pools[0], *whole, tiles.block) if slope else None)
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kernel: SparseKernel, pooled: bool) -> Tensor:
+    def read(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kernel: SparseKernel) -> Tensor:
         """Attention of the next frame's q [B, Q, H, D] to k, v [B, S, H, D] -> [B, Q, H, D]."""
         video, length, block = len(self.tiles.order), k.shape[1], self.tiles.block
         self.keys[:, video:length], self.values[:, video:length] = k[:, video:], v[:, video:]
@@ -62,23 +62,21 @@ class FrameKeys:
         full = video // block * block
         pools = self.pools
         if full < length:
-            after = _pools(keys[:, full:], values[:, full:], tiles.part)
+            after = _pools(keys[:, full:], values[:, full:], block)
             pools = [torch.cat(pair, 2) for pair in zip(pools, after, strict=True)]
-        ordered, sizes = q[:, queries.order], block_sizes(length, tiles.part, q.device)
-        key_means = KeyMeans(pools[0], pools[1], sizes, pools[2], pools[3], tiles.parts)
+        ordered, sizes = q[:, queries.order], block_sizes(length, block, q.device)
+        key_means = KeyMeans(*pools, sizes)
         rows = pool(ordered, block)[0]
-        worth = scores(rows, key_means, rule.score)
-        forced = nearest_forced(queries, tiles, self.frame)
-        route = choose(worth, rule, forced, block_sizes(length, block, q.device))
+        route = choose(expected_error(rows, key_means), rule, nearest_forced(queries, tiles, self.frame), sizes)
         self.frame += 1
         out, lse = kernel.load()(ordered, keys, values, route, block)
-        means = key_means.pooled(route.kept(tiles.blocks)) if pooled else None
-        if means is not None and self.covariances is not None:
-            weights, parts = slope_weights(rows, key_means, means.kept), full // tiles.part
-            behind = key_means.keys[:, :, parts:], keys[:, full:], values[:, full:]
-            slope_sum = slopes(weights[..., parts:], *behind, tiles.part)
-            self.covariances.add_to(slope_sum, weights[..., :parts])
-            means = means._replace(slopes=slope_sum)
+        selected, slope_sum = route.kept(tiles.blocks), None
+        if self.covariances is not None:
+            weights, before = slope_weights(rows, key_means, selected), full // block
+            behind = key_means.keys[:, :, before:], keys[:, full:], values[:, full:]
+            slope_sum = slopes(weights[..., before:], *behind, block)
+            self.covariances.add_to(slope_sum, weights[..., :before])
+        means = key_means.pooled(selected, slope_sum)
         return finish(out, lse, ordered, block, pooled=means)[:, queries.inverse]
 
 
@@ -94,5 +92,5 @@ def nearest_forced(queries: Tiles, keys: Tiles, frame: int) -> Tensor:
     return keys.forced[votes.argmax(-1)]
 
 
-def _pools(keys: Tensor, values: Tensor, part: int) -> Pools:
-    return [*pool(keys, part), *pool(values, part)]
+def _pools(keys: Tensor, values: Tensor, block: int) -> Pools:
+    return [*pool(keys, block), *pool(values, block)]

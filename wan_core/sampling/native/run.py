@@ -26,7 +26,7 @@ COMPARED = "self-attention, of the step that is compared"  # why calls are left
 
 
 class NativeRun:
-    """One sampling run. `step` counts the sampler's steps; `routes` keeps selections of blocks for later steps.
+    """One sampling run. `step` counts the sampler's steps.
 
     Forwards of several GPUs run in threads: what they count goes through a lock.
     """
@@ -44,13 +44,11 @@ class NativeRun:
         self.step = 0
         self.passed: dict[int, float] = {}  # when each of the last two steps ended, where they are compared
         self.sparse_steps: list[int] = []  # computed so far
-        self.routes: dict[Any, Any] = {}
         self.notes: list[str] = []
         self.began = 0.0  # when its first forward did; 0: none did
         self.seconds = 0.0  # from there to the end
         self.caching = False  # whether the model has a step cache
         self.skipped = (0, 0)  # by it: how many of how many forwards
-        self.patches: Any = None  # what other nodes put on the model meanwhile
         self.bounded: Bounded | None = None
         self.measurements = Measurements()
         self.outer: Any = None  # the attention override of another node that is called in place of ours
@@ -87,12 +85,11 @@ class NativeRun:
         """The sparsity of the current step."""
         return self.sparsities[self.index] if self.sparsities else 0.0
 
-    def sparse_step(self) -> int:
-        """How many sparse steps were computed, this one included."""
+    def note_sparse(self) -> None:
+        """Attention of this step is sparse."""
         with self._lock:
             if self.index not in self.sparse_steps:
                 self.sparse_steps.append(self.index)
-            return len(self.sparse_steps)
 
     def begin(self) -> None:
         """A forward begins."""
@@ -166,8 +163,7 @@ class NativeForward:
     known where other tokens are (behind the grid's). branches: conditions and context window of this forward. text:
     rows of text, as many keys as cross-attention to it has. by_frames: queries come frame by frame, to keys of the
     whole video and some behind, which alone change; frame_keys: those of the current layer. reached: calls of attention
-    that came to the kernels of this engine. lasts: whether its patches are those of an earlier step, so that what is
-    selected for it can be used again.
+    that came to the kernels of this engine.
     """
 
     run: NativeRun
@@ -179,7 +175,6 @@ class NativeForward:
     by_frames: bool = False
     frame_keys: FrameKeys | None = None
     reached: int = 0
-    lasts: bool = True
     _calls: Counter[int] = field(default_factory=Counter)
 
     @property

@@ -30,7 +30,7 @@ from wan_core.ops.attention.tiles import Grid, make_tiles, with_extra
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.native.run import NativeForward
 from wan_core.sampling.sparsity.measured import Bounded
-from wan_core.sampling.sparsity.run import layer_rule, wider
+from wan_core.sampling.sparsity.run import step_rule, wider
 
 Attend = Callable[[list[Tensor]], Tensor]
 """q, k and v [B, L, H, D], in a list that is emptied once they were read -> [B, L, H, D]"""
@@ -61,7 +61,7 @@ class NativeSparse:
             return None
         bounded = None
         if self.options.bound is None:
-            rule = layer_rule(self.options, layer, sparsity)
+            rule = step_rule(sparsity)
         else:
             dense = dense or resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
             bounded = run.bounded_by(partial(self._bounded, forward.tokens, q, dense))
@@ -81,6 +81,7 @@ class NativeSparse:
         if dense is None:
             dense = resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
         state = replace(self._state(forward, layer, rule, grid, q, dense), samples=samples)
+        run.note_sparse()
         run.take(f"sparse attention ({state.kernel.name})")
         return partial(attend, state, dense, forward.front)
 
@@ -93,13 +94,10 @@ class NativeSparse:
         self, forward: NativeForward, layer: int, rule: Rule, grid: Grid, q: Tensor, dense: Attention
     ) -> SparseForward:
         """What this call of `layer` reads, for q [B, L, H, D]."""
-        run, options, tokens = forward.run, self.options, q.shape[1]
-        kernel = resolve_kernel(
-            options.kernel, q.device, q.dtype, q.shape[-1], tokens,
-            fp8=dense.takes_fp8, counts=options.mass is not None,
-        )  # fmt: skip
+        tokens = q.shape[1]
+        kernel = resolve_kernel(self.options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=dense.takes_fp8)
         block = block_length(kernel, tokens)
-        tiles = make_tiles(grid, block, q.device, parts=min(options.parts, block))
+        tiles = make_tiles(grid, block, q.device)
         if tokens > len(tiles.order):
             rule = wider(rule, tiles.blocks, -(-tokens // block))
             tiles = with_extra(tiles, forward.front, tokens)
@@ -108,12 +106,8 @@ class NativeSparse:
             dense=(dense,),
             tiles=tiles,
             rules=(rule,),
-            pooled=options.pooled,
-            slope=options.slope,
-            step=run.sparse_step(),
+            slope=self.options.slope,
             branches=(forward.branches, layer, forward.call(layer), q.device, grid),
-            reuse=options.reuse if forward.lasts else 1,
-            routes=run.routes,
         )
 
     def _frame(
@@ -133,13 +127,10 @@ class NativeSparse:
         if not forward.by_frames or (options.kernel != "auto" and KERNELS[options.kernel].fp8):
             return None
         tokens = forward.tokens + forward.frame
-        kernel = resolve_kernel(
-            options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=False, counts=options.mass is not None
-        )
+        kernel = resolve_kernel(options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=False)
         block = block_length(kernel, tokens)
         if length == forward.tokens:
-            tiles = make_tiles(forward.grid, block, q.device, parts=min(options.parts, block))
-            forward.frame_keys = FrameKeys.of(layer, tiles, k, v, options.slope)
+            forward.frame_keys = FrameKeys.of(layer, make_tiles(forward.grid, block, q.device), k, v, options.slope)
         state = forward.frame_keys
         if state is None or state.layer != layer or length not in (forward.tokens, tokens):
             return None
@@ -151,7 +142,7 @@ class NativeSparse:
         number = state.frame
 
         def read(qkv: list[Tensor]) -> Tensor:
-            out = state.read(qkv[0], qkv[1], qkv[2], rule, kernel, options.pooled)
+            out = state.read(qkv[0], qkv[1], qkv[2], rule, kernel)
             if samples is not None and dense is not None:
                 compare_frame(samples, (forward.branches, number), number, forward, out, qkv, dense)
             return out

@@ -12,7 +12,7 @@ from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.cards import FP8_SINCE, Capability, card_of
 from wan_core.sampling.native.attention import AS_CHOSEN, CROSS
 from wan_core.sampling.native.run import COMPARED, WARNING, NativeRun
-from wan_core.sampling.sparsity.schedule import rest_cost, step_cost
+from wan_core.sampling.sparsity.schedule import step_cost
 
 FEW_STEPS = 8  # of step-distilled models at most
 INSTALLED_BY = {"flash4": "pip install --pre flash-attn-4"}
@@ -45,7 +45,7 @@ def saved(run: NativeRun, sparse: SparseOptions | None, share: float) -> str:
     if sparse is not None and reads:
         some = "" if len(reads) >= round(computed) else f" in {len(reads)} of {round(computed)} steps"
         words.append(f"attention reads {100 * sum(reads) / len(reads):.0f} % of the keys{some}")
-        costs = sum(step_cost(1 - read, share, rest_cost(sparse)) for read in reads)
+        costs = sum(step_cost(1 - read, share, sparse.slope) for read in reads)
     if not words:
         return ""
     relative = (costs + max(0.0, computed - len(reads))) / run.part.steps

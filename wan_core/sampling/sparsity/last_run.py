@@ -14,7 +14,7 @@ from typing import Any
 
 from wan_core.config import OptionError, SparseOptions
 from wan_core.sampling.calibration_files import CalibrationFiles, Measured, is_embedded
-from wan_core.sampling.sparsity.schedule import bound_words
+from wan_core.sampling.sparsity.schedule import sparse_words
 from wan_core.sampling.steps import Expert
 
 SHARES = (1e-3, 1.0)  # what can be
@@ -55,7 +55,7 @@ def read_last(checkpoint: Path | None, task: str, expert: str, options: SparseOp
         return None
     with suppress(OptionError, OSError):
         last = LAST_FILES.read(path)
-        return last if (last.expert, last.source) == (expert, bound_words(options)) else None
+        return last if (last.expert, last.source) == (expert, sparse_words(options)) else None
     return None
 
 
@@ -74,7 +74,7 @@ def write_last(
         errors = [error or 0.0 for step in steps for error in step["errors"]]
         last = LastRun(
             task=task,
-            source=bound_words(options),
+            source=sparse_words(options),
             expert=expert,
             steps=len(steps),
             share=sum(shares) / len(shares),

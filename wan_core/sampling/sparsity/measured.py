@@ -86,7 +86,7 @@ class Bounded:
         all."""
         assert options.bound is not None
         self.options, self.ranks, self.heads, self.bound = options, ranks, heads, options.bound
-        self.chosen = Shares(options.bound, blocks, options.floor)
+        self.chosen = Shares(options.bound, blocks)
         self.steps: list[StepRecord] = []
         self.both = False  # both branches run in this step, each on ranks of its own
         self.placed: dict[tuple[int, int, torch.device], Rows] = {}  # of this step
@@ -114,13 +114,11 @@ class Bounded:
         """How many blocks a layer reads in this step; None: all."""
         with self.lock:
             now = self.steps[-1]
-            if layer < self.options.dense_layers:
-                return None
             if layer not in now.shares:
                 error = self.steps[-2].settle(layer) if len(self.steps) > 1 else None
                 now.shares[layer] = self.chosen.choose(layer, len(self.steps) - 1, error)
             share = now.shares[layer]
-        return None if share == 1 else Rule(share, score=self.options.score)
+        return None if share == 1 else Rule(share)
 
     def rows(self, layer: int, tokens: int, device: torch.device) -> Rows:
         """The rows that are compared in this step."""

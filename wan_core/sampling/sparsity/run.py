@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from wan_core.ops.attention.sparse.forward import (
     SparseFp8Attention,
 )
 from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
-from wan_core.ops.attention.sparse.routing import Route, Rule
+from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.tiles import Grid, Tiles, make_tiles, with_extra
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.measured import Bounded, Measurements, RankSums
@@ -73,7 +73,7 @@ class SparseTiles:
         weight, tokens = model.patch_embedding.weight, grid[0] * grid[1] * grid[2]
         self.kernel = resolve_kernel(
             options.kernel, weight.device, weight.dtype, model.config.head_dim, tokens,
-            fp8=self.dense[0].takes_fp8, counts=ring or options.mass is not None,
+            fp8=self.dense[0].takes_fp8, counts=ring,
         )  # fmt: skip
         self.block = block_length(self.kernel, tokens)
         if self.kernel.fp8:
@@ -87,18 +87,12 @@ class SparseTiles:
             heads = model.config.num_heads
             own = None if ranks is None else (self.around[0].heads_here(heads), heads)
             self.bounded = Bounded(options, -(-tokens // self.block), ranks, own)
-        self.routes: dict[Any, tuple[int, Rule, Route]] = {}
         self.table: tuple[Tensor, Tiles, Tensor] | None = None
-        self.computed: list[int] = []  # sparse steps so far
 
     def install(self, sparse: bool) -> None:
         """Have the layers attend sparsely, or to all keys."""
         for attention, wanted in zip(self.attentions, self.sparse if sparse else self.around, strict=True):
             attention.attend = wanted
-
-    def rules(self, sparsity: float) -> list[Rule | None]:
-        """The rule of every layer; None: the layer reads all keys."""
-        return [layer_rule(self.options, layer, sparsity) for layer in range(len(self.attentions))]
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [B, L, C] in their own order, which are overwritten -> [B, L, C] in their own order."""
@@ -107,8 +101,6 @@ class SparseTiles:
         if bounded is not None and not info.skip:
             bounded.begin(info.step, info.bound, info.both)
             sparse = bounded.measures
-        if sparse and not info.skip and info.step not in self.computed:
-            self.computed.append(info.step)
         self.install(sparse)
         tiles, rules = self.arranged(inputs)
         forward = SparseForward(
@@ -116,12 +108,8 @@ class SparseTiles:
             dense=self.dense,
             tiles=tiles,
             rules=rules,
-            pooled=self.options.pooled,
             slope=self.options.slope,
-            step=len(self.computed),
             branches=(info.branches, info.window),
-            reuse=self.options.reuse,
-            routes=self.routes,
             samples=None if bounded is None else bounded.samples,
         )
         tokens.copy_(tokens[:, tiles.order])  # in their own memory, which the caller holds: no copy for all blocks
@@ -132,11 +120,11 @@ class SparseTiles:
         """The order of all tokens, and the rules of all layers. Tokens behind the video's come last, are read by every
         block, and read all. Raises OptionError for such tokens around a ring."""
         length = inputs.tokens.shape[1]
-        rules = self.rules(inputs.info.sparsity) if self.bounded is None else Chosen(self.bounded.rule)
+        sparsity = inputs.info.sparsity
+        rules = Chosen((lambda _: step_rule(sparsity)) if self.bounded is None else self.bounded.rule)
         others = length > prod(inputs.grid)
         frames_apart = inputs.modulation.shape[1] > 1 and not others
-        device, parts = inputs.tokens.device, min(self.options.parts, self.block)
-        tiles = make_tiles(inputs.grid, self.block, device, frames_apart=frames_apart, parts=parts)
+        tiles = make_tiles(inputs.grid, self.block, inputs.tokens.device, frames_apart=frames_apart)
         if not others:
             return tiles, rules
         if self.around[0].ring_size > 1:
@@ -159,25 +147,21 @@ class SparseTiles:
         return self.table[2]
 
 
-def layer_rule(options: SparseOptions, layer: int, sparsity: float) -> Rule | None:
-    """How many blocks `layer` reads in a step of `sparsity`; None: all."""
-    if sparsity == 0 or layer < options.dense_layers:
-        return None
-    return Rule(1 - sparsity, options.mass, options.floor, options.score)
+def step_rule(sparsity: float) -> Rule | None:
+    """How many blocks every layer reads in a step of `sparsity`; None: all."""
+    return Rule(1 - sparsity) if sparsity else None
 
 
 def wider(rule: Rule, video: int, blocks: int) -> Rule:
     """`rule` for `video` blocks of a video where others, which are always read, make them `blocks`."""
-    keep, floor = ((Rule(share).most(video) + blocks - video) / blocks for share in (rule.keep, rule.floor))
-    return replace(rule, keep=keep, floor=floor)
+    return Rule((rule.most(video) + blocks - video) / blocks)
 
 
 def check_kernel(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> None:
     """Raise AttentionError now where a kernel that was asked for by name cannot run beside the backend `attention`:
     before there is any work to lose."""
     if options.kernel != "auto":
-        half, fp8, counts = torch.bfloat16, not BACKENDS[attention].exact, options.mass is not None
-        resolve_kernel(options.kernel, device, half, head_dim, tokens, fp8=fp8, counts=counts)
+        resolve_kernel(options.kernel, device, torch.bfloat16, head_dim, tokens, fp8=not BACKENDS[attention].exact)
 
 
 def ring_note(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> str:
@@ -187,8 +171,7 @@ def ring_note(options: SparseOptions, attention: str, device: torch.device, head
         return ""
     half, fp8 = torch.bfloat16, not BACKENDS[attention].exact
     alone, ring = (
-        resolve_kernel("auto", device, half, head_dim, tokens, fp8=fp8, counts=counts).name
-        for counts in (options.mass is not None, True)
+        resolve_kernel("auto", device, half, head_dim, tokens, fp8=fp8, counts=counts).name for counts in (False, True)
     )
     if alone == ring:
         return ""

@@ -18,7 +18,6 @@ from wan_core.config.checks import meant_hint
 from wan_core.config.table import parse_words, read_slashes, slashes, spelled
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
-from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.bounds import LEVELS
 from wan_core.sampling.steps import Step
@@ -36,23 +35,19 @@ EARLY = 1 / 3  # part of the bound that the first steps have
 # on an H200 at 75,600 tokens (benchmarks/results/archive/sparse-cost-h200-*.json): a forward is at most 1 % off for
 # shares from 12.5 to 50 %; at 32,760 tokens 4 %.
 KERNEL, CHOICE = 1.16, 0.006
-# The same for what is computed of unselected blocks beyond their means: for each further part, for the slope and each
-# part of it, for each part of the choice by error. From benchmarks/results/archive/sparse-rest-h200-*.json; the slope
-# of one part together, 0.43 s of a forward at 720p, from sparse-slope-h200-*.json.
-PART, SLOPE, SLOPE_PART, ERROR_PART = 0.0285, 0.052, 0.028, 0.0105
+# The same for the slope of unselected blocks, 0.43 s of a forward at 720p, and for the choice by error: from
+# benchmarks/results/archive/sparse-slope-h200-*.json and sparse-rest-h200-*.json.
+SLOPE, ERROR = 0.08, 0.0105
 FORM = (
-    "quality, balanced, fast, bound:0.06, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options "
-    "after a colon: "
+    "quality, balanced, fast, bound:0.06, or sparsity/dense steps such as 0.8125/0, then after a colon ramp0.3, means "
+    "(without slopes) or a kernel"
 )
-WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, parts4, slope, error, alone, mean, or a kernel"
 
 
 def sparsify(plan: Plan, options: SparseOptions | None) -> Plan:
     """`plan` with a sparsity for every step."""
     if options is None or options.sparsity == 0:
         return plan
-    if options.reuse > 1:
-        check_still(plan, "a selection of blocks that several steps use")
     sparsities = step_sparsities(options, len(plan.steps))
     steps = tuple(replace(step, sparsity=sparsities[step.index]) for step in plan.steps)
     if options.bound is not None:
@@ -102,12 +97,11 @@ def without_estimates(plan: Plan) -> Plan:
 
 def bound_note(options: SparseOptions) -> str:
     """What a plan says that does not know how much its steps read."""
-    lowest = max(options.floor, LEVELS[0])
     early = f" (a third of it in the first {100 * options.ramp:g} % of the steps)" if options.ramp else ""
     return (
-        f"sparse attention: {bound_words(options)}: the run measures the error of each layer's attention and reads "
-        f"{100 * lowest:.3g} to 100 % of the keys, so that it is at most {options.bound:g}{early}; keys and times of "
-        f"this plan are estimates, for {100 * (1 - options.sparsity):.3g} % after the first steps of each expert"
+        f"sparse attention: {sparse_words(options)}: the run measures the error of each layer's attention and reads "
+        f"{100 * LEVELS[0]:.3g} to 100 % of the keys, so that it is at most {options.bound:g}{early}; keys and times "
+        f"of this plan are estimates, for {100 * (1 - options.sparsity):.3g} % after the first steps of each expert"
     )
 
 
@@ -126,16 +120,13 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
     """
     if plan.bound is not None:
         plan = with_expected(plan)  # a part of a schedule begins anew
-    dense_layers = 0 if plan.sparse is None else plan.sparse.dense_layers
-    sparse_layers = max(0, config.num_layers - dense_layers) / config.num_layers
-    replacing = 0.0 if plan.sparse is None else rest_cost(plan.sparse)
-    attention = attention_share(config, config.tokens(*latents)) * sparse_layers
+    attention, slope = attention_share(config, config.tokens(*latents)), plan.sparse is None or plan.sparse.slope
     uncontrolled = family_of(config).uncontrolled_cost(config)
 
     over, free = family_of(config).driving_costs(config, latents)
 
     def cost(step: Step) -> float:
-        relative = step_cost(step.sparsity, attention, replacing)
+        relative = step_cost(step.sparsity, attention, slope)
         relative *= 1.0 if step.control is None or any(step.control) else uncontrolled
         relative *= free if step.undriven else 1.0
         if step.passes:
@@ -153,31 +144,28 @@ def attention_share(config: DiTConfig, tokens: int) -> float:
     return attention / (attention + linears)
 
 
-def rest_cost(options: SparseOptions) -> float:
-    """Time for unselected blocks beyond one mean of each, relative to dense attention."""
-    slope = SLOPE + SLOPE_PART * options.parts if options.slope else 0.0
-    error = ERROR_PART * options.parts if options.score == "error" else 0.0
-    return PART * (options.parts - 1) + slope + error
+def beyond_means(slope: bool) -> float:
+    """Time for the choice by error, and for slopes, relative to dense attention."""
+    return ERROR + (SLOPE if slope else 0.0)
 
 
-def step_cost(sparsity: float, share: float, rest: float = 0.0) -> float:
-    """Time of a sparse forward relative to a dense one. share: of a dense forward's time, in attention of the layers
-    that may be sparse. rest: as `rest_cost`. Above 1 where a step reads nearly all blocks: a sparse step runs its own
-    kernel, also where the dense one is faster (reading all of them takes 1.09 of its time)."""
+def step_cost(sparsity: float, share: float, slope: bool = True) -> float:
+    """Time of a sparse forward relative to a dense one. share: of a dense forward's time, in attention. Above 1 where a
+    step reads nearly all blocks: a sparse step runs its own kernel, also where the dense one is faster (reading all of
+    them takes 1.17 of its time)."""
     if sparsity == 0:
         return 1.0
-    return round(1 - share + share * (KERNEL * (1 - sparsity) + CHOICE + rest), 4)
+    return round(1 - share + share * (KERNEL * (1 - sparsity) + CHOICE + beyond_means(slope)), 4)
 
 
 def parse_sparse(text: str) -> SparseOptions:
-    """A preset, a bound or numbers, then options after colons: `balanced`, `bound:0.06:slope`,
-    `0.8125/0/0:reuse2:cudnn`. Raises OptionError."""
+    """A preset, a bound or numbers, then options after colons: `balanced`, `bound:0.06:cudnn`, `0.8125/0:ramp0.2`.
+    Raises OptionError."""
     first, *settings = text.split(":")
     try:
-        names = ("sparsity", "dense_steps", "dense_layers")
         if first == BOUND:
             return replace(bounded(float(settings[0])), **parse_words(SparseOptions, settings[1:], again=True))
-        values = {} if first in PRESETS else read_slashes(SparseOptions, first, *names, read=float)
+        values = {} if first in PRESETS else read_slashes(SparseOptions, first, "sparsity", "dense_steps", read=float)
         values |= parse_words(SparseOptions, settings, again=True)
     except (ValueError, IndexError) as fault:
         if isinstance(fault, OptionError):
@@ -188,19 +176,11 @@ def parse_sparse(text: str) -> SparseOptions:
 
 def _unknown(text: str) -> OptionError:
     kernels, hint = ", ".join(SPARSE_KERNELS), meant_hint(text, PRESETS)
-    return OptionError(f"sparse {text!r} given; write {FORM}{WORDS} ({kernels}){hint}")
+    return OptionError(f"sparse {text!r} given; write {FORM} ({kernels}){hint}")
 
 
 def sparse_words(options: SparseOptions) -> str:
-    """The options in the form that `parse_sparse` reads: `0.75/0.1/0:reuse2`."""
-    if options.bound is not None:
-        return bound_words(options)
-    settings = [slashes(options, "sparsity", "dense_steps", "dense_layers"), *spelled(options, "ramp", "mass")]
-    settings += [] if options.mass is None else [f"floor{options.floor:g}"]
-    return ":".join([*settings, *spelled(options, "reuse", "score", "parts", "slope", "pooled", "kernel")])
-
-
-def bound_words(options: SparseOptions) -> str:
-    """Options with a bound in the form that `parse_sparse` reads: `bound:0.06:slope:error`."""
-    settings = spelled(options, "ramp", "floor", "reuse", "parts", "slope", "score", "pooled", "kernel")
-    return ":".join([BOUND, f"{options.bound:g}", *settings])
+    """The options in the form that `parse_sparse` reads: `0.75/0.1:ramp0.2`, `bound:0.06`."""
+    bound = options.bound
+    amount = slashes(options, "sparsity", "dense_steps") if bound is None else f"{BOUND}:{bound:g}"
+    return ":".join([amount, *spelled(options, "ramp", "slope", "kernel")])

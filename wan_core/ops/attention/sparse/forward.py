@@ -1,5 +1,5 @@
 """Sparse attention in the place of a model's own: blocks of keys are chosen and read, unselected ones are replaced by
-their means.
+their means and slopes.
 
 A `SparseForward` says what one forward of the model reads. It comes with every call of attention (`AttentionCall`),
 as does the layer.
@@ -9,15 +9,14 @@ blocks. Its rows choose among the blocks of all ranks, by means that the ranks e
 blocks as the keys and values of their rank arrive (`read_around`), and the partial outputs are merged by their
 log-sum-exps.
 
-Legend: B batch, L tokens (N of a rank), H heads (h of a rank), D head dim, n blocks, p parts of them, r blocks of a
-rank.
+Legend: B batch, L tokens (N of a rank), H heads (h of a rank), D head dim, n blocks, r blocks of a rank.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -30,7 +29,7 @@ from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.parts import merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, SparseState, empty_like_heads
 from wan_core.ops.attention.sparse.kernels import Run, SparseKernel
-from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, over_rows, scores
+from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, expected_error, over_rows
 from wan_core.ops.attention.sparse.sampled import Samples, finished_rows, rounding_of, squares, taken
 from wan_core.ops.attention.sparse.slopes import Keys, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.tiles import Tiles
@@ -52,10 +51,8 @@ class Rules(Protocol):
 
 @dataclass
 class SparseForward(SparseState):
-    """One forward of a model: `rules` of its layers (None: dense), and where routes are kept for later steps.
+    """One forward of a model: `rules` of its layers (None: dense).
 
-    routes: (branches, layer) -> the step and the rule it was made for, and the route; used again by the same rule, up
-    to `reuse` - 1 steps later.
     samples: rows that attend to all keys too, whose difference is noted; None: none do.
     """
 
@@ -63,12 +60,8 @@ class SparseForward(SparseState):
     dense: Sequence[Attention]
     tiles: Tiles
     rules: Rules
-    pooled: bool = True
-    slope: bool = False
-    step: int = 0
+    slope: bool = True
     branches: Hashable = None
-    reuse: int = 1
-    routes: dict[Any, tuple[int, Rule, Route]] = field(default_factory=dict)
     samples: Samples | None = None
 
     @property
@@ -92,7 +85,7 @@ class SparseForward(SparseState):
             out = self._fp8(layer, rule, quantize_heads_first(q, block), keys, values)
             out = out.to(q.dtype) * values.scale.to(q.dtype)
         else:
-            out, lse, pooled = self._read(layer, rule, q, k, v)
+            out, lse, pooled = self._read(rule, q, k, v)
             out = finish(out, lse, q, block, pooled=pooled)
             self.compare(layer, out, q, k, v)
         if self.others is not None:
@@ -110,25 +103,25 @@ class SparseForward(SparseState):
         if rule is None:
             return self.dense[layer].with_lse(q, k, v)
         if not self.kernel.fp8:
-            out, lse, pooled = self._read(layer, rule, q, k, v)
+            out, lse, pooled = self._read(rule, q, k, v)
             total = final_lse(lse, q, block, pooled=pooled)
             out = finish(out, lse, q, block, pooled=pooled)
             self.compare(layer, out, q, k, v)
             return out, total
         mean, values = key_mean(k), quantize_values(v.flatten(-2), v.shape[2], block)
         queries, keys = quantize_heads_first(q, block), quantize_heads_first(k, block, mean)
-        out, lse, how = self._read_fp8(layer, rule, queries, keys, values)
+        out, lse, how = self._read_fp8(rule, queries, keys, values)
         self.compare_fp8(layer, out, lse, how, queries, keys, values)
         taken = (q * mean).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, L, H]: of the mean that was removed
         total = final_lse(lse, queries.data, block, **how) + taken.transpose(1, 2)
         out = finish(out, lse, queries.data, block, **how, scale=values.scale)
         return out.to(q.dtype) * values.scale.to(q.dtype), total
 
-    def _read(self, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled | None]:
+    def _read(self, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled | None]:
         """What the kernel gives for plain numbers, its log-sum-exp, and the means that `finish` has yet to add."""
         block = self.block
-        means, queries = self.known(rule, k, v), pool(q, block)[0]
-        route = self.route(layer, rule, queries, means)
+        means, queries = self.known(k, v), pool(q, block)[0]
+        route = self.route(rule, queries, means)
         pooled = self.replacing(route, queries, means, k, v)
         if self.kernel.means:
             return *self.kernel.load()(q, k, v, route, block, pooled), None
@@ -153,7 +146,7 @@ class SparseForward(SparseState):
         # An exchange of tokens between devices gives them as they arrived, in no blocks.
         q, k = (x if isinstance(x, Blocked) else heads_first(x, self.block) for x in (q, k))
         v = v if isinstance(v, Blocked) else channels_first(v, self.block)
-        out, lse, how = self._read_fp8(layer, rule, q, k, v)
+        out, lse, how = self._read_fp8(rule, q, k, v)
         self.compare_fp8(layer, out, lse, how, q, k, v)
         return finish(out, lse, q.data, self.block, **how, scale=v.scale)
 
@@ -204,20 +197,15 @@ class SparseForward(SparseState):
         if self.samples is not None and rule is not None:
             self.samples.note(layer, self.branches, q.new_zeros(2, q.shape[2], dtype=torch.float32))
 
-    def _read_fp8(
-        self, layer: int, rule: Rule, q: Blocked, k: Blocked, v: Blocked
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def _read_fp8(self, rule: Rule, q: Blocked, k: Blocked, v: Blocked) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """What the kernel gives for FP8, its log-sum-exp, and how `finish` corrects them."""
         block, tokens = self.block, q.tokens
-        means, queries = self.known(rule, k, v), pool(q.data, block, q.scale)[0]
-        route = self.route(layer, rule, queries, means)
+        means, queries = self.known(k, v), pool(q.data, block, q.scale)[0]
+        route = self.route(rule, queries, means)
         out, lse = self.kernel.load()(q, k, v, route, block)
         pads = -tokens % block
-        tail = None
         pooled = self.replacing(route, queries, means, k, v)
-        if pads:
-            last = self.tiles.blocks - 1
-            tail = pooled.kept[..., last] if pooled else (route.blocks == last).any(-1)
+        tail = pooled.kept[..., self.tiles.blocks - 1] if pads else None
         return out, lse, {"q_scale": q.scale, "pads": pads, "tail": tail, "pooled": pooled}
 
     def over_ring(self, layer: int, rule: Rule, q: Numbers, k: Numbers, v: Numbers, ring: Ring) -> Tensor:
@@ -228,56 +216,39 @@ class SparseForward(SparseState):
         therefore the same as on one device."""
         assert self.others is None, "tokens beside the video's are in no order around a ring"
         block, mine = self.block, widened(q if isinstance(q, Tensor) else q.data, q)
-        means, queries = self.known(rule, k, v, ring), block_means(q, block)[0]
-        route = self.route(layer, rule, queries, means, ring)
+        means, queries = self.known(k, v, ring), block_means(q, block)[0]
+        route = self.route(rule, queries, means, ring)
         selected = route.kept(self.tiles.blocks)
-        slope = SlopeSum(slope_weights(queries, means, selected), means.keys, self.tiles) if self.slope else None
+        slope = SlopeSum(slope_weights(queries, means, selected), means.keys, block) if self.slope else None
         out, lse = read_around(self.kernel.load(), mine, k, v, route, block, ring, slope and slope.add)
-        pooled = means.pooled(selected)._replace(slopes=slope and slope.total) if self.pooled else None
-        out = finish(out, lse, mine, block, pooled=pooled)
+        out = finish(out, lse, mine, block, pooled=means.pooled(selected, slope and slope.total))
         self.compare_around(layer, out, q, k, v, ring)
         return out
 
-    def known(self, rule: Rule, k: Keys, v: Keys, ring: Ring | None = None) -> KeyMeans:
+    def known(self, k: Keys, v: Keys, ring: Ring | None = None) -> KeyMeans:
         """What choice and replacement need of all keys and values. ring: of whose keys these are this rank's."""
-        part, error = self.tiles.part, rule.score == "error"
-        pools = [*block_means(k, part), *(block_means(v, part)[: 1 + error] if self.pooled or error else ())]
+        pools = [*block_means(k, self.block), *block_means(v, self.block)]
         if ring is not None:
-            pools = ring.gather(torch.stack(pools), ring_blocks(ring, part), 3).unbind()  # [2 to 4, B, H, p, D]
-        keys, variance, values, scatter = *pools, *[None] * (4 - len(pools))
-        assert keys is not None and variance is not None
-        sizes = block_sizes(len(self.tiles.order), part, keys.device)
-        return KeyMeans(keys, variance, sizes, values, scatter, self.tiles.parts)
+            pools = ring.gather(torch.stack(pools), ring_blocks(ring, self.block), 3).unbind()  # [4, B, H, n, D]
+        return KeyMeans(*pools, block_sizes(len(self.tiles.order), self.block, pools[0].device))
 
-    def replacing(self, route: Route, queries: Tensor, known: KeyMeans, k: Keys, v: Keys) -> Pooled | None:
-        """What replaces the blocks that `route` leaves out, if anything does. queries: means [B, H, r, D]."""
-        if not self.pooled:
-            return None
-        pooled = known.pooled(route.kept(self.tiles.blocks))
+    def replacing(self, route: Route, queries: Tensor, known: KeyMeans, k: Keys, v: Keys) -> Pooled:
+        """What replaces the blocks that `route` leaves out. queries: means [B, H, r, D]."""
+        selected = route.kept(self.tiles.blocks)
         if not self.slope:
-            return pooled
-        return pooled._replace(
-            slopes=slopes(slope_weights(queries, known, pooled.kept), known.keys, k, v, self.tiles.part)
-        )
+            return known.pooled(selected)
+        weights = slope_weights(queries, known, selected)
+        return known.pooled(selected, slopes(weights, known.keys, k, v, self.block))
 
-    def route(self, layer: int, rule: Rule, queries: Tensor, known: KeyMeans, ring: Ring | None = None) -> Route:
+    def route(self, rule: Rule, queries: Tensor, known: KeyMeans, ring: Ring | None = None) -> Route:
         """The blocks to read, from means of queries, float32 [B, H, r, D]. ring: of whose queries these are this
         rank's; r is n where there is none."""
-        key = self.branches, layer
-        if key in self.routes:
-            step, made_by, chosen = self.routes[key]
-            if made_by == rule and self.step - step < self.reuse:
-                return chosen
-        sizes = block_sizes(len(self.tiles.order), self.tiles.block, queries.device)
         forced, average = self.tiles.forced, over_rows
         if ring is not None:
-            rows = ring_blocks(ring, self.tiles.block)
+            rows = ring_blocks(ring, self.block)
             first = sum(rows[: ring.index])
             forced, average = forced[first : first + rows[ring.index]], partial(_over_ranks, ring)
-        chosen = choose(scores(queries, known, rule.score), rule, forced, sizes, average)
-        if self.reuse > 1:
-            self.routes[key] = self.step, rule, chosen
-        return chosen
+        return choose(expected_error(queries, known), rule, forced, known.sizes, average)
 
 
 def _over_ranks(ring: Ring, share: Tensor) -> Tensor:

@@ -89,8 +89,8 @@ def resolve_kernel(
 ) -> SparseKernel:
     """The kernel called `name`. `auto`: FP8 where attention is FP8 anyway, else the fastest that runs.
 
-    fp8: the dense backend takes FP8. counts: rows must be able to keep different numbers of blocks, by mass or in the
-    parts of a ring. Raises AttentionError for one that is not known or cannot run.
+    fp8: the dense backend takes FP8. counts: rows must be able to keep different numbers of blocks, as in the parts of
+    a ring. Raises AttentionError for one that is not known or cannot run.
     """
     if name == "auto":
         names = () if tokens < SMALL else card_of(capability(device)).sparse
@@ -104,10 +104,7 @@ def resolve_kernel(
     kernel = KERNELS[name]
     reason = kernel.why_not(device, dtype, head_dim)
     if reason is None and counts and not kernel.counts:
-        reason = (
-            "it reads the same number of blocks for every row: keep by top, not by mass, on a mesh without a ring, or "
-            "use another kernel"
-        )
+        reason = "it reads the same number of blocks for every row: use a mesh without a ring, or another kernel"
     if reason is None and kernel.fp8 and not fp8:
         reason = "attention is not FP8: choose an FP8 backend (cudnn-fp8), or the sparse kernel cudnn"
     if reason is not None:

@@ -1,64 +1,41 @@
 """Which blocks of keys each block of queries reads: from the means of the blocks, without training.
 
-A block of keys is worth the attention it would get: the sum over its keys of exp(q . k). The mean of the queries and
-the mean of the keys estimate that, and miss a block with a few keys that stand out. For keys that scatter normally
-around their mean the logarithm of the mean of the exponentials is mean + variance / 2, where the variance of q . k is
-the sum over channels of q^2 times the variance of the keys: one more small product. `score="spread"` adds it,
-`score="mean"` does not. `score="error"` ranks by the error that a block's means make in its place
-(arXiv:2603.08982): the mass that the variance adds, times the distance of its values from the output.
+A block is worth the error that its means make in its place (arXiv:2603.08982): the attention that the variance of its
+keys adds, times the distance of its values from the output. For keys that scatter normally around their mean the
+logarithm of the mean of exp(q . k) is that of the mean, and half the variance of q . k: the sum over channels of q^2
+times the variance of the keys, one small product.
 
-Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys), p parts of all blocks, K
-blocks kept, r blocks of queries: n, or those of one rank where others have the rest.
+Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys), K blocks kept,
+r blocks of queries: n, or those of one rank where others have the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels.block_layout import Pooled
 
 
 class KeyMeans(NamedTuple):
-    """keys, variance: of the keys of each part, float32 [B, H, p, D]. values, scatter: means and variances of its
-    values, the same; None where neither the choice nor the replacement needs them. sizes: int32 [p], tokens of each
-    part. parts: of a block; the last block may have fewer."""
+    """keys, variance, values, scatter: means and variances of the keys of each block, and of its values, float32
+    [B, H, n, D]. sizes: int32 [n], tokens of each block."""
 
     keys: Tensor
     variance: Tensor
+    values: Tensor
+    scatter: Tensor
     sizes: Tensor
-    values: Tensor | None = None
-    scatter: Tensor | None = None
-    parts: int = 1
 
-    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Means and variances of the keys of whole blocks, float32 [B, H, n, D], and the tokens of each, int32 [n]."""
-        if self.parts == 1:
-            return self.keys, self.variance, self.sizes
-        weight = self.sizes.float()[:, None]
-        sizes = block_sums(self.sizes, self.parts)
-        total = sizes.float()[:, None]
-        mean = block_sums((self.keys * weight).mT, self.parts).mT / total
-        square = block_sums(((self.variance + self.keys.square()) * weight).mT, self.parts).mT / total
-        return mean, (square - mean.square()).clamp_(min=0), sizes
-
-    def pooled(self, kept: Tensor) -> Pooled:
-        """What replaces the blocks that are not `kept`, bool [B, H, r, n]."""
-        assert self.values is not None, "the means of the values are needed"
-        return Pooled(self.keys, self.values, kept, self.sizes, self.parts)
+    def pooled(self, kept: Tensor, slopes: Tensor | None = None) -> Pooled:
+        """What replaces the blocks that are not `kept`, bool [B, H, r, n]. slopes: [B, H, r, D, D]."""
+        return Pooled(self.keys, self.values, kept, self.sizes, slopes)
 
 
-def block_sums(x: Tensor, parts: int) -> Tensor:
-    """Sums of x [..., p] over the parts of each block: [..., n]."""
-    return F.pad(x, (0, -x.shape[-1] % parts)).unflatten(-1, (-1, parts)).sum(-1, dtype=x.dtype)
-
-
-Score = Literal["mean", "spread", "error"]
 AT_ONCE = 1 << 23  # numbers of queries and parts that are held at once
 SINKS = 1  # blocks that most queries of a head look at, kept for all of them
 
@@ -99,31 +76,20 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How many blocks a row keeps: `keep` of them, or those that hold `mass` of the attention as estimated, at least
-    `floor` and at most `keep` (all shares of the blocks)."""
+    """How many blocks a row keeps: a share of them."""
 
     keep: float
-    mass: float | None = None
-    floor: float = 0.0
-    score: Score = "spread"
 
     def most(self, blocks: int) -> int:
         return min(blocks, max(1, round(self.keep * blocks)))
 
 
-def scores(queries: Tensor, known: KeyMeans, score: Score) -> Tensor:
-    """float32 [B, H, r, n]: how much each block is worth to read, for one of its keys, as a logarithm. queries: means,
-    float32 [B, H, r, D]."""
-    return expected_error(queries, known) if score == "error" else estimate(queries, *known.blocks(), score)
-
-
 def expected_error(queries: Tensor, known: KeyMeans) -> Tensor:
-    """Scores like `scores`: how much the output changes for each key of a block when the means of its parts replace the
-    block.
+    """float32 [B, H, r, n]: how much it is worth to read each block, for one of its keys, as a logarithm: by how much
+    the output changes when the block's means replace it. queries: means, float32 [B, H, r, D].
 
-    The part's mass with the variance of its keys, less that of their mean, moves the output by that times the distance
+    The block's mass with the variance of its keys, less that of their mean, moves the output by that times the distance
     of the values: of their mean from the output, and of each from their mean. Some heads at a time."""
-    assert known.values is not None and known.scatter is not None, "the error needs the values"
     scale, counts, errors = queries.shape[-1] ** -0.5, known.sizes.log(), []
     for start in range(0, queries.shape[1], heads := max(1, AT_ONCE // (queries.shape[2] * len(known.sizes)))):
         some = slice(start, start + heads)
@@ -136,19 +102,9 @@ def expected_error(queries: Tensor, known: KeyMeans) -> Tensor:
         out = mass @ values
         away = values.square().sum(-1)[..., None, :] - 2 * (out @ values.mT) + out.square().sum(-1, keepdim=True)
         away = away.clamp_(min=0) + known.scatter[:, some].sum(-1)[..., None, :]
-        errors.append(block_sums((mass - (plain - total).exp()).square() * away, known.parts))
+        errors.append((mass - (plain - total).exp()).square() * away)
     tiny = torch.finfo(torch.float32).tiny
-    return 0.5 * torch.cat(errors, 1).clamp_(min=tiny).log() - block_sums(known.sizes, known.parts).log()
-
-
-def estimate(queries: Tensor, keys: Tensor, variance: Tensor, sizes: Tensor, score: Score) -> Tensor:
-    """float32 [B, H, r, n]: the logarithm of the mean over a block's keys of exp(q . k / sqrt D), roughly. Means of
-    queries, float32 [B, H, r, D], and of keys and the keys' variances, [B, H, n, D]; sizes [n]."""
-    scale = queries.shape[-1] ** -0.5
-    estimates = scale * (queries @ keys.mT)
-    if score == "spread":
-        estimates = estimates + gain(scale**2 * (queries.square() @ variance.mT), sizes)
-    return estimates
+    return 0.5 * torch.cat(errors, 1).clamp_(min=tiny).log() - counts
 
 
 def gain(variance: Tensor, sizes: Tensor) -> Tensor:
@@ -178,12 +134,4 @@ def choose(
     ranked = (share + bonus).scatter_add(
         -1, sinks.expand(-1, -1, share.shape[2], -1), torch.ones_like(share[..., :SINKS])
     )
-    best = ranked.topk(rule.most(count), dim=-1, sorted=rule.mass is not None)
-    if rule.mass is None:
-        return Route(best.indices.int())
-    covered = share.gather(-1, best.indices).cumsum(-1)
-    enough = (covered < rule.mass).sum(-1) + 1
-    floor = max(1, round(rule.floor * count))
-    must = (best.values >= 1).sum(-1)  # forced ones and sinks
-    counts = torch.maximum(enough, must.clamp(min=floor)).clamp(max=best.indices.shape[-1])
-    return Route(best.indices.int(), counts.int())
+    return Route(ranked.topk(rule.most(count), dim=-1, sorted=False).indices.int())

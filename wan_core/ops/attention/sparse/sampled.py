@@ -3,7 +3,7 @@
 The rows are stratified over the order of the tiles, and others in each step. Their error stands for that of all rows:
 128 of 75,600 cost 0.17 % of what dense attention does.
 
-Legend: B batch, L tokens, s sampled rows, H heads, D head dim, n blocks of keys, p parts of them, r blocks of queries.
+Legend: B batch, L tokens, s sampled rows, H heads, D head dim, n blocks of keys, r blocks of queries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wan_core.ops.kernels.block_layout import Pooled, by_parts
+from wan_core.ops.kernels.block_layout import Pooled
 from wan_core.ops.kernels.blocked import without_pads
 
 ROWS = 128
@@ -101,7 +101,7 @@ def finished_rows(
     assert pooled.sizes is not None
     queries = (q[:, rows].float() * q_scale).transpose(1, 2)
     scores = (queries @ pooled.keys.mT) * q.shape[-1] ** -0.5 + pooled.sizes.log()
-    scores.masked_fill_(by_parts(pooled.kept[:, :, of], pooled.parts, scores.shape[-1]), float("-inf"))
+    scores.masked_fill_(pooled.kept[:, :, of], float("-inf"))
     total = torch.logaddexp(lse, scores.logsumexp(-1))[..., None]
     read = (lse[..., None] - total).exp()
     means = (scores - total).exp() @ pooled.values
