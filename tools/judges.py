@@ -109,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
         "--judge", action="append", choices=tuple(JUDGES), help="repeatable (default: the short embedded ones)"
     )
     made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the presets of bounds)")
-    made.add_argument("--testbed", type=Path, help="the folder that `tools.testbed folders` wrote")
+    made.add_argument("--testbed", type=Path, help="the folder that `tools.testbed` wrote")
     made.add_argument("--keep", type=Path, help="folder of full runs, made once (default: none is kept)")
     made.add_argument("--rounded", action="store_true", help=f"also the full run of embedded models in {ROUNDED}")
     made.add_argument("--out", type=Path, required=True, help="JSON file, or a folder")

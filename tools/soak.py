@@ -28,6 +28,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from benchmarks.comfy_graphs import with_defaults
 from benchmarks.comfyui import Client, ComfyUI, Refused, Run, find_checkout, make_base
 from tools.processes import State, below, hidden, look, mapped_memory, parents, ranks_below, resident, wait_until
 from tools.soak_prompts import Prompt, make_files, prompts
@@ -217,7 +218,9 @@ def soak(name: str, count: int, options: argparse.Namespace, workers: bool) -> t
         server = ComfyUI(find_checkout(), base, {"TMPDIR": str(base / "tmp")}, ["--cache-classic"])
         observed, before = Observed(server), None
         try:
+            kinds = server.get("/object_info")
             for number, prompt in enumerate(prompts(count, options.seed, workers), 1):
+                prompt.graph = with_defaults(prompt.graph, kinds)
                 observed.send(number, prompt)
                 if before is None and number >= 2 * window and prompt.outcome != "killed":
                     before = observed.state()

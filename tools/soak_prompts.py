@@ -1,4 +1,4 @@
-"""The prompts of `tools.soak`: nine workflows on the embedded model with drawn settings, and faults."""
+"""The prompts of `tools.soak`: five workflows on the embedded model with drawn settings, and faults."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 
 from benchmarks.comfyui import Graph
-from tools.embedded_graphs import TINY_I2V, loaders, node, sampler, write_lora
+from tools import embedded_graphs
+from tools.embedded_graphs import node, write_lora
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.pipeline.embedded import COLOURS, MOTIONS, SHAPES, parse_caption
 from wan_lab.shapes import draw
@@ -22,7 +22,6 @@ LONG = 1000  # steps of a prompt that is stopped: it never ends by itself
 LAUNCHER = {"devices": "cpu,cpu", "mesh": "auto", "start_timeout": 60, "step_timeout": 60}
 TILES = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
 LATENT_21, LATENT_22 = "Wan 2.1 VAE (A14B, tiny)", "Wan 2.2 VAE (TI2V-5B)"
-CUSTOM_SPARSE = {"preset": "custom", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "kernel": "auto"}
 
 
 @dataclass
@@ -54,114 +53,69 @@ def make_files(base: Path) -> None:
 
 def text_to_video(draw: random.Random, size: tuple[int, int, int]) -> Graph:
     width, height, frames = size
-    shape, moving = draw.choice(SHAPES), draw.choice(MOTIONS)
-    front, back = draw.sample(COLOURS, 2)
-    graph = {
-        **loaders(),
-        "size": node("WanCoreEmptyLatent", width=width, height=height, frames=frames, latent_type=LATENT_21),
-        "sampler": sampler(steps=draw.randint(2, 8), seed=draw.getrandbits(32), solver=draw.choice(("unipc", "euler"))),
-        "decode": node("WanCoreVAEDecode", vae=["vae", 0], latent=["sampler", 0], tiling="auto", report=["sampler", 1]),
-    }
+    numbers = {"steps": draw.randint(2, 8), "seed": draw.getrandbits(32), "solver": draw.choice(("unipc", "euler"))}
+    graph = embedded_graphs.text_to_video({"width": width, "height": height, "frames": frames}, **numbers)
+    shape, moving, (front, back) = draw.choice(SHAPES), draw.choice(MOTIONS), draw.sample(COLOURS, 2)
     graph["text"]["inputs"]["positive"] = f"a {front} {shape} moving {moving} on a {back} background"
     return graph
 
 
 def image_to_video(draw: random.Random, size: tuple[int, int, int]) -> Graph:
     width, height, frames = size
-    graph = text_to_video(draw, size)
-    graph["model"] = loaders(TINY_I2V, TINY_I2V)["model"]
-    graph["picture"] = node("LoadImage", image="first.png")
-    links = {"positive": ["text", 0], "negative": ["text", 1], "vae": ["vae", 0], "first_image": ["picture", 0]}
-    graph["size"] = node("WanCoreImageToVideo", width=width, height=height, frames=frames, **links)
+    graph, other = text_to_video(draw, size), embedded_graphs.image_to_video()
+    graph |= {name: other[name] for name in ("model", "picture", "size")}
+    graph["size"]["inputs"] |= {"width": width, "height": height, "frames": frames}
     graph["sampler"]["inputs"] |= {"positive": ["size", 0], "negative": ["size", 1], "latent": ["size", 2]}
     return graph
 
 
-def with_lora(graph: Graph, **inputs: Any) -> Graph:
-    graph["lora"] = node("WanCoreLoRA", model=["model", 0], **inputs)
+def lora(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    graph = text_to_video(draw, size)
+    strength = {"strength_high": draw.randint(0, 4) / 4, "strength_low": draw.randint(0, 4) / 4}
+    files = {"high": "style.safetensors", "low": "the file above"}
+    graph["lora"] = node("WanCoreLoRA", model=["model", 0], **files, **strength)
     graph["sampler"]["inputs"]["model"] = ["lora", 0]
     return graph
 
 
-def four_steps(draw: random.Random, size: tuple[int, int, int]) -> Graph:
-    files = {"high": "tiny 4-step high (embedded)", "low": "tiny 4-step low (embedded)"}
-    graph = with_lora(text_to_video(draw, size), **files, strength_high=1.0, strength_low=1.0)
-    graph["sampler"]["inputs"] |= {"steps": 0, "preset": "auto"}
-    return graph
-
-
-def lora(draw: random.Random, size: tuple[int, int, int]) -> Graph:
-    strength = {"strength_high": draw.randint(0, 4) / 4, "strength_low": draw.randint(0, 4) / 4}
-    return with_lora(text_to_video(draw, size), high="style.safetensors", low="the file above", **strength)
-
-
-def step_caching(draw: random.Random, size: tuple[int, int, int]) -> Graph:
-    mag = {"preset": "custom", "threshold": 10.0, "max_skips": 2, "retention": 0.2, "rule": "joint", "order": 1}
+def skipping(draw: random.Random, size: tuple[int, int, int]) -> Graph:
     policies = (
-        node("WanCoreMagCache", **mag),
+        node("WanCoreMagCache", preset="balanced"),
         node("WanCoreTaylorSeer", interval=2, order=2, retention=0.2),
-        node("WanCoreAdaptiveCache", threshold=5.0, max_skips=3, retention=0.2),
+        node("WanCoreSparseAttention", preset="balanced"),
     )
-    graph = text_to_video(draw, size) | {"caching": draw.choice(policies)}
-    graph["sampler"]["inputs"] |= {"steps": 12, "skipping": ["caching", 0]}
+    graph = text_to_video(draw, size) | {"skipping": draw.choice(policies)}
+    graph["sampler"]["inputs"] |= {"steps": 12, "skipping": ["skipping", 0]}
     return graph
 
 
-def sparse(draw: random.Random, size: tuple[int, int, int]) -> Graph:
-    graph = text_to_video(draw, size) | {"sparse": node("WanCoreSparseAttention", **CUSTOM_SPARSE)}
-    graph["sampler"]["inputs"]["skipping"] = ["sparse", 0]
-    return graph
-
-
-def native_text_and_decode(draw: random.Random, size: tuple[int, int, int]) -> Graph:
-    graph = text_to_video(draw, size)
+def native_nodes(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    """ComfyUI's own nodes but for the sampler."""
+    graph, (width, height, frames) = image_to_video(draw, size), size
     texts = (graph["text"]["inputs"]["positive"], "")
     graph["text"], graph["negative"] = (node("CLIPTextEncode", clip=["encoder", 0], text=text) for text in texts)
-    graph["sampler"]["inputs"]["negative"] = ["negative", 0]
-    graph["decode"] = node("VAEDecode", vae=["vae", 0], samples=["sampler", 0])
-    return graph
-
-
-def native_image_and_tiles(draw: random.Random, size: tuple[int, int, int]) -> Graph:
-    graph, (width, height, frames) = image_to_video(draw, size), size
-    links = {"positive": ["text", 0], "negative": ["text", 1], "vae": ["vae", 0], "start_image": ["picture", 0]}
+    links = {"positive": ["text", 0], "negative": ["negative", 0], "vae": ["vae", 0], "start_image": ["picture", 0]}
     graph["size"] = node("WanImageToVideo", width=width, height=height, length=frames, batch_size=1, **links)
     graph["decode"] = node("VAEDecodeTiled", vae=["vae", 0], samples=["sampler", 0], **TILES)
-    return graph
-
-
-def plan_and_report(draw: random.Random, size: tuple[int, int, int]) -> Graph:
-    graph = text_to_video(draw, size)
-    numbers = ("steps", "shift", "boundary", "guidance_high", "guidance_low", "solver")
-    settings = {name: graph["sampler"]["inputs"][name] for name in numbers}
-    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], **settings, seconds_per_forward=0.5)
-    graph["report"] = node("WanCoreReport", report=["decode", 1])
-    graph["table"] = node("PreviewAny", source=["plan", 1])
     return graph
 
 
 WORKFLOWS: dict[str, Callable[[random.Random, tuple[int, int, int]], Graph]] = {
     "text to video": text_to_video,
     "image to video": image_to_video,
-    "four steps": four_steps,
-    "step caching": step_caching,
-    "sparse": sparse,
     "LoRA": lora,
-    "native text and decode": native_text_and_decode,
-    "native image and tiles": native_image_and_tiles,
-    "plan and report": plan_and_report,
+    "skipping": skipping,
+    "native nodes": native_nodes,
 }
 
 
 def save(graph: Graph, how: str) -> None:
+    if how != "video":  # which a graph saves by itself
+        del graph["video"]
     if how == "latents":
         graph["save"] = node("SaveLatent", samples=["sampler", 0], filename_prefix="soak/latents")
     if how == "pictures":
         graph["save"] = node("SaveImage", images=["decode", 0], filename_prefix="soak/picture")
-    if how == "video":
-        graph["video"] = node("CreateVideo", images=["decode", 0], fps=8)
-        where = {"filename_prefix": "soak/video", "format": "auto", "codec": "auto"}
-        graph["save"] = node("SaveVideo", video=["video", 0], **where)
 
 
 FORMS = ("video", "pictures", "latents")
@@ -196,7 +150,7 @@ def failed(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
         graph["size"]["inputs"] |= {"latent_type": LATENT_22, "width": 64, "height": 64}
     elif case == 1:
         graph, message = image_to_video(draw, size), "takes no image"
-        graph["model"] = loaders()["model"]
+        graph["model"] = embedded_graphs.loaders()["model"]
     elif case == 2:
         graph, message = lora(draw, size), "not a LoRA"
         graph["lora"]["inputs"] |= {"high": "no_lora.safetensors", "strength_high": 1.0}
@@ -210,7 +164,7 @@ def failed(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
 
 def stopped(draw: random.Random, size: tuple[int, int, int], outcome: str) -> Prompt:
     """A long prompt, interrupted or with a killed worker."""
-    kind = draw.choice(("text to video", "image to video", "step caching", "LoRA", "native text and decode"))
+    kind = draw.choice(tuple(WORKFLOWS))
     graph = WORKFLOWS[kind](draw, size)
     graph["sampler"]["inputs"] |= {"steps": LONG, "solver": "euler"}
     save(graph, draw.choice(FORMS))

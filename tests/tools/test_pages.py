@@ -69,21 +69,3 @@ def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
     assert pages <= set(LINK.findall(index))
-
-
-def pictures_of_graphs() -> set[str]:
-    """The pictures of workflows that a page shows."""
-    names = {path.stem for path in (ROOT / "workflows/api").glob("*.json")}
-    shown = {Path(target).name for page in PAGES for target in LINK.findall(page.read_text(encoding="utf-8"))}
-    return {name for name in shown if name.endswith(".png") and name[:-4].removesuffix("_nodes2") in names}
-
-
-def test_no_picture_is_older_than_the_nodes_that_it_shows() -> None:
-    """What the pictures show was recorded when they were taken, by tools/screenshots.py."""
-    recorded = json.loads((ROOT / "docs/images/shown.json").read_text(encoding="utf-8"))
-    schemas = json.loads((ROOT / "tests/nodes/node_schemas.json").read_text(encoding="utf-8"))
-    assert pictures_of_graphs() >= {"text_to_video.png"}
-    for picture in sorted(pictures_of_graphs()):
-        for kind, inputs in recorded[picture].items():
-            now = [entry["name"] for entry in schemas[kind]["inputs"]]
-            assert sorted(inputs) == sorted(now), f"{picture} shows an older {kind}: run tools/screenshots.py"

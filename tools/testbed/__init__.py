@@ -1,4 +1,4 @@
-"""A larger miniature that measures what a technique loses: `python -m tools.testbed`. It is not shipped.
+"""A larger miniature that measures what a technique loses: `python -m tools.judges`. It is not shipped.
 
 Its weights are kept in `benchmarks/testbed`; `tools/testbed` of commit 35959e36 trained them.
 
@@ -8,5 +8,4 @@ Its weights are kept in `benchmarks/testbed`; `tools/testbed` of commit 35959e36
 | `drawing` | textured objects that cross a textured ground, behind a pillar, under a camera that pans |
 | `folders` | the folders that `--model` takes, with samples for `wancore quality` |
 | `full_runs` | videos of full runs kept on disk |
-| `evaluate` | what the model makes, and what settings lose on it |
 """
