@@ -57,7 +57,6 @@ LEFT = {  # page -> figures that were read once, are limits, or follow from othe
     "docs/quality.md": "2.1 s, 100 s, 65 s, 98 s, 64 s, 28.2 dB, 63 s, 0.43 s, 7 dB, 11 dB",
     "docs/sparse.md": "145 ms, 33.7 dB, 34.2 dB, 1.5 ms, 4.24 s, 0.43 s, 0.41 s",
     "docs/startup.md": "24.5 GB/s, 26.8 GB/s, 33 GB/s, 19.7 s, 8.9 s, 1.1 s",
-    "docs/testbed.md": "842 s, 0.1 dB, 9 dB, 400 s, 5.4 dB, 6.1 dB",
 }
 
 
