@@ -66,7 +66,6 @@ class ModelSocket:
             high=experts.high.path,
             low=None if experts.low is None else experts.low.path,
             loras=tuple(self.lora_files),
-            alone=experts.low is None,
             all_files=self.named_loras,
         )
 

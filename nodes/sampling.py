@@ -277,7 +277,7 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
     config, settings = model.experts.vae, model.settings
     precision = name_of(settings.dtype) if settings.quantization is None else settings.precision
     return {
-        "task": plan.task,
+        "task": plan.name,
         "models": {name: part.source for name, part in model.experts.of.items()},
         "precision": dict.fromkeys(model.patchers, precision),
         **({"loras": lora_words(model.loras)} if model.lora_files else {}),

@@ -363,7 +363,7 @@ def family_run(mesh: str, name: str, how: str, grid: tuple[int, ...]) -> tuple[f
     steps = 10 if how == "magcache" else 4  # a step cache takes ten
     plan = make_plan(task="t2v-14B", steps=steps, guidance_high=2.0, guidance_low=2.0)
     curve = Curve(
-        task=plan.task, source="flat", high_steps=steps, shift=plan.shift, boundary=0.0, solver=plan.solver,
+        task=plan.name, source="flat", high_steps=steps, shift=plan.shift, boundary=0.0, solver=plan.solver,
         samples=None, cond=(1.0,) * steps, uncond=(1.0,) * steps,
     )  # fmt: skip
     skip = SkipOptions(magcache=MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2))

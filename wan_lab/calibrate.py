@@ -90,7 +90,7 @@ def calibrate(
         return sum(run[key] * count for run, count in zip(runs, videos, strict=True)) / sum(videos)
 
     return Curve(
-        task=curve_name(plan.task, image),
+        task=curve_name(plan.name, image),
         source=source,
         high_steps=sum(step.expert == "high" for step in plan.steps),
         shift=plan.shift,

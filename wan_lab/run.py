@@ -217,7 +217,7 @@ def measure_quality(
             on_checked()
             for each in dict.fromkeys([pipe, *pipes.values()]):
                 warm_up(each, batch, plan, full_run if each is pipe else make)
-            measured.plan_words = f"{plan.task}   {len(plan.steps)} steps"
+            measured.plan_words = f"{plan.name}   {len(plan.steps)} steps"
         exact = measured.add(FULL, full_run(pipe, batch, plan))
         measured.first.setdefault(FULL, exact[0])
         verdicts += [judged(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]

@@ -24,7 +24,6 @@ from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions, Request, UserError
 from wan_core.config.keys import key_of
 from wan_core.config.table import table
-from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.families.clips import Clip
 from wan_core.pipeline.check import Job, check_request
 from wan_core.pipeline.model_parts import Parts
@@ -161,7 +160,7 @@ def of_plan(asked: Asked) -> Answer:
     except UserError as fault:
         return str(fault)
     plan = without_costs(json.loads(json.dumps(video.plan.as_dict())))
-    return plan, video.long.clips, options.frames or TASKS[video.plan.task].frames
+    return plan, video.long.clips, options.frames or video.plan.task.frames
 
 
 @pytest.mark.parametrize("first", range(0, REQUESTS, 50))

@@ -368,6 +368,6 @@ def test_other_models_are_not_taken_for_it(weights):
 def test_the_name_tells_distilled_weights(name, task):
     choice = choose_task(ANIMATE2, Clues(Path(name)))
     assert choice.task.name == task and "distilled" in choice.why
-    assert len(preset_plan(PlanNumbers(), [Path(name)], task=task).steps) == choice.task.steps  # and not a preset's
+    assert len(preset_plan(PlanNumbers(), [Path(name)], task=choice.task).steps) == choice.task.steps
     with pytest.raises(OptionError, match="one transformer"):
         choose_task(ANIMATE2, Clues(Path(name), alone=False))

@@ -6,6 +6,7 @@ import importlib
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import native_models as world
@@ -124,7 +125,7 @@ def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: d
     from wan_core.sampling.cache.skipping import leave_out
     from wan_core.sampling.conditioning import Conditioning
     from wan_core.sampling.denoise import Ready, denoise
-    from wan_core.sampling.plan import Plan
+    from wan_core.sampling.plan import make_plan
     from wan_core.sampling.steps import Step
 
     steps = tuple(
@@ -132,7 +133,7 @@ def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: d
              guidance=3.0, branches=("cond", "uncond"))
         for i, s in enumerate(sigmas[:-1])
     )  # fmt: skip
-    plan = Plan(task="t2v-A14B", solver="euler", shift=5.0, boundary=boundary, steps=steps)
+    plan = replace(make_plan(task="t2v-A14B", solver="euler"), boundary=boundary, steps=steps)
     plan = leave_out(plan, SkipOptions(**policy), find_curve(None, "t2v-A14B"))
     ran: list[int] = []
     conditioning = Conditioning(cond=padded(world.rows(1, 6, 32, seed=2)), uncond=padded(world.rows(1, 6, 32, seed=3)))

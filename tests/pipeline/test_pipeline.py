@@ -50,7 +50,7 @@ def test_one_transformer_with_a_known_first_frame(ti2v_release, picture):
     request = Request(prompt=CAPTION, image=str(picture), **SMALL)
     pipe = Pipeline.load(LoadOptions(model=str(ti2v_release), device="cpu"), request=request)
     result = pipe.generate(request)
-    assert result.plan.task == "ti2v-5B" and result.plan.experts == ("high",) and result.frames.shape == (9, 64, 96, 3)
+    assert result.plan.name == "ti2v-5B" and result.plan.experts == ("high",) and result.frames.shape == (9, 64, 96, 3)
     vae = pipe.models.vae()
     first = torch.from_numpy(load_image(picture).copy()).permute(2, 0, 1)[None, :, None] * 2 - 1
     torch.testing.assert_close(result.latents[:, :, :1], vae.encode(first), rtol=1e-4, atol=1e-4)

@@ -261,10 +261,10 @@ def test_a_plan_says_that_it_does_not_know_and_what_the_last_run_took(tmp_path: 
     assert len(first) == 2 and {plan.steps[n + 1].sparsity for n in first} == {0.5}
     assert {step.sparsity for step in plan.steps} == {0.0, 0.5, 0.75}
     attention = [{"expert": "high", "shares": [1.0, 0.125], "errors": [None, 0.04]}]
-    write_last(plan.task, plan.sparse, {"high": file, "low": None}, attention)
-    last = read_last(file, plan.task, "high", parse_sparse("bound:0.06"))
+    write_last(plan.name, plan.sparse, {"high": file, "low": None}, attention)
+    last = read_last(file, plan.name, "high", parse_sparse("bound:0.06"))
     assert last is not None and (last.share, last.error, last.steps) == (0.5625, 0.02, 1)
-    assert read_last(file, plan.task, "high", parse_sparse("bound:0.06:ramp0")) is None
+    assert read_last(file, plan.name, "high", parse_sparse("bound:0.06:ramp0")) is None
     again = skip_forwards(make_plan(), parse_setting("sparse:bound:0.06"), file)
     assert "last run with these weights, high-noise expert: read 56 % of the keys" in again.table()
     assert "estimates, for 56.2 %" in again.table()

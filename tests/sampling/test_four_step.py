@@ -13,15 +13,16 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.config import LoadOptions, LoraOptions, OptionError, PlanNumbers, Request, SkipOptions, TaylorSeerOptions
 from wan_core.config.file_names import file_says
+from wan_core.models.wan.families import TASKS
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_LORAS, own_loras
 from wan_core.sampling.plan import SCHEDULES, make_plan
 from wan_core.sampling.presets import CHOICES, PRESETS, find_preset, preset_plan
 
-TASKS = ("t2v-A14B", "i2v-A14B", "t2v-tiny", "i2v-tiny")
+PAIRS = tuple(TASKS[name] for name in ("t2v-A14B", "i2v-A14B", "t2v-tiny", "i2v-tiny"))
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", PAIRS)
 def test_four_steps_are_those_that_were_distilled(task):
     plan = preset_plan(PlanNumbers(preset="4-step"), task=task)
     assert [s.timestep for s in plan.steps] == pytest.approx([1000, 937.5, 2500 / 3, 625], abs=1e-3)
@@ -34,7 +35,7 @@ def test_four_steps_are_those_that_were_distilled(task):
 @settings(max_examples=60, deadline=None)
 @given(
     preset=st.sampled_from(sorted(name for name, preset in PRESETS.items() if not preset.motion)),
-    task=st.sampled_from(TASKS),
+    task=st.sampled_from(PAIRS),
     steps=st.none() | st.integers(2, 20),
     shift=st.none() | st.floats(1, 15),
     solver=st.none() | st.sampled_from(sorted(SCHEDULES)),
@@ -53,18 +54,17 @@ def test_the_boundary_goes_by_steps(preset, task, steps, shift, solver):
 
 
 def test_one_transformer_runs_every_step():
-    assert {s.expert for s in preset_plan(PlanNumbers(preset="8-step"), task="ti2v-5B").steps} == {"high"}
-    assert {s.expert for s in preset_plan(PlanNumbers(preset="4-step", boundary=0.0), task="t2v-A14B").steps} == {
-        "high"
-    }
+    for task, boundary in (("ti2v-5B", None), ("t2v-A14B", 0.0)):
+        plan = preset_plan(PlanNumbers(preset="8-step", boundary=boundary), task=TASKS[task])
+        assert {step.expert for step in plan.steps} == {"high"}
 
 
 def test_given_numbers_stand():
-    plan = preset_plan(PlanNumbers(preset="4-step", guidance_high=3.5, boundary=0.9), task="t2v-A14B")
+    plan = preset_plan(PlanNumbers(preset="4-step", guidance_high=3.5, boundary=0.9), task=TASKS["t2v-A14B"])
     assert plan.boundary == 0.9 and plan.guidance_of("high") == 3.5 and plan.guidance_of("low") == 1
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", PAIRS)
 def test_none_is_the_plan_as_it_was(task):
     assert preset_plan(PlanNumbers(preset="none"), [Path("lightx2v_4steps.safetensors")], task=task) == make_plan(
         task=task
@@ -81,7 +81,7 @@ def test_an_unknown_preset_names_the_known():
 @pytest.mark.parametrize("numbers", [{"steps": 0}, {"shift": 0.0}])
 def test_what_is_out_of_range_is_not_the_preset_s(numbers):
     with pytest.raises(OptionError, match="given; "):
-        preset_plan(PlanNumbers(preset="4-step", **numbers), task="t2v-A14B")
+        preset_plan(PlanNumbers(preset="4-step", **numbers), task=TASKS["t2v-A14B"])
 
 
 def lora(path: Path) -> Path:

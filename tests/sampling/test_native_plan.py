@@ -30,7 +30,7 @@ POLICIES = (
     SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.2)),
     SkipOptions(adaptive=AdaptiveOptions(threshold=0.1)),
 )
-NUMBERS = {"task": "t2v-A14B", "solver": "euler", "guidance": 4.0, "branches": ("cond", "uncond")}
+NUMBERS = {"name": "t2v-A14B", "solver": "euler", "guidance": 4.0, "branches": ("cond", "uncond")}
 
 
 def planned(part: Part, shift: float, boundary: float, policy: SkipOptions | None = None) -> Plan:

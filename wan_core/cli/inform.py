@@ -15,7 +15,7 @@ from wan_core.config import QUANTIZED, Keyframe, LoadOptions, OptionError, Promp
 from wan_core.config.checks import near_file
 from wan_core.config.file_names import NAMING
 from wan_core.config.table import from_values
-from wan_core.models.wan.families import TASKS, family_of, find_task
+from wan_core.models.wan.families import family_of, find_task
 from wan_core.models.wan.families.family import BEGINS, given_fields
 from wan_core.sampling.build import ModelFacts, PlannedVideo, build_plan, plan_request
 from wan_core.sampling.plan import WARNING
@@ -68,6 +68,7 @@ def run_plan(options: argparse.Namespace) -> int:
             raise OptionError(f"{flag} changes no step: add --memory, whose plan it changes, or leave {flag} out")
     video = asked_plan(options, lambda line: print(line, file=sys.stderr))
     plan, long = video.plan, video.long
+    assert plan.task is not None
     seconds = whole_seconds(video, options.seconds_per_forward)
     cut = any(one is not None for one in (options.frames, options.clip_frames, options.overlap, options.svi))
     if options.json:
@@ -78,7 +79,7 @@ def run_plan(options: argparse.Namespace) -> int:
     print(plan.table())
     if cut and plan.context_windows is None:
         alone = len(long.clips) == 1 and not long.leading
-        print(f"{options.frames or TASKS[plan.task].frames} frames: {'one piece' if alone else long.words(plan.count)}")
+        print(f"{options.frames or plan.task.frames} frames: {'one piece' if alone else long.words(plan.count)}")
     if seconds is not None:
         from wan_core.media.pictures import clock  # imports PIL
 

@@ -139,7 +139,7 @@ class Job:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
         return {
-            "task": plan.task,
+            "task": plan.name,
             "prompt": request.prompt,
             **({"prompts": {one.frame: one.text for one in request.prompts_at}} if request.prompts_at else {}),
             "negative_prompt": self.negative_prompt,

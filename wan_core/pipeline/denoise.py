@@ -141,7 +141,7 @@ def sample_latents(
     report.notes += [note for note in plan.notes if note not in report.notes]  # clips have the same
     measurements.add_to(report.attention, report.notes)
     if ranks is None or ranks.rank == 0:
-        write_last(plan.task, plan.sparse, files or {}, report.attention)
+        write_last(plan.name, plan.sparse, files or {}, report.attention)
     note_compiled()
     if plan.sigmas[-1] > 0:
         on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, integrator.history._replace(noise=None)))

@@ -97,8 +97,8 @@ def with_svi(
 class ModelFacts:
     """What a plan depends on of the models: names of files and numbers of their headers, no tensors.
 
-    dit: None where only the task is known. high: the high-noise expert, or the only transformer. alone: one transformer
-    runs every step of a task that has two. all_files: a run has no other files; so it is where one of them is given.
+    dit: None where only the task is known. high: the high-noise expert, or the only transformer. all_files: a
+    run has no other files; so it is where one of them is given.
     """
 
     task: Task
@@ -107,7 +107,6 @@ class ModelFacts:
     high: Path | None = None
     low: Path | None = None
     loras: tuple[Path, ...] = ()
-    alone: bool = False
     all_files: bool = False
 
     @property
@@ -240,11 +239,10 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
 
 def schedule(request: PlanRequest, facts: ModelFacts) -> Plan:
     """Every step of the schedule, each with all of its forwards."""
-    alone = request.boundary is None and facts.alone
     plan = preset_plan(
-        replace(request, boundary=facts.task.boundary) if alone else request,
+        request,
         [path for path in (*facts.loras, facts.high, facts.low) if path is not None],
-        task=facts.task.name,
+        task=facts.task,
         sigmas=request.sigmas,
         window=request.part,
     )
@@ -287,7 +285,7 @@ def build_sampler_plan(request: SamplerRequest, model: NativeModel) -> tuple[Pla
         part, skip = Part(0, count, count, sigmas), SkipOptions(sparse=skip.sparse)
     plan = plan_part(
         part,
-        task=model.name,
+        name=model.name,
         solver=f"ComfyUI {request.solver}",
         shift=model.shift,
         boundary=model.boundary if falls(sigmas) else 0.0,

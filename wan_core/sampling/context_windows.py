@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wan_core.config import OptionError, WindowOptions
-from wan_core.models.wan.families import check_windows, find_task
+from wan_core.models.wan.families import check_windows
 from wan_core.sampling.plan import Plan
 
 Windows = tuple[tuple[int, ...], ...]
@@ -26,7 +26,8 @@ def with_windows(plan: Plan, options: WindowOptions, frames: int) -> Plan:
     A moving schedule counts the steps of each expert from its first one, as ComfyUI's samplers do, of which each
     expert has one. Raises OptionError for a task whose models windows do not fit.
     """
-    task = find_task(plan.task)
+    task = plan.task
+    assert task is not None
     check_windows(task)
     if options.retain_first and task.image != "channels":
         raise OptionError(f"{task.name} has no image beside its noise that context windows could retain: leave it out")

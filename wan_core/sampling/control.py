@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wan_core.config import ControlOptions, NagOptions, OptionError
-from wan_core.models.wan.families import family_of, find_task
+from wan_core.models.wan.families import family_of
 from wan_core.sampling.cutting import without_lost_sources
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Step, averaged
@@ -26,8 +26,9 @@ def with_control(plan: Plan, options: ControlOptions) -> Plan:
     """`plan` in which the control counts by `options.scale` from `start` to `end`, in shares of the run, and not at all
     in the other steps. Raises OptionError for a task without a strength, where no step is in between, and as
     `check_reuse`."""
-    if not family_of(find_task(plan.task)).strength_key:
-        raise OptionError(f"{plan.task} takes no strength of a control: leave --control-scale, -start and -end out")
+    assert plan.task is not None
+    if not family_of(plan.task).strength_key:
+        raise OptionError(f"{plan.name} takes no strength of a control: leave --control-scale, -start and -end out")
     if options == ControlOptions():
         return plan
     ranges = [TextRange(0.0, options.start), TextRange(options.start, options.end), TextRange(options.end, 1.0)]
@@ -82,7 +83,7 @@ def check_reuse(plan: Plan) -> None:
 def with_passes(plan: Plan, own: bool = True) -> Plan:
     """`plan` with the forwards over the driving video, for a family whose driving video takes some. own: it has a text
     and a picture of its own, so that one forward is for both branches."""
-    if not family_of(find_task(plan.task)).driving_keys:
+    if plan.task is None or not family_of(plan.task).driving_keys:
         return plan
     steps: list[Step] = []
     for phase in plan.phases:

@@ -21,7 +21,7 @@ from wan_core.config import (
     check_choice,
 )
 from wan_core.config.table import stated
-from wan_core.models.wan.families import find_task
+from wan_core.models.wan.families import TASKS, Task, find_task
 from wan_core.sampling.schedules import (
     Window,
     dpmpp_schedule,
@@ -74,7 +74,7 @@ class PromptTimes(NamedTuple):
 class Plan:
     """The steps of one run and the settings that determine them."""
 
-    task: str
+    name: str  # of the task, or of a model of ComfyUI that has none here
     solver: str
     shift: float
     boundary: float
@@ -91,6 +91,10 @@ class Plan:
     window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
     from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
     steps: tuple[Step, ...]
+
+    @property
+    def task(self) -> Task | None:
+        return TASKS.get(self.name)
 
     @property
     def count(self) -> int:
@@ -190,20 +194,21 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as `plan --json` prints them."""
         first: dict[str, Any] = {
-            **{name: getattr(self, name) for name in ("task", "solver", "shift", "boundary", "forwards")},
+            "task": self.name,
+            **{name: getattr(self, name) for name in ("solver", "shift", "boundary", "forwards")},
             "unskipped": self.forwards if self.unskipped is None else self.unskipped,
             "saved": round(self.saved, 4),
         }
         values = stated(self, ("adaptive", "sparse", "notes"))
         values |= {name: values[name].at for name in ("known", "prompts") if name in values}  # frames by their numbers
-        others = [name for name in values if name not in (*first, "window", "from_latents")]
+        others = [name for name in values if name not in (*first, "name", "window", "from_latents")]
         return first | {name: as_json(values[name]) for name in others}
 
     def table(self) -> str:
         """The steps as text, one per line, with a line at the change of expert."""
         count = {e: sum(s.expert == e and not s.correction for s in self.steps) for e in self.experts}
         lines = [
-            f"{self.task}: {self.step_words()}, {self.solver}, shift {self.shift:g}, boundary {self.boundary:g} "
+            f"{self.name}: {self.step_words()}, {self.solver}, shift {self.shift:g}, boundary {self.boundary:g} "
             f"({', '.join(f'{n} {e}-noise' for e, n in count.items())}), {self.forward_words()}",
             *([self.known.words()] if self.known else []),
             *([self.prompts.words()] if self.prompts else []),
@@ -237,7 +242,7 @@ class Plan:
 
 def make_plan(
     *,
-    task: str = "t2v-A14B",
+    task: Task | str = "t2v-A14B",
     steps: int | None = None,
     shift: float | None = None,
     boundary: float | None = None,
@@ -254,8 +259,8 @@ def make_plan(
     sigmas: the schedule itself, falling, instead of that of the solver. window: the part of the schedule that is to
     run: the plan has all steps until `cut_plan`. Raises OptionError.
     """
-    default = find_task(task)
-    if guidance_low is not None and guidance_high is None and not default.two_experts:
+    default = find_task(task) if isinstance(task, str) else task
+    if guidance_low is not None and guidance_high is None and not default.two_experts and not boundary:
         raise OptionError(
             f"guidance {guidance_low} given for the low-noise expert, but {default.name} has one transformer, which "
             "uses guidance_high: give that, or both"
@@ -289,7 +294,7 @@ def make_plan(
         )
 
     return Plan(
-        task=default.name,
+        name=default.name,
         solver=solver,
         shift=shift,
         boundary=boundary,

@@ -18,7 +18,7 @@ def draw_plan(plan: Plan, seconds: float | None = None, clips: str = "") -> Imag
     """
     canvas = Canvas(*SIZE)
     left, right, top, bottom = 56, SIZE[0] - 24, 64, SIZE[1] - 132
-    canvas.text(24, 16, f"{plan.task}   {plan.step_words()}   {plan.solver}   shift {plan.shift:g}", size=17)
+    canvas.text(24, 16, f"{plan.name}   {plan.step_words()}   {plan.solver}   shift {plan.shift:g}", size=17)
     time = "time unknown before a first run" if seconds is None else f"about {clock(seconds)}"
     canvas.text(SIZE[0] - 24, 19, f"{plan.forward_words()}   {time}", FAINT, anchor="ra")
     if clips:

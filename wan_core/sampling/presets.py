@@ -21,7 +21,7 @@ from typing import Any
 from wan_core.config import MotionOptions, OptionError, PlanNumbers, ScheduleNumbers, check_choice
 from wan_core.config.file_names import file_says
 from wan_core.config.table import table
-from wan_core.models.wan.families import Task, find_task
+from wan_core.models.wan.families import Task
 from wan_core.sampling.motion import motion_numbers
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
 from wan_core.sampling.schedules import Window, given_schedule
@@ -97,7 +97,7 @@ def preset_plan(
     numbers: PlanNumbers,
     files: Sequence[Path] = (),
     *,
-    task: str,
+    task: Task,
     sigmas: Sequence[float] | None = None,
     window: Window | None = None,
 ) -> Plan:
@@ -105,7 +105,7 @@ def preset_plan(
     OptionError."""
     if sigmas is not None and numbers.shift is not None:
         raise OptionError(f"shift {numbers.shift:g} given, and sigmas, which have a shift already: leave the shift out")
-    own = numbers.preset == "auto" and find_task(task).distilled
+    own = numbers.preset == "auto" and task.distilled
     preset, reason = find_preset(numbers.preset, () if own else files)
     values: dict[str, Any] = {name: getattr(numbers, name) for name in table(ScheduleNumbers)}
     if preset is None:
@@ -114,15 +114,15 @@ def preset_plan(
         notes = (f"no preset: {reason}; if it is step-distilled, choose one",) if said else ()
         return replace(plan, notes=(*plan.notes, *notes))
     if preset.motion:
-        usual = motion_numbers(find_task(task))
+        usual = motion_numbers(task)
         values["shift"] = usual.shift if values["shift"] is None and sigmas is None else values["shift"]
-        if find_task(task).two_experts and values["boundary"] is None:
+        if task.two_experts and values["boundary"] is None:
             values["boundary"] = usual.boundary
     values = {name: getattr(preset, name, None) if value is None else value for name, value in values.items()}
     if numbers.steps is None and sigmas is not None:
         values["steps"] = len(sigmas) - 1
     plan = make_plan(task=task, sigmas=sigmas, window=window, **values)
-    if values["boundary"] is None and find_task(task).two_experts and values["steps"] > 1:
+    if values["boundary"] is None and task.two_experts and values["steps"] > 1:
         make = SCHEDULES[values["solver"]]
         _, timesteps = make(values["steps"], values["shift"]) if sigmas is None else given_schedule(sigmas)
         half = len(timesteps) // 2  # the high-noise expert runs the first half of the steps

@@ -173,7 +173,7 @@ def _eligible(plan: Plan, count: int, retention: float) -> bool:
     if len(plan.steps_of_experts) == 1:
         return count >= int(forwards * retention)
     split = 2 * len(plan.steps_of_experts[0])
-    if find_task(plan.task).image == "channels":
+    if plan.task is not None and plan.task.image == "channels":
         return count >= int(split + (forwards - split) * retention)
     return count >= int(split * retention) and not split <= count <= (forwards - split) * retention + split
 

@@ -10,7 +10,7 @@ from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerO
 from wan_core.config.command import command
 from wan_core.config.file_names import file_says
 from wan_core.config.table import slashes
-from wan_core.models.wan.families import TASKS, check_sparse, find_task
+from wan_core.models.wan.families import check_sparse
 from wan_core.sampling.cache.magcache import PRESETS, Curve, find_curve, skip_magcache
 from wan_core.sampling.cache.policies import (
     EARLY_STEPS,
@@ -73,20 +73,17 @@ def apply_policies(
     from an image (TI2V). loras: LoRA files of both experts. of_sampler: a sampler of ComfyUI walks a part of `plan`,
     with a model of any variant. Raises OptionError.
     """
-    task = TASKS.get(plan.task)
     if options.sparse is not None and options.sparse.bound is not None:
-        if not of_sampler:
-            check_sparse(find_task(plan.task))
+        if plan.task and not of_sampler:
+            check_sparse(plan.task)
         plan = with_bound(plan, options.sparse, {"high": checkpoint, "low": checkpoint if of_sampler else low})
-    elif not of_sampler and options.sparse is not None:
-        if options.sparse.sparsity:
-            check_sparse(find_task(plan.task))
-        plan = sparsify(plan, options.sparse)
     else:
+        if plan.task and not of_sampler and options.sparse is not None and options.sparse.sparsity:
+            check_sparse(plan.task)
         plan = sparsify(plan, options.sparse)
     if plan.solver == "ComfyUI lcm" and replace(options, sparse=None) != SkipOptions():
         check_cacheable("lcm", "the step cache")
-    curve = find_curve(checkpoint, plan.task, image=image) if options.magcache and task is not None else None
+    curve = find_curve(checkpoint, plan.name, image=image) if options.magcache and plan.task else None
     said = [file_says(path) for path in (checkpoint, low, *loras) if path is not None]
     return leave_out(plan, options, curve, distilled=next((one.why for one in said if one.steps is not None), ""))
 
@@ -94,7 +91,7 @@ def apply_policies(
 def with_bound(plan: Plan, options: SparseOptions, files: Mapping[Expert, Path | None]) -> Plan:
     """`plan` whose attention keeps a bound on its error; its estimates are for what the last run with these files
     read, where that is known."""
-    known = {expert: read_last(files[expert], plan.task, expert, options) for expert in plan.experts}
+    known = {expert: read_last(files[expert], plan.name, expert, options) for expert in plan.experts}
     last = {expert: run for expert, run in known.items() if run is not None}
     if last:
         share = sum(run.share for run in last.values()) / len(last)
@@ -149,7 +146,7 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         note = f"{name} is off: {f'{distilled}; if it is not, change that' if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
     check_still(plan, name)
-    options, note = with_curve(options, curve, plan.task)
+    options, note = with_curve(options, curve, plan.name)
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
     if options.magcache and curve is not None:
         return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)

@@ -139,7 +139,7 @@ def _words(sigmas: Sequence[float]) -> str:
 def plan_part(
     part: Part,
     *,
-    task: str,
+    name: str,
     solver: str,
     shift: float,
     boundary: float,
@@ -176,7 +176,7 @@ def plan_part(
         )
         for i, sigma in enumerate(sigmas[:-1])
     )
-    return Plan(task=task, solver=solver, shift=shift, boundary=boundary, steps=steps)
+    return Plan(name=name, solver=solver, shift=shift, boundary=boundary, steps=steps)
 
 
 def between(sigmas: Sequence[float], split: int) -> float:
