@@ -232,7 +232,7 @@ class ComfyMemory(RunOwner):
         return plan_experts(self.model, self.workload)
 
     def _ready(self, expert: Expert, form: PreparedForm | None) -> WanModel:
-        """One that is loaded, which keeps what it prepares as `form` says."""
+        """The loaded model of an expert. form: how it keeps what it prepares once a run."""
         patcher = self.patchers[expert]
         model = patcher.ready(self.loras(expert))
         patcher.kept_form = model.prepared_form = form

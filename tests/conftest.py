@@ -33,6 +33,7 @@ CHEAP_COMPILER = {
 
 SLOW = Path(__file__).parent / "slow_tests.txt"  # tests of 0.1 s and more, a line each, without parameters
 SLOW_SECONDS = 0.1
+EXAMPLES = 25  # of hypothesis, where a test does not say how many
 HIDDEN = Path(__file__).parent / "without_triton"  # a package `triton` that cannot be imported
 
 
@@ -55,9 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     # A deadline measures the machine, not the code. CI draws the same examples every time: a failure there can be
-    # repeated.
-    hypothesis.settings.register_profile("local", deadline=None)
-    hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+    # repeated. Locally others are drawn each time, so few of them are many over a week.
+    common = {"deadline": None, "max_examples": EXAMPLES}
+    hypothesis.settings.register_profile("local", **common)
+    hypothesis.settings.register_profile("ci", **common, derandomize=True, database=None, print_blob=True)
     hypothesis.settings.load_profile("ci" if "CI" in os.environ else "local")
     if not torch.cuda.is_available():
         os.environ.update(CHEAP_COMPILER | {name: os.environ[name] for name in CHEAP_COMPILER if name in os.environ})

@@ -80,7 +80,7 @@ class Evictable(ModelPatcher):
 
     @property
     def forced_hooks(self) -> None:
-        """None: a model of WanCore has no hooks. Raises OptionError where some are set."""
+        """Return nothing: a model of WanCore has no hooks. Raises OptionError where some are set."""
 
     @forced_hooks.setter
     def forced_hooks(self, hooks: object) -> None:
@@ -196,7 +196,7 @@ class Held(Evictable):
         return model if streams is None else cast(WanModel, streams.use(self.name))
 
     def has_loras(self, loras: Sequence[Wanted]) -> bool:
-        """Whether its weights in memory are what they are with `loras`."""
+        """Whether exactly `loras` are on its weights in memory."""
         return self._in_memory() and not self.on_model.changes_weights(loras, self.part)
 
     def _in_memory(self) -> bool:

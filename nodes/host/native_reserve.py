@@ -33,12 +33,12 @@ Forward = Callable[[dict[str, Any]], Tensor]
 # torch.compile may be around the whole model: what changes from step to step is not compiled, or every step would be
 # compiled again.
 def eager(function: Function) -> Function:
-    """Not compiled, nor what it calls."""
+    """Exclude `function` and all that it calls from torch.compile."""
     return cast(Function, torch.compiler.disable(function))
 
 
 def uncompiled(function: Function) -> Function:
-    """Not compiled, but what it calls is."""
+    """Exclude `function` from torch.compile; what it calls may be compiled."""
     return cast(Function, torch.compiler.disable(function, recursive=False))
 
 

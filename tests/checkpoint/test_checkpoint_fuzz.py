@@ -42,7 +42,7 @@ SECONDS = 5.0  # for one example; the slowest takes a tenth of it on an idle cor
 HEADROOM = 768 * 2**20  # of address space, above what the process has already
 
 quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-many = settings(quick, max_examples=60)
+many = settings(quick, max_examples=20)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,7 +120,7 @@ def test_truncated(name: str, data: st.DataObject) -> None:
 flips = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6)
 
 
-@settings(quick, max_examples=80)
+@settings(quick, max_examples=26)
 @given(name=st.sampled_from(NAMES), where=flips)
 def test_flipped_header_bytes(name: str, where: list[tuple[float, int]]) -> None:
     content = base(name)
@@ -135,7 +135,7 @@ def test_flipped_archive_bytes(name: str, where: list[tuple[float, int]], tail: 
     survives(flipped(content, where, content.rindex(b"PK\x01\x02") if tail else 0, len(content)), "model.pth")
 
 
-@settings(quick, max_examples=50)
+@settings(quick, max_examples=16)
 @given(
     start=st.sampled_from(
         [b"", b"PK\x03\x04", b"GGUF", b"\x80\x02", struct.pack("<Q", 30) + b"{", struct.pack("<Q", 2**62) + b"{"]
@@ -160,7 +160,7 @@ dtypes = st.sampled_from(
 )
 
 
-@settings(quick, max_examples=100)
+@settings(quick, max_examples=33)
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_edited_header(name: str, data: st.DataObject) -> None:
     header, values = split(base(name))
@@ -208,7 +208,7 @@ def test_hostile_headers(header: bytes) -> None:
 sizes = st.sampled_from([0, 1, 2, 3, 4, 8, 16, 100, 255, 2**20, 2**31, 2**40])
 
 
-@settings(quick, max_examples=70)
+@settings(quick, max_examples=23)
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_absurd_shapes(name: str, data: st.DataObject) -> None:
     """A zero makes any shape take no bytes: the file is sound, and only `detect` stands before a huge module."""
@@ -227,7 +227,7 @@ def test_absurd_shapes(name: str, data: st.DataObject) -> None:
     survives(joined(header, blob))
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=20)
 @given(
     name=st.sampled_from(NAMES),
     key=st.sampled_from(
@@ -246,7 +246,7 @@ def test_absurd_metadata(name: str, key: str, value: str) -> None:
     survives(joined(header, values))
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=15)
 @given(
     config=st.binary(max_size=60)
     | st.builds(lambda v: json.dumps({"_class_name": "WanModel", "num_heads": v}).encode(), anything)
@@ -257,7 +257,7 @@ def test_absurd_config_json(config: bytes) -> None:
     survives(base("dit"), others={"config.json": config})
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=20)
 @given(
     index=st.binary(max_size=60)
     | st.builds(lambda v: json.dumps({"weight_map": v}).encode(), anything)
@@ -277,7 +277,7 @@ def test_absurd_index(index: bytes) -> None:
 # ------------------------------------------------------------------------------------------------------ hostile pickles
 
 
-@settings(quick, max_examples=80)
+@settings(quick, max_examples=26)
 @given(at=st.floats(0, 1, exclude_max=True), new=st.binary(min_size=1, max_size=12), cut=st.integers(0, 12))
 def test_spliced_pickle(at: float, new: bytes, cut: int) -> None:
     def splice(program: bytes) -> bytes:

@@ -69,7 +69,7 @@ def _capped() -> Iterator[None]:
     yield from capped()
 
 
-@settings(quick, max_examples=50)
+@settings(quick, max_examples=16)
 @given(name=st.sampled_from(NAMES), place=st.floats(0, 1, exclude_max=True))
 def test_truncated(name: str, place: float) -> None:
     content = base(name)
@@ -77,14 +77,14 @@ def test_truncated(name: str, place: float) -> None:
     assert message is not None
 
 
-@settings(quick, max_examples=120)
+@settings(quick, max_examples=40)
 @given(name=st.sampled_from(NAMES), where=flips)
 def test_flipped_header_bytes(name: str, where: list[tuple[float, int]]) -> None:
     content = base(name)
     survives(flipped(content, where, 4, header_end(content)), "m.gguf")
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=20)
 @given(
     name=st.sampled_from(NAMES),
     field=st.integers(0, 400),
@@ -98,7 +98,7 @@ def test_counts_and_lengths_that_lie(name: str, field: int, value: int) -> None:
     survives(bytes(content), "m.gguf")
 
 
-@settings(quick, max_examples=30)
+@settings(quick, max_examples=15)
 @given(version=st.integers(0, 5), counts=st.tuples(*[st.integers(0, 2**64 - 1)] * 2), content=st.binary(max_size=200))
 def test_random_bytes(version: int, counts: tuple[int, int], content: bytes) -> None:
     assert survives(b"GGUF" + struct.pack("<IQQ", version, *counts) + content, "m.gguf")
@@ -125,7 +125,7 @@ parts = st.sampled_from(
 )
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=15)
 @given(fmt=st.sampled_from(PACKED), data=st.data())
 def test_parts_that_do_not_belong_together(fmt: str, data: st.DataObject) -> None:
     state = dict(packed_state(fmt))
@@ -157,7 +157,7 @@ keys = st.sampled_from(
 )
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=15)
 @given(
     fmt=st.sampled_from(["int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"]),
     kind=st.sampled_from(PACKED[2:]),

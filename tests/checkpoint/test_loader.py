@@ -33,7 +33,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     shapes=st.lists(
         st.tuples(st.lists(st.integers(0, 40), max_size=3), st.sampled_from(DTYPES)), min_size=1, max_size=12

@@ -67,7 +67,7 @@ def spelled(module: str, prefix: str, diffusers: bool, wrappers: list[tuple[floa
     return prefix + (name.replace(".", "_") if prefix in FLAT else name)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     modules=st.lists(st.sampled_from(LINEARS), min_size=1, max_size=4, unique=True),
     prefix=st.sampled_from(PREFIXES),

@@ -66,7 +66,7 @@ KEYS = ("state_dict", "model", "module", "generator_ema", "generator", "ema", "a
 OUTER = ({}, {"step": 3}, {"args": {}, "step": 3}, {"critic": {"head": torch.zeros(1)}})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     levels=st.lists(st.sampled_from(KEYS), max_size=3), outer=st.sampled_from(OUTER), wrapper=st.sampled_from(WRAPPERS)
 )

@@ -285,7 +285,7 @@ def test_every_mode_is_read(tmp_path, mode):
     assert error.max() < 0.02 or (mode == "1" and np.array_equal(loaded, loaded.round()))
 
 
-@settings(shared_folder, max_examples=25)
+@settings(shared_folder, max_examples=15)
 @given(size=st.tuples(st.integers(1, 60), st.integers(1, 60)), height=st.integers(1, 50), width=st.integers(1, 50))
 def test_resize_covers_and_crops_the_centre(tmp_path, size, height, width):
     """A picture that is its own mirror image stays one, whichever side is cut."""

@@ -101,7 +101,7 @@ def plain_ray(path: CameraPath, frame: int, x: int, y: int, width: int, height: 
     return [*np.cross(matrix[:3, 3], direction), *direction]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     motions=st.lists(st.tuples(st.sampled_from(list(MOTIONS)), st.floats(0, 2)), min_size=1, max_size=3),
     lens=st.tuples(*[st.floats(0.3, 0.9)] * 4),

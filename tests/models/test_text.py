@@ -164,7 +164,7 @@ def test_text_is_cleaned(proto):
     assert tokenizer.encode("red \ud83d circle") == tokenizer.encode("red ? circle")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(text=st.text(alphabet=st.characters(exclude_categories=()), max_size=80), limit=st.integers(1, 20))
 def test_any_text_is_truncated_to_the_limit_and_ends(proto, text, limit):
     """Lone surrogates and control characters included."""
@@ -173,7 +173,7 @@ def test_any_text_is_truncated_to_the_limit_and_ends(proto, text, limit):
     assert len(cut) <= limit and max(cut) < PIECES
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_damaged_models_are_refused_or_read(proto, data):
     """Cut or overwritten anywhere: a ValueError, or a model that still encodes; never anything else."""
@@ -297,7 +297,7 @@ def header(shapes: Mapping[str, tuple[int, ...] | None]) -> Checkpoint:
     return Checkpoint("a header", None, infos, {}, lambda _: pytest.fail("only shapes are needed"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     changes=st.dictionaries(
         st.sampled_from(sorted(expected_shapes(SMALL)))

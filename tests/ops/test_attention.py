@@ -194,7 +194,7 @@ def test_a_library_that_works_or_is_not_there(package):
 # ---------------------------------------------------------------------------------------------------------- log-sum-exp
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(sizes, sizes, st.integers(1, 3), st.sampled_from([8, 32, 64]), st.sampled_from([sdpa_lse, math_lse]))
 def test_log_sum_exp_is_torchs(queries, keys, heads, dim, attend):
     q, k, v = qkv(queries, keys, heads, dim, batch=2)
@@ -205,7 +205,7 @@ def test_log_sum_exp_is_torchs(queries, keys, heads, dim, attend):
     torch.testing.assert_close(out, math_reference(q, k, v), atol=1e-5, rtol=1e-4)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(sizes, sizes, sizes, st.sampled_from(["sdpa", "math", "math-fp8"]))
 def test_two_parts_of_the_keys_merge_to_the_whole(queries, first, second, name):
     q, k, v = qkv(queries, first + second)
@@ -220,7 +220,7 @@ def test_two_parts_of_the_keys_merge_to_the_whole(queries, first, second, name):
 # ------------------------------------------------------------------------------------------------------------------ FP8
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.floats(-30, 30), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 9))
 def test_quantising_rounds_once_under_a_power_of_two(exponent, dtype, seed):
     x = (draw(1, 50, 2, 16, seed=seed) * 2**exponent).to(dtype)
@@ -233,7 +233,7 @@ def test_quantising_rounds_once_under_a_power_of_two(exponent, dtype, seed):
     assert (error <= x.float().abs() / 16 + scale * 2.0**-10).all()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.floats(-30, 30), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.booleans())
 def test_queries_and_keys_fit_whatever_sticks_out(exponent, dtype, centred, spike):
     """Nothing is clamped, and a token that is a hundred times longer leaves the others their digits."""

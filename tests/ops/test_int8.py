@@ -44,7 +44,7 @@ def test_the_matrix_of_a_rotation() -> None:
     assert [rotation_of(k) for k in (5120, 13824, 192, 48, 20, 18)] == [256, 256, 64, 16, 4, 0]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(size=st.sampled_from([4, 16, 64, 256]), groups=st.integers(1, 3), seed=st.integers(0, 2**31))
 def test_a_rotation_is_its_own_inverse_and_keeps_products(size: int, groups: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -53,7 +53,7 @@ def test_a_rotation_is_its_own_inverse_and_keeps_products(size: int, groups: int
     torch.testing.assert_close(rotate(x, size) @ rotate(w, size).t(), x @ w.t(), atol=1e-3, rtol=1e-4)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(rows=st.integers(1, 20), k=st.sampled_from([4, 64, 512]), seed=st.integers(0, 2**31), size=st.floats(-20, 20))
 def test_rows_round_to_the_nearest(rows: int, k: int, seed: int, size: float) -> None:
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)) * 2.0**size

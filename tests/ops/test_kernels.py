@@ -27,7 +27,7 @@ def spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return scale.repeat_interleave(BLOCK, -1) if wide else scale.expand_as(like)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     fmt=st.sampled_from(FORMATS),
     rows=st.integers(1, 5),
@@ -71,7 +71,7 @@ def test_norm_and_residual_are_the_formula(fmt, frames):
         assert relative(quantized.dequantize(), normed) < 0.04
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     heads=st.integers(1, 4),
     half=st.sampled_from((4, 6, 16, 32)),

@@ -67,7 +67,7 @@ def test_a_tile_as_the_library_draws_it() -> None:
             assert stored[at] == scales[row, column]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(rows=st.integers(1, 40), groups=st.integers(1, 5), seed=st.integers(0, 2**31), size=st.floats(-20, 20))
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_encoding_rounds_to_the_nearest(fmt: str, rows: int, groups: int, seed: int, size: float) -> None:

@@ -40,7 +40,7 @@ def quantized(kind: type[QuantLinear], linear: nn.Linear) -> QuantLinear:
     return layer
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     n=st.integers(1, 20).map(lambda i: 16 * i),

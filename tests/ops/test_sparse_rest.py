@@ -27,7 +27,7 @@ from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import Blocked, channels_first, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 
-few = settings(max_examples=20, deadline=None)
+few = settings(max_examples=15, deadline=None)
 
 
 # ------------------------------------------------------------------------------------------------------------- means

@@ -75,7 +75,7 @@ def file_and_patches(
 KINDS = st.lists(st.sampled_from([None, "lora", "dora", "loha", "lokr", "diff"]), min_size=4, max_size=4)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(KINDS.filter(any), st.sampled_from([1.0, 0.5])), min_size=1, max_size=3))
 def test_patches_change_what_their_files_change(loras: list[tuple[list[str | None], float]]) -> None:
     """In the same order for each parameter, to the same bits."""

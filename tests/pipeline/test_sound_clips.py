@@ -362,7 +362,7 @@ def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path, t
     ):
         with pytest.raises((OptionError, ValueError), match=message):
             find(**changed)()
-    with pytest.raises(OptionError, match="hears no sound: leave --audio-encoder out"):
+    with pytest.raises(OptionError, match="takes no sound: remove --audio-encoder"):
         find_models(LoadOptions(model="tiny", audio_encoder=str(folder / "wav2vec2.safetensors")))
     for embedded_name, name in (
         ("t2v_high", "high_noise_model"),

@@ -60,7 +60,7 @@ def watched(plan, **options):
     return x, computed
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.sampled_from((0.03, 0.1, 0.3)), st.integers(0, 1000), st.booleans())
 def test_forecasts_of_smooth_velocities_stay_within_the_bound(bound, seed, jumps):
     """A velocity of 16 numbers, each a slow wave: the true errors of skipped steps, whose residuals nobody computes in

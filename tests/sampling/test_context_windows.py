@@ -66,7 +66,7 @@ def window_options(draw):
 # ---------------------------------------------------------------------------------------------------------- the windows
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(options=window_options(), more=st.integers(1, 60), step=st.integers(0, 50))
 def test_windows_cover_every_frame_and_weights_sum_up_to_one(options, more, step):
     frames = options.length + more
@@ -111,7 +111,7 @@ def frame_by_frame(options, frames, step):
     return [window for number, window in enumerate(windows) if window not in windows[:number]]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(options=window_options(), more=st.integers(1, 60), step=st.integers(0, 50))
 def test_windows_are_those_written_out_frame_by_frame(options, more, step):
     frames = options.length + more
@@ -170,7 +170,7 @@ def test_what_is_no_windows_is_refused(text, message):
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     options=window_options(),
     frames=st.integers(1, 60),

@@ -42,7 +42,7 @@ def run(plan, conditioning=TEXT, noise=NOISE, acquire=EXPERTS.__getitem__, **opt
     return denoise(plan, acquire, conditioning, noise, **options)
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(
     steps=st.integers(1, 6),
     guidance=st.tuples(st.sampled_from([1.0, 3.5]), st.sampled_from([1.0, 2.0, 5.0])),

@@ -218,7 +218,7 @@ def test_a_frame_of_queries_over_all_keys_is_self_attention() -> None:
 # --------------------------------------------------------------------------------------------------------- sparse
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8)),
     st.integers(0, 9),
@@ -364,7 +364,7 @@ def simple(steps: int, shift: float) -> list[float]:
     return [table[-(1 + int(i * 1000 / steps))] for i in range(steps)] + [0.0]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=66)
 @given(st.integers(1, 60), st.floats(1, 12), st.data())
 def test_a_part_of_a_schedule_finds_its_place(steps: int, shift: float, data: Any) -> None:
     begin = data.draw(st.integers(0, steps - 1))

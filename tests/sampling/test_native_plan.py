@@ -37,7 +37,7 @@ def planned(part: Part, shift: float, boundary: float, policy: SkipOptions | Non
     return leave_out(plan_part(part, shift=shift, boundary=boundary, **NUMBERS), policy, CURVE)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     st.integers(2, 60), st.floats(1, 12), st.data(), st.sampled_from(("estimated", "steps", "sigmas", "cut to zero"))
 )
@@ -99,7 +99,7 @@ def test_who_runs_the_steps() -> None:
         assert {step.expert for step in planned(part, 8.0, 0.0).steps} == {"high"}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(10, 40), st.sampled_from(POLICIES), st.data())
 def test_a_part_uses_nothing_from_outside(total: int, policy: SkipOptions, data: st.DataObject) -> None:
     sigmas, _ = euler_schedule(total, 5.0)
@@ -117,7 +117,7 @@ def test_a_part_uses_nothing_from_outside(total: int, policy: SkipOptions, data:
             assert set(program.store) | set(program.use) <= inside
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(2, 30), st.floats(1, 12), st.integers(1, 3), st.sampled_from(POLICIES))
 def test_a_plan_counts_every_evaluation(total: int, shift: float, often: int, policy: SkipOptions) -> None:
     """A solver that evaluates the model `often` times between a step's beginning and its end."""

@@ -273,7 +273,7 @@ def test_an_adaptive_step_that_runs_again_after_its_forwards_is_measured_once(mo
     assert calls[:5] == [0, 1, 2, 2, 2]
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.integers(10, 60), st.integers(1, 5), st.integers(0, 2), st.floats(0, 0.4))
 def test_programs_hold_what_they_use(steps, interval, order, retention):
     """Carried out on numbers: every residual that a skipped step sums up is there, and is of the newest computed

@@ -122,7 +122,7 @@ def test_the_step_that_removes_the_noise_of_an_early_end_is_computed(setting, st
 caches = st.none() | st.builds(TaylorSeerOptions, interval=st.integers(1, 4), order=st.integers(0, 2))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     taylorseer=caches,
     adaptive=st.booleans(),

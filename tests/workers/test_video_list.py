@@ -59,7 +59,7 @@ class Losing:
         self.made[video.line] += 1
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @example(count=3, makers=1, losses=[{1: 2, 2: 1}, {}, {}, {}], refuses=set(), there={3})
 @given(
     count=st.integers(1, 9),

@@ -18,7 +18,7 @@ from wan_lab.samples import Batch
 
 
 def digest(folder: Path) -> str:
-    """What tells the weights of one folder from those of another."""
+    """A hash of the weights in a folder."""
     digest_of_file = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         digest_of_file.update(path.read_bytes())

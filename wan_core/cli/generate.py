@@ -134,7 +134,7 @@ def generate_files(
 
 
 def watching(progress: ProgressLine, on_kept: Callable[[Path], None] = lambda _: None) -> Watch:
-    """What `progress` shows of a run."""
+    """The watch that shows a run as `progress` says."""
     from wan_core.pipeline.run import Watch
 
     return Watch(

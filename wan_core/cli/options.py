@@ -179,7 +179,7 @@ def outputs_of(options: argparse.Namespace) -> Outputs:
 
 
 def task_table() -> str:
-    """What every task takes for what is left out: for the end of a help text."""
+    """The default options of every task, as a table for the end of a help text."""
     lines = [
         "defaults of the tasks:",
         f"  {'task':<22}{'size':>10}{'frames':>8}{'fps':>5}{'steps':>7}{'shift':>7}  guidance",
@@ -226,7 +226,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
 
 
 def devices_of(options: argparse.Namespace) -> tuple[str, ...] | None:
-    """What --gpus names; None where it is not given. Raises OptionError."""
+    """The GPUs that --gpus names; None without it. Raises OptionError."""
     if options.gpus is None:
         if options.mesh != "auto":
             raise OptionError("--mesh is for several GPUs: give --gpus as well")

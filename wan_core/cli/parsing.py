@@ -19,7 +19,7 @@ NUMBERS = {"int": "whole number", "float": "number"}
 
 
 def plain_words(message: str) -> str:
-    """What argparse says, with what is to be done."""
+    """A message of argparse, rewritten to say what to do."""
     message = re.sub(r"invalid (int|float) value: (.*)", lambda bad: f"{bad[2]} is no {NUMBERS[bad[1]]}", message)
     message = re.sub(r"argument (\S+): not allowed with argument (\S+)", r"\2 and \1 given: leave one out", message)
     message = re.sub(r"one of the arguments (\S+) (\S+) is required", r"nothing to do: give \1 or \2", message)

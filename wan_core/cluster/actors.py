@@ -26,7 +26,7 @@ WAIT_SECONDS = 0.3  # for the next frame; an answer carries all that are there
 
 
 class OnNode:
-    """What both actors tell of their node."""
+    """The part that both kinds of actors share: facts about their node."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)

@@ -150,7 +150,7 @@ def from_values(kind: type[T], values: Mapping[str, Any], **more: Any) -> T:
 
 
 def number(text: str) -> float:
-    """2 as an int, 1.5 as a float: what is printed is what was written. Raises ValueError."""
+    """The number in `text`: 2 as an int, 1.5 as a float, so that it prints as it was written. Raises ValueError."""
     return int(text) if text.isdecimal() else float(text)
 
 

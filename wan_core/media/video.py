@@ -100,7 +100,7 @@ class VideoFacts(NamedTuple):
 
 
 def short_video(path: str, count: int, frames: int, fps: int) -> str:
-    """What is said of a video with `count` of the `frames` that are asked for at `fps`."""
+    """The note about a video that has `count` of the `frames` requested at `fps`."""
     return (
         f"{path} has {count} frames at {fps} frames per second, and {frames} are asked for: use a longer video, fewer "
         "frames or more of them per second"

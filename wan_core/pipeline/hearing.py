@@ -34,12 +34,12 @@ class Speech(NamedTuple):
 
 
 def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Speech | None:
-    """The encoder of sound in `path`, by its header; None for a task that hears none. Raises OptionError where one is
+    """The encoder of sound in `path`, by its header; None for a task without sound. Raises OptionError where one is
     missing, not needed or of another size, CheckpointError for a file of another kind."""
     states = family_of(task).speech_states(dit)
     if states is None:
         if path is not None:
-            raise OptionError(f"{task.name} hears no sound: leave --audio-encoder out")
+            raise OptionError(f"{task.name} takes no sound: remove --audio-encoder")
         return None
     if path is None:
         raise OptionError(

@@ -135,7 +135,8 @@ class Models:
         return self.settings.compile != "off" and compilations() == 0
 
     def wait_for_kernels(self, report: Report) -> None:
-        """Until what was begun beside loading has ended. Call it where ranks do not wait for each other on a GPU."""
+        """Wait until kernels are prepared, which began beside loading. Call it where no rank waits for another on a
+        GPU."""
         if self.first_use is not None:
             self.first_use.wait(report)
 

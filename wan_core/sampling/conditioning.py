@@ -93,7 +93,7 @@ class Conditioning:
 
 
 def as_wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros after those that have fewer control videos along the second axis, so that all have as many."""
+    """Pad tensors [B, control videos, ...] with zeros, so that all have as many control videos as the largest."""
     widest = max(one.shape[1] for one in tensors)
 
     def widened(one: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class ControlledFamily(MediaFamily):
         return {} if path is None else {path: len(video_facts(path).frames_at(fps))}
 
     def aspect_of(self, request: Request) -> tuple[int, int] | None:
-        """(width, height) of what has the aspect of the video; None where nothing is given that has."""
+        """(width, height) of the input whose aspect the video takes; None without such an input."""
         from wan_core.media.video import picture_size, video_facts
 
         if request.control_video is not None:

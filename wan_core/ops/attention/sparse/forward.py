@@ -66,8 +66,8 @@ class SparseForward(SparseState):
 
     @property
     def others(self) -> slice | None:
-        """The tokens that are none of the video's, last in the order of the tiles, if there are any: they read all
-        keys."""
+        """Tokens that a family adds to the video's; they stand last in the order of the tiles and read all keys. None:
+        there are none."""
         video = prod(self.tiles.grid)
         return slice(video, None) if len(self.tiles.order) > video else None
 
