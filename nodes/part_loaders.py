@@ -13,9 +13,7 @@ from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.config import PRECISIONS, QUANTIZED, VAE_PRECISIONS
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize_vae
-from wan_core.models.vae.layers import AttentionBlock
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.ops.attention.parts import heads_in_pieces
 from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
 from wan_core.pipeline.sources import recognise, recognise_vision, vision_dtype
@@ -151,11 +149,8 @@ class WanCoreVAELoader(io.ComfyNode):
 def _optimized(module: nn.Module) -> nn.Module:
     assert isinstance(module, VideoVAE)
     vae = optimize_vae(module, host.device())
-    if host.device().type == "cpu":  # one frame can take minutes there
-        for layer in vae.modules():
-            layer.register_forward_pre_hook(lambda *_: host.check_interruption())
-            if isinstance(layer, AttentionBlock):
-                layer.attend = heads_in_pieces(layer.attend, host.check_interruption)
+    if host.device().type == "cpu":
+        host.make_interruptible(vae)
     return vae
 
 

@@ -135,16 +135,19 @@ class WanCoreDecodeToVideo(io.ComfyNode):
 def _decode_and_write(
     vae: Any, samples: Tensor, tile: TileSpec | None, report: Report, write: Callable[[Iterable[Any]], object]
 ) -> None:
-    """Hand the frames to `write`, uint8 [H, W, 3]; with WanCore's VAE while the next ones are decoded."""
-    if not isinstance(vae, VAESocket):
+    """Hand the frames to `write`, uint8 [H, W, 3]: with a VAE of Wan while the next ones are decoded."""
+    native = None if isinstance(vae, VAESocket) else host.native_vae_config(vae)
+    config = vae.config if isinstance(vae, VAESocket) else native
+    if config is None:
         images = _decode_native(vae, samples, tile, report)
         with report.phase("write"):
             write((image * 255).round().clamp(0, 255).byte().numpy() for image in images.cpu())
         return
-    _, height, width, _ = images_shape(vae.config, samples)
+    _, height, width, _ = images_shape(config, samples)
     check_frame_sides(width, height)
     bar = host.Progress(1)
-    vae.decode_to(
+    decode_to = vae.decode_to if native is None else partial(host.decode_native_to, vae, native)
+    decode_to(
         samples,
         report,
         lambda pieces: write(each_once(pieces)),

@@ -1,0 +1,81 @@
+"""Run by ComfyUI's Python: its own VAE objects of Wan's full shapes with random weights, decoded by themselves and by
+WanCore's decoder around their weights. Prints one JSON object on its last line.
+
+    python native_vae.py COMFYUI_PATH "2.1 float32" ...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from native_models import set_up
+
+LATENTS = {"2.1": (1, 16, 3, 2, 3), "2.2": (1, 48, 2, 2, 1)}  # of 9 frames of 16x24, and 5 of 32x16
+
+
+def random_vae(kind: str, dtype: Any) -> Any:
+    """ComfyUI's VAE object of a file with random weights, whose activations and pixels are about as large as a
+    trained one's."""
+    import torch
+    from comfy.ldm.wan import vae, vae2_2
+    from comfy.sd import VAE
+
+    shape: dict[str, Any] = {"dim": 96, "z_dim": 16} if kind == "2.1" else {"dim": 160, "z_dim": 48}
+    shape["temperal_downsample"] = [False, True, True]
+    with torch.device("meta"):
+        names = (vae if kind == "2.1" else vae2_2).WanVAE(**shape).state_dict()
+    draw = torch.Generator().manual_seed(3)
+    state = {}
+    for name, tensor in names.items():
+        random = torch.randn(tensor.shape, generator=draw)
+        if name.endswith("gamma"):
+            state[name] = 1 + 0.1 * random
+        else:
+            state[name] = random * (0.05 if tensor.ndim == 1 else tensor[0].numel() ** -0.5)
+    state["decoder.head.2.weight"] *= 0.4
+    return VAE(sd=state, dtype=dtype)
+
+
+def compare(nodes: Any, kind: str, dtype: str) -> dict[str, Any]:
+    import torch
+
+    from wan_core.execution.report import Report
+
+    vae = random_vae(kind, getattr(torch, dtype))
+    host = nodes.host
+    config = host.native_vae_config(vae)
+    latents = torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(5))
+    native = vae.decode(latents).flatten(0, -4)
+    held = {name: tensor.data_ptr() for name, tensor in vae.first_stage_model.named_parameters()}
+
+    decoded = []
+    for kind_of_number in (torch.float32, torch.uint8):
+        how = {"dtype": kind_of_number, "tile": None}
+        consume = lambda pieces: torch.cat([piece for _, piece in pieces])  # noqa: E731
+        decoded.append(host.decode_native_to(vae, config, latents, Report(torch.device("cpu")), consume, **how))
+    floats, levels = decoded
+    scaled = 255 * native
+    boundary = (scaled - scaled.floor() - 0.5).abs()  # from which a level is another one
+    return {
+        "frames": list(floats.shape) == list(native.shape),
+        "spread": float(native.float().std()),
+        "error": float((floats - native).abs().max()),
+        "levels": int((levels.int() - scaled.round().int()).abs().max()),
+        "levels apart": int((levels.int() != scaled.round().int())[boundary > 0.01].sum()),
+        "weights stay": held == {name: one.data_ptr() for name, one in vae.first_stage_model.named_parameters()},
+    }
+
+
+def main() -> None:
+    nodes = set_up(sys.argv[1])
+    import torch
+
+    cases = [argument.split() for argument in sys.argv[2:]]
+    with torch.inference_mode():
+        print(json.dumps({f"{kind} {dtype}": compare(nodes, kind, dtype) for kind, dtype in cases}))
+
+
+if __name__ == "__main__":
+    main()
