@@ -181,10 +181,10 @@ def test_faults(
     assert sorted(made_in(tmp_path)) == ["o-0001.mp4", "o-0003.mp4"]
     send(monkeypatch, Dry)
 
-    def full(path: Path, **_: Any) -> Any:
+    def full(path: Path, *_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(lists, "written_beside", full)
+    monkeypatch.setattr(lists, "write_bytes", full)
     command[command.index(str(tmp_path / "o.mp4"))] = str(tmp_path / "p.mp4")
     assert main([*command, "--prompts", str(path)]) == 1
     assert "No space left on device" in capfd.readouterr().err
@@ -211,16 +211,16 @@ def test_a_thousand_jobs(
     out = tmp_path / "out"
     out.mkdir()
     path = write_list(tmp_path, [{"prompt": "a red circle", "seed": seed} for seed in range(1000)])
-    make, seconds = lists.ClusterList.make, []
+    make_all, seconds = video_list.make_all, []
 
-    def measured(self: lists.ClusterList, videos: Any) -> Any:
+    def measured(*arguments: Any) -> Any:
         begin, start = time.process_time(), time.monotonic()
         try:
-            return make(self, videos)
+            return make_all(*arguments)
         finally:
             seconds[:] = [time.process_time() - begin, time.monotonic() - start]
 
-    monkeypatch.setattr(lists.ClusterList, "make", measured)
+    monkeypatch.setattr(video_list, "make_all", measured)
     command = [*TINY, "--prompts", str(path), "--out", str(out / "o.mp4"), "--gpus", ",".join(["cpu"] * 20)]
     assert main([*command, "--ray", nodes.address]) == 0
     makers = set(re.findall(r"\((maker \d+) on ", capfd.readouterr().err))

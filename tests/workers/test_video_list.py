@@ -27,7 +27,7 @@ from wan_core.cli import main
 from wan_core.config import OptionError, Request
 from wan_core.config.outputs import Outputs
 from wan_core.workers.launcher import WorkerError
-from wan_core.workers.video_list import ATTEMPTS, LOSSES, ListedVideo, Maker, VideoList, make_all
+from wan_core.workers.video_list import ATTEMPTS, LOSSES, ListedVideo, ListMakers, Maker, VideoList, make_all
 
 TINY = ["generate", "--model", "tiny", "--size", "32x32", "--frames", "5", "--steps", "1"]
 
@@ -41,14 +41,14 @@ def write_list(folder: Path, *lines: Any) -> Path:
 # ------------------------------------------------------------------------------------------------------- who makes what
 
 
-class Losing:
+class Losing(Maker):
     """A maker that loses some videos, at its first tries or always, and refuses others."""
 
     def __init__(self, name: str, losses: dict[int, int], refuses: set[int], made_videos: Counter[int]) -> None:
-        self.is_gone = lambda: False
-        self.name, self.losses, self.refuses, self.made = name, losses, refuses, made_videos
+        super().__init__(name, self.made_or_lost)
+        self.losses, self.refuses, self.made = losses, refuses, made_videos
 
-    def make(self, video: ListedVideo) -> None:
+    def made_or_lost(self, video: ListedVideo) -> None:
         time.sleep(0)  # others may go first
         if video.line in self.refuses:
             raise OptionError("refused")
@@ -83,7 +83,7 @@ def test_each_video_once(
         if video.line in there:
             video.out.write_text("another's")
     working = [Losing(f"maker {i}", dict(losses[i]), refuses, made_videos) for i in range(makers)]
-    outcome = make_all(VideoList(videos, lambda v: v.out.exists()), working, lambda: None)
+    outcome = make_all(VideoList(videos, lambda v: v.out.exists()), ListMakers(working))
     assert all(number == 1 for number in made_videos.values())
     assert sorted(outcome.made) == sorted(made_videos)
     ended = sorted([*outcome.made, *outcome.elsewhere, *outcome.failed])
@@ -102,7 +102,7 @@ def test_a_lost_video_goes_to_another_maker(tmp_path: Path) -> None:
     broken = Losing("broken", dict.fromkeys(range(1, 13), 99), set(), made_videos)
     sound = Losing("sound", {}, set(), made_videos)
     told: list[str] = []
-    outcome = make_all(VideoList(videos, lambda v: v.out.exists(), told.append), [broken, sound], lambda: None)
+    outcome = make_all(VideoList(videos, lambda v: v.out.exists(), told.append), ListMakers([broken, sound]))
     assert sorted(outcome.made) == list(range(1, 13)) and not outcome.failed
     assert sum("broken lost it" in line for line in told) <= LOSSES
 
@@ -119,7 +119,7 @@ def test_a_name_that_another_run_writes(tmp_path: Path) -> None:
 
     with Outputs({}) as outputs:
         outputs.add("--out", videos[0].out)
-        outcome = make_all(VideoList(videos, lambda v: v.out.exists()), [Maker("one", make)], lambda: None)
+        outcome = make_all(VideoList(videos, lambda v: v.out.exists()), ListMakers([Maker("one", make)]))
     assert outcome.made == [2] and "another run is writing" in outcome.failed[1]
     assert [path.name for path in tmp_path.iterdir()] == ["2.mp4"]
 
@@ -127,7 +127,7 @@ def test_a_name_that_another_run_writes(tmp_path: Path) -> None:
 def test_time_left(tmp_path: Path) -> None:
     videos = [ListedVideo(i, Request(prompt="x"), tmp_path / f"{i}.mp4", str(i)) for i in (1, 2, 3)]
     told: list[str] = []
-    make_all(VideoList(videos, lambda v: False, told.append), [Losing("one", {}, set(), Counter())], lambda: None)
+    make_all(VideoList(videos, lambda v: False, told.append), ListMakers([Losing("one", {}, set(), Counter())]))
     assert re.fullmatch(r"2 of 3: \S+ \(one\); about \d+ s left", told[1])
     assert re.fullmatch(r"3 of 3: \S+ \(one\)", told[2])
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,67 +22,65 @@ from wan_core.config import LoadOptions, OptionError
 from wan_core.config.keys import model_paths
 from wan_core.config.outputs import write_bytes
 from wan_core.workers.launcher import WorkerError
-from wan_core.workers.video_list import ListedVideo, Maker, Outcome, VideoList, work
+from wan_core.workers.video_list import MOST_MAKERS, WAIT_SECONDS, ListedVideo, ListMakers, Maker
 
 CHECKED_TOGETHER = 200  # lines in one call,
 CHECKED_BYTES = 2**28  # and bytes of the files that they name
-WAIT_SECONDS = 1.0  # between two looks at what Ray has placed
 TELL_SECONDS = 60.0  # between two messages that no node has room
-MOST_MAKERS = 1000
 FAILED_STARTS = 10  # one after another, while no other maker works: the list ends
 
 
-@dataclass(frozen=True)
-class Makers:
-    """How many makers of what size: `size` GPUs each; wanted: of all together."""
+class ClusterMaker(Maker):
+    """One maker, from the wish for a place to the end of its node. `useless`: its node cannot make the videos; it keeps
+    its place, so that Ray gives no other maker the same."""
 
-    wanted: Wanted
-    size: int
-    mesh: str
-    step_timeout: float
-
-    def __post_init__(self) -> None:
-        if self.wanted.count is not None and self.wanted.count % self.size:
-            raise OptionError(
-                f"mesh {self.mesh} needs {self.size} GPUs for each video, and {self.wanted.count} are given: give a "
-                f"multiple of {self.size}"
-            )
-
-    @property
-    def target(self) -> int:
-        """How many makers there should be now: as many as asked for, or as the nodes have room for."""
-        if self.wanted.count is not None:
-            return self.wanted.count // self.size
-        return sum(node.has // self.size for node in nodes(self.wanted.kind))
-
-
-class ClusterMaker:
-    """One maker, from the wish for a place to the end of its node."""
-
-    def __init__(self, makers: Makers, loaded: dict[str, Any]) -> None:
-        self.loaded = loaded
-        self.place = Reserved(makers.wanted, (makers.size,))
-        self.arguments = makers.mesh, makers.step_timeout
-        self.name = "a maker"
+    def __init__(self, makers: ClusterMakers) -> None:
+        super().__init__("", self._make, self._end)
+        self.makers, self.place = makers, Reserved(makers.wanted, (makers.size,))
+        self.node = "a maker"
+        self.number = 0  # from when its place is there
+        self.useless = False
         self.actor: Any = None
-        self.gone = False
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Start the actor. Raises OptionError where its node cannot be used, WorkerError where it ends."""
-        [self.actor] = self.place.start(VideoMaker, *self.arguments)
+        [self.actor] = self.place.start(VideoMaker, *self.makers.arguments)
         found = self.ask(self.actor.describe.remote())
-        self.name = found["name"]
+        self.node = found["name"]
         check_token(found["token"])
-        if lacking := self.ask(self.actor.missing.remote(model_paths(self.loaded))):
-            raise OptionError(f"{self.name} lacks {', '.join(lacking)}: models must be there under the same names")
+        if lacking := self.ask(self.actor.missing.remote(model_paths(self.makers.loaded))):
+            raise OptionError(f"{self.node} lacks {', '.join(lacking)}: models must be there under the same names")
+
+    def start(self) -> bool:
+        try:
+            if self.actor is None:
+                self.begin()
+        except WorkerError as fault:
+            if not self.place.released:  # else the list ended before it had begun
+                self.makers.failed_start(self, fault)
+            return False
+        except OptionError as fault:
+            self.makers.tell(f"{fault}. It makes no videos")
+            self.useless = True
+            return False
+        self.makers.failed_starts = 0
+        self.name = f"maker {self.number} on {self.node}"
+        self.makers.tell(f"{self.name} makes videos")
+        return True
+
+    def _end(self) -> None:
+        if not self.place.released:
+            if self.gone and self.name:
+                self.makers.tell(f"{self.name} is gone")
+            self.place.release()
 
     def ask(self, answer: Any) -> Any:
         """Raises WorkerError where the actor's process or node is gone."""
         try:
             while not import_ray().wait([answer], timeout=WAIT_SECONDS)[0]:
                 if self.place.released:  # Ray answers nothing for an actor that was started after that
-                    raise WorkerError(f"{self.name} was ended")
-            return ask(answer, self.name)
+                    raise WorkerError(f"{self.node} was ended")
+            return ask(answer, self.node)
         except WorkerError:
             self.gone = True
             raise
@@ -92,20 +89,21 @@ class ClusterMaker:
         """The notes of all requests. Raises OptionError for the first that cannot run."""
         notes: dict[str, None] = {}
         for some, media in _checked_together(videos, source):
-            found = self.ask(self.actor.check.remote(self.loaded, [asdict(video.request) for video in some], media))
+            requests = [asdict(video.request) for video in some]
+            found = self.ask(self.actor.check.remote(self.makers.loaded, requests, media))
             if "lost" in found:
-                raise OptionError(f"{self.name}: {found['lost']}")
+                raise OptionError(f"{self.node}: {found['lost']}")
             if "refused" in found:
                 raise OptionError(f"line {some[found['number']].line} of {source}: {found['refused']}")
             notes |= dict.fromkeys(found["notes"])
         return list(notes)
 
-    def make(self, video: ListedVideo) -> None:
+    def _make(self, video: ListedVideo) -> None:
         """Have it made there, and write it here."""
         request = asdict(video.request)
-        found = self.ask(self.actor.make.remote(self.loaded, request, video.key, media_of(request)))
+        found = self.ask(self.actor.make.remote(self.makers.loaded, request, video.key, media_of(request)))
         if "lost" in found:
-            raise WorkerError(f"{self.name}: {found['lost']}")
+            raise WorkerError(f"{self.node}: {found['lost']}")
         if "refused" in found:
             raise OptionError(found["refused"])
         video.check_free()
@@ -132,120 +130,73 @@ def _checked_together(
         yield some, media
 
 
-class ClusterList:
-    """The makers of one list. tell: prints a line for the user."""
+class ClusterMakers(ListMakers):
+    """The makers of one list: as many as were asked for, or as the nodes have room for, at every moment. size: GPUs of
+    each; wanted: of all together. arguments: of `VideoMaker`, after its devices. tell: prints a line for the user."""
 
-    def __init__(self, makers: Makers, loaded: LoadOptions, tell: Callable[[str], None]) -> None:
-        self.makers, self.tell = makers, tell
+    more = True
+
+    def __init__(
+        self, wanted: Wanted, size: int, arguments: tuple[Any, ...], loaded: LoadOptions, tell: Callable[[str], None]
+    ) -> None:
+        self.wanted, self.size, self.arguments, self.tell = wanted, size, arguments, tell
         self.loaded = models_there(asdict(loaded))
-        self.waiting: list[ClusterMaker] = []  # for a place
-        self.working: dict[Future[None], ClusterMaker] = {}
-        self.useless: list[ClusterMaker] = []  # they keep their places, so that Ray gives no other maker the same
+        self.all: list[ClusterMaker] = []  # that have a place or wait for one
+        self.numbers = itertools.count(1)
         self.told = 0.0
         self.failed_starts = 0  # since a maker was started
 
-    def close(self) -> None:
-        """Give back all that Ray was asked for."""
-        for maker in (*self.waiting, *self.working.values(), *self.useless):
-            maker.place.release()
+    @property
+    def target(self) -> int:
+        """How many makers there should be now."""
+        count = self.wanted.count
+        return sum(node.has // self.size for node in nodes(self.wanted.kind)) if count is None else count // self.size
 
     def check(self, videos: Sequence[ListedVideo], source: Path) -> list[str]:
         """Have the first maker that is placed check all lines. Raises OptionError."""
-        if self.makers.target == 0:
+        if self.target == 0:
             raise OptionError(
-                f"no node of the cluster has {self.makers.size} {self.makers.wanted.kind}s: "
-                f"{inventory(nodes(self.makers.wanted.kind), self.makers.wanted.kind)}; without GPUs, name cpu,cpu"
+                f"no node of the cluster has {self.size} {self.wanted.kind}s: {self._inventory()}; without GPUs, name "
+                "cpu,cpu"
             )
         while True:
-            self._ask_for_places(len(videos))
-            for maker in self.waiting:
-                if maker.place.is_ready():
-                    try:
-                        maker.start()
-                        return maker.check(videos, source)
-                    except WorkerError as fault:
-                        self.waiting.remove(maker)
-                        maker.place.release()
-                        self._failed_start(fault)
-                        break
-            self._end_if_nothing_starts()
-            self._tell_if_nothing_runs()
+            for maker in self._placed(len(videos)):
+                try:
+                    maker.begin()
+                    return maker.check(videos, source)
+                except WorkerError as fault:
+                    self.failed_start(maker, fault)
+                    break
             time.sleep(WAIT_SECONDS)
 
-    def make(self, videos: VideoList) -> Outcome:
-        """Make all videos. Raises what a maker raises that is no fault of a video, when all have stopped."""
-        names = itertools.count(1)
-        with ThreadPoolExecutor(MOST_MAKERS) as pool:
-            try:
-                while videos.left:
-                    self._end_those_without_nodes(videos)
-                    self._ask_for_places(videos.left)
-                    for maker in [maker for maker in self.waiting if maker.place.is_ready()]:
-                        self.waiting.remove(maker)
-                        self.working[pool.submit(self._work, videos, maker, next(names))] = maker
-                    self._tell_if_nothing_runs()
-                    with videos.changed:
-                        videos.changed.wait(WAIT_SECONDS)
-            finally:  # also when the user interrupts
-                videos.stop()
-                for maker in self.working.values():
-                    maker.place.release()
-        for future in self.working:
-            future.result()
-        videos.end()
-        return videos.outcome
+    def ready(self, videos: int) -> list[ClusterMaker]:
+        ready = self._placed(videos)
+        for maker in ready:
+            maker.number = next(self.numbers)
+        return ready
 
-    def _work(self, videos: VideoList, maker: ClusterMaker, number: int) -> None:
-        """A thread: start the maker, and have it make videos until none is left or its node is gone."""
-        try:
-            if maker.actor is None:
-                maker.start()
-        except WorkerError as fault:
-            if videos.left:  # else it was ended before it had begun
-                self._failed_start(fault)
-            return
-        except OptionError as fault:
-            self.tell(f"{fault}. It makes no videos")
-            self.useless.append(maker)
-            return
-        self.failed_starts = 0
-        name = f"maker {number} on {maker.name}"
-        videos.join(name)
-        self.tell(f"{name} makes videos")
-        work(videos, Maker(name, maker.make, lambda: maker.gone))
-        if maker.gone:
-            self.tell(f"{name} is gone")
-
-    def _end_those_without_nodes(self, videos: VideoList) -> None:
-        for future in [future for future in self.working if future.done()]:
-            maker = self.working.pop(future)
-            future.result()
-            if maker not in self.useless:
-                maker.place.release()
-        if self.useless and not self.working and len(self.useless) >= self.makers.target:
-            raise OptionError("no node can make the videos of this list")
-        self._end_if_nothing_starts()
-
-    def _failed_start(self, fault: WorkerError) -> None:
+    def failed_start(self, maker: ClusterMaker, fault: WorkerError) -> None:
         self.failed_starts += 1
         self.tell(str(fault))
+        maker.end()
 
-    def _end_if_nothing_starts(self) -> None:
-        if self.failed_starts >= FAILED_STARTS and not self.working:
+    def _placed(self, videos: int) -> list[ClusterMaker]:
+        """Those that have a place and do not work yet. Has Ray look for as many places as makers should be: no more
+        than there are videos. Raises OptionError where none can make them."""
+        self.all = [maker for maker in self.all if not maker.place.released]
+        useless = [maker for maker in self.all if maker.useless]
+        working = [maker for maker in self.all if maker.number and not maker.useless]
+        if useless and not working and len(useless) >= self.target:
+            raise OptionError("no node can make the videos of this list")
+        if self.failed_starts >= FAILED_STARTS and not working:
             raise OptionError(f"no maker could be started, {self.failed_starts} times one after another")
+        target = min(self.target, videos, MOST_MAKERS)
+        self.all += [ClusterMaker(self) for _ in range(target - len(self.all))]
+        placed = [maker for maker in self.all if not maker.number and maker.place.is_ready()]
+        if not working and not placed and time.monotonic() - self.told >= TELL_SECONDS:
+            self.told = time.monotonic()
+            self.tell(f"waiting for a node with {self.size} free {self.wanted.kind}s; there are {self._inventory()}")
+        return placed
 
-    def _ask_for_places(self, videos: int) -> None:
-        """Have Ray look for as many places as makers should be: no more than there are videos."""
-        target = min(self.makers.target, videos, MOST_MAKERS)
-        while len(self.waiting) + len(self.working) + len(self.useless) < target:
-            self.waiting.append(ClusterMaker(self.makers, self.loaded))
-
-    def _tell_if_nothing_runs(self) -> None:
-        if self.working or time.monotonic() - self.told < TELL_SECONDS:
-            return
-        self.told = time.monotonic()
-        wanted = self.makers.wanted
-        self.tell(
-            f"waiting for a node with {self.makers.size} free {wanted.kind}s; there are "
-            f"{inventory(nodes(wanted.kind), wanted.kind)}"
-        )
+    def _inventory(self) -> str:
+        return inventory(nodes(self.wanted.kind), self.wanted.kind)

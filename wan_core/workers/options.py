@@ -49,6 +49,17 @@ class WorkerOptions:
                 )
 
 
+def group_size(mesh: str, count: int | None) -> int:
+    """How many GPUs each video of a list has: one, or as many as the mesh needs. count: all that are given, None for
+    all that there are. Raises OptionError."""
+    size = 1 if mesh == "auto" else Mesh.parse(mesh).size
+    if count is not None and count % size:
+        raise OptionError(
+            f"mesh {mesh} needs {size} GPUs for each video, and {count} are given: give a multiple of {size}"
+        )
+    return size
+
+
 def most_cpu_workers() -> int:
     """One for each core that this process may use, and always two, so that `cpu,cpu` can be tried anywhere."""
     return max(2, available_cores())

@@ -10,23 +10,32 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from wan_core.config import LoadOptions, OptionError, Request, UserError
 from wan_core.config.durable import SEAL, UNSEALED
 from wan_core.config.outputs import claim_of, make_claim, remove_left_over
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.sound import read_sound
-from wan_core.pipeline.pipeline import Engine, metadata
-from wan_core.workers.launcher import WorkerError
+from wan_core.pipeline.check import ListCheck
+from wan_core.pipeline.pipeline import Engine, LocalEngine, metadata
+from wan_core.pipeline.settings import choose_device
+from wan_core.workers.client import WorkerEngine
+from wan_core.workers.launcher import WorkerError, Workers
+from wan_core.workers.options import WorkerOptions
 
 ATTEMPTS = 2  # a video that was lost so often is given up
 LOSSES = 3  # a maker that lost so many videos in a row is given up
+WAIT_SECONDS = 1.0  # between two looks at which makers are ready
+MOST_MAKERS = 1000
 KEY = "list_entry"  # in the metadata of a finished video
 
 
@@ -66,15 +75,47 @@ def make_video(
     report.save(video.report)
 
 
-@dataclass(frozen=True)
 class Maker:
-    """What makes one video at a time. make: writes the video and its report; raises WorkerError where the ranks are
-    lost, UserError where the video is refused, OSError where it cannot be written. is_gone: whether it can make no
-    more, because its node is gone."""
+    """What makes one video at a time. `gone`: it can make no more, because its node is gone.
 
-    name: str
-    make: Callable[[ListedVideo], None]
-    is_gone: Callable[[], bool] = lambda: False
+    make: writes the video and its report; raises WorkerError where the ranks are lost, UserError where the video is
+    refused, OSError where it cannot be written. end: has a `make` that runs in another thread fail now.
+    """
+
+    gone = False
+
+    def __init__(
+        self, name: str, make: Callable[[ListedVideo], None], end: Callable[[], object] = lambda: None
+    ) -> None:
+        """name: empty until it can begin."""
+        self.name, self.make, self.end = name, make, end
+
+    def start(self) -> bool:
+        """Whether it makes videos."""
+        return True
+
+
+class ListMakers:
+    """The makers of one list. `more`: others may come while the first are at work."""
+
+    more = False
+
+    def __init__(self, makers: Sequence[Maker]) -> None:
+        self.all = self.waiting = makers
+
+    def check(self, videos: Sequence[ListedVideo], source: Path) -> Iterable[str]:
+        """The notes of all videos, each once. Raises OptionError for a line of the file `source` that cannot run."""
+        return ()
+
+    def ready(self, videos: int) -> Sequence[Maker]:
+        """Those that can begin and were not returned before, where so many videos are left. Raises OptionError where no
+        maker will ever begin."""
+        ready, self.waiting = self.waiting, ()
+        return ready
+
+    def close(self) -> None:
+        for maker in self.all:
+            maker.end()
 
 
 @dataclass
@@ -113,10 +154,10 @@ class VideoList:
         """How many videos wait or are being made."""
         return 0 if self.stopped else len(self.waiting) + self.making
 
-    def join(self, maker: str) -> None:
-        """This maker takes videos from now on."""
+    def join(self, maker: Maker) -> None:
+        """This maker takes videos from now on, if it can begin."""
         with self.changed:
-            self.makers.add(maker)
+            self.makers |= {maker.name} - {""}
 
     def take(self, maker: str) -> ListedVideo | None:
         """The next video for this maker, claimed; None when none is left. Waits for those that others are making, in
@@ -232,46 +273,87 @@ class VideoList:
 
 def work(videos: VideoList, maker: Maker) -> None:
     """Make videos until none is left, or until this maker loses one after another."""
+    if not maker.start():
+        return
+    videos.join(maker)
     losses = 0
-    while losses < LOSSES and not maker.is_gone() and (video := videos.take(maker.name)) is not None:
-        try:
-            maker.make(video)
-        except WorkerError as fault:
-            losses += 1
-            videos.lose(video, maker.name, str(fault))
-        except UserError as fault:
-            videos.fail(video, str(fault))
-        except OSError as fault:  # the disk is full: what is made from now on would be lost, too
-            videos.fail(video, str(fault))
-            videos.stop()
-        except BaseException as fault:
-            videos.fail(video, f"{type(fault).__name__}: {fault}")
-            raise
-        else:
-            losses = 0
-            videos.finish(video, maker.name)
-    if losses >= LOSSES:
-        videos.tell(f"{maker.name} lost {losses} videos in a row and makes no more")
-    videos.leave(maker.name)
-
-
-def make_all(videos: VideoList, makers: Sequence[Maker], kill: Callable[[], object]) -> Outcome:
-    """Have the makers make all videos at the same time; one alone runs in this thread. kill: makes each `make` that
-    runs in another thread fail now. Raises what a maker raises that is no fault of a video, when all have stopped."""
-    for maker in makers:
-        videos.join(maker.name)
-    if len(makers) == 1:
-        work(videos, makers[0])
-    else:
-        with ThreadPoolExecutor(len(makers)) as pool:
-            running = [pool.submit(work, videos, maker) for maker in makers]
+    try:
+        while losses < LOSSES and not maker.gone and (video := videos.take(maker.name)) is not None:
             try:
-                wait(running, return_when=FIRST_EXCEPTION)
-            finally:  # also when the user interrupts
-                if not all(future.done() for future in running):
-                    videos.stop()
-                    kill()
-        for future in running:
-            future.result()
+                maker.make(video)
+            except WorkerError as fault:
+                losses += 1
+                videos.lose(video, maker.name, str(fault))
+            except UserError as fault:
+                videos.fail(video, str(fault))
+            except OSError as fault:  # the disk is full: what is made from now on would be lost, too
+                videos.fail(video, str(fault))
+                videos.stop()
+            except BaseException as fault:
+                videos.fail(video, f"{type(fault).__name__}: {fault}")
+                raise
+            else:
+                losses = 0
+                videos.finish(video, maker.name)
+        if losses >= LOSSES:
+            videos.tell(f"{maker.name} lost {losses} videos in a row and makes no more")
+    finally:
+        videos.leave(maker.name)
+        maker.end()
+
+
+def make_all(videos: VideoList, makers: ListMakers) -> Outcome:
+    """Have all makers make the videos at the same time; one to which no other comes runs in this thread. Raises what a
+    maker raises that is no fault of a video, when all have stopped."""
+    working: dict[Future[None], Maker] = {}
+    with ThreadPoolExecutor(MOST_MAKERS) as pool:
+        try:
+            while videos.left:
+                for future in [future for future in working if future.done()]:
+                    working.pop(future)
+                    future.result()
+                ready = makers.ready(videos.left)
+                for maker in ready:
+                    videos.join(maker)
+                if len(ready) == 1 and not makers.more:
+                    work(videos, *ready)
+                else:
+                    working |= {pool.submit(work, videos, maker): maker for maker in ready}
+                if not working and not makers.more:
+                    break
+                with videos.changed:
+                    if videos.left:
+                        videos.changed.wait(WAIT_SECONDS)
+        finally:  # also when the user interrupts
+            videos.stop()
+            for maker in working.values():
+                maker.end()
+    for future in working:
+        future.result()
     videos.end()
     return videos.outcome
+
+
+class LocalMakers(ListMakers):
+    """This process, or groups of GPUs of this host with ranks of their own."""
+
+    def __init__(self, groups: Sequence[WorkerOptions] | None, device: str, loaded: LoadOptions) -> None:
+        """groups: None for this process."""
+        self.loaded = loaded
+        self.device = choose_device(device) if groups is None else torch.device(groups[0].devices[0])
+        names = [f"group {number} ({', '.join(group.devices)})" for number, group in enumerate(groups or (), 1)]
+        ranks = [Workers(group) for group in groups or ()]
+        makers = [
+            Maker(name, partial(make_video, WorkerEngine(workers), loaded), workers.kill)
+            for name, workers in zip(names, ranks, strict=True)
+        ]
+        super().__init__(makers or [Maker("this process", partial(make_video, LocalEngine(), loaded))])
+
+    def check(self, videos: Sequence[ListedVideo], source: Path) -> Iterable[str]:
+        check, notes = ListCheck(self.loaded, self.device), dict[str, None]()  # in their order
+        for video in videos:
+            try:
+                notes |= dict.fromkeys(check.notes(video.request))
+            except OptionError as fault:
+                raise OptionError(f"line {video.line} of {source}: {fault}") from fault
+        return notes
