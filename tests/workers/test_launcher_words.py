@@ -117,6 +117,9 @@ def test_ranks_that_compile_are_ended_where_the_user_interrupts(phase: str) -> N
             if header["op"] == "interrupt" and phase != COMPILING:
                 self.inbox.put(({"kind": "interrupted", "number": header["number"]}, {}))
 
+        def begin_request(self, op: str) -> None:
+            pass
+
         def kill(self) -> None:
             self.killed = True
 

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -104,7 +104,7 @@ class WorkerEngine:
                 checked.job.check_saved()
             watch.found(checked.models, checked.job.plan)
         plans: list[Plan] = []
-        video, report = _ArrivingVideo(write), Report(torch.device("cpu"))
+        report = Report(torch.device("cpu"))
 
         def planned(plan: Plan) -> None:
             plans.append(plan)
@@ -115,18 +115,15 @@ class WorkerEngine:
             "phase": lambda phase: watch.phase(phase),
             "kept": lambda path: watch.kept(Path(path)),
             "not kept": warn_not_kept,
-            "video": video.begin,
-            "frame": video.put,
             "step": on_steps(plans, watch.step),
         }
         places = {"keep": keep_latents, "keep_clips": keep_clips}
         places = {name: None if path is None else path.absolute() for name, path in places.items()}
-        with video:
-            latents, fps, plan, kept = self.ask(
-                Generated, "generate", options, report, events, request=request, must_keep=must_keep, **places
-            )
+        with _arriving(write) as (of_frames, finish):
+            asked, events = {"request": request, "must_keep": must_keep, **places}, events | of_frames
+            latents, fps, plan, kept = self.ask(Generated, "generate", options, report, events, **asked)
             with report.phase("write"):
-                frames = video.finish()
+                frames = finish()
         return Result(frames, latents, fps, plan, report, kept)
 
     def sample(
@@ -193,32 +190,21 @@ def _key(sent: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return made.hexdigest()
 
 
-class _ArrivingVideo:
-    """Frames that the workers send, written in a thread while others arrive."""
+@contextmanager
+def _arriving(write: WriteVideo | None) -> Iterator[tuple[dict[str, Callable[..., None]], Callable[[], np.ndarray]]]:
+    """Handlers for the frames that the ranks send, which are written in a thread while others arrive, and what waits
+    for the end of that and returns frames [F, H, W, 3]."""
+    feeds: list[Feed[np.ndarray, np.ndarray]] = []
 
-    def __init__(self, write: WriteVideo | None) -> None:
-        self.write = write
-        self.feed: Feed[np.ndarray, np.ndarray] | None = None
+    def video(fps: int, settings: dict[str, Any]) -> None:
+        write_frames = None if write is None else partial(write, fps=fps, settings=settings)
+        feeds.append(stack.enter_context(Feed(lambda frames: _stacked(frames, settings["frames"], write_frames))))
 
-    def __enter__(self) -> _ArrivingVideo:
-        return self
+    def frame(frame: Tensor) -> None:
+        feeds[0].put(frame.numpy())
 
-    def __exit__(self, *_: object) -> None:
-        if self.feed is not None:
-            self.feed.__exit__()
-
-    def begin(self, fps: int, settings: Mapping[str, Any]) -> None:
-        write = None if self.write is None else partial(self.write, fps=fps, settings=settings)
-        self.feed = Feed[np.ndarray, np.ndarray](lambda frames: _stacked(frames, settings["frames"], write)).__enter__()
-
-    def put(self, frame: Tensor) -> None:
-        assert self.feed is not None
-        self.feed.put(frame.numpy())
-
-    def finish(self) -> np.ndarray:
-        """Frames [F, H, W, 3], when they are written too."""
-        assert self.feed is not None
-        return self.feed.finish()
+    with ExitStack() as stack:
+        yield {"video": video, "frame": frame}, lambda: feeds[0].finish()
 
 
 def _stacked(frames: Iterator[np.ndarray], count: int, write: WriteFrames | None) -> np.ndarray:

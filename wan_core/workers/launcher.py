@@ -25,7 +25,7 @@ from wan_core.pipeline.run import COMPILING
 from wan_core.workers.control import ChannelError
 from wan_core.workers.faults import describe_failure, explain, place, places, rank_name, stopped_words
 from wan_core.workers.options import WorkerOptions
-from wan_core.workers.processes import STOP_SECONDS, Frame, Processes, WorkerProcesses, begin_request
+from wan_core.workers.processes import STOP_SECONDS, Frame, WorkerProcesses
 
 POLL_SECONDS = 0.1  # between two calls of `poll`
 STOPPED_SECONDS = 1.0  # a wait of `POLL_SECONDS` that took so long: this process was stopped meanwhile (Ctrl+Z)
@@ -42,11 +42,13 @@ class WorkerError(UserError):
 class Workers:
     """Ranks that are started when first needed, or by `start`. Any thread may use it, one at a time."""
 
-    def __init__(self, options: WorkerOptions, begin: Callable[[WorkerOptions], Processes] = WorkerProcesses) -> None:
+    def __init__(
+        self, options: WorkerOptions, begin: Callable[[WorkerOptions], WorkerProcesses] = WorkerProcesses
+    ) -> None:
         """begin: starts the ranks, here or on other hosts."""
         self.options, self.begin = options, begin
         self._lock = threading.RLock()
-        self._processes: Processes | None = None
+        self._processes: WorkerProcesses | None = None
         self._number = 0
         self._finalizer: weakref.finalize | None = None
         self.start_seconds = 0.0  # that the last request waited for ranks to be ready
@@ -122,7 +124,7 @@ class Workers:
                 processes.channel.send({**(header or {}), "op": op, "number": number}, tensors)
             except ChannelError:
                 raise self._lost(processes) from None
-            begin_request(processes, op)
+            processes.begin_request(op)
             answer: Frame | None = None
             try:
                 answer = self._wait(processes, number, on_event, poll)
@@ -134,7 +136,7 @@ class Workers:
                 if answer is None and self._processes is processes:  # on_event or poll raised
                     self._interrupt(processes, number)
 
-    def _wait(self, processes: Processes, number: int, on_event: OnEvent, poll: Callable[[], None]) -> Frame:
+    def _wait(self, processes: WorkerProcesses, number: int, on_event: OnEvent, poll: Callable[[], None]) -> Frame:
         """The frame that ends the request. Raises WorkerError if the ranks end or hang, and what the callbacks
         raise."""
         while True:
@@ -154,7 +156,7 @@ class Workers:
                 return frame
             on_event(*frame)
 
-    def _interrupt(self, processes: Processes, number: int) -> None:
+    def _interrupt(self, processes: WorkerProcesses, number: int) -> None:
         """Have the ranks stop at the next step, and wait until they have stopped. Those that compile are ended: nothing
         stops them for minutes."""
         assert processes.channel is not None
@@ -171,7 +173,7 @@ class Workers:
                 raise self._lost(processes) from None
             self._wait(processes, number, lambda header, tensors: None, end_if_compiling)
 
-    def _connect(self, poll: Callable[[], None]) -> Processes:
+    def _connect(self, poll: Callable[[], None]) -> WorkerProcesses:
         """Ranks that are ready. If `poll` raises, they go on starting, for the next request."""
         self.start()
         processes = self._processes
@@ -208,7 +210,7 @@ class Workers:
 
     # --------------------------------------------------------------------------------------------------------- faults
 
-    def _check_timeouts(self, processes: Processes) -> None:
+    def _check_timeouts(self, processes: WorkerProcesses) -> None:
         """Raise WorkerError if a rank hangs."""
         options, statuses, now = self.options, processes.statuses, time.monotonic()
         since_frame = now - processes.last_frame
@@ -239,7 +241,7 @@ class Workers:
                 f"{places(statuses)}. {RESTART} If a step takes this long here, give a larger step timeout."
             )
 
-    def _lost(self, processes: Processes) -> WorkerError:
+    def _lost(self, processes: WorkerProcesses) -> WorkerError:
         """The error for ranks that have ended. Cleans up."""
         processes.ended.wait(STOP_SECONDS)  # the launcher ends the other ranks first
         text = explain(processes.report, processes.statuses, processes.exit_code())

@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -45,56 +45,13 @@ def rank_environment() -> dict[str, str]:
     return environment
 
 
-class Processes(Protocol):
-    """Ranks from their start to their end, on this host or on others (`wan_core.cluster`), as `launcher.Workers` needs
-    them. report: of their end, see `faults.explain`."""
-
-    inbox: queue.SimpleQueue[Frame | None]  # None: the ranks have ended
-    statuses: list[dict[str, Any]]
-    last_frame: float
-    request_start: float
-    report: dict[str, Any] | None
-    ended: threading.Event
-
-    @property
-    def channel(self) -> Sender | None:
-        """To rank 0, from when it is connected."""
-        ...
-
-    def connect(self, timeout: float, check: Callable[[], None]) -> None:
-        """Wait for the connection to rank 0. `check` is called ten times a second and may raise. Raises
-        TimeoutError."""
-        ...
-
-    def kill(self) -> None:
-        """End everything now."""
-        ...
-
-    def exit_code(self) -> int | None:
-        """The exit code of the process that started the ranks; None while it runs."""
-        ...
-
-    def end_of_logs(self) -> str: ...
-
-
-class Sender(Protocol):
-    """What sends frames to rank 0."""
-
-    def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Raises ChannelError if rank 0 is gone."""
-        ...
-
-
-def begin_request(processes: Processes, op: str) -> None:
-    """The timeouts of a request start now; what was known of the ranks is older than it."""
-    processes.last_frame = processes.request_start = time.monotonic()
-    fresh = {"phase": f"start of {op}", "step": 0, "of": 0, "since_heartbeat": 0.0, "since_progress": 0.0}
-    processes.statuses = [{**status, **fresh} for status in processes.statuses]
-
-
 class WorkerProcesses:
-    """Supervisor and ranks of this host. Its threads hold no reference to `launcher.Workers`, so that an unused
-    `Workers` is collected and ends its processes."""
+    """Supervisor and ranks, from their start to their end. Its threads hold no reference to `launcher.Workers`, so that
+    an unused `Workers` is collected and ends its processes.
+
+    inbox: frames of rank 0; None: the ranks have ended. channel: to rank 0, from when it is connected. report: of their
+    end, see `faults.explain`.
+    """
 
     def __init__(
         self,
@@ -108,7 +65,7 @@ class WorkerProcesses:
         """meeting: of a run over several hosts. program: the module that starts the ranks and reports their end; told:
         what it reads, with the fields `more`."""
         self.key = new_key()
-        self.inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()  # None: the ranks have ended
+        self.inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self.channel: Channel | None = None
         self.statuses: list[dict[str, Any]] = []
         self.last_frame = self.request_start = time.monotonic()
@@ -159,7 +116,15 @@ class WorkerProcesses:
         self.ended.set()
         self.inbox.put(None)
 
+    def begin_request(self, op: str) -> None:
+        """The timeouts of a request start now; what was known of the ranks is older than it."""
+        self.last_frame = self.request_start = time.monotonic()
+        fresh = {"phase": f"start of {op}", "step": 0, "of": 0, "since_heartbeat": 0.0, "since_progress": 0.0}
+        self.statuses = [{**status, **fresh} for status in self.statuses]
+
     def connect(self, timeout: float, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for the connection to rank 0. `check` is called ten times a second and may raise. Raises
+        TimeoutError."""
         self.channel = channel = self.listener.accept(timeout, check)
         self.last_frame = time.monotonic()
         threading.Thread(target=self._receive, args=(channel,), daemon=True).start()
@@ -180,9 +145,6 @@ class WorkerProcesses:
         """End everything now. The kernel kills the ranks with their supervisor, whatever they do."""
         with contextlib.suppress(OSError):
             self.process.kill()
-        self.close()
-
-    def close(self) -> None:
         self.ended.wait(STOP_SECONDS)
         if self.channel is not None:
             self.channel.close()
@@ -194,6 +156,7 @@ class WorkerProcesses:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def exit_code(self) -> int | None:
+        """Of the supervisor; None while it runs."""
         return self.process.poll()
 
     def end_of_logs(self) -> str:
