@@ -35,9 +35,9 @@ help:
 
 demo: .venv/.runtime
 	@mkdir -p $(dir $(DEMO))
-	$(BIN)/python -m wan_core generate --model tiny --prompt "$(PROMPT)" --out "$(DEMO)" --sheet "$(DEMO:.mp4=.png)" --overwrite
+	$(BIN)/python -m wan_core generate --model tiny --prompt "$(PROMPT)" --out "$(DEMO)" --overwrite
 	$(DEMO_CHECK)
-	@echo "The video is $(abspath $(DEMO)), its frames are in $(abspath $(DEMO:.mp4=.png))"
+	@echo "The video is $(abspath $(DEMO))"
 
 test: check
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)

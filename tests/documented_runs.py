@@ -28,7 +28,7 @@ COMFY_ORG = weight_rows(SECTION.partition("**2. ")[0])
 ROWS = weight_rows(SECTION)
 FOLDERS = {"parallel.md": "Wan2.2-TI2V-5B"}  # what FOLDER is on a page: its list has texts and pictures
 MEDIA = {"image", "last-image", "reference", "pose-video", "face-video", "background", "mask", "control-video", "audio"}
-OUTPUTS = {"out", "plot", "video", "sheet", "report", "save-latents"}
+OUTPUTS = {"out", "plot", "video", "report", "save-latents"}
 SMALLER = {"--size": "64x64", "--frames": "5", "--count": "1", "--gpus": "cpu,cpu"}
 RUN_MODELS = ("generate", "warmup", "calibrate", "quality", "report-card")
 

@@ -81,7 +81,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     write_text(tmp_path / "x.json", "{}")
     assert done == [("disk", ".part"), ("name", "x.json"), ("disk", tmp_path.name)]
     done.clear()
-    with folder_beside(tmp_path / "pictures", "00001.png") as folder:
+    with folder_beside(tmp_path / "pictures") as folder:
         (folder / "00001.png").touch()
     assert done == [("disk", ".png"), ("disk", ".part"), ("name", "pictures"), ("disk", tmp_path.name)]
 

@@ -37,9 +37,9 @@ def test_an_input_is_no_output(tmp_path: Path, link: object, overwrite: bool) ->
         link(read, written)
     with (
         Outputs({"--image": read}, overwrite=overwrite) as outputs,
-        pytest.raises(OptionError, match=r"--sheet would replace .*in\.png, which --image reads"),
+        pytest.raises(OptionError, match=r"--report would replace .*in\.png, which --image reads"),
     ):
-        outputs.add("--sheet", written)
+        outputs.add("--report", written)
     assert read.read_text() == "picture"
 
 
@@ -208,7 +208,7 @@ def test_devices_and_pipes_are_written_as_they_are(tmp_path: Path) -> None:
     reader.start()
     with Outputs({}) as outputs:
         assert outputs.add("--report", Path("/dev/stdout")) == Path("/dev/stdout")
-        write_text(outputs.add("--sheet", pipe), "text")
+        write_text(outputs.add("--latents", pipe), "text")
     reader.join()
     assert read == ["text"] and names(tmp_path) == ["pipe"] and write_text("/dev/null", "x").is_char_device()
 

@@ -1,5 +1,4 @@
-"""Pictures and videos that are very narrow: refused before any work, in every door, and sheets that stay small enough
-for every format."""
+"""Pictures and videos that are very narrow: refused before any work, in every door."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tools.hostile.media import png
 from wan_core.checkpoint.save import save_latents
@@ -17,7 +15,6 @@ from wan_core.config import OptionError
 from wan_core.config.checks import check_size
 from wan_core.config.limits import MAX_SIDE, MAX_VIDEO_SIDE
 from wan_core.media.fit import fit_covering, fit_with_bars
-from wan_core.media.pictures import write_sheet
 from wan_core.media.video import fit_image, load_image, picture_size
 from wan_core.media.video_formats import write_video
 
@@ -74,15 +71,3 @@ def test_the_command_line_refuses_before_work(tmp_path: Path, capsys: pytest.Cap
         assert main(command) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "x.mp4").exists()
-
-
-@pytest.mark.parametrize(
-    ("width", "height", "shown", "ending"),
-    [(48, 32, 6, ".webp"), (2048, 16, 3, ".png"), (4096, 200, 3, ".jpg"), (MAX_SIDE - 1, 2, 1, ".webp")],
-)
-def test_a_sheet_shows_as_many_frames_as_fit(width: int, height: int, shown: int, ending: str, tmp_path: Path) -> None:
-    frames = np.random.default_rng(0).integers(0, 255, (9, height, width, 3), np.uint8)
-    write_sheet(tmp_path / f"x{ending}", frames)
-    with Image.open(tmp_path / f"x{ending}") as sheet:
-        scale = sheet.height // height
-        assert sheet.width == shown * scale * width + 4 * (shown - 1) and sheet.width <= MAX_SIDE

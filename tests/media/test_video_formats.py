@@ -16,7 +16,7 @@ from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs
 from wan_core.media.sound import Sound
 from wan_core.media.video import read_metadata, read_video
-from wan_core.media.video_formats import FRAME_NAME, find_format, is_folder, write_video
+from wan_core.media.video_formats import FRAME_NAME, is_folder, write_video
 
 FIRST = FRAME_NAME.format(1)
 
@@ -78,9 +78,9 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="not a folder of pictures"):
         write_video(path, clip(), fps=8)
     with pytest.raises(OptionError, match="not a folder of pictures"):
-        Outputs({}, overwrite=True).add("--out", path, pictures=FIRST)
+        Outputs({}, overwrite=True).add("--out", path, pictures=True)
     with Outputs({}) as outputs:
-        assert outputs.add("--out", path, pictures=FIRST) == tmp_path / "frames-1"
+        assert outputs.add("--out", path, pictures=True) == tmp_path / "frames-1"
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
 
 
@@ -115,4 +115,4 @@ def test_sound_is_refused_where_it_would_be_lost(tmp_path: Path) -> None:
 
 def test_unknown_endings_name_the_known_ones() -> None:
     with pytest.raises(OptionError, match=r"\.mp4, or one without ending.*did you mean \.mp4\?"):
-        find_format(Path("x.mp5"))
+        is_folder(Path("x.mp5"))

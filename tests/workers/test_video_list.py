@@ -178,7 +178,7 @@ def test_other_separators_are_part_of_a_prompt(
     assert "line 4 of list.jsonl: 6 frames given" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--overwrite"], ["--sheet", "x.png"], ["--report", "r.json"]])
+@pytest.mark.parametrize("option", [["--overwrite"], ["--report", "r.json"]])
 def test_options_that_a_list_does_not_take(
     option: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,7 +172,6 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="also keep the finished latents in this .safetensors file, for `decode` (not of clips that overlap)",
     )
-    parser.add_argument("--sheet", type=Path, help="also write frames from first to last as one picture (.png)")
     parser.add_argument("--report", type=Path, help="write the report as JSON")
     add_overwrite_option(parser)
     add_worker_options(parser)

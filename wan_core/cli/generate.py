@@ -49,23 +49,16 @@ def run_warmup(options: argparse.Namespace) -> int:
 
 def run_generate(options: argparse.Namespace) -> int:
     """Returns 1 if the video is complete and another file that was asked for could not be written."""
-    from wan_core.media.pictures import check_picture_name
-    from wan_core.media.video_formats import check_sound
-
     request, load_options = request_of(options), load_options_of(options)
-    if options.sheet is not None:
-        check_picture_name(options.sheet)
-    check_sound(options.out, request.audio is not None)
     with outputs_of(options) as outputs:
-        out = video_output(outputs, options.out)
+        out = video_output(outputs, options.out, request.audio is not None)
         if options.save_latents is None:  # latents kept after an earlier failed run are never overwritten
             kept = out.with_suffix(".latents.safetensors")
             latents = outputs.add("latents kept for --out", kept, overwrite=False, quiet=True, sealed=True)
         else:
             latents = outputs.add("--save-latents", options.save_latents, sealed=True)
-        sheet = None if options.sheet is None else outputs.add("--sheet", options.sheet)
         report = None if options.report is None else outputs.add("--report", options.report)
-        files = GeneratedFiles(out, latents, sheet, report, out.with_suffix(".clips"))
+        files = GeneratedFiles(out, latents, report, out.with_suffix(".clips"))
         progress = ProgressLine(request.seed, outputs.say_renamed)
         return generate_files(options, load_options, request, files, progress)
 
@@ -76,7 +69,6 @@ class GeneratedFiles:
 
     video: Path
     latents: Path
-    sheet: Path | None
     report: Path | None
     clips: Path  # folder for what is finished of a long video
 
@@ -122,7 +114,11 @@ def generate_files(
         remove_kept(result.kept_clips)
         if options.save_latents is None:
             files.latents.unlink(missing_ok=True)
-    missing += write_beside_video(result, files)
+    try:
+        if files.report is not None:
+            result.report.save(files.report)
+    except OSError as fault:  # the video is complete whatever happens here
+        missing.append(f"no report in {files.report}: {fault.strerror or fault}")
     print(result.report.text())
     print(f"  seed {request.seed}")
     print(video)
@@ -146,24 +142,6 @@ def watching(progress: ProgressLine, on_kept: Callable[[Path], None] = lambda _:
         step=progress.step,
         kept=on_kept,
     )
-
-
-def write_beside_video(result: Any, files: GeneratedFiles) -> list[str]:
-    """Write the sheet and the report. Returns what failed: the video is complete whatever happens here."""
-    from wan_core.media.pictures import write_sheet
-
-    failed = []
-    try:
-        if files.sheet is not None:
-            write_sheet(files.sheet, result.frames)
-    except OSError as fault:
-        failed.append(f"no sheet in {files.sheet}: {fault.strerror or fault}")
-    try:
-        if files.report is not None:
-            result.report.save(files.report)
-    except OSError as fault:
-        failed.append(f"no report in {files.report}: {fault.strerror or fault}")
-    return failed
 
 
 def decode_command(options: argparse.Namespace, latents: Path, out: Path) -> str:
@@ -208,13 +186,13 @@ def run_decode(options: argparse.Namespace) -> int:
     return 0
 
 
-def video_output(outputs: Outputs, path: Path) -> Path:
-    """Where the video that --out names is written. Raises OptionError."""
-    from wan_core.media.video_formats import FRAME_NAME, is_folder
+def video_output(outputs: Outputs, path: Path, sounds: bool = False) -> Path:
+    """Where the video that --out names is written. sounds: it has sound. Raises OptionError."""
+    from wan_core.media.video_formats import is_folder
 
     if path.name in ("", "..") or is_special(path):
         raise OptionError(f"--out {path} is no name for a video: give one that ends in .mp4, or has no ending")
-    return outputs.add("--out", path, pictures=FRAME_NAME.format(1) if is_folder(path) else None)
+    return outputs.add("--out", path, pictures=is_folder(path, sounds))
 
 
 def sound_of(audio: str | None) -> Sound | None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 NOT_WITH_A_LIST = {
     "save_latents": "a list keeps no latents",
-    "sheet": "a list makes no sheets",
     "report": "each video of a list has a report beside it",
     "overwrite": "a list never replaces files: delete those that are to be made again",
 }

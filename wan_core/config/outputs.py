@@ -37,6 +37,7 @@ from wan_core.config.durable import flush, seal
 RUN = secrets.token_hex(4)  # tells this process from an earlier one with the same number
 PART = re.compile(r"\..*\.([0-9a-f]{8}-\d+-[0-9a-f]{8})-[0-9a-f]{4}\.part", re.DOTALL)
 CLAIM = re.compile(r"\..*\.[0-9a-f]{8}\.claim", re.DOTALL)
+PICTURE = re.compile(r"\d{5,}\.png")
 OWNER = re.compile(r"[0-9a-f]{8}-\d+-[0-9a-f]{8}")
 UNSIGNED_SECONDS = 60.0  # a claim without its text is one whose process ended while it wrote it, after so long
 LONG_ENDINGS = (".latents.safetensors", ".magcache.json")  # kept whole when a name gets a number
@@ -86,13 +87,13 @@ class Outputs:
         *,
         overwrite: bool | None = None,
         quiet: bool = False,
-        pictures: str | None = None,
+        pictures: bool = False,
         sealed: bool = False,
     ) -> Path:
         """Where to write what `option` asks for: `path`, or the same with a number where that exists.
 
-        overwrite: None as for all. quiet: say nothing of another number. pictures: `path` is a folder of pictures, of
-        which the first has this name. sealed: a file for `written_sealed`. Raises OptionError if `path` is an input or
+        overwrite: None as for all. quiet: say nothing of another number. pictures: `path` is a folder of numbered
+        pictures. sealed: a file for `written_sealed`. Raises OptionError if `path` is an input or
         another output, or cannot be written.
         """
         self._check_apart(option, path)
@@ -102,10 +103,10 @@ class Outputs:
         if is_special(path):  # /dev/stdout
             return path
         overwrite = self.overwrite if overwrite is None else overwrite
-        if pictures is None:
+        if not pictures:
             _check_no_folder(path)
         elif overwrite:
-            check_replaced_folder(path, pictures)
+            check_replaced_folder(path)
         if overwrite and path.exists() and not os.access(path, os.W_OK):
             raise OptionError(f"cannot write {path}: the file there is read-only. Choose another name.")
         found = self._claimed(path, overwrite)
@@ -241,10 +242,10 @@ def written_sealed(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def folder_beside(path: Path, first: str) -> Iterator[Path]:
-    """A temporary folder for numbered pictures that replaces `path` at the end, like `written_beside`. first: the name
-    of the first picture. Raises OptionError where another folder is there, and OSError."""
-    check_replaced_folder(path, first)
+def folder_beside(path: Path) -> Iterator[Path]:
+    """A temporary folder for numbered pictures that replaces `path` at the end, like `written_beside`. Raises
+    OptionError where another folder is there, and OSError."""
+    check_replaced_folder(path)
     remove_left_over(path.absolute().parent)
     temporary, old = owned_path(path), owned_path(path)
     try:
@@ -263,13 +264,11 @@ def folder_beside(path: Path, first: str) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def check_replaced_folder(path: Path, first: str) -> None:
-    """Raise OptionError if `path` is there and is not a folder of pictures named as `first` is: 00001.png."""
-    stem, _, ending = first.partition(".")
-    picture = re.compile(rf"\d{{{len(stem)},}}\.{ending}")
-    if path.exists() and not (path.is_dir() and all(picture.fullmatch(name) for name in os.listdir(path))):
+def check_replaced_folder(path: Path) -> None:
+    """Raise OptionError if `path` is there and is not a folder of numbered pictures."""
+    if path.exists() and not (path.is_dir() and all(PICTURE.fullmatch(name) for name in os.listdir(path))):
         raise OptionError(
-            f"cannot replace {path}: it is not a folder of pictures such as {first}. Choose another name."
+            f"cannot replace {path}: it is not a folder of pictures such as 00001.png. Choose another name."
         )
 
 

@@ -29,6 +29,7 @@ from wan_core.media.sound import Sound
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
 PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
 AAC_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)
+NO_FRAMES = "no frames were given: a video has at least one"
 THREADS = {"slices": "SLICE", "frames": "FRAME"}  # what the encoder's threads share -> PyAV's name of it
 
 
@@ -146,7 +147,7 @@ def encode(
             container.mux(stream.encode(_to_yuv(array, count, rate)))
             count += 1
         if size is None:
-            raise OptionError("no frames were given: a video has at least one")
+            raise OptionError(NO_FRAMES)
         container.mux(stream.encode(None))
         if sound is not None and track is not None:
             _add_sound(container, track, sound, math.ceil(sound.rate * count / rate))

@@ -1,4 +1,4 @@
-"""Pictures: a canvas for lines, boxes and text, and writing a picture in the format that its name ends in.
+"""Pictures: a canvas for lines, boxes and text, and writing one as PNG.
 
 Everything on the canvas is drawn at twice its size with Pillow and scaled down, which smooths lines that Pillow
 draws jagged.
@@ -6,17 +6,13 @@ draws jagged.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from wan_core.config import OptionError
-from wan_core.config.limits import MAX_SIDE
 from wan_core.config.outputs import written_beside
 
 SCALE = 2
@@ -61,43 +57,14 @@ def clock(seconds: float) -> str:
 
 
 def check_picture_name(path: str | os.PathLike[str]) -> None:
-    """Raise OptionError now if `save_picture` knows no format for this name: before hours of work, not after."""
-    picture_format(path)
-
-
-def picture_format(path: str | os.PathLike[str]) -> str:
-    """Pillow's name of the format that the ending of `path` names. Raises OptionError."""
-    format_name = Image.registered_extensions().get(Path(path).suffix.lower(), "")
-    try:
-        Image.new("RGB", (8, 8)).save(io.BytesIO(), format=format_name)
-    except (OSError, ValueError, KeyError) as fault:
-        raise OptionError(
-            f"cannot write the picture {path}: no format for coloured pictures has this ending; use .png"
-        ) from fault
-    return format_name
+    """Raise OptionError now if `save_picture` cannot write a file of this name: before hours of work, not after."""
+    if Path(path).suffix.lower() != ".png":
+        raise OptionError(f"cannot write the picture {path}: give it a name that ends in .png")
 
 
 def save_picture(image: Image.Image, path: str | os.PathLike[str]) -> Path:
-    """Write `image`, beside and then renamed. Raises OptionError for a name without a format, and OSError."""
-    kind = picture_format(path)
+    """Write `image` as PNG, beside and then renamed. Raises OptionError for another ending, and OSError."""
+    check_picture_name(path)
     with written_beside(path) as temporary:
-        image.save(temporary, format=kind)
+        image.save(temporary, format="PNG")
     return Path(path)
-
-
-COLUMNS, GAP = 6, 4  # frames of a sheet, and pixels between them
-
-
-def write_sheet(path: str | os.PathLike[str], frames: NDArray[np.uint8]) -> Path:
-    """Frames from the first to the last side by side, as one picture.
-
-    frames: uint8 [F, H, W, 3]; `COLUMNS` of them are shown, evenly spaced, or as many as a picture has room for
-    (`MAX_SIDE`). Small ones are doubled. Raises as `save_picture` does.
-    """
-    height, width = frames.shape[1:3]
-    scale = 2 if height < 192 and 2 * width <= MAX_SIDE else 1
-    room = max(1, (MAX_SIDE + GAP) // (scale * width + GAP))
-    chosen = frames[np.linspace(0, len(frames) - 1, min(COLUMNS, room, len(frames))).round().astype(int)]
-    chosen = chosen.repeat(scale, axis=1).repeat(scale, axis=2)
-    padded = np.pad(chosen, ((0, 0), (0, 0), (0, GAP), (0, 0)), constant_values=255)
-    return save_picture(Image.fromarray(np.concatenate(list(padded), axis=1)[:, :-GAP]), path)

@@ -50,9 +50,6 @@ PRESETS: dict[str, Preset] = {
 }
 STEPPED = tuple(PRESETS)
 PRESETS |= {
-    # As the families of distilled LoRAs are called: four steps each.
-    "lightx2v": Preset(name="lightx2v", steps=4),
-    "lightning": Preset(name="lightning", steps=4),
     "motion": Preset(name="motion", steps=4, motion=True),
     "8-step-motion": Preset(name="8-step-motion", steps=8, motion=True),
     # ComfyUI's own templates of Wan 2.2 A14B: as they are without step-distilled files; with them, four steps.
