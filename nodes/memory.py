@@ -15,11 +15,16 @@ from wan_core.execution.report import GIB, Report
 from wan_core.media.preview import RGBMap
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.check import check_tensor
 from wan_core.pipeline.denoise import sample_latents
-from wan_core.pipeline.host_sizes import check_sampling
 from wan_core.pipeline.loras import Wanted, lora_bytes, shared
-from wan_core.pipeline.memory_planning import Workload, beside_workload, check_prepared, host_room, plan_host
+from wan_core.pipeline.memory_planning import (
+    Workload,
+    beside_workload,
+    check_fits,
+    check_prepared,
+    host_room,
+    plan_host,
+)
 from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.run import OnStep, RunOwner
 from wan_core.pipeline.settings import ModelSettings
@@ -58,16 +63,7 @@ class ModelSocket:
     @property
     def facts(self) -> ModelFacts:
         """What a plan depends on."""
-        experts = self.experts
-        return ModelFacts(
-            task=experts.task,
-            dit=experts.dit,
-            vae=experts.vae,
-            high=experts.high.path,
-            low=None if experts.low is None else experts.low.path,
-            loras=tuple(self.lora_files),
-            all_files=self.named_loras,
-        )
+        return self.experts.facts(self.lora_files, self.named_loras)
 
     @property
     def patcher(self) -> host.Held:
@@ -94,14 +90,12 @@ class ModelSocket:
         """Raise OptionError, before anything of this size is made, for latents [B, C, T, Y, X] that cannot run."""
         if len(shape) != 5:
             return  # refused by whatever reads the latents
-        dit, settings = self.experts.dit, self.settings
-        tokens = dit.tokens(max(plan.window_sizes(shape[2])), *shape[3:])
-        if host.device().type == "cpu":
-            beside = plan_experts(self, Workload(shape, plan, batched=False)).beside
-            check_sampling(shape, max(beside.values()), host.spare_bytes())
-        check_tensor("an activation", (shape[0] * tokens, dit.dim), settings.dtype.itemsize, host.device())
+        room = host.spare_bytes() if host.device().type == "cpu" else None
+        check_fits(self.settings, Workload(shape, plan, batched=False), room)
         if plan.sparse is not None:
-            check_kernel(plan.sparse, settings.attention, host.device(), dit.head_dim, tokens)
+            dit = self.experts.dit
+            tokens = dit.tokens(max(plan.window_sizes(shape[2])), *shape[3:])
+            check_kernel(plan.sparse, self.settings.attention, host.device(), dit.head_dim, tokens)
 
     def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
         """Un-normalised latents, see `wan_core.pipeline.denoise.sample_latents`."""

@@ -80,7 +80,7 @@ class PipelineMaker:
 
     def plan(self, skip: SkipOptions | None, frames: int) -> Plan:
         with self.request(self.samples[0], skip, frames) as request:
-            return check_request(self.options, request, self.device).job.plan
+            return check_request(self.options, request, self.device).plan
 
     def forward_seconds(self, frames: int) -> float:
         """Seconds of one forward of the expert that begins: the second is timed, the first also loads the weights."""

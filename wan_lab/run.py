@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,11 +20,9 @@ from wan_core.execution.report import Report
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.pictures import save_picture
 from wan_core.models.wan.families import family_of
-from wan_core.pipeline.check import request_of_job
 from wan_core.pipeline.decode import decode_images
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.build import ModelFacts, build_plan
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.magcache import CURVE_FILES, PRESETS, curve_path
 from wan_core.sampling.cache.skipping import check_cacheable, leave_out
@@ -59,7 +57,7 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     samples = chosen(options, tiny=pipe.models.task.name.endswith("-tiny"))
     if out is None:
         image = base.image is not None or samples[0].image is not None
-        beside = curve_path_of(models.checkpoint, models.task.name, image=image)
+        beside = curve_path_of(models.facts.high, models.task.name, image=image)
         out = outputs.add("the curve", beside, overwrite=True, sealed=True)
     plan = next(batches(pipe, base, samples[:1], 1)).job.plan  # of all: they differ in caption, seed and picture
     videos = shown(pipe, base, samples, options.batch)
@@ -213,7 +211,7 @@ def measure_quality(
         if not measured.seconds:
             check_cacheable(plan.solver, CALIBRATION)
             for one in settings.values():
-                plan_with(pipe, batch, one)  # raises for what this model cannot skip
+                batch.job.plan_with(one)  # raises for what this model cannot skip
             on_checked()
             for each in dict.fromkeys([pipe, *pipes.values()]):
                 warm_up(each, batch, plan, full_run if each is pipe else make)
@@ -226,7 +224,7 @@ def measure_quality(
             frames = exact
             if setting != FULL:
                 own = pipes.get(setting, pipe)
-                frames = measured.add(setting, make(own, batch, plan_with(own, batch, options)))
+                frames = measured.add(setting, make(own, batch, batch.job.plan_with(options)))
             videos[setting] = frames
             measured.first.setdefault(setting, frames[0])
             for video, full, sample in zip(frames, exact, batch.samples, strict=True):
@@ -243,22 +241,6 @@ def measure_quality(
     measured.full["seconds"] = round(measured.seconds[FULL] / len(samples), 4)
     measured.full |= {"truth": round(sum(judged_videos) / len(judged_videos), 4)} if judged_videos else {}
     return measured
-
-
-def plan_with(pipe: Pipeline, batch: Batch, options: SkipOptions | None) -> Plan:
-    """The plan of the batch's videos with step caching and sparse attention as `options` say."""
-    job, models = batch.job, pipe.models
-    request = request_of_job(replace(job.request, skip=options), job.task, job.width, job.height, job.frames)
-    facts = ModelFacts(
-        task=models.task,
-        dit=models.dit_config,
-        vae=models.vae_config,
-        high=models.checkpoint,
-        low=models.low_checkpoint,
-        loras=models.loras,
-        all_files=True,
-    )
-    return build_plan(request, facts).plan
 
 
 def warm_up(pipe: Pipeline, batch: Batch, plan: Plan, full_run: Callable[[Pipeline, Batch, Plan], Run]) -> None:

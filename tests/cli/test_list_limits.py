@@ -136,7 +136,7 @@ def test_lines_of_a_list_are_checked_as_alone(tmp_path: Path, monkeypatch: pytes
         except OptionError as fault:
             return str(fault)
 
-    alone = [verdict(lambda one: check_request(TINY, one, CPU).job.plan.notes, one) for one in requests]
+    alone = [verdict(lambda one: check_request(TINY, one, CPU).plan.notes, one) for one in requests]
     monkeypatch.setattr(check, "find_models", lambda *given, **how: finds.append(True) or find(*given, **how))
     listed = ListCheck(TINY, CPU)
     assert [verdict(listed.notes, one) for one in requests] == alone

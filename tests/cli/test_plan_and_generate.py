@@ -94,7 +94,7 @@ def refusal_of_generate(arguments: list[str], task: Task) -> tuple[str, dict]:
     try:
         request = request_of(options)
         assert sent_to_workers(request) == request
-        job = check_request(load_options_of(options), request, torch.device("cpu")).job
+        job = check_request(load_options_of(options), request, torch.device("cpu"))
     except UserError as fault:
         return str(fault), {}
     assert sent_to_workers(job.plan) == job.plan

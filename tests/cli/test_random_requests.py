@@ -136,7 +136,7 @@ def found(options: LoadOptions, *, image: bool) -> Parts:
 
 
 def job_of(loaded: LoadOptions, request: Request) -> Job:
-    return check_request(loaded, request, CPU, found).job
+    return check_request(loaded, request, CPU, found)
 
 
 Answer = tuple[dict, tuple[Clip, ...], int] | str

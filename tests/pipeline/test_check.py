@@ -17,6 +17,7 @@ from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.wan.families import Task, find_task
 from wan_core.pipeline import check
 from wan_core.pipeline.check import make_job, size_of_video
+from wan_core.sampling.build import ModelFacts
 
 DIT = find_task("t2v-A14B").full_size  # patches of 2 x 2 latents, as of all models
 SIDES = st.integers(16, 2000)
@@ -78,4 +79,4 @@ def test_a_picture_that_cannot_be_read_is_refused_before_weights_are(field: str,
     bad.write_bytes(good.read_bytes()[:20])
     request = Request(prompt="", **{"image": good, field: bad})
     with pytest.raises(UserError, match=r"bad\.png"):
-        make_job(request, find_task("i2v-A14B"), DIT, VAE_22)
+        make_job(request, ModelFacts(task=find_task("i2v-A14B"), dit=DIT, vae=VAE_22))

@@ -13,7 +13,6 @@ from PIL import Image
 from wan_core.cli import main
 from wan_core.config import LoadOptions, Request, SkipOptions, TaylorSeerOptions, WindowOptions
 from wan_core.media.video import read_metadata
-from wan_core.models.vae.config import VAE_21
 from wan_core.pipeline.check import make_job
 from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.pipeline import Pipeline
@@ -84,10 +83,9 @@ def test_an_interruption_leaves_nothing_behind(pipe: Pipeline, windows: str) -> 
 def test_memory_is_that_of_a_window() -> None:
     """Activations of the largest window; residuals of all of them, and latents; decoding as before."""
     models = find_models(TINY)
-    files = models.task, models.dit, VAE_21
 
     def job_and_activations(request: Request):
-        job = make_job(request, *files)
+        job = make_job(request, models.facts(()))
         return job, beside_workload(models, Workload.of(job), 10.0, 4)
 
     skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.1))

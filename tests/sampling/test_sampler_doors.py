@@ -23,7 +23,7 @@ TWICE = ("heun", "dpmpp_2s_ancestral")  # solvers of two forwards a step
 def planned(options: LoadOptions, request: Request) -> Plan | str:
     """The plan, or what is refused."""
     try:
-        return check_request(options, request, torch.device("cpu")).job.plan
+        return check_request(options, request, torch.device("cpu")).plan
     except UserError as fault:
         return str(fault)
 

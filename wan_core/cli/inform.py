@@ -139,15 +139,7 @@ def facts_of(
         say(f"task: {found.task.name} ({found.why})")
     for note in found.notes:
         say(WARNING + note)
-    return ModelFacts(
-        task=found.task,
-        dit=found.dit,
-        vae=found.vae,
-        high=found.high.path,
-        low=found.low_path,
-        loras=lora_files(named.loras),
-        all_files=True,
-    )
+    return found.facts(lora_files(named.loras))
 
 
 def whole_seconds(video: PlannedVideo, each: float | None) -> float | None:

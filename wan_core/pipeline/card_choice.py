@@ -29,6 +29,7 @@ from wan_core.pipeline.check import make_job
 from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.settings import PartToLoad, compute_dtype
 from wan_core.pipeline.sources import find_models
+from wan_core.sampling.build import ModelFacts
 from wan_core.sampling.cache.arguments import parse_setting
 
 TASK, HEAD_DIM = "t2v-A14B", 128
@@ -139,7 +140,7 @@ def task_memory(
     first frame is given. fused: the fused kernels run; plain torch takes more."""
     models = find_models(options, image=image)
     # Without files of pictures and videos: the size alone matters. What they add is counted.
-    job = make_job(request, plain_task(models.task), models.dit, models.vae, all_files=False)
+    job = make_job(request, ModelFacts(task=plain_task(models.task), dit=models.dit, vae=models.vae))
     seen = image or models.task.image == "channels"
     workload = with_media(replace(Workload.of(job), image=seen), models.task, models.dit, job.frames / job.fps)
     cuda = torch.device("cuda")

@@ -4,15 +4,14 @@ read."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config import LoadOptions, OptionError, Request, SkipOptions
 from wan_core.config.host_memory import total_bytes
 from wan_core.config.table import said
 from wan_core.execution.report import GIB
@@ -49,10 +48,13 @@ SAID_OTHERWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One video to make, in full."""
+    """One video to make, in full. options, models: what `check_request` found, with what it asks of the embedded
+    model; None where models are loaded."""
 
+    options: LoadOptions | None = None
+    models: Parts | None = None
     request: Request
-    task: Task
+    facts: ModelFacts
     plan: Plan
     negative_prompt: str
     width: int
@@ -65,6 +67,15 @@ class Job:
     batched_why: str
     clips: tuple[Clip, ...]  # that a long video is made in; one for others
     leading: int = 0  # latent frames before those of the video
+
+    @property
+    def task(self) -> Task:
+        return self.facts.task
+
+    def plan_with(self, skip: SkipOptions | None) -> Plan:
+        """The plan of the same video with other step caching and sparse attention. Raises OptionError."""
+        request = replace(self.request, skip=skip)
+        return build_plan(_plan_request(request, self.task, self.width, self.height, self.frames), self.facts).plan
 
     @property
     def pose_prompt(self) -> str | None:
@@ -161,32 +172,20 @@ class Job:
         }
 
 
-@dataclass(frozen=True)
-class CheckedRequest:
-    """A request checked against the headers of its files. options: with what it asks of the embedded model."""
-
-    options: LoadOptions
-    models: Parts
-    job: Job
-
-
 Find = Callable[..., Parts]
 
 
-def check_request(
-    options: LoadOptions, request: Request, device: torch.device, find: Find = find_models
-) -> CheckedRequest:
+def check_request(options: LoadOptions, request: Request, device: torch.device, find: Find = find_models) -> Job:
     """Find the models of `request` and check it, before any weights are read. Raises what loading and `generate` on
     `device` would refuse: CheckpointError, OptionError or AttentionError."""
     options = for_request(options, request)
     models = find(options, image=bool(request.pictures))
-    files = models.of["high"].path, models.low_path, lora_files(options.loras)
-    job = make_job(request, models.task, models.dit, models.vae, *files)
+    job = replace(make_job(request, models.facts(lora_files(options.loras))), options=options, models=models)
     if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
         dit, dtype = models.dit, compute_dtype(options.precision, device)
         attention, _ = resolve_attention(options.attention, device, dtype, dit.head_dim, needs_lse=dit.merges_attention)
         check_kernel(job.plan.sparse, attention, device, dit.head_dim, job.tokens)
-    return CheckedRequest(options, models, job)
+    return job
 
 
 class ListCheck:
@@ -202,7 +201,7 @@ class ListCheck:
         """What the plan of a request says of itself. Raises as `check_request` does."""
         alike = repr([value for name, value in vars(request).items() if name not in ("prompt", "seed")])
         if alike not in self.known:
-            self.known[alike] = check_request(self.options, request, self.device, self._find).job.plan.lines
+            self.known[alike] = check_request(self.options, request, self.device, self._find).plan.lines
         return self.known[alike]
 
     def _find(self, options: LoadOptions, *, image: bool) -> Parts:
@@ -212,28 +211,16 @@ class ListCheck:
         return self.models[given]
 
 
-def make_job(
-    request: Request,
-    task: Task,
-    dit: DiTConfig,
-    vae: VAEConfig,
-    checkpoint: Path | None = None,
-    low: Path | None = None,
-    loras: Sequence[Path] = (),
-    *,
-    all_files: bool = True,
-) -> Job:
-    """Fill in what `request` leaves open and check all of it. Raises OptionError.
-
-    checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it. low: of the
-    other expert, if there is one. loras: files on either of them. all_files: there are no others.
-    """
+def make_job(request: Request, facts: ModelFacts) -> Job:
+    """Fill in what `request` leaves open and check all of it. Raises OptionError. A MagCache curve may lie beside the
+    high-noise expert's file."""
+    task, vae = facts.task, facts.vae
+    assert facts.dit is not None
     if request.from_video is not None:
         strength(request)
     family_of(task).check_request(request, task)
-    width, height, frames, fps = size_of_video(request, task, dit, vae)
-    facts = ModelFacts(task=task, dit=dit, vae=vae, high=checkpoint, low=low, loras=tuple(loras), all_files=all_files)
-    video = build_plan(request_of_job(request, task, width, height, frames), facts)
+    width, height, frames, fps = size_of_video(request, task, facts.dit, vae)
+    video = build_plan(_plan_request(request, task, width, height, frames), facts)
     assert video.tokens is not None
     if request.match_colours and len(video.long.clips) == 1 and video.plan.context_windows is None:
         raise OptionError(
@@ -243,7 +230,7 @@ def make_job(
     batched, why = choose_batched(request.guidance_mode, video.plan, video.tokens, streamed=False)
     return Job(
         request=request,
-        task=task,
+        facts=facts,
         plan=video.plan,
         negative_prompt=task.negative_prompt if request.negative_prompt is None else request.negative_prompt,
         width=width,
@@ -281,7 +268,7 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
     return width, height, frames, fps
 
 
-def request_of_job(request: Request, task: Task, width: int, height: int, frames: int) -> PlanRequest:
+def _plan_request(request: Request, task: Task, width: int, height: int, frames: int) -> PlanRequest:
     """What of a request decides its plan, for a video of this size."""
     part = None if request.from_video is None else Window(denoise=strength(request))
     return plan_request(request, task, part=part, width=width, height=height, frames=frames)

@@ -63,7 +63,7 @@ def sample(
         on_step=on_step,
         checks=checks,
         ranks=models.ranks,
-        files={"high": models.checkpoint, "low": models.low_checkpoint},
+        files={"high": models.facts.high, "low": models.facts.low},
     )
 
 

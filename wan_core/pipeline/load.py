@@ -58,6 +58,7 @@ from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.reading import load_parts
 from wan_core.pipeline.settings import ModelSettings, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
+from wan_core.sampling.build import ModelFacts
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import LoraShare
 
@@ -92,13 +93,8 @@ class Models:
         return self.settings.attention
 
     @property
-    def checkpoint(self) -> Path | None:
-        """The high-noise expert's, or the only transformer's."""
-        return self.settings.parts["high"].part.path
-
-    @property
-    def low_checkpoint(self) -> Path | None:
-        return self.settings.parts["low"].part.path if "low" in self.settings.parts else None
+    def facts(self) -> ModelFacts:
+        return self.settings.recognised.facts(self.loras)
 
     def expert(self, name: str) -> WanModel:
         """Ready on the device. A task with a single transformer has it as `high`, whichever is asked for."""

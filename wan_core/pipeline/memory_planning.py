@@ -37,7 +37,8 @@ from wan_core.models.wan.families import family_of
 from wan_core.ops.attention.sparse.kernels import BLOCK
 from wan_core.ops.attention.sparse.slopes import HEADS
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.check import Job
+from wan_core.pipeline.check import Job, check_tensor
+from wan_core.pipeline.host_sizes import check_sampling
 from wan_core.pipeline.loras import Wanted, check_packed, lora_bytes
 from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.settings import ModelSettings, PartToLoad
@@ -311,6 +312,17 @@ def beside_workload(found: Parts, workload: Workload | None, per_token: float, i
         seconds = found.task.frames / found.task.fps if workload is None else workload.seconds
         beside = replace(beside, sound=encoding_bytes(found.speech.config, seconds) if seconds else 0)
     return beside if "vae" in found.of else replace(beside, text=0, decode=0, image=0)
+
+
+def check_fits(settings: ModelSettings, workload: Workload, room: int | None) -> None:
+    """Raise OptionError for latents that cannot be sampled. room: bytes of host memory, where that is a CPU's."""
+    found, itemsize = settings.recognised, settings.dtype.itemsize
+    if room is not None:
+        beside = beside_workload(found, workload, settings.per_token(), itemsize)
+        check_sampling(workload.latent_shape, beside.denoise, room)
+    B, _, T, Y, X = workload.latent_shape
+    tokens = B * found.dit.tokens(max(workload.plan.window_sizes(T)), Y, X)
+    check_tensor("an activation", (tokens, found.dit.dim), itemsize, settings.device)
 
 
 def slope_factor(heads: int, head_dim: int, sparse: SparseOptions | None) -> float:

@@ -6,7 +6,7 @@ name may say which expert it is for (`ExpertFile`). A name may be wrong, so what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ from wan_core.models.wan.families import TASKS, Task
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.hearing import Speech
+from wan_core.sampling.build import ModelFacts
 
 
 class Loader(Protocol):
@@ -140,6 +141,18 @@ class Parts:
     @property
     def low_path(self) -> Path | None:
         return None if self.low is None else self.low.path
+
+    def facts(self, loras: Sequence[Path], all_files: bool = True) -> ModelFacts:
+        """What a plan depends on. loras: files on either expert. all_files: there are no others."""
+        return ModelFacts(
+            task=self.task,
+            dit=self.dit,
+            vae=self.vae,
+            high=self.high.path,
+            low=self.low_path,
+            loras=tuple(loras),
+            all_files=all_files,
+        )
 
     @property
     def notes(self) -> list[str]:

@@ -29,7 +29,7 @@ from wan_core.config import LoadOptions, Request
 from wan_core.config.compile_cache import note_compiled
 from wan_core.execution.report import Report
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.check import CheckedRequest, Job, check_request, make_job
+from wan_core.pipeline.check import Job, check_request, make_job
 from wan_core.pipeline.clips import ClipRun, kept_steps, remove_kept
 from wan_core.pipeline.colours import match_windows
 from wan_core.pipeline.decode import WriteFrames, decode_latents, use_all
@@ -102,17 +102,17 @@ class Pipeline:
     @classmethod
     def load_checked(
         cls,
-        checked: CheckedRequest,
+        job: Job,
         report: Report,
         watch: Watch = SILENT,
         ranks: RankMesh | None = None,
         how: Reading = USUAL,
     ) -> Pipeline:
         """The models of a request that was checked."""
-        watch.found(checked.models, checked.job.plan)
-        workload = Workload.of(checked.job)
-        pipe = cls(load_models(checked.models, checked.options, report, workload, ranks, how), report)
-        pipe.checked = checked.job
+        assert job.models is not None and job.options is not None
+        watch.found(job.models, job.plan)
+        pipe = cls(load_models(job.models, job.options, report, Workload.of(job), ranks, how), report)
+        pipe.checked = job
         return pipe
 
     @torch.no_grad()
@@ -163,8 +163,7 @@ class Pipeline:
         models, self.report = self.models, self.loaded.branch()
         job, self.checked = self.checked, None
         if job is None or job.request is not request:
-            files = models.checkpoint, models.low_checkpoint, models.loras
-            job = make_job(request, models.task, models.dit_config, models.vae_config, *files)
+            job = make_job(request, models.facts)
         return begin(models, job, self.report)
 
     @staticmethod
@@ -282,7 +281,7 @@ class LocalEngine:
         write: WriteVideo | None = None,
     ) -> Result:
         if must_keep:
-            check_request(options, request, choose_device(options.device)).job.check_saved()
+            check_request(options, request, choose_device(options.device)).check_saved()
         pipe = self.load(options, request, watch)
         return pipe.generate(request, watch, keep_latents=keep_latents, keep_clips=keep_clips, write=write)
 

@@ -19,10 +19,9 @@ from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.family import Family
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.check import Job, check_tensor, never_seen, size_notes
-from wan_core.pipeline.host_sizes import check_sampling
+from wan_core.pipeline.check import Job, never_seen, size_notes
 from wan_core.pipeline.load import Models
-from wan_core.pipeline.memory_planning import Workload, beside_workload
+from wan_core.pipeline.memory_planning import Workload, check_fits
 from wan_core.pipeline.model_parts import Parts
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.pace import BlockChecks
@@ -175,12 +174,8 @@ def begin(models: Models, job: Job, report: Report) -> Run:
     for note in [*never_seen(job), *size_notes(job.task, models.vae_config, job.width, job.height)]:
         run.warn(note)
     if models.ranks is None:
-        settings, itemsize = models.settings, models.settings.dtype.itemsize
         room = available_bytes(swap=True) if models.device.type == "cpu" else None
-        if room is not None:
-            beside = beside_workload(settings.recognised, Workload.of(job), settings.per_token(), itemsize)
-            check_sampling(job.latent_shape, beside.denoise, room)
-        check_tensor("an activation", (job.tokens, models.dit_config.dim), itemsize, models.device)
+        check_fits(models.settings, Workload.of(job), room)
     if job.plan.sparse is not None:
         check_kernel(job.plan.sparse, models.attention, models.device, models.dit_config.head_dim, job.tokens)
     return run

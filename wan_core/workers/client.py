@@ -99,10 +99,11 @@ class WorkerEngine:
         """Rank 0, on this host, writes the finished latents to `keep_latents`, those of clips into `keep_clips`. What
         the ranks would refuse is refused before they start."""
         if self.workers.options.here and not self.workers.is_running:
-            checked = check_request(options, request, torch.device(self.workers.options.devices[0]))
+            job = check_request(options, request, torch.device(self.workers.options.devices[0]))
             if must_keep:
-                checked.job.check_saved()
-            watch.found(checked.models, checked.job.plan)
+                job.check_saved()
+            assert job.models is not None
+            watch.found(job.models, job.plan)
         plans: list[Plan] = []
         report = Report(torch.device("cpu"))
 

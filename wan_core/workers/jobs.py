@@ -115,15 +115,16 @@ class Jobs:
     ) -> tuple[Tensor, int, Plan, tuple[Path, ...]]:
         """A video: latents, frames per second, plan and kept clips. Its frames are sent as events."""
         models = replace(models, device=str(self.rank.device))
-        checked = check_request(models, request, self.rank.device)
-        options, found, job = checked.options, checked.models, checked.job
+        job = check_request(models, request, self.rank.device)
+        options, found = job.options, job.models
+        assert options is not None and found is not None
         if must_keep:
             job.check_saved()
         precision = precision_of(options.precision, found.of["high"], self.rank.device, found.of.get("low"))
         choice = self.choose(found.dit, job.latent_shape[2:], job.plan, precision, options.attention)
 
         def load() -> Pipeline:
-            return Pipeline.load_checked(checked, Report(self.rank.device), ranks=self.mesh(choice.mesh))
+            return Pipeline.load_checked(job, Report(self.rank.device), ranks=self.mesh(choice.mesh))
 
         pipe = self.hold("pipeline", [asdict(options), found.task.name, str(choice.mesh)], load)
         pipe.checked = job
