@@ -38,23 +38,17 @@ FILE_LISTS = ("clip_name", "audio_encoder_name")  # inputs that do so without a 
 Schema = dict[str, Any]
 
 
-TITLE = re.compile(r"WanCore \d\d - ")  # numbered, so that the browser's order from A to Z is this one
-KEPT = {  # template -> the name that its API form had before it was numbered
-    "WanCore 15 - Test without download, text to video": "text_to_video",
-    "WanCore 16 - Test without download, picture to video": "image_to_video",
-    "WanCore 17 - Test without download, a picture moves as a video": "embedded_driven",
-}
+TITLE = re.compile(r"(?=.{,30}$)(Wan 2\.2|Toy) .+")  # the model first; the browser cuts names after 30 letters
 BLUEPRINTS = (
-    "WanCore 02 - Wan 2.2 14B image to video, 4 steps",
-    "WanCore 03 - Wan 2.2 14B text to video, 4 steps",
-    "WanCore 04 - Wan 2.2 14B first and last frame, 4 steps",
-    "WanCore 06 - Wan 2.2 5B text or picture to video",
+    "Wan 2.2 I2V 4 steps",
+    "Wan 2.2 T2V 4 steps",
+    "Wan 2.2 I2V first, last frame",
+    "Wan 2.2 5B text or picture",
 )
 
 
 def api_name(title: str) -> str:
-    plain = TITLE.sub("", title).lower().replace("wan 2.", "wan2").replace(",", "").replace(" ", "_")
-    return KEPT.get(title, plain)
+    return title.lower().replace("wan 2.", "wan2").replace(",", "").replace(" ", "_")
 
 
 def pages() -> dict[str, Path]:
@@ -113,8 +107,7 @@ def derived() -> dict[Path, str]:
         files[path] = _text(page)
         files[WORKFLOWS / "api" / f"{name}.json"] = _text(expand(page, info))
         if path.stem in BLUEPRINTS:
-            title = re.sub(r"^WanCore \d\d - ", "WanCore ", path.stem)
-            files[ROOT / "subgraphs" / f"{title}.json"] = _text(blueprint(page))
+            files[ROOT / "subgraphs" / f"WanCore {path.stem}.json"] = _text(blueprint(page))
     return files
 
 

@@ -125,7 +125,7 @@ def test_it_opens_whole_and_would_send_the_api_form(comfy: ComfyUI, page: tuple[
 
 
 def test_missing_files_are_offered(page: tuple[Browser, bool]) -> None:
-    name = "wan22_14b_image_to_video_4_steps"
+    name = "wan22_i2v_4_steps"
     browser, _ = page
     names = sorted({file for node in all_nodes(page_form(name)) for file in files_of(node)})
     assert browser.script(OPENED, page_form(name), name)

@@ -24,7 +24,7 @@ from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_video
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
-NATIVE = "your_workflow_with_wancore_accelerate"  # on ComfyUI's own loaders
+NATIVE = "wan22_i2v_accelerate"  # on ComfyUI's own loaders
 SIDE, FRAMES, STEPS = 64, 9, 2
 SIZES = {"width": SIDE, "height": SIDE, "frames": FRAMES, "length": FRAMES, "steps": STEPS}
 PADS = ("left", "top", "right", "bottom")

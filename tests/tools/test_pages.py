@@ -45,15 +45,16 @@ NODE = re.compile(r"\bWanCore (?:from [A-Z]+|[A-Z][\w-]*)(?: (?:[A-Z0-9][\w-]*|t
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_nodes_and_templates_that_a_page_names_are_there(page: Path) -> None:
-    """Nodes by their English names, on English pages; templates by their names or numbers."""
+    """Nodes by their English names, on English pages; templates by their names."""
     lines = page.read_text(encoding="utf-8").splitlines()
     text = " ".join(line for line in lines if not line.startswith("#"))
     rows = re.findall(r"^\| \[(WanCore .*?)\]", (ROOT / "docs/nodes.md").read_text(encoding="utf-8"), re.MULTILINE)
     named = set() if "zh" in page.name else {match[0] for match in NODE.finditer(text)}
     assert not [name for name in named if not name.lower().startswith(tuple(row.lower() for row in rows))]
-    titles = [path.stem for path in (ROOT / "workflows").glob("WanCore*.json")]
-    for template in re.findall(r"\*(WanCore \d\d[^*]*)\*", text):
-        assert any(title == template or title.startswith(f"{template} - ") for title in titles), template
+    titles = [path.stem for path in (ROOT / "workflows").rglob("*.json")]
+    assert [
+        name for name in re.findall(r"(?<!\*)\*((?:Wan 2\.2 (?!VAE)|Toy )[^*]*)\*", text) if name not in titles
+    ] == []
 
 
 @pytest.mark.parametrize("name", READMES)

@@ -1,0 +1,107 @@
+"""Estimates of how long a video takes on cards that nobody measured, for the README and the templates' notes.
+
+Counted are the operations of all forwards and of the decoder over the vendors' rates, and the bytes between them over
+the bandwidth of the card's memory. The share of these rates that a card reaches is the H100's: what the newest
+`everyday-on` result measured for WanCore's nodes. `check` compares the same arithmetic with a published time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.measured import find, newest_result
+from wan_core.config import LoadOptions
+from wan_core.ops.cards import Capability
+from wan_core.pipeline.sources import find_models
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+MEASURED, OURS = "everyday-on-h100", "on, new seed: ours, auto"
+REST = 9e-3 * 4.26e12 / 75_600  # bytes of a block for each token, outside its products: 9 ms of an H200 at 720p
+DECODE = 280e12 / (640 * 640 * 81)  # operations of Wan 2.1's decoder for a pixel of a frame, counted
+PUBLISHED, PUBLISHED_BY = 71.0, "ComfyUI's image-to-video template, RTX 4090D, warm"
+
+
+@dataclass(frozen=True)
+class Card:
+    """Dense rates with fp32 accumulation in operations a second, bytes a second, by the vendor's data sheets."""
+
+    name: str
+    gib: int
+    capability: Capability
+    bf16: float
+    fp8: float
+    bandwidth: float
+
+
+CARDS = (
+    Card("RTX 3060", 12, (8, 6), 25.5e12, 25.5e12, 360e9),  # no FP8: FP8 files are computed in bf16
+    Card("RTX 4070 Ti SUPER", 16, (8, 9), 88.2e12, 176e12, 672e9),
+    Card("RTX 4090", 24, (8, 9), 165e12, 330e12, 1008e9),
+    Card("RTX 5090", 32, (12, 0), 209e12, 419e12, 1792e9),
+    Card("H100", 80, (9, 0), 989e12, 1979e12, 3350e9),
+)
+H100 = CARDS[-1]
+RTX_4090D = Card("RTX 4090D", 24, (8, 9), 147e12, 294e12, 1008e9)
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video of one template. more: operations of a forward over those of the plain model."""
+
+    task: str
+    width: int
+    height: int
+    frames: int
+    forwards: int
+    more: float = 1.0
+
+    def work(self) -> tuple[float, float, float]:
+        """Operations of one forward in linears and in attention, and its other bytes."""
+        models = find_models(LoadOptions(model=f"random:{self.task}"), image=False)
+        dit, vae = models.dit, models.vae
+        side = vae.spatial_stride * dit.patch_size[1]
+        L = vae.latent_frames(self.frames) * (self.width // side) * (self.height // side)  # tokens
+        C, blocks = dit.dim, dit.num_layers
+        linears = 2 * blocks * L * (6 * C * C + 2 * C * dit.ffn_dim)  # q, k, v, o; q, o of the text; up, down
+        return linears, 4 * blocks * L * (L + dit.text_len) * C, REST * blocks * L
+
+
+EVERYDAY = Video("i2v-A14B", 640, 640, 81, 4)
+
+
+def sampling(video: Video, card: Card, fp8: bool = True) -> float:
+    """Seconds of all forwards if nothing were in the way."""
+    linears, attention, rest = video.work()
+    one = linears / (card.fp8 if fp8 else card.bf16) + attention / card.bf16 + rest / card.bandwidth
+    return video.forwards * video.more * one
+
+
+def seconds(video: Video, card: Card, *, fp8: bool = True) -> float:
+    """From the click to the file, with the share that the H100 reached."""
+    phases = find(newest_result(MEASURED, RESULTS)["rows"], OURS, "estimates")["nodes"]
+    share = sampling(EVERYDAY, H100) / phases["samplers"]
+    size = video.width * video.height * video.frames
+    everyday = EVERYDAY.width * EVERYDAY.height * EVERYDAY.frames
+    products = DECODE * size / card.bf16 / share
+    moved = (phases["decode"] - DECODE * everyday / H100.bf16 / share) * H100.bandwidth / card.bandwidth
+    return sampling(video, card, fp8) / share + products + (moved + phases["save"]) * size / everyday + phases["start"]
+
+
+def check() -> tuple[float, float]:
+    """Seconds by this arithmetic where a time was published, in bf16 as ComfyUI's nodes compute, and the error."""
+    estimate = seconds(EVERYDAY, RTX_4090D, fp8=False)
+    return estimate, estimate / PUBLISHED - 1
+
+
+def said(value: float) -> str:
+    """A duration as coarse as the estimate is."""
+    if value < 90:
+        return f"{max(5, round(value / 5) * 5)} s"
+    return f"{value / 60:.0f} min" if value < 5400 else f"{value / 3600:.1f} h"
+
+
+def note(video: Video) -> str:
+    """The line of a template's note."""
+    times = ", ".join(f"{card.name} {said(seconds(video, card))}" for card in (CARDS[0], CARDS[2], CARDS[3]))
+    return f"**Time**, estimated and not measured: {times}."
