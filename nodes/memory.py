@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from torch import Tensor
 
 from wan_core.config import LoadOptions, WindowOptions
-from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_again
+from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_memory
 from wan_core.execution.report import GIB, Report
 from wan_core.media.preview import RGBMap
 from wan_core.models.wan.config import PreparedForm
@@ -133,8 +133,7 @@ def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
     high, settings = model.patchers["high"], model.settings
     attached = [name for name in settings.parts if model.patchers[cast(Expert, name)].part.lora_mode == "attach"]
     loras = lora_bytes(one for name in attached for one in model.loras.get(name, ()))
-    activations = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize)
-    activations = replace(activations, denoise=activations.denoise + loras)
+    beside = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize, loras)
     sizes = Sizes(units=high.part.units, experts=1, text_encoder=0, vae=0)
     free = host_room()
     host_memory = None if free is None else free + waiting_bytes(model)
@@ -142,7 +141,7 @@ def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
     mode = residency if residency in ("auto", "stream") else "resident"
     blocks = None if mode == "resident" else high.resident_blocks
     placed = None if blocks is None else Placed(policy="stream", resident_blocks=blocks)
-    return plan_again(sizes, activations, host.room(), placed, mode, None, host_memory, high.kept_form)
+    return plan_memory(sizes, beside, host.room(), mode, placed=placed, host=host_memory, kept=high.kept_form)
 
 
 def waiting_bytes(model: ModelSocket) -> int:

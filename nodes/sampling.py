@@ -277,13 +277,11 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
     config, settings = model.experts.vae, model.settings
     precision = name_of(settings.dtype) if settings.quantization is None else settings.precision
     return {
-        "task": plan.name,
         "models": {name: part.source for name, part in model.experts.of.items()},
         "precision": dict.fromkeys(model.patchers, precision),
         **({"loras": lora_words(model.loras)} if model.lora_files else {}),
         "size": [shape[4] * config.spatial_stride, shape[3] * config.spatial_stride],
         "frames": config.video_frames(shape[2]),
-        "steps": plan.count,
         **({"sigmas": [plan.sigmas[0], plan.sigmas[-1]]} if plan.from_latents or plan.sigmas[-1] else {}),
         **({"nag": plan.nag.words()} if plan.nag else {}),
         **({"windows": plan.context_windows.words()} if plan.context_windows else {}),

@@ -150,7 +150,7 @@ class Job:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
         return {
-            "task": plan.name,
+            **plan.settings(self.batched),
             "prompt": request.prompt,
             **({"prompts": {one.frame: one.text for one in request.prompts_at}} if request.prompts_at else {}),
             "negative_prompt": self.negative_prompt,
@@ -163,9 +163,7 @@ class Job:
             "tokens": self.tokens,
             **({} if self.alone else {"clips": self.long.words(plan.count)}),
             **({"match_colours": self.match_colours} if self.match_colours else {}),
-            "steps": plan.count,
             **({} if request.from_video is None else {"denoise": strength(request)}),
-            **plan.settings(self.batched),
             **({} if plan.context_windows is None else {"windows": plan.context_windows.words()}),
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
@@ -195,20 +193,20 @@ class ListCheck:
     def __init__(self, options: LoadOptions, device: torch.device) -> None:
         self.options, self.device = options, device
         self.models: dict[str, Parts] = {}  # by the options and what else finds them, as text
-        self.known: dict[str, tuple[str, ...]] = {}  # lines by the request, as text
+        self.lines: dict[str, tuple[str, ...]] = {}  # lines by the request, as text
 
     def notes(self, request: Request) -> tuple[str, ...]:
         """What the plan of a request says of itself. Raises as `check_request` does."""
-        alike = repr([value for name, value in vars(request).items() if name not in ("prompt", "seed")])
-        if alike not in self.known:
-            self.known[alike] = check_request(self.options, request, self.device, self._find).plan.lines
-        return self.known[alike]
+        key = repr([value for name, value in vars(request).items() if name not in ("prompt", "seed")])
+        if key not in self.lines:
+            self.lines[key] = check_request(self.options, request, self.device, self._find).plan.lines
+        return self.lines[key]
 
     def _find(self, options: LoadOptions, *, image: bool) -> Parts:
-        given = repr((options, image))
-        if given not in self.models:
-            self.models[given] = find_models(options, image=image)
-        return self.models[given]
+        files = repr((options, image))
+        if files not in self.models:
+            self.models[files] = find_models(options, image=image)
+        return self.models[files]
 
 
 def make_job(request: Request, facts: ModelFacts) -> Job:

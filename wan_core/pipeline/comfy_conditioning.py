@@ -77,12 +77,12 @@ def join(
     if plan.sparse is not None:
         check_sparse(task)
     check_channels(latent["samples"], dit, task.name)
-    for given, name in ((positive, "positive"), (negative, "negative")):
-        for _, extras in given:
+    sockets = (positive, "positive"), (negative, "negative")
+    for entries, name in sockets:
+        for _, extras in entries:
             check_keys(family, name, extras)
     split = plan.context_windows is not None and plan.context_windows.split
-    given = (positive, "positive"), (negative, "negative")
-    cond, uncond = (read_texts(*one, dit, family, split) for one in given)
+    cond, uncond = (read_texts(*one, dit, family, split) for one in sockets)
     for key in sorted(family.conditioning_keys - family.branch_keys):
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
     if plan.reads_negative:
@@ -119,8 +119,8 @@ def join(
 
 def prompt_starts(positive: CONDITIONING) -> tuple[int, ...]:
     """The frames at which prompts of parts of the video begin; () where one holds for all frames."""
-    found = [extras[PROMPTS]["starts"] for _, extras in positive if extras.get(PROMPTS) is not None]
-    return tuple(found[0]) if found else ()
+    starts = [extras[PROMPTS]["starts"] for _, extras in positive if extras.get(PROMPTS) is not None]
+    return tuple(starts[0]) if starts else ()
 
 
 def penalty_of(plan: Plan, cond: Texts, frames: int) -> Tensor | None:
@@ -259,12 +259,12 @@ def check_channels(samples: Tensor, dit: DiTConfig, task: str) -> None:
         )
 
 
-def first_latents(plan: Plan, samples: Tensor, known: int) -> Tensor | None:
+def first_latents(plan: Plan, samples: Tensor, known_frames: int) -> Tensor | None:
     """The latents that `plan` begins with, None where that is noise, or where latents are empty after their first
-    `known` frames: 0, or in ComfyUI's Wan22ImageToVideoLatent the mean of each channel. Raises OptionError for a video
+    `known_frames`: 0, or in ComfyUI's Wan22ImageToVideoLatent the mean of each channel. Raises OptionError for a video
     that the run would not see."""
-    unknown = samples[:, :, known:]
-    empty = not unknown.numel() or bool((unknown == unknown[:, :, :1, :1, :1]).all())
+    new = samples[:, :, known_frames:]
+    empty = not new.numel() or bool((new == new[:, :, :1, :1, :1]).all())
     if not empty and not plan.from_latents:
         raise OptionError(
             "`latent` holds a video, and the sampler starts from noise alone: lower denoise for video to video (fewer "

@@ -53,8 +53,8 @@ def encode_text(run: Run) -> Conditioning:
     def encode() -> tuple[Tensor, list[TokenCount]]:
         cache = run.models.prompts
         with run.report.phase("text"):
-            found = cache.encode(prompts, read)
-            rows = torch.nn.utils.rnn.pad_sequence([one[0] for one in found], batch_first=True).to(run.models.device)
+            encoded = cache.encode(prompts, read)
+            rows = torch.nn.utils.rnn.pad_sequence([one[0] for one in encoded], batch_first=True).to(run.models.device)
             tokenizer = cast(TextEncoder, run.models.residency.models["text_encoder"]).tokenizer
             return rows, [*map(cache.count, prompts), *map(tokenizer.count, prefixes)]
 
@@ -94,14 +94,14 @@ def penalties(texts: Sequence[TimedText], counts: Sequence[TokenCount], frames: 
     prefixes of those that do. rows: text rows [N, S, D] that it is for. Raises OptionError for a text that was cut."""
     if not any(one.changes for one in texts):
         return None
-    found, left = torch.zeros(len(texts), frames, rows.shape[1]), iter(counts)
+    penalty, next_counts = torch.zeros(len(texts), frames, rows.shape[1]), iter(counts)
     for number, text in enumerate(texts):
         if not text.changes:
             continue
-        ends = [next(left) for _ in text.prefixes]
+        ends = [next(next_counts) for _ in text.prefixes]
         check_cut(ends[-1].given, ends[-1].read)
-        found[number] = penalty_rows(text, [end.given - 1 for end in ends], frames, rows.shape[1])
-    return found.to(rows.device)
+        penalty[number] = penalty_rows(text, [end.given - 1 for end in ends], frames, rows.shape[1])
+    return penalty.to(rows.device)
 
 
 @torch.no_grad()
@@ -163,12 +163,12 @@ def clip_media(run: Run, clip: Clip, whole: Media | None, carried: Tensor | None
 def anchored(run: Run, clip: Clip, latents: Tensor | None) -> dict[str, Tensor]:
     """What a clip is given that begins with an anchor. latents: the newest ones of the video before it; None: there
     are none."""
-    known = first_frames(run)
-    media = {"anchor": known["image"]}
+    pictures = first_frames(run)
+    media = {"anchor": pictures["image"]}
     if latents is not None:
         media["previous"] = latents[:, :, -latents_of(clip.carried) :]
-    if "last_image" in known and clip.number + 1 == len(run.job.clips):
-        media["last_image"] = known["last_image"]
+    if "last_image" in pictures and clip.number + 1 == len(run.job.clips):
+        media["last_image"] = pictures["last_image"]
     return media
 
 

@@ -47,8 +47,8 @@ class Reached(NamedTuple):
     @classmethod
     def unpack(cls, tensor: Tensor, numbers: list[int]) -> Reached:
         index, past, start, order = numbers
-        x, *rest = tensor.chunk(1 + past + start)
-        return cls(index, x, History(tuple(rest[:past]), rest[past] if start else None, order))
+        x, *tensors = tensor.chunk(1 + past + start)
+        return cls(index, x, History(tuple(tensors[:past]), tensors[past] if start else None, order))
 
 
 class KeptSteps:

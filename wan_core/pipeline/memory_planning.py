@@ -26,7 +26,7 @@ from wan_core.execution.memory.planning import (
     cap_memory,
     device_room,
     outside_bytes,
-    plan_again,
+    plan_memory,
 )
 from wan_core.execution.memory.residency import KEPT_FREE, Policy, Residency, Waits
 from wan_core.execution.memory.streaming import stage_bytes
@@ -70,19 +70,19 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None, prepared: 
     if available is None:
         return HostPlan()
     mapped: list[str] = []
-    kept = 0 if prepared is None else prepared.host
+    prepared_bytes = 0 if prepared is None else prepared.host
     needed, room = sum(part.bytes for part in parts.values()), int(available * (1 - KEPT_FREE))
     for name in STAY_IN_FILES:
-        if (needed > room or needed + kept > available) and name in parts and parts[name].stays_in_file:
+        if (needed > room or needed + prepared_bytes > available) and name in parts and parts[name].stays_in_file:
             mapped.append(name)
             needed -= parts[name].bytes - parts[name].decoded_bytes
-    if needed + kept > available:
+    if needed + prepared_bytes > available:
         sizes = ", ".join(
             f"{name} {size / GIB:.1f}"
             for name, part in parts.items()
             if (size := part.decoded_bytes if name in mapped else part.bytes)
         )
-        if prepared is not None and kept:
+        if prepared is not None and prepared_bytes:
             raise _no_room(prepared, needed, available)
         raise OptionError(
             f"these models wait in host memory, which takes {needed / GIB:.1f} GiB ({sizes}), and "
@@ -91,8 +91,8 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None, prepared: 
         )
     # Transformers share what is left: their blocks are copied in every step, those of a text encoder once a prompt.
     experts = [name for name in mapped if name != "text_encoder"]
-    left = max(0, min(room, available - kept) - needed - UNPLANNED) // max(1, len(experts))
-    return HostPlan({name: left if name in experts else 0 for name in mapped}, True if needed <= room else None)
+    spare = max(0, min(room, available - prepared_bytes) - needed - UNPLANNED) // max(1, len(experts))
+    return HostPlan({name: spare if name in experts else 0 for name in mapped}, True if needed <= room else None)
 
 
 def check_prepared(
@@ -123,9 +123,9 @@ def check_host(parts: Mapping[str, PartToLoad], available: int | None) -> None:
     sizes = {name: size for name, size in sizes.items() if size}
     if available is None or sum(sizes.values()) <= available:
         return
-    words = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes.items())
+    gib = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes.items())
     raise OptionError(
-        f"on a CPU these models take {sum(sizes.values()) / GIB:.1f} GiB of host memory ({words}), and "
+        f"on a CPU these models take {sum(sizes.values()) / GIB:.1f} GiB of host memory ({gib}), and "
         f"{available / GIB:.1f} GiB are available: end other programs, or use a smaller model or a GPU"
     )
 
@@ -189,9 +189,8 @@ class MemoryPlanner:
         """workload: None is the task's own size. held: what an earlier plan has put on the device; that plan stays if
         `workload` fits."""
         settings, options = self.settings, self.options
-        extra = lora_bytes(settings.attached_loras)
-        beside = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize)
-        beside = beside_attached(beside, extra)
+        loras, itemsize = lora_bytes(settings.attached_loras), settings.dtype.itemsize
+        beside = beside_workload(settings.recognised, workload, settings.per_token(), itemsize, loras)
         sizes = model_sizes(settings, self.layers)
         available = device_room(settings.device, options.memory_limit)
         waiting = 0 if held is None else held.weights_in_host_memory()
@@ -202,7 +201,7 @@ class MemoryPlanner:
             blocks = held.resident_blocks if held.policy == "stream" else None
             placed = Placed(policy=held.policy, resident_blocks=blocks, together=held.room is not None)
         mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
-        return plan_again(sizes, beside, available, placed, mode, options.resident_blocks, host, kept)
+        return plan_memory(sizes, beside, available, mode, options.resident_blocks, placed=placed, host=host, kept=kept)
 
 
 def make_planner(settings: ModelSettings, options: LoadOptions, layers: range | None) -> MemoryPlanner | None:
@@ -282,47 +281,49 @@ def model_sizes(settings: ModelSettings, layers: range | None = None) -> Sizes:
     return Sizes(units=units, experts=experts, text_stage=stage, **others)
 
 
-def beside_workload(found: Parts, workload: Workload | None, per_token: float, itemsize: int) -> Beside:
+def beside_workload(parts: Parts, workload: Workload | None, per_token: float, itemsize: int, loras: int = 0) -> Beside:
     """Device memory of a run besides weights. workload: None is the task's own size. Transformers alone encode and
-    decode nothing."""
+    decode nothing. loras: bytes of attached ones, which stay on the device in every phase."""
     if workload is None:
-        stride, task = found.vae.spatial_stride, found.task
-        T, Y, X = found.vae.latent_frames(task.frames), task.height // stride, task.width // stride
-        beside = beside_weights(found.dit, found.vae, (1, found.vae.z_dim, T, Y, X), per_token=per_token)
+        stride, task = parts.vae.spatial_stride, parts.task
+        T, Y, X = parts.vae.latent_frames(task.frames), task.height // stride, task.width // stride
+        beside = beside_weights(parts.dit, parts.vae, (1, parts.vae.z_dim, T, Y, X), per_token=per_token)
     else:
         plan, (B, C, T, Y, X) = workload.plan, workload.latent_shape
         sizes = plan.window_sizes(T)
         beside = beside_weights(
-            found.dit,
-            found.vae,
+            parts.dit,
+            parts.vae,
             (B, C, max(sizes), Y, X),
-            per_token=per_token + slope_factor(found.dit.num_heads, found.dit.head_dim, plan.sparse),
+            per_token=per_token + slope_factor(parts.dit.num_heads, parts.dit.head_dim, plan.sparse),
             itemsize=itemsize,
             guided=plan.reads_negative,
-            residuals=residual_bytes(plan, B * found.dit.most_tokens(sum(sizes), Y, X), found.dit.dim, itemsize),
+            residuals=residual_bytes(plan, B * parts.dit.most_tokens(sum(sizes), Y, X), parts.dit.dim, itemsize),
             batched=workload.batched,
             image=workload.image,
             texts=max(len(step.all_texts) for step in plan.steps)
-            * found.dit.text_rows(workload.text_rows)
-            / found.dit.text_len,
+            * parts.dit.text_rows(workload.text_rows)
+            / parts.dit.text_len,
         )
-        outside = outside_bytes(found.dit, workload.latent_shape, max(sizes))
+        outside = outside_bytes(parts.dit, workload.latent_shape, max(sizes))
         beside = replace(beside, denoise=beside.denoise + outside)
-    if found.speech is not None:
-        seconds = found.task.frames / found.task.fps if workload is None else workload.seconds
-        beside = replace(beside, sound=encoding_bytes(found.speech.config, seconds) if seconds else 0)
-    return beside if "vae" in found.of else replace(beside, text=0, decode=0, image=0)
+    if parts.speech is not None:
+        seconds = parts.task.frames / parts.task.fps if workload is None else workload.seconds
+        beside = replace(beside, sound=encoding_bytes(parts.speech.config, seconds) if seconds else 0)
+    beside = beside if "vae" in parts.of else replace(beside, text=0, decode=0, image=0)
+    sizes = {name: getattr(beside, name) for name in ("text", "denoise", "decode", "image", "sound")}
+    return replace(beside, **{name: size + loras for name, size in sizes.items() if size})
 
 
 def check_fits(settings: ModelSettings, workload: Workload, room: int | None) -> None:
     """Raise OptionError for latents that cannot be sampled. room: bytes of host memory, where that is a CPU's."""
-    found, itemsize = settings.recognised, settings.dtype.itemsize
+    parts, itemsize = settings.recognised, settings.dtype.itemsize
     if room is not None:
-        beside = beside_workload(found, workload, settings.per_token(), itemsize)
+        beside = beside_workload(parts, workload, settings.per_token(), itemsize)
         check_sampling(workload.latent_shape, beside.denoise, room)
     B, _, T, Y, X = workload.latent_shape
-    tokens = B * found.dit.tokens(max(workload.plan.window_sizes(T)), Y, X)
-    check_tensor("an activation", (tokens, found.dit.dim), itemsize, settings.device)
+    tokens = B * parts.dit.tokens(max(workload.plan.window_sizes(T)), Y, X)
+    check_tensor("an activation", (tokens, parts.dit.dim), itemsize, settings.device)
 
 
 def slope_factor(heads: int, head_dim: int, sparse: SparseOptions | None) -> float:
@@ -331,11 +332,3 @@ def slope_factor(heads: int, head_dim: int, sparse: SparseOptions | None) -> flo
     if sparse is None or not sparse.slope:
         return 0.0
     return head_dim / BLOCK + min(1.0, HEADS / heads) * (4 + head_dim / BLOCK)
-
-
-def beside_attached(beside: Beside, loras: int) -> Beside:
-    """Attached LoRAs of so many bytes stay on the device in every phase."""
-    image = beside.image + loras if beside.image else 0
-    sound = beside.sound + loras if beside.sound else 0
-    everywhere = {"text": beside.text + loras, "denoise": beside.denoise + loras, "decode": beside.decode + loras}
-    return replace(beside, **everywhere, image=image, sound=sound)

@@ -63,23 +63,23 @@ def no_folder(model: str) -> OptionError:
     path = Path(model)
     if path.exists():
         return OptionError(f"{model} is not a folder: name single files by --high, --low, --text-encoder and --vae")
-    known = next((name for name in RELEASES if model.lower() in (name.lower(), name.partition("/")[2].lower())), None)
+    release = next((name for name in RELEASES if model.lower() in (name.lower(), name.partition("/")[2].lower())), None)
     repository = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) is not None and path.name != "models"
-    if known is None and (not repository or path.parent.is_dir()):
+    if release is None and (not repository or path.parent.is_dir()):
         nearby = near_file(path) or meant_hint(model, ["tiny", *(name.partition("/")[2] for name in RELEASES)])
         what = (
             "give tiny, the folder of a release, ComfyUI's models folder or a repository such as Wan-AI/Wan2.2-T2V-A14B"
         )
         return OptionError(f"there is no folder {model}{nearby or f': {what}'}")
-    name = known or model
+    name = release or model
     folder = name.partition("/")[2]
     if Path(folder).is_dir() and folder != model:
         return OptionError(f"{model} is not a folder here, but {folder} is: give --model {folder}")
-    several = "" if known else " (with --include PATTERN where it holds files of several models)"
+    several = "" if release else " (with --include PATTERN where it holds files of several models)"
     return OptionError(
         f"{model} is not a folder here, and nothing is downloaded by itself. `hf download {name} --local-dir {folder}` "
         f"downloads it from Hugging Face{several}; then give --model {folder}"
-        + (meant_hint(model, RELEASES) if known is None and model.lower().startswith("wan") else "")
+        + (meant_hint(model, RELEASES) if release is None and model.lower().startswith("wan") else "")
     )
 
 

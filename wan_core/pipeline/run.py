@@ -87,11 +87,11 @@ class RunOwner(ABC):
     def relieve(self, name: str) -> bool:
         """Memory ran out with the model `name`: make room, and say so; False where there is none. Finished steps
         stay."""
-        words = None if self.relieved else self.make_room(name)
-        if words is None:
+        cheaper = None if self.relieved else self.make_room(name)
+        if cheaper is None:
             return False
         self.relieved = True
-        note = f"out of memory, going on with what takes less ({words}); nothing that was finished is lost"
+        note = f"out of memory, going on with what takes less ({cheaper}); nothing that was finished is lost"
         logging.getLogger("WanCore").warning("%s", note)
         self.report.notes.append(note)
         return True
@@ -122,10 +122,10 @@ class OwnMemory(RunOwner):
     def make_room(self, name: str) -> str | None:
         residency = self.models.residency
         name = name if name in residency.models else "high"
-        words = None if self.models.ranks is not None else residency.cheaper(name)
-        if words is not None:
+        cheaper = None if self.models.ranks is not None else residency.cheaper(name)
+        if cheaper is not None:
             residency.use(name)
-        return words
+        return cheaper
 
 
 @dataclass(frozen=True)

@@ -233,8 +233,8 @@ def choose_device(name: str) -> torch.device:
         raise OptionError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        known = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        advice = f"use {known}" if count else "use cpu, or install the torch that fits your GPU"
+        names = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        advice = f"use {names}" if count else "use cpu, or install the torch that fits your GPU"
         raise OptionError(f"device {name!r} given, but torch {torch.__version__} sees {count} NVIDIA GPUs: {advice}")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 

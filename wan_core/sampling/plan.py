@@ -184,6 +184,8 @@ class Plan:
     def settings(self, batched: bool) -> dict[str, Any]:
         """What reports and video files say of every plan. batched: how the branches of guidance run."""
         return {
+            "task": self.name,
+            "steps": self.count,
             "shift": self.shift,
             "boundary": self.boundary,
             "guidance": {expert: self.guidance_of(expert) for expert in self.experts},

@@ -86,18 +86,18 @@ class Unit:
             self.memory = PinnedMemory(self.layout.nbytes)
         with torch.inference_mode(False), torch.no_grad():
             for tensor, place in zip(self.tensors, self.layout.places, strict=True):
-                found = files.find(tensor) if _is_dense(tensor) else None
+                stretch = files.find(tensor) if _is_dense(tensor) else None
                 if self.memory is not None:
                     own = place.view(self.memory.bytes)
-                    if found is None:
+                    if stretch is None:
                         own.copy_(tensor)
                     else:  # sooner than page by page
-                        read_stretch(Stretch(*found, place.offset, place.nbytes), self.memory.bytes)
+                        read_stretch(Stretch(*stretch, place.offset, place.nbytes), self.memory.bytes)
                     tensor.data = own
                 elif tensor.device.type != "cpu":
                     tensor.data = tensor.data.cpu()
-                elif found is not None:
-                    self.stretches.append(Stretch(*found, place.offset, place.nbytes))
+                elif stretch is not None:
+                    self.stretches.append(Stretch(*stretch, place.offset, place.nbytes))
                 self.home.append(tensor.data)
         if lock and self.memory is not None:
             self.memory.lock()

@@ -62,15 +62,15 @@ def changed_pages(tensor: Tensor) -> bool:
 def _parse(line: str) -> Mapped | None:
     """`begin-end rights offset major:minor inode path`. None for memory without a file, and for a file that has been
     replaced or removed since it was mapped."""
-    words = line.split(maxsplit=5)
-    if len(words) < 6 or not words[5].startswith("/"):
+    fields = line.split(maxsplit=5)
+    if len(fields) < 6 or not fields[5].startswith("/"):
         return None
-    begin, end = (int(number, 16) for number in words[0].split("-"))
+    begin, end = (int(number, 16) for number in fields[0].split("-"))
     try:
-        found = os.stat(words[5])
+        status = os.stat(fields[5])
     except OSError:
         return None
-    major, minor = (int(number, 16) for number in words[3].split(":"))
-    if int(words[4]) != found.st_ino or (os.major(found.st_dev), os.minor(found.st_dev)) != (major, minor):
+    major, minor = (int(number, 16) for number in fields[3].split(":"))
+    if int(fields[4]) != status.st_ino or (os.major(status.st_dev), os.minor(status.st_dev)) != (major, minor):
         return None
-    return Mapped(begin, end, words[5], int(words[2], 16))
+    return Mapped(begin, end, fields[5], int(fields[2], 16))

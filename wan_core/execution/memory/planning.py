@@ -185,20 +185,32 @@ def cap_memory(device: torch.device, gib: float) -> None:
 # ----------------------------------------------------------------------------------------------------------- the choice
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where an earlier plan has put weights that are loaded. together: models stay beside each other where there is
+    room."""
+
+    policy: Policy
+    resident_blocks: int | None  # where blocks stream
+    together: bool = True
+
+
 def plan_memory(
     sizes: Sizes,
     beside: Beside,
     available: int,
     mode: Literal["auto", "resident", "swap", "stream"] = "auto",
     resident_blocks: int | None = None,
-    together: bool | None = None,
+    *,
+    placed: Placed | None = None,
     host: int | None = None,
     kept: PreparedForm | None = None,
 ) -> MemoryPlan:
     """The first that fits of: all resident; experts that take turns; as many resident blocks as fit.
 
     available: bytes on the device for this run. mode: one of these instead; resident_blocks: so many, which is
-    streaming. together: models stay beside each other where there is room; None: unless swapping is asked for.
+    streaming. placed: weights stay where they are while the steps fit, half of the reserve counted in, and numbers do
+    not change; None: nothing is loaded.
 
     What is prepared beside text is kept in that of its forms that fits and copies the fewest bytes in a forward, blocks
     that stream counted in: bytes on the device are either weights or what is prepared. Forms that change numbers come
@@ -206,48 +218,25 @@ def plan_memory(
     the run before, whose host memory is used again if it is the same. Raises OptionError for a number of blocks that
     the model does not have.
     """
-    forms = beside.forms or (None,)
-    plans = [_plan_form(sizes, beside, form, available, mode, resident_blocks, together) for form in forms]
 
     def fits_host(plan: MemoryPlan) -> bool:
         if host is None or plan.form is None or not plan.form.host:
             return True  # weights alone may stay in their files
         return plan.host + HOST_RESERVE <= host + (plan.form.host if plan.form.uses_again(kept) else 0)
 
-    fitting = [plan for plan in plans if plan.denoise <= plan.room and fits_host(plan)]
-    if fitting:
-        return min(fitting, key=lambda plan: (plan.form is not None and not plan.form.exact, plan.copied))
-    return min(plans, key=lambda plan: (max(0, plan.denoise - plan.room), plan.host))
+    def best(mode: Literal["auto", "resident", "swap", "stream"], blocks: int | None, together: bool) -> MemoryPlan:
+        forms = beside.forms or (None,)
+        plans = [_plan_form(sizes, beside, form, available, mode, blocks, together) for form in forms]
+        fitting = [plan for plan in plans if plan.denoise <= plan.room and fits_host(plan)]
+        if fitting:
+            return min(fitting, key=lambda plan: (plan.form is not None and not plan.form.exact, plan.copied))
+        return min(plans, key=lambda plan: (max(0, plan.denoise - plan.room), plan.host))
 
-
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """Where an earlier plan has put weights that are loaded. together: as of `plan_memory`."""
-
-    policy: Policy
-    resident_blocks: int | None  # where blocks stream
-    together: bool = True
-
-
-def plan_again(
-    sizes: Sizes,
-    beside: Beside,
-    available: int,
-    placed: Placed | None,
-    mode: Literal["auto", "resident", "swap", "stream"],
-    resident_blocks: int | None,
-    host: int | None,
-    kept: PreparedForm | None,
-) -> MemoryPlan:
-    """The memory plan of the next run: weights stay where they are `placed` while the steps fit, half of the reserve
-    counted in, and numbers do not change. Otherwise, and where nothing is loaded (None), the one that `plan_memory`
-    makes with the other arguments."""
     if placed is not None:
-        blocks, together = placed.resident_blocks, placed.together
-        same = plan_memory(sizes, beside, available, placed.policy, blocks, together, host, kept)
+        same = best(placed.policy, placed.resident_blocks, placed.together)
         if same.denoises and same.exact:
             return same
-    return plan_memory(sizes, beside, available, mode, resident_blocks, host=host, kept=kept)
+    return best(mode, resident_blocks, mode != "swap")
 
 
 def _plan_form(
@@ -257,7 +246,7 @@ def _plan_form(
     available: int,
     mode: Literal["auto", "resident", "swap", "stream"],
     resident_blocks: int | None,
-    together: bool | None,
+    together: bool,
 ) -> MemoryPlan:
     """The plan of `plan_memory` for one form of the prepared tensors; None: the family has no forms."""
     activations = activations if form is None else activations.kept_as(form)
@@ -266,7 +255,6 @@ def _plan_form(
         raise OptionError(f"{resident_blocks} resident blocks given; the transformer has {blocks}, so 0 to {blocks}")
     reserve = int(RESERVE[0] + RESERVE[1] * available)
     room = available - reserve
-    together = mode != "swap" if together is None else together
     why = "asked for"
     if mode != "auto":
         policy = mode
