@@ -21,7 +21,7 @@ Launcher, and, where there is guidance, ComfyUI's own MultiGPU CFG Split (0.33 o
 branch to each GPU. `--gpus 1` leaves them out.
 
 Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's. "auto" changes numbers only by rounding,
-"cudnn-fp8" attends in FP8, "bounded" reads as much of the attention as keeps a bound on its error (`sparse` "bound").
+"cudnn-fp8" attends in FP8.
 On a CPU everything is small (`comfy_small`): what runs there is the code, not the work.
 
 Rows of `cold` also have the seconds after POST of every progress of the samplers (progress).
@@ -31,7 +31,7 @@ nodes     of the run next to the median: seconds by loaders, text, image, sample
 peak_gib  the most device memory in use during the counted runs, by all processes
 error     relative difference of the latents of the first counted video from those of the row `error_to`, which has the
           same seed; not where the native side runs fewer steps
-said      what caches and bounds did in that run, as the server's log says it
+said      what caches did in that run, as the server's log says it
 ratio     seconds of the fastest native row on one GPU over this one's; ratio_to_native_gpus: of the fastest on as many
 """
 
@@ -82,7 +82,6 @@ class Side:
 KITCHEN = "comfy kitchen attention"
 # ComfyUI's own node "Model Sparse Attention", as it is when it is added to a graph
 SOL = {"selection": "sol-attn", "selection.tau": 1.3, "start_percent": 0.2, "end_percent": 1.0}
-BOUNDED = {"sparse": "bound"}
 NATIVE = Side("native", native_graph, native=True)
 NATIVE_KITCHEN = Side("native, comfy kitchen attention", lambda job: native_graph(job, attention=KITCHEN), native=True)
 NATIVE_SPARSE = Side(
@@ -96,11 +95,9 @@ NATIVE_CACHE = Side(
 )
 OURS = Side("ours, auto", our_graph)
 OURS_FP8 = Side("ours, cudnn-fp8", lambda job: our_graph(job, "cudnn-fp8"))
-OURS_BOUNDED = Side("ours, cudnn-fp8, bounded", lambda job: our_graph(job, "cudnn-fp8", BOUNDED))
 ACCELERATED = (
     Side("native, accelerated, auto", lambda job: accelerated_graph(job, "auto")),
     Side("native, accelerated, cudnn-fp8", lambda job: accelerated_graph(job, "cudnn-fp8")),
-    Side("native, accelerated, cudnn-fp8, bounded", lambda job: accelerated_graph(job, "cudnn-fp8", BOUNDED)),
     Side("native, accelerated, sparse fast", lambda job: accelerated_graph(job, "cudnn-fp8", {"sparse": "fast"})),
 )
 SIDES = (
@@ -109,7 +106,6 @@ SIDES = (
     NATIVE_SPARSE,
     OURS,
     OURS_FP8,
-    OURS_BOUNDED,
     Side("ours, cudnn-fp8, sparse fast", lambda job: our_graph(job, "cudnn-fp8", {"sparse": "fast"})),
 )
 OFF_SIDES = (
@@ -119,7 +115,6 @@ OFF_SIDES = (
     NATIVE_CACHE,
     OURS,
     OURS_FP8,
-    OURS_BOUNDED,
     Side(
         "ours, cudnn-fp8, cache and sparse balanced",
         lambda job: our_graph(job, "cudnn-fp8", {"cache": "balanced", "sparse": "balanced"}),

@@ -13,16 +13,12 @@ NAME: kept     seconds from one file to the next, the median: models are loaded,
 NAME: list     with several makers: seconds for each video after the first of each, all GPUs together
 
 load, text, image, denoise, decode: seconds of that video's phases; the file is written while frames are decoded.
-largest_error  of a bounded run: the largest mean error of a step's attention; errors, shares: of each computed step
-read           of a bounded run: the share of the keys that attention reads, the mean over layers and computed steps
-computed       of a run with a step cache: the steps whose blocks ran
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import statistics
 import subprocess
@@ -46,7 +42,6 @@ from wan_core.pipeline.sources import TINY
 
 FILES = "files:"
 PROMPT = "a red circle moving right on a blue background"
-COMPUTED = re.compile(r"step cache: (\d+) of \d+ steps computed")
 PHASES = ("load", "text", "image", "denoise", "decode")
 
 
@@ -173,12 +168,4 @@ class Making:
         row |= {"disk_gb": report["disk_gb"]} if report.get("disk_gb") else {}
         if self.keeps_notes:
             row |= {"notes": report["notes"], "phases": {n: p["seconds"] for n, p in report["phases"].items()}}
-        if report.get("attention"):
-            means = [statistics.fmean(error or 0.0 for error in step["errors"]) for step in report["attention"]]
-            shares = [statistics.fmean(step["shares"]) for step in report["attention"]]
-            row |= {"largest_error": round(max(means), 5), "errors": [round(error, 5) for error in means]}
-            row |= {"read": round(statistics.fmean(shares), 4), "shares": [round(share, 4) for share in shares]}
-        counts = [COMPUTED.search(note) for note in report["notes"]]
-        if any(counts):
-            row["computed"] = sum(int(count[1]) for count in counts if count)
         return row

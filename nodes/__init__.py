@@ -28,7 +28,6 @@ from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
 from .schema import checked
 from .skipping import (
-    WanCoreAdaptiveCache,
     WanCoreMagCache,
     WanCoreSparseAttention,
     WanCoreSpeedPreset,
@@ -56,7 +55,6 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreReport,
         WanCoreMagCache,
         WanCoreTaylorSeer,
-        WanCoreAdaptiveCache,
         WanCoreCompare,
         WanCoreLoRA,
         WanCoreSparseAttention,

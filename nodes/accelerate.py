@@ -62,7 +62,7 @@ class WanCoreAccelerate(io.ComfyNode):
                     "skipping",
                     optional=True,
                     tooltip="Sparse attention or a step cache with numbers of your own, from WanCore Sparse Attention, "
-                    "MagCache, TaylorSeer and Adaptive Cache.",
+                    "MagCache and TaylorSeer.",
                 ),
                 io.Combo.Input(
                     "cache",

@@ -33,7 +33,6 @@ from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.bounds import run_words
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.start import Leftover, Start
 from wan_core.sampling.steps import Expert
@@ -225,7 +224,6 @@ class WanCoreSampler(io.ComfyNode):
         run = Sampling(replace(workload, batched=batched), conditioning, start, report, notes)
         samples, leftover = _sample(model, run, shown)
         lines = [*shown, plan.table().splitlines()[0]]
-        lines += [run_words(report.attention, plan.bound)] if report.attention and plan.bound else []
         text = "\n".join([*lines, f"done in {clock(report.total_seconds)}"])
         output: dict[str, Any] = {"samples": samples}
         if leftover is not None:
@@ -324,7 +322,6 @@ class Watcher:
         remaining = "" if seconds is None else f", {each:.3g} s a step, {clock(progress.left(seconds))} left"
         pictures = self.previews.pictures(progress.preview()) if self.previews else []
         line = f"step {done} of {total}, {step.expert}-noise expert{remaining}"
-        line += "" if progress.attention is None else f", attention {progress.attention.words()}"
         self.progress.update(done, total, "\n".join([*self.warnings, line]), pictures, self.frames_per_second)
 
     def close(self) -> None:

@@ -10,19 +10,16 @@ from typing import Any
 from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
 
 from wan_core.config import (
-    AdaptiveOptions,
     MagCacheOptions,
     SkipOptions,
     SparseOptions,
     TaylorSeerOptions,
-    check_choice,
 )
-from wan_core.config.table import table
 from wan_core.sampling.cache.arguments import SPEEDS, speed_options
 from wan_core.sampling.cache.magcache import CURVE_FILES
 from wan_core.sampling.cache.magcache import PRESETS as CACHES
 from wan_core.sampling.cache.skipping import skip_words
-from wan_core.sampling.sparsity.schedule import BOUND, PRESETS, bounded
+from wan_core.sampling.sparsity.schedule import PRESETS
 
 from . import host
 from .schema import output, schema, widgets
@@ -115,25 +112,6 @@ class WanCoreTaylorSeer(io.ComfyNode):
         return joined(skipping, taylorseer=TaylorSeerOptions(**numbers))
 
 
-class WanCoreAdaptiveCache(io.ComfyNode):
-    """Decide during the run which steps to skip."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return skipping_schema(
-            "WanCoreAdaptiveCache",
-            "WanCore Adaptive Cache",
-            aliases=("teacache", "easycache", "first block cache", "step caching", "wan fast", "cache"),
-            description="Step caching by what the run measures: how far forecasts of steps are off. The plan can only "
-            "show which steps may be skipped.",
-            inputs=widgets(AdaptiveOptions),
-        )
-
-    @classmethod
-    def execute(cls, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
-        return joined(skipping, adaptive=AdaptiveOptions(**numbers))
-
-
 class WanCoreSparseAttention(io.ComfyNode):
     """Self-attention that reads only selected key blocks."""
 
@@ -149,42 +127,22 @@ class WanCoreSparseAttention(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "preset",
-                    options=[*PRESETS, CUSTOM, BOUND],
+                    options=[*PRESETS, CUSTOM],
                     default="balanced",
-                    tooltip="quality, balanced or fast; custom uses the numbers below, which have no effect otherwise. "
-                    "bound: as much as keeps the error of attention within `bound`.",
+                    tooltip="quality, balanced or fast; custom uses the numbers below, which have no effect otherwise.",
                 ),
-                *widgets(SparseOptions, *(name for name in table(SparseOptions) if name != BOUND)),
+                *widgets(SparseOptions),
             ],
-            later=widgets(SparseOptions, BOUND),
         )
 
     @classmethod
-    def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
-        return measured_files()
-
-    @classmethod
-    def validate_inputs(cls, preset: str | None = None, bound: float | None = 0.06) -> bool:
-        if not (preset is None or bound is None):
-            sparse_options(preset, bound, sparsity=0.5)
-        return True
-
-    @classmethod
-    def execute(
-        cls, preset: str, kernel: str, skipping: SkipOptions | None = None, bound: float = 0.06, **numbers: Any
-    ) -> io.NodeOutput:
-        return joined(skipping, sparse=replace(sparse_options(preset, bound, **numbers), kernel=kernel))
-
-
-def sparse_options(preset: str, bound: float, **numbers: Any) -> SparseOptions:
-    """What a preset stands for; of custom, `numbers`. Raises OptionError."""
-    check_choice("preset", preset, (*PRESETS, CUSTOM, BOUND))
-    custom = SparseOptions(**numbers)
-    return bounded(bound) if preset == BOUND else custom if preset == CUSTOM else PRESETS[preset]
+    def execute(cls, preset: str, kernel: str, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
+        options = SparseOptions(**numbers) if preset == CUSTOM else PRESETS[preset]
+        return joined(skipping, sparse=replace(options, kernel=kernel))
 
 
 class WanCoreSpeedPreset(io.ComfyNode):
-    """Step caching and sparse attention with bounds on their errors."""
+    """Step caching and sparse attention together."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -193,14 +151,14 @@ class WanCoreSpeedPreset(io.ComfyNode):
             "WanCore Speed Preset",
             aliases=("speed", "preset", "wan fast", "teacache", "step caching", "sparse attention"),
             shows_text=True,
-            description="Step caching and sparse attention together, with bounds on errors that the run measures: it "
-            "takes as long as they need. For the sampler, the plan preview and WanCore Accelerate.",
+            description="Step caching and sparse attention together. For the sampler, the plan preview and WanCore "
+            "Accelerate.",
             inputs=[
                 io.Combo.Input(
                     "preset",
                     options=list(SPEEDS),
                     default="balanced",
-                    tooltip="How large errors may become: least with faithful, most with fast.",
+                    tooltip="careful: step caching. balanced and fast: with sparse attention, too.",
                 )
             ],
             outputs=[skipping_output()],

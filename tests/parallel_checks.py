@@ -27,7 +27,6 @@ from wan_core.checkpoint.random import random_module
 from wan_core.cli import build_parser
 from wan_core.cli.generate import load_options_of, request_of
 from wan_core.config import (
-    AdaptiveOptions,
     LoadOptions,
     MagCacheOptions,
     Request,
@@ -135,12 +134,10 @@ def trajectory(
     """Latents and frames of the embedded model, and the report's settings. decode: most of the work; without it there
     are no frames."""
     request = dict(options.pop("request", {}))
-    skip, adaptive = request.pop("magcache", None), request.pop("adaptive", None)
-    sparse, windows = request.pop("sparse", None), request.pop("windows", None)
+    skip, sparse, windows = request.pop("magcache", None), request.pop("sparse", None), request.pop("windows", None)
     request["windows"] = None if windows is None else WindowOptions.parse(windows)
     request["skip"] = SkipOptions(
         magcache=None if skip is None else MagCacheOptions(**skip),
-        adaptive=None if adaptive is None else AdaptiveOptions(**adaptive),
         sparse=None if sparse is None else SparseOptions(**sparse),
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
@@ -517,7 +514,7 @@ def sparse_attention(
     drawn = torch.randn(2, 3, 2, tokens, heads, 16, generator=torch.Generator().manual_seed(tokens))
     drawn[:, 1, :, : tokens // 3] *= 2  # the keys of some ranks stand out
     tiles, rule = make_tiles(grid, block, CPU), Rule(keep)
-    states = [SparseForward(KERNELS["math"], [], tiles, [rule] * 2, slope=slope) for _ in range(2)]
+    states = [SparseForward(KERNELS["math"], [], tiles, rule, slope=slope) for _ in range(2)]
     choose, routes = SparseForward.route, list[Route]()
 
     def noted(state: SparseForward, *arguments: object) -> Route:

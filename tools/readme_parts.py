@@ -1,9 +1,9 @@
 """Parts of the README and docs that come from other tables of this repository: the address, files, what fits, presets.
 
 `clone`: the line that installs the pack, with the public address of pyproject.toml. `fits`: which video fits which
-card, by the memory plan. `cards`: the choice by card of `wan_core.pipeline.card_choice`. `bounds`: what speed presets
-allow. `files`: the files of the first video; `models-SOURCE`:
-those of one source, both from wan_core/assets/models.json. A name that ends in `.zh` is the same in Chinese.
+card, by the memory plan. `cards`: the choice by card of `wan_core.pipeline.card_choice`. `files`: the files of the
+first video; `models-SOURCE`: those of one source, both from wan_core/assets/models.json. A name that ends in `.zh` is
+the same in Chinese.
 """
 
 from __future__ import annotations
@@ -184,19 +184,7 @@ def cards_table(_: str = "") -> list[str]:
     return lines
 
 
-def bounds(_: str) -> list[str]:
-    """The errors that each speed preset allows, from its declaration."""
-    from wan_core.sampling.cache.arguments import SPEEDS
-
-    lines = ["| `--speed` | error of each layer's attention | error of a forecast step |", "|---|---:|---:|"]
-    for name, setting in SPEEDS.items():
-        sparse, cache = (part.partition(":bound:")[2].partition(":")[0] for part in setting.split("+"))
-        lines.append(f"| `{name}` | {sparse} | {cache} |")
-    return lines
-
-
 PARTS: dict[str, Callable[[str], list[str]]] = {
-    "bounds": bounds,
     "cards": cards_table,
     "clone": clone,
     "files": files,

@@ -61,9 +61,6 @@ class Video:
         text = sum(phase.seconds for name, phase in report.phases.items() if name == "text")
         peak = max((p.peak for name, p in report.phases.items() if not name.startswith(("load", "warm"))), default=0)
         facts = {"seconds": seconds - text, "peak": peak / GIB, "host": host_peak_bytes() / GIB}
-        for name in ("errors", "shares"):  # of bounded sparse attention: by computed step, each by layer
-            values = [value or 0.0 for step in report.attention for value in step[name]]
-            facts |= {name: fmean(values)} if values else {}
         said: dict[str, Any] = {name: report.settings[name] for name in SAID if name in report.settings}
         if isinstance(said.get("precision"), Mapping):
             said["precision"] = said["precision"]["high"]
@@ -148,8 +145,7 @@ class Card:
     def row(self, name: str) -> dict[str, str]:
         """The cells of a setting by column; what was not measured has none."""
         videos, seconds = summary(self.comparisons[name]), self.mean(name, "seconds") or 0.0
-        most = "up to " * (self.plans[name].adaptive is not None)
-        cells = {"setting": name, "s a video": f"{seconds:.1f}", "forwards": f"{most}{self.plans[name].forwards}"}
+        cells = {"setting": name, "s a video": f"{seconds:.1f}", "forwards": str(self.plans[name].forwards)}
         if name != FULL:
             cells |= {
                 "faster": f"{(self.mean(FULL, 'seconds') or 0.0) / seconds:.2f}",

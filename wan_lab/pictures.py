@@ -13,7 +13,7 @@ from torch import Tensor
 from wan_core.media.pictures import FAINT, INK, LINE, PAPER, PHASE_COLOUR, Canvas
 from wan_lab.compare import pareto
 
-KIND_COLOUR = {"magcache": "#f2a65a", "taylorseer": "#5aa9e6", "adaptive": "#c58af9", "guidance": "#7bc47f"}
+KIND_COLOUR = {"magcache": "#f2a65a", "taylorseer": "#5aa9e6", "guidance": "#7bc47f"}
 
 
 def draw_quality(rows: Sequence[Mapping[str, Any]], title: str) -> Image.Image:

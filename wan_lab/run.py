@@ -133,7 +133,6 @@ class Measured:
     comparisons: dict[str, list[Comparison]]
     forwards: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    read: dict[str, list[float]] = field(default_factory=dict)  # of each run whose attention has a bound
     full: dict[str, Any] = field(default_factory=dict)
     first: dict[str, Tensor] = field(default_factory=dict)  # frames of the first sample, the full run's among them
     plan_words: str = ""
@@ -143,8 +142,6 @@ class Measured:
         self.seconds[name] = self.seconds.get(name, 0.0) + run.seconds
         # All videos of a batch run the same forwards.
         self.forwards[name] = self.forwards.get(name, 0) + run.forwards * len(run.frames)
-        if run.read is not None:
-            self.read[name] = [*self.read.get(name, []), *[run.read] * len(run.frames)]
         return run.frames
 
     def rows(self) -> list[dict[str, Any]]:
@@ -161,7 +158,6 @@ class Measured:
                     "saved": round(1 - self.forwards[name] / self.forwards[FULL], 4),
                     "forwards": int(forwards) if forwards.is_integer() else round(forwards, 2),
                     **summary(videos),
-                    **({"read": round(sum(self.read[name]) / count, 4)} if name in self.read else {}),
                     "seconds": round(self.seconds[name] / count, 4),
                     "ratio": round(self.seconds[FULL] / self.seconds[name], 3),
                     "ratio_to": FULL,
@@ -173,13 +169,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished batch: frames uint8 [B, F, H, W, 3] on the CPU, seconds of denoising, forwards per video, and under a
-    bound on attention the mean share of the keys that it read."""
+    """A finished batch: frames uint8 [B, F, H, W, 3] on the CPU, seconds of denoising and forwards per video."""
 
     frames: Tensor
     seconds: float
     forwards: int
-    read: float | None = None
 
 
 @torch.no_grad()
@@ -273,9 +267,7 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
     rules = family_of(models.task).clips
     own = latents[:, :, rules.leading if rules is not None and rules.always else 0 :]
     images = decode_images(models.vae(), own, report, dtype=torch.uint8)
-    shares = [share for step in report.attention for share in step["shares"]]
-    read = sum(shares) / len(shares) if shares else None
-    return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards, read)
+    return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards)
 
 
 # ------------------------------------------------------------------------------------------------------------- shared

@@ -30,7 +30,7 @@ from wan_core.sampling.native.plan import WholeRun, falls
 from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
 from wan_core.sampling.native.summary import advice_for, missing_kernels, report_text
 from wan_core.sampling.schedules import find_part
-from wan_core.sampling.sparsity.schedule import attention_share, step_bounds, step_sparsities
+from wan_core.sampling.sparsity.schedule import attention_share, step_sparsities
 
 from .native_beside import (
     OVERRIDE,
@@ -150,8 +150,7 @@ def _sample(
     shift = getattr(sampling, "shift", 1.0)
     own = sigmas.tolist()
     part = whole.place(own, shift) if whole != WholeRun() and falls(own) else find_part(own, shift)
-    steps = (step_sparsities, step_bounds)
-    run = NativeRun(part, *(() if sparse is None else each(sparse, part.total) for each in steps), compare=compare)
+    run = NativeRun(part, () if sparse is None else step_sparsities(sparse, part.total), compare)
     options = guider.model_options["transformer_options"]  # this run's own copy
     options[RUN] = run
 
@@ -173,7 +172,6 @@ def _sample(
     kernels = missing_kernels(card) if override.attention in CHOSEN else []
     each = guider.model_patcher.model_size() / sum(one.numel() for one in dit.parameters())
     share = attention_share(dit, tokens_of(dit, noise.shape))
-    run.notes += run.measured()
     note_compiled()
     report(report_text(run, sparse, share, advice_for(run, kernels, card, each)))
     return result

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-import torch
 from comfy.model_patcher import ModelPatcher  # pyright: ignore[reportMissingImports]
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
-from wan_core.sampling.cache.adaptive_run import Adaptive, adaptive_phase
 from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import skip_words, with_curve
@@ -163,20 +161,14 @@ class CachedRun:
         prompts: Sequence[Prompt],
         patches: Patches,
     ) -> None:
-        """shape: of the latents, [B, C, T, Y, X]. prompts: what runs; the adaptive policy judges all of them as
-        guidance weighs them. patches: on the model."""
+        """shape: of the latents, [B, C, T, Y, X]. prompts: what runs. patches: on the model."""
         self.plan, self.part, self.level = plan, part, level
         self.shape, self.prompts = shape, prompts
-        self.names = {one.condition["uuid"]: one.name for one in prompts}
-        self.first = {uuid for uuid, name in self.names.items() if name == prompts[0].name}
         self.steps = {step.index: step for step in plan.steps}
         self.phases = {step.index: phase for phase in plan.phases for step in phase}
         self.lock = threading.Lock()
         self.phase: tuple[Step, ...] = ()
         self.states: dict[tuple[Any, ...], Residuals] = {}
-        self.adaptive: Adaptive | None = None
-        self.judging = Judging()
-        self.said: list[str] = []
         self.sigma: tuple[Tensor | None, float] = (None, 0.0)
         self.patches = patches
         self.forwards = self.reused = self.most = 0
@@ -200,7 +192,7 @@ class CachedRun:
         def forward(options: dict[str, Any]) -> Tensor:
             return executor(x, timestep, context, clip_fea, time_dim_concat, options, **kwargs)
 
-        index, begins, keys, states, skip = self._begin(x, options)
+        index, begins, states, skip = self._begin(x, options)
         blocks = len(executor.class_obj.blocks)
         if skip:
             return (
@@ -208,44 +200,29 @@ class CachedRun:
             )
         if not begins:
             return forward(options)
-        forecast = None
-        if self._judges(index, states):
-            of_blocks = self.level == BLOCKS
-            forecast = reuse_blocks(forward, states, index, options, blocks) if of_blocks else reuse(states, index)
         keep = keep_blocks if self.level == BLOCKS else keep_output
         output = keep(forward, states, index, options, blocks)
-        self._end(index, keys, output, forecast)
+        self._end()
         return output
 
     @lasting
-    def _begin(
-        self, x: Tensor, options: dict[str, Any]
-    ) -> tuple[int, bool, list[tuple[Any, ...]], list[Residuals], bool]:
-        """Step of a forward, whether it may be kept (not within a step, nor with new patches on the model), its
-        conditions, their states, and whether it is skipped."""
+    def _begin(self, x: Tensor, options: dict[str, Any]) -> tuple[int, bool, list[Residuals], bool]:
+        """Step of a forward, whether it may be kept (not within a step, nor with new patches on the model), the states
+        of its conditions, and whether it is skipped."""
         with self.lock:
             index, begins = self.part.step_at(self._value(options["sigmas"]))
             begins &= self.patches.enter(index, options)[1]
             keys = self._enter(index, x, options)
             states = [self.states[key] for key in keys]
-            skip = self._decide(self.steps[index]) and all(state.can_skip(index) for state in states)
+            skip = bool(self.steps[index].skipped) and all(state.can_skip(index) for state in states)
             self.forwards += len(keys)
             self.reused += len(keys) * skip
-        return index, begins, keys, states, skip
-
-    @uncompiled
-    def _judges(self, index: int, states: Sequence[Residuals]) -> bool:
-        """Whether the forecast of a computed step is wanted."""
-        with self.lock:
-            judges = self.adaptive is not None and self.adaptive.judges(self.steps[index])
-            return judges and all(state.can_skip(index) for state in states)
+        return index, begins, states, skip
 
     @lasting
-    def _end(self, index: int, keys: list[tuple[Any, ...]], output: Tensor, forecast: Tensor | None) -> None:
+    def _end(self) -> None:
         with self.lock:
             self.most = max(self.most, sum(state.bytes for state in self.states.values()))
-            if forecast is not None:
-                self.judging.add(index, [self._weight(index, key) for key in keys], keys, forecast, output)
 
     def reserve(
         self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *arguments: Any, **keywords: Any
@@ -270,7 +247,6 @@ class CachedRun:
             pace[:] = [(time.perf_counter() - self.began) / computed]
         self.states.clear()
         self.patches.seen.clear()
-        self._leave_phase()
         self.sigma = None, 0.0
         freed = f"{self.level} kept in {self.most / 2**30:.2f} GiB, freed"
         lines = [f"{self.reused} of {self.forwards} forwards skipped, {freed}"]
@@ -278,7 +254,7 @@ class CachedRun:
             lines.append(
                 f"warning: that is more than the {self.reserved_bytes / 2**30:.2f} GiB that ComfyUI was asked for"
             )
-        return "; ".join([*lines, *self.said, *self.patches.words("the step cache")])
+        return "; ".join([*lines, *self.patches.words("the step cache")])
 
     # Below: called with the lock held.
 
@@ -294,55 +270,10 @@ class CachedRun:
         if phase is not self.phase:
             self.began = self.began or time.perf_counter()
             self.states.clear()
-            self._leave_phase()
             self.phase = phase
-            self.adaptive = adaptive_phase(self.plan, phase, x.device, steps=self.part.total)
-        if self.adaptive is not None:
-            self.judging.tell(self.adaptive, self.steps, before=index)
         self.states = {key: state for key, state in self.states.items() if key[-1] in self.patches.seen}
         keys = conditions_of(x, options)
         for key in keys:
             if key not in self.states:  # every branch of a step is skipped or none: see `check_native`
                 self.states[key] = Residuals(residual_program(phase, "cond"))
         return keys
-
-    def _decide(self, step: Step) -> bool:
-        return bool(step.skipped) if self.adaptive is None else self.adaptive.decide(step)
-
-    def _leave_phase(self) -> None:
-        if self.adaptive is not None:
-            self.judging.tell(self.adaptive, self.steps)
-            self.said.append(self.adaptive.words())
-        self.adaptive = None
-
-    def _weight(self, index: int, key: tuple[Any, ...]) -> float:
-        """How much guidance makes of the velocity of a condition."""
-        guidance = self.steps[index].guidance
-        if len(self.first) == len(self.names):
-            return 1.0
-        return guidance if key[1] in self.first else 1 - guidance if key[1] in self.names else 0.0
-
-
-class Judging:
-    """Sums up over the forwards of a step what its forecast would have changed of the guided velocity."""
-
-    def __init__(self) -> None:
-        self.steps: dict[int, dict[Any, tuple[Tensor, Tensor]]] = {}  # by step and part of the latents
-
-    def add(
-        self, index: int, weights: Sequence[float], keys: Sequence[tuple[Any, ...]], forecast: Tensor, output: Tensor
-    ) -> None:
-        """A forward of some conditions, `weights` and `keys`: what it would have been, and what it is."""
-        there = self.steps.setdefault(index, {})
-        parts = zip(weights, keys, forecast.float().chunk(len(keys)), output.float().chunk(len(keys)), strict=True)
-        for weight, key, might, mass in parts:
-            off, whole = there.get(key[2:4], (0.0, 0.0))  # of a context window and size, whatever the condition
-            there[key[2:4]] = weight * (might - mass) + off, weight * mass + whole
-
-    def tell(self, adaptive: Adaptive, steps: Mapping[int, Step], before: float = inf) -> None:
-        """Hand over the steps that are complete."""
-        for index in [index for index in self.steps if index < before]:
-            parts = self.steps.pop(index).values()
-            device = next(iter(parts))[0].device
-            sums = [torch.stack([x.square().sum().to(device) for x in pair]) for pair in parts]
-            adaptive.judge(steps[index], torch.stack(sums).sum(0))

@@ -35,7 +35,7 @@ CHOICES = (
     ("", "--frames 97", "--frames 33", "--frames 16", "--frames 0", "--clip-frames 33 --overlap 1", "--clip-frames 32"),
     ("", "--windows 33/8", "--windows 33/8:standard_static", "--windows 33:retain", "--overlap 3", "--clip-frames 33"),
     ("", "--sparse balanced", "--sparse 0.5/0:ramp0", "--sparse 0"),
-    ("", "--magcache balanced", "--taylorseer 2/1/0.2", "--adaptive bound:0.1", "--speed balanced"),
+    ("", "--magcache balanced", "--taylorseer 2/1/0.2", "--speed balanced"),
     ("", "--guidance 1", "--guidance 200", "--guidance-low 2"),
     ("", "--solver heun", "--solver lcm", "--solver euler"),
     ("", "--nag 11", "--guidance 1 --nag 11", "--control-scale 0.5", "--control-start 0.999", "--control-end 0.4"),

@@ -13,7 +13,6 @@ import pytest
 from wan_core.cli import main, progress
 from wan_core.cli.progress import BAR, ProgressLine
 from wan_core.sampling.plan import Plan, make_plan
-from wan_core.sampling.sparsity.bounds import StepErrors
 from wan_core.sampling.steps import Step
 
 PLAN = make_plan(task="t2v-A14B", steps=8, guidance_high=1.0, guidance_low=1.0)
@@ -33,7 +32,6 @@ class Done:
     step: Step
     plan: Plan = PLAN
     clip: tuple[int, int] = (1, 1)
-    attention: StepErrors | None = None
 
     def left(self, seconds: float) -> float:
         return self.plan.left(self.step, seconds)
@@ -63,8 +61,6 @@ def test_time_left_is_averaged_without_the_first_step(clock, monkeypatch) -> Non
     lines = stream.getvalue().splitlines()
     assert "1:40 elapsed, 11:40 left  100.000 s/step" in lines[-3]  # nothing else is known yet
     assert "step   3/8" in lines[-1] and "1:44 elapsed, 0:10 left  2.000 s/step" in lines[-1]
-    line.step(Done(PLAN.steps[3], attention=StepErrors(2, (0.25, 0.5), (0.03, 0.05), (0.1, 0.1))), 1.0)
-    assert "38 % of keys, error 0.04" in stream.getvalue()
 
 
 def test_the_bar_fills_and_lines_are_rewritten(clock, monkeypatch) -> None:

@@ -229,7 +229,7 @@ def test_no_option_takes_a_number_that_is_none(number: str, capsys) -> None:
 
 
 COMPOUND = {
-    "--nag": "11/2.5/0.25", "--magcache": "0.1/2/0.2", "--taylorseer": "2/1/0.2", "--adaptive": "0.1/2/0.2",
+    "--nag": "11/2.5/0.25", "--magcache": "0.1/2/0.2", "--taylorseer": "2/1/0.2",
     "--sparse": "0.5/0",
     "--windows": "9/4",
 }  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from wan_core.config import (
-    AdaptiveOptions,
     ControlOptions,
     Keyframe,
     LoadOptions,
@@ -42,7 +41,6 @@ FILES = LoadOptions(
 INNER: list[Any] = [
     MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
     TaylorSeerOptions(interval=3),
-    AdaptiveOptions(threshold=0.1),
     SparseOptions(sparsity=0.5, dense_steps=0.0),
     WindowOptions(length=21, overlap=7, schedule="looped_uniform"),
     NagOptions(),

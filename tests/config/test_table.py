@@ -10,7 +10,6 @@ import pytest
 
 from wan_core.cli import build_parser
 from wan_core.config import (
-    AdaptiveOptions,
     ControlOptions,
     LoadOptions,
     LoraOptions,
@@ -31,7 +30,6 @@ from wan_core.workers.wire import unpack
 EXAMPLES: list[Any] = [
     MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
     TaylorSeerOptions(interval=3),
-    AdaptiveOptions(threshold=0.1),
     SparseOptions(sparsity=0.5),
     WindowOptions(length=21, overlap=7),
     NagOptions(),
@@ -41,7 +39,7 @@ EXAMPLES: list[Any] = [
     PlanNumbers(),
     Request(prompt="a"),
 ]
-SHORT = (TaylorSeerOptions, AdaptiveOptions, NagOptions)  # written between slashes
+SHORT = (TaylorSeerOptions, NagOptions)  # written between slashes
 CASES = [(example, name) for example in EXAMPLES for name in table(type(example))]
 ids = [f"{type(example).__name__}.{name}" for example, name in CASES]
 every_option = pytest.mark.parametrize(("example", "name"), CASES, ids=ids)

@@ -61,12 +61,11 @@ class World:
 
 
 def policies() -> dict[str, dict[str, Any]]:
-    from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
+    from wan_core.config import MagCacheOptions, TaylorSeerOptions
 
     return {
         "magcache": {"magcache": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)},
         "taylorseer": {"taylorseer": TaylorSeerOptions(interval=2, order=2, retention=0.1)},
-        "bounded": {"adaptive": AdaptiveOptions(threshold=2, retention=0)},
     }
 
 
@@ -77,12 +76,11 @@ def every_second() -> dict[str, Any]:
 
 
 def never() -> list[dict[str, Any]]:
-    from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
+    from wan_core.config import MagCacheOptions, TaylorSeerOptions
 
     return [
         {"magcache": MagCacheOptions(threshold=0, max_skips=2, retention=0.1)},
         {"taylorseer": TaylorSeerOptions(interval=1)},
-        {"adaptive": AdaptiveOptions(threshold=0)},
     ]
 
 

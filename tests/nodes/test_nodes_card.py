@@ -40,7 +40,7 @@ def test_a_card_of_text_and_of_an_image(comfy: ComfyUI, expert: str) -> None:
     text = run.outputs["words"]["text"][0]
     task = "i2v-tiny" if expert == TINY_I2V else "t2v-tiny"
     assert f"{task}, 48x48, 5 frames, 10 steps" in text and "red circle" not in text
-    assert re.findall(r"^\| (\w+) \| \d", text, re.MULTILINE) == ["full", "faithful", "balanced", "fast"]
+    assert re.findall(r"^\| (\w+) \| \d", text, re.MULTILINE) == ["full", "careful", "balanced", "fast"]
     assert len(run.outputs["card"]["images"]) == 1
     files = sorted(path.name for path in (comfy.base / "output" / "WanCore").iterdir())
     assert "report-card.md" in files and "report-card.png" in files and ".report-card" not in files

@@ -73,7 +73,7 @@ def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
 def test_every_policy_runs_and_only_one_may_decide(comfy: ComfyUI) -> None:
     policies = {
         "seer": node("WanCoreTaylorSeer", interval=2, order=2, retention=0.2),
-        "adaptive": node("WanCoreAdaptiveCache", threshold=5.0, max_skips=3, retention=0.2),
+        "mag": node("WanCoreMagCache", **MAG),
     }
     for name, policy in policies.items():
         graph = small(skipping=[name, 0]) | {name: policy}
@@ -82,8 +82,8 @@ def test_every_policy_runs_and_only_one_may_decide(comfy: ComfyUI) -> None:
         run = comfy.run(graph)
         assert run.ok, run.status
         assert "forwards: 24 of 24" not in run.outputs["words"]["text"][0], name
-    both = small(skipping=["adaptive", 0]) | policies
-    both["adaptive"]["inputs"]["skipping"] = ["seer", 0]
+    both = small(skipping=["mag", 0]) | policies
+    both["mag"]["inputs"]["skipping"] = ["seer", 0]
     both["show"] = node("WanCoreReport", report=["decode", 1])
     run = comfy.run(both)
     assert not run.ok and "choose one" in run.message("execution_error")["exception_message"]
@@ -122,14 +122,3 @@ def test_the_embedded_model_s_own_curve_is_found(comfy: ComfyUI) -> None:
     run = comfy.run(graph)
     assert run.ok, run.status
     assert TINY in graph["model"]["inputs"].values() and "57 % saved" in run.outputs["plan"]["text"][0]
-
-
-def test_a_speed_preset_is_in_the_plan(comfy: ComfyUI) -> None:
-    graph = loaders() | {"speed": node("WanCoreSpeedPreset", preset="faithful")}
-    graph["plan"] = node(
-        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=2.0, skipping=["speed", 0]
-    )
-    graph["words"] = node("PreviewAny", source=["plan", 1])
-    run = comfy.run(graph)
-    assert run.ok, run.status
-    assert "error of each layer's attention" in run.outputs["words"]["text"][0]

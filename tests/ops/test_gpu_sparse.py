@@ -60,7 +60,7 @@ def poison() -> None:
 
 def attention(kernel, tiles, rule: Rule, q, k, v) -> torch.Tensor:
     """The attention that a block runs, in the precision of the kernel."""
-    call = AttentionCall(0, SparseForward(kernel, [], tiles, [rule]))
+    call = AttentionCall(0, SparseForward(kernel, [], tiles, rule))
     if not kernel.fp8:
         return SparseAttention()(q, k, v, call)
     return SparseFp8Attention(128).quantized(*in_fp8(q, k, v), call).dequantize()
@@ -131,7 +131,7 @@ def test_a_layer_is_that_of_plain_torch(kernel, grid, keep):
     if keep == 1.0:
         assert relative(output, math_reference(q.float(), k.float(), v.float())) < allowed(kernel)
         return
-    state = SparseForward(KERNELS["math"], [], there, [rule])
+    state = SparseForward(KERNELS["math"], [], there, rule)
     expected = SparseAttention()(*on_host(kernel, q, k, v), AttentionCall(0, state))
     assert relative(output.cpu(), expected) < allowed_behind_a_choice(kernel)
 

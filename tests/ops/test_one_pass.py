@@ -109,7 +109,7 @@ def test_a_kernel_that_adds_the_means_itself_gives_what_finish_gives(keep):
         KERNELS["math"],
         SparseKernel("one pass", "", lambda: one_pass, any_block=True, means=True),
     ):
-        state = SparseForward(kernel, [], tiles, [Rule(keep)])
+        state = SparseForward(kernel, [], tiles, Rule(keep))
         out, lse = state.attend_lse(AttentionCall(0), q, k, v)
         assert torch.equal(out, state.attend(AttentionCall(0), q, k, v))
         results.append((out, lse))

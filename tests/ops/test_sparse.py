@@ -342,7 +342,7 @@ def test_the_log_sum_exp_is_of_all_that_is_attended_to() -> None:
     tiles = make_tiles(grid, block, torch.device("cpu"))
     q, k, v = torch.randn(3, 2, 70, 2, 8, generator=generator)
     rule = Rule(0.4)
-    state = SparseForward(KERNELS["math"], [SDPA], tiles, [rule])
+    state = SparseForward(KERNELS["math"], [SDPA], tiles, rule)
     call = AttentionCall(sparse=state)
     out, lse = SparseAttention().with_lse(q, k, v, call)
     assert torch.equal(out, SparseAttention()(q, k, v, call))

@@ -120,7 +120,7 @@ def test_slopes_lose_less_on_attention_that_has_structure() -> None:
     chosen = route(q, k, v, block, rule, tiles.forced)
     out, lse = sparse_reference(q, k, v, chosen, block)
     without = blocked.finish(out, lse, q, block, pooled=means.pooled(chosen.kept(tiles.blocks)))
-    state = SparseForward(KERNELS["math"], [], tiles, [rule])
+    state = SparseForward(KERNELS["math"], [], tiles, rule)
     sloped = SparseAttention()(q, k, v, AttentionCall(sparse=state))
     assert relative(sloped, exact) < 0.95 * relative(without, exact) < 0.95 * relative(out, exact)
 

@@ -165,7 +165,6 @@ def test_refused(changed, message):
     [
         ("2x1x1", f"{REPORTED} --guidance-mode sequential"),
         ("2x1x1", "--steps 10 --taylorseer 2/1/0.1 --windows 9/4:plain:standard_static"),
-        ("2x1x1", "--steps 12 --adaptive bound:9 --guidance-low 1"),
         ("1x1x2", REPORTED),
         ("layers2", "--steps 3 --windows 9/4:plain --guidance-low 1"),
         ("time2", "--steps 4 --solver euler --windows 9/4:plain"),

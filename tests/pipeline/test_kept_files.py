@@ -21,7 +21,7 @@ from tests.sampling.test_magcache import CURVES
 from wan_core.checkpoint.save import load_latents, save_latents
 from wan_core.cli import main
 from wan_core.cli.prompt_file import is_finished, set_aside
-from wan_core.config import LoadOptions, Request, SparseOptions, UserError, outputs
+from wan_core.config import LoadOptions, Request, UserError, outputs
 from wan_core.config.durable import SEAL, UNSEALED
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_video
@@ -29,15 +29,11 @@ from wan_core.models.wan.families.clips import Clip
 from wan_core.pipeline.clips import KeptClips, remove_kept
 from wan_core.pipeline.pipeline import Pipeline, Result
 from wan_core.sampling.cache.magcache import CURVE_FILES, find_curve
-from wan_core.sampling.sparsity.last_run import LAST_FILES, LastRun, read_last
-from wan_core.sampling.sparsity.last_run import write_last as keep_last
-from wan_core.sampling.sparsity.schedule import bound_words
 from wan_core.workers.video_list import KEY, ListedVideo
 
 REFUSED, ANOTHER = "refused", "another"
 LATENTS = torch.arange(1.0, 241).reshape(1, 1, 5, 6, 8)
 CLIP, NEXT = Clip(0, 0, 17, 0), Clip(1, 12, 17, 5)
-BOUND = SparseOptions(sparsity=0.75, dense_steps=0.0, bound=0.06)
 
 
 @pytest.fixture(autouse=True)
@@ -112,26 +108,6 @@ def write_curve(folder: Path, what: str) -> Path:
     return CURVE_FILES.write(curve, path)
 
 
-def write_last(folder: Path, what: str) -> Path:
-    words = bound_words(replace(BOUND, bound=0.1) if what == "another's" else BOUND)
-    expert, share = "low" if what == "swapped" else "high", 0.25
-    last = LastRun(task="t2v-A14B", source=words, expert=expert, steps=4, share=share, error=0.05)
-    if what == "nan":
-        object.__setattr__(last, "share", float("nan"))
-    return LAST_FILES.write(last, folder / "high.bound.json")
-
-
-def read_bound(path: Path) -> Any:
-    """Also keeps what the next run read, where no pipe or folder has the name."""
-    model = path.with_name("high.safetensors")
-    found = read_last(model, "t2v-A14B", "high", BOUND)
-    step = {"expert": "high", "shares": [0.5, 0.5], "errors": [None, 0.1]}
-    keep_last("t2v-A14B", BOUND, {"high": model}, [step])
-    newest = read_last(model, "t2v-A14B", "high", BOUND)
-    assert (newest is not None and newest.share == 0.5) == path.is_file()
-    return found or REFUSED
-
-
 def write_video(folder: Path, what: str) -> Path | None:
     if what == "nan":
         return None
@@ -157,7 +133,6 @@ KINDS = {
     "clip": Kind(write_clip, read_clip, old=False),
     "latents": Kind(write_latents, read_latents, named=True),
     "curve": Kind(write_curve, lambda path: find_curve(path.with_name("high.safetensors"), "t2v-A14B")),
-    "last run": Kind(write_last, read_bound),
     "listed video": Kind(write_video, read_listed),
 }
 

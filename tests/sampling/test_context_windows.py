@@ -19,7 +19,6 @@ from tests.sampling.test_window import sample
 from wan_core.config import (
     FUSE_METHODS,
     WINDOW_SCHEDULES,
-    AdaptiveOptions,
     OptionError,
     Request,
     SkipOptions,
@@ -215,7 +214,6 @@ def test_retaining_needs_an_image_beside_the_noise():
 
 CACHES = {
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.1)),
-    "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=9, retention=0)),
 }
 
 

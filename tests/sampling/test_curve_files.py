@@ -163,7 +163,7 @@ def test_a_curve_that_lacks_something_is_refused(tmp_path, key):
         CURVE_FILES.read(path)
 
 
-@pytest.mark.parametrize("option", ["--magcache", "--taylorseer", "--adaptive"])
+@pytest.mark.parametrize("option", ["--magcache", "--taylorseer"])
 def test_an_empty_option_is_refused(option, capsys):
     """A variable of a script that is empty must not run every forward without a word."""
     assert main(["plan", option, ""]) == 2

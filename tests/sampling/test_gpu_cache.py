@@ -8,7 +8,6 @@ import torch
 from tests.denoised import denoise
 from tests.sampling.test_denoise import small_dit
 from wan_core.config import (
-    AdaptiveOptions,
     LoadOptions,
     MagCacheOptions,
     Request,
@@ -33,7 +32,6 @@ SETTINGS = {
     "magcache": SkipOptions(magcache=MAG),
     "published": SkipOptions(magcache=MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, rule="published")),
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=2)),
-    "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=0.2)),
 }
 
 
@@ -73,7 +71,6 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched, compile):
     for options in (
         SkipOptions(magcache=MagCacheOptions(threshold=0, max_skips=2, retention=0.2)),
         SkipOptions(taylorseer=TaylorSeerOptions(interval=1, order=2)),
-        SkipOptions(adaptive=AdaptiveOptions(threshold=0)),
     ):
         assert torch.equal(run(leave_out(plan, options, CURVE), models, batched), exact)
     seen: list[list[torch.Tensor]] = [[], []]
@@ -107,18 +104,6 @@ def test_the_loop_never_waits_for_the_device(launched, name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(result, exact) and sum(steps) < 40
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_repeats_bit_for_bit_whatever_the_host_does(experts, name):
-    """The adaptive policy sees values of fixed steps, not those that happen to have arrived."""
-    import time
-
-    plan = leave_out(make_plan(steps=20), SETTINGS[name], CURVE)
-    hurried = run(plan, experts)
-    slow = run(plan, experts, on_step=lambda _: time.sleep(0.01))
-    waiting = run(plan, experts, on_step=lambda _: torch.cuda.synchronize())
-    assert torch.equal(hurried, slow) and torch.equal(hurried, waiting)
 
 
 def test_memory_is_what_was_said_and_is_given_back():

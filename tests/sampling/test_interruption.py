@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tests.denoised import denoise
 from tests.streamed_experts import LAYERS, experts, streaming
-from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
+from wan_core.config import MagCacheOptions, TaylorSeerOptions
 from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TEDelayedLinear
 from wan_core.sampling.cache.magcache import find_curve, skip_magcache
-from wan_core.sampling.cache.policies import mark_adaptive, skip_taylorseer
+from wan_core.sampling.cache.policies import skip_taylorseer
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
@@ -29,10 +29,9 @@ PLANS = {
     "full": FULL,
     "taylorseer": skip_taylorseer(FIVE, TaylorSeerOptions(interval=2, order=1, retention=0.1)),
     "magcache": skip_magcache(FIVE, MagCacheOptions(threshold=0.5, max_skips=2, retention=0.1), CURVE),
-    "adaptive": mark_adaptive(make_plan(steps=6, boundary=0), AdaptiveOptions(threshold=5)),
     "sparse": sparsify(make_plan(steps=2), parse_sparse("0.5/0:ramp0")),
 }
-CACHES = ("taylorseer", "magcache", "adaptive")
+CACHES = ("taylorseer", "magcache")
 
 
 class Stop(Exception):

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.config import (
-    AdaptiveOptions,
     MagCacheOptions,
     SkipOptions,
     TaylorSeerOptions,
@@ -280,14 +279,6 @@ def test_properties_of_taylorseer(plan, interval, order, retention):
         assert max(runs, default=0) < interval
         assert all(s.action in ("reuse", "forecast") and s.order <= order for s in phase if s.skipped)
         assert oldest(phase) < interval
-
-
-@given(plans, st.integers(0, 6), st.floats(0, 1))
-def test_adaptive_marks_and_counts_no_saving_in_advance(plan, skips, retention):
-    options = AdaptiveOptions(threshold=0.1, max_skips=skips, retention=retention)
-    marked = leave_out(plan, SkipOptions(adaptive=options), None)
-    assert marked.forwards == plan.forwards and marked.saved == 0
-    assert not any(phase[0].skipped for phase in marked.phases) and not marked.steps[-1].skipped
 
 
 @given(st.lists(st.floats(0.5, 1), min_size=2, max_size=60), st.integers(2, 90))

@@ -293,7 +293,7 @@ def test_sparse_calls_are_those_of_our_engine() -> None:
     output = NativeAttention("auto", HALF)(original, *tensors, **options(of, layer=1))
     kernel = KERNELS["math"]
     tiles = make_tiles(GRID, block_length(kernel, TOKENS), torch.device("cpu"))
-    state = SparseForward(kernel, (SDPA,), tiles, (step_rule(0.5),))
+    state = SparseForward(kernel, (SDPA,), tiles, step_rule(0.5))
     ordered = [heads(x)[:, tiles.order] for x in tensors]
     assert torch.equal(heads(output), state.attend(AttentionCall(0), *ordered)[:, tiles.inverse])
     dense = math_reference(*map(heads, tensors))

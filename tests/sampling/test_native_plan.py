@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan_core.config import (
-    AdaptiveOptions,
     MagCacheOptions,
     OptionError,
     SkipOptions,
@@ -28,7 +27,6 @@ CURVE = find_curve(None, "t2v-A14B")
 POLICIES = (
     SkipOptions(magcache=MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=2)),
     SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.2)),
-    SkipOptions(adaptive=AdaptiveOptions(threshold=0.1)),
 )
 NUMBERS = {"name": "t2v-A14B", "solver": "euler", "guidance": 4.0, "branches": ("cond", "uncond")}
 

@@ -16,7 +16,6 @@ from tests import forked
 from tests.denoised import denoise
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
 from wan_core.config import (
-    AdaptiveOptions,
     MagCacheOptions,
     SkipOptions,
     TaylorSeerOptions,
@@ -27,7 +26,6 @@ from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.residual import residual_program, residuals, weights
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.guided import Guided
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import SOLVERS, History
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
@@ -110,7 +108,6 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched):
         SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=0, retention=0.2)),
         SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=5, retention=1)),
         SkipOptions(taylorseer=TaylorSeerOptions(interval=1, order=2)),
-        SkipOptions(adaptive=AdaptiveOptions(threshold=0)),
     ]
     for options in never:
         same = leave_out(plan, options, CURVE)
@@ -123,10 +120,10 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched):
         assert equal == [i < first for i in range(16)], name
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, "adaptive"])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_is_left_from_run_to_run(name):
     """The same video again, after others of another size, prompt and length, and after one that was broken off."""
-    options = SETTINGS.get(name, SkipOptions(adaptive=AdaptiveOptions(threshold=0.5)))
+    options = SETTINGS[name]
     plan = leave_out(make_plan(steps=20), options, CURVE)
     experts = {"high": small_dit(seed=1), "low": small_dit(seed=2)}
     first = run(plan, experts=experts)
@@ -223,10 +220,8 @@ class MemoryRunsOut:
 
 
 FAULTY = {name: (options, None) for name, options in SETTINGS.items()} | {
-    "adaptive": (SkipOptions(adaptive=AdaptiveOptions(threshold=10)), None),
-    "sparse": (SkipOptions(), "0.5/0:ramp0:reuse3"),
-    "sparse taylorseer": (SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), "0.5/0:ramp0:reuse2"),
-    "sparse adaptive": (SkipOptions(adaptive=AdaptiveOptions(threshold=10, max_skips=1)), "0.5/0:ramp0:reuse2"),
+    "sparse": (SkipOptions(), "0.5/0:ramp0"),
+    "sparse taylorseer": (SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), "0.5/0:ramp0"),
 }
 
 
@@ -254,23 +249,6 @@ def test_a_step_that_runs_again_changes_nothing(name, batched):
         fault.handle.remove()
         assert fault.relieved == (computed if nth == 1 else forwards.count(2)) > 0
         assert torch.equal(latents, exact)
-
-
-def test_an_adaptive_step_that_runs_again_after_its_forwards_is_measured_once(monkeypatch):
-    """Memory runs out in the arithmetic of guidance."""
-    plan = faulty_plan("adaptive", 20)
-    exact, guide, calls = run(plan), Guided.guide, []
-
-    def failing(self, velocities, step):
-        result = guide(self, velocities, step)
-        calls.append(step.index)
-        if calls == [0, 1, 2, 2]:  # the forecast of the step, and then the step itself
-            raise torch.cuda.OutOfMemoryError("full")
-        return result
-
-    monkeypatch.setattr(Guided, "guide", failing)
-    assert torch.equal(run(plan, relieve=lambda _: True), exact)
-    assert calls[:5] == [0, 1, 2, 2, 2]
 
 
 @settings(max_examples=20)

@@ -11,7 +11,7 @@ from tests.denoised import denoise
 from tests.sampling import test_control_run, test_driven_run, test_sound_run
 from tests.sampling.test_denoise import EXPERTS, TEXT
 from tests.sampling.test_residual import SETTINGS
-from wan_core.config import AdaptiveOptions, SkipOptions, TaylorSeerOptions, WindowOptions
+from wan_core.config import SkipOptions, TaylorSeerOptions, WindowOptions
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Run
 from wan_core.sampling.cache import residual
@@ -28,7 +28,6 @@ WINDOWS = {
     "batched": WindowOptions(length=3, overlap=0, schedule="batched"),
     "one": WindowOptions(length=9, overlap=3, schedule="standard_static"),
 }
-POLICIES = {**SETTINGS, "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=0.2))}
 SKIP = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
 
 
@@ -54,25 +53,24 @@ def planned(plan: Plan, model: WanModel, shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SETTINGS)
 def test_what_is_planned_is_kept(kept_bytes: list[int], policy: str, windows: str) -> None:
     options = WINDOWS[windows]
     for videos in (1, 2) if options is None else (1,):
         shape = (videos, 16, 7, 4, 8)
         plan = make_plan(steps=14, solver="euler")
         plan = plan if options is None else with_windows(plan, options, shape[2])
-        plan = skip_forwards(plan, POLICIES[policy], None)
+        plan = skip_forwards(plan, SETTINGS[policy], None)
         kept_bytes.clear()
         with torch.no_grad():
             denoise(plan, EXPERTS.__getitem__, TEXT, draw_noise(1, shape))
         assert planned(plan, EXPERTS["high"], shape) == max(kept_bytes, default=0), videos
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "taylorseer"])
-def test_a_branch_that_never_runs_takes_no_memory(kept_bytes: list[int], policy: str) -> None:
+def test_a_branch_that_never_runs_takes_no_memory(kept_bytes: list[int]) -> None:
     shape = (1, 16, 7, 4, 8)
     plan = skip_forwards(
-        make_plan(steps=14, solver="euler", guidance_high=1.0, guidance_low=1.0), POLICIES[policy], None
+        make_plan(steps=14, solver="euler", guidance_high=1.0, guidance_low=1.0), SETTINGS["taylorseer"], None
     )
     with torch.no_grad():
         denoise(plan, EXPERTS.__getitem__, TEXT, draw_noise(1, shape))

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.sampling.test_denoise import EXPERTS, TEXT, small_dit
-from wan_core.config import AdaptiveOptions, OptionError, SkipOptions, TaylorSeerOptions
+from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.pipeline.denoise import sample_latents
@@ -111,7 +111,7 @@ def test_an_early_end_without_leftover_noise_removes_all_of_it():
         assert part(solver, 6, end=4, leftover=True).sigmas[-1] == part(solver, 6, start=4).sigmas[0]
 
 
-@pytest.mark.parametrize("setting", ["taylorseer:2/1/0.1", "adaptive:bound:0.1", "magcache:fast"])
+@pytest.mark.parametrize("setting", ["taylorseer:2/1/0.1", "magcache:fast"])
 @pytest.mark.parametrize("steps", [10, 13, 20])
 def test_the_step_that_removes_the_noise_of_an_early_end_is_computed(setting, steps):
     for end in range(1, steps):
@@ -119,20 +119,15 @@ def test_the_step_that_removes_the_noise_of_an_early_end_is_computed(setting, st
         assert last.finishes and (last.action, last.skipped, last.order) == ("compute", (), 0)
 
 
-caches = st.none() | st.builds(TaylorSeerOptions, interval=st.integers(1, 4), order=st.integers(0, 2))
-
-
 @settings(max_examples=20)
 @given(
-    taylorseer=caches,
-    adaptive=st.booleans(),
+    taylorseer=st.none() | st.builds(TaylorSeerOptions, interval=st.integers(1, 4), order=st.integers(0, 2)),
     bounds=st.tuples(st.integers(0, 19), st.integers(1, 20)),
 )
-def test_what_is_skipped_has_its_sources_inside_the_window(taylorseer, adaptive, bounds):
+def test_what_is_skipped_has_its_sources_inside_the_window(taylorseer, bounds):
     start, end = bounds
     assume(start < end)
-    cache = {"adaptive": AdaptiveOptions(threshold=0.1)} if adaptive else {"taylorseer": taylorseer}
-    skip = SkipOptions(**cache)
+    skip = SkipOptions(taylorseer=taylorseer)
     whole, plan = part(steps=20, skip=skip), part(steps=20, skip=skip, start=start, end=end, leftover=True)
     assert [step.index for step in plan.steps] == list(range(end - start))
     for step, of_whole in zip(plan.steps, whole.steps[start:end], strict=True):
@@ -140,11 +135,6 @@ def test_what_is_skipped_has_its_sources_inside_the_window(taylorseer, adaptive,
     for phase in plan.phases:
         for branch in BOTH:
             residual_program(phase, branch)  # asserts that there is something to reuse
-        if adaptive:
-            computed = set()
-            for step in phase:
-                assert set(step.skipped) <= computed
-                computed |= set(step.branches)
     assert plan.unskipped == sum(len(s.branches) for s in part(steps=20, start=start, end=end, leftover=True).steps)
     # from the first step that computes again, the window does what the whole run does
     if start == 0:
@@ -223,9 +213,8 @@ def test_beginnings_that_cannot_be():
 
 @pytest.mark.parametrize("solver", ["heun", "lcm"])
 def test_solvers_that_do_not_fit_a_cache_are_refused_by_name(solver):
-    for cache in ({"taylorseer": TaylorSeerOptions(interval=2)}, {"adaptive": AdaptiveOptions(threshold=0.1)}):
-        with pytest.raises(OptionError, match=f"does not fit the solver {solver}"):
-            part(solver, 20, skip=SkipOptions(**cache))
+    with pytest.raises(OptionError, match=f"does not fit the solver {solver}"):
+        part(solver, 20, skip=SkipOptions(taylorseer=TaylorSeerOptions(interval=2)))
 
 
 @given(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tools.measured import GAINS, TABLES, TableError, cell, newest_result
 from tools.readme_tables import ROOT, body_of, main, rewrite
-from wan_core.sampling.cache.arguments import SPEEDS
 
 ROWS = [
     {"name": "ours", "size": "720p", "seconds": 9.2345, "ratio": 1.254, "ratio_to": "peer", "peak_gib": None},
@@ -173,7 +172,3 @@ def test_a_row_that_is_missing_is_named(tmp_path: Path) -> None:
 )
 def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert cell(value) == text
-
-
-def test_presets_show_their_bounds() -> None:
-    assert [line.split("`")[1] for line in body_of("bounds", ROOT / "x").splitlines()[2:]] == list(SPEEDS)

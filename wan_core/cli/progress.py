@@ -90,11 +90,9 @@ class ProgressLine:
             average = fmean(self.speeds[1:][-AVERAGED:] or self.speeds)  # the first step also compiles and warms up
             each = average * len(progress.step.branches) * progress.step.cost
             speed = f"{self._times(progress.left(average))}  {each:.3f} s/step  "
-        attention = progress.attention
-        errors = "" if attention is None else f"  {attention.words()}"
         number, clips = progress.clip
         clip = f"clip {number}/{clips}  " if clips > 1 else ""
-        self._show(clip + self._bar("step", done, total), f"{speed}{progress.step.expert} noise{errors}")
+        self._show(clip + self._bar("step", done, total), f"{speed}{progress.step.expert} noise")
 
     def frames(self, frames: Iterator[Frame], total: int) -> Iterator[Frame]:
         """`frames`, counted while they are decoded."""

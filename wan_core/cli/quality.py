@@ -27,7 +27,6 @@ SETTINGS = (
     "magcache:0.12/2/0.2:published",
     "taylorseer:2/1/0.1",
     "taylorseer:3/2",
-    "adaptive:bound:0.1",
     "sparse:quality",
     "sparse:balanced",
     "sparse:fast",
@@ -47,7 +46,7 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
         "--setting",
         action="append",
         help="a setting to compare with the full run, repeatable: magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:bound:0.4, sparse:balanced, several joined by + "
+        "taylorseer:2/1/0.2, sparse:balanced, several joined by + "
         "(default: one of each kind)",
     )
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for a file named after device and date")

@@ -32,7 +32,6 @@ from wan_core.config.request import (
 )
 from wan_core.config.skipping import (
     MAGCACHE_RULES,
-    AdaptiveOptions,
     MagCacheOptions,
     SkipOptions,
     TaylorSeerOptions,
@@ -54,7 +53,6 @@ __all__ = [
     "SPARSE_KERNELS",
     "VAE_PRECISIONS",
     "WINDOW_SCHEDULES",
-    "AdaptiveOptions",
     "ControlOptions",
     "Keyframe",
     "LoadOptions",

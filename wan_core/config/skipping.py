@@ -91,40 +91,13 @@ class TaylorSeerOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveOptions(Checked):
-    """Decide during the run which steps to skip: forecast the residual of a step while the error of the forecast,
-    judged at computed steps, stays below `threshold`. The plan therefore shows only which steps may be skipped. Raises
-    OptionError."""
-
-    threshold: float = option(
-        name="adaptive threshold",
-        advice="0.1 is careful, 0.4 is fast",
-        tip="Expected error of a step's forecast up to which it is skipped: 0.1 is careful, 0.4 fast.",
-        shown=0.4,
-        **THRESHOLD,
-    )
-    max_skips: int = option(
-        3,
-        name="adaptive skips in a row",
-        **SKIPS,
-        advice="2 to 4 are usual",
-        tip="Maximum number of steps skipped in a row.",
-    )
-    retention: float = option(
-        0.0, name="adaptive retention", advice="a share of the steps", **{**RETENTION, "shown": 0.0}
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class SkipOptions:
     """Step caching and sparse attention of a generation. At most one step cache may be set. Raises OptionError."""
 
     magcache: MagCacheOptions | None = None
     taylorseer: TaylorSeerOptions | None = None
-    adaptive: AdaptiveOptions | None = None
     sparse: SparseOptions | None = None
 
     def __post_init__(self) -> None:
-        caches = [name for name in ("magcache", "taylorseer", "adaptive") if getattr(self, name) is not None]
-        if len(caches) > 1:
-            raise OptionError(f"{' and '.join(caches)} given; only one step cache can run: choose one of them")
+        if self.magcache is not None and self.taylorseer is not None:
+            raise OptionError("magcache and taylorseer given; only one step cache can run: choose one of them")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wan_core.config.checks import OptionError
 from wan_core.config.table import check, option
 
 SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math", "triton", "triton-int8")
@@ -16,9 +15,6 @@ class SparseOptions:
 
     dense_steps, ramp: shares of the run, from its first step, that read all blocks, and twice as many as later steps.
     slope: the values of blocks that are not read follow the scores of their keys; otherwise their means stand for them.
-    bound: the run measures the relative error of attention's output and reads as much as keeps it at most so large, in
-    every layer; `sparsity` is what is expected then, and `ramp` the share of the run, from its first step, in which a
-    third of the bound holds.
 
     `wan_core.sampling.sparsity` has the presets and the schedule, `wan_core.ops.attention.sparse` the computation.
     """
@@ -70,23 +66,6 @@ class SparseOptions:
         tip="auto uses the fastest kernel that runs here: FP8 if the loader's attention is FP8 (Hopper).",
         words={name: name for name in SPARSE_KERNELS},
     )
-    bound: float | None = option(
-        None,
-        name="bound on the error of attention",
-        low=0.001,
-        high=1,
-        advice="0.03 is careful, 0.12 fast",
-        tip="For the preset bound: the run measures how far each layer's attention is from dense attention, and reads "
-        "as much as keeps this relative error. 0.03 is careful, 0.12 fast. The steps are not known beforehand.",
-        shown=0.06,
-        step=0.01,
-        digits=0.0001,
-        added=True,
-    )
 
     def __post_init__(self) -> None:
         check(self)
-        if self.bound is not None and (self.dense_steps or not self.sparsity):
-            raise OptionError(
-                "a bound on the error of attention decides in the run how much is read: leave dense steps out"
-            )

@@ -70,7 +70,6 @@ class Report:
     notes: list[str] = field(default_factory=list)
     workers: str | None = None  # the device that ran it, if it was not this process's
     warnings: list[str] = field(default_factory=list)  # those of `notes` that are shown before everything else
-    attention: list[dict[str, Any]] = field(default_factory=list)  # what bounded attention read and measured, by step
     clips: list[dict[str, Any]] = field(default_factory=list)  # of a long video: the channel means of each
 
     def branch(self) -> Report:
@@ -136,7 +135,6 @@ class Report:
             "peak_host_gib": round(host_peak_bytes() / GIB, 3),
             "notes": self.notes,
             "warnings": self.warnings,
-            **({"attention": self.attention} if self.attention else {}),
             **({"clips": self.clips} if self.clips else {}),
         }
 

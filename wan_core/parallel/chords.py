@@ -86,7 +86,7 @@ def check_chords(plan: Plan, ranks: int) -> Stretches:
         why = f"solver {plan.solver} uses earlier steps, which another rank runs: use solver euler"
     elif plan.sparse is not None:
         why = "it does not go with sparse attention: leave that out"
-    elif plan.adaptive is not None or any(step.skipped for step in plan.steps):
+    elif any(step.skipped for step in plan.steps):
         why = "step caching uses what other ranks computed: leave it out"
     if why is not None:
         raise OptionError(f"steps of this run cannot be shared out over {ranks} ranks (mesh time{ranks}); {why}")

@@ -67,28 +67,6 @@ def kept_of_all(ranks: RankMesh | None, kept: Tensor | None, shape: Sequence[int
 ORDER: tuple[Branch, ...] = ("cond", "uncond")
 
 
-class SumsOverRanks:
-    """What ranks that run a video together measured, added in the same order on all of them."""
-
-    def __init__(self, ranks: RankMesh) -> None:
-        self.sequence, self.branches, self.everyone = ranks.sequence, ranks.cfg, ranks.world
-        self.device = ranks.device
-
-    def over_forward(self, x: Tensor, both: bool) -> Tensor:
-        """The sum of `x` over the ranks of this forward; both: and over those of the other branch, which run theirs."""
-        group = self.everyone if both else self.sequence
-        if group.size == 1:
-            return x
-        parts = x.new_empty(group.size * x.shape[0], *x.shape[1:])
-        all_gather(parts, x.contiguous(), group)
-        return parts.unflatten(0, (group.size, -1)).sum(0)
-
-    def from_branch(self, x: Tensor, branch: Branch) -> Tensor:
-        """`x` of the ranks that ran `branch` alone, on those of the other branch too."""
-        dist.broadcast(x, self.branches.ranks[ORDER.index(branch)], group=self.branches.process)
-        return x
-
-
 class SplitBranches:
     """The `run_branches` of `denoise` where each branch has ranks of its own."""
 

@@ -47,7 +47,7 @@ def check_layers(mesh: Mesh, config: DiTConfig, plan: Plan) -> None:
         why = f"models of the family {config.family} add tokens between blocks, which are not handed over"
     elif plan.sparse is not None:
         why = "sparse attention chooses blocks for several layers at once: leave it out"
-    elif plan.adaptive is not None or any(step.skipped for step in plan.steps):
+    elif any(step.skipped for step in plan.steps):
         why = "step caching keeps what all blocks add together: leave it out"
     if why is not None:
         raise OptionError(f"mesh {mesh} does not go with this run; {why}, or use another mesh")

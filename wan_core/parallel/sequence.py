@@ -193,10 +193,6 @@ class ShardedAttention(Attention):
     def local(self) -> Attention:
         return self._local.local
 
-    def heads_here(self, heads: int) -> slice:
-        counts, index = even_parts(heads, self.ranks.ulysses.size), self.ranks.ulysses.index
-        return slice(sum(counts[:index]), sum(counts[: index + 1]))
-
     def around(self, local: Attention) -> Attention:
         return ShardedAttention(self.ranks, self._local.around(local), self.dense)
 

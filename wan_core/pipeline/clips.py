@@ -42,7 +42,6 @@ from wan_core.pipeline.kept_steps import ENDING, KeptSteps
 from wan_core.pipeline.run import OnStep, Run, Watch
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
-from wan_core.sampling.sparsity.schedule import without_estimates
 
 # What a report says of a run that decides nothing of its result.
 NOT_DECIDING = frozenset({"memory", "residency"})
@@ -208,7 +207,7 @@ def run_key(run: Run) -> str:
     decided: dict[str, Any] = {
         "asked": key_of(job.request, options),
         "settings": settings,
-        "plan": without_estimates(job.plan).as_dict(),
+        "plan": job.plan.as_dict(),
         "clips": job.clips,
         "files": stamps([*files, *named]),
         "device": report["device"],

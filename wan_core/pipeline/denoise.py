@@ -6,9 +6,8 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from wan_core.execution.report import Report, StepClock
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.chords import TimeStretch
-from wan_core.parallel.conditioning import SplitBranches, SumsOverRanks
+from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.kept_steps import KeptSteps, Reached, reached_of_all
@@ -30,8 +29,6 @@ from wan_core.sampling.guided import Branching
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.solvers import History
-from wan_core.sampling.sparsity.last_run import write_last
-from wan_core.sampling.sparsity.measured import Measurements
 from wan_core.sampling.start import Leftover, Start, finished
 from wan_core.sampling.steps import Expert, LoraShare
 
@@ -63,7 +60,6 @@ def sample(
         on_step=on_step,
         checks=checks,
         ranks=models.ranks,
-        files={"high": models.facts.high, "low": models.facts.low},
     )
 
 
@@ -83,7 +79,6 @@ def sample_latents(
     checks: BlockChecks | None = None,
     ranks: RankMesh | None = None,
     kept: KeptSteps | None = None,
-    files: Mapping[Expert, Path | None] | None = None,
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X], the noisy sample at its first sigma, to un-normalised latents of the
     same shape, float32, timing every step.
@@ -91,11 +86,10 @@ def sample_latents(
     start: what `noise` was made of, for solvers that need more than that. ranks: those that run this together. vae: of
     the VAE whose latents these are. on_step and checks may raise to interrupt. on_leftover: told what another run can
     go on with, where noise is left over. kept: of the first rank, keeps the latents of steps until all are made; ranks
-    that run different steps keep none. files: of the experts, beside which it is kept what a bounded run took; None:
-    nowhere.
+    that run different steps keep none.
     """
     checks = checks or BlockChecks()
-    clock, forwards, measurements = StepClock(report), 0, Measurements()
+    clock, forwards = StepClock(report), 0
 
     def note(progress: Progress) -> None:
         nonlocal forwards
@@ -127,7 +121,6 @@ def sample_latents(
         noise,
         branching=branching_over(ranks, checks, batched),
         integrator=integrator,
-        measurements=measurements,
         first=0 if reached is None else reached.index,
         on_step=note,
         on_block=checks.after_block,
@@ -139,9 +132,6 @@ def sample_latents(
             f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
         )
     report.notes += [note for note in plan.notes if note not in report.notes]  # clips have the same
-    measurements.add_to(report.attention, report.notes)
-    if ranks is None or ranks.rank == 0:
-        write_last(plan.name, plan.sparse, files or {}, report.attention)
     note_compiled()
     if plan.sigmas[-1] > 0:
         on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, integrator.history._replace(noise=None)))
@@ -168,7 +158,7 @@ def branching_over(ranks: RankMesh | None, checks: BlockChecks, batched: bool) -
     ranks of their own or go through the layers of several."""
     if ranks is None:
         return Branching(batched=batched)
-    branching = Branching(batched=batched, together=True, sums=SumsOverRanks(ranks))
+    branching = Branching(batched=batched, together=True)
     if ranks.cfg.size == 2:
         split = SplitBranches(ranks, checks.before_exchange)
         return replace(branching, run=split, mine=split.mine)

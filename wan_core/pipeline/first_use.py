@@ -245,8 +245,6 @@ def forward_each_kind(
         seen = text
         if step.nag and plan.nag is not None:
             seen = text.with_negative(text, nag_numbers(plan.nag, device))
-        with sparse_attention(model, plan, steps, grid) as bounded:
-            if bounded is not None and step.sparsity:
-                bounded.begin(-1)  # the first step, which is dense
+        with sparse_attention(model, plan, steps, grid):
             model(x, timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
     begin_run(model)

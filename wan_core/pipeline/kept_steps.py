@@ -98,10 +98,7 @@ def can_begin_at(plan: Plan, index: int) -> bool:
     if not 0 < index < len(plan.steps):
         return False
     phase = next(phase for phase in plan.phases if phase[0].index <= index <= phase[-1].index)
-    return phase[0].index == index or not any(
-        step.passes or step.bound or (step.index >= index and (step.skipped or step.action == "adaptive"))
-        for step in phase
-    )
+    return phase[0].index == index or not any(step.passes or (step.index >= index and step.skipped) for step in phase)
 
 
 def reached_of_all(

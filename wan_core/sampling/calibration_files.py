@@ -1,7 +1,6 @@
 """Files of what was measured on a model: JSON with a `format` and the fields of a dataclass. Without torch.
 
-They lie beside the checkpoint that they were measured on: MagCache's curves, and what attention read in the last run
-with a bound.
+They lie beside the checkpoint that they were measured on: MagCache's curves.
 """
 
 from __future__ import annotations

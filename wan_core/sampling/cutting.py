@@ -34,16 +34,13 @@ def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         if mended and (mended[-1].expert, mended[-1].kind) != (step.expert, step.kind):
             computed = {}
         skipped: tuple[Branch, ...] = tuple(branch for branch in step.skipped if computed.get(branch))
-        if step.action == "adaptive" and skipped != step.branches:
-            skipped = ()
-        if skipped != step.skipped or (step.order and step.action != "adaptive"):
+        if skipped != step.skipped or step.order:
             order = min(step.order, *(computed[branch] - 1 for branch in skipped)) if skipped else 0
             action = "compute" if not skipped else "forecast" if order else step.action
             action = "reuse" if action == "forecast" and not order else action
             step = replace(step, skipped=skipped, order=order, action=action)
         for branch in step.branches:
-            if branch in skipped and step.action != "adaptive":
-                continue
-            computed[branch] = computed.get(branch, 0) + 1
+            if branch not in skipped:
+                computed[branch] = computed.get(branch, 0) + 1
         mended.append(step)
     return tuple(mended)

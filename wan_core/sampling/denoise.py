@@ -2,9 +2,8 @@
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
 
-No value is read back from the device inside the loop (but by an adaptive policy and by bounded sparse attention, which
-have their own ways of not waiting: `wan_core.sampling.cache.policies`, `wan_core.sampling.sparsity.measured`). Latents
-are float32 throughout: they are the state of an ODE that is integrated over many small steps.
+No value is read back from the device inside the loop. Latents are float32 throughout: they are the state of an ODE that
+is integrated over many small steps.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from wan_core.sampling.guided import ALONE, Branching, Guided, hold_known, host_
 from wan_core.sampling.pace import Pace
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.solvers import NOISY, SOLVERS, History, Solver
-from wan_core.sampling.sparsity.bounds import StepErrors
-from wan_core.sampling.sparsity.measured import Measurements
 from wan_core.sampling.sparsity.run import sparse_attention
 from wan_core.sampling.steps import Expert, LoraShare, Step, split_by_kind
 
@@ -49,7 +46,6 @@ class Progress:
     forwards: int  # runs of all blocks in this step, and over a driving video before it
     latents: Tensor | None = None  # normalised, at step.sigma_next; of workers what `preview` returns, if they send it
     velocity: Tensor | None = None  # predicted at step.sigma; None: it ran in workers
-    attention: StepErrors | None = None  # of the newest step whose error is known, where attention's has a bound
     clip: tuple[int, int] = (1, 1)  # of a long video: which one, from 1, of how many
     later: float = 0.0  # later clips take so many forwards of this one
 
@@ -142,7 +138,6 @@ def denoise(
     *,
     branching: Branching = ALONE,
     integrator: Integrator | None = None,
-    measurements: Measurements | None = None,
     first: int = 0,
     on_step: Callable[[Progress], None] | None = None,
     on_block: Callable[[], None] | None = None,
@@ -152,7 +147,6 @@ def denoise(
     noise: the noisy sample at the first step's sigma. Where the plan ends above 0, what is returned is noisy too.
     owner: where memory runs out and it finds some, the step is run again, from the latents of the one before.
     integrator: None is a new one; its history is that of the end then.
-    measurements: gets what bounded sparse attention measures.
     first: index of the step to begin at; `noise` and the integrator's history are those before it then.
     on_step: called after every step; may raise to interrupt.
     on_block: called after every block; may raise to interrupt. With it, the host is only a few blocks ahead of a GPU.
@@ -173,13 +167,9 @@ def denoise(
         attempt = partial(retried, owner, expert)
         model = attempt(owner.acquire, expert, phase[0].loras)
         guided = attempt(Guided, model, conditioning, plan, phase, len(x), branching, pace)
-        if measurements is not None and guided.adaptive is not None:
-            measurements.caches.append((expert, guided.adaptive))
         for run in split_by_kind(phase):
             # Sparse attention orders the tokens around everything else; residuals are kept in that order.
-            shape, sums = tuple(x.shape[2:]), branching.sums
-            attention = sparse_attention(model, plan, run, shape, measurements, sums)
-            with attention as guided.bounded, residuals(model, run):
+            with sparse_attention(model, plan, run, tuple(x.shape[2:])), residuals(model, run):
                 for step in run:
                     attempt(guided.prepare, step)
                     if step.index in changes:
@@ -188,8 +178,7 @@ def denoise(
                     x = hold_known(integrator.step(x, velocity, step), conditioning)
                     watch.note(step.index, x)
                     if on_step is not None:
-                        errors = None if guided.bounded is None else guided.bounded.newest()
-                        on_step(Progress(step, plan, forwards, x, velocity, errors))
+                        on_step(Progress(step, plan, forwards, x, velocity))
         del guided, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     return x
@@ -221,9 +210,8 @@ def expert_changes(plan: Plan, batched: bool) -> dict[int, tuple[Expert, int]]:
 def last_runs(phase: tuple[Step, ...], batched: bool) -> tuple[int, int]:
     """The last step of a phase in which blocks run, as far as the plan knows, and how often they run in it."""
     for step in reversed(phase):
-        skipped = () if step.action == "adaptive" else step.skipped
-        together = len(step.branches) == 2 and batched and skipped in ((), step.branches)
-        branches = len(step.branches) - len(skipped)
+        together = len(step.branches) == 2 and batched and step.skipped in ((), step.branches)
+        branches = len(step.branches) - len(step.skipped)
         if branches:
             return step.index, step.runs * (1 if together else branches)
     return -1, 0

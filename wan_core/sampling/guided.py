@@ -19,11 +19,9 @@ from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import ForwardInfo
-from wan_core.sampling.cache.adaptive_run import adaptive_phase
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.context_windows import fuse_weights
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.measured import Bounded, RankSums
 from wan_core.sampling.steps import Branch, Step
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
@@ -42,14 +40,12 @@ Forward = Callable[[Tensor, Tensor, int], Tensor]
 class Branching:
     """How the guidance branches of a step run. batched: both as one forward (see `choose_batched`). run: splits them
     over ranks; None: here, one after the other or batched. mine: the branch of this rank where each has ranks of its
-    own. together: several ranks run the loop with the same arguments, and all return the same latents. sums: over these
-    ranks."""
+    own. together: several ranks run the loop with the same arguments, and all return the same latents."""
 
     batched: bool = False
     run: RunBranches | None = None
     mine: Branch | None = None
     together: bool = False
-    sums: RankSums | None = None
 
 
 ALONE = Branching()
@@ -86,7 +82,6 @@ class Guided:
         self.after_block = after_block
         self.conditioning = conditioning
         self.run_branches, self.mine = branching.run, branching.mine
-        self.bounded: Bounded | None = None  # of the steps that follow
         self.batched = branching.batched and branching.run is None
         assert not (self.batched and self.conditioning.separate), "`choose_batched` knows"
         self.windows = plan.context_windows
@@ -100,8 +95,6 @@ class Guided:
         self.prepared: tuple[tuple[tuple[int, int], ...], bool] | None = None
         self.passes = 0  # forwards over driving videos since the last step
         self.prepare(phase[0])
-        self.adaptive = adaptive_phase(plan, phase, device, branching.sums)
-        self.forecast: tuple[int, Tensor] | None = None  # the newest step that is judged, and what it might have been
 
     def prepare(self, step: Step) -> None:
         """Prepare the texts of a step and what drives its video, unless they are: once for a phase, and again where a
@@ -164,28 +157,14 @@ class Guided:
         arithmetic in float32, because it amplifies a difference."""
         inputs, time = model_inputs(x, timestep, self.conditioning)
         skipped = step.skipped
-        if self.adaptive is not None and not self.adaptive.decide(step):
-            skipped = ()
-        forecast = None if skipped else self.forecast_of(step, lambda: self.branches(inputs, time, step, step.branches))
         velocities: list[Tensor] = []
         for one in step.conditions:
             self.prepare(one)
             predictions = self.branches(inputs, time, one, skipped)
             velocities.append(self.guide(predictions, one))
         velocity = torch.stack(velocities).mean(0) if step.also else velocities[0]
-        if self.adaptive is not None and forecast is not None:  # last: a step in which memory runs out is noted once
-            self.adaptive.note(step, velocity, forecast)
         passes, self.passes = self.passes, 0
         return velocity, (len(step.branches) - len(skipped)) * step.runs + passes
-
-    def forecast_of(self, step: Step, skip: Callable[[], dict[Branch, Tensor]]) -> Tensor | None:
-        """The guided velocity that a computed step would have without its blocks, where that is judged. skip: the
-        velocities then. Made once: a step that runs again, as after out of memory, has lost what it is made of."""
-        if self.adaptive is None or not self.adaptive.judges(step):
-            return None
-        if self.forecast is None or self.forecast[0] != step.index:
-            self.forecast = step.index, self.guide(skip(), step)
-        return self.forecast[1]
 
     def guide(self, velocities: dict[Branch, Tensor], step: Step) -> Tensor:
         """The guided velocity, of the velocity of each branch."""
@@ -203,14 +182,8 @@ class Guided:
     ) -> dict[Branch, Tensor]:
         """The velocity of each branch that the step has."""
 
-        computed: tuple[Branch, ...] = tuple(branch for branch in step.branches if branch not in skipped)
-        each_apart = self.mine is not None and len(computed) == 2
-
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
-            return ForwardInfo(
-                step.index, branches, skip, step.sparsity, self.after_block, step.control,
-                both=each_apart, bound=step.bound,
-            )  # fmt: skip
+            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, step.control)
 
         def forward(branch: Branch) -> Tensor:
             texts = {numbers: one.of(branch, step.nag) for numbers, one in self.prompts.items()}
@@ -219,11 +192,7 @@ class Guided:
         if self.run_branches is not None:
             config = self.model.config
             shape = inputs.shape[0], config.out_channels, *inputs.shape[2:]
-            velocities = self.run_branches(step.branches, forward, shape)
-            if self.bounded is not None and self.mine is not None and len(computed) == 1:
-                self.bounded.begin(step.index, step.bound)
-                self.bounded.share_branch(config.num_layers, computed[0], self.mine in computed)
-            return velocities
+            return self.run_branches(step.branches, forward, shape)
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
             run = info(step.branches, bool(skipped))
             texts = {numbers: one.both for numbers, one in self.prompts.items() if one.both is not None}

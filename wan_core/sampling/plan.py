@@ -13,7 +13,6 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from wan_core.config import (
-    AdaptiveOptions,
     NagOptions,
     OptionError,
     SparseOptions,
@@ -79,7 +78,6 @@ class Plan:
     shift: float
     boundary: float
     unskipped: int | None = None  # forwards of the same plan without skipping; None: no skipping was asked for
-    adaptive: AdaptiveOptions | None = None  # the rule for steps marked "adaptive"
     sparse: SparseOptions | None = None  # how steps with a sparsity select blocks
     notes: tuple[str, ...] = ()  # decisions about skipping, sparsity and presets, for the report
     warnings: tuple[str, ...] = ()  # what is probably a mistake (`wan_core.sampling.mistakes`)
@@ -105,11 +103,6 @@ class Plan:
     def lines(self) -> tuple[str, ...]:
         """Warnings and notes, a line each."""
         return (*(WARNING + warning for warning in self.warnings), *self.notes)
-
-    @property
-    def bound(self) -> float | None:
-        """On the error of attention, if the run keeps one."""
-        return None if self.sparse is None else self.sparse.bound
 
     @property
     def reads_negative(self) -> bool:
@@ -201,7 +194,7 @@ class Plan:
             "unskipped": self.forwards if self.unskipped is None else self.unskipped,
             "saved": round(self.saved, 4),
         }
-        values = stated(self, ("adaptive", "sparse", "notes"))
+        values = stated(self, ("sparse", "notes"))
         values |= {name: values[name].at for name in ("known", "prompts") if name in values}  # frames by their numbers
         others = [name for name in values if name not in (*first, "name", "window", "from_latents")]
         return first | {name: as_json(values[name]) for name in others}
@@ -235,11 +228,10 @@ class Plan:
         return f"{self.count} steps{part}"
 
     def forward_words(self) -> str:
-        """`80 forwards`, or `44 of 80 forwards (45 % saved)`; `at most` if the plan has adaptive steps."""
-        most = "at most " if any(s.action == "adaptive" for s in self.steps) else ""
+        """`80 forwards`, or `44 of 80 forwards (45 % saved)`."""
         if self.unskipped in (None, self.forwards):
-            return f"{most}{self.forwards} forwards"
-        return f"{most}{self.forwards} of {self.unskipped} forwards ({100 * self.saved:.0f} % saved)"
+            return f"{self.forwards} forwards"
+        return f"{self.forwards} of {self.unskipped} forwards ({100 * self.saved:.0f} % saved)"
 
 
 def make_plan(

@@ -143,7 +143,6 @@ def _draw_legend(canvas: Canvas, plan: Plan, y: float) -> None:
     skipped = sum(step.action != "compute" for step in plan.steps)
     if skipped:
         canvas.dot(x, y, 5, PAPER, INK)
-        label = "may be skipped" if plan.adaptive else "skipped in all or part"
-        if not plan.adaptive and all(step.skipped in ((), step.branches) for step in plan.steps):
-            label = "skipped"
+        whole = all(step.skipped in ((), step.branches) for step in plan.steps)
+        label = "skipped" if whole else "skipped in all or part"
         canvas.text(x + 12, y, f"{label}: {skipped} steps", INK, 12, "lm")

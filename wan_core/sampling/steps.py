@@ -8,12 +8,11 @@ from itertools import groupby
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from wan_core.config import SparseOptions
 from wan_core.config.table import stated
 
 Expert = Literal["high", "low"]
 Branch = Literal["cond", "uncond"]
-Action = Literal["compute", "reuse", "forecast", "adaptive"]
+Action = Literal["compute", "reuse", "forecast"]
 LoraShare: TypeAlias = tuple[str, float]
 """Which LoRAs, and how much of their strength: "high", "low", "all" or a part of a file's name, and a factor."""
 
@@ -40,14 +39,12 @@ class Step:
     guidance: float  # velocity = uncond + guidance * (cond - uncond); 1 runs the conditional branch only
     branches: tuple[Branch, ...]
     action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
-    skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": may not run, decided in the run)
+    skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run
     order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
     sparsity: float = 0.0  # share of the key blocks that attention does not read
     cost: float = 1.0  # estimated time of a forward (the mean of all), relative to one with dense attention
     # What few plans use: `as_dict` has it where it is used.
     texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
-    bound: float = 0.0  # on the relative error of attention, which decides what is read; 0: `sparsity` does
-    forecast_bound: float = 0.0  # on the expected error of the forecast, which decides ("adaptive")
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
     undriven: bool = False  # the driving video is not read
@@ -71,8 +68,8 @@ class Step:
 
     @property
     def computed(self) -> int:
-        """Number of branches whose blocks run; for adaptive steps the upper limit."""
-        return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
+        """Number of branches whose blocks run."""
+        return len(self.branches) - len(self.skipped)
 
     @property
     def conditions(self) -> tuple[Step, ...]:
@@ -91,7 +88,7 @@ class Step:
 
     @property
     def forwards(self) -> int:
-        """Forwards of batch 1, those over a driving video among them; for adaptive steps the upper limit."""
+        """Forwards of batch 1, those over a driving video among them."""
         return self.computed * self.runs + self.passes
 
     @property
@@ -108,8 +105,6 @@ class Step:
         """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast`."""
         skipped = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
         keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
-        if self.bound and self.forwards:
-            keys = f", attention's error at most {self.bound:.3g}, about {100 * (1 - self.sparsity):g} % of keys"
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
         texts += f", mean of {1 + len(self.also)} conditions" if self.also else ""
         marks = ", correction" * self.correction + ", NAG" * self.nag
@@ -179,6 +174,4 @@ def as_json(value: Any) -> Any:
         return value.as_dict()
     if isinstance(value, tuple):
         return [as_json(one) for one in value]
-    if isinstance(value, SparseOptions) and value.bound is None:  # keys of runs before there were bounds stay
-        return {name: one for name, one in asdict(value).items() if name != "bound"}
     return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]

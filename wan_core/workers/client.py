@@ -30,7 +30,6 @@ from wan_core.pipeline.pipeline import Result, WriteVideo
 from wan_core.pipeline.run import SILENT, OnStep, Watch
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.bounds import StepErrors
 from wan_core.sampling.start import Leftover
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.processes import Frame
@@ -166,13 +165,12 @@ def on_steps(plans: Sequence[Plan], on_step: OnStep | None) -> Callable[..., Non
         forwards: int,
         seconds: float | None,
         preview: Tensor | None,
-        attention: StepErrors | None,
         clip: tuple[int, int],
         later: float,
     ) -> None:
         if on_step is not None:
             plan = plans[-1]
-            done = Progress(plan.steps[index], plan, forwards, preview, None, attention, clip, later)
+            done = Progress(plan.steps[index], plan, forwards, preview, None, clip, later)
             on_step(done, seconds)
 
     return step

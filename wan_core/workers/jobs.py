@@ -351,7 +351,6 @@ class Jobs:
                     forwards=progress.forwards,
                     seconds=seconds,
                     preview=picture,
-                    attention=progress.attention,
                     clip=progress.clip,
                     later=progress.later,
                 )

@@ -284,9 +284,8 @@ class BetweenBlocks(BlockChecks):
     """All ranks stop at the same block: they agree whether to as often as `agreements` says, and at the end of a step.
 
     An agreement takes all ranks, and ranks may run different numbers of blocks in a step: those that split guidance
-    where one branch is skipped or is none, all of them where an adaptive cache or a batch needs fewer than the plan
-    allows. What a rank has not asked after its blocks it asks before it exchanges velocities, or at the end of the
-    step.
+    where one branch is skipped or is none, all of them where a batch needs fewer than the plan allows. What a rank has
+    not asked after its blocks it asks before it exchanges velocities, or at the end of the step.
     """
 
     def __init__(self, rank: Rank, due: Sequence[int]) -> None:

@@ -46,7 +46,6 @@ class ForwardInfo:
     after_block: called when the work of a block has been launched; may raise to interrupt.
     window: which of the step's context windows.
     control: factors of how much each control video counts, or one for all; None: all count as prepared.
-    both: the ranks of the other guidance branch run their blocks in this step, too. bound: on the error of attention.
     """
 
     step: int = 0
@@ -56,8 +55,6 @@ class ForwardInfo:
     after_block: Callable[[], None] | None = None
     control: tuple[float, ...] | None = None
     window: int = 0
-    both: bool = False
-    bound: float = 0.0
 
 
 SINGLE_FORWARD = ForwardInfo()

@@ -110,10 +110,6 @@ class Attention:
         """Ring attention in FP8, see `over_ring`."""
         return Quantized(ring.attend(q.data, k.data, v.data), v.scale)
 
-    def heads_here(self, heads: int) -> slice:
-        """Those of so many heads that this rank attends with."""
-        return slice(0, heads)
-
     @property
     def local(self) -> Attention:
         """What attends on this device: itself, or what is inside a wrapper that exchanges tokens between ranks."""

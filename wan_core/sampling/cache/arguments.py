@@ -9,7 +9,6 @@ from typing import Any
 
 from wan_core.config import (
     MAGCACHE_RULES,
-    AdaptiveOptions,
     OptionError,
     SkipOptions,
     TaylorSeerOptions,
@@ -20,10 +19,10 @@ from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
 
-SPEEDS = {  # presets, as settings: bounds on errors that a run measures. docs/sparse.md has what they keep of the video
-    "faithful": "sparse:bound:0.005+adaptive:bound:0.1",
-    "balanced": "sparse:bound:0.06+adaptive:bound:0.4",
-    "fast": "sparse:bound:0.12+adaptive:bound:0.8",
+SPEEDS = {  # presets, as settings. docs/quality.md has what they keep of the video
+    "careful": "magcache:balanced",
+    "balanced": "magcache:balanced+sparse:0.6875/0",
+    "fast": "magcache:fast+sparse:0.6875/0",
 }
 
 
@@ -34,7 +33,7 @@ class SkipArguments:
     speed: str | None = option(
         None,
         choices=tuple(SPEEDS),
-        help="a whole preset: bounds on the errors of sparse attention and step caching, which the run measures",
+        help="a whole preset of step caching and sparse attention",
     )
     magcache: str | None = option(
         None,
@@ -54,16 +53,10 @@ class SkipArguments:
         help="compute every N-th step, forecast the others; interval/order/retention: 2/1/0.2",
         metavar="N[/ORDER[/R]]",
     )
-    adaptive: str | None = option(
-        None,
-        help="decide during the run which steps to skip: while the error of forecasts, which the run judges, stays "
-        "below; error/skips in a row/retention: bound:0.4/3/0",
-        metavar="bound:T[/K[/R]]",
-    )
     sparse: str | None = option(
         None,
-        help=f"block-sparse self-attention: {', '.join(SPARSE_PRESETS)}, bound:0.06 (as much as keeps this error of "
-        "attention), or sparsity/share of dense steps such as 0.8125/0; then after colons ramp0.3, means or a kernel "
+        help=f"block-sparse self-attention: {', '.join(SPARSE_PRESETS)}, "
+        "or sparsity/share of dense steps such as 0.8125/0; then after colons ramp0.3, means or a kernel "
         "(docs/sparse.md)",
         metavar="S/D",
     )
@@ -89,20 +82,11 @@ class SkipArguments:
         return None if skipping == SkipOptions() else skipping
 
 
-BOUND = "bound:"
 SEER_FORM = "taylorseer: interval/order/retention such as 2/1/0.2"
-ADAPTIVE_FORM = "adaptive: bound:error/skips in a row/retention such as bound:0.4/3/0 or bound:0.4"
-
-
-def parse_adaptive(text: str) -> AdaptiveOptions:
-    """`bound:0.4` or `bound:0.4/3/0`. Raises OptionError."""
-    # Without the word nothing is read: `parse_slashes` then says how it is written.
-    return parse_slashes(AdaptiveOptions, text.removeprefix(BOUND) if text.startswith(BOUND) else "", ADAPTIVE_FORM)
 
 
 PARSERS = {
     "taylorseer": lambda text: parse_slashes(TaylorSeerOptions, text, SEER_FORM),
-    "adaptive": parse_adaptive,
     "sparse": parse_sparse,
 }
 
@@ -124,7 +108,7 @@ def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`,
-    `adaptive:bound:0.4` and `sparse:balanced:ramp0`; `full` is the run without any of them, `speed:balanced` a speed
+    and `sparse:balanced:ramp0`; `full` is the run without any of them, `speed:balanced` a speed
     preset.
     """
     if text == "full":
@@ -149,5 +133,5 @@ def parse_setting(text: str) -> SkipOptions | None:
 def _unknown(text: str) -> OptionError:
     return OptionError(
         f"setting {text!r} is not known, or repeats a part; write magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:bound:0.4, sparse:balanced, or several joined by +"
+        "taylorseer:2/1/0.2, sparse:balanced, or several joined by +"
     )

@@ -30,26 +30,15 @@ Sum = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Program:
-    """By the index of a step in its plan: the slot its residual is stored in, or what it uses instead of the blocks.
-
-    order: of forecasts from the newest residuals, where the run decides which steps are computed; the slot of each is
-    that of the oldest then."""
+    """By the index of a step in its plan: the slot its residual is stored in, or what it uses instead of the blocks."""
 
     slots: int
     store: Mapping[int, int]
     use: Mapping[int, Sum]
-    order: float = 0
 
 
 def residual_program(phase: Sequence[Step], branch: Branch) -> Program:
-    """The residual cache program of one branch for the steps of one expert. Steps whose action is "adaptive" both store
-    their residual and may use those before."""
-    if any(step.action == "adaptive" for step in phase):
-        runs = [step for step in phase if branch in step.branches]
-        may = {step.index: ((0, 1.0),) for step in runs if step.action == "adaptive"}
-        order = max((step.order for step in runs), default=0)
-        slots = ceil(order) + 1
-        return Program(slots, dict.fromkeys([step.index for step in runs], 0) if may else {}, may, order)
+    """The residual cache program of one branch for the steps of one expert."""
     computed: list[Step] = []
     sources: dict[int, tuple[list[Step], list[float]]] = {}
     for step in phase:
@@ -121,8 +110,6 @@ class Residuals:
         """Whether everything that a skipped `step` uses is there."""
         store, terms = self.program.store, self.program.use.get(step, ())
         newest = {slot: max((s for s in store if s < step and store[s] == slot), default=-1) for slot, _ in terms}
-        if step in store:  # an adaptive step uses whatever was computed last
-            return len(self.steps) == self.program.slots
         return bool(terms) and all(self.steps.get(slot) == source for slot, source in newest.items())
 
     def slot(self, step: int, like: Tensor) -> Tensor | None:
@@ -132,10 +119,6 @@ class Residuals:
         if self.buffer is None:
             self.buffer = like.new_empty(self.program.slots, *like.shape)
         self.next = self.program.store[step]
-        if self.program.order:
-            # That of the same step, where it runs again; one that is free; that of the oldest.
-            free = (slot for slot in range(self.program.slots) if self.steps.get(slot, step) == step)
-            self.next = next(free, min(self.steps, key=self.steps.__getitem__, default=0))
         self.steps.pop(self.next, None)
         return self.buffer[self.next]
 
@@ -145,11 +128,7 @@ class Residuals:
 
     def terms(self, step: int) -> Sum:
         """The slots and weights of what a skipped step uses."""
-        if not self.program.order:
-            return self.program.use[step]
-        slots = sorted(self.steps, key=self.steps.__getitem__)
-        past = [self.steps[slot] for slot in slots]
-        return tuple(zip(slots, forecast(past, step, min(self.program.order, len(past) - 1)), strict=True))
+        return self.program.use[step]
 
     def reused(self, step: int, base: Tensor | None = None) -> Tensor:
         """What a skipped step uses: the sum of its residuals, on top of `base` where one is given."""

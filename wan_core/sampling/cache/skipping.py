@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
+from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.config.command import command
 from wan_core.config.file_names import file_says
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import check_sparse
 from wan_core.sampling.cache.magcache import PRESETS, Curve, find_curve, skip_magcache
 from wan_core.sampling.cache.policies import (
-    EARLY_STEPS,
-    fewest_forwards,
-    mark_adaptive,
     skip_taylorseer,
 )
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.last_run import read_last
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
-from wan_core.sampling.steps import Expert
 
 MIN_STEPS = 10
 # Solvers whose forwards do not follow one another as a cache expects, and why.
@@ -73,32 +68,14 @@ def apply_policies(
     from an image (TI2V). loras: LoRA files of both experts. of_sampler: a sampler of ComfyUI walks a part of `plan`,
     with a model of any variant. Raises OptionError.
     """
-    if options.sparse is not None and options.sparse.bound is not None:
-        if plan.task and not of_sampler:
-            check_sparse(plan.task)
-        plan = with_bound(plan, options.sparse, {"high": checkpoint, "low": checkpoint if of_sampler else low})
-    else:
-        if plan.task and not of_sampler and options.sparse is not None and options.sparse.sparsity:
-            check_sparse(plan.task)
-        plan = sparsify(plan, options.sparse)
+    if plan.task and not of_sampler and options.sparse is not None and options.sparse.sparsity:
+        check_sparse(plan.task)
+    plan = sparsify(plan, options.sparse)
     if plan.solver == "ComfyUI lcm" and replace(options, sparse=None) != SkipOptions():
         check_cacheable("lcm", "the step cache")
     curve = find_curve(checkpoint, plan.name, image=image) if options.magcache and plan.task else None
     said = [file_says(path) for path in (checkpoint, low, *loras) if path is not None]
     return leave_out(plan, options, curve, distilled=next((one.why for one in said if one.steps is not None), ""))
-
-
-def with_bound(plan: Plan, options: SparseOptions, files: Mapping[Expert, Path | None]) -> Plan:
-    """`plan` whose attention keeps a bound on its error; its estimates are for what the last run with these files
-    read, where that is known."""
-    known = {expert: read_last(files[expert], plan.name, expert, options) for expert in plan.experts}
-    last = {expert: run for expert, run in known.items() if run is not None}
-    if last:
-        share = sum(run.share for run in last.values()) / len(last)
-        options = replace(options, sparsity=min(0.99, round(1 - share, 4)))
-    plan = sparsify(plan, options)
-    notes = (f"last run with these weights, {expert}-noise expert: {run.words()}" for expert, run in last.items())
-    return replace(plan, notes=(*plan.notes, *notes))
 
 
 def check_cacheable(solver: str, name: str) -> None:
@@ -135,11 +112,9 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     if options is None:
         return plan
     full, steps = plan.forwards, len(plan.steps)
-    policy = options.magcache or options.taylorseer or options.adaptive
-    if policy is None:
+    if not (options.magcache or options.taylorseer):
         return replace(plan, unskipped=full)
-    names = {"magcache": "MagCache", "taylorseer": "TaylorSeer", "adaptive": "the adaptive cache"}
-    name = next(name for field, name in names.items() if getattr(options, field))
+    name = "MagCache" if options.magcache else "TaylorSeer"
     check_cacheable(plan.solver, name)
     if distilled or steps < MIN_STEPS:
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
@@ -150,16 +125,8 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
     if options.magcache and curve is not None:
         return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)
-    if options.taylorseer:
-        return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
-    assert options.adaptive is not None
-    plan = mark_adaptive(plan, options.adaptive)
-    note = (
-        "adaptive: the run decides which of the marked steps it skips, so that the expected error of their forecasts "
-        f"is at most {options.adaptive.threshold:g} (a third of it in the first {100 * EARLY_STEPS:g} % of the steps): "
-        f"{fewest_forwards(plan)} to {plan.forwards} forwards"
-    )
-    return replace(plan, unskipped=full, notes=(*plan.notes, note))
+    assert options.taylorseer is not None
+    return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
 
 
 def skip_words(options: SkipOptions) -> str:
@@ -170,8 +137,5 @@ def skip_words(options: SkipOptions) -> str:
         settings += [f"rule {cache.rule}"] * (cache.rule != "joint") + [f"order {cache.order:g}"] * (cache.order > 0)
     if seer := options.taylorseer:
         settings.append(f"taylorseer {slashes(seer)}")
-    if adaptive := options.adaptive:
-        numbers = slashes(adaptive, "threshold", "max_skips", "retention")
-        settings.append(f"adaptive bound:{numbers}")
     settings += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
     return ", ".join(settings) or "nothing"

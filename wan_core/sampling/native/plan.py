@@ -248,6 +248,5 @@ def joined(plans: Sequence[Plan]) -> Plan:
         unskipped=sum(step.unskipped for step in steps),
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         warnings=tuple(dict.fromkeys(warning for plan in plans for warning in plan.warnings)),
-        adaptive=next((plan.adaptive for plan in plans if plan.adaptive is not None), None),
         sparse=next((plan.sparse for plan in plans if plan.sparse is not None), None),
     )

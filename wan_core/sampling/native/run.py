@@ -17,7 +17,6 @@ from wan_core.ops.attention.tiles import Grid
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.plan import WARNING
 from wan_core.sampling.schedules import SchedulePart
-from wan_core.sampling.sparsity.measured import Bounded, Measurements
 
 # Keys in ComfyUI's transformer_options: a run, and a forward.
 RUN, FORWARD = "wancore_run", "wancore_forward"
@@ -35,12 +34,11 @@ class NativeRun:
         self,
         part: SchedulePart,
         sparsities: Sequence[float] = (),
-        bounds: Sequence[float] = (),
         compare: bool = False,
     ) -> None:
-        """sparsities, bounds: of every step of the whole schedule; empty: dense, and without bounds. compare: the last
-        step is ComfyUI's own, and its time is taken."""
-        self.part, self.sparsities, self.bounds, self.compare = part, sparsities, bounds, compare
+        """sparsities: of every step of the whole schedule; empty: dense. compare: the last step is ComfyUI's own, and
+        its time is taken."""
+        self.part, self.sparsities, self.compare = part, sparsities, compare
         self.step = 0
         self.passed: dict[int, float] = {}  # when each of the last two steps ended, where they are compared
         self.sparse_steps: list[int] = []  # computed so far
@@ -49,8 +47,6 @@ class NativeRun:
         self.seconds = 0.0  # from there to the end
         self.caching = False  # whether the model has a step cache
         self.skipped = (0, 0)  # by it: how many of how many forwards
-        self.bounded: Bounded | None = None
-        self.measurements = Measurements()
         self.outer: Any = None  # the attention override of another node that is called in place of ours
         self._taken: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
@@ -99,27 +95,10 @@ class NativeRun:
         """The sampler has ended."""
         self.seconds = time.perf_counter() - self.began if self.began else 0.0
 
-    def bounded_by(self, make: Callable[[], Bounded]) -> Bounded:
-        """What keeps the bound, in the current step. make: the first time."""
-        with self._lock:
-            if self.bounded is None:
-                self.bounded = make()
-                self.measurements.runs.append(("high", self.bounded))
-        self.bounded.begin(self.index, self.bounds[self.index] if self.bounds else 0.0)
-        return self.bounded
-
     @property
     def reads(self) -> list[float]:
-        """The share of the keys that each sparse step read, the mean over the layers."""
-        if self.bounded is None:
-            return [1 - self.sparsities[index] for index in self.sparse_steps]
-        return [step.read for step in self.bounded.finished() if step.read < 1]
-
-    def measured(self) -> list[str]:
-        """A line about what bounded attention read and measured; waits for the device."""
-        notes: list[str] = []
-        self.measurements.add_to([], notes)
-        return notes
+        """The share of the keys that each sparse step read."""
+        return [1 - self.sparsities[index] for index in self.sparse_steps]
 
     def take(self, by: str) -> None:
         """Count a call of self-attention that `by` computes."""

@@ -9,14 +9,11 @@ Legend: B batch, L query tokens, H heads, D head dim.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from wan_core.config import SparseOptions
@@ -25,11 +22,9 @@ from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Rule
-from wan_core.ops.attention.sparse.sampled import Rows, Samples, squares
 from wan_core.ops.attention.tiles import Grid, make_tiles, with_extra
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.native.run import NativeForward
-from wan_core.sampling.sparsity.measured import Bounded
 from wan_core.sampling.sparsity.run import step_rule, wider
 
 Attend = Callable[[list[Tensor]], Tensor]
@@ -59,18 +54,10 @@ class NativeSparse:
         if layer is None:
             run.note("self-attention read all keys: this model does not say which of its blocks calls")
             return None
-        bounded = None
-        if self.options.bound is None:
-            rule = step_rule(sparsity)
-        else:
-            dense = dense or resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
-            bounded = run.bounded_by(partial(self._bounded, forward.tokens, q, dense))
-            rule = bounded.rule(layer) if bounded.measures else None
-        if rule is None:
-            return None
-        samples = None if bounded is None else samples_of(bounded, layer)
+        rule = step_rule(sparsity)
+        assert rule is not None
         if q.shape[1] != k.shape[1]:
-            return self._frame(forward, layer, rule, q, k, v, samples, dense)
+            return self._frame(forward, layer, rule, q, k, v)
         grid = grid_of(forward, transformer_options, q.shape[1])
         if grid is None:
             run.note(
@@ -80,15 +67,10 @@ class NativeSparse:
             return None
         if dense is None:
             dense = resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
-        state = replace(self._state(forward, layer, rule, grid, q, dense), samples=samples)
+        state = self._state(forward, layer, rule, grid, q, dense)
         run.note_sparse()
         run.take(f"sparse attention ({state.kernel.name})")
         return partial(attend, state, dense, forward.front)
-
-    def _bounded(self, tokens: int, q: Tensor, dense: Attention) -> Bounded:
-        """What keeps the bound for a video of so many tokens."""
-        kernel = resolve_kernel(self.options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=dense.takes_fp8)
-        return Bounded(self.options, -(-tokens // block_length(kernel, tokens)))
 
     def _state(
         self, forward: NativeForward, layer: int, rule: Rule, grid: Grid, q: Tensor, dense: Attention
@@ -105,7 +87,7 @@ class NativeSparse:
             kernel=kernel,
             dense=(dense,),
             tiles=tiles,
-            rules=(rule,),
+            rule=rule,
             slope=self.options.slope,
             branches=(forward.branches, layer, forward.call(layer), q.device, grid),
         )
@@ -118,8 +100,6 @@ class NativeSparse:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        samples: Samples | None,
-        dense: Attention | None,
     ) -> Attend | None:
         """Prepare sparse attention for one frame of queries, see `prepare`. The first frame of a layer has no other
         tokens."""
@@ -139,15 +119,7 @@ class NativeSparse:
         if state.frame == forward.grid[0] - 1:
             forward.frame_keys = None  # the last of the layer
         forward.run.take(f"sparse attention ({kernel.name})")
-        number = state.frame
-
-        def read(qkv: list[Tensor]) -> Tensor:
-            out = state.read(qkv[0], qkv[1], qkv[2], rule, kernel)
-            if samples is not None and dense is not None:
-                compare_frame(samples, (forward.branches, number), number, forward, out, qkv, dense)
-            return out
-
-        return read
+        return lambda qkv: state.read(*qkv, rule, kernel)
 
 
 def attend(state: SparseForward, dense: Attention, front: int, qkv: list[Tensor]) -> Tensor:
@@ -160,36 +132,6 @@ def attend(state: SparseForward, dense: Attention, front: int, qkv: list[Tensor]
     for part in extra:
         out[:, part] = dense(qkv[0][:, part], qkv[1], qkv[2])
     return out
-
-
-def samples_of(bounded: Bounded, layer: int) -> Samples:
-    """The samples of one layer, which attention is told to be the first."""
-
-    def rows(_: int, tokens: int, device: torch.device) -> Rows:
-        return bounded.rows(layer, tokens, device)
-
-    def note(_: int, forward: Hashable, sums: Tensor) -> None:
-        bounded.note(layer, forward, sums)
-
-    return Samples(rows, note)
-
-
-def compare_frame(
-    samples: Samples,
-    key: Hashable,
-    number: int,
-    forward: NativeForward,
-    out: Tensor,
-    qkv: Sequence[Tensor],
-    dense: Attention,
-) -> None:
-    """Note how far some rows of frame `number`, of all rows that are sampled of the video, are from attention to all
-    keys. out, q: [B, L, H, D] of the frame."""
-    rows, frame = samples.rows(0, forward.tokens, out.device), forward.frame
-    some = slice(*(bisect_left(rows.host, edge) for edge in (number * frame, (number + 1) * frame)))
-    here = rows.here[some] - number * frame
-    if len(here):
-        samples.note(0, key, squares(out[:, here], dense(qkv[0][:, here], qkv[1], qkv[2])))
 
 
 def grid_of(forward: NativeForward, transformer_options: Mapping[str, Any], length: int) -> Grid | None:

@@ -5,7 +5,7 @@ Legend: B batch, L tokens, C channels, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -19,7 +19,6 @@ from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.forward import (
-    Rules,
     SparseAttention,
     SparseBehindFp8,
     SparseForward,
@@ -29,18 +28,7 @@ from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.tiles import Grid, Tiles, make_tiles, with_extra
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.measured import Bounded, Measurements, RankSums
 from wan_core.sampling.steps import Step
-
-
-class Chosen:
-    """The rules of layers by a function, asked when a layer comes."""
-
-    def __init__(self, rule: Callable[[int], Rule | None]) -> None:
-        self.rule = rule
-
-    def __getitem__(self, layer: int) -> Rule | None:
-        return self.rule(layer)
 
 
 class SparseTiles:
@@ -56,14 +44,7 @@ class SparseTiles:
     name: ClassVar[str] = "sparse tiles"
     place: ClassVar[Place] = Place.TILES
 
-    def __init__(
-        self,
-        model: WanModel,
-        options: SparseOptions,
-        grid: Grid,
-        ranks: RankSums | None = None,
-    ) -> None:
-        """ranks: those that run the video together, of whose sums a bound is kept."""
+    def __init__(self, model: WanModel, options: SparseOptions, grid: Grid) -> None:
         self.options = options
         self.attentions = [block.self_attn for block in model.blocks]
         self.around = [attention.attend for attention in self.attentions]
@@ -82,11 +63,6 @@ class SparseTiles:
             sparse = SparseBehindFp8() if shared and self.dense[0].takes_fp8 else SparseAttention()
         made = {id(attend): attend.around(sparse) for attend in self.around}
         self.sparse = [made[id(attend)] for attend in self.around]
-        self.bounded: Bounded | None = None
-        if options.bound is not None:
-            heads = model.config.num_heads
-            own = None if ranks is None else (self.around[0].heads_here(heads), heads)
-            self.bounded = Bounded(options, -(-tokens // self.block), ranks, own)
         self.table: tuple[Tensor, Tiles, Tensor] | None = None
 
     def install(self, sparse: bool) -> None:
@@ -96,49 +72,39 @@ class SparseTiles:
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [B, L, C] in their own order, which are overwritten -> [B, L, C] in their own order."""
-        info, tokens, bounded = inputs.info, inputs.tokens, self.bounded
-        sparse = info.sparsity > 0
-        if bounded is not None and not info.skip:
-            bounded.begin(info.step, info.bound, info.both)
-            sparse = bounded.measures
-        self.install(sparse)
-        tiles, rules = self.arranged(inputs)
+        info, tokens = inputs.info, inputs.tokens
+        self.install(info.sparsity > 0)
+        tiles, rule = self.arranged(inputs)
         forward = SparseForward(
             kernel=self.kernel,
             dense=self.dense,
             tiles=tiles,
-            rules=rules,
+            rule=rule,
             slope=self.options.slope,
             branches=(info.branches, info.window),
-            samples=None if bounded is None else bounded.samples,
         )
         tokens.copy_(tokens[:, tiles.order])  # in their own memory, which the caller holds: no copy for all blocks
         result = inner(replace(inputs, rope=self.turned(inputs.rope, tiles), sparse=forward, order=tiles.order))
         return result[:, tiles.inverse]
 
-    def arranged(self, inputs: BlockInputs) -> tuple[Tiles, Rules]:
-        """The order of all tokens, and the rules of all layers. Tokens behind the video's come last, are read by every
+    def arranged(self, inputs: BlockInputs) -> tuple[Tiles, Rule | None]:
+        """The order of all tokens, and what every layer reads. Tokens behind the video's come last, are read by every
         block, and read all. Raises OptionError for such tokens around a ring."""
         length = inputs.tokens.shape[1]
-        sparsity = inputs.info.sparsity
-        rules = Chosen((lambda _: step_rule(sparsity)) if self.bounded is None else self.bounded.rule)
+        rule = step_rule(inputs.info.sparsity)
         others = length > prod(inputs.grid)
         frames_apart = inputs.modulation.shape[1] > 1 and not others
         tiles = make_tiles(inputs.grid, self.block, inputs.tokens.device, frames_apart=frames_apart)
         if not others:
-            return tiles, rules
+            return tiles, rule
         if self.around[0].ring_size > 1:
             raise OptionError(
                 "sparse attention around a ring does not take tokens beside the video's (reference, motion frames): "
                 "use a mesh without a ring, or leave sparse attention off"
             )
-        count = -(-length // self.block)
-
-        def wide(layer: int) -> Rule | None:
-            rule = rules[layer]
-            return None if rule is None else wider(rule, tiles.blocks, count)
-
-        return with_extra(tiles, 0, length), Chosen(wide)
+        if rule is not None:
+            rule = wider(rule, tiles.blocks, -(-length // self.block))
+        return with_extra(tiles, 0, length), rule
 
     def turned(self, rope: Tensor, tiles: Tiles) -> Tensor:
         """The rotation table [L, 1, D / 2, 2] in the order of the tiles, made once."""
@@ -183,26 +149,17 @@ def ring_note(options: SparseOptions, attention: str, device: torch.device, head
 
 @contextmanager
 def sparse_attention(
-    model: WanModel,
-    plan: Plan,
-    phase: Sequence[Step],
-    latents: tuple[int, ...],
-    measurements: Measurements | None = None,
-    ranks: RankSums | None = None,
-) -> Iterator[Bounded | None]:
-    """Sparse attention on `model` while `phase` runs; nothing where no step of it has any.
-    latents: (T, Y, X) of the video's. Yields what measures its error where that has a bound, which is added to
-    `measurements`. ranks: as for `SparseTiles`. Nothing stays behind, whatever happens."""
+    model: WanModel, plan: Plan, phase: Sequence[Step], latents: tuple[int, ...]
+) -> Iterator[SparseTiles | None]:
+    """Sparse attention on `model` while `phase` runs; None where no step of it has any. latents: (T, Y, X) of the
+    video's. Nothing stays behind, whatever happens."""
     if plan.sparse is None or not any(step.sparsity for step in phase):
         yield None
         return
     patch = model.config.patch_size
     grid = max(plan.window_sizes(latents[0])) // patch[0], latents[1] // patch[1], latents[2] // patch[2]
-    tiles = SparseTiles(model, plan.sparse, grid, ranks=ranks)
-    if tiles.bounded is not None and measurements is not None:
-        measurements.runs.append((phase[0].expert, tiles.bounded))
-    with in_tiles(model, tiles):
-        yield tiles.bounded
+    with in_tiles(model, SparseTiles(model, plan.sparse, grid)) as tiles:
+        yield tiles
 
 
 @contextmanager

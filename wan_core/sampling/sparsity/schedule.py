@@ -19,7 +19,6 @@ from wan_core.config.table import parse_words, read_slashes, slashes, spelled
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.bounds import LEVELS
 from wan_core.sampling.steps import Step
 
 PRESETS: dict[str, SparseOptions] = {
@@ -28,8 +27,6 @@ PRESETS: dict[str, SparseOptions] = {
     "fast": SparseOptions(sparsity=0.875, dense_steps=0.0),
 }
 HALF = 0.5  # least sparsity of a ramp
-BOUND, TYPICAL = "bound", 0.75  # the word for a bound on the error, and the sparsity that is expected under one
-EARLY = 1 / 3  # part of the bound that the first steps have
 # Time of attention over a share of the blocks, relative to dense FP8 attention: KERNEL * share + CHOICE. The
 # block-sparse kernel is slower per block; selecting blocks and the means of unselected ones cost the constant. Measured
 # on an H200 at 75,600 tokens (benchmarks/results/archive/sparse-cost-h200-*.json): a forward is at most 1 % off for
@@ -39,7 +36,7 @@ KERNEL, CHOICE = 1.16, 0.006
 # benchmarks/results/archive/sparse-slope-h200-*.json and sparse-rest-h200-*.json.
 SLOPE, ERROR = 0.08, 0.0105
 FORM = (
-    "quality, balanced, fast, bound:0.06, or sparsity/dense steps such as 0.8125/0, then after a colon ramp0.3, means "
+    "quality, balanced, fast, or sparsity/dense steps such as 0.8125/0, then after a colon ramp0.3, means "
     "(without slopes) or a kernel"
 )
 
@@ -50,59 +47,10 @@ def sparsify(plan: Plan, options: SparseOptions | None) -> Plan:
         return plan
     sparsities = step_sparsities(options, len(plan.steps))
     steps = tuple(replace(step, sparsity=sparsities[step.index]) for step in plan.steps)
-    if options.bound is not None:
-        bounds = step_bounds(options, len(steps))
-        steps = tuple(replace(step, bound=bounds[step.index]) for step in steps)
-        notes = *plan.notes, bound_note(options)
-        return with_expected(replace(plan, steps=steps, sparse=options, notes=notes))
     dense = sparsities.count(0.0)
     note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
     notes = (*plan.notes, note) if note else plan.notes
     return replace(plan, steps=steps, sparse=options, notes=notes)
-
-
-def bounded(bound: float) -> SparseOptions:
-    """Sparse attention whose error is at most `bound`. Raises OptionError."""
-    return SparseOptions(sparsity=TYPICAL, dense_steps=0.0, bound=bound)
-
-
-def step_bounds(options: SparseOptions, steps: int) -> tuple[float, ...]:
-    """The bound of every one of `steps` steps; () without one. The first steps have a part of it: they fix the layout
-    of the video, and what they lose grows until its end."""
-    if options.bound is None:
-        return ()
-    ramp = math.ceil(options.ramp * steps - 1e-9)
-    return tuple(options.bound * (EARLY if i < ramp else 1) for i in range(steps))
-
-
-def with_expected(plan: Plan) -> Plan:
-    """A bounded `plan` whose first two computed steps of each run (expert and size) read everything and half."""
-    steps, computed = [], 0
-    for step, before in zip(plan.steps, (None, *plan.steps), strict=False):
-        if before is None or (before.expert, before.kind) != (step.expert, step.kind):
-            computed = 0
-        most = (0.0, HALF, 1.0)[min(computed, 2)]
-        steps.append(replace(step, sparsity=min(most, step.sparsity)))
-        computed += step.computed > 0
-    return replace(plan, steps=tuple(steps))
-
-
-def without_estimates(plan: Plan) -> Plan:
-    """A bounded `plan` with nothing that the last run tells: the same for the same video."""
-    if plan.sparse is None or plan.bound is None:
-        return plan
-    steps = tuple(replace(step, sparsity=0.0, cost=1.0) for step in plan.steps)
-    return replace(plan, steps=steps, sparse=replace(plan.sparse, sparsity=TYPICAL), notes=())
-
-
-def bound_note(options: SparseOptions) -> str:
-    """What a plan says that does not know how much its steps read."""
-    early = f" (a third of it in the first {100 * options.ramp:g} % of the steps)" if options.ramp else ""
-    return (
-        f"sparse attention: {sparse_words(options)}: the run measures the error of each layer's attention and reads "
-        f"{100 * LEVELS[0]:.3g} to 100 % of the keys, so that it is at most {options.bound:g}{early}; keys and times "
-        f"of this plan are estimates, for {100 * (1 - options.sparsity):.3g} % after the first steps of each expert"
-    )
 
 
 def step_sparsities(options: SparseOptions, steps: int) -> tuple[float, ...]:
@@ -118,8 +66,6 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
 
     latents: frames, rows and columns of one video.
     """
-    if plan.bound is not None:
-        plan = with_expected(plan)  # a part of a schedule begins anew
     attention, slope = attention_share(config, config.tokens(*latents)), plan.sparse is None or plan.sparse.slope
     uncontrolled = family_of(config).uncontrolled_cost(config)
 
@@ -159,12 +105,9 @@ def step_cost(sparsity: float, share: float, slope: bool = True) -> float:
 
 
 def parse_sparse(text: str) -> SparseOptions:
-    """A preset, a bound or numbers, then options after colons: `balanced`, `bound:0.06:cudnn`, `0.8125/0:ramp0.2`.
-    Raises OptionError."""
+    """A preset or numbers, then options after colons: `balanced:cudnn`, `0.8125/0:ramp0.2`. Raises OptionError."""
     first, *settings = text.split(":")
     try:
-        if first == BOUND:
-            return replace(bounded(float(settings[0])), **parse_words(SparseOptions, settings[1:], again=True))
         values = {} if first in PRESETS else read_slashes(SparseOptions, first, "sparsity", "dense_steps", read=float)
         values |= parse_words(SparseOptions, settings, again=True)
     except (ValueError, IndexError) as fault:
@@ -180,7 +123,5 @@ def _unknown(text: str) -> OptionError:
 
 
 def sparse_words(options: SparseOptions) -> str:
-    """The options in the form that `parse_sparse` reads: `0.75/0.1:ramp0.2`, `bound:0.06`."""
-    bound = options.bound
-    amount = slashes(options, "sparsity", "dense_steps") if bound is None else f"{BOUND}:{bound:g}"
-    return ":".join([amount, *spelled(options, "ramp", "slope", "kernel")])
+    """The options in the form that `parse_sparse` reads: `0.75/0.1:ramp0.2`."""
+    return ":".join([slashes(options, "sparsity", "dense_steps"), *spelled(options, "ramp", "slope", "kernel")])

@@ -14,13 +14,11 @@ Legend: B batch, L tokens (N of a rank), H heads (h of a rank), D head dim, n bl
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +28,6 @@ from wan_core.ops.attention.parts import merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, SparseState, empty_like_heads
 from wan_core.ops.attention.sparse.kernels import Run, SparseKernel
 from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, expected_error, over_rows
-from wan_core.ops.attention.sparse.sampled import Samples, finished_rows, rounding_of, squares, taken
 from wan_core.ops.attention.sparse.slopes import Keys, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.tiles import Tiles
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first
@@ -43,26 +40,16 @@ Part = tuple[Tensor, Tensor]
 """Output [B, N, h, D] and log-sum-exp float32 [B, h, N]."""
 
 
-class Rules(Protocol):
-    """The rule of every layer; None: the layer reads all keys."""
-
-    def __getitem__(self, layer: int, /) -> Rule | None: ...
-
-
 @dataclass
 class SparseForward(SparseState):
-    """One forward of a model: `rules` of its layers (None: dense).
-
-    samples: rows that attend to all keys too, whose difference is noted; None: none do.
-    """
+    """One forward of a model. rule: what its layers read; None: all keys."""
 
     kernel: SparseKernel
     dense: Sequence[Attention]
     tiles: Tiles
-    rules: Rules
+    rule: Rule | None
     slope: bool = True
     branches: Hashable = None
-    samples: Samples | None = None
 
     @property
     def others(self) -> slice | None:
@@ -73,21 +60,19 @@ class SparseForward(SparseState):
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, L, H, D] -> contiguous [B, L, H, D]."""
-        layer, rule, block = call.layer, self.rules[call.layer], self.block
+        layer, rule, block = call.layer, self.rule, self.block
         if not q.numel():  # of fewer heads than devices, some have none
-            self.note_nothing(layer, rule, q)
             return empty_like_heads(q)
         if rule is None:
             return self.dense[layer](q, k, v, call).contiguous()
         if self.kernel.fp8:  # where q, k and v do not come in FP8: behind an exchange of tokens between devices
             values = quantize_values(v.flatten(-2), v.shape[2], block)
             keys = quantize_heads_first(k, block, key_mean(k))
-            out = self._fp8(layer, rule, quantize_heads_first(q, block), keys, values)
+            out = self._fp8(rule, quantize_heads_first(q, block), keys, values)
             out = out.to(q.dtype) * values.scale.to(q.dtype)
         else:
             out, lse, pooled = self._read(rule, q, k, v)
             out = finish(out, lse, q, block, pooled=pooled)
-            self.compare(layer, out, q, k, v)
         if self.others is not None:
             out[:, self.others] = self.dense[layer](q[:, self.others], k, v)
         return out
@@ -96,9 +81,8 @@ class SparseForward(SparseState):
         """The result of `attend`, and the log-sum-exp float32 [B, H, L] of all keys, including those that means
         replace."""
         assert self.others is None, "the log-sum-exp of tokens beside the video's is not computed"
-        layer, rule, block = call.layer, self.rules[call.layer], self.block
+        layer, rule, block = call.layer, self.rule, self.block
         if not q.numel():
-            self.note_nothing(layer, rule, q)
             return empty_like_heads(q), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         if rule is None:
             return self.dense[layer].with_lse(q, k, v)
@@ -106,12 +90,10 @@ class SparseForward(SparseState):
             out, lse, pooled = self._read(rule, q, k, v)
             total = final_lse(lse, q, block, pooled=pooled)
             out = finish(out, lse, q, block, pooled=pooled)
-            self.compare(layer, out, q, k, v)
             return out, total
         mean, values = key_mean(k), quantize_values(v.flatten(-2), v.shape[2], block)
         queries, keys = quantize_heads_first(q, block), quantize_heads_first(k, block, mean)
         out, lse, how = self._read_fp8(rule, queries, keys, values)
-        self.compare_fp8(layer, out, lse, how, queries, keys, values)
         taken = (q * mean).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, L, H]: of the mean that was removed
         total = final_lse(lse, queries.data, block, **how) + taken.transpose(1, 2)
         out = finish(out, lse, queries.data, block, **how, scale=values.scale)
@@ -129,73 +111,24 @@ class SparseForward(SparseState):
 
     def attend_fp8(self, call: AttentionCall, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
         """FP8 [B, L, H, D] in units of v's scale."""
-        rule = self.rules[call.layer]
+        rule = self.rule
         if not q.data.numel():
-            self.note_nothing(call.layer, rule, q.data)
             return empty_like_heads(q.data)
         if rule is None:
             queries, keys, values = (Quantized(x.data, x.scale) for x in (q, k, v))
             return self.dense[call.layer].quantized(queries, keys, values, call).data.contiguous()
-        out, others = self._fp8(call.layer, rule, q, k, v), self.others
+        out, others = self._fp8(rule, q, k, v), self.others
         if others is not None:
             queries, keys, values = Quantized(q.data[:, others], q.scale), *(Quantized(x.data, x.scale) for x in (k, v))
             out[:, others] = self.dense[call.layer].quantized(queries, keys, values).data
         return out
 
-    def _fp8(self, layer: int, rule: Rule, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
+    def _fp8(self, rule: Rule, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
         # An exchange of tokens between devices gives them as they arrived, in no blocks.
         q, k = (x if isinstance(x, Blocked) else heads_first(x, self.block) for x in (q, k))
         v = v if isinstance(v, Blocked) else channels_first(v, self.block)
         out, lse, how = self._read_fp8(rule, q, k, v)
-        self.compare_fp8(layer, out, lse, how, q, k, v)
         return finish(out, lse, q.data, self.block, **how, scale=v.scale)
-
-    # ---------------------------------------------------------------------------------------------- measured error
-
-    def compare(self, layer: int, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Note how far some rows of `out` [B, L, H, D] are from attention to all keys."""
-        if self.samples is None:
-            return
-        rows, dense = self.samples.rows(layer, prod(self.tiles.grid), q.device).here, self.dense[layer]
-        exact = dense(q[:, rows], k, v)
-        rounding = rounding_of(exact) if dense.takes_fp8 else 0.0
-        self.samples.note(layer, self.branches, squares(out[:, rows], exact, rounding))
-
-    def compare_fp8(
-        self, layer: int, out: Tensor, lse: Tensor, how: dict[str, Any], q: Blocked, k: Blocked, v: Blocked
-    ) -> None:
-        """The same for what the FP8 kernel gave, before it is finished and rounded. In units of v's scale."""
-        if self.samples is None:
-            return
-        rows = self.samples.rows(layer, prod(self.tiles.grid), out.device).here
-        some, keys, values = Quantized(taken(q.data, rows), q.scale), *(Quantized(x.data, x.scale) for x in (k, v))
-        exact = self.dense[layer].quantized(some, keys, values).data
-        found = finished_rows(out, lse, q.data, rows, self.block, **how) / v.scale
-        self.samples.note(layer, self.branches, squares(found, exact, rounding_of(exact)))
-
-    def compare_around(self, layer: int, out: Tensor, q: Numbers, k: Numbers, v: Numbers, ring: Ring) -> None:
-        """The same for `out` of `over_ring`: each rank attends to its own keys with the sampled rows of all."""
-        if self.samples is None:
-            return
-        rows = self.samples.rows(layer, prod(self.tiles.grid), out.device)
-        edges = [0, *accumulate(ring.lengths)]
-        begins = [bisect_left(rows.host, edge) for edge in edges]
-        counts, mine = [end - begin for begin, end in pairwise(begins)], slice(*begins[ring.index : ring.index + 2])
-        here = rows.here[mine] - edges[ring.index]
-        part, lse = ring.partial(ring.gather(taken(data(q), here), counts, 1), data(k), data(v))
-        parts, lses = (ring.gather(x.float()[None], [1] * len(counts), 0) for x in (part, lse))
-        weights = lses.softmax(0).transpose(2, 3)[..., None]  # [R, B, s, h, 1]
-        exact = (weights * parts).sum(0)
-        if isinstance(v, Tensor):
-            scale, rounding = 1.0, 0.0
-        else:
-            scale, rounding = v.scale, (weights.square() * rounding_of(parts)).sum(0)[:, mine]
-        self.samples.note(layer, self.branches, squares(out[:, here] / scale, exact[:, mine], rounding))
-
-    def note_nothing(self, layer: int, rule: Rule | None, q: Tensor) -> None:
-        """A rank without heads takes part where ranks add what they measured."""
-        if self.samples is not None and rule is not None:
-            self.samples.note(layer, self.branches, q.new_zeros(2, q.shape[2], dtype=torch.float32))
 
     def _read_fp8(self, rule: Rule, q: Blocked, k: Blocked, v: Blocked) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """What the kernel gives for FP8, its log-sum-exp, and how `finish` corrects them."""
@@ -208,7 +141,7 @@ class SparseForward(SparseState):
         tail = pooled.kept[..., self.tiles.blocks - 1] if pads else None
         return out, lse, {"q_scale": q.scale, "pads": pads, "tail": tail, "pooled": pooled}
 
-    def over_ring(self, layer: int, rule: Rule, q: Numbers, k: Numbers, v: Numbers, ring: Ring) -> Tensor:
+    def over_ring(self, rule: Rule, q: Numbers, k: Numbers, v: Numbers, ring: Ring) -> Tensor:
         """Sparse attention where each rank of a ring has whole blocks of the tokens: q, k and v [B, N, H, D] are those
         of this rank -> contiguous [B, N, H, D], wide where they are in FP8.
 
@@ -221,9 +154,7 @@ class SparseForward(SparseState):
         selected = route.kept(self.tiles.blocks)
         slope = SlopeSum(slope_weights(queries, means, selected), means.keys, block) if self.slope else None
         out, lse = read_around(self.kernel.load(), mine, k, v, route, block, ring, slope and slope.add)
-        out = finish(out, lse, mine, block, pooled=means.pooled(selected, slope and slope.total))
-        self.compare_around(layer, out, q, k, v, ring)
-        return out
+        return finish(out, lse, mine, block, pooled=means.pooled(selected, slope and slope.total))
 
     def known(self, k: Keys, v: Keys, ring: Ring | None = None) -> KeyMeans:
         """What choice and replacement need of all keys and values. ring: of whose keys these are this rank's."""
@@ -269,11 +200,10 @@ class SparseAttention(Attention):
     def over_ring(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, call: AttentionCall) -> Tensor:
         """[B, N, H, D] of this rank's tokens, as they come out of an exchange of heads -> the same."""
         state = state_of(call)
-        rule = state.rules[call.layer]
+        rule = state.rule
         if rule is None or not q.numel():  # of fewer heads than devices, some have none, all around a ring
-            state.note_nothing(call.layer, rule, q)
             return ring.attend(q, k, v)
-        return state.over_ring(call.layer, rule, q, k, v, ring)
+        return state.over_ring(rule, q, k, v, ring)
 
 
 class SparseFp8Attention(SparseAttention):
@@ -304,11 +234,10 @@ class SparseBehindFp8(SparseAttention):
     ) -> Quantized:
         """Sparse ring attention in FP8: ranks exchange the FP8 numbers unchanged."""
         state = state_of(call)
-        rule = state.rules[call.layer]
+        rule = state.rule
         if rule is None or not q.data.numel():
-            state.note_nothing(call.layer, rule, q.data)
             return super().quantized_over_ring(q, k, v, ring, call)
-        return _narrow(state.over_ring(call.layer, rule, q, k, v, ring), v.scale)
+        return _narrow(state.over_ring(rule, q, k, v, ring), v.scale)
 
 
 def state_of(call: AttentionCall) -> SparseForward:
