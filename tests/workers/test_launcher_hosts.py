@@ -120,8 +120,6 @@ def test_generate_with_gpus_writes_the_same_video(
         (["--mesh", "1x1x2"], "give --gpus as well"),
         (["--gpus", "cpu,cpu", "--device", "cpu"], "leave out --device"),
         (["--gpus", "99"], "torch finds"),
-        (["--gpus", "cpu,cpu", "--mesh", "1x1x3"], "needs 3 ranks"),
-        (["--gpus", "cpu" + ",cpu" * 999], "1000 workers on the CPU given"),
     ],
 )
 def test_options_that_do_not_fit(asked: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

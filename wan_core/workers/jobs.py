@@ -46,6 +46,7 @@ from wan_core.pipeline.encode import encode_images
 from wan_core.pipeline.kept_steps import KeptSteps
 from wan_core.pipeline.load import Models
 from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import COMPILING, OnStep, OwnMemory, Watch, guidance_over
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
@@ -120,8 +121,7 @@ class Jobs:
         assert options is not None and found is not None
         if must_keep:
             job.check_saved()
-        precision = precision_of(options.precision, found.of["high"], self.rank.device, found.of.get("low"))
-        choice = self.choose(found.dit, job.latent_shape[2:], job.plan, precision, options.attention)
+        choice = self.choose(options, found, job.latent_shape, job.plan)
 
         def load() -> Pipeline:
             return Pipeline.load_checked(job, Report(self.rank.device), ranks=self.mesh(choice.mesh))
@@ -174,9 +174,7 @@ class Jobs:
         with report.phase("check files"):
             named = options.high, options.low
             found = self.hold("recognised", named, partial(find_experts, *named))
-            precision = precision_of(options.precision, found.high, self.rank.device, found.low)
-            _, _, T, Y, X = shape
-            choice = self.choose(found.dit, (T, Y, X), plan, precision, options.attention)
+            choice = self.choose(options, found, shape, plan)
         ranks, workload = self.mesh(choice.mesh), Workload(shape, plan, batched)
         with report.phase("load"):
             make = partial(LoadedExperts, options, found, workload, ranks)
@@ -267,19 +265,18 @@ class Jobs:
 
     # ------------------------------------------------------------------------------------------------------- the mesh
 
-    def choose(
-        self, dit: DiTConfig, latents: tuple[int, int, int], plan: Plan, precision: str, attention: str
-    ) -> MeshChoice:
-        """The mesh that the request names, or for "auto" the best one, for latents of so many frames, rows and
-        columns. Raises OptionError."""
-        sizes, area = plan.window_sizes(latents[0]), latents[1:]
+    def choose(self, options: LoadOptions, models: Parts, shape: tuple[int, ...], plan: Plan) -> MeshChoice:
+        """The mesh that the request names, or for "auto" the best one, for latents [B, C, T, Y, X]. Raises
+        OptionError."""
+        precision = precision_of(options.precision, models.high, self.rank.device, models.low)
+        dit, sizes, area = models.dit, plan.window_sizes(shape[2]), shape[3:]
         tokens = dit.tokens(max(sizes), *area)
         mesh = None if self.wanted == "auto" else Mesh.parse(self.wanted)
         if mesh is not None and mesh.size != self.rank.size:
             raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
         device = self.rank.device
         dtype, needs_lse = compute_dtype(precision, device), dit.merges_attention
-        backend, _ = resolve_attention(attention, device, dtype, dit.head_dim, needs_lse=needs_lse)
+        backend, _ = resolve_attention(options.attention, device, dtype, dit.head_dim, needs_lse=needs_lse)
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
         choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)
