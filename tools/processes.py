@@ -4,11 +4,14 @@ and partial files in a folder."""
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+PARTIAL = re.compile(r"\.(part|claim)$|^unfinished-")
 
 
 @dataclass
@@ -48,9 +51,12 @@ def look(pid: int) -> State:
 def hidden(base: Path) -> set[Path]:
     """Partial files and claims anywhere, and whatever is in the folder for temporary files, but the module that torch
     writes there while it is imported and deletes at its end."""
-    named = [path for name in ("*.part", "*.claim", "unfinished-*") for path in base.rglob(name)]
-    temporary = (path for path in (base / "tmp").rglob("*") if path.is_file() or path.is_socket())
-    return {*named, *(path for path in temporary if path.name != "_remote_module_non_scriptable.py")}
+    found: set[Path] = set()
+    for folder, folders, files in os.walk(base):  # which passes over what is deleted meanwhile
+        temporary = Path(folder).is_relative_to(base / "tmp")
+        found |= {Path(folder, name) for name in files if temporary or PARTIAL.search(name)}
+        found |= {Path(folder, name) for name in folders if PARTIAL.search(name)}
+    return {path for path in found if path.name != "_remote_module_non_scriptable.py"}
 
 
 # --------------------------------------------------------------------------------------------------------- descendants
