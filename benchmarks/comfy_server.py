@@ -96,6 +96,4 @@ def saved_latents(server: Server, run: Run) -> torch.Tensor:
     """What the prompt's SaveLatent wrote, float32."""
     from safetensors.torch import load_file
 
-    saved = run.outputs["save.latent"]["latents"][0]
-    path = server.base / saved["type"] / saved["subfolder"] / saved["filename"]
-    return load_file(str(path))["latent_tensor"].float()
+    return load_file(server.comfyui.output_file(run, "save.latent"))["latent_tensor"].float()

@@ -213,10 +213,14 @@ class ComfyUI:
         run.events, run.begin = events, begin
         return run
 
+    def output_files(self, run: Run, node: str) -> list[Path]:
+        """The files that an output node saved: ComfyUI lists pictures and videos under one name, latents under
+        another."""
+        saved = run.outputs[node].get("images") or run.outputs[node].get("latents", ())
+        return [self.base / one["type"] / one["subfolder"] / one["filename"] for one in saved]
+
     def output_file(self, run: Run, node: str, index: int = 0) -> Path:
-        """A file that an output node saved."""
-        saved = run.outputs[node]["images"][index]
-        return self.base / saved["type"] / saved["subfolder"] / saved["filename"]
+        return self.output_files(run, node)[index]
 
 
 class Client:

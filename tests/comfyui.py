@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from benchmarks.comfyui import QUIET, Client, ComfyUI, Graph, Refused, Run, find_checkout, make_base, python_of
 from wan_core.config import OptionError
@@ -25,6 +28,8 @@ __all__ = [
     "make_base",
     "printed_by",
     "python_of",
+    "saved_latents",
+    "serving",
 ]
 
 
@@ -34,6 +39,22 @@ def find_comfyui(default: str = "~/comfy/ComfyUI", variable: str = "COMFYUI_PATH
         return find_checkout(Path(os.environ.get(variable, default)).expanduser())
     except OptionError as absent:
         pytest.skip(f"{absent} ({variable})")
+
+
+def serving(base: Path, *arguments: Any, **options: Any) -> Iterator[ComfyUI]:
+    """A server on `base`, for a fixture: `yield from serving(base)`."""
+    server = ComfyUI(find_comfyui(), base, *arguments, **options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def saved_latents(comfy: ComfyUI, graph: Graph, node: str = "kept") -> Tensor:
+    """Run the graph: what its node SaveLatent wrote."""
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    return load_file(comfy.output_file(run, node))["latent_tensor"]
 
 
 def printed_by(script: str, checkout: Path, *arguments: str) -> Any:

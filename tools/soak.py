@@ -75,7 +75,7 @@ class Observed:
             )
         if run is not None and outcome == "completed":
             self.seconds.append(time.monotonic() - begun)
-            self.outputs.append((prompt, saved_files(self.server.base, run)))
+            self.outputs.append((prompt, self.server.output_files(run, "save")))
         self.memory.append(resident(self.server.process.pid))
 
     def _run(self, prompt: Prompt) -> Run:
@@ -128,15 +128,6 @@ def outcome_of(run: Run) -> tuple[str, str]:
     if "execution_interrupted" in kinds:
         return "interrupted", ""
     return "failed", run.message("execution_error")["exception_message"]
-
-
-def saved_files(base: Path, run: Run) -> list[Path]:
-    """The files of the node `save`: ComfyUI lists pictures and videos under one name, latents under another."""
-    saved = run.outputs["save"]
-    return [
-        base / one["type"] / one["subfolder"] / one["filename"]
-        for one in saved.get("images") or saved.get("latents", ())
-    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- checks

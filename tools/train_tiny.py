@@ -3,14 +3,13 @@
     python -m tools.train_tiny vae    --out runs/tiny --minutes 8
     python -m tools.train_tiny t2v    --out runs/tiny --minutes 9
     python -m tools.train_tiny i2v    --out runs/tiny --minutes 6
-    python -m tools.train_tiny driven --out runs/tiny --minutes 9
     python -m tools.train_tiny eval   --out runs/tiny
 
 A phase reads what the phases before it left in --init (the same folder as --out unless given), and goes on from its
 own `resume_*.pt` if there is one, else from its own finished part. A text encoder that is in --init without its
 `resume_text.pt` stays as it is. --minutes limits the whole command; the learning rate reaches zero when they are
-over. Transformers are trained on several sizes in turn. Needs torch, numpy, safetensors and sentencepiece. On a CPU,
-try `--device cpu --steps 3 --batch 2 --size 32 --frames 5`.
+over. Transformers are trained on several sizes in turn. The miniature of Animate-2 was trained by
+`driven` of commit 35959e36. On a CPU, try `--device cpu --steps 3 --batch 2 --size 32 --frames 5`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pathlib import Path
 import torch
 
 from tools.tiny.clips import Size
-from tools.tiny.driven import train_driven
 from tools.tiny.evaluate import evaluate
 from tools.tiny.experts import ROUND, Training, train_i2v, train_t2v
 from tools.tiny.vae import train_vae
@@ -32,7 +30,6 @@ DEFAULTS = {  # phase: batch, learning rate, clips kept
     "vae": (8, 7e-4, 4096),
     "t2v": (256, 2e-3, 65536),
     "i2v": (256, 2e-3, 65536),
-    "driven": (128, 1.5e-3, 32768),
 }
 
 
@@ -83,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     bf16 = options.bf16 if options.bf16 is not None else device.type == "cuda"
     turns = sizes or [replace(size, frames=options.frames) for size in ROUND]
-    train = {"t2v": train_t2v, "i2v": train_i2v, "driven": train_driven}[options.phase]
+    train = {"t2v": train_t2v, "i2v": train_i2v}[options.phase]
     train(Training(out=options.out, init=init, sizes=turns, bf16=bf16, compile=options.compile, **common))
 
 
@@ -132,7 +129,6 @@ def parser() -> argparse.ArgumentParser:
     experts = {
         "t2v": "text encoder and text-to-video experts",
         "i2v": "image-to-video experts",
-        "driven": "a shape in a picture moves as one in a video",
     }
     for name, what in experts.items():
         phase = phases.add_parser(name, parents=[training], help=what)

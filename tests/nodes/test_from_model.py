@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.comfy_graphs import with_defaults
-from tests.comfyui import ComfyUI, Graph, Run, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Run, make_base, serving
 from tools.embedded_graphs import node
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save, write_safetensors
@@ -126,9 +126,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
         save(model, base / "models" / "diffusion_models" / f"t2v_{expert}_noise.safetensors", torch.bfloat16)
         write_lora(base / "models" / "loras" / f"style_{expert}.safetensors", seed, every=1)
         write_lora(base / "models" / "loras" / f"other_{expert}.safetensors", seed + 7, every=2)
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def write_lora(path: Path, seed: int, every: int) -> None:

@@ -72,8 +72,7 @@ def graph(accelerate: dict[str, Any] | None, seed: int = 1, length: int = 17) ->
 
 def latents(comfy: ComfyUI, run: Run) -> torch.Tensor:
     assert run.ok, run.status
-    [saved] = run.outputs["save"]["latents"]
-    return load_file(comfy.base / saved["type"] / saved["subfolder"] / saved["filename"])["latent_tensor"]
+    return load_file(comfy.output_file(run, "save"))["latent_tensor"]
 
 
 EXACT = {"attention": "auto", "sparse": "off"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, make_base, serving
 from tools.embedded_graphs import SMALL, node, text_to_video
 
 pytestmark = pytest.mark.comfy
@@ -51,9 +51,7 @@ NODE_CLASS_MAPPINGS = {{"PatchAhead": Patch}}
 @pytest.fixture(scope="module")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     folder = tmp_path_factory.mktemp("comfyui")
-    server = ComfyUI(find_comfyui(), make_base(folder, {"ahead": AHEAD_ON_CPU.format(folder=str(folder))}))
-    yield server
-    server.stop()
+    yield from serving(make_base(folder, {"ahead": AHEAD_ON_CPU.format(folder=str(folder))}))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, make_base, serving
 from tools.embedded_graphs import TINY, TINY_I2V, loaders, node
 
 pytestmark = pytest.mark.comfy
@@ -17,9 +17,7 @@ pytestmark = pytest.mark.comfy
 
 @pytest.fixture(scope="module")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")))
-    yield server
-    server.stop()
+    yield from serving(make_base(tmp_path_factory.mktemp("comfyui")))
 
 
 def card(expert: str = TINY, **changed: Any) -> Graph:

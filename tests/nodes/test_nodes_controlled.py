@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.animate_references import draw_weights
 from tests.comfy_control_clip import VACE
-from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Refused, make_base, saved_latents, serving
 from tests.nodes.test_nodes_driven import smooth
 from tests.nodes.test_workflows import api_form
 from tests.pipeline.test_clips import HEIGHT, WIDTH, drawn
@@ -43,9 +43,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     write_safetensors(vae, base / "models" / "vae" / "vae.safetensors", {"format": "pt"})
     Image.fromarray(smooth(HEIGHT, WIDTH)).save(base / "input" / "first.png")
     Image.fromarray(drawn(1, 30, 20, 5)[0]).save(base / "input" / "reference.png")
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def graph_of(**more: Any) -> Graph:
@@ -71,16 +69,9 @@ def graph_of(**more: Any) -> Graph:
     return {name: one for name, one in graph.items() if name in wanted}
 
 
-def run_latents(comfy: ComfyUI, graph: Graph) -> torch.Tensor:
-    run = comfy.run(graph)
-    assert run.ok, run.status
-    [saved] = run.outputs["kept"]["latents"]
-    return load_file(comfy.base / saved["type"] / saved["subfolder"] / saved["filename"])["latent_tensor"]
-
-
 @pytest.mark.parametrize("part", [{}, {"strength": 0.6, "end": 0.5}])
 def test_a_clip_of_vace_is_the_command_lines(comfy: ComfyUI, part: dict[str, float]) -> None:
-    latents = run_latents(comfy, graph_of(**part))
+    latents = saved_latents(comfy, graph_of(**part))
     assert latents.shape == (1, 16, 3, HEIGHT // 8, WIDTH // 8)
     models, control = comfy.base / "models", ControlOptions(scale=part.get("strength", 1.0), end=part.get("end", 1.0))
     files = {"high": f"diffusion_models/{VIDEO_MODEL}", "text_encoder": "text_encoders/umt5.safetensors"}
@@ -91,7 +82,7 @@ def test_a_clip_of_vace_is_the_command_lines(comfy: ComfyUI, part: dict[str, flo
     expected = Pipeline.load(LoadOptions(device="cpu", **options)).generate(request).latents
     assert float((expected - latents).norm() / latents.norm()) < 1e-3
     if part:
-        assert not torch.allclose(latents, run_latents(comfy, graph_of()), atol=1e-3)
+        assert not torch.allclose(latents, saved_latents(comfy, graph_of()), atol=1e-3)
 
 
 def test_a_range_that_ends_before_it_begins_is_refused(comfy: ComfyUI) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.animate_references import draw_weights
-from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, make_base, serving
 from tests.nodes.test_nodes_wan21 import write_vision
 from tests.nodes.test_workflows import api_form
 from tests.nodes.unrolled_loop import of_kind, unrolled
@@ -56,9 +56,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     Image.fromarray(smooth(HEIGHT, WIDTH)).save(base / "input" / "reference.png")
     poses = np.stack([np.roll(smooth(HEIGHT, WIDTH), 2 * n, axis=1) for n in range(9)])
     write_mp4(base / "input" / "pose.mp4", poses, fps=24)
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def graph_of(family: str, **more: Any) -> Graph:
@@ -103,17 +101,14 @@ def looped(frames: int) -> Graph:
 def frames_of(comfy: ComfyUI, graph: Graph) -> np.ndarray:
     run = comfy.run(graph)
     assert run.ok, run.status
-    saved = [comfy.base / one["type"] / one["subfolder"] / one["filename"] for one in run.outputs["pictures"]["images"]]
-    return np.stack([np.asarray(Image.open(path)) for path in saved])
+    return np.stack([np.asarray(Image.open(path)) for path in comfy.output_files(run, "pictures")])
 
 
 def latents_of(comfy: ComfyUI, graph: Graph) -> tuple[torch.Tensor, int]:
     """The latents, and how many frames were decoded of them."""
     run = comfy.run(graph)
     assert run.ok, run.status
-    [saved] = run.outputs["kept"]["latents"]
-    path = comfy.base / saved["type"] / saved["subfolder"] / saved["filename"]
-    return load_file(path)["latent_tensor"], len(run.outputs["pictures"]["images"])
+    return load_file(comfy.output_file(run, "kept"))["latent_tensor"], len(run.outputs["pictures"]["images"])
 
 
 @pytest.mark.parametrize("family", CONFIGS)

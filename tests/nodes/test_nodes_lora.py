@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.comfyui import ComfyUI, Graph, Refused, Run, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Refused, Run, make_base, serving
 from tools.embedded_graphs import LINEARS, SMALL, loaders, node, sampler, write_lora
 from wan_core.checkpoint.save import write_safetensors
 
@@ -83,9 +83,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     write_lora(folder / "style.safetensors", seed=1)
     write_lora(folder / "other_4steps.safetensors", seed=2)
     write_safetensors({"x.weight": torch.zeros(2)}, folder / "no_lora.safetensors", {})
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def lora(model: str = "model", **inputs: Any) -> dict[str, Any]:

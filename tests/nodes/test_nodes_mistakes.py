@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Refused, make_base, serving
 from tests.stand_ins import write_stand_in
 from tools.embedded_graphs import image_to_video, node, small
 from wan_core.pipeline.sources import TINY
@@ -143,9 +143,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     (models / "vae" / HIGH).symlink_to(TINY / "t2v_high.safetensors")
     write_stand_in(models / "vae" / VAE_5B)
     Image.fromarray(np.full((48, 48, 3), 90, np.uint8)).save(base / "input" / "first.png")
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def told(comfy: ComfyUI, graph: Graph) -> tuple[str, str, str]:

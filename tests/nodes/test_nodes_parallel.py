@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.comfyui import Client, ComfyUI, Graph, Refused, find_comfyui, make_base
+from tests.comfyui import Client, ComfyUI, Graph, Refused, find_comfyui, make_base, serving
 from tests.nodes.test_workflows import api_form, caption_behind, on_cpu_workers
 from tools.embedded_graphs import node, small, text_to_video
 from tools.processes import below, ranks_below, wait_until_gone
@@ -26,9 +26,7 @@ LAUNCHER = {"devices": "cpu,cpu", "mesh": "auto", "start_timeout": 60, "step_tim
 
 @pytest.fixture(scope="module")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")))
-    yield server
-    server.stop()
+    yield from serving(make_base(tmp_path_factory.mktemp("comfyui")))
 
 
 def on_workers(graph: Graph, **changed: object) -> Graph:

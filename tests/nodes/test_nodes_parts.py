@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.comfyui import Client, ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import Client, ComfyUI, Graph, make_base, saved_latents, serving
 from tests.nodes.test_workflows import api_form
 from tools.embedded_graphs import TINY_I2V, loaders, node, sampler
 from wan_core.checkpoint.save import write_safetensors
@@ -41,9 +41,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     copy(base, TINY / "text_encoder.safetensors", "umt5_xxl_fp8_e4m3fn_scaled", "text_encoders")
     copy(base, TINY / "vae.safetensors", "wan_2.1_vae", "vae")
     Image.new("RGB", (64, 64), (200, 30, 40)).save(base / "input" / "example.png")
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def copy(base: Path, file: Path, name: str, folder: str = "diffusion_models") -> None:
@@ -66,10 +64,8 @@ def graph(**nodes: Any) -> Graph:
 
 
 def latents(comfy: ComfyUI, nodes: Graph, of: str = "sampler") -> torch.Tensor:
-    run = comfy.run({**nodes, "kept": node("SaveLatent", samples=[of, 0], filename_prefix="kept")})
-    assert run.ok, run.status
-    [saved] = run.outputs["kept"]["latents"]
-    return load_file(comfy.base / saved["type"] / saved["subfolder"] / saved["filename"])["latent_tensor"]
+    kept = node("SaveLatent", samples=[of, 0], filename_prefix="kept")
+    return saved_latents(comfy, {**nodes, "kept": kept})
 
 
 def refusal(comfy: ComfyUI, nodes: Graph, of: str = "sampler") -> str:

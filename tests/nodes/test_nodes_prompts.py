@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Refused, make_base, serving
 from tools.embedded_graphs import node, text_to_video
 from wan_core.config import LoadOptions, PromptAt, Request
 from wan_core.media.video import read_video
@@ -23,9 +23,7 @@ SCENES = PromptAt(frame=0, text=RED), PromptAt(frame=8, text=GREEN)
 
 @pytest.fixture(scope="module")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")))
-    yield server
-    server.stop()
+    yield from serving(make_base(tmp_path_factory.mktemp("comfyui")))
 
 
 def graph(prompts: str = f"0: {RED}\n8: {GREEN}", whole: str = "", **sampling: Any) -> Graph:

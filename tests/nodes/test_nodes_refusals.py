@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui import ComfyUI, Graph, Refused, Run, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Refused, Run, make_base, serving
 from tools.embedded_graphs import CAPTION, TINY_I2V, image_to_video, node, small
 
 pytestmark = pytest.mark.comfy
@@ -30,9 +30,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
         (base / "models" / other).mkdir()
         (base / "models" / other / HIGH).symlink_to(tiny / "t2v_high.safetensors")
     Image.fromarray(np.full((48, 48, 3), 90, np.uint8)).save(base / "input" / "first.png")
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def texts(*ranges: tuple[float, float], **sampling: Any) -> Graph:

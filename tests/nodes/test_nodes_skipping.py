@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, make_base, serving
 from tools.embedded_graphs import SMALL, TINY, loaders, node, sampler
 from wan_core.pipeline.sources import TINY as FILES
 from wan_core.sampling.cache.magcache import CURVE_FILES, find_curve
@@ -26,9 +26,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
         shutil.copy(
             FILES / f"t2v_{expert}.safetensors", base / "models" / "diffusion_models" / f"mine_{expert}.safetensors"
         )
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def small(**sampling: Any) -> Graph:

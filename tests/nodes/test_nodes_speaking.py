@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import s2v_loop as loop
 from tests.animate_references import draw_weights
-from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, make_base, serving
 from tests.nodes.test_workflows import api_form
 from tests.pipeline.test_sound_clips import write_wav
 from tools.embedded_graphs import node
@@ -59,9 +58,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     Image.fromarray(loop.drawn_pictures(1, 5)[0]).save(base / "input/reference.png")
     write_wav(base / "input/speech.wav", FRAMES / 16)
     torch.save(loop.drawn_states()[:, :99].clone(), base / "states.pt")
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def graph_of(comfy: ComfyUI) -> Graph:
@@ -114,19 +111,14 @@ def test_the_shared_workflow_makes_the_video_of_the_command_line(
     graph = graph_of(comfy)
     run = comfy.run(graph)
     assert run.ok, run.status
-    pictures = run.outputs["pictures"]["images"]
-    frames = np.stack([load_image(path_of(comfy, one)) for one in pictures]) * 255
+    frames = np.stack([load_image(path) for path in comfy.output_files(run, "pictures")]) * 255
     assert len(frames) == FRAMES
     expected = command_line(comfy, monkeypatch).astype(np.float32)
     assert np.abs(frames - expected).max() <= 2 and np.abs(frames - expected).mean() < 0.5
     [saved] = [key for key, one in graph.items() if one["class_type"] == "SaveVideo"]
-    [file] = run.outputs[saved]["images"]
-    assert len(read_video(path_of(comfy, file))) == FRAMES
-    assert abs(read_sound(path_of(comfy, file)).seconds - FRAMES / 16) <= 1 / 16
-
-
-def path_of(comfy: ComfyUI, saved: dict[str, str]) -> Path:
-    return comfy.base / saved["type"] / saved["subfolder"] / saved["filename"]
+    file = comfy.output_file(run, saved)
+    assert len(read_video(file)) == FRAMES
+    assert abs(read_sound(file).seconds - FRAMES / 16) <= 1 / 16
 
 
 def test_a_clip_that_the_sound_does_not_reach_is_refused(comfy: ComfyUI) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.comfyui import ComfyUI, find_comfyui, make_base
+from tests.comfyui import ComfyUI, make_base, serving
 from tests.models.test_tiny_vae import weights_of
 from tools.embedded_graphs import node, text_to_video
 from wan_core.checkpoint import save
@@ -32,9 +32,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
         path.parent.mkdir(parents=True)
         write_safetensors(weights_of("taew2_1"), path, {})
     make_model(base / "models" / "diffusion_models" / "wan2.1_t2v_14B.safetensors")
-    server = ComfyUI(find_comfyui(), base, arguments=["--preview-method", "taesd"])
-    yield server
-    server.stop()
+    yield from serving(base, arguments=["--preview-method", "taesd"])
 
 
 def make_model(path: Path) -> None:

@@ -11,7 +11,7 @@ import av
 import numpy as np
 import pytest
 
-from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, make_base, serving
 from tests.nodes.test_nodes_comfy import FAULTS, assert_comes_true
 from tools.embedded_graphs import SMALL, node, text_to_video
 from wan_core.media.video import read_video
@@ -39,9 +39,7 @@ NODE_CLASS_MAPPINGS = {"PlainVAE": PlainVAE}
 
 @pytest.fixture(scope="module")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui"), {"faults": FAULTS, "plain": PLAIN}))
-    yield server
-    server.stop()
+    yield from serving(make_base(tmp_path_factory.mktemp("comfyui"), {"faults": FAULTS, "plain": PLAIN}))
 
 
 def decoded_to_video(size: dict[str, int] | None = None, **inputs: Any) -> Graph:

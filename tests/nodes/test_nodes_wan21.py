@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, make_base, saved_latents, serving
 from tests.nodes.test_workflows import api_form
 from tests.pipeline.test_wan21 import IMAGE_TO_VIDEO, written
 from tools.embedded_graphs import node
@@ -86,9 +86,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     for seed, name in enumerate(("example.png", "other.png")):
         few = np.random.default_rng(seed).integers(0, 255, (2, 3, 3), dtype=np.uint8)
         Image.fromarray(few).resize((300, 200), Image.Resampling.BICUBIC).save(base / "input" / name)
-    server = ComfyUI(find_comfyui(), base)
-    yield server
-    server.stop()
+    yield from serving(base)
 
 
 def of_kind(graph: Graph, kind: str) -> dict[str, object]:
@@ -104,16 +102,9 @@ def smaller(**changes: object) -> Graph:
     return graph | {"kept": node("SaveLatent", samples=[sampler, 0], filename_prefix="kept")} | changes
 
 
-def latents_of(comfy: ComfyUI, graph: Graph) -> torch.Tensor:
-    run = comfy.run(graph)
-    assert run.ok, run.status
-    [saved] = run.outputs["kept"]["latents"]
-    return load_file(comfy.base / saved["type"] / saved["subfolder"] / saved["filename"])["latent_tensor"]
-
-
 def test_the_workflow_makes_what_the_command_line_makes(comfy: ComfyUI) -> None:
     graph = smaller()
-    theirs = latents_of(comfy, graph)
+    theirs = saved_latents(comfy, graph)
     models = {folder.name: next(folder.iterdir()) for folder in (comfy.base / "models").iterdir()}
     options = LoadOptions(
         high=str(models["diffusion_models"]),
@@ -133,9 +124,9 @@ def test_the_workflow_makes_what_the_command_line_makes(comfy: ComfyUI) -> None:
 
 def test_the_features_of_another_picture_count(comfy: ComfyUI) -> None:
     graph = smaller(other=node("LoadImage", image="other.png"))
-    one = latents_of(comfy, graph)
+    one = saved_latents(comfy, graph)
     of_kind(graph, "CLIPVisionEncode")["image"] = ["other", 0]
-    assert not torch.equal(latents_of(comfy, graph), one)
+    assert not torch.equal(saved_latents(comfy, graph), one)
 
 
 def test_without_features_it_says_what_to_connect(comfy: ComfyUI) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.comfyui import ComfyUI, find_comfyui, make_base, python_of
+from tests.comfyui import ComfyUI, find_comfyui, make_base, python_of, serving
 from tools.workflows import (
     BLUEPRINTS,
     NATIVE_SCHEMAS,
@@ -406,9 +406,7 @@ def test_the_page_on_headless_use_names_nodes_and_files_that_exist() -> None:
 @pytest.fixture(scope="module")
 def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     """A fresh installation: no model, no picture, nothing but the pack."""
-    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")))
-    yield server
-    server.stop()
+    yield from serving(make_base(tmp_path_factory.mktemp("comfyui")))
 
 
 @pytest.mark.comfy

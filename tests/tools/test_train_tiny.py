@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from tools.tiny.clips import HELD_OUT, TRAINED, Drawing, Ring, Size, image_rows, outline_rows
-from tools.tiny.driven import VISION
 from tools.tiny.experts import ROUND, T2V, adopt, caption_rows, draw_sigmas, initialise, outline_weights
 from tools.tiny.loop import Clock, Trainer
 from tools.tiny.vae import CONFIG
 from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
 from tools.train_tiny import main
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae, save
-from wan_core.checkpoint.encoders import load_vision
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.wan.inputs import image_channels
@@ -37,7 +35,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     main(["vae", *out, "--steps", "2", "--batch", "2", "--bank", "4", "--checks", "2"])
     main(["t2v", *out, "--steps", "2", "--batch", "4", "--bank", "8"])
     main(["i2v", *out, "--steps", "2", "--batch", "4", "--bank", "8"])
-    main(["driven", *out, "--steps", "2", "--batch", "2", "--bank", "4"])
     main(["eval", *out, "--steps", "2", "--samples", "2", "--guidance", "3"])
     return folder
 
@@ -51,8 +48,6 @@ def test_every_part_loads_and_all_fit_in_twenty_megabytes(trained: Path):
         for expert in ("high", "low"):
             config = load_dit(trained / f"{task}_{expert}.safetensors").config
             assert (config.in_channels, config.text_dim, config.text_len) == (channels, 64, TEXT_LEN)
-    driven, vision = load_dit(trained / "driven.safetensors"), load_vision(trained / "clip_vision.safetensors")
-    assert (driven.family, driven.config.image_dim, vision.config) == ("animate2", VISION.dim, VISION)
     loras = sum(path.stat().st_size for path in TINY_LORAS.values())
     assert loras + sum(path.stat().st_size for path in trained.glob("*.safetensors")) < 20e6
     assert all(path.stat().st_size < 20e6 for path in trained.iterdir())
@@ -61,7 +56,7 @@ def test_every_part_loads_and_all_fit_in_twenty_megabytes(trained: Path):
 def test_the_evaluation_reports_both_tasks(trained: Path):
     rows = json.loads(next(trained.glob("embedded-*.json")).read_text())["rows"]
     small = ", 32x32x5"
-    names = ["text-to-video, guidance 3", "image-to-video, guidance 3", "driven"]
+    names = ["text-to-video, guidance 3", "image-to-video, guidance 3"]
     assert [row["name"] for row in rows] == [name + small for name in names]
     assert all(0 <= row["all"] <= row["shape"] <= 1 for row in rows)
     assert (trained / "i2v_32x32_guidance3.png").read_bytes().startswith(b"\x89PNG")

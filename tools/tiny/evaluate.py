@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ from tools.tiny.files import part_path, report_sizes
 from wan_core.config import LoadOptions, LoraOptions, Request
 from wan_core.pipeline.embedded import Scene
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.sources import TINY_DRIVEN
-from wan_lab.driving import follows
 from wan_lab.metrics import Observation, Verdict, describe, psnr, verdict
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.run import make
-from wan_lab.samples import Sample, as_pixels, batches, drawn_trio, driving_frames
+from wan_lab.samples import Sample, as_pixels, batches
 from wan_lab.shapes import draw
 
 CLAIMS = ("background", "colour", "shape", "motion", "all")
@@ -70,13 +68,6 @@ def evaluate(
             file = f"{task[:3]}_{{}}_guidance{guidance:g}"
             add(f"{label}, guidance {guidance:g}", file, made, size, made.videos)
             details[rows[-1]["name"]] = made.detail() | (first_frames(made, size) if task == "i2v-tiny" else {})
-    if part_path(folder, "driven").is_file():
-        pipe = load(folder, TINY_DRIVEN, device)
-        for size in sizes:
-            made = make_all(pipe, request_of(size, steps=steps, solver=solver), samples, batch, seed)
-            given = [drawn_trio(sample, width=size.width, height=size.height).reference for sample in made.samples]
-            pictures = torch.from_numpy(as_pixels(torch.cat(given)))[:, None].expand_as(made.videos)
-            add("driven", "driven_{}", made, size, torch.cat([pictures, torch.stack(made.driving), made.videos], 3))
     more = {"steps": steps, "solver": solver, "seed": seed, "details": details}
     result = envelope("embedded", device, rows, program="tools.train_tiny") | more
     print(write_result(result, result_path(out, result["suite"], device)))
@@ -86,10 +77,7 @@ def evaluate(
 def load(folder: Path, task: str, device: torch.device, loras: tuple[LoraOptions, ...] = ()) -> Pipeline:
     """The parts that training left in `folder`, in float32."""
     files = {name: str(part_path(folder, name)) for name in ("vae", "text_encoder")}
-    if task == TINY_DRIVEN:
-        files |= {"high": str(part_path(folder, "driven")), "clip_vision": str(part_path(folder, "clip_vision"))}
-    else:
-        files |= {expert: str(part_path(folder, f"{task[:3]}_{expert}")) for expert in ("high", "low")}
+    files |= {expert: str(part_path(folder, f"{task[:3]}_{expert}")) for expert in ("high", "low")}
     precise = {"precision": "fp32", "vae_precision": "fp32"}
     return Pipeline.load(LoadOptions(task=task, device=str(device), loras=loras, **files, **precise))
 
@@ -110,7 +98,6 @@ class Made:
     scenes: list[Scene]
     seen: list[Observation] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    driving: list[Tensor] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
         """How many of the claims are true, and how many videos are right in all of them (`all`)."""
@@ -136,22 +123,17 @@ class Made:
 
 
 def make_all(pipe: Pipeline, base: Request, count: int, batch: int, seed: int) -> Made:
-    """Videos of held-out captions. A driven video's motion is right where it follows the driving one; half of those go
-    along curves."""
+    """Videos of held-out captions."""
     scenes = held_out_scenes(count)
-    samples = [Sample(scene.caption, seed + n, curved=n % 2 == 1) for n, scene in enumerate(scenes)]
-    runs, driving, seconds = [], [], 0.0
+    samples = [Sample(scene.caption, seed + n) for n, scene in enumerate(scenes)]
+    runs, seconds = [], 0.0
     for part in batches(pipe, base, samples, batch):
         begin = time.monotonic()
         runs.append(make(pipe, part, part.job.plan))
         seconds += time.monotonic() - begin
-        driving += [frames for s in part.samples if (frames := driving_frames(part.job, s)) is not None]
-    made = Made(torch.cat([run.frames for run in runs]), seconds, runs[0].forwards, samples, scenes, driving=driving)
+    made = Made(torch.cat([run.frames for run in runs]), seconds, runs[0].forwards, samples, scenes)
     made.seen = [describe(video.to(pipe.models.device)) for video in made.videos]
     made.verdicts = [verdict(seen, scene) for seen, scene in zip(made.seen, scenes, strict=True)]
-    if driving:
-        pairs = zip(made.verdicts, made.videos, driving, strict=True)
-        made.verdicts = [replace(one, motion=follows(video, driven)) for one, video, driven in pairs]
     return made
 
 
