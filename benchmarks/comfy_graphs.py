@@ -23,7 +23,6 @@ PROMPT = "The white dragon warrior stands still, eyes full of determination. The
 class Job:
     """What the template makes. four_steps: its switch."""
 
-    task: str = "i2v"
     width: int = 640
     height: int = 640
     frames: int = 81
@@ -44,7 +43,7 @@ class Job:
 
     @property
     def shift(self) -> float:
-        return 5.0 if self.task == "i2v" or self.four_steps else 8.0
+        return 5.0
 
     @property
     def size(self) -> str:
@@ -65,11 +64,11 @@ def native_graph(
     graph: Graph = {}
     steps, half = job.total_steps, job.total_steps // 2
     for expert in EXPERTS:
-        file = expert_file(job.task, expert, job.layers)
+        file = expert_file("i2v", expert, job.layers)
         graph[f"loaders.{expert}"] = node("UNETLoader", unet_name=file, weight_dtype="default")
         model: list[Any] = [f"loaders.{expert}", 0]
         if job.four_steps:
-            inputs = {"lora_name": lora_file(job.task, expert), "strength_model": 1.0, "model": model}
+            inputs = {"lora_name": lora_file("i2v", expert), "strength_model": 1.0, "model": model}
             graph[f"loaders.lora_{expert}"] = node("LoraLoaderModelOnly", **inputs)
             model = [f"loaders.lora_{expert}", 0]
         if attention is not None:
@@ -96,13 +95,11 @@ def native_graph(
         "positive": ["image", 0],
         "negative": ["image", 1],
     }
-    if job.task == "t2v":
-        both |= {"positive": ["text", 0], "negative": ["text.negative", 0]}
     graph["samplers.high"] = node(
         "KSamplerAdvanced",
         **both,
         model=[f"loaders.{last}_high", 0],
-        latent_image=["image", 2 if job.task == "i2v" else 0],
+        latent_image=["image", 2],
         add_noise="enable",
         start_at_step=0,
         end_at_step=half,
@@ -139,8 +136,6 @@ def native_conditioning(job: Job) -> Graph:
         "text.negative": node("CLIPTextEncode", text=NEGATIVE, clip=["loaders.text", 0]),
     }
     size = {"width": job.width, "height": job.height, "length": job.frames, "batch_size": 1}
-    if job.task == "t2v":
-        return graph | {"image": node("EmptyHunyuanLatentVideo", **size)}
     graph["image.load"] = node("LoadImage", image=job.image)
     graph["image"] = node(
         "WanImageToVideo",
@@ -163,7 +158,7 @@ def our_graph(
 ) -> Graph:
     """The same video with our nodes. presets: of "sparse" and "cache". devices: of WanCore Launcher; None: there is
     none. sampler: more inputs of the sampler."""
-    both = {expert: expert_file(job.task, expert, job.layers) for expert in EXPERTS}
+    both = {expert: expert_file("i2v", expert, job.layers) for expert in EXPERTS}
     graph: Graph = {
         "loaders.model": node(
             "WanCoreModelLoader",
@@ -185,24 +180,19 @@ def our_graph(
         graph["loaders.workers"] = node("WanCoreLauncher", devices=devices)
     model = ["loaders.model", 0]
     if job.four_steps:
-        loras = {expert: lora_file(job.task, expert) for expert in EXPERTS}
+        loras = {expert: lora_file("i2v", expert) for expert in EXPERTS}
         graph["loaders.lora"] = node("WanCoreLoRA", **loras, strength_high=1.0, strength_low=1.0, model=model)
         model = ["loaders.lora", 0]
     size = {"width": job.width, "height": job.height, "frames": job.frames}
-    source = "text"
-    if job.task == "t2v":
-        graph["image"] = node("WanCoreEmptyLatent", **size, latent_type="Wan 2.1 VAE (A14B, tiny)")
-    else:
-        source = "image"
-        graph["image.load"] = node("LoadImage", image=job.image)
-        graph["image"] = node(
-            "WanCoreImageToVideo",
-            **size,
-            positive=["text", 0],
-            negative=["text", 1],
-            vae=["loaders.vae", 0],
-            first_image=["image.load", 0],
-        )
+    graph["image.load"] = node("LoadImage", image=job.image)
+    graph["image"] = node(
+        "WanCoreImageToVideo",
+        **size,
+        positive=["text", 0],
+        negative=["text", 1],
+        vae=["loaders.vae", 0],
+        first_image=["image.load", 0],
+    )
     skipping = skipping_nodes(presets)
     if skipping:
         sampler["skipping"] = [list(skipping)[-1], 0]
@@ -219,9 +209,9 @@ def our_graph(
         guidance_mode="auto",
         preset="none",
         model=model,
-        positive=[source, 0],
-        negative=[source, 1],
-        latent=["image", 2 if job.task == "i2v" else 0],
+        positive=["image", 0],
+        negative=["image", 1],
+        latent=["image", 2],
         **sampler,
     )
     graph["decode"] = node(

@@ -8,15 +8,13 @@ on       the template's switch on: a LoRA for each expert, four steps, no guidan
 fresh    the same, and each counted video has a prompt and a picture that its server has not seen
 off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
          their samplers is scaled; ours run all. `--steps 20`: all run all
-t2v      the same with the template for text-to-video
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
 
 All sides of a part take turns in one server, `--runs` rounds (3 of `on` and `fresh`, 1 of the others). In each round a
 side makes a video of two steps that is not counted, which loads its models and kernels, and one with a new seed that
-is (`--in-a-row N`: so many of the runs at once, which takes less time). A row is written after every round, its median
-so far.
+is. A row is written after every round, its median so far.
 
-With `--gpus N` (default: all that are there) `on`, `off` and `t2v` also have sides for N GPUs: ours with WanCore
+With `--gpus N` (default: all that are there) `on` and `off` also have sides for N GPUs: ours with WanCore
 Launcher, and, where there is guidance, ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance
 branch to each GPU. `--gpus 1` leaves them out.
 
@@ -189,10 +187,7 @@ def everyday_rows(
         for size in sizes:
             width, height, frames = parse_size(size)
             job = Job(width=width, height=height, frames=frames, layers=options.layers)
-            if {"on", "fresh", "off", "cold"} & set(wanted):
-                write_files(base / "models", device, job.task, job.layers)
-            if "t2v" in wanted:
-                write_files(base / "models", device, "t2v", job.layers)
+            write_files(base / "models", device, "i2v", job.layers)
             if set(PARTS) & set(wanted):
                 with Server(checkout, base, device, gpus=count) as server:
                     for part, rows in PARTS.items():
@@ -211,27 +206,25 @@ def in_turns(
     native_steps: int | None = None,
     *,
     fresh: bool = False,
-    in_a_row: int = 1,
 ) -> Iterator[Row]:
-    """Rounds in which every side makes the job `in_a_row` times, `runs` in all, so that what changes meanwhile changes
-    all of them. A row of each side after every round, the median so far. Native sides come first, since the others are
-    compared with them. native_steps: that native sides run, and their samplers' time is scaled; None: all. fresh:
-    counted videos have a prompt and a picture of their own."""
+    """`runs` rounds in which every side makes the job, so that what changes meanwhile changes all of them. A row of
+    each side after every round, the median so far. Native sides come first, since the others are compared with
+    them. native_steps: that native sides run, and their samplers' time is scaled; None: all. fresh: counted videos
+    have a prompt and a picture of their own."""
     made: dict[str, list[Row]] = {side.name: [] for side in sides}
     medians: dict[str, tuple[Side, Row]] = {}
     latents: dict[str, torch.Tensor] = {}
-    for first in range(0, runs, in_a_row):
-        jobs = [replace(job, seed=job.seed + run) for run in range(first, min(runs, first + in_a_row))]
+    for seed in range(job.seed, job.seed + runs):
+        one = replace(job, seed=seed)
         if fresh:
-            jobs = [replace(one, prompt=f"{job.prompt} Take {one.seed}.", image=f"start{one.seed}.png") for one in jobs]
+            one = replace(one, prompt=f"{job.prompt} Take {seed}.", image=f"start{seed}.png")
         for side in sorted(sides, key=lambda side: (side.gpus, not side.native, side.name != NATIVE.name)):
             rows = made[side.name]
             if rows and "seconds" not in rows[-1]:
                 continue
             reason = side.why_not(server.kinds, server.device)
-            run = lambda s=side, j=jobs: {"rows": one_turn(server, s, job, j, native_steps, latents)}  # noqa: E731
-            found = guarded(side.name, job.size, reason, run)
-            rows += [{"name": side.name, "size": job.size} | row for row in found.get("rows", [found])]
+            run = lambda s=side, j=one: one_turn(server, s, job, j, native_steps, latents)  # noqa: E731
+            rows.append(guarded(side.name, job.size, reason, run))
             failed = rows[-1] if "seconds" not in rows[-1] else None
             medians[side.name] = side, failed or middle_row(rows)
             row = medians[side.name][1]
@@ -243,29 +236,24 @@ def one_turn(
     server: Server,
     side: Side,
     job: Job,
-    jobs: Sequence[Job],
+    one: Job,
     native_steps: int | None,
     latents: dict[str, torch.Tensor],
-) -> list[Row]:
-    """The videos `jobs` after one of `job` with two steps that is not counted: ComfyUI keeps loaded models only for the
+) -> Row:
+    """The video `one` after one of `job` with two steps that is not counted: ComfyUI keeps loaded models only for the
     prompt that comes next, and the side before had its own. latents: of the first video of each side."""
-    server.run(side.graph(replace(job, seed=1000 + jobs[0].seed, steps=2)))
-    rows = []
-    for one in jobs:
-        if side.native and native_steps is not None and native_steps < job.total_steps:
-            row = server.run(side.graph(replace(one, steps=native_steps)))[0]
-            more = row["nodes"]["samplers"] * (job.total_steps / native_steps - 1)
-            row["nodes"]["samplers"] = round(row["nodes"]["samplers"] + more, 3)
-            row |= {"seconds": round(row["seconds"] + more, 3), "steps_measured": native_steps}
-        elif side.name in latents:
-            row = server.run(side.graph(one))[0]
-        else:
-            row, run = server.run(with_latents(side.graph(one)))
-            latents[side.name] = saved_latents(server, run)
-            reference = next(iter(latents))
-            row |= {"error": relative_error(latents[side.name], latents[reference]), "error_to": reference}
-        rows.append(row)
-    return rows
+    server.run(side.graph(replace(job, seed=1000 + one.seed, steps=2)))
+    if side.native and native_steps is not None and native_steps < job.total_steps:
+        row = server.run(side.graph(replace(one, steps=native_steps)))[0]
+        more = row["nodes"]["samplers"] * (job.total_steps / native_steps - 1)
+        row["nodes"]["samplers"] = round(row["nodes"]["samplers"] + more, 3)
+        return row | {"seconds": round(row["seconds"] + more, 3), "steps_measured": native_steps}
+    if side.name in latents:
+        return server.run(side.graph(one))[0]
+    row, run = server.run(with_latents(side.graph(one)))
+    latents[side.name] = saved_latents(server, run)
+    reference = next(iter(latents))
+    return row | {"error": relative_error(latents[side.name], latents[reference]), "error_to": reference}
 
 
 def middle_row(rows: list[Row]) -> Row:
@@ -282,28 +270,18 @@ def middle_row(rows: list[Row]) -> Row:
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     sides = (*SIDES, ATTACHED, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False))
-    each = options.in_a_row or 1
-    yield from in_turns(server, chosen(sides, options), job, "on, new seed", options.runs or 3, in_a_row=each)
+    yield from in_turns(server, chosen(sides, options), job, "on, new seed", options.runs or 3)
 
 
 def fresh_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     sides = chosen((*SIDES, *ACCELERATED), options)
-    label, each = "on, new prompt and picture", options.in_a_row or 1
-    yield from in_turns(server, sides, job, label, options.runs or 3, fresh=True, in_a_row=each)
+    yield from in_turns(server, sides, job, "on, new prompt and picture", options.runs or 3, fresh=True)
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    yield from guided_rows(server, job, options, "off")
-
-
-def text_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    yield from guided_rows(server, replace(job, task="t2v"), options, "text-to-video, off")
-
-
-def guided_rows(server: Server, job: Job, options: argparse.Namespace, label: str) -> Iterator[Row]:
     """Steps of the native nodes take equally long, so that few of them tell the time of all."""
     sides = chosen((*OFF_SIDES, *ACCELERATED[:3], *several_sides(server.gpus, server.device, guided=True)), options)
-    yield from in_turns(server, sides, replace(job, four_steps=False), label, options.runs or 1, options.steps or 4)
+    yield from in_turns(server, sides, replace(job, four_steps=False), "off", options.runs or 1, options.steps or 4)
 
 
 def ratios(side: Side, row: Row, found: Sequence[tuple[Side, Row]]) -> Row:
@@ -318,7 +296,7 @@ def ratios(side: Side, row: Row, found: Sequence[tuple[Side, Row]]) -> Row:
     return first if several is None else first | {"ratio_to_native_gpus": several}
 
 
-PARTS = {"on": on_rows, "fresh": fresh_rows, "off": off_rows, "t2v": text_rows}
+PARTS = {"on": on_rows, "fresh": fresh_rows, "off": off_rows}
 
 
 def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:

@@ -33,7 +33,7 @@ SUITES: dict[str, Suite] = {
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
-        takes=("setting", "setup", "layers", "runs", "in_a_row", "steps", "gpus", "scratch", "checkout"),
+        takes=("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "checkout"),
     ),
     "templates": Suite(
         "ComfyUI's official templates of Animate-2, S2V, VACE and Fun in a real server, samplers alone",
@@ -58,7 +58,7 @@ ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf
 ARCHIVED += ("native", "parallel", "profile", "small-cards", "sparse", "startup", "streaming", "switch", "trajectory")
 ATTENTION_PARTS = ("kernels", "tune")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
-EVERYDAY_PARTS = ("on", "fresh", "off", "t2v", "cold")
+EVERYDAY_PARTS = ("on", "fresh", "off", "cold")
 TEMPLATE_PARTS = {  # a setting of templates -> its template
     "animate2": "video_wan_animate2",
     "s2v": "video_wan2_2_14B_s2v",
@@ -81,7 +81,6 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory, or sooner)")
     parser.add_argument("--runs", type=int, help="timed runs after one that is not counted (default 3)")
-    parser.add_argument("--in-a-row", type=int, help="runs of a row of everyday one after the other (default 1)")
     parser.add_argument("--gpus", type=int, help="of the suites everyday and videos (default: all there are)")
     parser.add_argument("--steps", type=int, help="steps of a generation, in suites that make one")
     parser.add_argument(

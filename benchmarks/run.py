@@ -108,13 +108,13 @@ def check_options(options: argparse.Namespace) -> None:
     for setup in options.setup or ():
         if options.suite not in ("everyday", "templates") and (options.suite != "single" or setup not in PEERS):
             find_setup(setup)
-    for number in ("runs", "in_a_row", "layers", "steps", "gpus"):
+    for number in ("runs", "layers", "steps", "gpus"):
         value = getattr(options, number)
         least = SUITES[options.suite].fewest_runs if number == "runs" else 1
         if value is not None and value < least:
             raise OptionError(f"{number} {value} given; it must be at least {least}")
     takes = SUITES[options.suite].takes
-    for option in ("setting", "setup", "layers", "runs", "in_a_row", "steps", "gpus", "scratch", "checkout"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "checkout"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option.replace('_', '-')} means nothing to the suite {options.suite}; "

@@ -68,7 +68,7 @@ def test_the_largest_number_of_a_matrix_is_exact_in_fp8() -> None:
     assert scaled["b.weight"] is weight and scaled["scaled_fp8"].numel() == 0
 
 
-@pytest.mark.parametrize("job", [Job(), Job(four_steps=False), Job(task="t2v")])
+@pytest.mark.parametrize("job", [Job(), Job(four_steps=False)])
 @pytest.mark.parametrize("make", [side.graph for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED, *SEVERAL)])
 def test_links_lead_somewhere_and_our_nodes_know_their_inputs(make: Any, job: Job) -> None:
     graph: Graph = make(job)
@@ -81,7 +81,7 @@ def test_links_lead_somewhere_and_our_nodes_know_their_inputs(make: Any, job: Jo
                 assert name in {item["name"] for item in schema["inputs"]}, (entry["class_type"], name)
 
 
-@pytest.mark.parametrize("job", [Job(), Job(four_steps=False), Job(task="t2v", four_steps=False)])
+@pytest.mark.parametrize("job", [Job(), Job(four_steps=False)])
 def test_each_expert_has_half_of_the_steps_on_both_sides(job: Job) -> None:
     plan = make_plan(
         steps=job.total_steps,
@@ -163,7 +163,7 @@ def test_every_side_in_a_real_server() -> None:
     options = argparse.Namespace(
         setting=["on", "off", "cold"], scratch=None, checkout=find_comfyui(), layers=None, runs=1, gpus=1
     )
-    options.setup, options.steps, options.in_a_row = None, 4, None
+    options.setup, options.steps = None, 4
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
     assert {row["name"].partition(": ")[0] for row in rows} == {"on, new seed", "off", "cold"}
     assert {row["name"].rpartition(": ")[2] for row in rows} == {
@@ -183,7 +183,7 @@ def test_every_side_in_a_real_server() -> None:
 def test_several_gpus_in_a_real_server(tmp_path: Path) -> None:
     """Two workers on the CPU; ComfyUI's own graph with a node that divides work is accepted."""
     options = argparse.Namespace(setting=["on", "off"], scratch=tmp_path, checkout=find_comfyui(), layers=2, runs=1)
-    options.setup, options.steps, options.gpus, options.in_a_row = ["ours, cudnn-fp8, 2 GPUs"], None, 2, 1
+    options.setup, options.steps, options.gpus = ["ours, cudnn-fp8, 2 GPUs"], None, 2
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
     assert [(row["name"], row["gpus"]) for row in rows] == [
         ("on, new seed: ours, cudnn-fp8, 2 GPUs", 2),
