@@ -55,7 +55,7 @@ def with_objects(*conditionings: list[Any]) -> list[Any]:
 def difference(
     clip: dict[str, Any], experts: Parts, models: Callable[[str], WanModel], plan: Plan, seed: int
 ) -> tuple[float, Any]:
-    """Of our latents from ComfyUI's, relative; and what was read of its conditioning."""
+    """The relative difference of our latents from ComfyUI's; and what was read of its conditioning."""
     joined = join(*with_objects(clip["positive"], clip["negative"]), clip["latent"], experts, plan)
     noise = draw_noise(seed, tuple(clip["latent"]["samples"].shape))
     latents = denoise(joined.plan, models, joined.conditioning, noise)
