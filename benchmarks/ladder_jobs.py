@@ -106,7 +106,7 @@ OUR_EXACT, OUR_FP8 = (f"ours, {kind}" for kind in ("auto", "cudnn-fp8"))
 OUR_BALANCED = "ours, cudnn-fp8, cache and sparse balanced"
 HD, SD, SQUARE = "1280x720x81", "832x480x81", "640x640x81"
 FAST = "--precision fp8 --attention fast"
-FOUR = "--preset lightx2v " + " ".join(
+FOUR = "--preset 4-step " + " ".join(
     f"--lora-{expert} {{models}}/loras/wan2.2_i2v_lightx2v_4steps_lora_v1_{expert}_noise.safetensors"
     for expert in ("high", "low")
 )
@@ -194,7 +194,7 @@ JOBS: tuple[Job, ...] = (
     # h. parts of it
     videos(
         "lora-phases", 200, "LoRA strengths by phase, 480p", "i2v",
-        f"one strength: {FAST} {FOUR}", f"by phase: {FAST} {FOUR.replace('lightx2v', 'motion', 1)}", size=SD,
+        f"one strength: {FAST} {FOUR}", f"by phase: {FAST} {FOUR.replace('4-step', 'motion', 1)}", size=SD,
     ),
     suite(
         "attention", 200, "attention kernels",

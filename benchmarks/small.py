@@ -67,7 +67,7 @@ def files(kind: str, scratch: Path, device: torch.device) -> tuple[list[str], Pa
     models = scratch / ("tiny" if device.type == "cpu" else "models")
     words = model_words(f"{FILES}{TASK}", scratch, models, device)
     loras = [f"--lora-{one}={models / 'loras' / lora_file(TASK, one)}" for one in EXPERTS]
-    words += ["--preset", "lightx2v", *loras, "--precision", "checkpoint"]
+    words += ["--preset", "4-step", *loras, "--precision", "checkpoint"]
     if device.type == "cpu":
         return words, models / "loras" / lora_file(TASK, EXPERTS[0])
     scaled = [models / "diffusion_models" / expert_file(TASK, one, None) for one in EXPERTS]

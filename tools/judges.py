@@ -7,7 +7,7 @@
 
 A judge makes every clip in full and with each preset from the same noise, and compares the frames: `truth` is the
 share of clips that show their caption (shape, colours and motion; on the test bed the colours; driven: the motion of
-the driving video). Clips are made in batches, over which a bound is kept together. Rows go into one file of a day:
+the driving video). Clips are made in batches. Rows go into one file of a day:
 those of a judge that is measured again are replaced.
 
 `bf16` (`--rounded`) is the full run with weights and activations in bfloat16: how far a video moves where nothing is
@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--judge", action="append", choices=tuple(JUDGES), help="repeatable (default: the short embedded ones)"
     )
-    made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the presets of bounds)")
+    made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the speed presets)")
     made.add_argument("--testbed", type=Path, help="the folder that `tools.testbed` wrote")
     made.add_argument("--keep", type=Path, help="folder of full runs, made once (default: none is kept)")
     made.add_argument("--rounded", action="store_true", help=f"also the full run of embedded models in {ROUNDED}")

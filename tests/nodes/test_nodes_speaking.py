@@ -94,9 +94,9 @@ def command_line(comfy: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     )
     sample = clips.sample
 
-    def seeded(run: Any, *arguments: Any, clip: int) -> torch.Tensor:
+    def seeded(run: Any, *arguments: Any, clip: int, **named: Any) -> torch.Tensor:
         job = replace(run.job, request=replace(run.job.request, seed=SEEDS[clip]))
-        return sample(replace(run, job=job), *arguments)
+        return sample(replace(run, job=job), *arguments, **named)
 
     monkeypatch.setattr(clips, "sample", seeded)
     size = {"width": loop.SIDE, "height": loop.SIDE, "clip_frames": SIZE["frames"]}

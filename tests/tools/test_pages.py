@@ -43,7 +43,7 @@ def test_every_node_has_a_row_and_a_help_page() -> None:
 NODE = re.compile(r"\bWanCore (?:from [A-Z]+|[A-Z][\w-]*)(?: (?:[A-Z0-9][\w-]*|to|for|with|over))*")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [one for one in PAGES if one.name != "CHANGELOG.md"], ids=lambda page: page.name)
 def test_nodes_and_templates_that_a_page_names_are_there(page: Path) -> None:
     """Nodes by their English names, on English pages; templates by their names."""
     lines = page.read_text(encoding="utf-8").splitlines()
