@@ -1,4 +1,4 @@
-"""Files with INT8 and 4-bit matrices, as ComfyUI writes them, for tests."""
+"""Files with INT8, 4-bit, NVFP4 and MXFP8 matrices, as ComfyUI writes them, for tests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from tests.comfyui import find_comfyui, python_of
 from wan_core.checkpoint.random import random_module
 from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.kernels.formats import FP8
+from wan_core.ops.kernels.formats import FP8, quantize_reference
 from wan_core.ops.kernels.integer_weights import (
     IntegerFormat,
-    decode,
     encode_int8,
     rotate,
 )
-from wan_core.ops.quant.packed import PackedLinear
+from wan_core.ops.quant.mx import encode_mxfp8, encode_nvfp4
+from wan_core.ops.quant.packed import PackedLinear, unpack
 from wan_core.ops.quant.swap import Quantization
 
 CPU = torch.device("cpu")
@@ -46,8 +46,18 @@ def nibbles(codes: Tensor) -> Tensor:
     return (codes[:, ::2] & 15 | (codes[:, 1::2] & 15) << 4).to(torch.uint8).view(torch.int8)
 
 
+MICROSCALED = {"nvfp4": encode_nvfp4, "mxfp8": encode_mxfp8}
+
+
+def text_of(kind: str) -> str:
+    """`Packed.fmt`."""
+    return kind if kind in MICROSCALED else FORMATS[kind].text
+
+
 def encoded(kind: str, weight: Tensor) -> dict[str, Tensor]:
     """The parts of a matrix as a file stores them; by the nearest number, which is all that a reader needs."""
+    if kind in MICROSCALED:
+        return dict(zip(("weight", "weight_scale", "weight_scale_2"), MICROSCALED[kind](weight), strict=False))
     fmt = FORMATS[kind]
     rotated = rotate(weight.float(), fmt.rotation)
     if fmt.name == "int8_tensorwise":
@@ -72,8 +82,9 @@ def encoded(kind: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def described(kind: str, nested: bool = False) -> dict[str, Any]:
-    fmt = FORMATS[kind]
-    params: dict[str, Any] = {}
+    if kind in MICROSCALED:
+        return {"format": kind}
+    fmt, params = FORMATS[kind], dict[str, Any]()
     if fmt.rotation:
         params |= {"convrot_groupsize": fmt.rotation}
         params |= {"convrot": True} if fmt.name == "int8_tensorwise" else {}
@@ -83,23 +94,33 @@ def described(kind: str, nested: bool = False) -> dict[str, Any]:
 
 
 def stored(
-    kind: str, spelling: str = "tensor", config: DiTConfig = SMALL
+    kind: str, spelling: str = "tensor", config: DiTConfig = SMALL, mixed: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-    """(the file's tensors, the numbers that they mean, the file's notes). spelling: tensor, params or metadata."""
+    """(the file's tensors, the numbers that they mean, the file's notes). spelling: tensor, params, metadata, or the
+    names of formats alone (words). mixed: one linear of a block in FP8, one in bf16."""
     state, meant, layers, names = {}, {}, {}, config.quantized_names()
     for name, value in random_module(config, device=CPU, dtype=torch.bfloat16, seed=1).state_dict().items():
         linear = name.rpartition(".")[0]
-        if linear not in names or not name.endswith(".weight"):
+        if linear not in names or not name.endswith(".weight") or (mixed and linear.endswith(".k")):
             state[name], meant[name] = value, value.float()
             continue
-        parts = encoded(kind, value)
+        if mixed and linear.endswith("ffn.0"):
+            data, scale = quantize_reference(value, "tensor")
+            parts, layers[linear] = {"weight": data, "weight_scale": scale}, {"format": "float8_e4m3fn"}
+            meant[name] = data.float() * scale
+        else:
+            parts, layers[linear] = encoded(kind, value), described(kind, spelling == "params")
+            meant[name] = unpack(text_of(kind), parts, torch.float32)
+            if kind == "nvfp4":
+                parts["weight_scale"] = parts["weight_scale"].view(FP8)
+            if kind in MICROSCALED:
+                parts["input_scale"] = torch.tensor(1.0)
         state |= {f"{linear}.{part}": tensor for part, tensor in parts.items()}
-        meant[name] = decode(FORMATS[kind], parts)
-        layers[linear] = described(kind, spelling == "params")
-        if spelling != "metadata":
+        if spelling in ("tensor", "params"):
             text = json.dumps(layers[linear]).encode()
             state[f"{linear}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
-    notes = {"_quantization_metadata": json.dumps({"layers": layers})} if spelling == "metadata" else {}
+    noted = {name: entry["format"] if spelling == "words" else entry for name, entry in layers.items()}
+    notes = {} if spelling in ("tensor", "params") else {"_quantization_metadata": json.dumps({"layers": noted})}
     return state, meant, NOTES | notes
 
 

@@ -70,11 +70,6 @@ def write_sharded(state: Mapping[str, Tensor], folder: Path) -> Path:
     return folder / "model.index.json"
 
 
-def write_pickled(state: Mapping[str, Tensor], folder: Path) -> Path:
-    torch.save(dict(state), folder / "model.pth")
-    return folder / "model.pth"
-
-
 def write_single(state: Mapping[str, Tensor], folder: Path) -> Path:
     write_safetensors(state, folder / "model.safetensors", {})
     return folder / "model.safetensors"
@@ -82,7 +77,7 @@ def write_single(state: Mapping[str, Tensor], folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("prefix", "writer"),
-    [("", write_single), ("model.diffusion_model.", write_sharded), ("diffusion_model.", write_pickled)],
+    [("", write_single), ("model.diffusion_model.", write_sharded), ("diffusion_model.", write_single)],
 )
 def test_a_transformer_loads_and_keeps_them(
     prefix: str, writer: Callable[[Mapping[str, Tensor], Path], Path], tmp_path: Path
@@ -219,13 +214,10 @@ BROKEN: dict[str, tuple[Tensor, str]] = {
     "no JSON": (torch.tensor(list(b"{"), dtype=torch.uint8), r'is "\{", and expected is JSON'),
     "no UTF-8": (torch.tensor([34, 255, 34], dtype=torch.uint8), "expected is JSON"),
     "deep": (torch.full((4096,), ord("["), dtype=torch.uint8), "expected is JSON"),
-    "a number": (as_bytes(3), "expected is JSON"),
     "no name": (as_bytes({"tau": 1.0}), "expected is JSON"),
     "a name that is no text": (as_bytes({"attention": None}), "expected is JSON"),
     "an empty list": (as_bytes([]), "expected is JSON"),
-    "empty": (torch.empty(0, dtype=torch.uint8), "expected is JSON"),
     "other numbers": (torch.tensor([0.5, 300.0]), "is torch.float32 and holds no bytes"),
-    "wide integers": (torch.tensor([123, 9999]), "is torch.int64 and holds no bytes"),
     "NaN": (torch.tensor([float("nan")]), "holds no bytes"),
     "large": (torch.full((5000,), 32, dtype=torch.uint8), "has 5000 numbers .* at most 4096 bytes"),
 }
@@ -293,16 +285,6 @@ def test_an_unknown_format_is_refused_in_every_door(what: str, tmp_path: Path) -
         assert what in inspect(path)["problems"][0]
     path = described(what, plain(), tmp_path)
     assert main(["quantize", str(path), str(tmp_path / "out.safetensors")]) == 2
-
-
-def test_the_message_says_what_is_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as fault:
-        load_dit(described("awq_w4a16", plain(), tmp_path))
-    assert f"quantised as awq_w4a16 ({ONE}), which this version cannot read; it reads float8_e4m3fn" in str(fault.value)
-    assert str(fault.value).endswith("Use a file in one of these, or in bf16.")
-    torch.save(plain() | UNKNOWN["awq_w4a16"][0], tmp_path / "file.pth")
-    with pytest.raises(CheckpointError, match="quantised as awq_w4a16"):
-        load_dit(tmp_path / "file.pth")
 
 
 def test_encoders_in_fp8_with_scales_are_refused(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from io import FileIO
 from pathlib import Path
-from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -16,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.gguf_files import llama_name, matrices, random_rows, tokenizer_notes, write
-from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint, save, staged
+from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint, save
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.checkpoint.staged import Reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.execution.optimize import compile_blocks
 from wan_core.models.wan.config import DiTConfig
@@ -112,27 +109,6 @@ def test_nothing_is_copied(tmp_path: Path) -> None:
     assert before.data_ptr() == again.data_ptr()
     model = load_dit(checkpoint, quantization=HOLD, dtype=torch.float32)
     assert model.blocks[0].ffn[0].weight.data_ptr() == before.data_ptr()
-
-
-@pytest.mark.parametrize("quantization", [HOLD, None, Quantization(Fp8RowLinear, CPU)], ids=["kept", "wide", "fp8"])
-def test_it_is_the_same_mapped_and_read_by_threads(tmp_path: Path, quantization: Quantization | None) -> None:
-    """Every byte of the tensors is read by the threads, none from the mapped file, which one thread would read."""
-    path = tmp_path / "m.gguf"
-    write(path, plain(), matrices("Q4_K"), notes=NOTES)
-    dtype = torch.float32 if quantization is None or quantization is HOLD else torch.bfloat16
-    mapped = load_dit(path, dtype=dtype, quantization=quantization).state_dict()
-    told: list[int] = []
-    read, inner = [], staged._read_into
-
-    def counted(file: FileIO, at: int, place: memoryview) -> None:
-        read.append(len(place))
-        inner(file, at, place)
-
-    how = Reading(mapped=False, on_bytes=told.append)
-    with patch.multiple(staged, PIECE=1000, _read_into=counted):
-        fed = load_dit(path, dtype=dtype, quantization=quantization, how=how).state_dict()
-    assert all(torch.equal(value.float(), fed[name].float()) for name, value in mapped.items())
-    assert sum(told) == sum(read) == sum(info.nbytes for info in open_checkpoint(path).tensors.values())
 
 
 def test_shapes_that_ggml_cannot_hold_come_back(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.test_checkpoint_fuzz import capped, flips, survives
 from tests.gguf_files import llama_name, matrices, tokenizer_notes, write
-from tests.int8_files import stored as stored_int8
-from tests.ops.test_mx import stored
+from tests.int8_files import stored
 from tools.hostile.changes import flipped
 from wan_core.checkpoint import load_text_encoder
 from wan_core.checkpoint.gguf_file import open_gguf
@@ -111,7 +110,7 @@ PACKED = ("nvfp4", "mxfp8", "tensor", "rotated 256", "w4a4", "w4a8")
 
 @cache
 def packed_state(fmt: str) -> dict[str, torch.Tensor]:
-    state, _, notes = stored(fmt) if fmt in ("nvfp4", "mxfp8") else stored_int8(fmt)
+    state, _, notes = stored(fmt)
     text = torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)
     return {**state, "notes": text}
 

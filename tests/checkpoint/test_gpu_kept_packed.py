@@ -9,8 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.checkpoint.test_int8_reading import OnTheCPU, files, lora  # noqa: F401
-from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
+from tests.checkpoint.test_packed_reading import OnTheCPU, files, lora, scaled  # noqa: F401
 from tests.int8_files import inputs
 from tests.loras_on import loras_on
 from wan_core.checkpoint import load_dit, load_text_encoder, staged

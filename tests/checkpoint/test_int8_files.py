@@ -10,7 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.int8_files import FORMATS, HOLD, NAMES, NOTES, SMALL, described, encoded, inputs, relative, run_there, stored
+from tests.int8_files import (
+    FORMATS,
+    HOLD,
+    MICROSCALED,
+    NAMES,
+    NOTES,
+    SMALL,
+    described,
+    encoded,
+    inputs,
+    relative,
+    run_there,
+    stored,
+    text_of,
+)
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint
 from wan_core.checkpoint.load import read_again
 from wan_core.checkpoint.lora.read import read_lora
@@ -38,28 +52,38 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("kind", "spelling"),
-    [*((kind, "tensor") for kind in FORMATS), *(("w4a8 plain", spelling) for spelling in ("params", "metadata"))],
+    ("kind", "spelling", "mixed"),
+    [
+        *((kind, "tensor", False) for kind in (*FORMATS, *MICROSCALED)),
+        *(("w4a8 plain", spelling, False) for spelling in ("params", "metadata")),
+        *((kind, *other) for kind in MICROSCALED for other in (("words", True), ("metadata", False))),
+    ],
 )
 @torch.no_grad()
-def test_a_file_in_every_format_and_spelling(tmp_path: Path, kind: str, spelling: str) -> None:
-    state, meant, notes = stored(kind, spelling)
-    path = tmp_path / "m.safetensors"
+def test_a_file_in_every_format_and_spelling(tmp_path: Path, kind: str, spelling: str, mixed: bool) -> None:
+    state, meant, notes = stored(kind, spelling, mixed=mixed)
+    path, fmt = tmp_path / "m.safetensors", text_of(kind)
     write_safetensors(state, path, notes)
     assert detect(path).config == SMALL
     wide = load_dit(path, dtype=torch.float32)
     assert all(torch.equal(value, meant[name]) for name, value in wide.state_dict().items())
     packed_model = load_dit(path, dtype=torch.float32, quantization=HOLD)
     packed = {name: m for name, m in packed_model.named_modules() if isinstance(m, PackedLinear)}
-    assert packed.keys() == NAMES and all(m.multiplies for m in packed.values())
-    assert {m.packing for m in packed.values()} == {FORMATS[kind].text}
-    assert 0 < relative(packed_model(*inputs()), wide(*inputs())) < 0.02
+    assert packed.keys() == NAMES - {name for name in NAMES if mixed and name.endswith(".k")}
+    assert all(m.multiplies == (kind in FORMATS) for m in packed.values())
+    assert all(m.packing == ("fp8" if mixed and name.endswith("ffn.0") else fmt) for name, m in packed.items())
+    error = relative(packed_model(*inputs()), wide(*inputs()))
+    assert 0 < error < 0.02 if kind in FORMATS else error == 0
+    encoded_again = load_dit(path, dtype=torch.float32, quantization=Quantization(Fp8RowLinear, CPU))
+    weight, expected = (one.get_submodule("blocks.0.ffn.2").weight for one in (encoded_again, wide))
+    assert torch.equal(weight.view(torch.uint8), Fp8RowLinear.encode(expected)["weight"].view(torch.uint8))
     part = recognise(path, "dit", load_dit)
-    assert part.packed is not None and part.packed.fmt == FORMATS[kind].text
+    assert part.packed is not None and part.packed.fmt == fmt
     assert stored_precision(part, CPU)[0] == PACKED
-    model = part.load(CPU, torch.bfloat16, HOLD)
-    assert part.bytes(torch.bfloat16, HOLD) == sum(p.nbytes for p in model.parameters())
-    assert FORMATS[kind].text in inspect(path)["precision"] and not inspect(path)["problems"]
+    if not mixed:
+        model = part.load(CPU, torch.bfloat16, HOLD)
+        assert part.bytes(torch.bfloat16, HOLD) == sum(p.nbytes for p in model.parameters())
+    assert fmt in inspect(path)["precision"] and not inspect(path)["problems"]
 
 
 def test_products_of_high_precision_where_the_file_wants_them(tmp_path: Path) -> None:
@@ -165,6 +189,16 @@ def damaged(kind: str, change: dict[str, Any] | None = None, **parts: Tensor | N
         ("w4a8", {"group_size": 24}, {}, "multiples of 16"),
         ("w4a8", {"group_size": 32}, {}, "do not match"),
         ("w4a8", None, {"weight_correction": torch.ones(16, 512)}, "weight_correction"),
+        *(
+            (kind, None, parts, message)
+            for kind in MICROSCALED
+            for parts, message in (
+                ({"weight_scale": None}, "weight_scale is missing"),
+                ({"weight_scale": torch.zeros(128, 4, dtype=torch.uint8)}, "do not match"),
+                ({"weight": torch.zeros(512, 256)}, "parts"),
+                ({"weight_scale_3": torch.ones(()), "weight_scale_inv": torch.ones(())}, "quantised"),
+            )
+        ),
     ],
 )
 def test_damage_is_said(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, stag
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.checkpoint.staged import Feed, Reading, reading
+from wan_core.checkpoint.switch_interval import SHORT, SWITCH_INTERVAL
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.swap import Quantization
@@ -227,3 +229,31 @@ def test_pieces_travel_through_locked_buffers(piece, threads, file, monkeypatch)
         for name in names:
             tensor, stored = feed.read(name), checkpoint.read(name)
             assert tensor.dtype == stored.dtype and tensor.shape == stored.shape and torch.equal(tensor, stored)
+
+
+def test_turns_are_short_until_the_last_context_has_ended() -> None:
+    usual = sys.getswitchinterval()
+    begun, end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with SWITCH_INTERVAL.short():
+            begun.set()
+            end.wait()
+
+    thread = threading.Thread(target=other)
+    with SWITCH_INTERVAL.short():
+        thread.start()
+        begun.wait()
+    assert sys.getswitchinterval() == pytest.approx(SHORT)
+    end.set()
+    thread.join()
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_a_feed_has_short_turns_until_it_is_closed(file) -> None:
+    usual, checkpoint = sys.getswitchinterval(), open_checkpoint(file)
+    with Feed(checkpoint, ["head.modulation"], CPU, Reading()) as feed:
+        assert sys.getswitchinterval() == pytest.approx(SHORT)
+        feed.close()
+        feed.close()
+    assert sys.getswitchinterval() == pytest.approx(usual)

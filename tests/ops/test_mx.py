@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -13,14 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.comfyui import find_comfyui, python_of
-from wan_core.checkpoint import CheckpointError, detect, load_dit, open_checkpoint
-from wan_core.checkpoint.random import random_module
+from tests.int8_files import encoded, stored
+from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import doctor
-from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.kernels.formats import FP8, quantize_reference
 from wan_core.ops.quant import mx
-from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.mx import (
     E2M1,
     GROUP,
@@ -32,24 +28,10 @@ from wan_core.ops.quant.mx import (
     tiled,
 )
 from wan_core.ops.quant.packed import Packed, PackedLinear, unpack
-from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.settings import PACKED, precision_of
-from wan_core.pipeline.sources import recognise
 
 CPU = torch.device("cpu")
-HOLD = Quantization(PackedLinear, CPU)
 FORMATS = ("nvfp4", "mxfp8")
-SMALL = DiTConfig(
-    in_channels=16, out_channels=16, dim=128, ffn_dim=256, num_heads=2, num_layers=2, text_dim=48, text_len=32
-)
-NOTES = {"num_heads": "2", "text_len": "32"}
-NAMES = SMALL.quantized_names()
 shapes = st.tuples(st.integers(1, 300), st.integers(1, 9))
-
-
-def encoded(fmt: str, x: Tensor) -> dict[str, Tensor]:
-    parts = encode_mxfp8(x) if fmt == "mxfp8" else encode_nvfp4(x)
-    return dict(zip(("weight", "weight_scale", "weight_scale_2"), parts, strict=False))
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -102,87 +84,6 @@ def test_powers_of_two() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
-
-
-def stored(fmt: str, spelling: str = "tensor", mixed: bool = False) -> tuple[dict[str, Tensor], dict, dict[str, str]]:
-    """(the file's tensors, the numbers that they mean, the file's notes). mixed: one linear in FP8, one in bf16."""
-    state, meant, layers = {}, {}, {}
-    for name, value in random_module(SMALL, device=CPU, dtype=torch.bfloat16, seed=1).state_dict().items():
-        linear = name.rpartition(".")[0]
-        if linear not in NAMES or not name.endswith(".weight") or (mixed and linear.endswith(".k")):
-            state[name], meant[name] = value, value.float()
-            continue
-        if mixed and linear.endswith("ffn.0"):
-            data, scale = quantize_reference(value, "tensor")
-            state |= {name: data, f"{linear}.weight_scale": scale}
-            meant[name], layers[linear] = data.float() * scale, "float8_e4m3fn"
-        else:
-            parts = encoded(fmt, value)
-            if fmt == "nvfp4":
-                parts["weight_scale"] = parts["weight_scale"].view(FP8)
-            state |= {f"{linear}.{part}": tensor for part, tensor in parts.items()}
-            meant[name], layers[linear] = unpack(fmt, encoded(fmt, value), torch.float32), fmt
-            state[f"{linear}.input_scale"] = torch.tensor(1.0)
-        if spelling == "tensor":
-            text = json.dumps({"format": layers[linear]}).encode()
-            state[f"{linear}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
-    noted = {"layers": layers if spelling == "words" else {name: {"format": f} for name, f in layers.items()}}
-    return state, meant, NOTES if spelling == "tensor" else NOTES | {"_quantization_metadata": json.dumps(noted)}
-
-
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(1, 16, 2, 8, 8, generator=generator)
-    return x, torch.tensor([500.0]), torch.randn(1, 4, 48, generator=generator)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("spelling", "mixed"), [("tensor", False), ("words", True), ("tables", False)])
-@torch.no_grad()
-def test_a_file_in_every_spelling(tmp_path: Path, fmt: str, spelling: str, mixed: bool) -> None:
-    state, meant, notes = stored(fmt, spelling, mixed)
-    path = tmp_path / "m.safetensors"
-    write_safetensors(state, path, notes)
-    assert detect(path).config == SMALL
-    wide = load_dit(path, dtype=torch.float32)
-    assert all(torch.equal(value, meant[name]) for name, value in wide.state_dict().items())
-    packed = load_dit(path, dtype=torch.float32, quantization=HOLD)
-    kinds = {name: m.packing for name, m in packed.named_modules() if isinstance(m, PackedLinear)}
-    plain = {name for name in NAMES if mixed and name.endswith(".k")}
-    assert set(kinds) == NAMES - plain
-    assert all(kind == ("fp8" if mixed and name.endswith("ffn.0") else fmt) for name, kind in kinds.items())
-    assert torch.equal(packed(*inputs()), wide(*inputs()))
-    part = recognise(path, "dit", load_dit)
-    assert part.packed is not None and part.packed.fmt == fmt and precision_of("checkpoint", part, CPU) == PACKED
-    if not mixed:
-        model = part.load(CPU, torch.bfloat16, HOLD)
-        assert part.bytes(torch.bfloat16, HOLD) == sum(p.nbytes for p in model.parameters())
-
-
-def test_encoded_anew_as_fp8(tmp_path: Path) -> None:
-    state, meant, notes = stored("nvfp4")
-    write_safetensors(state, tmp_path / "m.safetensors", notes)
-    model = load_dit(tmp_path / "m.safetensors", dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU))
-    weight = model.get_submodule("blocks.0.ffn.2").weight
-    expected = Fp8RowLinear.encode(meant["blocks.0.ffn.2.weight"])["weight"]
-    assert torch.equal(weight.view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_damage_is_said(tmp_path: Path, fmt: str) -> None:
-    state, _, notes = stored(fmt)
-    one = "blocks.1.ffn.0"
-    missing = {name: t for name, t in state.items() if name != f"{one}.weight_scale"}
-    cases = {
-        "is missing": missing,
-        "do not match": state | {f"{one}.weight_scale": torch.zeros(128, 4, dtype=torch.uint8)},
-        "parts": state | {f"{one}.weight": torch.zeros(256, 128)},
-        "quantised": state | {f"{one}.weight_scale_3": torch.ones(()), f"{one}.weight_scale_inv": torch.ones(())},
-    }
-    for message, damaged in cases.items():
-        write_safetensors(damaged, tmp_path / "bad.safetensors", notes)
-        with pytest.raises(CheckpointError, match=message):
-            load_dit(tmp_path / "bad.safetensors")
 
 
 def test_a_packed_matrix_reads_as_numbers(tmp_path: Path) -> None:

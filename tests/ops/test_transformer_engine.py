@@ -112,9 +112,6 @@ def test_shapes_on_a_gpu_are_those_of_the_cpu(kind, rows):
     assert (product.shape, product.dtype) == (out.flatten(0, -2).shape, out.dtype)
 
 
-# ------------------------------------------------------------------------------------------------------- delayed scales
-
-
 # -------------------------------------------------------------------------------------------------------------- padding
 
 

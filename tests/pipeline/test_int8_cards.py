@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.test_int8_reading import files, lora  # noqa: F401
-from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
+from tests.checkpoint.test_packed_reading import files, lora, scaled  # noqa: F401
 from tests.int8_files import HOLD, NAMES, SMALL, inputs, stored
 from tests.loras_on import loras_on
 from tests.pipeline.test_host_planning import mappings

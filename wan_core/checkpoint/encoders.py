@@ -260,15 +260,15 @@ _BESIDE = (
 )
 
 
-def find_tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) -> Tokenizer:
-    """The tokenizer of an encoder. given: a spiece.model or a folder that holds one. Raises `CheckpointError`."""
+def find_tokenizer(checkpoint: Checkpoint, detected: Detected, path: Path | None) -> Tokenizer:
+    """The tokenizer of an encoder. path: a spiece.model or a folder that holds one. Raises `CheckpointError`."""
     try:
-        if given is not None:
-            return Tokenizer.from_file(_spiece(given))
+        if path is not None:
+            return Tokenizer.from_file(_spiece(path))
         if checkpoint.tokenizer is not None:
             return Tokenizer(checkpoint.tokenizer())
-        if TOKENIZER in found.extras:
-            proto = _embedded(checkpoint.read(found.extras[TOKENIZER]))
+        if TOKENIZER in detected.extras:
+            proto = _embedded(checkpoint.read(detected.extras[TOKENIZER]))
             return Tokenizer(proto, int(number(checkpoint.metadata, "max_length", 512)))
         if checkpoint.path is not None:
             folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent

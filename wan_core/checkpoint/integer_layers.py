@@ -25,8 +25,8 @@ PARTS = {
 OPTIONAL = {"asym_w4a8_int8": ("weight_codebook",)}
 
 
-def described_format(entry: Mapping[str, object]) -> IntegerFormat | str:
-    """The format that a description gives, or what is wrong with it."""
+def described_format(entry: Mapping[str, object]) -> IntegerFormat:
+    """The format that a description gives. Raises ValueError: what is wrong with it."""
     nested = entry.get("params")
     parameters = {**(nested if isinstance(nested, Mapping) else {}), **entry}
     name = str(entry.get("format"))
@@ -34,18 +34,18 @@ def described_format(entry: Mapping[str, object]) -> IntegerFormat | str:
     for key, default in numbers.items():
         value = parameters.get(key, default)
         if not isinstance(value, int) or not 0 < value <= 1 << 20:
-            return f"its {key} is {str(value)[:40]!r}, and a positive number is expected"
+            raise ValueError(f"its {key} is {str(value)[:40]!r}, and a positive number is expected")
         numbers[key] = value
     rotation, group = numbers["convrot_groupsize"], numbers["group_size"]
     if name == "int8_tensorwise" and not parameters.get("convrot", False):
         rotation = 0
     if rotation and not is_rotation(rotation):
-        return f"it is rotated in groups of {rotation} columns, and only powers of 4 are possible"
+        raise ValueError(f"it is rotated in groups of {rotation} columns, and only powers of 4 are possible")
     if name == "asym_w4a8_int8" and (group < 4 or (16 % group and group % 16)):
-        return f"groups of {group} numbers share a scale; 4, 8 and multiples of 16 are possible"
+        raise ValueError(f"groups of {group} numbers share a scale; 4, 8 and multiples of 16 are possible")
     inputs = parameters.get("linear_dtype", "int4")
     if name == "convrot_w4a4" and inputs not in ("int4", "int8"):
-        return f"its linear_dtype is {str(inputs)[:40]!r}; int4 and int8 are possible"
+        raise ValueError(f"its linear_dtype is {str(inputs)[:40]!r}; int4 and int8 are possible")
     return IntegerFormat(
         name,
         rotation,

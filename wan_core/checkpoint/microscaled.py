@@ -41,7 +41,7 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         if missing:
             raise CheckpointError(f"{module} is marked as {fmt}, but {missing[0]} is missing. Download it again.")
         names |= {part: name for part, name in optional.items() if name in tensors}
-        packing, shape = _described(module, entry, {part: tensors[n] for part, n in names.items()}, checkpoint)
+        packing, shape = _described(module, entry, {part: tensors[n] for part, n in names.items()})
         nbytes = sum(tensors[name].nbytes for name in names.values())
         for name in (*names.values(), f"{module}.input_scale", f"{module}.{DESCRIPTION}"):
             tensors.pop(name, None)
@@ -75,20 +75,21 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _described(
-    module: str, entry: Mapping[str, object], parts: Mapping[str, TensorInfo], checkpoint: Checkpoint
+    module: str, entry: Mapping[str, object], parts: Mapping[str, TensorInfo]
 ) -> tuple[str, tuple[int, int]]:
     """The packing of a matrix and its shape [N, K]. Raises `CheckpointError`."""
-    packing, fault = str(entry["format"]), ""
-    if packing in INTEGERS:
-        described = integer_layers.described_format(entry)
-        fault = described if isinstance(described, str) else ""
-        packing = packing if isinstance(described, str) else described.text
-        shape = None if isinstance(described, str) else integer_layers.matrix_shape(described, parts)
-    else:
-        shape = _shape(packing, parts)
+    packing = str(entry["format"])
+    try:
+        if packing in INTEGERS:
+            described = integer_layers.described_format(entry)
+            packing, shape = described.text, integer_layers.matrix_shape(described, parts)
+        else:
+            shape = _shape(packing, parts)
+    except ValueError as fault:
+        raise CheckpointError(f"{module} is marked as {packing}, but {fault}") from None
     if shape is None:
         stored = ", ".join(f"{part} {info.dtype} {list(info.shape)}" for part, info in parts.items())
-        raise CheckpointError(f"{module} is marked as {packing}, but {fault or f'its parts do not match: {stored}'}")
+        raise CheckpointError(f"{module} is marked as {packing}, but its parts do not match: {stored}")
     return packing, shape
 
 

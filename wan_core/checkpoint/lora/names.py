@@ -154,7 +154,7 @@ class Finder:
         return _without_prefixes(name, self.modules)[0]
 
     def attention_module(self, name: str) -> str | None:
-        """The same for a module that linears are in: `blocks.0.self_attn`."""
+        """The official module that has linears inside, such as `blocks.0.self_attn`; None if there is none."""
         return _without_prefixes(name, self.above)[0]
 
     def prefix(self, name: str) -> str:

@@ -98,7 +98,7 @@ class ModuleParts:
         self.module, self.roles, self.shapes, self.ignored = module, roles, shapes, ignored
         self.weight = module if module in shapes else f"{module}.weight"
         self.alpha = self._alpha(roles["alpha"]) if "alpha" in roles else None
-        self.found: list[tuple[str, Change]] = []
+        self.pairs: list[tuple[str, Change]] = []
 
     def changes(self) -> list[tuple[str, Change]]:
         """(official parameter, change), in order. Raises `CheckpointError` for an incomplete pair."""
@@ -115,9 +115,9 @@ class ModuleParts:
             self._add(f"{self.module}.bias", "difference", "diff_b")
         if "diff_m" in roles:
             self._add(f"{self.module}.modulation", "difference", "diff_m")
-        if not self.found and not any(name in names for names in self.ignored.values() for name in roles.values()):
+        if not self.pairs and not any(name in names for names in self.ignored.values() for name in roles.values()):
             raise CheckpointError(f"{listing(list(roles.values()), 2)} have no factors: the file is incomplete.")
-        return self.found
+        return self.pairs
 
     # ----------------------------------------------------------------------------------------------- LoRA, LoHa, LoKr
 
@@ -160,7 +160,7 @@ class ModuleParts:
                 first, second = (self._factor(roles[f"{half}_{side}"]) for side in "ab")
                 halves.append(first.float().flatten(1) @ second.float().flatten(1))  # small compared with the weight
         scale = 1.0 if self.alpha is None or rank is None else self.alpha / rank
-        self.found.append(
+        self.pairs.append(
             (self.weight, Change(kind="LoKr", shape=shape, factors=tuple(halves), scale=scale, dora=dora))
         )
 
@@ -184,7 +184,7 @@ class ModuleParts:
             used = (*parts, *(["dora"] if dora is not None else []))
             self.ignored.setdefault(WRONG_SHAPE, []).extend(roles[p] for p in used)
             return
-        self.found.append((parameter, Change(kind=kind, shape=shape, factors=factors, scale=scale, dora=dora)))
+        self.pairs.append((parameter, Change(kind=kind, shape=shape, factors=factors, scale=scale, dora=dora)))
 
     def _pair(self, first: str, second: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes [N, R] and [R, K] of two factors, kernels counted into K."""

@@ -211,7 +211,9 @@ class TextEncoder(nn.Module):
         """
         ids, mask = self.tokenize(prompts)
         batches = zip(ids.split(TOGETHER), mask.split(TOGETHER), strict=True)
-        return torch.cat([self.encoder(own, kept).masked_fill(~kept[..., None], 0) for own, kept in batches])
+        return torch.cat(
+            [self.encoder(own, own_mask).masked_fill(~own_mask[..., None], 0) for own, own_mask in batches]
+        )
 
     def read(self, prompts: Sequence[str]) -> tuple[Tensor, list[TokenCount]]:
         """The rows of `encode`, and how many tokens of each prompt were read."""

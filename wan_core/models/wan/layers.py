@@ -88,8 +88,8 @@ class SelfAttention(AttentionLayer):
         v = self.v(h)
         if block:
             return q, k, quantize_values(v, self.heads, block)
-        found = fused.quantize(v, "tensor", agree)
-        return q, k, Quantized(found.data.unflatten(-1, (self.heads, -1)), found.scale)
+        quantized = fused.quantize(v, "tensor", agree)
+        return q, k, Quantized(quantized.data.unflatten(-1, (self.heads, -1)), quantized.scale)
 
     def attended(self, qkv: QKV, call: AttentionCall, dtype: torch.dtype) -> Tensor:
         """What `project` gave -> attention and its output projection, [B, L, C] in `dtype`. Queries, keys and values
@@ -304,8 +304,8 @@ class Head(nn.Module):
         frames = shift.shape[1]
         parts = x.split(HEAD_TOKENS if frames == 1 else x.shape[1] // frames, 1)  # of one modulation row each
         rows = [slice(f, f + 1) for f in (range(frames) if frames > 1 else [0] * len(parts))]
-        found = [self.project(part, 1 + scale[:, f], shift[:, f]) for part, f in zip(parts, rows, strict=True)]
-        return torch.cat(found, 1)
+        projected = [self.project(part, 1 + scale[:, f], shift[:, f]) for part, f in zip(parts, rows, strict=True)]
+        return torch.cat(projected, 1)
 
     def project(self, x: Tensor, mul: Tensor, add: Tensor) -> Tensor:
         normed = scaled_norm(x, mul, add, self.eps)

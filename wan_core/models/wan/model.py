@@ -174,9 +174,9 @@ class WanModel(nn.Module):
     def _keys_values(self, layer: int, embedded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         weights = self.runners.weights
         weights.enter(layer, text=True)
-        found = self.blocks[layer].cross_attn.kv(*embedded)
+        keys_values = self.blocks[layer].cross_attn.kv(*embedded)
         weights.leave(layer)
-        return found
+        return keys_values
 
     def embed_time(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
         """timestep [B] or [B, T] -> float32 embedding [B, F, C] and modulation [B, F, 6, C].

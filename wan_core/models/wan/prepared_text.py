@@ -15,7 +15,7 @@ class OwnInputs(Protocol):
     """What a family prepared beside the text (`WanModel.prepare_text`), for its own `embed` and `run_block`."""
 
     def rows(self, start: int, stop: int) -> OwnInputs:
-        """Those of the videos start..stop of the batch."""
+        """The inputs of the videos start..stop of the batch."""
         ...
 
 
@@ -54,12 +54,12 @@ class PreparedText(NamedTuple):
         return PreparedText(tuple(tuple(t[start:stop] for t in kv) for kv in self.keys_values), own, bias=bias)
 
     def with_negative(self, negative: PreparedText, numbers: Tensor) -> PreparedText:
-        """The same with normalized attention guidance away from the text of `negative`."""
+        """This text with normalized attention guidance away from that of `negative`."""
         both = zip(self.keys_values, negative.keys_values, strict=True)
         return self._replace(keys_values=tuple((*kv, *away[:2], numbers) for kv, away in both))
 
     def of_frames(self, frames: Sequence[int]) -> PreparedText:
-        """The same for a forward that sees these latent frames."""
+        """This text for a forward that sees these latent frames."""
         return self if self.bias is None else self._replace(bias=self.bias[:, list(frames)])
 
     def token_bias(self, grid: tuple[int, int, int], order: Tensor | None, tokens: int) -> TokenBias | None:

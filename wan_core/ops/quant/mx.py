@@ -49,7 +49,7 @@ def tiled(scales: Tensor) -> Tensor:
 
 
 def untiled(stored: Tensor, rows: int, columns: int) -> Tensor:
-    """The opposite of `tiled`: uint8 [rows, columns]."""
+    """The scales uint8 [rows, columns] that `tiled` stored."""
     whole_rows, whole_columns = tiled_shape(rows, columns)
     parts = stored.view(torch.uint8).reshape(whole_rows // 128, whole_columns // 4, 32, 4, 4)
     return parts.permute(0, 3, 2, 1, 4).reshape(whole_rows, whole_columns)[:rows, :columns]

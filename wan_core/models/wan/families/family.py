@@ -134,7 +134,7 @@ def option(field: str) -> str:
 
 
 def given_fields(request: Request, fields: Iterable[str]) -> list[str]:
-    """Those of the fields that a request has."""
+    """The fields among `fields` that a request sets."""
     return [field for field in fields if getattr(request, field) is not None]
 
 

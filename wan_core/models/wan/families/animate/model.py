@@ -206,7 +206,6 @@ class Driving(NamedTuple):
     videos: int
 
     def rows(self, start: int, stop: int) -> Driving:
-        """Those of the videos start..stop of the batch."""
         some = partial(own_rows, videos=self.videos, start=start, stop=stop)
         face = None if self.face is None else [(some(k), some(v)) for k, v in self.face]
         return Driving(None if self.pose is None else some(self.pose), face, stop - start)

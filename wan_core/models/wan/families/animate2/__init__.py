@@ -225,8 +225,7 @@ class Animate2Family(DrivenFamily):
         return tuple(forms)
 
     def driving_costs(self, dit: DiTConfig, latents: tuple[int, int, int]) -> tuple[float, float]:
-        """The time of the pass over the driving video, and of a forward that does not read it, relative to one that
-        does, by FLOPs. latents: frames (the first is the reference), rows, columns of the video."""
+        """By FLOPs. The first latent frame is the reference."""
         T, Y, X = latents
         frame = dit.tokens(1, Y, X)
         linears = 2 * dit.dim * (6 * dit.dim + 2 * dit.ffn_dim)  # of a token

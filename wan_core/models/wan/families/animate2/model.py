@@ -58,7 +58,7 @@ class Driving:
     stays: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> Driving:
-        """Those of the videos start..stop of the batch. Fewer driving videos than videos serve several branches."""
+        """Fewer driving videos than videos serve several branches."""
         layers = self.layers
         if layers is not None and layers.videos == self.videos:
             layers = layers.rows(start, stop)

@@ -103,19 +103,19 @@ def parse_poses(lines: list[tuple[int, str]]) -> CameraPath:
                 "rows of a 3x4 matrix from the world to the camera, as in RealEstate10K"
             )
         rows.append(row)
-    given = np.array(rows)
-    if bool((given[:, 1:3] <= 0).any()):
+    numbers = np.array(rows)
+    if bool((numbers[:, 1:3] <= 0).any()):
         raise OptionError("fx and fy of the camera's poses must be above 0: they are shares of the width and height")
     to_camera = np.tile(np.eye(4), (len(rows), 1, 1))
-    to_camera[:, :3] = given[:, 7:].reshape(-1, 3, 4)
+    to_camera[:, :3] = numbers[:, 7:].reshape(-1, 3, 4)
     if bool((np.abs(np.linalg.det(to_camera[:, :3, :3])) < 1e-6).any()):
         raise OptionError("a matrix of the camera's poses has no inverse: its first 3x3 numbers are no rotation")
-    return CameraPath(np.linalg.inv(to_camera).astype(np.float64), given[:, 1:5])
+    return CameraPath(np.linalg.inv(to_camera).astype(np.float64), numbers[:, 1:5])
 
 
 def parse_motions(text: str) -> list[tuple[str, float]]:
     """`pan-left:0.5+zoom-in` -> names and speeds. Raises OptionError."""
-    found = []
+    motions = []
     for part in text.strip().lower().split("+"):
         name, colon, number = part.strip().partition(":")
         try:
@@ -128,8 +128,8 @@ def parse_motions(text: str) -> list[tuple[str, float]]:
                 f"pan-left:0.5+tilt-up, with speeds of 0 to {MOST_SPEED:g}, or give a file of poses. Motions: "
                 f"{', '.join(MOTIONS)}"
             )
-        found.append((name, speed))
-    return found
+        motions.append((name, speed))
+    return motions
 
 
 def moved(motions: list[tuple[str, float]], frames: int) -> CameraPath:
@@ -148,7 +148,7 @@ def moved(motions: list[tuple[str, float]], frames: int) -> CameraPath:
 
 def turned(angles: Matrix) -> Matrix:
     """The rotation [3, 3] around x, then y, then z."""
-    found = np.eye(3)
+    product = np.eye(3)
     for axis, angle in enumerate(angles):
         one, other = [n for n in range(3) if n != axis]
         rotation = np.eye(3)
@@ -156,8 +156,8 @@ def turned(angles: Matrix) -> Matrix:
         sign = -1 if axis == 1 else 1
         rotation[other, one] = sign * np.sin(angle)
         rotation[one, other] = -sign * np.sin(angle)
-        found = rotation @ found
-    return found
+        product = rotation @ product
+    return product
 
 
 def camera_rays(path: CameraPath, width: int, height: int) -> Tensor:
@@ -168,7 +168,7 @@ def camera_rays(path: CameraPath, width: int, height: int) -> Tensor:
         raise ValueError(f"a camera of {len(path)} frames; needed are 4n + 1")
     relative = torch.from_numpy((np.linalg.inv(path.matrices[0]) @ path.matrices).astype(np.float32))
     relative[0] = torch.eye(4)
-    found = torch.empty(1, 6, 4, (len(path) + 3) // 4, height, width)
+    by_frame = torch.empty(1, 6, 4, (len(path) + 3) // 4, height, width)
     x, y = torch.arange(width, dtype=torch.float32) + 0.5, torch.arange(height, dtype=torch.float32)[:, None] + 0.5
     for frame, (fx, fy, cx, cy) in enumerate(lenses_for(path.lenses, width, height)):
         direction = torch.stack(torch.broadcast_tensors((x - cx) / fx, (y - cy) / fy, torch.ones(1, 1)), -1)
@@ -177,8 +177,8 @@ def camera_rays(path: CameraPath, width: int, height: int) -> Tensor:
         origin = relative[frame, :3, 3].expand_as(direction)
         rays = torch.cat([torch.linalg.cross(origin, direction), direction], -1).permute(2, 0, 1)
         for place in range(4) if frame == 0 else [frame + 3]:
-            found[0, :, place % 4, place // 4] = rays
-    return found.flatten(1, 2)
+            by_frame[0, :, place % 4, place // 4] = rays
+    return by_frame.flatten(1, 2)
 
 
 def lenses_for(lenses: Matrix, width: int, height: int) -> list[list[float]]:

@@ -29,7 +29,6 @@ class OwnTokens(NamedTuple):
     videos: int
 
     def rows(self, start: int, stop: int) -> OwnTokens:
-        """Those of the videos start..stop of the batch."""
         tokens = None if self.tokens is None else own_rows(self.tokens, self.videos, start, stop)
         return OwnTokens(tokens, self.grid, stop - start)
 

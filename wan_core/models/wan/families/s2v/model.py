@@ -50,7 +50,6 @@ class Sound(NamedTuple):
     videos: int
 
     def rows(self, start: int, stop: int) -> Sound:
-        """Those of the videos start..stop of the batch."""
         some = partial(own_rows, videos=self.videos, start=start, stop=stop)
         audio = None if self.audio is None else [Injected(*map(some, one)) for one in self.audio]
         reference, motion, pose = (None if x is None else some(x) for x in (self.reference, self.motion, self.pose))

@@ -98,8 +98,8 @@ class AdaptiveNorm(nn.Module):
 
     def forward(self, whole: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [B, T, C] -> shift and scale, float32 [B, T, C]."""
-        found = F.linear(F.silu(whole), self.linear.weight.float(), self.linear.bias.float())
-        shift, scale = found.chunk(2, -1)
+        both = F.linear(F.silu(whole), self.linear.weight.float(), self.linear.bias.float())
+        shift, scale = both.chunk(2, -1)
         return shift, scale
 
 
@@ -113,12 +113,12 @@ class AudioInjector(nn.Module):
 
     def prepare(self, whole: Tensor, local: Tensor) -> list[Injected]:
         """What each injector reads of the tokens of `AudioEncoder`. It does not depend on the step."""
-        found = []
+        prepared = []
         for attention, norm in zip(self.attentions, self.injector_adain_layers, strict=True):
             rows = local.to(attention.norm_k.weight.dtype)
             keys, values = (x.unflatten(1, local.shape[1:3]) for x in attention.kv(rows.flatten(1, 2)))
-            found.append(Injected(keys, values, *norm(whole)))
-        return found
+            prepared.append(Injected(keys, values, *norm(whole)))
+        return prepared
 
     @property
     def attentions(self) -> Sequence[AudioAttention]:
@@ -132,8 +132,8 @@ class AudioInjector(nn.Module):
             own = here.clamp(max=last)
             normed = F.layer_norm(rows.float(), rows.shape[-1:], eps=ADAPTIVE_EPS)
             h = torch.addcmul(injected.shift[:, own], normed, 1 + injected.scale[:, own]).to(rows.dtype)
-            found = self.attentions[number].to_frames(h, injected.keys, injected.values, own)
-            rows.add_(torch.where((here <= last)[:, None], found, 0))
+            attended = self.attentions[number].to_frames(h, injected.keys, injected.values, own)
+            rows.add_(torch.where((here <= last)[:, None], attended, 0))
         return tokens
 
 
@@ -210,12 +210,12 @@ def spread(side: int, count: int, *, whole: bool) -> list[float]:
 
 def _angles(places: Places, axes: Grid, device: torch.device) -> Tensor:
     """float64 [L, D/2] of the tokens at all combinations of the places in time, rows and columns."""
-    found = []
+    angles = []
     for axis, (where, channels) in enumerate(zip(places, axes, strict=True)):
         frequency = THETA ** -(torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels)
         at = torch.tensor(list(where), dtype=torch.float64, device=device)
         angle = torch.outer(at, frequency)
         shape = [1, 1, 1, -1]
         shape[axis] = len(at)
-        found.append(angle.view(shape).expand(*(len(one) for one in places), -1))
-    return torch.cat(found, -1).flatten(0, 2)
+        angles.append(angle.view(shape).expand(*(len(one) for one in places), -1))
+    return torch.cat(angles, -1).flatten(0, 2)

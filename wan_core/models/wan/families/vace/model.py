@@ -43,7 +43,6 @@ class Control:
     chains: list[Tensor] = field(default_factory=list)
 
     def rows(self, start: int, stop: int) -> Control:
-        """Those of the videos start..stop of the batch."""
         patches = None if self.patches is None else own_rows(self.patches, self.videos, start, stop)
         scale = own_rows(self.scale, self.videos, start, stop)
         return replace(self, patches=patches, scale=scale, videos=stop - start)

@@ -9,23 +9,27 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.gguf_files import matrices, write
 from tests.int8_files import FORMATS, HOLD, NAMES, SMALL, stored
 from tests.pipeline.test_host_planning import mappings
-from wan_core.checkpoint import load_dit, open_checkpoint, staged
+from wan_core.checkpoint import load_dit, load_text_encoder, open_checkpoint, staged
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.opened import from_state_dict
+from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.checkpoint.staged import Reading
 from wan_core.models.wan.model import WanModel
+from wan_core.ops.kernels.formats import FP8, quantize_reference
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.loras import Wanted, merging
+from wan_core.pipeline.sources import TINY
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
@@ -43,7 +47,25 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for kind in FORMATS:
         state, _, notes = stored(kind)
         write_safetensors(state, paths.setdefault(kind, folder / f"{kind}.safetensors"), notes)
+    state = random_module(SMALL, device="cpu", dtype=torch.float32).state_dict()
+    notes = {"num_heads": 2, "text_len": 32, "comfy.gguf.orig_shape.patch_embedding.weight": [256, 16, 1, 2, 2]}
+    write(paths.setdefault("Q4_K", folder / "m.gguf"), state, matrices("Q4_K"), notes=notes)
     return paths
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded text encoder with every linear in FP8 with a scale, as ComfyUI's files of UMT5 have it."""
+    encoder = load_text_encoder(TINY / "text_encoder.safetensors")
+    path, state = tmp_path_factory.mktemp("scaled") / "scaled.safetensors", {}
+    for name, value in encoder.encoder.state_dict().items():
+        state[name] = value
+        if value.ndim == 2 and "embedding" not in name:
+            state[name], state[name.replace(".weight", ".scale_weight")] = quantize_reference(value, "tensor")
+    source = open_checkpoint(TINY / "text_encoder.safetensors")
+    state["spiece_model"] = source.read("spiece_model")
+    write_safetensors(state, path, dict(source.metadata))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +84,7 @@ def read(path: Path, quantization: Quantization | None, how: Reading, loras: Mer
         return load_dit(path, dtype=torch.float32, quantization=quantization, loras=loras, how=how)
 
 
-def bits(model: WanModel) -> dict[str, Tensor]:
+def bits(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.contiguous().view(torch.uint8) for name, value in model.state_dict().items() if value.ndim}
 
 
@@ -73,7 +95,7 @@ def views(model: WanModel, path: Path) -> int:
     return sum(any(begin <= at < end for begin, end in ranges) for at in addresses)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "rotated 256", "w4a8"])
+@pytest.mark.parametrize("kind", ["tensor", "rotated 256", "w4a8", "Q4_K"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("merged", [False, True])
 @NEEDS_PROC
@@ -98,6 +120,21 @@ def test_shards_are_read_so_too(files, tmp_path: Path) -> None:
     shards = sum(views(sharded, path) for path in tmp_path.iterdir())
     assert not shards and views(whole, files["rotated 256"]) == len(NAMES)
     assert all(torch.equal(value, bits(sharded)[name]) for name, value in bits(whole).items())
+
+
+def test_a_text_encoder_is_read_so_too(scaled: Path) -> None:
+    seen: list[int] = []
+    whole = scaled.stat().st_size - open_checkpoint(scaled).tensors["spiece_model"].nbytes
+    mapped, module = (
+        load_text_encoder(scaled, dtype=torch.float32, quantization=HOLD, how=how).encoder
+        for how in (Reading(), Reading(seen.append, mapped=False))
+    )
+    fed = bits(module)
+    assert sum(value.dtype == FP8 for value in module.state_dict().values()) > 5
+    assert all(torch.equal(value, fed[name]) for name, value in bits(mapped).items())
+    assert 0.9 * whole < sum(seen) <= whole
+    weight = module.blocks[0].ffn.fc1.weight
+    assert weight.untyped_storage().nbytes() < scaled.stat().st_size // 4  # memory of its own, not a view
 
 
 class OnTheCPU(TorchDispatchMode):
