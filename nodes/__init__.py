@@ -30,7 +30,6 @@ from .schema import checked
 from .skipping import (
     WanCoreMagCache,
     WanCoreSparseAttention,
-    WanCoreSpeedPreset,
     WanCoreTaylorSeer,
 )
 from .sound import WanCoreSoundToVideo
@@ -68,7 +67,6 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreSoundToVideo,
         WanCoreVACE,
         WanCoreCamera,
-        WanCoreSpeedPreset,
         WanCoreContextWindows,
         WanCoreVisionLoader,
         WanCoreReportCard,

@@ -8,7 +8,7 @@ from typing import Any
 
 from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
 
-from wan_core.config import OptionError, PlanNumbers, SkipOptions
+from wan_core.config import EXACT, OptionError, PlanNumbers, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.native.plan import WholeRun, joined, with_evaluations
 from wan_core.sampling.plan import MAX_STEPS, Plan
@@ -21,7 +21,7 @@ from .plan_inputs import numbers_of, settings_of, window_of
 from .schema import ADVANCED
 
 SAMPLERS = ("KSampler", "KSamplerAdvanced")
-OF_OUR_SAMPLER = ("skipping", "from_image", "frames", "clip_frames", "overlap", "positive")
+OF_OUR_SAMPLER = ("speed", "skipping", "from_image", "frames", "clip_frames", "overlap", "positive")
 # Inputs of ComfyUI's samplers -> those of the plan preview, by its socket that the model comes in.
 OF_SAMPLERS = {
     "model": {
@@ -125,7 +125,7 @@ def _numbers(values: Mapping[str, Any]) -> PlanNumbers:
     numbers = numbers_of(values)
     others = vars(replace(numbers, steps=None, guidance_high=None, guidance_low=None))
     without_effect = [name for name, value in others.items() if value != getattr(PlanNumbers(), name)]
-    without_effect += [name for name in OF_OUR_SAMPLER if values.get(name) not in (None, 0)]
+    without_effect += [name for name in OF_OUR_SAMPLER if values.get(name) not in (None, 0, EXACT)]
     if window_of(**{**values, "denoise": 1.0}) is not None:
         without_effect.append("start_step and end_step")
     if without_effect:

@@ -9,10 +9,11 @@ from typing import Any
 from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from wan_core.config import OptionError, PlanNumbers, ScheduleNumbers, SkipOptions
+from wan_core.config import EXACT, OptionError, PlanNumbers, ScheduleNumbers, SkipOptions
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
 from wan_core.sampling.build import PlannedVideo, PlanRequest, build_plan
+from wan_core.sampling.cache.arguments import SkipArguments
 from wan_core.sampling.plan import MAX_STEPS, SCHEDULES
 from wan_core.sampling.presets import CHOICES
 from wan_core.sampling.schedules import Window
@@ -23,7 +24,7 @@ from .schema import ADVANCED, value_of, widgets
 LAST = 10000  # an end step beyond every schedule
 SWITCH = ["enable", "disable"]  # as ComfyUI's KSamplerAdvanced has them
 OF_THE_SAMPLER, ENTERED = "those of the sampler", "entered here"
-SHARED = (*table(PlanNumbers), "denoise", "start_step", "end_step", "return_with_leftover_noise")
+SHARED = (*table(PlanNumbers), "speed", "denoise", "start_step", "end_step", "return_with_leftover_noise")
 RELEASES = ("t2v-A14B", "i2v-A14B", "ti2v-5B")  # those whose numbers tooltips name
 
 
@@ -52,6 +53,11 @@ def added_inputs() -> list[Any]:
     """All other numbers of a plan. Appended where `plan_inputs` are, last."""
     names = [name for name in table(PlanNumbers) if name not in table(ScheduleNumbers) and name != "preset"]
     return widgets(PlanNumbers, *names)
+
+
+def speed_input() -> list[Any]:
+    """How fast, in one word. Appended where `plan_inputs` are, last."""
+    return widgets(SkipArguments, "speed")
 
 
 def window_inputs() -> list[Any]:
@@ -124,6 +130,8 @@ def plan_of(
     numbers = numbers_of(values)
     if numbers.shift is None and sigmas is None:  # as in ComfyUI, a MODEL's does not change sigmas
         numbers = replace(numbers, shift=model.shift)
+    if values.get("speed", EXACT) != EXACT:
+        skipping = replace(skipping or SkipOptions(), speed=values["speed"])
     request = PlanRequest(
         **vars(numbers),
         sigmas=None if sigmas is None else [float(sigma) for sigma in sigmas],

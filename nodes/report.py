@@ -32,6 +32,7 @@ from .plan_inputs import (
     plan_of,
     preset_input,
     settings_input,
+    speed_input,
     window_inputs,
 )
 from .schema import ADVANCED, output, schema
@@ -121,6 +122,7 @@ class WanCorePlanPreview(io.ComfyNode):
                 settings_input(),
                 *added_inputs(),
                 *native_inputs(),
+                *speed_input(),
             ],
             outputs=[
                 output(io.Image, "image", "The plan, drawn."),

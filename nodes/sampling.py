@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan_core.checkpoint import load_vae
-from wan_core.config import OptionError, Request, SkipOptions, UserError
+from wan_core.config import EXACT, OptionError, Request, SkipOptions, UserError
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
 from wan_core.models.vae.tiny import TinyVAE
@@ -49,6 +49,7 @@ from .plan_inputs import (
     plan_inputs,
     plan_of,
     preset_input,
+    speed_input,
     window_inputs,
 )
 from .schema import ADVANCED, output, schema, widgets
@@ -160,6 +161,7 @@ class WanCoreSampler(io.ComfyNode):
                     "time and in the picture. reference: as the released model was trained. comfyui: as ComfyUI's own "
                     "sampling has them.",
                 ),
+                *speed_input(),
             ],
             outputs=[
                 output(io.Latent, "latent_out", "Finished, for any VAE Decode."),
@@ -207,6 +209,7 @@ class WanCoreSampler(io.ComfyNode):
         settings = _settings(model, plan, shape, seed, batched)
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)
+        settings["speed"] = values.get("speed", EXACT)
         report = Report(host.device(), settings)
         warnings = [*plan.warnings, *unknown_of(model, joined, shape), *joined.notes]
         of_files = [*model.experts.notes, *notes_of(model.loras)]

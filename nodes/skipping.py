@@ -1,5 +1,4 @@
-"""Nodes whose settings say which forwards of a run need not be whole: step caching, sparse attention, and
-presets of both."""
+"""Nodes whose settings say which forwards of a run need not be whole: step caching and sparse attention."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from wan_core.config import (
     SparseOptions,
     TaylorSeerOptions,
 )
-from wan_core.sampling.cache.arguments import SPEEDS, speed_options
 from wan_core.sampling.cache.magcache import CURVE_FILES
 from wan_core.sampling.cache.magcache import PRESETS as CACHES
 from wan_core.sampling.cache.skipping import skip_words
@@ -139,32 +137,3 @@ class WanCoreSparseAttention(io.ComfyNode):
     def execute(cls, preset: str, kernel: str, skipping: SkipOptions | None = None, **numbers: Any) -> io.NodeOutput:
         options = SparseOptions(**numbers) if preset == CUSTOM else PRESETS[preset]
         return joined(skipping, sparse=replace(options, kernel=kernel))
-
-
-class WanCoreSpeedPreset(io.ComfyNode):
-    """Step caching and sparse attention together."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schema(
-            "WanCoreSpeedPreset",
-            "WanCore Speed Preset",
-            aliases=("speed", "preset", "wan fast", "teacache", "step caching", "sparse attention"),
-            shows_text=True,
-            description="Step caching and sparse attention together. For the sampler, the plan preview and WanCore "
-            "Accelerate.",
-            inputs=[
-                io.Combo.Input(
-                    "preset",
-                    options=list(SPEEDS),
-                    default="balanced",
-                    tooltip="careful: step caching. balanced and fast: with sparse attention, too.",
-                )
-            ],
-            outputs=[skipping_output()],
-        )
-
-    @classmethod
-    def execute(cls, preset: str) -> io.NodeOutput:
-        options = speed_options(preset)
-        return io.NodeOutput(options, ui=ui.PreviewText(skip_words(options)))

@@ -157,7 +157,6 @@ def trajectory(
         run = pipe.prepare(asked)
         latents, frames = pipe.sample(run, pipe.encode(run)), torch.empty(0, dtype=torch.uint8)
     said = {**pipe.report.settings, "notes": pipe.report.notes, "held": list(pipe.models.residency.models)}
-    said["attention"] = pipe.report.attention
     return latents, frames, said
 
 

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from tools.testbed.full_runs import FullRuns
-from wan_core.config import LoadOptions, Request
+from wan_core.config import SPEEDS, LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_DRIVEN
-from wan_core.sampling.cache.arguments import SPEEDS, parse_setting
+from wan_core.sampling.cache.arguments import parse_setting
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.run import FULL, Measured, measure_quality
 from wan_lab.samples import Sample, choose_samples, read_samples
@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--judge", action="append", choices=tuple(JUDGES), help="repeatable (default: the short embedded ones)"
     )
-    made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the speed presets)")
+    made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the words of speed)")
     made.add_argument("--testbed", type=Path, help="the folder that `tools.testbed` wrote")
     made.add_argument("--keep", type=Path, help="folder of full runs, made once (default: none is kept)")
     made.add_argument("--rounded", action="store_true", help=f"also the full run of embedded models in {ROUNDED}")
@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measured_parts(judge: Judge, options: argparse.Namespace) -> Iterator[Measured]:
     """Every clip in full and in each setting, a batch at a time."""
-    names = options.setting or [f"speed:{name}" for name in SPEEDS]
+    names = options.setting or [f"speed:{name}" for name in SPEEDS[1:]]
     settings = {FULL: None, **{name: parse_setting(name) for name in names}}
     width, height = judge.size
     frames: dict[str, Any] = {} if judge.frames is None else {"frames": judge.frames}
@@ -191,7 +191,6 @@ def rows_of(judge: Judge, measured: Measured, options: argparse.Namespace) -> li
         kept = {key: row[key] for key in wanted if key in row and key not in compared}
         rows.append(
             {"name": f"{judge.name}: {preset}", **about, "samples": row["samples"], "seconds": row["seconds"], **kept}
-            | ({"setting": SPEEDS[preset]} if preset in SPEEDS else {})
         )
     return rows
 

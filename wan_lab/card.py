@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan_core import __version__
-from wan_core.config import LoadOptions, OptionError, Request, SkipOptions
+from wan_core.config import EXACT, SPEEDS, LoadOptions, OptionError, Request, SkipOptions
 from wan_core.config.outputs import Outputs, write_text
 from wan_core.execution.report import GIB, Report, device_name
 from wan_core.media.pictures import clock, save_picture
@@ -33,7 +33,6 @@ from wan_core.pipeline.pipeline import LocalEngine
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import find_models, for_request
-from wan_core.sampling.cache.arguments import SPEEDS, speed_options
 from wan_core.sampling.plan import Plan
 from wan_lab.card_page import FULL, Card, Video
 from wan_lab.commits import commit
@@ -101,7 +100,7 @@ class PipelineMaker:
 
 def card_settings() -> dict[str, SkipOptions | None]:
     """The settings of a card."""
-    return {FULL: None, **{name: speed_options(name) for name in SPEEDS}}
+    return {FULL: None, **{name: SkipOptions(speed=name) for name in SPEEDS if name != EXACT}}
 
 
 def card_size(task: Task, width: int | None, height: int | None) -> tuple[int | None, int | None]:

@@ -42,8 +42,6 @@ SAID = (  # settings of a run that a card says
     "compile", "residency",
 )  # fmt: skip
 MEASURED = {  # column -> what runs measured
-    "error of attention": ("errors", "{:.3f}"),
-    "keys read": ("shares", "{:.0%}"),
     "peak GiB": ("peak", "{:.1f}"),
 }
 

@@ -31,7 +31,9 @@ from wan_core.config.request import (
     check_known,
 )
 from wan_core.config.skipping import (
+    EXACT,
     MAGCACHE_RULES,
+    SPEEDS,
     MagCacheOptions,
     SkipOptions,
     TaylorSeerOptions,
@@ -41,6 +43,7 @@ from wan_core.config.windows import FUSE_METHODS, WINDOW_SCHEDULES, WindowOption
 
 __all__ = [
     "COMPILES",
+    "EXACT",
     "FUSE_METHODS",
     "GUIDANCE_MODES",
     "LORA_EXPERTS",
@@ -51,6 +54,7 @@ __all__ = [
     "RANDOM_SEED",
     "RESIDENCIES",
     "SPARSE_KERNELS",
+    "SPEEDS",
     "VAE_PRECISIONS",
     "WINDOW_SCHEDULES",
     "ControlOptions",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wan_core.config.checks import OptionError
+from wan_core.config.checks import OptionError, check_choice
 from wan_core.config.sparse import SparseOptions
 from wan_core.config.table import Checked, option
 
+EXACT = "exact"
+SPEEDS = (EXACT, "careful", "balanced", "fast")
 MAGCACHE_RULES = ("joint", "published")
 ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
 THRESHOLD = {"low": 0, "high": 10, "step": 0.01, "digits": 0.0001, "advanced": True}
@@ -92,12 +94,20 @@ class TaylorSeerOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SkipOptions:
-    """Step caching and sparse attention of a generation. At most one step cache may be set. Raises OptionError."""
+    """Step caching and sparse attention of a generation: a word of `speed` (`wan_core.sampling.cache.speed` says what
+    it does in a run), or settings. At most one step cache may be set. Raises OptionError."""
 
     magcache: MagCacheOptions | None = None
     taylorseer: TaylorSeerOptions | None = None
     sparse: SparseOptions | None = None
+    speed: str = EXACT
 
     def __post_init__(self) -> None:
+        check_choice("speed", self.speed, SPEEDS)
+        settings = [name for name in ("magcache", "taylorseer", "sparse") if getattr(self, name) is not None]
+        if self.speed != EXACT and settings:
+            raise OptionError(
+                f"speed {self.speed} and {settings[0]} given, which speed sets too: leave one of them out"
+            )
         if self.magcache is not None and self.taylorseer is not None:
             raise OptionError("magcache and taylorseer given; only one step cache can run: choose one of them")

@@ -4,36 +4,37 @@ Without torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from wan_core.config import (
+    EXACT,
     MAGCACHE_RULES,
+    SPEEDS,
     OptionError,
     SkipOptions,
     TaylorSeerOptions,
 )
-from wan_core.config.checks import check_choice
 from wan_core.config.table import from_values, number, option, parse_slashes
 from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
-
-SPEEDS = {  # presets, as settings. docs/quality.md has what they keep of the video
-    "careful": "magcache:balanced",
-    "balanced": "magcache:balanced+sparse:0.6875/0",
-    "fast": "magcache:fast+sparse:0.6875/0",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkipArguments:
     """What the command line takes; None is not given, and "" is given, and an error."""
 
-    speed: str | None = option(
-        None,
-        choices=tuple(SPEEDS),
-        help="a whole preset of step caching and sparse attention",
+    speed: str = option(
+        EXACT,
+        choices=SPEEDS,
+        help="careful forecasts half of the steps, balanced also reads a third of attention's keys, fast skips more; "
+        "below 10 steps and with step-distilled weights: 8-bit attention alone, half of the keys, a third. All take "
+        "8-bit attention where --attention is auto (default %(default)s: nothing is left out)",
+        tip="exact: nothing is left out. From 10 steps on, careful forecasts half of the steps, balanced also reads a "
+        "third of attention's keys, fast forecasts more. Below, and with step-distilled weights, careful leaves "
+        "nothing out, balanced reads half of the keys, fast a third.",
+        added=True,
     )
     magcache: str | None = option(
         None,
@@ -66,13 +67,7 @@ class SkipArguments:
         order, rule = self.magcache_order, self.magcache_rule
         if self.magcache is None and (order is not None or rule is not None):
             raise OptionError("--magcache-rule and --magcache-order need --magcache: give it too, or omit them")
-        if self.speed is not None:
-            others = [one.name for one in fields(self) if one.name != "speed" and getattr(self, one.name) is not None]
-            if others:
-                other = others[0].replace("_", "-")
-                raise OptionError(f"--speed and --{other} given, which the preset sets too: leave one of them out")
-            return speed_options(self.speed)
-        policies: dict[str, Any] = {}
+        policies: dict[str, Any] = {"speed": self.speed}
         if self.magcache is not None:
             policies["magcache"] = parse_magcache(self.magcache, rule=rule or "joint", order=order)
         for name, parse in PARSERS.items():
@@ -96,20 +91,12 @@ def skip_options(values: Mapping[str, Any]) -> SkipOptions | None:
     return from_values(SkipArguments, values).options()
 
 
-def speed_options(name: str) -> SkipOptions:
-    """What the speed preset `name` sets. Raises OptionError."""
-    check_choice("speed preset", name, tuple(SPEEDS))
-    options = parse_setting(SPEEDS[name])
-    assert options is not None
-    return options
-
-
 def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`,
-    and `sparse:balanced:ramp0`; `full` is the run without any of them, `speed:balanced` a speed
-    preset.
+    and `sparse:balanced:ramp0`; `full` is the run without any of them, `speed:balanced` a
+    word of `speed`.
     """
     if text == "full":
         return None

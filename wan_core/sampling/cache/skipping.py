@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
+from wan_core.config import EXACT, OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.config.command import command
 from wan_core.config.file_names import file_says
 from wan_core.config.table import slashes
@@ -15,13 +15,13 @@ from wan_core.sampling.cache.magcache import PRESETS, Curve, find_curve, skip_ma
 from wan_core.sampling.cache.policies import (
     skip_taylorseer,
 )
+from wan_core.sampling.cache.speed import MIN_STEPS, at_speed
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
 
-MIN_STEPS = 10
 # Solvers whose forwards do not follow one another as a cache expects, and why.
 UNCACHED = {
     "heun": "which runs two forwards at almost one sigma",
@@ -68,14 +68,21 @@ def apply_policies(
     from an image (TI2V). loras: LoRA files of both experts. of_sampler: a sampler of ComfyUI walks a part of `plan`,
     with a model of any variant. Raises OptionError.
     """
+    said = [file_says(path) for path in (checkpoint, low, *loras) if path is not None]
+    distilled = next((one.why for one in said if one.steps is not None), "")
+    word, options = options.speed, at_speed(options, len(plan.steps), bool(distilled))
+    if word != EXACT:
+        plan = replace(plan, notes=(*plan.notes, f"speed {word}: {skip_words(options)}"))
+    if word != EXACT and options.magcache is not None and plan.solver.removeprefix("ComfyUI ") in UNCACHED:
+        plan = replace(plan, notes=(*plan.notes, f"no step is forecast: the solver is {plan.solver}"))
+        options = replace(options, magcache=None)
     if plan.task and not of_sampler and options.sparse is not None and options.sparse.sparsity:
         check_sparse(plan.task)
     plan = sparsify(plan, options.sparse)
     if plan.solver == "ComfyUI lcm" and replace(options, sparse=None) != SkipOptions():
         check_cacheable("lcm", "the step cache")
     curve = find_curve(checkpoint, plan.name, image=image) if options.magcache and plan.task else None
-    said = [file_says(path) for path in (checkpoint, low, *loras) if path is not None]
-    return leave_out(plan, options, curve, distilled=next((one.why for one in said if one.steps is not None), ""))
+    return leave_out(plan, options, curve, distilled=distilled)
 
 
 def check_cacheable(solver: str, name: str) -> None:
@@ -138,4 +145,5 @@ def skip_words(options: SkipOptions) -> str:
     if seer := options.taylorseer:
         settings.append(f"taylorseer {slashes(seer)}")
     settings += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
-    return ", ".join(settings) or "nothing"
+    settings += [f"speed {options.speed}"] * (options.speed != EXACT)
+    return ", ".join(settings) or "nothing is left out"

@@ -1,0 +1,62 @@
+"""The words of `speed`: what each does in a run, and that each door takes the same ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wan_core.config import EXACT, SPEEDS, OptionError, SkipOptions
+from wan_core.sampling.cache.arguments import skip_options
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.cache.speed import WORDS, attention_at_speed
+from wan_core.sampling.plan import Plan, make_plan
+
+DISTILLED = Path("wan2.2_t2v_lightx2v_4steps_lora_v1_high_noise.safetensors")
+
+
+def at(word: str, steps: int, **more: object) -> Plan:
+    return skip_forwards(make_plan(steps=steps, **more), SkipOptions(speed=word), None)
+
+
+def cost(plan: Plan) -> float:
+    return sum(step.forwards * (1 - 0.5 * step.sparsity) for step in plan.steps)
+
+
+def test_each_word_is_declared_once_and_has_one_row() -> None:
+    assert tuple(WORDS) == SPEEDS and SPEEDS[0] == EXACT
+    with pytest.raises(OptionError, match="use one of: exact, careful, balanced, fast"):
+        SkipOptions(speed="quick")
+
+
+@pytest.mark.parametrize("steps", [4, 9, 10, 20, 40])
+def test_each_word_costs_no_more_than_the_one_before(steps: int) -> None:
+    costs = [cost(at(word, steps)) for word in SPEEDS]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] == cost(make_plan(steps=steps)) and costs[2] < costs[0] and costs[3] < costs[2]
+    assert (costs[1] < costs[0]) == (steps >= 10)
+    for word in SPEEDS[1:]:
+        assert any(note.startswith(f"speed {word}: ") for note in at(word, steps).notes)
+
+
+def test_exact_is_the_full_run() -> None:
+    plan = skip_forwards(make_plan(steps=20), SkipOptions(), None)
+    assert at(EXACT, 20) == plan and plan.forwards == plan.unskipped
+
+
+def test_step_distilled_weights_have_the_words_of_few_steps() -> None:
+    for word in SPEEDS[1:]:
+        plan = skip_forwards(make_plan(steps=20), SkipOptions(speed=word), None, loras=[DISTILLED])
+        assert plan.forwards == plan.unskipped and plan.sparse == WORDS[word].few.sparse
+
+
+def test_a_solver_that_no_cache_fits_runs_every_step() -> None:
+    plan = at("balanced", 20, solver="heun")
+    assert plan.forwards == plan.unskipped and plan.sparse is not None
+
+
+def test_a_word_and_settings_are_refused_and_attention_follows_the_word() -> None:
+    with pytest.raises(OptionError, match="speed fast and magcache given"):
+        skip_options({"speed": "fast", "magcache": "balanced"})
+    assert [attention_at_speed("auto", word) for word in SPEEDS] == ["auto", "fast", "fast", "fast"]
+    assert attention_at_speed("flash4", "fast") == "flash4"

@@ -1,0 +1,58 @@
+"""What each word of `speed` does in a run: one table, with the reason of each row. Without torch.
+
+dB is PSNR against the full run on the embedded model, mean and worst clip, float32, unseen seeds (docs/log.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from wan_core.config import EXACT, SkipOptions, SparseOptions
+from wan_core.sampling.cache.magcache import PRESETS
+
+MIN_STEPS = 10  # below, consecutive steps differ too much for a step cache
+
+HALF = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0)
+THIRD = SparseOptions(sparsity=0.6875, dense_steps=0, ramp=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """many: in runs of `MIN_STEPS` steps and more. few: below, and with step-distilled weights. why: of each."""
+
+    many: SkipOptions
+    few: SkipOptions
+    why: str
+
+
+WORDS = {
+    EXACT: Word(many=SkipOptions(), few=SkipOptions(), why="nothing is left out"),
+    "careful": Word(
+        many=SkipOptions(magcache=PRESETS["balanced"]),
+        few=SkipOptions(),  # sparse attention saves nothing above 78 % of the keys
+        why="44 of 80 forwards: text 51.8 / 43.3, image 58.3 / 54.4",
+    ),
+    "balanced": Word(
+        many=SkipOptions(magcache=PRESETS["balanced"], sparse=replace(THIRD, ramp=0.3)),
+        few=SkipOptions(sparse=HALF),
+        why="44 of 80 forwards: text 45.6 / 32.2, image 49.5 / 42.7; four steps 49.0 / 34.6",
+    ),
+    "fast": Word(
+        many=SkipOptions(magcache=PRESETS["fast"], sparse=replace(THIRD, ramp=0.3)),
+        few=SkipOptions(sparse=THIRD),
+        why="34 of 80 forwards: text 41.9 / 38.1; four steps 45.8 / 33.8",
+    ),
+}
+
+
+def at_speed(options: SkipOptions, steps: int, distilled: bool) -> SkipOptions:
+    """`options` with what their word does in a run of `steps` steps. distilled: the weights are step-distilled."""
+    if options.speed == EXACT:
+        return options
+    word = WORDS[options.speed]
+    return word.few if distilled or steps < MIN_STEPS else word.many
+
+
+def attention_at_speed(attention: str, speed: str) -> str:
+    """The attention of a run: a word that is not exact takes the card's 8-bit attention in place of `auto`."""
+    return "fast" if attention == "auto" and speed != EXACT else attention
