@@ -53,6 +53,7 @@ INNER: list[Any] = [
 ]
 # Other values of fields whose kind does not say one.
 OTHER: dict[str, Any] = {
+    "speed": "fast",
     "width": 64, "height": 64, "outpaint": (0, 8, 0, 8), "high": "1", "low": "1", "shares": (0.25,),
     **{one: (next(x for x in INNER if isinstance(x, kind)),) for one, kind in [
         ("keyframes", Keyframe), ("prompts_at", PromptAt), ("lora_strengths", LoraShares),
