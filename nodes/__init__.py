@@ -34,7 +34,6 @@ from .skipping import (
 )
 from .sound import WanCoreSoundToVideo
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
-from .windows import WanCoreContextWindows
 from .workers import WanCoreLauncher
 
 plain_logs()
@@ -67,7 +66,6 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreSoundToVideo,
         WanCoreVACE,
         WanCoreCamera,
-        WanCoreContextWindows,
         WanCoreVisionLoader,
         WanCoreReportCard,
         WanCorePromptsOverTime,

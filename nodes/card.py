@@ -210,7 +210,7 @@ class NodeMaker:
         loras = {name: [(one.key, one.strength) for one in lora_files] for name, lora_files in model.loras.items()}
         parts = [getattr(part, "file", type(part).__name__) for part in (self.clip, self.vae)]
         picture = None if self.image is None else hash_of(self.image)
-        return model.options, files, loras, parts, picture, self.values, model.windows, model.shift
+        return model.options, files, loras, parts, picture, self.values, model.shift
 
     def plan(self, skip: SkipOptions | None, frames: int) -> Plan:
         width, height, _ = self.size

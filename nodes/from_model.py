@@ -13,7 +13,7 @@ from comfy_api.latest import io, ui
 from torch import nn
 
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.config import LoadOptions, LoraOptions, OptionError, WindowOptions
+from wan_core.config import LoadOptions, LoraOptions, OptionError
 from wan_core.pipeline.loras import Wanted, read_loras
 from wan_core.pipeline.native_patches import lora_checkpoints, loras_of_patches
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
@@ -99,13 +99,12 @@ class WanCoreFromModel(io.ComfyNode):
         settings, patchers = _made(natives, options, device_of(workers))
         loras = {expert: _loras(native, settings, expert, in_workers) for expert, native in natives.items()}
         settings.check_loras(loras)
-        shift, windows = _shift(natives), _windows(natives)
-        carried = {"shift": shift, "range_shift": natives["high"].range_shift, "windows": windows}
+        shift = _shift(natives)
+        carried: dict[str, Any] = {"shift": shift, "range_shift": natives["high"].range_shift}
         carried["named_loras"] = not any(loras.values())
         socket = replace(socket_of(options, settings, patchers, workers), loras=loras, **carried)
         lines = [info_of(settings), *settings.lora_lines(loras)]
         lines += [f"shift {shift:g}, as ModelSamplingSD3 set it" if shift else "no ModelSamplingSD3: its own shift"]
-        lines += [f"context windows {windows.words()}"] if windows else []
         lines += [note for native in natives.values() for note in native.notes]
         info = "\n".join(lines)
         return io.NodeOutput(socket, info, ui=ui.PreviewText(info))
@@ -149,12 +148,3 @@ def _shift(natives: Mapping[str, NativeModel]) -> float | None:
         values = " and ".join(f"{native.where} has {native.shift or 'none'}" for native in natives.values())
         raise OptionError(f"the shift differs ({values}): put ModelSamplingSD3 with one shift behind both models")
     return shifts[0]
-
-
-def _windows(natives: Mapping[str, NativeModel]) -> WindowOptions | None:
-    """Context windows of all MODELs. Raises OptionError where they differ."""
-    windows = [native.windows for native in natives.values()]
-    if len(set(windows)) > 1:
-        values = [f"{one.where} has {one.windows.words() if one.windows else 'none'}" for one in natives.values()]
-        raise OptionError(f"the context windows differ ({' and '.join(values)}): put the same behind both models")
-    return windows[0]

@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import Tensor
 
-from wan_core.config import LoadOptions, WindowOptions
+from wan_core.config import LoadOptions
 from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_memory
 from wan_core.execution.report import GIB, Report
 from wan_core.media.preview import RGBMap
@@ -52,7 +52,6 @@ class ModelSocket:
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
     shift: float | None = None  # that came with the model; None: the task's own
     range_shift: float | None = None  # of a MODEL, with which ranges of texts are sigmas; None: that of the run
-    windows: WindowOptions | None = None  # context windows of a longer video
     named_loras: bool = True  # False where they came with a MODEL, which does not say what they are
     kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
 
@@ -94,7 +93,7 @@ class ModelSocket:
         check_fits(self.settings, Workload(shape, plan, batched=False), room)
         if plan.sparse is not None:
             dit = self.experts.dit
-            tokens = dit.tokens(max(plan.window_sizes(shape[2])), *shape[3:])
+            tokens = dit.tokens(*shape[2:])
             check_kernel(plan.sparse, self.settings.attention, host.device(), dit.head_dim, tokens)
 
     def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:

@@ -1,5 +1,4 @@
-"""What a native MODEL (ComfyUI's `ModelPatcher`) consists of: its file or its weights, LoRA patches, context
-windows and shift. What
+"""What a native MODEL (ComfyUI's `ModelPatcher`) consists of: its file or its weights, LoRA patches and shift. What
 cannot be carried to the engine is refused by name if it changes the result, and reported if it changes the speed."""
 
 from __future__ import annotations
@@ -16,97 +15,44 @@ from torch import Tensor, nn
 from wan_core.checkpoint import Checkpoint
 from wan_core.checkpoint.comfyui_tensors import SUFFIX as PREFERENCE
 from wan_core.checkpoint.opened import TensorInfo
-from wan_core.config import FUSE_METHODS, WINDOW_SCHEDULES, OptionError, WindowOptions
+from wan_core.config import OptionError
 from wan_core.pipeline.native_patches import PREFIX, Patches
 from wan_core.sampling.plan import Plan
 
 HANDLER = "context_handler"  # a model option
 KIND = "IndexListContextHandler"
-WRAPPERS = {"ContextWindows_prepare_sampling", "ContextWindows_sampler_sample"}  # that come with it
 TIME = 2  # the axis of latents that is cut
 
 
-def read_windows(model: Any, where: str) -> WindowOptions | None:
-    """The context windows of a native MODEL; None: it has none. Raises OptionError naming what is not carried over.
-    where: what messages call the MODEL."""
+def with_native_windows(plan: Plan, model: Any, frames: int | None) -> tuple[Plan, int | None]:
+    """`plan` of one sampler's steps with the forwards of the windows in which ComfyUI runs them, those of the MODEL's
+    own handler, and the most latent frames that one forward sees. A note says where they are not known. frames: of the
+    latents; None: not known."""
     handler = model.model_options.get(HANDLER)
     if handler is None:
-        return None
-    refused = list(_not_carried(handler))
-    if refused:
-        raise OptionError(
-            f"{where} has context windows with {'; '.join(refused)}: change that in its context windows node, or use "
-            "ComfyUI's own sampler for this model"
-        )
-    schedule = handler.context_schedule.name
-    return WindowOptions(
-        length=handler.context_length,
-        overlap=handler.context_overlap,
-        schedule=schedule,
-        fuse=handler.fuse_method.name,
-        closed_loop=handler.closed_loop and schedule == "looped_uniform",  # without effect on others
-        freenoise=handler.freenoise,
-        retain_first=bool(handler.cond_retain_index_list),
-        lead=getattr(handler, "causal_window_fix", False),  # older versions have none
-        split=bool(handler.split_conds_to_windows),
-    )
-
-
-def with_native_windows(plan: Plan, model: Any, frames: int | None) -> Plan:
-    """`plan` of one sampler's steps, with the windows in which ComfyUI runs them: those of the MODEL's own handler. A
-    note says where they are not known. frames: of the latents; None: not known."""
-    handler = model.model_options.get(HANDLER)
-    if handler is None:
-        return plan
+        return plan, frames
     if type(handler).__name__ != KIND or handler.dim != TIME:
-        return _noted(plan, f"context windows of another kind ({type(handler).__name__}) are not counted")
+        return _noted(plan, f"context windows of another kind ({type(handler).__name__}) are not counted"), frames
     if frames is None:
-        return _noted(plan, "context windows are not counted: connect a latent, for the length of the video")
+        return _noted(plan, "context windows are not counted: connect a latent, for the length of the video"), None
     if frames <= handler.context_length:
-        return _noted(plan, f"context windows: all {frames} latent frames fit into one")
-    steps = []
+        return _noted(plan, f"context windows: all {frames} latent frames fit into one"), frames
+    lead, steps, seen = getattr(handler, "causal_window_fix", False), [], 0
     for number, step in enumerate(plan.steps):
         own = copy(handler)
         own._step = number
         windows = own.context_schedule.func(frames, own, model.model_options)
-        steps.append(replace(step, windows=tuple(map(tuple, windows))))
+        seen = max(seen, *(len(window) + (lead and window[0] > 0) for window in windows))
+        steps.append(replace(step, evaluations=step.evaluations * len(windows)))
     counts = sorted({step.runs for step in steps})
     runs = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     length = f"{handler.context_length} of {frames} latent frames"
     plan = replace(plan, steps=tuple(steps), unskipped=sum(step.unskipped for step in steps))
-    return _noted(plan, f"context windows of {length}: {runs} in a step, each a forward of its own")
-
-
-def frames_seen(plan: Plan, model: Any, frames: int) -> int:
-    """The most latent frames that one forward of `plan`, which has the windows of `model`, sees."""
-    lead = getattr(model.model_options.get(HANDLER), "causal_window_fix", False)
-    windows = [window for step in plan.steps for window in step.windows]
-    return max((len(window) + (lead and window[0] > 0) for window in windows), default=frames)
+    return _noted(plan, f"context windows of {length}: {runs} in a step, each a forward of its own"), seen
 
 
 def _noted(plan: Plan, note: str) -> Plan:
     return replace(plan, notes=(*plan.notes, note))
-
-
-def _not_carried(handler: Any) -> Iterator[str]:
-    """In words."""
-    if type(handler).__name__ != KIND:
-        yield f"a handler of its own kind ({type(handler).__name__})"
-        return
-    if handler.context_schedule.name not in WINDOW_SCHEDULES:
-        yield f"the schedule {handler.context_schedule.name}"
-    if handler.fuse_method.name not in FUSE_METHODS:
-        yield f"the fuse method {handler.fuse_method.name}"
-    if handler.dim != TIME:
-        yield f"dim {handler.dim}, which is not time (2)"
-    if handler.context_stride != 1 and handler.context_schedule.name.endswith("uniform"):
-        yield f"context_stride {handler.context_stride}, whose windows leave frames out or go past the end (1 does not)"
-    if handler.cond_retain_index_list not in ([], [0]):
-        yield f"cond_retain_index_list {handler.cond_retain_index_list} (the first frame, 0, can be retained)"
-    if getattr(handler, "latent_retain_index_list", []):
-        yield "latent_retain_index_list"
-    if any(getattr(handler, "callbacks", {}).values()):
-        yield "callbacks of another pack"
 
 
 LOADER = "load_diffusion_model"  # of ComfyUI 0.33 and newer: reads one file
@@ -120,6 +66,7 @@ SPEED_TRANSFORMER = {
 }
 POSE_CACHE = "WanAnimate2Cache."  # the names of functions that it registers begin so
 SPEED_WRAPPERS = {"torch.compile"}
+WINDOW_WRAPPERS = {"ContextWindows_prepare_sampling", "ContextWindows_sampler_sample"}  # that come with `HANDLER`
 OURS = "wancore"  # what keys of WanCore's own nodes for a MODEL begin with
 DATA = {"lora_metadata"}  # attachments that say something and do nothing
 EMPTY_OPTIONS = {"transformer_options"}  # looked into, one by one
@@ -129,7 +76,7 @@ EMPTY_OPTIONS = {"transformer_options"}  # looked into, one by one
 class NativeModel:
     """What is carried. owner: the module that all copies of a MODEL share. source: its file, or the weights in memory.
     shift: that a node set; None for none. range_shift: with which ComfyUI makes sigmas of shares of a run, whether a
-    node set it or not. windows: context windows. notes: for people."""
+    node set it or not. notes: for people."""
 
     where: str
     owner: nn.Module
@@ -137,7 +84,6 @@ class NativeModel:
     patches: Patches
     shift: float | None
     range_shift: float
-    windows: WindowOptions | None
     notes: list[str]
 
 
@@ -160,7 +106,6 @@ def read_native(model: Any, where: str) -> NativeModel:
         patches={key: list(several) for key, several in model.patches.items()},
         shift=_shift(model, where),
         range_shift=float(getattr(model.get_model_object(SAMPLING), "shift", 1.0)),
-        windows=read_windows(model, where),
         notes=[f"{where}: {note}" for note in notes],
     )
 
@@ -243,6 +188,8 @@ def _changes_results(model: Any) -> Iterator[str]:
     if "IMG_TO_IMG_FLOW" in _kinds(model.get_model_object(SAMPLING)):
         yield "the sampling of FlowRVS, which turns a video into another"
     options, carried = model.model_options, {HANDLER, *EMPTY_OPTIONS, *SPEED_OPTIONS}
+    if options.get(HANDLER) is not None:
+        yield "context windows (they run in ComfyUI's samplers alone, which WanCore Accelerate makes faster)"
     yield from (f"model option {name}" for name, value in options.items() if value and name not in carried)
     for name, value in options.get("transformer_options", {}).items():
         if name in ("patches", "patches_replace"):
@@ -275,7 +222,7 @@ def _changes_speed(model: Any) -> Iterator[str]:
 
 
 def _is_known(key: str) -> bool:
-    return key in SPEED_WRAPPERS | WRAPPERS or key.lower().startswith(OURS)
+    return key in SPEED_WRAPPERS | WINDOW_WRAPPERS or key.lower().startswith(OURS)
 
 
 def _keys(kinds: Mapping[str, Mapping[Any, list[Any]]]) -> list[str]:

@@ -16,7 +16,7 @@ from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.steps import Expert
 
 from . import host
-from .native_model import frames_seen, with_native_windows
+from .native_model import with_native_windows
 from .plan_inputs import numbers_of, settings_of, window_of
 from .schema import ADVANCED
 
@@ -162,8 +162,5 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
     for high, low in host.skip_layer_ranges(model.model_options):
         note = f"skip-layer guidance runs the prompt once more where sigma is {low:.4g} to {high:.4g}: not counted"
         plan = replace(plan, notes=(*plan.notes, note))
-    plan = with_native_windows(plan, model, None if latent is None else latent["samples"].shape[2])
-    if size is None:
-        return plan
-    T, Y, X = size
-    return with_costs(plan, native.config, (frames_seen(plan, model, T), Y, X))
+    plan, seen = with_native_windows(plan, model, None if latent is None else latent["samples"].shape[2])
+    return plan if size is None else with_costs(plan, native.config, (seen or size[0], *size[1:]))

@@ -137,7 +137,6 @@ def plan_of(
         sigmas=None if sigmas is None else [float(sigma) for sigma in sigmas],
         part=window_of(**values),
         skip=skipping,
-        windows=model.windows,
         image=image,
         **{"cut": False, **length},
     )

@@ -91,8 +91,8 @@ class WanCorePlanPreview(io.ComfyNode):
                     min=0,
                     max=100000,
                     optional=True,
-                    tooltip="Of a video that is made clip by clip: shows how many clips, and the time of all. In "
-                    "context windows: how many of them. 0: one clip, of the model's own length.",
+                    tooltip="Of a video that is made clip by clip: shows how many clips, and the time of all. "
+                    "0: one clip, of the model's own length.",
                 ),
                 io.Int.Input(
                     "clip_frames",
@@ -170,7 +170,7 @@ class WanCorePlanPreview(io.ComfyNode):
             raise OptionError("model_low and latent are for a MODEL of ComfyUI: disconnect them")
         if settings == OF_THE_SAMPLER:
             values |= of_the_sampler(cls.hidden.prompt, cls.hidden.unique_id) or {}
-        cut = model.windows is None and bool(frames or clip_frames or overlap)
+        cut = bool(frames or clip_frames or overlap)
         length = {"frames": frames or None, "clip_frames": clip_frames or None, "overlap": overlap or None, "cut": cut}
         masks = [extras["concat_mask"] for _, extras in positive or () if extras.get("concat_mask") is not None]
         if masks:

@@ -200,7 +200,7 @@ class WanCoreSampler(io.ComfyNode):
         start = _start(latent, joined.latents, seed, add_noise)
         start.check(plan)
         shape = start.shape
-        T, Y, X = max(plan.window_sizes(shape[2])), *shape[3:]
+        T, Y, X = shape[2:]
         tokens = model.experts.dit.tokens(T, Y, X)
         plan = with_costs(plan, model.experts.dit, (T, Y, X))
         workload = Workload(shape, plan, batched=False, text_rows=conditioning.text_rows)
@@ -285,7 +285,6 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "frames": config.video_frames(shape[2]),
         **({"sigmas": [plan.sigmas[0], plan.sigmas[-1]]} if plan.from_latents or plan.sigmas[-1] else {}),
         **({"nag": plan.nag.words()} if plan.nag else {}),
-        **({"windows": plan.context_windows.words()} if plan.context_windows else {}),
         **plan.settings(batched),
         "seed": seed,
         "attention": settings.attention,
@@ -299,7 +298,7 @@ def unknown_of(model: ModelSocket, joined: Joined, shape: tuple[int, ...]) -> li
     task, vae = model.experts.task, model.experts.vae
     rules = family_of(task).clips
     leading = rules.leading  # of a reference
-    latents = max(joined.plan.window_sizes(shape[2])) - leading
+    latents = shape[2] - leading
     width, height = shape[4] * vae.spatial_stride, shape[3] * vae.spatial_stride
     unknown = unknown_to(task, joined.prompts, width, height, vae.video_frames(latents))
     return [*unknown, *size_notes(task, vae, width, height)]

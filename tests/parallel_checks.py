@@ -32,7 +32,6 @@ from wan_core.config import (
     Request,
     SkipOptions,
     SparseOptions,
-    WindowOptions,
 )
 from wan_core.execution.optimize import compile_blocks, optimize
 from wan_core.models.vae.config import VAE_21, VAE_22
@@ -134,8 +133,7 @@ def trajectory(
     """Latents and frames of the embedded model, and the report's settings. decode: most of the work; without it there
     are no frames."""
     request = dict(options.pop("request", {}))
-    skip, sparse, windows = request.pop("magcache", None), request.pop("sparse", None), request.pop("windows", None)
-    request["windows"] = None if windows is None else WindowOptions.parse(windows)
+    skip, sparse = request.pop("magcache", None), request.pop("sparse", None)
     request["skip"] = SkipOptions(
         magcache=None if skip is None else MagCacheOptions(**skip),
         sparse=None if sparse is None else SparseOptions(**sparse),

@@ -33,7 +33,7 @@ FULL = [TASKS[name] for name in NAMES]
 CHOICES = (
     ("", "--steps 12", "--steps 4", "--steps 0", "--shift 0", "--boundary 2", "--preset 4-step", "--preset template"),
     ("", "--frames 97", "--frames 33", "--frames 16", "--frames 0", "--clip-frames 33 --overlap 1", "--clip-frames 32"),
-    ("", "--windows 33/8", "--windows 33/8:standard_static", "--windows 33:retain", "--overlap 3", "--clip-frames 33"),
+    ("", "--overlap 3", "--clip-frames 33"),
     ("", "--sparse balanced", "--sparse 0.5/0:ramp0", "--sparse 0"),
     ("", "--magcache balanced", "--taylorseer 2/1/0.2", "--speed balanced"),
     ("", "--guidance 1", "--guidance 200", "--guidance-low 2"),

@@ -112,11 +112,6 @@ COMMANDS = [
     ("plan --overlap 1", "give --clip-frames as well"),
     ("plan --frames 0", "at least 1"),
     ("plan --seconds-per-forward 0", "must be above 0"),
-    ("plan --windows 33 --clip-frames 33 --task i2v-A14B", "and clips of 33 frames given"),
-    ("plan --windows 33 --overlap 5 --task i2v-A14B", "and an overlap of clips of 5 frames given"),
-    ("plan --windows 33 --task animate-14B", "takes inputs that are not cut into context windows"),
-    ("plan --windows 33 --taylorseer 2/1/0.2", "TaylorSeer keeps something of each window"),
-    ("plan --windows 33:retain", "has no image beside its noise"),
     ("inspect", "missing: file"),
     ("inspect TINYY", "did you mean tiny?"),
     ("doctor --jsn", "did you mean --json?"),
@@ -231,5 +226,4 @@ def test_no_option_takes_a_number_that_is_none(number: str, capsys) -> None:
 COMPOUND = {
     "--nag": "11/2.5/0.25", "--magcache": "0.1/2/0.2", "--taylorseer": "2/1/0.2",
     "--sparse": "0.5/0",
-    "--windows": "9/4",
 }  # fmt: skip

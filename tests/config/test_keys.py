@@ -22,7 +22,6 @@ from wan_core.config import (
     SkipOptions,
     SparseOptions,
     TaylorSeerOptions,
-    WindowOptions,
 )
 from wan_core.config.keys import SAME_RESULT, in_key, key_of
 from wan_core.config.table import Option, table
@@ -42,7 +41,6 @@ INNER: list[Any] = [
     MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
     TaylorSeerOptions(interval=3),
     SparseOptions(sparsity=0.5, dense_steps=0.0),
-    WindowOptions(length=21, overlap=7, schedule="looped_uniform"),
     NagOptions(),
     ControlOptions(end=0.9),
     MotionOptions(above=0.9),

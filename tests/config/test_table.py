@@ -21,7 +21,6 @@ from wan_core.config import (
     SkipOptions,
     SparseOptions,
     TaylorSeerOptions,
-    WindowOptions,
 )
 from wan_core.config.table import Option, from_values, parse_slashes, parse_words, slashes, spelled, table
 from wan_core.sampling.cache.arguments import SkipArguments
@@ -31,7 +30,6 @@ EXAMPLES: list[Any] = [
     MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
     TaylorSeerOptions(interval=3),
     SparseOptions(sparsity=0.5),
-    WindowOptions(length=21, overlap=7),
     NagOptions(),
     ControlOptions(),
     LoraOptions(path="a.safetensors"),
@@ -116,16 +114,12 @@ def test_words_of_short_forms_say_one_thing(example: Any, name: str) -> None:
     one = table(kind)[name]
     values = [*one.words.values(), *([2 if one.type is int else 0.25] if one.prefix else [])]
     for value in values:
-        short_form = spelled(replace(example, **{name: value}) if name != "closed_loop" else looped(example), name)
+        short_form = spelled(replace(example, **{name: value}), name)
         assert short_form or value == one.default
         assert parse_words(kind, short_form) == ({name: value} if short_form else {})
     for word in ("other", f"{one.prefix}x"):
         with pytest.raises(ValueError, match=word):
             parse_words(kind, [word])
-
-
-def looped(example: WindowOptions) -> WindowOptions:
-    return replace(example, schedule="looped_uniform", closed_loop=True)
 
 
 @pytest.mark.parametrize("kind", [LoadOptions, Request, PlanNumbers, SkipArguments, ControlOptions])

@@ -1,7 +1,7 @@
 """Run by ComfyUI's Python: the plans that the sampler node and the plan preview make of option sets, or what they
 refuse. Prints one JSON list on its last line.
 
-    python doors.py COMFYUI_PATH FILE      # a JSON list of (task, values of the widgets, options, windows, frames)
+    python doors.py COMFYUI_PATH FILE      # a JSON list of (task, values of the widgets, options, frames)
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import Any
 import native_models as world
 
 
-def answer(
-    plan_of: Any, task: str, values: dict, skip: dict | None, windows: dict | None, length: dict, files: dict
-) -> Any:
+def answer(plan_of: Any, task: str, values: dict, skip: dict | None, length: dict, files: dict) -> Any:
     """The plan, or what is refused. files: of the experts and their LoRAs."""
-    from wan_core.config import SkipOptions, UserError, WindowOptions
+    from wan_core.config import SkipOptions, UserError
     from wan_core.models.wan.families import TASKS
     from wan_core.sampling.build import ModelFacts
     from wan_core.workers.wire import unpack
@@ -29,7 +27,7 @@ def answer(
     paths |= {"loras": tuple(map(Path, files["loras"])), "all_files": True}
     facts = ModelFacts(task=TASKS[task], dit=TASKS[task].full_size, vae=TASKS[task].vae, **paths)
     try:
-        model = SimpleNamespace(facts=facts, shift=None, windows=unpack(WindowOptions, windows))
+        model = SimpleNamespace(facts=facts, shift=None)
         options = unpack(SkipOptions, skip)
         return plan_of(model, values, options, **length).plan.as_dict()
     except UserError as fault:

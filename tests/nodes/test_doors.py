@@ -41,7 +41,7 @@ def of_nodes(task: str, request: Request, files: Files) -> tuple[str, dict[str, 
     length = {"frames": request.frames, "clip_frames": request.clip_frames, "overlap": request.overlap, "cut": True}
     length |= {"image": request.image is not None, "known": request.known_frames(frames)}
     length["prompt_starts"] = request.prompt_starts
-    return task, values, pack(request.skip, {}, ""), pack(request.windows, {}, ""), length, files
+    return task, values, pack(request.skip, {}, ""), length, files
 
 
 def refused_or_planned(job: Callable[[], Job]) -> Any:

@@ -53,21 +53,6 @@ def test_the_video_is_that_of_the_command_line_and_the_plan_shows_the_prompts(co
     assert near < 6 and near < 0.7 * far, (near, far)  # of 255: H.264 takes some
 
 
-def test_texts_that_are_combined_go_to_windows(comfy: ComfyUI) -> None:
-    """ComfyUI's own node splits them so; without the switch they are averaged."""
-    asked = text_to_video({**SIZE, "frames": 33}, steps=2, positive=["both", 0], model=["windows", 0])
-    asked["green"] = node("WanCoreTextEncode", clip=["encoder", 0], positive=GREEN, negative="")
-    asked["both"] = node("ConditioningCombine", conditioning_1=["text", 0], conditioning_2=["green", 0])
-    windows = {"length": 17, "overlap": 4, "schedule": "standard_static", "fuse": "pyramid", "freenoise": True}
-    windows |= {"retain_first_frame": False, "closed_loop": False, "model": ["model", 0]}
-    asked["windows"] = node("WanCoreContextWindows", **windows, split_conds_to_windows=True)
-    run = comfy.run(asked)
-    assert run.ok, run.status
-    asked["windows"] = node("WanCoreContextWindows", **windows)
-    run = comfy.run(asked)
-    assert run.ok, run.status
-
-
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [

@@ -160,21 +160,19 @@ SPARSE = {"sparsity": 0.75, "dense_steps": 0.25, "ramp": 0.0}
 COLOURS = ((0, "red"), (4, "green"))
 SQUARE = {"width": 80, "height": 80}
 TALL = {"width": 80, "height": 112, "frames": 9}
-# Of 2 and 3 latent frames, 50 and 75 tokens; some that move.
-WINDOWS = {"steps": 10, **SQUARE, "frames": 13, "windows": "5/1:standard_static", "magcache": MAGCACHE}
-IN_LAYERS = {"guidance_mode": "sequential"}
 SCENES = tuple(PromptAt(frame=n, text=f"a {colour} square moving up on a white background") for n, colour in COLOURS)
 # Some steps have one branch only; MagCache's residuals of it must be where it runs next.
 UNGUIDED = {"steps": 10, "magcache": MAGCACHE, **SQUARE, "frames": 5}
 REQUESTS = {
-    "windows": (("1x1x2", "2x1x1"), WINDOWS),
-    "windows in layers": (("layers2",), {**WINDOWS, **IN_LAYERS, "windows": "5/1", "steps": 4, "magcache": None}),
     "105 tokens": (("1x1x3", "2x2x1"), {"steps": 10, "magcache": MAGCACHE, **TALL}),
     # A rank has all tokens of its heads, in the order of the tiles; residuals are kept beneath that order.
     "sparse": (("1x1x3", "2x1x2"), {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE, "seed": 1, **TALL}),
     "prompts over time": (("2x2x1",), {"steps": 8, "magcache": MAGCACHE, "prompt": "", "prompts_at": SCENES, **TALL}),
     "sparse prompts over time": (("1x1x3",), {"steps": 4, "sparse": SPARSE, "prompts_at": SCENES, "seed": 1, **TALL}),
-    "prompts over time in layers": (("layers2",), {"steps": 4, "prompts_at": SCENES, **TALL, **IN_LAYERS}),
+    "prompts over time in layers": (
+        ("layers2",),
+        {"steps": 4, "prompts_at": SCENES, **TALL, "guidance_mode": "sequential"},
+    ),
     "guidance of one expert": (("2x1x1",), {**UNGUIDED, "guidance_low": 1.0}),
 }
 
@@ -189,7 +187,7 @@ def test_a_request_equals_one_rank(ranks, alone, mesh, name):
     equal_on_all(answers, wanted)
     notes = [note for note in wanted[2]["notes"] if note.startswith("forwards")]
     assert all(set(notes) <= set(said["notes"]) for _, _, said in answers)
-    for changed in {"windows", "prompts_at"} & set(request):
+    for changed in {"prompts_at"} & set(request):
         plain = {option: value for option, value in request.items() if option != changed}
         assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
 

@@ -164,10 +164,7 @@ def test_refused(changed, message):
     ("mesh", "options"),
     [
         ("2x1x1", f"{REPORTED} --guidance-mode sequential"),
-        ("2x1x1", "--steps 10 --taylorseer 2/1/0.1 --windows 9/4:plain:standard_static"),
         ("1x1x2", REPORTED),
-        ("layers2", "--steps 3 --windows 9/4:plain --guidance-low 1"),
-        ("time2", "--steps 4 --solver euler --windows 9/4:plain"),
     ],
 )
 def test_all_ranks_ask_equally_often_whether_to_stop(ranks, mesh, options):

@@ -1,4 +1,4 @@
-"""Colours of clips and windows matched to the first, and their drift in the report."""
+"""Colours of clips matched to the first, and their drift in the report."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from wan_core.config import LoadOptions, OptionError, Request, WindowOptions
+from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.report import Report
 from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.colours import (
     ColourMatch,
     channel_means,
     lab,
-    match_windows,
     note_drift,
     pixels_of,
     rgb_of,
@@ -69,16 +68,6 @@ def test_without_it_nothing_changes(scene: np.ndarray) -> None:
     assert match.change(scene) is None and match.change(tinted(scene, 0.8, 4.0)) is None
 
 
-def test_windows_have_the_colours_of_the_first(scene: np.ndarray) -> None:
-    """Frames of the second window alone are as the first again; those of both are between."""
-    whole = np.concatenate([scene[:1].repeat(9, 0), tinted(scene[:1].repeat(8, 0), 1.0, 6.0)])
-    matched = whole.copy()
-    match_windows(matched, ((0, 1, 2), (2, 3, 4)), 1.0, torch.device("cpu"))
-    assert np.abs(matched[:5].astype(int) - whole[:5]).max() <= 1
-    before, after = (np.abs(one[9:].astype(int) - scene[0]).mean() for one in (whole, matched))
-    assert after < 0.75 * before
-
-
 def test_the_report_names_the_drift() -> None:
     report = Report(torch.device("cpu"))
     for value in (100, 104, 98):
@@ -117,21 +106,6 @@ def test_clips_after_the_first_are_matched(pipe: Pipeline, picture: str, svi: bo
     )
     before, after = ((mean - wanted).norm() for mean in means)
     assert after < 0.6 * before  # what no screen shows is cut
-
-
-def test_a_video_in_windows_is_matched(pipe: Pipeline, picture: str) -> None:
-    windows = WindowOptions.parse("17/8")
-    size = {"width": 48, "height": 32, "frames": 33, "steps": 2, "windows": windows}
-    written: list[np.ndarray] = []
-    plain, matched = (
-        pipe.generate(
-            Request(prompt="x", image=picture, match_colours=one, **size),  # type: ignore[arg-type]
-            write=lambda frames, /, **_: written.append(np.stack(list(frames))),
-        )
-        for one in (None, 1.0)
-    )
-    assert torch.equal(plain.latents, matched.latents) and not np.array_equal(plain.frames, matched.frames)
-    assert np.array_equal(written[0], plain.frames) and np.array_equal(written[1], matched.frames)
 
 
 def test_one_piece_has_nothing_to_match(pipe: Pipeline, picture: str) -> None:

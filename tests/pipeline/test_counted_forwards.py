@@ -17,7 +17,6 @@ from wan_core.config import (
     Request,
     SkipOptions,
     TaylorSeerOptions,
-    WindowOptions,
 )
 from wan_core.models.wan.families import TASKS, family_of
 from wan_core.models.wan.families.animate2 import ANIMATE2_14B
@@ -39,7 +38,6 @@ TINY: tuple[dict[str, Any], ...] = (
     {"steps": 3, "solver": "heun", "guidance_low": 1.0},
     {"steps": 12, "skip": SEER},
     {"steps": 12, "skip": SEER, "guidance_mode": "sequential"},
-    {"steps": 3, "frames": 17, "windows": WindowOptions.parse("9/4")},
 )
 
 

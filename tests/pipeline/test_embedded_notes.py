@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wan_core.config import LoadOptions, Request, WindowOptions
+from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Phase, Report, draw_report
 from wan_core.models.wan.families import find_task
 from wan_core.pipeline.check import never_seen
@@ -20,11 +20,8 @@ from wan_lab.shapes import SCENES
 CAPTION = "a red circle moving right on a blue background"
 
 
-def notes(
-    prompt: str = CAPTION, task: str = "t2v-tiny", size: tuple[int, int] = (96, 96), frames: int = 17, windows=None
-):
+def notes(prompt: str = CAPTION, task: str = "t2v-tiny", size: tuple[int, int] = (96, 96), frames: int = 17):
     fields = {
-        "plan": SimpleNamespace(context_windows=windows),
         "request": SimpleNamespace(prompts_at=()),
         "texts": (SimpleNamespace(text=prompt),),
         "clips": (SimpleNamespace(frames=frames),),
@@ -37,7 +34,6 @@ def test_every_caption_is_known_and_other_models_know_everything() -> None:
     assert not any(notes(scene.caption) for scene in SCENES)
     assert not notes("a cat", task="t2v-A14B", size=(1280, 720), frames=81)
     assert not notes("", task="animate2-tiny")  # the driving video says what moves
-    assert not notes(frames=33, windows=WindowOptions.parse("17"))  # a forward sees no more
 
 
 @pytest.mark.parametrize(

@@ -63,20 +63,6 @@ def test_steps_that_cost_less_are_estimated_so(capsys: pytest.CaptureFixture[str
     assert whole == 80 and half == pytest.approx(80 - 20 * free * (1 - 40 / 48), abs=0.1) and 0 < free < 4
 
 
-def test_the_plan_counts_context_windows(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--frames", "161", "--steps", "10", "--seconds-per-forward", "2")
-    out = plan(capsys, *arguments, "--windows", "81/28:standard_static")
-    assert "60 forwards" in out and "context windows 81/28:standard_static:pyramid: 3 of 21 of 41 latent frames" in out
-    assert out.endswith("about 2:00 min in all, with 2 s a forward\n")
-    told = json.loads(plan(capsys, *arguments, "--windows", "81", "--json"))
-    counts = [len(step["windows"]) for step in told["steps"]]
-    assert told["forwards"] == 2 * sum(counts) and set(counts) == {3, 4} and told["seconds"] == 4 * sum(counts)
-    assert told["context_windows"]["schedule"] == "standard_uniform"
-    assert all(sorted({f for w in step["windows"] for f in w}) == [*range(41)] for step in told["steps"])
-    short = plan(capsys, "--frames", "81", "--windows", "81")
-    assert "80 forwards" in short and "21 latent frames fit into one" in short
-
-
 @pytest.fixture(scope="module")
 def picture(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("picture") / "first.png"

@@ -14,7 +14,7 @@ from PIL import Image
 from wan_core.cli import build_parser, main
 from wan_core.cli.generate import request_of
 from wan_core.cli.prompt_file import read_list
-from wan_core.config import LoadOptions, OptionError, PromptAt, Request, WindowOptions
+from wan_core.config import LoadOptions, OptionError, PromptAt, Request
 from wan_core.models.wan.families import TASKS
 from wan_core.pipeline.encode import encode_text, text_of_clip
 from wan_core.pipeline.pipeline import Pipeline
@@ -84,20 +84,6 @@ def test_quantised_weights(pipe: Pipeline, precision: str, far: float) -> None:
     exact, output = (latents(of, prompt="", prompts_at=SCENES) for of in (pipe, quantised))
     plain = latents(quantised, prompt=RED)
     assert float((output - exact).norm() / exact.norm()) < far < float((output - plain).norm() / plain.norm())
-
-
-def test_windows_follow_them(pipe: Pipeline) -> None:
-    """Each window the penalties of its frames, or, with `split`, the prompt of its middle."""
-    by_text = {}
-    for text in ("9/4:standard_static", "9/4:standard_static:split"):
-        fields = {**SMALL, "prompts_at": SCENES, "windows": WindowOptions.parse(text)}
-        run = pipe.prepare(Request(prompt="", **fields))  # type: ignore[arg-type]
-        by_text[text] = pipe.sample(run, encode_text(run))
-        assert WindowOptions.parse(WindowOptions.parse(text).words()) == fields["windows"]
-    windows = run.job.plan.steps[0]
-    assert windows.window_texts == tuple((int(sum(one) / len(one) >= 2), 0) for one in windows.windows)
-    assert [one.text for one in run.job.texts] == [RED, GREEN]
-    assert not torch.equal(*by_text.values())
 
 
 def test_each_clip_has_the_prompts_of_its_frames(tmp_path: Path) -> None:

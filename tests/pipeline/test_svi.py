@@ -220,7 +220,6 @@ def test_a_task_that_cannot_says_so(task: str) -> None:
     ("more", "message"),
     [
         (["--keyframe", "40"], "--svi and keyframes given"),
-        (["--windows", "81"], "--svi and context windows given"),
         (["--overlap", "1"], "begin with 5 or 9 or 13 frames"),
         (["--clip-frames", "80"], "a clip has 4n"),
     ],

@@ -1,4 +1,4 @@
-"""The memory that residuals were planned to take, beside what they take: over windows, sizes, policies and families."""
+"""The memory that residuals were planned to take, beside what they take: over sizes, policies and families."""
 
 from __future__ import annotations
 
@@ -11,23 +11,15 @@ from tests.denoised import denoise
 from tests.sampling import test_control_run, test_driven_run, test_sound_run
 from tests.sampling.test_denoise import EXPERTS, TEXT
 from tests.sampling.test_residual import SETTINGS
-from wan_core.config import SkipOptions, TaylorSeerOptions, WindowOptions
+from wan_core.config import SkipOptions, TaylorSeerOptions
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Run
 from wan_core.sampling.cache import residual
 from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.plan import Plan, make_plan
 
-WINDOWS = {
-    "none": None,
-    "static": WindowOptions(length=3, overlap=1, schedule="standard_static"),
-    "static, with a lead": WindowOptions(length=3, overlap=1, schedule="standard_static", lead=True),
-    "batched": WindowOptions(length=3, overlap=0, schedule="batched"),
-    "one": WindowOptions(length=9, overlap=3, schedule="standard_static"),
-}
 SKIP = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
 
 
@@ -48,18 +40,15 @@ def kept_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def planned(plan: Plan, model: WanModel, shape: tuple[int, ...]) -> int:
     B, _, T, Y, X = shape
-    tokens = B * model.config.most_tokens(sum(plan.window_sizes(T)), Y, X)
+    tokens = B * model.config.most_tokens(T, Y, X)
     return residual_bytes(plan, tokens, model.config.dim, 4)
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("policy", SETTINGS)
-def test_what_is_planned_is_kept(kept_bytes: list[int], policy: str, windows: str) -> None:
-    options = WINDOWS[windows]
-    for videos in (1, 2) if options is None else (1,):
+def test_what_is_planned_is_kept(kept_bytes: list[int], policy: str) -> None:
+    for videos in (1, 2):
         shape = (videos, 16, 7, 4, 8)
         plan = make_plan(steps=14, solver="euler")
-        plan = plan if options is None else with_windows(plan, options, shape[2])
         plan = skip_forwards(plan, SETTINGS[policy], None)
         kept_bytes.clear()
         with torch.no_grad():

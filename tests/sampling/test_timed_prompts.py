@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.sampling.test_context_windows import APART, NOISE
 from tests.sampling.test_denoise import EXPERTS, TEXT, run, small_dit
 from tests.tensors import draw
 from wan_core.config import (
@@ -21,7 +18,6 @@ from wan_core.config import (
     SkipOptions,
     SparseOptions,
     TaylorSeerOptions,
-    WindowOptions,
     check_prompts,
 )
 from wan_core.models.wan import layers
@@ -33,12 +29,11 @@ from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.control import with_nag
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 from wan_core.sampling.sparsity.schedule import parse_sparse
-from wan_core.sampling.texts import TimedText, first_latent, text_of_frames, texts_in_windows, with_prompts
+from wan_core.sampling.texts import TimedText, first_latent, text_of_frames
 
 DATA = Path(__file__).parents[1] / "models" / "data" / "prompt_relay.safetensors"
 SCENES = (PromptAt(frame=0, text="one"), PromptAt(frame=8, text="two"), PromptAt(frame=20, text="three"))
@@ -46,6 +41,7 @@ SCENES = (PromptAt(frame=0, text="one"), PromptAt(frame=8, text="two"), PromptAt
 STARTS = (0, 3)
 PENALTY = torch.zeros(1, 7, 5)
 PENALTY[0, :, :2], PENALTY[0, :, 2:] = torch.tensor(TimedText("", ("a", "b"), STARTS).penalties(7)).T[:, :, None]
+NOISE = draw_noise(7, (1, 16, 7, 4, 6))
 TIMED = replace(TEXT, penalty=PENALTY)
 
 
@@ -80,8 +76,7 @@ def test_tokens_have_the_bias_of_their_frame():
     assert text.token_bias((3, 1, 2), None, 6).frames.tolist() == [0, 0, 1, 1, 2, 2]
     assert text.token_bias((3, 1, 2), torch.tensor([5, 2, 0]), 3).frames.tolist() == [2, 1, 0]
     assert text.token_bias((4, 1, 2), None, 8).frames.tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
-    assert text.of_frames((1, 2)).bias.flatten().tolist() == [1, 2]
-    assert PreparedText(()).token_bias((3, 1, 2), None, 6) is None and PreparedText(()).of_frames((1,)).bias is None
+    assert PreparedText(()).token_bias((3, 1, 2), None, 6) is None
 
 
 def test_a_text_that_no_frame_may_read_has_no_influence():
@@ -148,46 +143,6 @@ def test_tiles_keep_the_frames_of_tokens():
         output = model(x, time, text, ForwardInfo(sparsity=0.001))
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
     assert not torch.allclose(expected, model(x, time, text._replace(bias=None)), atol=1e-3)
-
-
-def test_windows_see_the_prompts_of_their_frames():
-    """Windows that share nothing are videos of their own, each with its part of the penalties."""
-    plain = make_plan(steps=3, guidance_high=2.0, guidance_low=2.0)
-    latents = run(with_windows(plain, APART, 6), replace(TIMED, penalty=PENALTY[:, :6]), NOISE[:, :, :6])
-    for first in (0, 3):
-        part, penalty = NOISE[:, :, first : first + 3], PENALTY[:, first : first + 3]
-        alone = run(plain, replace(TIMED, penalty=penalty), part)
-        torch.testing.assert_close(latents[:, :, first : first + 3], alone, atol=1e-5, rtol=0)
-
-
-def test_windows_with_a_text_each():
-    """The same, with texts in place of penalties: by `prompt-at`, and evenly as ComfyUI splits them."""
-    split = replace(APART, split=True)
-    later = draw_noise(8, (1, 5, 12))
-    texts = replace(TEXT, later_cond=(later,))
-    plain = make_plan(steps=3, guidance_high=2.0, guidance_low=2.0)
-    plan = with_windows(plain, split, 6)
-    at = with_prompts(plan, (0, 9), 21)
-    even = texts_in_windows(plan, 6, (0, 1), (0,))
-    assert at.steps[0].window_texts == even.steps[0].window_texts == ((0, 0), (1, 0))
-    latents = run(at, texts, NOISE[:, :, :6])
-    for number, first in enumerate((0, 3)):
-        alone = replace(TEXT, cond=texts.text("cond", number))
-        expected = run(plain, alone, NOISE[:, :, first : first + 3])
-        torch.testing.assert_close(latents[:, :, first : first + 3], expected, atol=1e-5, rtol=0)
-    assert "2 windows of texts 1, 2" in at.table()
-    batched = run(at, texts, NOISE[:, :, :6], batched=True)
-    torch.testing.assert_close(batched, latents, atol=1e-5, rtol=0)
-
-
-@given(st.integers(1, 6), st.integers(2, 40))
-def test_texts_are_split_as_comfyui_splits_them(count, frames):
-    """comfy/context_windows.py, `get_region_index`."""
-    options = WindowOptions(length=max(1, frames // 2), overlap=0, schedule="standard_static", split=True)
-    plan = texts_in_windows(with_windows(make_plan(steps=1), options, frames), frames, range(count), (0,))
-    for window, (text, negative) in zip(plan.steps[0].windows, plan.steps[0].window_texts, strict=True):
-        ratio = (min(window) + max(window)) / (2 * frames)
-        assert (text, negative) == (min(max(int(ratio * count), 0), count - 1), 0)
 
 
 def test_the_text_of_a_video_and_of_its_clips():

@@ -77,7 +77,7 @@ def run_plan(options: argparse.Namespace) -> int:
         print(json.dumps(plan.as_dict() | more, indent=1))
         return 0
     print(plan.table())
-    if cut and plan.context_windows is None:
+    if cut:
         alone = len(long.clips) == 1 and not long.leading
         print(f"{options.frames or plan.task.frames} frames: {'one piece' if alone else long.words(plan.count)}")
     if seconds is not None:

@@ -1,6 +1,6 @@
 """User options as frozen dataclasses, the errors of this project, and where it keeps files. Imports no torch.
 
-`loading`, `plan_numbers`, `request`, `skipping`, `sparse` and `windows` declare each option once, with all that its
+`loading`, `plan_numbers`, `request`, `skipping` and `sparse` declare each option once, with all that its
 doors need (`table`). Options are checked when built: a bad value raises `OptionError` with what was given, what is
 allowed and what to do. `checks` has the errors and the checks, `compile_cache` the cache folder.
 """
@@ -39,12 +39,10 @@ from wan_core.config.skipping import (
     TaylorSeerOptions,
 )
 from wan_core.config.sparse import SPARSE_KERNELS, SparseOptions
-from wan_core.config.windows import FUSE_METHODS, WINDOW_SCHEDULES, WindowOptions
 
 __all__ = [
     "COMPILES",
     "EXACT",
-    "FUSE_METHODS",
     "GUIDANCE_MODES",
     "LORA_EXPERTS",
     "LORA_MODES",
@@ -56,7 +54,6 @@ __all__ = [
     "SPARSE_KERNELS",
     "SPEEDS",
     "VAE_PRECISIONS",
-    "WINDOW_SCHEDULES",
     "ControlOptions",
     "Keyframe",
     "LoadOptions",
@@ -75,7 +72,6 @@ __all__ = [
     "SparseOptions",
     "TaylorSeerOptions",
     "UserError",
-    "WindowOptions",
     "check_choice",
     "check_known",
     "check_prompts",

@@ -10,7 +10,6 @@ from wan_core.config.plan_numbers import PlanNumbers
 from wan_core.config.prompts import PromptAt, check_prompts
 from wan_core.config.skipping import SkipOptions
 from wan_core.config.table import Checked, check, option, parse_slashes, slashes
-from wan_core.config.windows import WindowOptions
 
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 MAX_OUTPAINT = 8192
@@ -172,7 +171,7 @@ class Request(PlanNumbers):
     None is 0.7 with `from_video`. outpaint: pixels on the left, top, right and bottom of `control_video` that are made.
     camera: motions, or the lines of a file of poses.
     clip_frames: a longer video is made in clips of so many frames, of which `overlap` are the last of the clip before;
-    svi: these have an anchor picture and the latents of the clip before. windows: each forward sees some frames of it.
+    svi: these have an anchor picture and the latents of the clip before.
     skip: None where every forward runs. Raises OptionError.
     """
 
@@ -283,16 +282,8 @@ class Request(PlanNumbers):
         low=0,
         high=1,
         advice="1 is all of it",
-        help="make the colours of later clips and context windows those of the first, by so much: 0 to 1, against "
+        help="make the colours of later clips those of the first, by so much: 0 to 1, against "
         "drift (default: the family's, which is 0)",
-    )
-    windows: WindowOptions | None = option(
-        None,
-        help="context windows: each forward sees LENGTH frames of a longer video, of which OVERLAP are also its "
-        "neighbour's: 81/28; then options after colons: a schedule (standard_uniform, standard_static, "
-        "looped_uniform, batched), how windows are fused (pyramid, relative, flat, overlap-linear), plain, retain, "
-        "closed, nolead, split (docs/windows.md)",
-        metavar="LENGTH[/OVERLAP]",
     )
     nag: NagOptions | None = option(
         None,

@@ -41,7 +41,7 @@ DENOISE = 0.7  # of video-to-video, where nothing is said
 # Fields of a request that reports say with what was decided of them, or in other words; all others under their names.
 SAID_OTHERWISE = (
     "steps shift boundary guidance_high guidance_low solver preset motion lora_strengths prompt prompts_at "
-    "negative_prompt keyframes from_video denoise clip_frames overlap match_colours windows width height frames fps "
+    "negative_prompt keyframes from_video denoise clip_frames overlap match_colours width height frames fps "
     "seed guidance_mode skip"
 )
 
@@ -84,11 +84,7 @@ class Job:
 
     @property
     def texts(self) -> tuple[TimedText, ...]:
-        """What is encoded of the prompts: a text for the video, for each context window that has one of its own, or for
-        each clip that differs."""
-        request, prompts = self.request, self.request.prompts_at or ()
-        if any(step.window_texts for step in self.plan.steps):
-            return tuple(TimedText(request.prompt, (one.text,), (0,)) for one in prompts)
+        """What is encoded of the prompts: a text for the video, or for each clip that differs."""
         return tuple(dict.fromkeys(map(self.text_of, self.clips)))
 
     def text_of(self, clip: Clip) -> TimedText:
@@ -121,7 +117,7 @@ class Job:
 
     @property
     def match_colours(self) -> float:
-        """How far the colours of later clips or windows become those of the first."""
+        """How far the colours of later clips become those of the first."""
         asked = self.request.match_colours
         return self.rules.match_colours if asked is None else asked
 
@@ -164,7 +160,6 @@ class Job:
             **({} if self.alone else {"clips": self.long.words(plan.count)}),
             **({"match_colours": self.match_colours} if self.match_colours else {}),
             **({} if request.from_video is None else {"denoise": strength(request)}),
-            **({} if plan.context_windows is None else {"windows": plan.context_windows.words()}),
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
@@ -220,10 +215,10 @@ def make_job(request: Request, facts: ModelFacts) -> Job:
     width, height, frames, fps = size_of_video(request, task, facts.dit, vae)
     video = build_plan(_plan_request(request, task, width, height, frames), facts)
     assert video.tokens is not None
-    if request.match_colours and len(video.long.clips) == 1 and video.plan.context_windows is None:
+    if request.match_colours and len(video.long.clips) == 1:
         raise OptionError(
             f"--match-colours {request.match_colours:g} given for a video that is made in one piece: it is for clips "
-            "(--clip-frames, --svi) and context windows (--windows). Leave it out"
+            "(--clip-frames, --svi). Leave it out"
         )
     batched, why = choose_batched(request.guidance_mode, video.plan, video.tokens, streamed=False)
     return Job(
@@ -286,8 +281,7 @@ def strength(request: Request) -> float:
 
 def never_seen(job: Job) -> list[str]:
     """What the embedded model never saw of the prompt and the size of a job, see `unknown_to`."""
-    windows = job.plan.context_windows
-    longest = max(clip.frames for clip in job.clips) if windows is None else 4 * windows.length - 3
+    longest = max(clip.frames for clip in job.clips)
     texts = [one.text for one in job.texts] if not job.request.prompts_at else []  # prompts of parts are read apart
     texts += [one.text for one in job.request.prompts_at or ()]
     return unknown_to(job.task, texts, job.width, job.height, longest)

@@ -1,4 +1,4 @@
-"""Colours of the clips and windows of a long video: how they drift, and their match to the first.
+"""Colours of the clips of a long video: how they drift, and their match to the first.
 
 What drifts from clip to clip is light and tint: the mean and the deviation of the channels of CIELAB, in which light
 and colour are apart. Those of a later clip are made those of the first, in its finished pictures; a clip that begins
@@ -9,7 +9,7 @@ Legend: F/H/W video frames, height, width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wan_core.execution.report import Report
-from wan_core.models.wan.families.clips import frames_of_latents
 
 TO_XYZ = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
 WHITE = (0.9505, 1.0, 1.089)  # D65
@@ -77,21 +76,6 @@ class ColourMatch:
 def pixels_of(picture: Tensor) -> Frames:
     """0..1 -> uint8."""
     return (picture * 255).round_().clamp_(0, 255).to(torch.uint8).cpu().numpy()
-
-
-def match_windows(frames: Frames, windows: Sequence[Sequence[int]], strength: float, device: torch.device) -> None:
-    """Match the frames [F, H, W, 3] of a video that was made in context windows, in place. windows: latent frames of
-    each. A frame that several windows have gets the mean of what each makes of it."""
-    match, places = ColourMatch(strength, device), [frames_of_latents(window) for window in windows]
-    changes = [match.change(frames[place]) for place in places]
-    for number, frame in enumerate(frames):
-        picture = unit(frame, device)
-        made = [
-            picture if change is None else change(picture)
-            for place, change in zip(places, changes, strict=True)
-            if number in place
-        ]
-        frames[number] = pixels_of(torch.stack(made).mean(0))
 
 
 def channel_means(frames: Frames) -> dict[str, Any]:

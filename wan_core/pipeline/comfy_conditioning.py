@@ -28,7 +28,6 @@ from wan_core.sampling.texts import (
     assign_ranges,
     check_texts,
     first_latent,
-    texts_in_windows,
 )
 
 CONDITIONING: TypeAlias = "list[list[Any]]"
@@ -81,8 +80,7 @@ def join(
     for entries, name in sockets:
         for _, extras in entries:
             check_keys(family, name, extras)
-    split = plan.context_windows is not None and plan.context_windows.split
-    cond, uncond = (read_texts(*one, dit, family, split) for one in sockets)
+    cond, uncond = (read_texts(*one, dit, family) for one in sockets)
     for key in sorted(family.conditioning_keys - family.branch_keys):
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
     if plan.reads_negative:
@@ -90,7 +88,7 @@ def join(
     guided = plan.guided
     if uncond.extras.get(NAG) is not None:  # before texts, of which its steps also take a negative one
         plan = with_nag(plan, uncond.extras[NAG])
-    plan, cond, uncond = plan_texts(plan, cond, uncond, family, range_shift, latent["samples"].shape[2])
+    plan, cond, uncond = plan_texts(plan, cond, uncond, family, range_shift)
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
     if family.driving_keys:
         plan = with_passes(plan, own=family.own_driving_inputs <= inputs["inputs"].keys())
@@ -129,28 +127,21 @@ def penalty_of(plan: Plan, cond: Texts, frames: int) -> Tensor | None:
     prompts = cond.extras.get(PROMPTS)
     if prompts is None or len(prompts["starts"]) < 2:
         return None
-    if len(cond.rows) > 1 or any(step.window_texts for step in plan.steps):
-        raise OptionError(
-            "`positive` has prompts over time, and texts that change with the step or with the context window "
-            "(split_conds_to_windows): use one of them"
-        )
+    if len(cond.rows) > 1:
+        raise OptionError("`positive` has prompts over time, and texts that change with the step: use one of them")
     starts = tuple(first_latent(frame) for frame in prompts["starts"])
     text = TimedText("", ("",) * len(starts), starts)
     return penalty_rows(text, prompts["tokens"], frames, cond.rows[0].shape[1])[None]
 
 
 def plan_texts(
-    plan: Plan, cond: Texts, uncond: Texts, family: Family, shift: float | None, frames: int
+    plan: Plan, cond: Texts, uncond: Texts, family: Family, shift: float | None
 ) -> tuple[Plan, Texts, Texts]:
-    """`plan` with the texts of each step, or with that of each context window of latents of so many frames.
-    Where strengths of control videos change with texts, each step has these, too, and both prompts have 1; where only
-    some entries have a driving video, the other steps do not read it. shift: as for `assign_ranges`. Raises
-    OptionError."""
+    """`plan` with the texts of each step. Where strengths of control videos change with texts, each step has these,
+    too, and both prompts have 1; where only some entries have a driving video, the other steps do not read it. shift:
+    as for `assign_ranges`. Raises OptionError."""
     changing = family.strength_key
-    split = plan.context_windows is not None and plan.context_windows.split
-    if split and any(step.windows for step in plan.steps) and len(cond.ranges) + len(uncond.ranges) > 2:
-        plan = texts_in_windows(plan, frames, cond.entries, uncond.entries)
-    elif (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
+    if (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
         plan = assign_ranges(plan, cond.ranges, uncond.ranges, shift)
     if family.driving_keys:
         plan = drive_by_text(plan, cond.driven, uncond.driven, family.driving_keys[0])
@@ -172,9 +163,8 @@ def plan_texts(
     return check_texts(replace(plan, steps=steps)), cond, uncond
 
 
-def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Family, split: bool = False) -> Texts:
-    """The texts of a CONDITIONING called `name`, for a model of a family. split: each context window takes one of
-    several. Raises OptionError."""
+def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Family) -> Texts:
+    """The texts of a CONDITIONING called `name`, for a model of a family. Raises OptionError."""
     if not conditioning:
         raise OptionError(f"`{name}` has no text: connect a text encode node, an empty text is allowed")
     rows, everything = [one[0] for one in conditioning], [one[1] for one in conditioning]
@@ -185,16 +175,8 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, family: Fa
                 "it with the text encoder that belongs to the model (UMT5)"
             )
     ranges = [TextRange.of(extras) for extras in everything]
-    if len(rows) > 1:
-        if any(len(one) != 1 for one in rows):
-            raise OptionError(
-                f"`{name}` changes its text during the run, and has several texts at once: encode one each"
-            )
-        if split and set(ranges) != {WHOLE}:
-            raise OptionError(
-                f"texts of `{name}` have ranges of steps, and each context window takes one (split_conds_to_windows): "
-                "use one of both"
-            )
+    if len(rows) > 1 and any(len(one) != 1 for one in rows):
+        raise OptionError(f"`{name}` changes its text during the run, and has several texts at once: encode one each")
     changing, driving = family.strength_key, family.driving_keys
     strengths = [tuple(extras.get(changing) or ()) for extras in everything]
     changes = len(set(strengths)) > 1

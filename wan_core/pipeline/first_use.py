@@ -137,7 +137,7 @@ def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) 
     decides who waits: Triton, torch and flash-attn-4 find what they kept by keys that hold their own versions."""
     card = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "cpu"
     plan, (T, *area) = workload.plan, workload.latent_shape[2:]
-    tokens = {settings.recognised.dit.tokens(size, *area) % 16 for size in plan.window_sizes(T)}
+    tokens = {settings.recognised.dit.tokens(T, *area) % 16}
     facts = [torch.__version__, installed(COMPILERS), __version__, card, settings.recognised.dit, settings.precision]
     facts += [settings.attention, ranks.mesh, sorted(tokens), plan.sparse]
     return ", ".join(map(str, facts))
@@ -227,7 +227,7 @@ def forward_each_kind(
     config, plan, batch = model.config, workload.plan, 2 if workload.batched else 1
     begin_run(model)
     B, C, T, Y, X = workload.latent_shape
-    grid = max(plan.window_sizes(T)), Y, X
+    grid = T, Y, X
     noise = draw_noise(0, (B, C, *grid)).to(device)
     shape = (batch, config.in_channels, *grid)
     x = noise.new_zeros(shape)

@@ -25,7 +25,6 @@ from wan_core.execution.memory.planning import (
     beside_weights,
     cap_memory,
     device_room,
-    outside_bytes,
     plan_memory,
 )
 from wan_core.execution.memory.residency import KEPT_FREE, Policy, Residency, Waits
@@ -290,23 +289,18 @@ def beside_workload(parts: Parts, workload: Workload | None, per_token: float, i
         beside = beside_weights(parts.dit, parts.vae, (1, parts.vae.z_dim, T, Y, X), per_token=per_token)
     else:
         plan, (B, C, T, Y, X) = workload.plan, workload.latent_shape
-        sizes = plan.window_sizes(T)
         beside = beside_weights(
             parts.dit,
             parts.vae,
-            (B, C, max(sizes), Y, X),
+            (B, C, T, Y, X),
             per_token=per_token + slope_factor(parts.dit.num_heads, parts.dit.head_dim, plan.sparse),
             itemsize=itemsize,
             guided=plan.reads_negative,
-            residuals=residual_bytes(plan, B * parts.dit.most_tokens(sum(sizes), Y, X), parts.dit.dim, itemsize),
+            residuals=residual_bytes(plan, B * parts.dit.most_tokens(T, Y, X), parts.dit.dim, itemsize),
             batched=workload.batched,
             image=workload.image,
-            texts=max(len(step.all_texts) for step in plan.steps)
-            * parts.dit.text_rows(workload.text_rows)
-            / parts.dit.text_len,
+            texts=parts.dit.text_rows(workload.text_rows) / parts.dit.text_len,
         )
-        outside = outside_bytes(parts.dit, workload.latent_shape, max(sizes))
-        beside = replace(beside, denoise=beside.denoise + outside)
     if parts.speech is not None:
         seconds = parts.task.frames / parts.task.fps if workload is None else workload.seconds
         beside = replace(beside, sound=encoding_bytes(parts.speech.config, seconds) if seconds else 0)
@@ -322,7 +316,7 @@ def check_fits(settings: ModelSettings, workload: Workload, room: int | None) ->
         beside = beside_workload(parts, workload, settings.per_token(), itemsize)
         check_sampling(workload.latent_shape, beside.denoise, room)
     B, _, T, Y, X = workload.latent_shape
-    tokens = B * parts.dit.tokens(max(workload.plan.window_sizes(T)), Y, X)
+    tokens = B * parts.dit.tokens(T, Y, X)
     check_tensor("an activation", (tokens, parts.dit.dim), itemsize, settings.device)
 
 

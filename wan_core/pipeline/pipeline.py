@@ -31,8 +31,7 @@ from wan_core.execution.report import Report
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import Job, check_request, make_job
 from wan_core.pipeline.clips import ClipRun, kept_steps, remove_kept
-from wan_core.pipeline.colours import match_windows
-from wan_core.pipeline.decode import WriteFrames, decode_latents, use_all
+from wan_core.pipeline.decode import WriteFrames, decode_latents
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.encode import encode_media, encode_start, encode_text
 from wan_core.pipeline.first_use import forward_each_kind
@@ -149,12 +148,7 @@ class Pipeline:
         if steps is not None and keep_latents is not None and keep_latents.is_file():
             remove_kept([steps.path])
         watch.phase("decode")
-        matched = bool(job.match_colours and job.plan.steps[-1].windows)
-        frames = decode_latents(run.vae(), latents, report, None if matched else write_frames)
-        if matched:
-            with report.phase("match colours"):
-                match_windows(frames, job.plan.steps[-1].windows, job.match_colours, self.models.device)
-            use_all(iter(frames), write_frames)
+        frames = decode_latents(run.vae(), latents, report, write_frames)
         kept = () if steps is None else (steps.path,)
         return Result(frames, latents.cpu(), job.fps, job.plan, report, kept)
 

@@ -25,21 +25,18 @@ from wan_core.config import (
     PlanNumbers,
     Request,
     SkipOptions,
-    WindowOptions,
     check_known,
     check_prompts,
 )
 from wan_core.config.checks import check_size
 from wan_core.config.file_names import file_says
 from wan_core.config.table import from_values
-from wan_core.config.windows import check_one_way
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import check_prompts_over_time, family_of
 from wan_core.models.wan.families.clips import Clip, LongVideo
 from wan_core.models.wan.families.family import Task, given_fields
 from wan_core.sampling.cache.skipping import apply_policies, skip_forwards
-from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.control import with_control, with_nag
 from wan_core.sampling.mistakes import likely_mistakes, number_mistakes
 from wan_core.sampling.motion import with_phases
@@ -54,12 +51,11 @@ from wan_core.sampling.native.plan import (
     rising_words,
     without_moving_windows,
 )
-from wan_core.sampling.plan import KnownFrames, Plan
+from wan_core.sampling.plan import KnownFrames, Plan, PromptTimes
 from wan_core.sampling.presets import motion_of, preset_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.steps import Branch
-from wan_core.sampling.texts import with_prompts
 
 USUAL = "SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16.safetensors and its LOW file"
 
@@ -70,7 +66,6 @@ def with_svi(
     files: Sequence[Path],
     *,
     known: bool,
-    windows: WindowOptions | None,
     part: Window | None,
 ) -> Plan:
     """`plan` of a clip with what each is given, and notes of the LoRAs. files: all of them, if these are known. Raises
@@ -81,7 +76,7 @@ def with_svi(
         told = len(long.clips) > 1 and pro
         note = f"LoRA {pro[0]} is of SVI 2.0 Pro, whose clips --svi makes; these are not" if told else ""
         return replace(plan, notes=(*plan.notes, note)) if note else plan
-    for given, what in ((windows, "context windows"), (part, "a part of the schedule"), (plan.known, "keyframes")):
+    for given, what in ((part, "a part of the schedule"), (plan.known, "keyframes")):
         if given is not None:
             raise OptionError(f"--svi and {what} given: its clips begin with an anchor picture alone. Leave one out")
     carried, frames = long.clips[-1].carried, long.clips[0].frames
@@ -130,7 +125,6 @@ class PlanRequest(PlanNumbers):
     sigmas: Sequence[float] | None = None
     part: Window | None = None
     skip: SkipOptions | None = None
-    windows: WindowOptions | None = None
     nag: NagOptions | None = None
     control: ControlOptions | None = None
     image: bool = False
@@ -202,24 +196,21 @@ class PlannedVideo:
 def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     """The plan of what is asked for, with every check that needs no weights. Raises OptionError.
 
-    The order is that of the refusals, and of the changes to the plan: windows before what keeps something of each
-    window; sizes, sparse attention, guidance and step caches (`skip_forwards`) before what only some steps may have.
+    The order is that of the refusals, and of the changes to the plan: sizes, sparse attention, guidance and step caches
+    (`skip_forwards`) before what only some steps may have.
     """
-    task, vae = facts.task, facts.vae
+    task = facts.task
     plan = schedule(request, facts)
     files = [file_says(path) for path in (facts.high, facts.low) if path is not None]
     loras = [file_says(path) for path in facts.loras]
     plan = replace(plan, warnings=likely_mistakes(plan, task, files, loras, facts.all_files))
     frames = task.frames if request.frames is None else request.frames
-    check_one_way(request.windows, request.clip_frames, request.overlap)
     check_known(request.known, frames)
     plan = replace(plan, known=KnownFrames(request.known, frames, request.handed)) if request.known else plan
-    if request.windows is not None:
-        plan = with_windows(plan, request.windows, vae.latent_frames(frames))
     if request.prompt_starts:
         check_prompts_over_time(task)
         check_prompts(request.prompt_starts, frames)
-        plan = with_prompts(plan, request.prompt_starts, frames)
+        plan = replace(plan, prompts=PromptTimes(request.prompt_starts, frames))
     plan = skip_forwards(plan, request.skip, facts.high, facts.low, image=request.image, loras=facts.loras)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
     plan = plan if request.control is None else with_control(plan, request.control)
@@ -229,11 +220,11 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
             f"denoise {part.denoise:g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
         )
     long = clips_of(request, task, frames)
-    plan = with_svi(plan, long, facts.loras, known=facts.known, windows=request.windows, part=request.part)
+    plan = with_svi(plan, long, facts.loras, known=facts.known, part=request.part)
     T, Y, X = latents_of(request, facts, long)
     if facts.dit is None:
         return PlannedVideo(plan, long, (T, Y, X), None)
-    seen = max(plan.window_sizes(T)) + request.beside
+    seen = T + request.beside
     return PlannedVideo(with_costs(plan, facts.dit, (seen, Y, X)), long, (T, Y, X), facts.dit.tokens(seen, Y, X))
 
 

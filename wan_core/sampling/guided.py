@@ -1,4 +1,4 @@
-"""One expert in its phase: the forwards of each guidance branch and context window, and the guided velocity of them.
+"""One expert in its phase: the forwards of each guidance branch, and the guided velocity of them.
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text rows.
 """
@@ -6,21 +6,19 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.config import NagOptions, WindowOptions
+from wan_core.config import NagOptions
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.context_windows import fuse_weights
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Branch, Step
 
@@ -32,8 +30,6 @@ BOTH: tuple[Branch, ...] = ("cond", "uncond")
 
 RunBranches = Callable[[Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]], dict[Branch, Tensor]]
 """(branches, forward of a branch, shape of a velocity) -> the velocity of every branch, float32."""
-Forward = Callable[[Tensor, Tensor, int], Tensor]
-"""(inputs [B, C_in, t, Y, X], time [B] or [B, t], number of the window) -> velocity [B, C, t, Y, X]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +80,6 @@ class Guided:
         self.run_branches, self.mine = branching.run, branching.mine
         self.batched = branching.batched and branching.run is None
         assert not (self.batched and self.conditioning.separate), "`choose_batched` knows"
-        self.windows = plan.context_windows
         self.batch = batch
         both = any("uncond" in step.branches or step.nag for step in phase)
         self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
@@ -92,20 +87,19 @@ class Guided:
         self.prompts: dict[tuple[int, int], Prompts] = {}  # by their numbers
         self.nag_numbers = None if nag is None else nag_numbers(nag, device)
         self.driving_inputs = family_of(model.config).driving_inputs
-        self.prepared: tuple[tuple[tuple[int, int], ...], bool] | None = None
+        self.prepared: tuple[tuple[int, int], bool] | None = None
         self.passes = 0  # forwards over driving videos since the last step
         self.prepare(phase[0])
 
     def prepare(self, step: Step) -> None:
         """Prepare the texts of a step and what drives its video, unless they are: once for a phase, and again where a
         text changes or the driving video is read or not."""
-        if self.prepared == (step.all_texts, step.undriven):
+        if self.prepared == (step.texts, step.undriven):
             return
         self.prompts.clear()  # keys and values of all blocks: make room for the next
         self.prepared = None
-        for texts in step.all_texts:
-            self.prompts[texts] = self.prepare_prompts(texts, step.undriven)
-        self.prepared = step.all_texts, step.undriven
+        self.prompts[step.texts] = self.prepare_prompts(step.texts, step.undriven)
+        self.prepared = step.texts, step.undriven
 
     def prepare_prompts(self, texts: tuple[int, int], undriven: bool) -> Prompts:
         """A text of each branch, by their numbers."""
@@ -187,7 +181,7 @@ class Guided:
 
         def forward(branch: Branch) -> Tensor:
             texts = {numbers: one.of(branch, step.nag) for numbers, one in self.prompts.items()}
-            return self.predict(inputs, time, texts, step, info((branch,), branch in skipped))
+            return self.model(inputs, time, texts[step.texts], info((branch,), branch in skipped))
 
         if self.run_branches is not None:
             config = self.model.config
@@ -196,62 +190,9 @@ class Guided:
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
             run = info(step.branches, bool(skipped))
             texts = {numbers: one.both for numbers, one in self.prompts.items() if one.both is not None}
-            both = self.predict(torch.cat([inputs, inputs]), torch.cat([time, time]), texts, step, run)
+            both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), texts[step.texts], run)
             return dict(zip(step.branches, both.chunk(2), strict=True))
         return {branch: forward(branch) for branch in step.branches}
-
-    def predict(
-        self,
-        inputs: Tensor,
-        time: Tensor,
-        texts: Mapping[tuple[int, int], PreparedText],
-        step: Step,
-        info: ForwardInfo,
-    ) -> Tensor:
-        """The velocity float32 [B, C, T, Y, X] of `inputs`: one forward, or one for each context window. texts: by
-        their numbers."""
-        options = self.windows
-        if options is None or not step.windows:
-            return self.model(inputs, time, texts[step.texts], info)
-
-        def forward(some: Tensor, some_time: Tensor, window: int) -> Tensor:
-            text = texts[step.window_texts[window] if step.window_texts else step.texts]
-            text = text.of_frames(options.seen(step.windows[window]))
-            return self.model(some, some_time, text, replace(info, window=window))
-
-        return in_windows(forward, inputs, time, step, options, self.model.config.out_channels)
-
-
-def in_windows(
-    forward: Forward, inputs: Tensor, time: Tensor, step: Step, options: WindowOptions, channels: int
-) -> Tensor:
-    """The velocity float32 [B, C, T, Y, X] of all frames, fused from a forward of each window of `step`.
-
-    inputs: [B, C_in, T, Y, X], `channels` of noise before those of an image. time: [B], or [B, T].
-    """
-    T, fused = inputs.shape[2], None
-    weights = fuse_weights(step.windows, options, T)
-    for number, (window, shares) in enumerate(zip(step.windows, weights, strict=True)):
-        seen = options.seen(window)
-        own, own_time = taken(inputs, seen, 2), time if time.ndim == 1 else taken(time, seen, 1)
-        if options.retain_first:
-            own = own.clone()
-            own[:, channels:, 0] = inputs[:, channels:, 0]
-        velocity = forward(own, own_time, number)[:, :, len(seen) - len(window) :]
-        if fused is None:
-            fused = velocity.new_zeros(*velocity.shape[:2], T, *velocity.shape[3:])
-        for position, (frame, share) in enumerate(zip(window, shares, strict=True)):
-            fused[:, :, frame].add_(velocity[:, :, position], alpha=share)  # no number goes to the device
-    assert fused is not None
-    return fused
-
-
-def taken(x: Tensor, frames: Sequence[int], dim: int) -> Tensor:
-    """`frames` of `x` along `dim`; a view where they follow one another."""
-    breaks = [n for n, (one, other) in enumerate(pairwise(frames), 1) if other != one + 1]
-    ends = pairwise([0, *breaks, len(frames)])
-    pieces = [x.narrow(dim, frames[first], last - first) for first, last in ends]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def host_numbers(values: list[float], device: torch.device) -> Tensor:

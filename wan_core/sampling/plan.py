@@ -16,7 +16,6 @@ from wan_core.config import (
     NagOptions,
     OptionError,
     SparseOptions,
-    WindowOptions,
     check_choice,
 )
 from wan_core.config.table import stated
@@ -83,7 +82,6 @@ class Plan:
     warnings: tuple[str, ...] = ()  # what is probably a mistake (`wan_core.sampling.mistakes`)
     nag: NagOptions | None = None  # of the steps marked so
     before: tuple[float, ...] = ()  # sigmas of the schedule before the first step of this run
-    context_windows: WindowOptions | None = None  # of steps that have windows
     known: KnownFrames | None = None  # beside the first and the last; None: no others are
     prompts: PromptTimes | None = None  # of parts of the video; None: one holds for all frames
     window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
@@ -142,14 +140,6 @@ class Plan:
     def forwards(self) -> int:
         """Transformer forwards of batch 1 in the whole run."""
         return sum(s.forwards for s in self.steps)
-
-    def window_sizes(self, frames: int) -> tuple[int, ...]:
-        """Latent frames that each forward of a branch sees in the step that has most of them, of a video of so many:
-        all of them, where there are no context windows."""
-        options = self.context_windows
-        if options is None:
-            return (frames,)
-        return max((tuple(len(options.seen(w)) for w in step.windows) for step in self.steps), key=sum)
 
     @property
     def experts(self) -> tuple[Expert, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from wan_core.config import OptionError, WindowOptions
+from wan_core.config import OptionError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
@@ -91,9 +91,6 @@ class Start:
         if self.leftover is not None and plan.from_latents:
             return self.leftover.x.to(device, torch.float32)
         noise = draw_noise(self.seed, self.shape, self.batch_index, self.drawn) if self.add_noise else None
-        windows = plan.context_windows
-        if noise is not None and windows is not None and windows.freenoise:
-            noise = reordered_noise(noise, windows, self.seed)
         if not plan.from_latents:
             assert noise is not None
             return noise.to(device)
@@ -116,18 +113,6 @@ class Start:
         for shape in (*earlier, *[self.shape] * len(plan.before)):
             torch.randn(shape, generator=generator)
         return lambda: torch.randn(self.shape, generator=generator).to(device)
-
-
-def reordered_noise(noise: Tensor, options: WindowOptions, seed: int) -> Tensor:
-    """`noise` [B, C, T, Y, X] on the CPU, in which frames after the first window are earlier ones in another order, so
-    that windows begin with noise that is alike. Source: FreeNoise, arXiv:2310.15169, drawn as ComfyUI does."""
-    generator, frames, noise = torch.Generator().manual_seed(seed), noise.shape[2], noise.clone()
-    new = options.length - options.overlap
-    for first in range(0, frames - options.length, new):
-        start = first + options.length
-        count = min(new, frames - start)
-        noise[:, :, start : start + count] = noise[:, :, torch.randperm(count, generator=generator) + first]
-    return noise
 
 
 def finished(x: Tensor, plan: Plan, vae: VAEConfig, known: Tensor | None = None) -> Tensor:

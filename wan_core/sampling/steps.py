@@ -50,10 +50,8 @@ class Step:
     undriven: bool = False  # the driving video is not read
     evaluations: int = 1  # how often ComfyUI's samplers evaluate the model in this step
     control: tuple[float, ...] | None = None  # how much each control video counts, or all; None: as conditioned
-    windows: tuple[tuple[int, ...], ...] = ()  # latent frames that each forward of a branch predicts; (): one does all
     passes: int = 0  # forwards over a driving video before this step (Animate-2)
     loras: tuple[LoraShare, ...] = ()  # those that have a part of their strength in this step, see `lora_share`
-    window_texts: tuple[tuple[int, int], ...] = ()  # of each window, in place of `texts`
     also: tuple[Condition, ...] = ()  # the velocity is the mean of the step's own condition and of these
 
     @property
@@ -77,14 +75,9 @@ class Step:
         return replace(self, also=()), *(replace(self, also=(), **one._asdict()) for one in self.also)
 
     @property
-    def all_texts(self) -> tuple[tuple[int, int], ...]:
-        """The texts of the prompt and of the negative prompt that its forwards take."""
-        return tuple(dict.fromkeys(self.window_texts)) or (self.texts,)
-
-    @property
     def runs(self) -> int:
-        """Forwards that one branch takes: one for each context window and condition, in each evaluation."""
-        return max(1, len(self.windows)) * (1 + len(self.also)) * self.evaluations
+        """Forwards that one branch takes: one for each condition, in each evaluation."""
+        return (1 + len(self.also)) * self.evaluations
 
     @property
     def forwards(self) -> int:
@@ -109,12 +102,10 @@ class Step:
         texts += f", mean of {1 + len(self.also)} conditions" if self.also else ""
         marks = ", correction" * self.correction + ", NAG" * self.nag
         control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
-        windows = f", {len(self.windows)} windows" if self.windows else ""
-        windows += f" of texts {', '.join(f'{one + 1}' for one, _ in self.window_texts)}" if self.window_texts else ""
         driving = f", {self.passes} over the driving video" if self.passes else ", undriven" * self.undriven
         often = "" if self.evaluations == 1 else f", {self.evaluations} evaluations"
         loras = "".join(f", {of} x {share:g}" for of, share in self.loras)
-        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{windows}{driving}{often}{loras}"
+        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{driving}{often}{loras}"
 
 
 def averaged(steps: Sequence[Step]) -> Step:

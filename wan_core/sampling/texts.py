@@ -16,7 +16,6 @@ its code for Wan 2.2 (`segment_intervals`).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, log
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 from wan_core.config import OptionError, PromptAt
 from wan_core.models.wan.families.clips import PER_LATENT
-from wan_core.sampling.plan import Plan, PromptTimes
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import float32
 from wan_core.sampling.steps import Step, averaged
 
@@ -178,35 +177,3 @@ def text_of_frames(whole: str, prompts: Sequence[PromptAt], first: int, end: int
         if one.frame < end and until > first
     ]
     return TimedText(whole, tuple(text for text, _ in held), tuple(start for _, start in held))
-
-
-def with_prompts(plan: Plan, starts: Sequence[int], frames: int) -> Plan:
-    """`plan`, whose windows are known, for prompts that begin at these frames of a video of so many. Windows that take
-    one text each have the prompt that holds in their middle."""
-    plan = replace(plan, prompts=PromptTimes(tuple(starts), frames))
-    options = plan.context_windows
-    if options is None or not options.split:
-        return plan
-    latents = [first_latent(frame) for frame in starts]
-
-    def text(window: Sequence[int]) -> tuple[int, int]:
-        return bisect_right(latents, (window[0] + window[-1]) / 2) - 1, 0
-
-    return of_windows(plan, [[text(window) for window in step.windows] for step in plan.steps])
-
-
-def texts_in_windows(plan: Plan, frames: int, positive: Sequence[int], negative: Sequence[int]) -> Plan:
-    """`plan` in which each window takes one of these texts of the prompt and of the negative prompt, which share the
-    latent frames evenly: the rule of ComfyUI's `split_conds_to_windows`."""
-
-    def region(window: Sequence[int], texts: Sequence[int]) -> int:
-        return texts[min(int((min(window) + max(window)) / (2 * frames) * len(texts)), len(texts) - 1)]
-
-    windows = [[(region(one, positive), region(one, negative)) for one in step.windows] for step in plan.steps]
-    return of_windows(plan, windows)
-
-
-def of_windows(plan: Plan, texts: Sequence[Sequence[tuple[int, int]]]) -> Plan:
-    """`plan` with the text of the prompt and of the negative prompt of each window of each step."""
-    steps = (replace(step, window_texts=tuple(own)) for step, own in zip(plan.steps, texts, strict=True))
-    return replace(plan, steps=tuple(steps))

@@ -269,8 +269,8 @@ class Jobs:
         """The mesh that the request names, or for "auto" the best one, for latents [B, C, T, Y, X]. Raises
         OptionError."""
         precision = precision_of(options.precision, models.high, self.rank.device, models.low)
-        dit, sizes, area = models.dit, plan.window_sizes(shape[2]), shape[3:]
-        tokens = dit.tokens(max(sizes), *area)
+        dit = models.dit
+        tokens = dit.tokens(*shape[2:])
         mesh = None if self.wanted == "auto" else Mesh.parse(self.wanted)
         if mesh is not None and mesh.size != self.rank.size:
             raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
@@ -280,7 +280,7 @@ class Jobs:
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
         choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)
-        check_mesh(choice.mesh, backend, dit.tokens(min(sizes), *area), plan.sparse)
+        check_mesh(choice.mesh, backend, tokens, plan.sparse)
         check_layers(choice.mesh, dit, plan)
         if choice.mesh.time > 1:
             check_chords(plan, choice.mesh.time)

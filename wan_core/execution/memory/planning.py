@@ -142,13 +142,6 @@ def beside_weights(
     )
 
 
-def outside_bytes(dit: DiTConfig, latents: tuple[int, ...], seen: int) -> int:
-    """What latents [B, C, T, Y, X] take beyond those of one forward, which sees `seen` of their frames (context
-    windows): the sample, velocities, history and temporaries, and what the model reads, with its parts. float32."""
-    B, C, T, Y, X = latents
-    return 4 * B * (7 * C + 2 * dit.in_channels) * (T - seen) * Y * X
-
-
 def vae_bytes(config: VAEConfig, rows: int, columns: int, itemsize: int = 2) -> int:
     """The bytes that decoding or encoding latents of `rows` x `columns` takes beside weights, a latent frame at a time.
     itemsize: of the VAE's numbers."""

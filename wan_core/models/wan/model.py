@@ -27,7 +27,7 @@ from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, ForwardInfo
 from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.quant.linear import Linear
 
-ROPES = 3  # rotation tables that are kept: context windows have up to three lengths
+ROPES = 2  # rotation tables that are kept: clips of a long video have up to two lengths
 
 
 class WanModel(nn.Module):
@@ -217,8 +217,7 @@ class WanModel(nn.Module):
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
     def rope(self, grid: tuple[int, int, int], device: torch.device) -> Tensor:
-        """The rotation table of `grid` (39 MB at 720p). The last `ROPES` are kept: context windows take
-        turns."""
+        """The rotation table of `grid` (39 MB at 720p). The last `ROPES` are kept."""
         key = (grid, device)
         table = self._ropes.pop(key, None)
         if table is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -57,10 +56,6 @@ class PreparedText(NamedTuple):
         """This text with normalized attention guidance away from that of `negative`."""
         both = zip(self.keys_values, negative.keys_values, strict=True)
         return self._replace(keys_values=tuple((*kv, *away[:2], numbers) for kv, away in both))
-
-    def of_frames(self, frames: Sequence[int]) -> PreparedText:
-        """This text for a forward that sees these latent frames."""
-        return self if self.bias is None else self._replace(bias=self.bias[:, list(frames)])
 
     def token_bias(self, grid: tuple[int, int, int], order: Tensor | None, tokens: int) -> TokenBias | None:
         """`bias` for the tokens that the blocks get. grid: token frames, rows, columns; frames more than `bias` has

@@ -44,7 +44,6 @@ class ForwardInfo:
     step: index in the plan. branches: guidance branches along the batch. skip: the blocks need not run, a residual
     cache replaces them. sparsity: share of the blocks of keys that attention does not read.
     after_block: called when the work of a block has been launched; may raise to interrupt.
-    window: which of the step's context windows.
     control: factors of how much each control video counts, or one for all; None: all count as prepared.
     """
 
@@ -54,7 +53,6 @@ class ForwardInfo:
     sparsity: float = 0.0
     after_block: Callable[[], None] | None = None
     control: tuple[float, ...] | None = None
-    window: int = 0
 
 
 SINGLE_FORWARD = ForwardInfo()

@@ -79,7 +79,7 @@ def forecast(past: Sequence[float], now: float, order: float) -> list[float]:
 
 
 def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:
-    """What residuals take at most: `tokens` of all videos and context windows of one branch, in the model's dtype. They
+    """What residuals take at most: `tokens` of all videos of one branch, in the model's dtype. They
     are kept while steps have one expert and one size."""
     slots: list[float] = []
     for run in (run for phase in plan.phases for run in split_by_kind(phase)):
@@ -150,7 +150,7 @@ class Residuals:
 class ResidualCache:
     """The runner of one phase that keeps what the blocks add, or adds it in their place.
 
-    Every branch has a state of its own for each context window, below a runner that shards the tokens that of a shard.
+    Every branch has a state of its own, below a runner that shards the tokens that of a shard.
     """
 
     name: ClassVar[str] = "residual cache"
@@ -158,18 +158,18 @@ class ResidualCache:
 
     def __init__(self, programs: Mapping[Branch, Program]) -> None:
         self.programs = programs
-        self.kept: dict[tuple[Branch, int], Residuals] = {}  # by branch and context window
+        self.kept: dict[Branch, Residuals] = {}
 
-    def of(self, branch: Branch, window: int) -> Residuals:
-        """What a branch keeps of a context window."""
-        if (branch, window) not in self.kept:
-            self.kept[branch, window] = Residuals(self.programs[branch])
-        return self.kept[branch, window]
+    def of(self, branch: Branch) -> Residuals:
+        """What a branch keeps."""
+        if branch not in self.kept:
+            self.kept[branch] = Residuals(self.programs[branch])
+        return self.kept[branch]
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [N * B, L, C] after all blocks."""
         step, branches, tokens = inputs.info.step, cast("tuple[Branch, ...]", inputs.info.branches), inputs.tokens
-        states = [self.of(branch, inputs.info.window) for branch in branches]
+        states = [self.of(branch) for branch in branches]
         parts = list(zip(states, tokens.chunk(len(branches)), strict=True))
         if inputs.info.skip:
             return joined([stored.reused(step, part) for stored, part in parts])

@@ -16,7 +16,6 @@ from wan_core.sampling.cache.policies import (
     skip_taylorseer,
 )
 from wan_core.sampling.cache.speed import MIN_STEPS, at_speed
-from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.plan import Plan
@@ -127,7 +126,6 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
         note = f"{name} is off: {f'{distilled}; if it is not, change that' if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
-    check_still(plan, name)
     options, note = with_curve(options, curve, plan.name)
     plan = replace(plan, notes=(*plan.notes, note)) if note else plan
     if options.magcache and curve is not None:

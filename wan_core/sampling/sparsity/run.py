@@ -81,7 +81,7 @@ class SparseTiles:
             tiles=tiles,
             rule=rule,
             slope=self.options.slope,
-            branches=(info.branches, info.window),
+            branches=info.branches,
         )
         tokens.copy_(tokens[:, tiles.order])  # in their own memory, which the caller holds: no copy for all blocks
         result = inner(replace(inputs, rope=self.turned(inputs.rope, tiles), sparse=forward, order=tiles.order))
@@ -157,7 +157,7 @@ def sparse_attention(
         yield None
         return
     patch = model.config.patch_size
-    grid = max(plan.window_sizes(latents[0])) // patch[0], latents[1] // patch[1], latents[2] // patch[2]
+    grid = latents[0] // patch[0], latents[1] // patch[1], latents[2] // patch[2]
     with in_tiles(model, SparseTiles(model, plan.sparse, grid)) as tiles:
         yield tiles
 

@@ -67,16 +67,6 @@ def check_sparse(task: Task) -> None:
         raise OptionError(f"sparse attention: {why}")
 
 
-def check_windows(task: Task) -> None:
-    """Raise OptionError where a forward of a task cannot see some of the frames alone."""
-    if not family_of(task).context_windows:
-        able = ", ".join(family.name for family in FAMILIES.values() if family.context_windows)
-        raise OptionError(
-            f"{task.name} takes inputs that are not cut into context windows: leave the windows out; they are for "
-            f"models of the family {able}"
-        )
-
-
 def check_prompts_over_time(task: Task) -> None:
     """Raise OptionError where frames of a task cannot attend to texts of their own."""
     if not family_of(task).prompts_over_time:

@@ -158,9 +158,6 @@ class Family(ABC):
     # Bytes of activations over 2 L C (L tokens, C channels) beyond those of text-to-video.
     more_per_token: float = 0.0
 
-    # Whether a forward may see some of the frames alone: nothing that has frames reaches the models but latents, and
-    # the fields `concat` and `known` of `Conditioning`.
-    context_windows: bool = False
     prompts_over_time: bool = False  # whether frames may have prompts of their own: tokens are the video's alone
     layer_pipeline: bool = False  # whether blocks hand over tokens alone, so that ranks can share them by layers
 

@@ -96,7 +96,6 @@ SVI_CLIPS = ClipRules(overlaps=(5, 9, 13), always=True, anchored=True)
 class WanFamily(Family):
     name = "wan"
     tasks = TASKS
-    context_windows = True
     prompts_over_time = True
     layer_pipeline = True
     conditioning_keys = frozenset({"concat_latent_image", "concat_mask", "clip_vision_output"})
