@@ -309,7 +309,10 @@ class _Conversion:
             return {f"{module}.{part}": tensor for part, tensor in encoded_weight(value, self.quantization).items()}
         if self.checkpoint.tensors[self.detected.names[ours]].packing is not None:
             dtype = torch.float32 if self._keeps_own(ours, torch.float32) else self.main
-            value = value.to(self.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
+            if isinstance(value, Packed):
+                value = value.to(self.work).dequantize(dtype)
+            assert isinstance(value, Tensor), "only quantised linears are handed FP8"
+            value = value.to(dtype)
         assert isinstance(value, Tensor), "only quantised linears are handed FP8"
         return {ours: value}
 
