@@ -197,7 +197,8 @@ def _arriving(write: WriteVideo | None) -> Iterator[tuple[dict[str, Callable[...
 
     def video(fps: int, settings: dict[str, Any]) -> None:
         write_frames = None if write is None else partial(write, fps=fps, settings=settings)
-        feeds.append(stack.enter_context(Feed(lambda frames: _stacked(frames, settings["frames"], write_frames))))
+        feed = Feed[np.ndarray, np.ndarray](lambda frames: _stacked(frames, settings["frames"], write_frames))
+        feeds.append(stack.enter_context(feed))
 
     def frame(frame: Tensor) -> None:
         feeds[0].put(frame.numpy())

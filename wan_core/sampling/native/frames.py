@@ -65,7 +65,8 @@ class FrameKeys:
             after = _pools(keys[:, full:], values[:, full:], block)
             pools = [torch.cat(pair, 2) for pair in zip(pools, after, strict=True)]
         ordered, sizes = q[:, queries.order], block_sizes(length, block, q.device)
-        key_means = KeyMeans(*pools, sizes)
+        keys_of_blocks, variance, values_of_blocks, scatter = pools
+        key_means = KeyMeans(keys_of_blocks, variance, values_of_blocks, scatter, sizes)
         rows = pool(ordered, block)[0]
         route = choose(expected_error(rows, key_means), rule, nearest_forced(queries, tiles, self.frame), sizes)
         self.frame += 1

@@ -158,11 +158,11 @@ class SparseForward(SparseState):
 
     def known(self, k: Keys, v: Keys, ring: Ring | None = None) -> KeyMeans:
         """What choice and replacement need of all keys and values. ring: of whose keys these are this rank's."""
-        pools = torch.stack([*block_means(k, self.block), *block_means(v, self.block)])
+        pools: Sequence[Tensor] = (*block_means(k, self.block), *block_means(v, self.block))
         if ring is not None:
-            pools = ring.gather(pools, ring_blocks(ring, self.block), 3)
+            pools = ring.gather(torch.stack(list(pools)), ring_blocks(ring, self.block), 3).unbind()
         keys, variance, values, scatter = pools  # [B, H, n, D]
-        return KeyMeans(keys, variance, values, scatter, block_sizes(len(self.tiles.order), self.block, pools[0].device))
+        return KeyMeans(keys, variance, values, scatter, block_sizes(len(self.tiles.order), self.block, keys.device))
 
     def replacing(self, route: Route, queries: Tensor, known: KeyMeans, k: Keys, v: Keys) -> Pooled:
         """What replaces the blocks that `route` leaves out. queries: means [B, H, r, D]."""
