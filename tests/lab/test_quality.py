@@ -169,7 +169,6 @@ def test_a_setting_is_planned_as_by_every_door(tiny_assets, setting):
     """With all else that the request has: its negative prompt counts in the steps that guidance leaves out."""
     from wan_core.config import LoadOptions, NagOptions, Request
     from wan_core.pipeline.pipeline import Pipeline
-    from wan_lab.run import plan_with
     from wan_lab.samples import batches
 
     pipe, skip = Pipeline.load(LoadOptions(model="tiny", device="cpu")), parse_setting(setting)
@@ -177,7 +176,7 @@ def test_a_setting_is_planned_as_by_every_door(tiny_assets, setting):
     [sample] = choose_samples(None, 1, 0, tiny=True)
     [batch] = batches(pipe, base, [sample], 1)
     asked = dataclasses.replace(base, prompt=sample.caption, seed=sample.seed, skip=skip)
-    assert plan_with(pipe, batch, skip) == pipe.prepare(asked).job.plan != batch.job.plan
+    assert batch.job.plan_with(skip) == pipe.prepare(asked).job.plan != batch.job.plan
 
 
 @pytest.mark.parametrize(

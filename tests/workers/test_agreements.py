@@ -175,4 +175,4 @@ def test_every_rank_asks_equally_often(model: WanModel, name: str) -> None:
                 counts = questions(model, plan, mesh, split, batched)
                 assert counts == [count + 1 for count in due], (arguments, split, batched)
         checked += 1
-    assert checked > 3 and (most > 3) == (mesh.layers == mesh.time == 1)
+    assert checked > 3 and (most > 0) == (mesh.layers == mesh.time == 1)

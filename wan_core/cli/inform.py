@@ -61,7 +61,11 @@ def run_plan(options: argparse.Namespace) -> int:
         ):
             others = "--clip-frames, --overlap, --svi and --seconds-per-forward"
             raise OptionError(f"--memory is of one clip: leave out {others}")
-        return run_memory_plan(options, facts_of(options, planned_request(options)).task.name)
+        video = asked_plan(options)
+        assert video.plan.task is not None
+        if options.frames is not None:
+            options.frames = video.long.clips[0].frames
+        return run_memory_plan(options, video.plan.task.name)
     for name in ("size", "memory_limit", "resident_blocks"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"

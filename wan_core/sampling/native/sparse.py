@@ -119,7 +119,7 @@ class NativeSparse:
         if state.frame == forward.grid[0] - 1:
             forward.frame_keys = None  # the last of the layer
         forward.run.take(f"sparse attention ({kernel.name})")
-        return lambda qkv: state.read(*qkv, rule, kernel)
+        return lambda qkv: state.read(qkv[0], qkv[1], qkv[2], rule, kernel)
 
 
 def attend(state: SparseForward, dense: Attention, front: int, qkv: list[Tensor]) -> Tensor:
