@@ -131,6 +131,7 @@ def test_properties(given_numbers):
         {"solver": "ddim"},
         {"task": "t2v-1B"},
         {"task": "ti2v-5B", "guidance_low": 3.0},
+        {"task": "ti2v-5B", "guidance_low": 3.0, "boundary": 0.5},
     ],
 )
 def test_bad_numbers_say_what_is_allowed(bad):

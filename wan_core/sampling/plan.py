@@ -244,7 +244,7 @@ def make_plan(
     run: the plan has all steps until `cut_plan`. Raises OptionError.
     """
     default = find_task(task) if isinstance(task, str) else task
-    if guidance_low is not None and guidance_high is None and not default.two_experts and not boundary:
+    if guidance_low is not None and guidance_high is None and not TASKS[default.name].two_experts:
         raise OptionError(
             f"guidance {guidance_low} given for the low-noise expert, but {default.name} has one transformer, which "
             "uses guidance_high: give that, or both"
