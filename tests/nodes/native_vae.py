@@ -12,12 +12,12 @@ from typing import Any
 
 from native_models import set_up
 
-LATENTS = {"2.1": (1, 16, 3, 2, 3), "2.2": (1, 48, 2, 2, 1)}  # of 9 frames of 16x24, and 5 of 32x16
+LATENTS = {"2.1": (1, 16, 3, 2, 2), "2.2": (1, 48, 2, 2, 1)}  # of 9 frames of 16x16, and 5 of 32x16
 
 
-def random_vae(kind: str, dtype: Any) -> Any:
-    """ComfyUI's VAE object of a file with random weights, whose activations and pixels are about as large as a
-    trained one's."""
+def random_vae(kind: str, stored: Any, dtype: Any) -> Any:
+    """ComfyUI's VAE object of a file with random weights in the dtype `stored`, which computes in `dtype`. Activations
+    and pixels are about as large as a trained one's."""
     import torch
     from comfy.ldm.wan import vae, vae2_2
     from comfy.sd import VAE
@@ -35,7 +35,7 @@ def random_vae(kind: str, dtype: Any) -> Any:
         else:
             state[name] = random * (0.05 if tensor.ndim == 1 else tensor[0].numel() ** -0.5)
     state["decoder.head.2.weight"] *= 0.4
-    return VAE(sd=state, dtype=dtype)
+    return VAE(sd={name: tensor.to(stored) for name, tensor in state.items()}, dtype=dtype)
 
 
 def compare(nodes: Any, kind: str, dtype: str) -> dict[str, Any]:
@@ -43,7 +43,8 @@ def compare(nodes: Any, kind: str, dtype: str) -> dict[str, Any]:
 
     from wan_core.execution.report import Report
 
-    vae = random_vae(kind, getattr(torch, dtype))
+    own = getattr(torch, dtype)
+    vae = random_vae(kind, own, own)
     host = nodes.host
     config = host.native_vae_config(vae)
     latents = torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(5))
@@ -56,11 +57,13 @@ def compare(nodes: Any, kind: str, dtype: str) -> dict[str, Any]:
         consume = lambda pieces: torch.cat([piece for _, piece in pieces])  # noqa: E731
         decoded.append(host.decode_native_to(vae, config, latents, Report(torch.device("cpu")), consume, **how))
     floats, levels = decoded
+    exact = native if own == torch.float32 else random_vae(kind, own, torch.float32).decode(latents).flatten(0, -4)
     scaled = 255 * native
     boundary = (scaled - scaled.floor() - 0.5).abs()  # from which a level is another one
     return {
         "frames": list(floats.shape) == list(native.shape),
         "spread": float(native.float().std()),
+        "rounding": [float((one - exact).square().mean().sqrt()) for one in (floats, native)],
         "error": float((floats - native).abs().max()),
         "levels": int((levels.int() - scaled.round().int()).abs().max()),
         "levels apart": int((levels.int() != scaled.round().int())[boundary > 0.01].sum()),

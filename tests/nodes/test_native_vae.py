@@ -12,9 +12,11 @@ pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
 @pytest.mark.parametrize("case", ["2.1 float32", "2.2 float32", "2.1 bfloat16", "2.1 float16"])
 def test_the_frames_are_those_of_vae_decode(case: str) -> None:
-    """fp32: levels differ only where a rounding error crosses from one to the next. Others: by one of 255."""
+    """fp32: levels differ only where a rounding error crosses from one to the next. Half precision: two orders of the
+    same operations differ by some levels of 255 where both round; WanCore's is as close to fp32 as ComfyUI's."""
     compared = printed_by("native_vae.py", find_newer_comfyui(), case)[case]
     assert compared["frames"] and compared["weights stay"] and compared["spread"] > 0.02
     if case.endswith("float32"):
-        assert compared["error"] <= 1e-5 and compared["levels apart"] == 0
-    assert compared["levels"] <= 1
+        assert compared["error"] <= 1e-5 and compared["levels apart"] == 0 and compared["levels"] <= 1
+    ours, native = compared["rounding"]
+    assert ours <= 1.05 * native

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,17 +21,20 @@ from benchmarks.templates.run import Templates, observed
 from tests.browser import Browser, find_browser
 from tests.comfyui import find_newer_comfyui
 from tests.nodes.test_page import LOAD, NEST, OPEN, RUN, SETTINGS, SHOWN, WATCH, toasted
+from tests.nodes.test_workflows import on_cpu_workers
+from wan_core.media.video import read_video
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
-# Template -> nodes that a click adds, samplers whose model they are, samplers that are off.
+# Template -> WanCore Accelerates that a click adds, samplers whose model they are, samplers that are off, and whether
+# WanCore Decode to Video is in the place of VAE Decode and Create Video.
 CLICKS = {
-    "video_wan2_2_14B_i2v": (2, 2, 0),
-    "video_wan2_2_14B_t2v": (2, 2, 0),
-    "video_wan2_2_14B_flf2v": (2, 2, 2),
-    "video_wan_animate2": (1, 1, 1),
-    "video_wan_vace_inpainting": (1, 1, 0),
-    "video_wan2_2_14B_s2v": (1, 3, 5),
+    "video_wan2_2_14B_i2v": (2, 2, 0, True),
+    "video_wan2_2_14B_t2v": (2, 2, 0, True),
+    "video_wan2_2_14B_flf2v": (2, 2, 2, True),
+    "video_wan_animate2": (1, 1, 1, False),
+    "video_wan_vace_inpainting": (1, 1, 0, True),
+    "video_wan2_2_14B_s2v": (1, 3, 5, False),
 }
 EXACT = {"attention": "auto", "sparse": "off", "cache": "off", "steps": 0, "compare": False}
 COMMAND = """await app.extensionManager.command.execute(arguments[0]);
@@ -37,7 +42,7 @@ await new Promise((done) => setTimeout(done, 500));"""
 PROMPT = "return (await app.graphToPrompt()).output"
 # What a graph is, without what the page counts up.
 STATE = """const plain = ({ nodes, links, definitions }) => ({
-  nodes: nodes.map((node) => [node.id, node.type, node.pos, node.widgets_values]),
+  nodes: nodes.map((node) => [node.id, node.type, node.mode, node.pos, node.widgets_values]),
   links: links.map((one) => Array.isArray(one) ? one.slice(1, 5) : [one.origin_id, one.origin_slot, one.target_id,
     one.target_slot]).map(String).sort(),
   subgraphs: (definitions?.subgraphs ?? []).map(plain),
@@ -45,8 +50,15 @@ STATE = """const plain = ({ nodes, links, definitions }) => ({
 return JSON.stringify(plain(app.rootGraph.serialize()));"""
 ANOTHER = """for (const node of app.rootGraph.nodes) for (const widget of node.widgets ?? [])
   if (widget.name === "text") widget.value += arguments[0];"""  # another prompt
+FIXED = """for (const node of app.rootGraph.nodes) for (const widget of node.widgets ?? [])
+  if (widget.name === "control_after_generate") widget.value = "fixed";"""  # the same seed in the next run
 SELECTED = "return [...app.canvas.selectedItems].map((one) => one.type)"
 OFFER = "return document.getElementById('wancore-offer')?.innerText ?? null"
+BACK = """const query = new URLSearchParams({ filename: arguments[0], subfolder: arguments[1], type: "output" });
+const blob = await (await fetch(`/view?${query}`)).blob();
+await app.loadGraphData({ nodes: [], links: [], version: 0.4 }, true, true, "empty");
+await app.handleFile(new File([blob], arguments[0], { type: "video/mp4" }));
+await new Promise((done) => setTimeout(done, 1500));"""
 THREE = """const make = (type, x, y, values = {}) => {
   const node = LiteGraph.createNode(type);
   app.graph.add(node);
@@ -82,6 +94,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
         server = Templates(
             find_newer_comfyui(),
             tmp_path_factory.mktemp("comfyui"),
+            environment={"WANCORE_ALLOW_CPU_WORKERS": "1"},
             arguments=["--front-end-root", front] if front else [],
         )
     except FileNotFoundError as fault:
@@ -115,6 +128,15 @@ def accelerated(prompt: Graph) -> dict[str, Any]:
     return inputs_of
 
 
+def video_nodes(prompt: Graph) -> list[dict[str, Any]]:
+    return [one for one in prompt.values() if one["class_type"] == "WanCoreDecodeToVideo"]
+
+
+def ends(node: dict[str, Any]) -> bool:
+    """Whether a node is a KSampler (Advanced) that no other goes on from."""
+    return node["inputs"].get("return_with_leftover_noise") == "disable"
+
+
 def the_same(templates: Templates, graphs: list[Graph]) -> int:
     """How many samplers ran in both graphs, plain and clicked, and gave the same latents."""
     runs, said = [], []
@@ -136,7 +158,7 @@ def the_same(templates: Templates, graphs: list[Graph]) -> int:
 
 @pytest.mark.parametrize("name", CLICKS)
 def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str) -> None:
-    added, samplers, off = CLICKS[name]
+    added, samplers, off, streams = CLICKS[name]
     page.script("toasts.length = 0")
     page.script(LOAD, templates.workflow(name), name)
     before, plain = page.script(STATE), page.script(PROMPT)
@@ -144,7 +166,12 @@ def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str)
     page.script(COMMAND, "WanCore.Accelerate")
     clicked = page.script(PROMPT)
     assert list(accelerated(clicked).values()) == [EXACT] * samplers
-    assert len(clicked) == len(plain) + added
+    assert len(clicked) == len(plain) + added - streams  # one node in the place of two
+    assert bool(video_nodes(clicked)) == streams
+    for node in video_nodes(clicked):
+        [old] = [one for one in plain.values() if one["class_type"] == "CreateVideo"]
+        inputs = ("fps", "audio")
+        assert [node["inputs"].get(key) for key in inputs] == [old["inputs"].get(key) for key in inputs]
     assert toasted(page, f"{added} node{'s' * (added > 1)} added")
     assert not off or toasted(page, f"{off} sampler{'s' * (off > 1)} that")
     assert len(page.script(SELECTED)) >= 1
@@ -183,6 +210,64 @@ def test_a_clicked_template_runs_and_gives_the_same(templates: Templates, page: 
     plain = page.script(PROMPT)
     page.script(COMMAND, "WanCore.Accelerate")
     assert the_same(templates, [templates.runnable(one, name) for one in (plain, page.script(PROMPT))])
+
+
+def test_a_saved_video_has_the_frames_of_vae_decode_and_the_graph(templates: Templates, page: Browser) -> None:
+    """The image-to-video template in the page, run before and after the click. ComfyUI's page reads the graph back from
+    the file that Save Video writes."""
+    api = templates.graph("video_wan2_2_14B_i2v")
+    names = {name: str(number) for number, name in enumerate(api, start=1)}
+    for one in api.values():
+        linked = {key: [names[value[0]], value[1]] for key, value in one["inputs"].items() if isinstance(value, list)}
+        one["inputs"] |= linked
+    load = "await app.loadApiJson(arguments[0], 'saved'); await new Promise((done) => setTimeout(done, 1000));"
+    page.script(load, {names[name]: one for name, one in api.items()})
+    page.script(FIXED)
+    before = page.script(STATE)
+    saved = []
+    for run in range(2):
+        if run:
+            page.script(COMMAND, "WanCore.Accelerate")
+        graph = page.script(PROMPT)
+        assert len(video_nodes(graph)) == run
+        older = set((templates.base / "output").rglob("*.mp4"))
+        assert page.script(RUN) == "execution_success"
+        [path] = set((templates.base / "output").rglob("*.mp4")) - older
+        saved.append(path)
+    plain, clicked = (read_video(path).astype(int) for path in saved)
+    assert plain.shape == clicked.shape and abs((plain - clicked).mean()) < 1
+    assert np.corrcoef(plain.ravel(), clicked.ravel())[0, 1] > 0.99  # x264 rounds random pixels by several levels
+    place = saved[1].relative_to(templates.base / "output")
+    page.script(BACK, place.name, str(place.parent))
+    assert video_nodes(page.script(PROMPT)) == video_nodes(graph)
+    page.script(COMMAND, "WanCore.TakeOut")
+    assert page.script(STATE) == before
+
+
+@pytest.mark.parametrize("name", ["video_wan2_2_14B_t2v", "video_wan2_2_14B_i2v"])
+def test_all_gpus_in_the_place_of_the_samplers(templates: Templates, page: Browser, name: str) -> None:
+    """Here two workers on the CPU. The latents are ComfyUI's but for rounding."""
+    page.script("toasts.length = 0")
+    page.script(LOAD, templates.workflow(name), name)
+    before, plain = page.script(STATE), page.script(PROMPT)
+    page.script(COMMAND, "WanCore.AllGpus")
+    assert toasted(page, "WanCore Sampler on all GPUs is in the place of 2 samplers")
+    parallel = page.script(PROMPT)
+    kinds = Counter(one["class_type"] for one in parallel.values())
+    added = ("WanCoreLauncher", "WanCoreFromModel", "WanCoreSampler", "WanCoreDecodeToVideo")
+    assert all(kinds[kind] == 1 for kind in added) and not kinds["KSamplerAdvanced"] and not kinds["VAEDecode"]
+    latents = []
+    for run, graph in (("one", plain), ("all", on_cpu_workers(parallel))):
+        done = templates.server.run(observed(templates.runnable(graph, name), run))
+        assert done.ok, f"{run}: {done.status}"
+        [last] = (key for key, one in graph.items() if one["class_type"] == "WanCoreSampler" or ends(one))
+        latents.append(torch.load(templates.base / "output" / f"{run}-{last.replace(':', '_')}.pt"))
+    assert (latents[0] - latents[1]).norm() <= 1e-3 * latents[0].norm()
+    page.script(COMMAND, "WanCore.TakeOut")
+    assert page.script(STATE) == before and page.script(PROMPT) == plain
+    page.script(COMMAND, "WanCore.AllGpus")
+    page.script(COMMAND, "Comfy.Undo")
+    page.wait(f"{STATE.replace('return', 'const now =')} return now === {before!r}")
 
 
 def test_nodes_say_what_they_did_inside_a_subgraph_too(templates: Templates, page: Browser) -> None:

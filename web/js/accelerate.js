@@ -1,43 +1,14 @@
 // Commands of ComfyUI's page: WanCore Accelerate into the graph that is open, and out of it again; and the offer to do
 // so, once. Nothing is changed without the click. `models.js` says where it belongs.
+import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
-import {
-  ACCELERATE, accelerated, counted, freePlace, graphsOf, linkInto, linksFrom, plan, visible,
-} from "./models.js";
+import { addLauncher, distribute, giveBack, insert, remove, standIn, withdraw } from "./changes.js";
+import { SAMPLER, onAllGpus, samplersOf } from "./gpus.js";
+import { ACCELERATE, accelerated, counted, graphsOf, measured, plan, visible } from "./models.js";
+import { TO_VIDEO, replaced, streamed, videos } from "./videos.js";
 
 const OFFER = "WanCore.Accelerate.Offer";
 const root = () => app.rootGraph ?? app.graph;
-const SIZE = [320, 300]; // of an added node: its text after a run has room
-const INSIDE = -10; // ids of a subgraph's two ends
-const OUTSIDE = -20;
-
-// A wire before and behind a node may begin or end at the ends of a subgraph.
-function connect(graph, from, slot, to, at, reroute) {
-  const [source, target] = [graph.getNodeById(from), graph.getNodeById(to)];
-  if (source && target) source.connect(slot, target, at, reroute);
-  else if (target && Number(from) === INSIDE) graph.inputs[slot].connect(target.inputs[at], target, reroute);
-  else if (source && Number(to) === OUTSIDE) graph.outputs[at].connect(source.outputs[slot], source, reroute);
-}
-
-function insert({ graph, node, slot, ends }) {
-  const added = LiteGraph.createNode(ACCELERATE);
-  graph.add(added);
-  added.setSize([Math.max(added.size[0], SIZE[0]), Math.max(added.size[1], SIZE[1])]);
-  added.pos = freePlace(graph.nodes.filter((one) => one !== added), ends[0][0], added.size);
-  const [first, at] = ends[0]; // its link may go through reroutes: they stay
-  const reroute = linkInto(graph, first, at)?.parentId;
-  node.connect(slot, added, added.findInputSlot("model"), reroute);
-  for (const [target, input] of ends) added.connect(0, target, input);
-  return added;
-}
-
-function remove(graph, node) {
-  const before = linkInto(graph, node, node.findInputSlot("model"));
-  for (const after of before ? linksFrom(graph, node, 0) : []) {
-    connect(graph, before.origin_id, before.origin_slot, after.target_id, after.target_slot, before.parentId);
-  }
-  graph.remove(node);
-}
 
 // Changes to the graph as one step of undo.
 function change(work) {
@@ -54,31 +25,63 @@ function say(severity, detail) {
   app.extensionManager.toast.add({ severity, summary: "WanCore Accelerate", detail, life: 15_000 });
 }
 
+function select(added) {
+  const shown = added.map((node) => visible(root(), app.canvas.graph, node)).filter(Boolean);
+  app.canvas.deselectAll();
+  app.canvas.selectItems([...new Set(shown)]);
+}
+
 function accelerate() {
   answer();
-  const found = plan(root());
-  if (found.wires.length) {
-    const added = change(() => found.wires.map(insert));
-    const shown = added.map((node) => visible(root(), app.canvas.graph, node)).filter(Boolean);
-    app.canvas.deselectAll();
-    app.canvas.selectItems([...new Set(shown)]);
-  }
-  say(found.wires.length ? "success" : found.there ? "info" : "warn", accelerated(found));
+  const found = plan(root()), decoded = videos(root());
+  const changes = found.wires.length + decoded.pairs.length;
+  if (changes) select(change(() => [...found.wires.map(insert), ...decoded.pairs.map(standIn)]));
+  say(changes ? "success" : found.there ? "info" : "warn", `${accelerated(found)} ${streamed(decoded)}`.trim());
+}
+
+function runOnAllGpus() {
+  answer();
+  const { runs, refused } = onAllGpus(root()), decoded = videos(root());
+  if (refused.length) return say("warn", `Nothing is changed: ${refused.join("; ")}.`);
+  const nodes = change(() => {
+    const launcher = addLauncher(runs[0]);
+    return [launcher, ...runs.flatMap((run) => distribute(run, launcher)), ...decoded.pairs.map(standIn)];
+  });
+  select(nodes);
+  const samplers = counted(new Set(runs.flatMap(({ first, last }) => [first, last])).size, "sampler");
+  say("success", `WanCore Sampler on all GPUs is in the place of ${samplers} (muted). The experts change where the ` +
+    `model says. Ctrl+Z takes it back. ${streamed(decoded)}`.trim());
 }
 
 function takeOut() {
-  const nodes = graphsOf(root()).flatMap((graph) =>
-    graph.nodes.filter((node) => node.type === ACCELERATE).map((node) => [graph, node]),
-  );
-  if (nodes.length) change(() => nodes.forEach(([graph, node]) => remove(graph, node)));
-  const done = `${counted(nodes.length, "node")} taken out; Ctrl+Z brings back.`;
-  say("info", nodes.length ? done : "There is none in this graph.");
+  const nodes = graphsOf(root()).flatMap((graph) => graph.nodes.map((node) => [graph, node]));
+  const added = nodes.filter(([, node]) => node.type === ACCELERATE);
+  const inPlace = (type, search) => nodes.flatMap(([graph, node]) => {
+    const others = node.type === type ? search(graph, node) : null;
+    return others ? [[graph, node, others]] : [];
+  });
+  const pairs = inPlace(TO_VIDEO, replaced), runs = inPlace(SAMPLER, samplersOf);
+  const count = added.length + pairs.length + runs.length;
+  if (count) {
+    change(() => {
+      pairs.forEach((one) => giveBack(...one));
+      runs.forEach((one) => withdraw(...one));
+      added.forEach((one) => remove(...one));
+    });
+  }
+  say("info", count ? `${counted(count, "node")} taken out; Ctrl+Z brings back.` : "There is none in this graph.");
 }
 
 const COMMANDS = [
   { id: "WanCore.Accelerate", label: "WanCore: accelerate this workflow", icon: "pi pi-bolt", function: accelerate },
+  { id: "WanCore.AllGpus", label: "WanCore: run this workflow on all GPUs", icon: "pi pi-server", function: runOnAllGpus },
   { id: "WanCore.TakeOut", label: "WanCore: take it out again", icon: "pi pi-eraser", function: takeOut },
 ];
+
+const { system, devices = [] } = await api.getSystemStats().catch(() => ({}));
+// Several GPUs run one video on Linux alone.
+const several = ["linux", "posix"].includes(system?.os) && devices.filter((one) => one.type === "cuda").length > 1;
+const OFFERED = COMMANDS.filter((one) => several || one.function !== runOnAllGpus);
 
 // The offer: a bar below the graph. Once answered, or not answered for a while, it does not come again.
 const SHOWN = 60_000; // ms
@@ -107,15 +110,15 @@ function offer() {
   bar.id = "wancore-offer";
   bar.style.cssText =
     "position:fixed;bottom:80px;left:50%;transform:translateX(-50%);z-index:1000;display:flex;gap:8px;" +
-    "align-items:center;white-space:nowrap;padding:10px 14px;border-radius:8px;font-size:14px;" +
+    "align-items:center;width:max-content;max-width:90vw;padding:10px 14px;border-radius:8px;font-size:14px;" +
     "box-shadow:0 2px 12px #0008;" +
     "background:var(--comfy-menu-bg);color:var(--input-text);border:1px solid var(--border-color)";
-  bar.append("WanCore can make this Wan workflow faster. The video stays the same. ");
+  bar.append(`WanCore can make this Wan workflow faster. The video stays the same. ${measured(devices)}`);
   const never = () => app.extensionManager.setting.set(OFFER, false);
   for (const [label, work] of [["Accelerate", accelerate], ["Not now", null], ["Never ask", never]]) {
     const button = document.createElement("button");
     button.textContent = label;
-    button.style.cssText = `padding:4px 10px;border-radius:6px;cursor:pointer;border:1px solid var(--border-color);${
+    button.style.cssText = `white-space:nowrap;padding:4px 10px;border-radius:6px;cursor:pointer;border:1px solid var(--border-color);${
       work === accelerate ? "background:#2f6fed;color:#fff" : "background:transparent;color:inherit"
     }`;
     button.onclick = () => answer(work);
@@ -127,7 +130,7 @@ function offer() {
 app.registerExtension({
   name: "WanCore.accelerate",
   commands: COMMANDS,
-  menuCommands: [{ path: ["Extensions", "WanCore"], commands: COMMANDS.map((one) => one.id) }],
+  menuCommands: [{ path: ["Extensions", "WanCore"], commands: OFFERED.map((one) => one.id) }],
   settings: [
     {
       id: OFFER,
@@ -138,6 +141,6 @@ app.registerExtension({
       defaultValue: true,
     },
   ],
-  getCanvasMenuItems: () => [null, ...COMMANDS.map((one) => ({ content: one.label, callback: one.function }))],
+  getCanvasMenuItems: () => [null, ...OFFERED.map((one) => ({ content: one.label, callback: one.function }))],
   afterConfigureGraph: () => setTimeout(offer, 500), // other packs may change the graph first
 });

@@ -9,16 +9,17 @@
 // - if what conditions the sampler is Wan's: a node Wan..., or the text encoder of the type wan, in front of it.
 // Everything else is left, and named: a model that is not known to be Wan, a sampler that is switched off.
 export const ACCELERATE = "WanCoreAccelerate";
-const NEVER = 2; // modes of a node: muted, and bypassed
+export const NEVER = 2; // modes of a node: muted, and bypassed
 const BYPASS = 4;
-const INSIDE = -10; // the origin of links that come into a subgraph
+export const INSIDE = -10; // the origin of links that come into a subgraph
+export const OUTSIDE = -20; // and the target of those that leave it
 const WAN = /(?<![a-z])(fast)?wan(?=[^a-z]|$|animate|dancer|fun|move|vace|video|[its]{1,2}2v)/i; // in a file's name
 const KINDS = /(?<![a-z])(humo|scail)(?![a-z])/i;
 const CONDITIONS = ["CONDITIONING", "LATENT", "CLIP"];
 
 // Links of a graph by what they begin and end at: newer pages warn of `input.link` and `output.links`.
 const linksOf = (graph) => Object.values(graph.links);
-const is = (one, other) => String(one) === String(other);
+export const is = (one, other) => String(one) === String(other);
 
 // The link into a slot of a node.
 export function linkInto(graph, node, slot) {
@@ -31,7 +32,7 @@ export function linksFrom(graph, node, slot) {
 }
 
 // The graph, or what is inside of one subgraph node. outer: where that node is.
-class Place {
+export class Place {
   constructor(graph, node = null, outer = null) {
     Object.assign(this, { graph, node, outer, inner: new Map() });
     this.path = outer === null ? "" : `${outer.path}${node.id}:`;
@@ -79,17 +80,17 @@ class Place {
   }
 }
 
-const isOn = (node) => node.mode !== NEVER && node.mode !== BYPASS;
+export const isOn = (node) => node.mode !== NEVER && node.mode !== BYPASS;
 
 function gives(node, ...types) {
   return (node.outputs ?? []).some((output) => types.includes(output.type));
 }
 
-const namesWan = (text) => WAN.test(text) || KINDS.test(text);
+export const namesWan = (text) => WAN.test(text) || KINDS.test(text);
 const isModel = (slot) => slot.type === "MODEL";
 const modelSlots = (node) => (node.inputs ?? []).flatMap((input, slot) => (isModel(input) ? [slot] : []));
 
-function isSampler(node) {
+export function isSampler(node) {
   const takes = !node.subgraph && (node.inputs ?? []).some(isModel);
   return takes && gives(node, "LATENT", "GUIDER") && (!gives(node, "MODEL") || /sampler/i.test(node.type));
 }
@@ -104,7 +105,7 @@ function leads(node, slot) {
 }
 
 // The node that makes what comes out at `at`: behind bypassed nodes, in subgraphs, behind the pair SetNode and GetNode.
-function maker(at) {
+export function maker(at) {
   for (let hops = 0; at && hops < 1000; hops++) {
     const { place, node, slot } = at;
     if (node.mode === NEVER) return null;
@@ -131,7 +132,7 @@ const carries = (to, from) => to === "MODEL" || from === "MODEL" || (to === "*" 
 
 // All nodes on a MODEL wire. found: { loaders, texts, on }: where it begins, what is written behind that, and whether
 // WanCore Accelerate is on it.
-function trace(from, found = { loaders: [], texts: [], seen: new Set(), accelerated: null }) {
+export function trace(from, found = { loaders: [], texts: [], seen: new Set(), accelerated: null }) {
   if (from?.node.type === ACCELERATE) found.accelerated = from.node; // a bypassed one too
   const at = maker(from);
   if (!at) {
@@ -164,7 +165,7 @@ function conditioned(place, node, seen = new Set()) {
 }
 
 // Why the model of a sampler is left; null for a Wan model.
-function refusal({ loaders, texts }, place, node) {
+export function refusal({ loaders, texts }, place, node) {
   if (!loaders.length || loaders.includes(null)) return "no model is connected";
   const unknown = loaders.filter((loader) => !loader.texts.some(namesWan));
   if (!unknown.length || texts.some(namesWan) || conditioned(place, node)) return null;
@@ -282,4 +283,17 @@ export function accelerated({ wires, left, there, off }) {
 
 export function counted(count, noun) {
   return `${count} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+// How many times as fast a run was with WanCore Accelerate, from click to file: docs/benchmarks.md.
+const MEASURED = { H100: 1.3 };
+
+// What is true of this card, for the offer. devices: as the server tells of them.
+export function measured(devices) {
+  const card = devices.find((one) => one.type === "cuda")?.name.replace(/^cuda:\d+ /, "").replace(/ : \w+$/, "");
+  if (!card) return "";
+  const times = Object.entries(MEASURED).find(([name]) => card.includes(name))?.[1];
+  return times
+    ? `Measured on ${card}: ${times} times as fast.`
+    : `Not measured on ${card} yet: after a run the node shows what a step takes.`;
 }

@@ -1,7 +1,9 @@
 // web/js/models.js on small graphs. Run by test_page_script.py.
 import assert from "node:assert/strict";
 import test from "node:test";
-import { accelerated, freePlace, graphsOf, plan, visible } from "./extensions/wancore/js/models.js";
+import { onAllGpus, samplersOf } from "./extensions/wancore/js/gpus.js";
+import { accelerated, freePlace, graphsOf, measured, plan, visible } from "./extensions/wancore/js/models.js";
+import { replaced, streamed, videos } from "./extensions/wancore/js/videos.js";
 
 // A graph of [id, type, inputs, outputs, more]. inputs: name -> [node, slot, type], or a type alone for a loose one.
 // outputs: types. more: texts of widgets, mode, a subgraph. ends: [node, slot] of what leaves a subgraph.
@@ -9,9 +11,9 @@ function graph(entries, inputs = [], ends = []) {
   const links = new Map();
   const warned = (name) => ({ get: () => assert.fail(`newer pages warn of ${name}`) });
   const slot = (one) => Object.defineProperties(one, { link: warned("input.link"), links: warned("output.links") });
-  const nodes = entries.map(([id, type, from, outputs, { texts = [], ...more } = {}]) => ({
+  const nodes = entries.map(([id, type, from, outputs, { texts = [], values = {}, ...more } = {}]) => ({
     id, type, title: `${type} ${id}`, mode: 0, pos: [id * 400, 0], size: [300, 200], ...more,
-    widgets: texts.map((value, n) => ({ name: `w${n}`, value })),
+    widgets: Object.entries({ ...Object.fromEntries(texts.map((value, n) => [`w${n}`, value])), ...values }).map(([name, value]) => ({ name, value })),
     inputs: Object.entries(from).map(([name, one]) => slot({ name, type: typeof one === "string" ? one : one[2] })),
     outputs: outputs.map((kind) => slot({ type: kind })),
   }));
@@ -222,4 +224,154 @@ test("an added node covers no other", () => {
   assert.deepEqual(freePlace([box(400, 0)], box(400, 0), [300, 200]), [60, 0]);
   const [x, y] = freePlace([box(400, 0), box(60, 0), box(60, -300)], box(400, 0), [300, 200]);
   assert.ok(y >= 270 || x <= -280, `${x}, ${y}`);
+});
+
+// A Wan VAE, VAE Decode, Create Video and Save Video. changed: entries by id in the place of these.
+function decoding(changed = {}, more = []) {
+  const entries = {
+    1: [1, "VAELoader", {}, ["VAE"], { texts: ["wan_2.1_vae.safetensors"] }],
+    2: [2, "KSampler", { model: "MODEL" }, ["LATENT"]],
+    3: [3, "VAEDecode", { samples: [2, 0, "LATENT"], vae: [1, 0, "VAE"] }, ["IMAGE"]],
+    4: [4, "CreateVideo", { images: [3, 0, "IMAGE"], audio: "AUDIO" }, ["VIDEO"], { values: { fps: 16, bit_depth: 8 } }],
+    5: [5, "SaveVideo", { video: [4, 0, "VIDEO"] }, ["VIDEO"], { values: { filename_prefix: "a", format: "auto", codec: "h264" } }],
+  };
+  return graph([...Object.values({ ...entries, ...changed }).filter(Boolean), ...more]);
+}
+const saved = (values) => ({ 5: [5, "SaveVideo", { video: [4, 0, "VIDEO"] }, ["VIDEO"], { values }] });
+const pairs = (found) => found.pairs.map(({ decode, create }) => [decode.id, create.id]);
+
+test("decoding and encoding are one node where a Wan VAE's frames go to a Create Video and its video to Save Video", () => {
+  const found = videos(decoding());
+  assert.deepEqual([pairs(found), found.left], [[[3, 4]], []]);
+  assert.match(streamed(found), /^WanCore Decode to Video is in the place of CreateVideo 4 and its VAE Decode/);
+});
+
+test("other VAEs, pairs that are off and frames that pass through other nodes stay, without a word", () => {
+  const off = { 4: [4, "CreateVideo", { images: [3, 0, "IMAGE"] }, ["VIDEO"], { mode: 4 }] };
+  const between = { 4: [4, "CreateVideo", { images: [6, 0, "IMAGE"] }, ["VIDEO"]] };
+  const graphs = [
+    decoding({ 1: [1, "VAELoader", {}, ["VAE"], { texts: ["qwen_image_vae.safetensors"] }] }), decoding(off),
+    decoding(between, [[6, "ImageScale", { image: [3, 0, "IMAGE"] }, ["IMAGE"]]]),
+  ];
+  for (const one of graphs) assert.deepEqual(videos(one), { pairs: [], left: [] });
+});
+
+test("frames and videos that other nodes take are made as before, and the message says why", () => {
+  const reasons = (changed, more) => {
+    const found = videos(decoding(changed, more));
+    assert.deepEqual(found.pairs, []);
+    return streamed(found);
+  };
+  assert.match(reasons({}, [[6, "PreviewImage", { images: [3, 0, "IMAGE"] }, []]]), /CreateVideo 4: its frames go to other/);
+  const stored = /its video goes to a node that does not store it as it is/;
+  assert.match(reasons(saved({ filename_prefix: "a", format: "webm", codec: "auto" })), stored);
+  assert.match(reasons(saved({ filename_prefix: "a", format: "auto", encoding: "re-encode" })), stored);
+  assert.match(reasons({}, [[6, "GetVideoComponents", { video: [4, 0, "VIDEO"] }, ["IMAGE"]]]), stored);
+  assert.match(reasons({}, [[6, "GetVideoComponents", { video: [5, 0, "VIDEO"] }, ["IMAGE"]]]), stored);
+  assert.match(reasons({ 5: null }), /no Save Video takes its video/);
+  const ten = { 4: [4, "CreateVideo", { images: [3, 0, "IMAGE"] }, ["VIDEO"], { values: { bit_depth: 10 } }] };
+  assert.match(reasons(ten), /its video has 10 bits/);
+});
+
+test("Save Video may be outside of the subgraph; every use of a subgraph must be one that it can do", () => {
+  const used = (second, more = {}) => {
+    const inner = decoding({ 5: null });
+    inner.outputs = [{ linkIds: [9] }];
+    const links = { ...inner.links, 9: { id: 9, origin_id: 4, origin_slot: 0, target_id: -20, target_slot: 0 } };
+    Object.defineProperty(inner, "links", { value: links });
+    return videos(graph([
+      [7, "sub", {}, ["VIDEO"], { subgraph: inner, ...more }], [8, "sub", {}, ["VIDEO"], { subgraph: inner }],
+      [9, "SaveVideo", { video: [7, 0, "VIDEO"] }, []], [10, second, { video: [8, 0, "VIDEO"] }, []],
+    ]));
+  };
+  assert.deepEqual(pairs(used("SaveVideo")), [[3, 4]]);
+  assert.deepEqual(pairs(used("GetVideoComponents")), []);
+  assert.match(used("SaveVideo", { properties: { proxyWidgets: [["4", "fps"]] } }).left[0], /its fps is set on sub 7/);
+});
+
+test("the pair in whose place a node is, is known by its latents and its VAE", () => {
+  const off = { mode: 2 };
+  const muted = {
+    3: [3, "VAEDecode", { samples: [2, 0, "LATENT"], vae: [1, 0, "VAE"] }, ["IMAGE"], off],
+    4: [4, "CreateVideo", { images: [3, 0, "IMAGE"] }, ["VIDEO"], off],
+  };
+  const node = (latent) => [6, "WanCoreDecodeToVideo", { vae: [1, 0, "VAE"], latent: [latent, 0, "LATENT"] }, ["VIDEO"]];
+  const of = (changed, latent) => {
+    const made = decoding(changed, [node(latent), [7, "KSampler", { model: "MODEL" }, ["LATENT"]]]);
+    return replaced(made, made.getNodeById(6));
+  };
+  assert.deepEqual([of(muted, 2).decode.id, of(muted, 2).create.id], [3, 4]);
+  assert.deepEqual([of(muted, 7), of({}, 2)], [null, null]);
+});
+
+const LOW = "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors";
+const FIRST = { add_noise: "enable", noise_seed: 7, steps: 4, cfg: 1, sampler_name: "euler", scheduler: "simple",
+  start_at_step: 0, end_at_step: 2, return_with_leftover_noise: "enable" };
+const LAST = { ...FIRST, add_noise: "disable", noise_seed: 0, start_at_step: 2, end_at_step: 10000,
+  return_with_leftover_noise: "disable" };
+
+// Two experts, each with a KSampler (Advanced). first, last: values in the place of theirs.
+function experts(first = {}, last = {}, more = []) {
+  const inputs = (model, latent) => ({
+    model: [model, 0, "MODEL"], positive: [5, 0, "CONDITIONING"], negative: [5, 1, "CONDITIONING"],
+    latent_image: [latent, latent === 5 ? 2 : 0, "LATENT"],
+  });
+  return graph([
+    loader(1, HIGH), loader(2, LOW), through(3, "WanCoreAccelerate", [1, 0]),
+    [5, "WanImageToVideo", {}, ["CONDITIONING", "CONDITIONING", "LATENT"]],
+    [6, "KSamplerAdvanced", inputs(3, 5), ["LATENT"], { values: { ...FIRST, ...first } }],
+    [7, "KSamplerAdvanced", inputs(2, 6), ["LATENT"], { values: { ...LAST, ...last } }],
+    [8, "VAEDecode", { samples: [7, 0, "LATENT"] }, ["IMAGE"]], ...more,
+  ]);
+}
+
+test("two samplers with the two experts are one WanCore Sampler, with the models from before WanCore Accelerate", () => {
+  const { runs, refused } = onAllGpus(experts());
+  assert.deepEqual(refused, []);
+  assert.deepEqual(runs.map(({ first, last, models }) => [first.id, last.id, models.map((one) => one.origin_id)]), [[6, 7, [1, 2]]]);
+  const one = { values: { seed: 1, steps: 4, cfg: 1, sampler_name: "uni_pc", scheduler: "simple", denoise: 1 } };
+  assert.deepEqual(onAllGpus(graph([loader(1, HIGH), sampler(2, [1, 0], one)])).runs.map(({ models }) => models.length), [1]);
+});
+
+test("what WanCore Sampler cannot do is refused in words, and then nothing is changed", () => {
+  const why = (...changed) => {
+    const { runs, refused } = onAllGpus(experts(...changed));
+    assert.deepEqual(runs, []);
+    return refused.join("; ");
+  };
+  assert.match(why({ sampler_name: "dpmpp_2m" }), /KSamplerAdvanced 7: it has no sampler dpmpp_2m/);
+  assert.match(why({}, { start_at_step: 3 }), /it does not go on where KSamplerAdvanced 6 ends/);
+  assert.match(why({}, { steps: 8 }), /its steps is another than that of KSamplerAdvanced 6/);
+  assert.match(why({ start_at_step: 1 }), /it leaves steps out/);
+  assert.match(why({}, {}, [[9, "LatentUpscale", { samples: [6, 0, "LATENT"] }, ["LATENT"]]]), /it is a part of a run|does not go on/);
+  assert.match(why({}, {}, [[9, "SamplerCustom", { model: [1, 0, "MODEL"] }, ["LATENT"]]]), /SamplerCustom 9 is no sampler/);
+  const video = { values: { sampler_name: "euler", denoise: 0.5 } };
+  assert.match(onAllGpus(graph([loader(1, HIGH), sampler(2, [1, 0], video)])).refused[0], /it starts from a video/);
+  assert.match(onAllGpus(graph([loader(1, "flux.safetensors"), sampler(2, [1, 0])])).refused[0], /no Wan model was found/);
+});
+
+test("the samplers in whose place a WanCore Sampler is, are known by their prompts and latents", () => {
+  const added = [
+    [10, "WanCoreLauncher", {}, ["WANCORE_WORKERS"]],
+    [11, "WanCoreFromModel", { model: [1, 0, "MODEL"], low: [2, 0, "MODEL"], workers: [10, 0, "WANCORE_WORKERS"] }, ["W"]],
+    [12, "BasicScheduler", { model: [1, 0, "MODEL"] }, ["SIGMAS"]],
+    [13, "WanCoreSampler", { model: [11, 0, "W"], positive: [5, 0, "CONDITIONING"], negative: [5, 1, "CONDITIONING"],
+      latent: [5, 2, "LATENT"], sigmas: [12, 0, "SIGMAS"] }, ["LATENT"]],
+  ];
+  const made = experts({}, {}, added);
+  const of = () => samplersOf(made, made.getNodeById(13));
+  assert.equal(of(), null);
+  for (const id of [6, 7]) made.getNodeById(id).mode = 2;
+  assert.equal(of(), null); // its latents still go on
+  const { links } = made;
+  for (const [id, link] of Object.entries(links)) if (link.origin_id === 7) delete links[id];
+  Object.defineProperty(made, "links", { value: links });
+  assert.deepEqual([of().first.id, of().last.id, of().added.map((node) => node.id)], [6, 7, [13, 11, 12, 10]]);
+});
+
+test("the offer says whether this card was measured", () => {
+  const on = (name, type = "cuda") => measured([{ name, type }]);
+  assert.equal(on("cuda:0 NVIDIA H100 80GB HBM3 : cudaMallocAsync"), "Measured on NVIDIA H100 80GB HBM3: 1.3 times as fast.");
+  assert.match(on("cuda:0 NVIDIA GeForce RTX 4090 : native"), /^Not measured on NVIDIA GeForce RTX 4090 yet/);
+  assert.deepEqual([on("cpu", "cpu"), measured([])], ["", ""]);
 });
