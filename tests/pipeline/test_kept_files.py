@@ -228,7 +228,7 @@ def test_a_damaged_file_counts_for_what_it_was_or_for_nothing(kind: str, way: st
 def test_two_bytes_anywhere_change_nothing(tmp_path: Path) -> None:
     """A curve that a user may have tuned is refused, too, and not read."""
     random = Random(0)
-    for kind in ("clip", "curve", "last run"):
+    for kind in ("clip", "curve"):
         each, folder = KINDS[kind], tmp_path / kind
         folder.mkdir()
         path = each.write(folder, "mine")

@@ -124,7 +124,7 @@ def test_streamed_blocks_give_the_same_bits(family, resident):
         assert torch.equal(run(residency.use("high"), family), exact)
 
 
-@pytest.mark.parametrize("kind", ["0.0001/0/0", "0.9/1/0", "0.9/0/9"])
+@pytest.mark.parametrize("kind", ["0.0001/0", "0.9/1"])
 def test_the_order_of_tiles_changes_nothing(family, kind):
     """Tokens in the order of the tiles find their face, or their driving frame. Every block is read: because all are
     chosen, in dense steps of a sparse phase, in dense layers of a sparse step."""
@@ -137,7 +137,7 @@ def test_the_order_of_tiles_changes_nothing(family, kind):
 def test_sparse_attention_reads_less(family):
     model, plan = prepared_model(family), plan_for(family)
     whole = run(model, family, plan)
-    latents = run(model, family, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
+    latents = run(model, family, sparsify(plan, parse_sparse("0.9/0:ramp0")))
     assert 1e-5 < difference(latents, whole) < 0.3
     assert torch.equal(run(model, family, plan), whole)  # nothing stays behind
 

@@ -194,7 +194,7 @@ def test_blocks_that_work_in_place_are_seen_through():
         nothing = torch.zeros(0)
         inputs = BlockInputs(torch.zeros(1, 4, 2), nothing, nothing, PreparedText(()), storing(cache), (1, 2, 2))
         model.runners(inputs, lambda inputs: inputs.tokens.add_(3.0))
-        assert torch.equal(cache.kept["cond", 0].buffer[0], torch.full((1, 4, 2), 3.0))
+        assert torch.equal(cache.kept["cond"].buffer[0], torch.full((1, 4, 2), 3.0))
     assert model.runners.runners == []
 
 
@@ -294,7 +294,7 @@ def test_memory_follows_the_plan():
         with torch.no_grad():
             model(NOISE, torch.tensor([900.0]), TEXT.cond, storing(cache))
         assert {
-            b: (one.buffer.dtype, one.buffer.shape[0]) for (b, _), one in cache.kept.items() if one.buffer is not None
+            b: (one.buffer.dtype, one.buffer.shape[0]) for b, one in cache.kept.items() if one.buffer is not None
         } == {"cond": (torch.bfloat16, 2)}
 
 

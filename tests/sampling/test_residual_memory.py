@@ -68,7 +68,7 @@ def test_a_branch_that_never_runs_takes_no_memory(kept_bytes: list[int]) -> None
 
 @pytest.mark.parametrize("name", [*test_control_run.CONFIGS, *test_driven_run.CONFIGS, "s2v"])
 def test_families_keep_all_their_tokens(kept_bytes: list[int], name: str) -> None:
-    plan = replace(test_control_run.plan_for(steps=10), task="t2v-14B")
+    plan = replace(test_control_run.plan_for(steps=10), name="t2v-14B")
     plan = skip_forwards(plan, SKIP, None, None)
     if name == "s2v":
         model, shape = test_sound_run.MODEL, (2, 16, 3, 8, 10)

@@ -144,7 +144,7 @@ def test_sparse_attention_that_reads_every_block_is_dense_at_every_grid(T, Y, X,
     assert difference(output, exact) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["0.0001/0/0", "0.9/1/0", "0.9/0/9"])
+@pytest.mark.parametrize("kind", ["0.0001/0", "0.9/1"])
 def test_the_order_of_tiles_changes_nothing(kind):
     """Tokens in the order of the tiles find their sound and their modulation. Every block is read: because all are
     chosen, in dense steps of a sparse phase, in dense layers of a sparse step."""
@@ -184,7 +184,7 @@ def test_sparse_steps_read_tokens_beside_the_video_whole(T, Y, X, motion, refere
     x, timestep, context = (drawn.pop(name) for name in ("x", "timestep", "context"))
     with torch.no_grad(), in_tiles(model, tiles):
         output = model(x, timestep, context, info=ForwardInfo(sparsity=0.9), **drawn)
-    (order, rules), video = seen[0], prod((T, Y, X))
+    (order, rule), video = seen[0], prod((T, Y, X))
     length = len(order.order)
     assert torch.isfinite(output).all()
     assert torch.equal(order.order.sort().values, torch.arange(length))
@@ -193,13 +193,13 @@ def test_sparse_steps_read_tokens_beside_the_video_whole(T, Y, X, motion, refere
     dense = [(q.shape[1], keys) for q, keys in watched.calls]
     assert dense == ([(length - video, length)] * len(model.blocks) if length > video else [])
     assert bool(order.forced[:, video // order.block :].all()) or length == video
-    assert all(rule is not None for rule in rules)
+    assert rule is not None
 
 
 def test_sparse_attention_reads_less():
     model, plan = sound_model(), plan_for()
     whole = run(model, plan)
-    latents = run(model, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
+    latents = run(model, sparsify(plan, parse_sparse("0.9/0:ramp0")))
     assert 1e-5 < difference(latents, whole) < 0.5
     assert torch.equal(run(model, plan), whole)  # nothing stays behind
 
