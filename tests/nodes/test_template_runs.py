@@ -76,6 +76,12 @@ def smaller(graph: Graph) -> Graph:
             inputs |= dict.fromkeys(PADS, 0)
         elif kind != "ImageFromBatch":
             inputs |= {name: value for name, value in SIZES.items() if isinstance(inputs.get(name), int)}
+        if inputs.get("preset") == "motion":
+            inputs["steps"] = 0  # its three phases need its own steps
+        if inputs.get("keyframe_numbers"):
+            inputs["keyframe_numbers"] = "4"
+        if "prompts" in inputs:
+            inputs["prompts"] = inputs["prompts"].replace("\n40:", "\n4:")
         nodes[key] = {"class_type": kind, "inputs": inputs}
     return {key: one for key, one in nodes.items() if one["class_type"] != "AudioEncoderLoader"}
 

@@ -49,6 +49,7 @@ LOOPS = {"StartLoop", "EndLoop", "ComfyMathExpression", "GetImageSize", "Primiti
 MATCHED, DYNAMIC_COMBO, AUTOGROW = "COMFY_MATCHTYPE_V3", "COMFY_DYNAMICCOMBO_V3", "COMFY_AUTOGROW_V3"
 ABOVE, MARGIN = 30, 16  # pixels of the page: above a node, around a note's text
 LETTER = 5.9  # pixels of one in a note
+FITTED = 20  # pixels that the page adds to the nodes' bounds where it fits them
 SIDEBAR, BARS = 60, 100  # pixels of the page that its bars take, on the left and on top
 TEXT = 8 / 14  # scale at which letters have the page's smallest size (LiteGraph.Canvas.MinFontSizeForLOD)
 INSIDE, OUTSIDE = -10, -20  # the ends of a subgraph
@@ -264,11 +265,20 @@ def check_view(page: dict[str, Any]) -> None:
     classic renderer draws text."""
     view, nodes = page["extra"]["ds"], page["nodes"]
     assert view["scale"] > TEXT
+    assert_fitted(nodes)
     for node in nodes:
         for axis, first, last in ((0, SIDEBAR, 1366), (1, BARS, 768)):
             begin = node["pos"][axis] - ABOVE * axis + view["offset"][axis]
             end = node["pos"][axis] + node["size"][axis] + view["offset"][axis]
             assert first < begin * view["scale"] and end * view["scale"] < last, (node["type"], axis)
+
+
+def assert_fitted(nodes: list[dict[str, Any]]) -> None:
+    """Opened from the browser the page fits the nodes into three quarters of the window: text is drawn there too."""
+    lows = [min(node["pos"][axis] - ABOVE * axis for node in nodes) for axis in (0, 1)]
+    highs = [max(node["pos"][axis] + node["size"][axis] for node in nodes) for axis in (0, 1)]
+    sides = [high - low + FITTED for low, high in zip(lows, highs, strict=True)]
+    assert min(0.75 * 1366 / sides[0], 0.75 * 768 / sides[1]) > TEXT, sides
 
 
 def check_notes(name: str, page: dict[str, Any]) -> None:
