@@ -237,7 +237,6 @@ GAINS_HEADER = {
 EXACT = ("the same but for rounding", "只差舍入")
 BOTH = ("8-bit attention on both sides: INT8 before, FP8 after", "两边都是 8 位注意力：之前 INT8，之后 FP8")
 OURS = ("FP8 attention against exact attention", "FP8 注意力，对比精确注意力")
-SKIPPED = ("**changes**: steps and a part of attention are skipped", "**会变**：跳过一些步和一部分注意力")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,12 +285,6 @@ GAINS = (
         ),
         video=OURS,
         after="off: ours, cudnn-fp8",
-        **GUIDED,
-    ),
-    Gain(
-        text=("the same with step cache and sparse attention `balanced`", "同上，再加步缓存和稀疏注意力 `balanced`"),
-        video=SKIPPED,
-        after="off: ours, cudnn-fp8, cache and sparse balanced",
         **GUIDED,
     ),
     Gain(

@@ -1,9 +1,10 @@
 """Parts of the README and docs that come from other tables of this repository: the address, files, what fits, presets.
 
-`clone`: the line that installs the pack, with the public address of pyproject.toml. `fits`: which video fits which
-card, by the memory plan. `cards`: the choice by card of `wan_core.pipeline.card_choice`. `files`: the files of the
-first video; `models-SOURCE`: those of one source, both from wan_core/assets/models.json. A name that ends in `.zh` is
-the same in Chinese.
+`clone`: the line that installs the pack, with the public address of pyproject.toml once there is one. `your-card`: what
+fits which card, and an estimate of its seconds (tools/estimates.py). `cards`: the choice by card of
+`wan_core.pipeline.card_choice`. `files`: the files of the first video;
+`models-SOURCE`: those of one source, both from wan_core/assets/models.json. A name that ends in `.zh` is the same in
+Chinese.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 
 import tomllib
 
+from tools.estimates import your_card
+from tools.publish import PLACEHOLDER
+
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 
@@ -23,7 +27,9 @@ Row = dict[str, Any]
 
 def clone(_: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return ["```bash", f"git clone {project['urls']['Repository']} ComfyUI/custom_nodes/wancore", "```"]
+    address = project["urls"]["Repository"]
+    source = "." if f"/{PLACEHOLDER}/" in address else address  # `.`: a reader has this folder
+    return ["```bash", f"git clone {source} /path/to/ComfyUI/custom_nodes/wancore", "```"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -102,53 +108,6 @@ def files(language: str) -> list[str]:
     return file_table(sorted(found, key=lambda row: parts.index(row["part"])), language)
 
 
-# ----------------------------------------------------------------------------------------------------------------- fits
-
-CARDS = {
-    8: "RTX 4060, 3070",
-    12: "RTX 3060, 4070",
-    16: "RTX 4060 Ti, 4080, 5080",
-    24: "RTX 3090, 4090",
-    32: "RTX 5090",
-    48: "L40S, RTX 6000 Ada",
-    80: "A100, H100",
-}
-VIDEOS = (("t2v-A14B", "fp8", (832, 480)), ("t2v-A14B", "fp8", (1280, 720)), ("ti2v-5B", "bf16", None))
-WORDS = {"en": ("yes", "yes, decoded in tiles", "no"), "zh": ("可以", "可以，分块解码", "不行")}
-FITS = {
-    "en": "| card | for example | 14B, 480p | 14B, 720p | 5B, 720p | what waits in host memory |",
-    "zh": "| 显存 | 例如 | 14B，480p | 14B，720p | 5B，720p | 在内存中等待的部分 |",
-}
-WAITS = {
-    "en": {"stream": "{} of {} blocks", "swap": "one expert", "resident": "nothing"},
-    "zh": {"stream": "{1} 块中的 {0} 块", "swap": "一个专家", "resident": "没有"},
-}
-
-
-def fits(language: str) -> list[str]:
-    from wan_core.config import LoadOptions, Request
-    from wan_core.execution.memory.planning import limited, plan_memory
-    from wan_core.pipeline.card_choice import task_memory
-
-    needs = []
-    for task, precision, size in VIDEOS:
-        width, height = size or (None, None)
-        options = LoadOptions(model=f"random:{task}", precision=precision)
-        needs.append(task_memory(options, Request(prompt="", width=width, height=height)))
-    yes, tiles, no = WORDS[language][:3]
-    lines = [FITS[language], "|---:|---|---|---|---|---|"]
-    for gib, names in CARDS.items():
-        plans = [plan_memory(sizes, beside, limited(gib)) for sizes, beside in needs]
-        cells = [yes if plan.fits else tiles if plan.denoise <= plan.room else no for plan in plans]
-        lines.append(f"| {gib} GiB | {names} | {' | '.join(cells)} | {waits(plans[1], language)} |")
-    return lines
-
-
-def waits(plan: Any, language: str) -> str:
-    blocks = plan.blocks or 0
-    return WAITS[language][plan.policy].format(blocks - (plan.resident_blocks or 0), blocks)
-
-
 # --------------------------------------------------------------------------------------------------- choice by card
 
 EXAMPLES = (  # names, compute capability, GiB
@@ -184,11 +143,33 @@ def cards_table(_: str = "") -> list[str]:
     return lines
 
 
+REPORTS = ROOT / "reports"
+OWN_CARD = "| H100 80GB HBM3 (ours, **random weights**) | i2v-A14B, 640x640, 81 frames, 4 steps | full | {} | | | "
+
+
+def owners(_: str) -> list[str]:
+    """The report cards that owners sent, and our own row."""
+    from tools.estimates import MEASURED, OURS, RESULTS
+    from tools.measured import find, newest_result
+
+    result = newest_result(MEASURED, RESULTS)
+    lines = ["| card | video | setting | seconds | PSNR dB | SSIM | machine |", "|---|---|---|---:|---:|---:|---|"]
+    libraries = ", ".join(f"{name} {version}" for name, version in list(result["versions"].items())[:3])
+    lines.append(OWN_CARD.format(find(result["rows"], OURS, "owners")["seconds"]) + libraries + " |")
+    for file in sorted(REPORTS.glob("*.json")):
+        card = json.loads(file.read_text(encoding="utf-8"))
+        for row in card["rows"]:
+            cells = (row.get(name, "") for name in ("setting", "s a video", "PSNR dB", "SSIM"))
+            lines.append(f"| {card['card']} | {card['video']} | {' | '.join(cells)} | {'; '.join(card['machine'])} |")
+    return lines
+
+
 PARTS: dict[str, Callable[[str], list[str]]] = {
     "cards": cards_table,
     "clone": clone,
     "files": files,
-    "fits": fits,
+    "owners": owners,
+    "your-card": your_card,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import math
 import shutil
 import time
@@ -216,7 +217,8 @@ def make_card(
     except OSError as fault:
         raise OptionError(f"cannot write into the folder {out} ({fault.strerror}): choose another") from fault
     try:
-        picture, text = (outputs.add("the card", out / f"report-card.{ending}") for ending in ("png", "md"))
+        endings = ("png", "md", "json")
+        picture, text, data = (outputs.add("the card", out / f"report-card.{ending}") for ending in endings)
 
         def on_checked() -> None:
             check_room(folder, len(samples) * len(settings) * math.prod(size) * 3)
@@ -232,8 +234,9 @@ def make_card(
     markdown, image = card.markdown(picture.name, [s.caption for s in samples if with_prompts]), card.picture()
     save_picture(image, picture)
     write_text(text, markdown)
+    write_text(data, json.dumps(card.as_dict(), indent=1, ensure_ascii=False) + "\n")
     remove_kept(folder)
-    return markdown, image, [text, picture]
+    return markdown, image, [text, picture, data]
 
 
 def check_room(folder: Path, needed: int) -> None:

@@ -140,6 +140,11 @@ class Card:
         ]
         return "\n".join(lines) + "\n"
 
+    def as_dict(self) -> dict[str, Any]:
+        """The card for `reports/`: what its text says, less the prompts."""
+        rows = [self.row(name) for name in self.names]
+        return {"card": device_name(self.device), "video": self.title(), "machine": self.machine(), "rows": rows}
+
     def row(self, name: str) -> dict[str, str]:
         """The cells of a setting by column; what was not measured has none."""
         videos, seconds = summary(self.comparisons[name]), self.mean(name, "seconds") or 0.0

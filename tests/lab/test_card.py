@@ -75,7 +75,9 @@ def test_a_card_has_a_row_for_each_setting_and_says_before_how_long_it_takes(tmp
     assert next(iter(rows)) == "setting" and list(rows)[2:] == [FULL, *SPEEDS[1:]]
     assert rows["fast"].endswith("| 2.0 |"), "the peak of the run, not of loading"
     assert "about 5:20 min by a timed forward of 0.5 s" in told[0], "2 x 4 videos of 80 forwards"
-    assert told[-1].endswith("done") and sorted(os.listdir(tmp_path)) == ["report-card.md", "report-card.png"]
+    assert told[-1].endswith("done") and {*os.listdir(tmp_path)} == {
+        f"report-card.{ending}" for ending in ("json", "md", "png")
+    }
     with Image.open(tmp_path / "report-card.png") as picture:
         assert picture.size[0] == 4 * 240 and not picture.info
     small_card(DrawnMaker(), tmp_path)
@@ -188,7 +190,7 @@ def test_no_name_is_in_the_files_of_a_command(tmp_path: Path, monkeypatch, capsy
     command += ["--count", "1", "--prompt", "a red circle moving right on a Zqblue background"]
     assert main([*command, "--out", str(tmp_path / "Zqout")]) == 0
     card = (tmp_path / "Zqout" / "report-card.md").read_text()
-    said = card + "\n".join(drawn)
+    said = card + "\n".join(drawn) + (tmp_path / "Zqout" / "report-card.json").read_text()
     assert "Zq" not in said and str(tmp_path) not in said
     assert chunks(tmp_path / "Zqout" / "report-card.png") == {b"IHDR", b"IDAT", b"IEND"}, "no metadata"
     assert all(name in said for name in (FULL, *SPEEDS[1:])) and "about" in capsys.readouterr().err

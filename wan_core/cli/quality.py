@@ -58,7 +58,7 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
 def add_card_options(parser: argparse.ArgumentParser) -> None:
     _add_shared_options(parser, count=3, size="832x480; of the embedded model its own", batch=False)
     parser.add_argument(
-        "--out", type=Path, default=Path("."), help="folder for report-card.md and report-card.png (default: this one)"
+        "--out", type=Path, default=Path("."), help="folder for report-card.md, .png and .json (default: this one)"
     )
     parser.add_argument("--with-prompts", action="store_true", help="write the prompts into the card (default: none)")
     add_overwrite_option(parser)

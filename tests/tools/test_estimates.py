@@ -1,0 +1,40 @@
+"""Estimates for cards that nobody measured: the order of the cards, and the published time that checks them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tools.estimates import CARDS, EVERYDAY, H100, MEASURED, OURS, RESULTS, check, note, seconds
+from tools.measured import find, newest_result
+from tools.readme_parts import REPORTS
+
+KEYS = {"card", "video", "machine", "rows"}
+
+
+def test_the_estimate_of_the_measured_card_is_what_was_measured() -> None:
+    measured = find(newest_result(MEASURED, RESULTS)["rows"], OURS, "test")["seconds"]
+    assert abs(seconds(EVERYDAY, H100) / measured - 1) < 0.01
+
+
+def test_the_readmes_say_how_far_off_the_published_time_is() -> None:
+    estimate, error = check()
+    assert abs(error) < 0.6
+    for name in ("README.md", "README.zh.md"):
+        text = (REPORTS.parent / name).read_text(encoding="utf-8")
+        assert f"{estimate:.0f} s where" in text or f"{estimate:.0f} 秒" in text
+        assert re.search(rf"{100 * error:.0f} ?%", text)
+
+
+def test_slower_cards_take_longer_and_notes_are_current() -> None:
+    times = {card.name: seconds(EVERYDAY, card) for card in CARDS}
+    assert times["RTX 3060"] > times["RTX 4070 Ti SUPER"] > times["RTX 4090"] > times["RTX 5090"] > times["H100"]
+    text = (REPORTS.parent / "workflows" / "Wan 2.2 I2V 4 steps.json").read_text(encoding="utf-8")
+    assert note(EVERYDAY) in text
+
+
+def test_cards_that_were_sent_have_the_form_and_nothing_private() -> None:
+    for file in REPORTS.glob("*.json"):
+        text = file.read_text(encoding="utf-8")
+        assert json.loads(text).keys() == KEYS, file
+        assert not re.search(r"/home/|/Users/|[A-Z]:\\|@|\.safetensors|\.gguf", text), file
