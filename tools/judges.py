@@ -1,17 +1,18 @@
-"""What the speed presets keep of a video, on every judge that there is: the embedded models and the test bed.
+"""What the words of `speed` keep of a video, on every judge that there is: the embedded models and the test bed.
 
     python -m tools.judges --out benchmarks/results                               # the embedded models
     python -m tools.judges --out benchmarks/results --judge "test bed, text" --testbed FOLDER --count 16 --batch 1
     python -m tools.judges --out benchmarks/results --judge "test bed, text, whole size" --testbed FOLDER --count 16 \
         --batch 1 --steps 40 --device cuda                                        # 160 s a clip on two CPU cores
 
-A judge makes every clip in full and with each preset from the same noise, and compares the frames: `truth` is the
+A judge makes every clip in full and at each word from the same noise, and compares the frames: `truth` is the
 share of clips that show their caption (shape, colours and motion; on the test bed the colours; driven: the motion of
 the driving video). Clips are made in batches. Rows go into one file of a day:
-those of a judge that is measured again are replaced.
+those of a judge that is measured again, in the same steps and precision, are replaced.
 
 `bf16` (`--rounded`) is the full run with weights and activations in bfloat16: how far a video moves where nothing is
-left out.
+left out. `--precision` and `--attention` are those of all other runs, the full one too: with FP8, the row `bf16` is
+FP8's own rounding.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def write(judge: Judge, measured: Measured, options: argparse.Namespace) -> Path
     result = envelope(SUITE, device, rows_of(judge, measured, options), program="tools.judges")
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
-        result["rows"] = [row for row in before["rows"] if row["judge"] != judge.name] + result["rows"]
+        about = {"judge": judge.name, "steps": options.steps, **numbers(options)}
+        result["rows"] = [row for row in before["rows"] if not about.items() <= row.items()] + result["rows"]
         result["command"] = "; ".join(dict.fromkeys([*before["command"].split("; "), result["command"]]))
     return write_result(result, path)
 
@@ -111,7 +113,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the words of speed)")
     made.add_argument("--testbed", type=Path, help="the folder that `tools.testbed` wrote")
     made.add_argument("--keep", type=Path, help="folder of full runs, made once (default: none is kept)")
-    made.add_argument("--rounded", action="store_true", help=f"also the full run of embedded models in {ROUNDED}")
+    made.add_argument("--precision", default="fp32", help="of all runs (default %(default)s)")
+    made.add_argument("--attention", default="auto", help="of all runs (default %(default)s)")
+    made.add_argument("--rounded", action="store_true", help=f"also the full run in {ROUNDED}")
     made.add_argument("--out", type=Path, required=True, help="JSON file, or a folder")
     made.add_argument("--count", type=int, default=48, help="clips of each judge (default %(default)s)")
     made.add_argument("--batch", type=int, default=12, help="clips made at once (default %(default)s)")
@@ -132,10 +136,10 @@ def measured_parts(judge: Judge, options: argparse.Namespace) -> Iterator[Measur
     if judge.part:
         yield from testbed_parts(judge, options, settings)
         return
-    about = {"judge": judge.name, "steps": options.steps, "size": judge.size}
+    about = {"judge": judge.name, "steps": options.steps, "size": judge.size, **numbers(options)}
     loading = {"model": "tiny", "device": options.device, "task": judge.task}
-    pipe = Pipeline.load(LoadOptions(precision="fp32", **loading))
-    pipes = {ROUNDED: Pipeline.load(LoadOptions(precision="bf16", **loading))} if options.rounded else {}
+    pipe = Pipeline.load(LoadOptions(**numbers(options), **loading))
+    pipes = {ROUNDED: Pipeline.load(LoadOptions(precision=ROUNDED, **loading))} if options.rounded else {}
     samples = choose_samples(None, options.count, options.seed, tiny=True)
     settings = {**dict.fromkeys(pipes), **settings}
     with kept(options) as folder:  # the full run that warms up is used
@@ -163,12 +167,14 @@ def testbed_parts(judge: Judge, options: argparse.Namespace, settings: dict[str,
     from tools.testbed.scenes import parse_world, shows_colours
 
     folder = options.testbed / judge.part
-    pipe = Pipeline.load(LoadOptions(model=str(folder), device=options.device, precision="fp32", vae_precision="fp32"))
+    loading = {"model": str(folder), "device": options.device, "vae_precision": "fp32"}
+    pipe = Pipeline.load(LoadOptions(**numbers(options), **loading))
+    pipes = {ROUNDED: Pipeline.load(LoadOptions(precision=ROUNDED, **loading))} if options.rounded else {}
+    settings = {**dict.fromkeys(pipes), **settings}
     width, height = judge.size
     sides = {"width": width, "height": height, "frames": judge.frames, "steps": options.steps}
     base = Request(prompt="", negative_prompt="", **sides)
-    about = {**sides, "guidance_high": None, "guidance_low": None, "precision": "fp32", "attention": "auto"}
-    about |= {"weights": digest(folder)}
+    about = {**sides, "guidance_high": None, "guidance_low": None, **numbers(options), "weights": digest(folder)}
     samples = read_samples(folder / SAMPLES, options.count, options.seed)
 
     def judged(frames: Tensor, caption: str) -> bool:
@@ -177,12 +183,17 @@ def testbed_parts(judge: Judge, options: argparse.Namespace, settings: dict[str,
     with kept(options) as keep:
         full_run = FullRuns(keep, about).run
         for some in batches_of(samples, options.batch):
-            yield measure_quality(pipe, base, some, settings, len(some), full_run=full_run, judged=judged)
+            yield measure_quality(pipe, base, some, settings, len(some), pipes=pipes, full_run=full_run, judged=judged)
+
+
+def numbers(options: argparse.Namespace) -> dict[str, str]:
+    """How all runs but the rounded one compute."""
+    return {"precision": options.precision, "attention": options.attention}
 
 
 def rows_of(judge: Judge, measured: Measured, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a judge, its full run first."""
-    about = {"judge": judge.name, "size": measured.full["size"], "steps": options.steps}
+    about = {"judge": judge.name, "size": measured.full["size"], "steps": options.steps, **numbers(options)}
     wanted = ("psnr", "psnr_se", "psnr_worst", "ssim", "truth", "motion", "look", "read", "forwards", "saved")
     rows = []
     for row in measured.rows():
