@@ -121,11 +121,20 @@ def native_graph(
     return graph | {"save": save}
 
 
-def accelerated_graph(job: Job, attention: str, presets: Mapping[str, str] | None = None) -> Graph:
-    """The template with our node for native models behind each loader chain."""
-    skipping = skipping_nodes(presets)
-    last = {"skipping": [list(skipping)[-1], 0]} if skipping else {}
-    return skipping | native_graph(job, accelerate={"attention": attention, **last})
+def accelerated_graph(job: Job, attention: str) -> Graph:
+    """The template as the page's command changes it: our node for native models behind each loader chain, and our
+    decoder in the place of VAE Decode and Create Video."""
+    graph = native_graph(job, accelerate={"attention": attention})
+    created, decoded = graph.pop("save.create")["inputs"], graph["decode"]["inputs"]
+    graph["decode"] = node(
+        "WanCoreDecodeToVideo",
+        vae=decoded["vae"],
+        latent=decoded["samples"],
+        fps=created["fps"],
+        encoder="frame threads",
+    )
+    graph["save"]["inputs"]["video"] = ["decode", 0]
+    return graph
 
 
 def native_conditioning(job: Job) -> Graph:
@@ -151,13 +160,12 @@ def native_conditioning(job: Job) -> Graph:
 def our_graph(
     job: Job,
     attention: str = "auto",
-    presets: Mapping[str, str] | None = None,
     lora_mode: str = "auto",
     devices: str | None = None,
     **sampler: Any,
 ) -> Graph:
-    """The same video with our nodes. presets: of "sparse" and "cache". devices: of WanCore Launcher; None: there is
-    none. sampler: more inputs of the sampler."""
+    """The same video with our nodes. devices: of WanCore Launcher; None: there is none. sampler: more inputs of the
+    sampler."""
     both = {expert: expert_file("i2v", expert, job.layers) for expert in EXPERTS}
     graph: Graph = {
         "loaders.model": node(
@@ -193,10 +201,6 @@ def our_graph(
         vae=["loaders.vae", 0],
         first_image=["image.load", 0],
     )
-    skipping = skipping_nodes(presets)
-    if skipping:
-        sampler["skipping"] = [list(skipping)[-1], 0]
-    graph |= skipping
     graph["samplers"] = node(
         "WanCoreSampler",
         seed=job.seed,
@@ -224,16 +228,6 @@ def with_latents(graph: Graph) -> Graph:
     """The graph, which saves what it decodes too, as `save.latent`."""
     samples = graph["decode"]["inputs"].get("samples") or graph["decode"]["inputs"]["latent"]
     return graph | {"save.latent": node("SaveLatent", samples=samples, filename_prefix="latents")}
-
-
-def skipping_nodes(presets: Mapping[str, str] | None) -> Graph:
-    """A chain of nodes, the last of which goes into the sampler."""
-    graph: Graph = {}
-    kinds = {"sparse": "WanCoreSparseAttention", "cache": "WanCoreMagCache"}
-    for name, preset in (presets or {}).items():
-        before = {"skipping": [list(graph)[-1], 0]} if graph else {}
-        graph[f"samplers.{name}"] = node(kinds[name], preset=preset, **before)
-    return graph
 
 
 def with_defaults(graph: Graph, kinds: Mapping[str, Any]) -> Graph:

@@ -19,7 +19,8 @@ Launcher, and, where there is guidance, ComfyUI's own MultiGPU CFG Split (0.33 o
 branch to each GPU. `--gpus 1` leaves them out.
 
 Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's. "auto" changes numbers only by rounding,
-"cudnn-fp8" attends in FP8.
+"cudnn-fp8" attends in FP8, and so do
+the words of `speed` (careful, balanced, fast).
 On a CPU everything is small (`comfy_small`): what runs there is the code, not the work.
 
 Rows of `cold` also have the seconds after POST of every progress of the samplers (progress).
@@ -53,7 +54,7 @@ from benchmarks.comfyui import Graph
 from benchmarks.measure import relative_error
 from benchmarks.options import EVERYDAY_PARTS
 from benchmarks.rows import Row, guarded
-from wan_core.config import OptionError
+from wan_core.config import EXACT, SPEEDS, OptionError
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ NATIVE_CACHE = Side(
 )
 OURS = Side("ours, auto", our_graph)
 OURS_FP8 = Side("ours, cudnn-fp8", lambda job: our_graph(job, "cudnn-fp8"))
+WORDS = tuple(Side(f"ours, {word}", lambda job, word=word: our_graph(job, "fast", speed=word)) for word in SPEEDS[1:])
 ACCELERATED = (
     Side("native, accelerated, auto", lambda job: accelerated_graph(job, "auto")),
     Side("native, accelerated, cudnn-fp8", lambda job: accelerated_graph(job, "cudnn-fp8")),
-    Side("native, accelerated, sparse fast", lambda job: accelerated_graph(job, "cudnn-fp8", {"sparse": "fast"})),
 )
 SIDES = (
     NATIVE_KITCHEN,  # the faster peer first: the rows after it are compared with it
@@ -104,7 +105,7 @@ SIDES = (
     NATIVE_SPARSE,
     OURS,
     OURS_FP8,
-    Side("ours, cudnn-fp8, sparse fast", lambda job: our_graph(job, "cudnn-fp8", {"sparse": "fast"})),
+    *WORDS,
 )
 OFF_SIDES = (
     NATIVE,
@@ -113,10 +114,7 @@ OFF_SIDES = (
     NATIVE_CACHE,
     OURS,
     OURS_FP8,
-    Side(
-        "ours, cudnn-fp8, cache and sparse balanced",
-        lambda job: our_graph(job, "cudnn-fp8", {"cache": "balanced", "sparse": "balanced"}),
-    ),
+    *WORDS,
 )
 ATTACHED = Side("ours, auto, LoRAs attached", lambda job: our_graph(job, lora_mode="attach"))
 
@@ -145,18 +143,17 @@ def several_sides(count: int, device: torch.device, *, guided: bool) -> tuple[Si
     def native(name: str, attention: str | None) -> Side:
         return Side(f"{name}, {count} GPUs", lambda job: native_graph(job, attention, gpus=count), True, count)
 
-    def our(name: str, presets: dict[str, str] | None = None) -> Side:
-        graph = lambda job: our_graph(job, attention, presets, devices=devices)  # noqa: E731
+    def our(name: str, speed: str = EXACT) -> Side:
+        graph = lambda job: our_graph(job, attention, devices=devices, speed=speed)  # noqa: E731
         return Side(f"{name}, {count} GPUs", graph, gpus=count)
 
     if not guided:
         return (our(ours),)
-    fast = {"cache": "fast", "sparse": "fast"}
     return (
         native("native", None),
         native("native, comfy kitchen attention", KITCHEN),
         our(ours),
-        our(f"{ours}, cache and sparse fast", fast),
+        our("ours, fast", "fast"),
     )
 
 
@@ -280,7 +277,7 @@ def fresh_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterato
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     """Steps of the native nodes take equally long, so that few of them tell the time of all."""
-    sides = chosen((*OFF_SIDES, *ACCELERATED[:3], *several_sides(server.gpus, server.device, guided=True)), options)
+    sides = chosen((*OFF_SIDES, *ACCELERATED, *several_sides(server.gpus, server.device, guided=True)), options)
     yield from in_turns(server, sides, replace(job, four_steps=False), "off", options.runs or 1, options.steps or 4)
 
 

@@ -101,7 +101,6 @@ def joined(one: Measured, other: Measured) -> Measured:
         one.comparisons[name] += videos
         one.forwards[name] += other.forwards[name]
         one.seconds[name] += other.seconds[name]
-        one.read |= {name: one.read[name] + other.read[name]} if name in other.read else {}
     return one
 
 
@@ -194,7 +193,7 @@ def numbers(options: argparse.Namespace) -> dict[str, str]:
 def rows_of(judge: Judge, measured: Measured, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a judge, its full run first."""
     about = {"judge": judge.name, "size": measured.full["size"], "steps": options.steps, **numbers(options)}
-    wanted = ("psnr", "psnr_se", "psnr_worst", "ssim", "truth", "motion", "look", "read", "forwards", "saved")
+    wanted = ("psnr", "psnr_se", "psnr_worst", "ssim", "truth", "motion", "look", "forwards", "saved")
     rows = []
     for row in measured.rows():
         preset = row["name"].removeprefix("speed:")

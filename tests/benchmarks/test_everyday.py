@@ -102,7 +102,7 @@ def test_sides_for_several_gpus() -> None:
         "native, 4 GPUs",
         "native, comfy kitchen attention, 4 GPUs",
         "ours, cudnn-fp8, 4 GPUs",
-        "ours, cudnn-fp8, cache and sparse fast, 4 GPUs",
+        "ours, fast, 4 GPUs",
     ]
     (on,) = several_sides(4, torch.device("cuda"), guided=False)
     assert on.name == "ours, cudnn-fp8, 4 GPUs" and on.graph(Job())["loaders.workers"]["inputs"]["devices"] == "4"
