@@ -33,7 +33,7 @@ from .skipping import (
     WanCoreTaylorSeer,
 )
 from .sound import WanCoreSoundToVideo
-from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
+from .video import WanCoreDecodeToVideo, WanCoreVAEDecode
 from .workers import WanCoreLauncher
 
 plain_logs()
@@ -49,7 +49,6 @@ NODES: list[type[io.ComfyNode]] = [
         WanCoreSampler,
         WanCorePlanPreview,
         WanCoreVAEDecode,
-        WanCoreVAEEncode,
         WanCoreReport,
         WanCoreMagCache,
         WanCoreTaylorSeer,

@@ -21,9 +21,10 @@ def embedded(name: str) -> dict[str, Path]:
 
 
 def embedded_expert(expert: str) -> dict[str, Path]:
-    """The driven variant has one transformer."""
+    """The driven variant has one transformer, and is not in the archive of ComfyUI's registry."""
     files = {TINY_T2V: TINY / f"t2v_{expert}.safetensors", TINY_I2V: TINY / f"i2v_{expert}.safetensors"}
-    return files | ({TINY_DRIVEN: TINY / "driven.safetensors"} if expert == "high" else {})
+    driven = TINY / "driven.safetensors"
+    return files | ({TINY_DRIVEN: driven} if expert == "high" and driven.is_file() else {})
 
 
 def locate(folder: str, name: object, inside: Mapping[str, Path]) -> Path:

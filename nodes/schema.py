@@ -20,7 +20,7 @@ ADVANCED: dict[str, Any] = {"advanced": True} if "advanced" in inspect.signature
 NODES = {  # part of the page's menu -> its nodes, which begin with WanCore
     "load": "ModelLoader TextEncoderLoader VAELoader VisionLoader FromModel LoRA",
     "prompt": "TextEncode PromptsOverTime ImageToVideo NAG",
-    "sample": "EmptyLatent Sampler VAEEncode VAEDecode DecodeToVideo",
+    "sample": "EmptyLatent Sampler VAEDecode DecodeToVideo",
     "speed": "Accelerate SparseAttention MagCache TaylorSeer Launcher",
     "control": "VACE Camera Animate Animate2 SoundToVideo",
     "tools": "PlanPreview Report ReportCard Compare",

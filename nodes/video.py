@@ -1,4 +1,4 @@
-"""Nodes that decode latents to frames or to a video file, and encode frames to latents."""
+"""Nodes that decode latents to frames or to a video file."""
 
 from __future__ import annotations
 
@@ -172,29 +172,3 @@ def _decode_native(vae: Any, samples: Tensor, tile: TileSpec | None, report: Rep
     with report.phase("decode"):
         sides = {} if tile is None else {"tile_x": tile.width, "tile_y": tile.height, "overlap": tile.overlap}
         return (vae.decode_tiled(samples, **sides) if tile else vae.decode(samples)).flatten(0, -4)
-
-
-class WanCoreVAEEncode(io.ComfyNode):
-    """Encode frames to latents, a few at a time."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schema(
-            "WanCoreVAEEncode",
-            "WanCore VAE Encode",
-            aliases=("wan encode", "vae encode"),
-            description="Encodes a video's frames a few at a time.",
-            inputs=[
-                io.Vae.Input("vae", tooltip="A Wan VAE: WanCore's or ComfyUI's own."),
-                io.Image.Input(
-                    "image",
-                    tooltip="The frames: 4n + 1 of them, width and height multiples of 8 (Wan 2.1 VAE) or 16 (2.2). "
-                    "More frames are left out at the end, and more pixels at the edges, as by ComfyUI's VAE Encode.",
-                ),
-            ],
-            outputs=[output(io.Latent, "latent", "Un-normalised latents, as everywhere in ComfyUI.")],
-        )
-
-    @classmethod
-    def execute(cls, vae: Any, image: Tensor) -> io.NodeOutput:
-        return io.NodeOutput({"samples": vae.encode(image)})

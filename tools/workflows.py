@@ -8,7 +8,7 @@
 Made are the API form of each, `workflows/api/<name>.json`; the addresses of the files that its loaders name, in
 `properties.models` of the loader, by which ComfyUI offers to download them (from wan_core/assets/models.json); and
 `subgraphs/<name>.json`, the boxes of four templates, which ComfyUI offers as blueprints. `workflows/*.json` are the
-templates of ComfyUI's browser; those in `workflows/more/` are for the API and for
+templates of ComfyUI's browser; those in `workflows/more/` are graphs of other tasks, for the API and for
 dropping on the page.
 
 A node's inputs are in tests/nodes/node_schemas.json and tools/native_nodes.json. ComfyUI's own nodes stay

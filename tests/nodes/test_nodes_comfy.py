@@ -334,7 +334,7 @@ def test_encode_and_decode_are_inverse(comfy: ComfyUI) -> None:
     graph = {
         "vae": node("WanCoreVAELoader", vae=TINY, precision="auto"),
         "picture": node("LoadImage", image="first.png"),
-        "encode": node("WanCoreVAEEncode", vae=["vae", 0], image=["picture", 0]),
+        "encode": node("VAEEncode", vae=["vae", 0], pixels=["picture", 0]),
         "decode": node("WanCoreVAEDecode", vae=["vae", 0], latent=["encode", 0], tiling="always"),
         "save": node("SaveImage", images=["decode", 0], filename_prefix="again"),
     }

@@ -29,7 +29,7 @@ from wan_core.pipeline.sources import TINY
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 KINDS = {"animate": "WanCoreAnimate", "animate2": "WanCoreAnimate2"}
-WORKFLOWS = {"animate": "wan22_animate_14b", "animate2": "wan22_animate_2"}
+WORKFLOWS = {"animate": "wan22_animate_14b", "animate2": "wan22_animate_2_moves"}
 PROMPTS = {"positive": "a red circle", "negative": "blue"}
 SIZE = {"width": WIDTH, "height": HEIGHT, "frames": 9}
 PLAN = {"steps": 2, "seed": 3, "guidance_high": 1.5, "guidance_low": 1.5, "shift": 5.0, "solver": "euler"}

@@ -187,10 +187,10 @@ def of_kind(nodes: Graph, kind: str) -> dict[str, Any]:
     return inputs
 
 
-@pytest.mark.parametrize("name", ["wan22_image_to_video", "wan22_text_to_video", "wan22_first_last_frame"])
+@pytest.mark.parametrize("name", ["wan22_i2v_4_steps", "wan22_t2v_4_steps", "wan22_i2v_first_last_frame"])
 def test_the_template_s_graph_with_its_switch(comfy: ComfyUI, name: str) -> None:
     nodes, plans = api_form(name), {}
-    kind = "WanCoreEmptyLatent" if name == "wan22_text_to_video" else "WanCoreImageToVideo"
+    kind = "WanCoreEmptyLatent" if name == "wan22_t2v_4_steps" else "WanCoreImageToVideo"
     of_kind(nodes, kind).update(SIZE)
     [key] = [key for key, one in nodes.items() if one["class_type"] == "WanCoreSampler"]
     switches = [one for one in nodes.values() if one["class_type"] == "ComfySwitchNode"]

@@ -68,7 +68,7 @@ def graph_of(comfy: ComfyUI) -> Graph:
     files |= {"WanCoreTextEncoderLoader": {"text_encoder": "umt5.safetensors"}, "WanCoreTextEncode": PROMPTS}
     files |= {"LoadImage": {"image": "reference.png"}, "LoadAudio": {"audio": "speech.wav"}}
     settings = {**files, "WanCoreSoundToVideo": SIZE, "WanCoreSampler": PLAN}
-    shared = api_form("wan22_sound_to_video")
+    shared = api_form("wan22_s2v_picture_speaks")
     loader = next(key for key, one in shared.items() if one["class_type"] == "WanCoreModelLoader")
     for key, one in shared.items():
         kind, inputs = one["class_type"], one["inputs"] | settings.get(one["class_type"], {})

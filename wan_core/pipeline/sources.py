@@ -223,6 +223,8 @@ def embedded_variant(task: str | None, image: bool) -> str:
     variants = [name for name in TINY_FILES if name[:3] == task.lower()[:3]]
     if not variants:
         raise OptionError(f"task {task} is not one of the embedded model's: {', '.join(TINY_FILES)}")
+    if variants[0] == TINY_DRIVEN and not (TINY / "driven.safetensors").is_file():
+        raise OptionError(f"{TINY_DRIVEN} is in WanCore's repository, not in the registry's archive: clone it")
     return variants[0]
 
 
