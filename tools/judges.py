@@ -33,7 +33,7 @@ from torch import Tensor
 from tools.testbed.full_runs import FullRuns
 from wan_core.config import SPEEDS, LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.sources import TINY_DRIVEN
+from wan_core.pipeline.sources import TINY_DRIVEN, for_request
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.run import FULL, Measured, measure_quality
@@ -45,13 +45,15 @@ ROUNDED = "bf16"
 
 @dataclass(frozen=True)
 class Judge:
-    """A model, and the size of its videos (frames None: as the model's own); a part of the test bed has no task."""
+    """A model, and the size of its videos (frames None: as the model's own); a part of the test bed has no task.
+    steps: that the embedded LoRAs are for, with which it runs; None: without them."""
 
     name: str
     size: tuple[int, int]
     task: str | None = None
     part: str = ""
     frames: int | None = None
+    steps: int | None = None
 
 
 JUDGES = {
@@ -60,6 +62,7 @@ JUDGES = {
         Judge("embedded, text", (96, 96), "t2v-tiny"),
         Judge("embedded, image", (96, 96), "i2v-tiny"),
         Judge("embedded, text, larger", (128, 128), "t2v-tiny"),
+        Judge("embedded, text, four steps", (96, 96), "t2v-tiny", steps=4),
         Judge("embedded, driven", (96, 96), TINY_DRIVEN),
         Judge("embedded, text, long", (96, 96), "t2v-tiny", frames=241),  # 2,196 tokens
         Judge("test bed, text", (192, 128), part="t2v", frames=41),
@@ -89,7 +92,7 @@ def write(judge: Judge, measured: Measured, options: argparse.Namespace) -> Path
     result = envelope(SUITE, device, rows_of(judge, measured, options), program="tools.judges")
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
-        about = {"judge": judge.name, "steps": options.steps, **numbers(options)}
+        about = {"judge": judge.name, "steps": judge.steps or options.steps, **numbers(options)}
         result["rows"] = [row for row in before["rows"] if not about.items() <= row.items()] + result["rows"]
         result["command"] = "; ".join(dict.fromkeys([*before["command"].split("; "), result["command"]]))
     return write_result(result, path)
@@ -131,14 +134,16 @@ def measured_parts(judge: Judge, options: argparse.Namespace) -> Iterator[Measur
     settings = {FULL: None, **{name: parse_setting(name) for name in names}}
     width, height = judge.size
     frames: dict[str, Any] = {} if judge.frames is None else {"frames": judge.frames}
-    base = Request(prompt="", width=width, height=height, steps=options.steps, **frames)
+    how: dict[str, Any] = {"preset": f"{judge.steps}-step"} if judge.steps else {"steps": options.steps}
+    base = Request(prompt="", width=width, height=height, **how, **frames)
     if judge.part:
         yield from testbed_parts(judge, options, settings)
         return
-    about = {"judge": judge.name, "steps": options.steps, "size": judge.size, **numbers(options)}
+    about = {"judge": judge.name, "steps": judge.steps or options.steps, "size": judge.size, **numbers(options)}
     loading = {"model": "tiny", "device": options.device, "task": judge.task}
-    pipe = Pipeline.load(LoadOptions(**numbers(options), **loading))
-    pipes = {ROUNDED: Pipeline.load(LoadOptions(precision=ROUNDED, **loading))} if options.rounded else {}
+    pipe = Pipeline.load(for_request(LoadOptions(**numbers(options), **loading), base))
+    rounded = LoadOptions(precision=ROUNDED, **loading)
+    pipes = {ROUNDED: Pipeline.load(for_request(rounded, base))} if options.rounded else {}
     samples = choose_samples(None, options.count, options.seed, tiny=True)
     settings = {**dict.fromkeys(pipes), **settings}
     with kept(options) as folder:  # the full run that warms up is used
@@ -192,7 +197,12 @@ def numbers(options: argparse.Namespace) -> dict[str, str]:
 
 def rows_of(judge: Judge, measured: Measured, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a judge, its full run first."""
-    about = {"judge": judge.name, "size": measured.full["size"], "steps": options.steps, **numbers(options)}
+    about = {
+        "judge": judge.name,
+        "size": measured.full["size"],
+        "steps": judge.steps or options.steps,
+        **numbers(options),
+    }
     wanted = ("psnr", "psnr_se", "psnr_worst", "ssim", "truth", "motion", "look", "forwards", "saved")
     rows = []
     for row in measured.rows():

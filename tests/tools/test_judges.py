@@ -21,3 +21,13 @@ def test_a_judge_joins_its_batches_and_replaces_its_rows(tmp_path, monkeypatch, 
         assert forwards["careful"] == forwards["full"]  # in two steps no cache
         psnr = {name.split(": ")[1]: row.get("psnr") for name, row in rows.items()}
         assert psnr["fast"] < 99 == psnr["careful"] and 15 < psnr["bf16"] < 99
+
+
+def test_the_judge_of_four_steps_runs_with_the_embedded_loras(tmp_path, monkeypatch):
+    out = tmp_path / "judged.json"
+    words = ["--judge", "embedded, text, four steps", "--count", "2", "--batch", "2", "--setting", "speed:fast"]
+    monkeypatch.setattr("sys.argv", ["judges", *words, "--out", str(out)])
+    assert judges.main() == 0
+    full, fast = json.loads(out.read_text())["rows"]
+    assert full["steps"] == 4 and full["forwards"] == 4 and full["truth"] == 1  # unguided, and what the caption says
+    assert 20 < fast["psnr"] < 99
