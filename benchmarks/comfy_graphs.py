@@ -131,7 +131,7 @@ def accelerated_graph(job: Job, attention: str) -> Graph:
         vae=decoded["vae"],
         latent=decoded["samples"],
         fps=created["fps"],
-        encoder="frame threads",
+        encoder="all cores",
     )
     graph["save"]["inputs"]["video"] = ["decode", 0]
     return graph

@@ -34,8 +34,8 @@ class WanCoreAccelerate(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             "WanCoreAccelerate",
-            "WanCore Accelerate",
-            aliases=("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage", "vram"),
+            "WanCore Accelerate (Speed)",
+            aliases=("faster", "speed up wan", "wan fast", "sage attention", "sageattention", "flash attention"),
             shows_text=True,
             description="Makes any Wan model of ComfyUI faster where it is: attention by WanCore's kernels, "
             "sparse attention, and step caching. Place it just before the sampler; graphs with two models need one for "

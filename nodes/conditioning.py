@@ -226,7 +226,7 @@ class WanCoreImageToVideo(io.ComfyNode):
             "WanCore Image to Video",
             aliases=(
                 *("wan i2v", "wan image to video", "first last frame", "flf2v", "keyframes", "first middle last"),
-                *("svi", "stable video infinity", "endless video"),
+                *("svi", "stable video infinity", "endless video", "long video"),
             ),
             shows_text=True,
             description="Adds a first frame, a last frame, others between them or all of these to the conditioning of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,17 @@ class WanCoreModelLoader(io.ComfyNode):
         return schema(
             "WanCoreModelLoader",
             "WanCore Model Loader",
-            aliases=("wan", "wan 2.2", "wan fast", "unet loader", "gguf", "fp8", "block swap", "vram", "low vram"),
+            aliases=(
+                "wan model",
+                "wan 2.2",
+                "unet loader",
+                "gguf",
+                "fp8",
+                "quantize",
+                "block swap",
+                "low vram",
+                "out of memory",
+            ),
             shows_text=True,
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[
@@ -152,7 +163,9 @@ def socket_of(
 def run_inputs() -> list[Any]:
     """How the transformers are held and run."""
     names = ("precision", "attention", "residency", "compile", "keep_blocks")
-    return widgets(LoadOptions, *names, attention={"options": [*CHOSEN, *BACKENDS]})
+    installed = find_spec("transformer_engine") is not None
+    precisions = [name for name in PRECISIONS if installed or not name.startswith("te-")]
+    return widgets(LoadOptions, *names, attention={"options": [*CHOSEN, *BACKENDS]}, precision={"options": precisions})
 
 
 def _paths(high: str, low: str | None) -> list[Path]:

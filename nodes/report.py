@@ -47,7 +47,7 @@ class WanCorePlanPreview(io.ComfyNode):
         return schema(
             "WanCorePlanPreview",
             "WanCore Plan Preview",
-            aliases=("wan sigmas", "wan schedule", "steps preview", "ksampler plan", "teacache", "magcache"),
+            aliases=("wan sigmas", "wan schedule", "steps preview", "time estimate", "how long"),
             description="Shows sigma, expert and guidance of every step, which steps are skipped or read sparsely, and "
             "the estimated time, as text and as a picture, without loading the model. For a MODEL of ComfyUI: those of "
             "its own samplers with WanCore Accelerate.",
@@ -202,7 +202,7 @@ class WanCoreReport(io.ComfyNode):
         return schema(
             "WanCoreReport",
             "WanCore Report",
-            aliases=("wan timing", "benchmark", "vram"),
+            aliases=("wan timing", "memory used"),
             description="Phases, memory and settings of a run, as text and as a picture.",
             inputs=[
                 REPORT.Input("report", tooltip="From the sampler, or from WanCore VAE Decode, which adds the decoding.")

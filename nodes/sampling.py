@@ -113,7 +113,7 @@ class WanCoreSampler(io.ComfyNode):
         return schema(
             "WanCoreSampler",
             "WanCore Sampler",
-            aliases=("wan fast", "wan sampler", "ksampler", "wan 2.2", "lightning", "4 steps", "speed"),
+            aliases=("wan sampler", "ksampler", "lightning", "4 steps", "slow motion"),
             shows_text=True,
             description="Runs both experts over the steps of a plan. Numbers left at 0 come from the model.",
             inputs=[

@@ -26,7 +26,6 @@ NODES = {  # part of the page's menu -> its nodes, which begin with WanCore
     "tools": "PlanPreview Report ReportCard Compare",
 }
 CATEGORIES = {f"WanCore{name}": f"WanCore/{part}" for part, names in NODES.items() for name in names.split()}
-WORDS = {"WanCore/speed": ("speed", "faster", "speed up wan")}  # by which the page's search finds a whole part
 
 INPUTS: dict[type, Any] = {int: io.Int, float: io.Float, bool: io.Boolean, str: io.Combo}  # by a widget's default
 
@@ -37,10 +36,9 @@ def schema(
     """A node's schema. aliases: words by which the page's search finds it. shows_text: a node that is no output and
     shows text, which is shown again when its result comes from the cache."""
     fields = getattr(io.Schema, "__dataclass_fields__", {})
-    category = CATEGORIES[node_id]
-    newer = {"search_aliases": [*aliases, *WORDS.get(category, ())], "has_intermediate_output": shows_text}
+    newer = {"search_aliases": list(aliases), "has_intermediate_output": shows_text}
     more |= {name: value for name, value in newer.items() if name in fields}
-    return io.Schema(node_id=node_id, display_name=display_name, category=category, **more)
+    return io.Schema(node_id=node_id, display_name=display_name, category=CATEGORIES[node_id], **more)
 
 
 def output(kind: Any, name: str, tooltip: str) -> Any:

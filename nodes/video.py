@@ -73,7 +73,7 @@ class WanCoreVAEDecode(io.ComfyNode):
 
 ENCODERS: dict[str, Encoder] = {
     "as Save Video": Encoder(crf=23, threads="slices"),
-    "frame threads": Encoder(crf=23),
+    "all cores": Encoder(crf=23),
     "fast": Encoder(crf=23, preset="veryfast"),
 }
 """What people choose -> settings. Save Video has those of libx264 itself, and PyAV's threads."""
@@ -97,10 +97,11 @@ class WanCoreDecodeToVideo(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "encoder",
+                    **ADVANCED,
                     options=list(ENCODERS),
-                    default="frame threads",
-                    tooltip="'as Save Video': the same settings (crf 23, medium). 'frame threads': the same quality, "
-                    "on more CPU cores. 'fast': preset veryfast, larger files of the same quality.",
+                    default="all cores",
+                    tooltip="'as Save Video': the same settings (crf 23, medium). 'all cores': the same quality, "
+                    "sooner. 'fast': preset veryfast, larger files of the same quality.",
                 ),
                 TILING,
                 io.Audio.Input("audio", optional=True, tooltip="Sound of the video; it is cut where the frames end."),

@@ -41,6 +41,7 @@ UNCONNECTED = "unconnected"  # for `validate_inputs`, which gets None where `wor
 def workers_input() -> Any:
     return WORKERS.Input(
         "workers",
+        display_name="several GPUs",
         optional=True,
         tooltip="From the WanCore Launcher: several GPUs hold and run it together. Nothing connected: it runs here.",
     )

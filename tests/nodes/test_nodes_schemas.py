@@ -121,11 +121,3 @@ def test_the_pack_imports_nothing_of_comfyui_before_its_entry_point() -> None:
     spec.loader.exec_module(pack)
     assert callable(pack.comfy_entrypoint) and not hasattr(pack, "NODE_CLASS_MAPPINGS")
     assert (Path(__file__).resolve().parents[2] / pack.WEB_DIRECTORY).is_dir()
-
-
-@pytest.mark.parametrize(
-    "search_term", ["wan fast", "sage", "teacache", "magcache", "block swap", "speed", "faster", "vram"]
-)
-def test_words_that_people_search_for_find_a_node(schemas: dict[str, Any], search_term: str) -> None:
-    """ComfyUI's search takes them where its schemas have `search_aliases`."""
-    assert any(search_term in schema.search_aliases for schema in schemas.values())

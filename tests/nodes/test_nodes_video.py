@@ -108,7 +108,7 @@ def test_the_frames_are_those_of_decode_and_save_video(comfy: ComfyUI) -> None:
 def test_sound_and_other_encoders(comfy: ComfyUI) -> None:
     graph = decoded_to_video(SMALL, audio=["sound", 0])
     graph["sound"] = node("EmptyAudio", duration=2.0, sample_rate=44100, channels=2)
-    for name, encoder in (("frames", "frame threads"), ("fast", "fast")):
+    for name, encoder in (("frames", "all cores"), ("fast", "fast")):
         inputs = {**graph["video"]["inputs"], "encoder": encoder}
         graph[name] = node("WanCoreDecodeToVideo", **inputs)
         graph[f"save {name}"] = node("SaveVideo", video=[name, 0], filename_prefix=name, format="auto", codec="auto")

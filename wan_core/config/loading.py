@@ -86,7 +86,7 @@ class LoadOptions:
         "file packs (GGUF, NVFP4, MXFP8, INT8) stay packed in memory; fp16 is never used, because Wan's "
         "activations overflow in it. 'fp8' multiplies the blocks' matrices in FP8, faster and in half the memory, "
         "with a scale for every row ('-tensor', '-block': for those); it needs a GPU with FP8 units (Ada or newer, "
-        "for '-block' Hopper). 'te-...' does so with the kernels of Transformer Engine, which must be installed. "
+        "for '-block' Hopper). 'te-...' does so with the kernels of Transformer Engine, where that is installed. "
         "'fp8-weights' only stores FP8: half the memory on any GPU, no faster. 'int8' multiplies in INT8, rotated, "
         "from Turing on.",
     )
