@@ -87,14 +87,19 @@ def measure(
             rows = [one for one in rows if (one["name"], one["size"]) != (row["name"], row["size"])]
         rows.append(row)
         rows.sort(key=lambda row: sizes.index(row["size"]) if row["size"] in sizes else len(sizes))
-        result = envelope(suite, device, rows, program="benchmarks") | details
-        result["versions"] |= peer_versions({row["name"] for row in rows})
-        if path is not None:
-            write_result(result, path)
+        write(path, suite, device, rows, details)
+    write(path, suite, device, rows, details)  # what a suite knows only when it is over
     print(table(rows))
     if path is not None:
         print(path)
     return int(any("failed" in row for row in rows))
+
+
+def write(path: Path | None, suite: str, device: torch.device, rows: list[Row], details: dict[str, Any]) -> None:
+    if path is not None:
+        result = envelope(suite, device, rows, program="benchmarks") | details
+        result["versions"] |= peer_versions({row["name"] for row in rows})
+        write_result(result, path)
 
 
 def check_options(options: argparse.Namespace) -> None:
