@@ -35,7 +35,7 @@ class WanCoreAccelerate(io.ComfyNode):
         return schema(
             "WanCoreAccelerate",
             "WanCore Accelerate (Speed)",
-            aliases=("faster", "speed up wan", "wan fast", "sage attention", "sageattention", "flash attention"),
+            aliases="faster, speed up wan, wan fast, sage attention, sageattention, flash attention",
             shows_text=True,
             description="Makes any Wan model of ComfyUI faster where it is: attention by WanCore's kernels, "
             "sparse attention, and step caching. Place it just before the sampler; graphs with two models need one for "

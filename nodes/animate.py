@@ -9,7 +9,6 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import OptionError
-from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.animate import ANIMATE, ANIMATE_14B
 from wan_core.models.wan.families.animate.inputs import comfy_extras
@@ -20,7 +19,15 @@ from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
-from .conditioning import check_room, check_widgets, size_words, with_values
+from .conditioning import (
+    check_room,
+    check_widgets,
+    conditioned_outputs,
+    size_inputs,
+    size_words,
+    text_and_vae,
+    with_values,
+)
 from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING
 
@@ -35,18 +42,12 @@ PREVIOUS = (
 def shared_inputs(frames: int, motion: str) -> list[Any]:
     """The required inputs. frames: of a clip, as the model was trained. motion: what the driving pictures are."""
     return [
-        io.Conditioning.Input("positive", tooltip="The encoded prompt."),
-        io.Conditioning.Input("negative", tooltip="The encoded negative prompt; it counts where guidance is not 1."),
-        io.Vae.Input("vae", tooltip="The Wan 2.1 VAE: WanCore's or ComfyUI's own."),
-        io.Int.Input("width", default=832, min=16, max=MAX_VIDEO_SIDE, step=16, tooltip="Pixels; a multiple of 16."),
-        io.Int.Input("height", default=480, min=16, max=MAX_VIDEO_SIDE, step=16, tooltip="Pixels; a multiple of 16."),
-        io.Int.Input(
-            "frames",
-            default=frames,
-            min=5,
-            max=MAX_FRAMES,
-            step=4,
-            tooltip=f"Of this clip, a multiple of 4 plus 1. The model was trained on {frames}.",
+        *text_and_vae(),
+        *size_inputs(
+            frames=frames,
+            least=(16, 5),
+            most=MAX_FRAMES,
+            tip=f"Of this clip, a multiple of 4 plus 1. The model was trained on {frames}.",
         ),
         io.Image.Input("reference_image", tooltip="Who moves. Fitted into the size, with black bars."),
         io.Image.Input(
@@ -58,9 +59,7 @@ def shared_inputs(frames: int, motion: str) -> list[Any]:
 
 def outputs() -> list[Any]:
     return [
-        output(io.Conditioning, "positive_out", "For the sampler."),
-        output(io.Conditioning, "negative_out", "For the sampler."),
-        output(io.Latent, "latent", "For the sampler. The reference is its first frame."),
+        *conditioned_outputs("For the sampler. The reference is its first frame."),
         output(
             io.Int,
             "trim_latent",
@@ -123,7 +122,7 @@ class WanCoreAnimate(io.ComfyNode):
         return schema(
             "WanCoreAnimate",
             "WanCore Animate",
-            aliases=("wan animate", "pose video", "character replacement", "wan animate to video"),
+            aliases="wan animate, pose video, character replacement, wan animate to video",
             shows_text=True,
             description="What drives Wan2.2-Animate-14B: a picture moves as drawn poses and a face do, alone or in the "
             "place of a person in a video. Made as the reference implementation makes it.",
@@ -215,7 +214,7 @@ class WanCoreAnimate2(io.ComfyNode):
         return schema(
             "WanCoreAnimate2",
             "WanCore Animate 2",
-            aliases=("wan animate 2", "motion transfer", "driving video", "wan animate2 to video"),
+            aliases="wan animate 2, motion transfer, driving video, wan animate2 to video",
             shows_text=True,
             description="What drives Wan-Animate-2: a picture moves as somebody in a video does. Made as the reference "
             "implementation makes it.",

@@ -42,7 +42,7 @@ class WanCoreCompare(io.ComfyNode):
         return schema(
             "WanCoreCompare",
             "WanCore Quality Comparison",
-            aliases=("compare videos", "psnr", "quality"),
+            aliases="compare videos, psnr, quality",
             description="Compares a video with the full run's video of the same seed: PSNR, SSIM, a perceptual "
             "distance and flicker.",
             inputs=[
@@ -98,7 +98,7 @@ class WanCoreReportCard(io.ComfyNode):
         return schema(
             "WanCoreReportCard",
             "WanCore Report Card",
-            aliases=("benchmark", "speed test", "report card", "quality"),
+            aliases="benchmark, speed test, report card, quality",
             description="Makes three videos in full and with each speed preset, and writes seconds, memory and the "
             "distance from the full run as a Markdown file and a picture that can be posted.",
             inputs=[
@@ -215,7 +215,7 @@ class NodeMaker:
     def plan(self, skip: SkipOptions | None, frames: int) -> Plan:
         width, height, _ = self.size
         first = self.model.experts.task.image == "first frame" and self.image is not None
-        return plan_of(self.model, self.values, skip, first, width=width, height=height, frames=frames).plan
+        return plan_of(self.model, self.values, skip, first, width=width, height=height, frames=frames)
 
     def forward_seconds(self, frames: int) -> float:
         """Seconds of the first step, run a second time: the first brings the weights to the device."""

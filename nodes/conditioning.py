@@ -33,34 +33,45 @@ MAX_FRAMES, MAX_BATCH = 4001, 64
 NEGATIVE = TASKS["t2v-A14B"].negative_prompt
 
 
-def size_inputs() -> list[Any]:
-    """Width, height and frames, the same in every node that asks for them."""
+def size_inputs(
+    height: int = 480, frames: int = 81, *, least: tuple[int, int] = (16, 1), most: int = MAX_FRAMES, tip: str = ""
+) -> list[Any]:
+    """Width, height and frames, the same in every node that asks for them. least: pixels of a side, and frames. tip: of
+    frames, in place of what holds for models that make any length."""
+    pixels = "Pixels; a multiple of 16 (A14B) or 32 (TI2V-5B)"
+    tips = {
+        "width": f"{pixels}. The embedded model was trained at 96x96.",
+        "height": f"{pixels}.",
+        "frames": tip
+        or "A multiple of 4 plus 1. Wan was trained on 81 frames at 16 per second (TI2V-5B: 121 at 24); the embedded "
+        "model on 17 at 8.",
+    }
+    numbers = {
+        "width": (832, least[0], MAX_VIDEO_SIDE, 16),
+        "height": (height, least[0], MAX_VIDEO_SIDE, 16),
+        "frames": (frames, least[1], most, 4),
+    }
     return [
-        io.Int.Input(
-            "width",
-            default=832,
-            min=16,
-            max=MAX_VIDEO_SIDE,
-            step=16,
-            tooltip="Pixels; a multiple of 16 (A14B) or 32 (TI2V-5B). The embedded model was trained at 96x96.",
-        ),
-        io.Int.Input(
-            "height",
-            default=480,
-            min=16,
-            max=MAX_VIDEO_SIDE,
-            step=16,
-            tooltip="Pixels; a multiple of 16 (A14B) or 32 (TI2V-5B).",
-        ),
-        io.Int.Input(
-            "frames",
-            default=81,
-            min=1,
-            max=MAX_FRAMES,
-            step=4,
-            tooltip="A multiple of 4 plus 1. Wan was trained on 81 frames at 16 per second (TI2V-5B: 121 at 24); the "
-            "embedded model on 17 at 8.",
-        ),
+        io.Int.Input(name, default=default, min=low, max=high, step=step, tooltip=tips[name])
+        for name, (default, low, high, step) in numbers.items()
+    ]
+
+
+def text_and_vae(positive: str = "The encoded prompt.") -> list[Any]:
+    """What nodes take that add pictures to the prompts. positive: its tooltip."""
+    return [
+        io.Conditioning.Input("positive", tooltip=positive),
+        io.Conditioning.Input("negative", tooltip="The encoded negative prompt; it counts where guidance is not 1."),
+        io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
+    ]
+
+
+def conditioned_outputs(latent: str = "For the sampler.") -> list[Any]:
+    """What these nodes give. latent: its tooltip."""
+    return [
+        output(io.Conditioning, "positive_out", "For the sampler."),
+        output(io.Conditioning, "negative_out", "For the sampler."),
+        output(io.Latent, "latent", latent),
     ]
 
 
@@ -131,7 +142,7 @@ class WanCoreTextEncode(io.ComfyNode):
         return schema(
             "WanCoreTextEncode",
             "WanCore Text Encode",
-            aliases=("wan prompt", "clip text encode", "negative prompt"),
+            aliases="wan prompt, clip text encode, negative prompt",
             shows_text=True,
             description="Encodes both prompts in one pass. The same text never runs the encoder twice.",
             inputs=[
@@ -176,7 +187,7 @@ class WanCoreEmptyLatent(io.ComfyNode):
         return schema(
             "WanCoreEmptyLatent",
             "WanCore Empty Latent",
-            aliases=("wan empty latent", "empty video latent", "wan text to video"),
+            aliases="wan empty latent, empty video latent, wan text to video",
             shows_text=True,
             description="The size and length of a video, checked against what Wan can make.",
             inputs=[
@@ -224,17 +235,13 @@ class WanCoreImageToVideo(io.ComfyNode):
         return schema(
             "WanCoreImageToVideo",
             "WanCore Image to Video",
-            aliases=(
-                *("wan i2v", "wan image to video", "first last frame", "flf2v", "keyframes", "first middle last"),
-                *("svi", "stable video infinity", "endless video", "long video"),
-            ),
+            aliases="wan i2v, wan image to video, first last frame, flf2v, keyframes, first middle last, svi, "
+            "stable video infinity, endless video, long video",
             shows_text=True,
             description="Adds a first frame, a last frame, others between them or all of these to the conditioning of "
             "an image-to-video model; or the anchor and the latents before of a clip of SVI 2.0 Pro.",
             inputs=[
-                io.Conditioning.Input("positive", tooltip="The encoded prompt."),
-                io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
-                io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
+                *text_and_vae(),
                 *size_inputs(),
                 io.Image.Input(
                     "first_image",
@@ -281,11 +288,7 @@ class WanCoreImageToVideo(io.ComfyNode):
                     "and decode all of them as one video.",
                 ),
             ],
-            outputs=[
-                output(io.Conditioning, "positive_out", "For the sampler."),
-                output(io.Conditioning, "negative_out", "For the sampler."),
-                output(io.Latent, "latent", "For the sampler."),
-            ],
+            outputs=conditioned_outputs(),
         )
 
     @classmethod
@@ -423,7 +426,7 @@ class WanCoreNAG(io.ComfyNode):
         return schema(
             "WanCoreNAG",
             "WanCore NAG",
-            aliases=("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
+            aliases="nag, normalized attention guidance, negative prompt, cfg 1",
             shows_text=True,
             description="Lets a negative prompt count in steps whose guidance is 1, as with four-step LoRAs: inside "
             "cross-attention (normalized attention guidance), which then runs once more.",

@@ -21,7 +21,7 @@ from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.texts import TextRange, shared_range
 
 from . import host
-from .conditioning import check_room, check_widgets, size_inputs, size_words
+from .conditioning import check_room, check_widgets, conditioned_outputs, size_inputs, size_words, text_and_vae
 from .schema import output, schema
 from .sockets import CONDITIONING
 
@@ -37,16 +37,13 @@ class WanCoreVACE(io.ComfyNode):
         return schema(
             "WanCoreVACE",
             "WanCore VACE",
-            aliases=("wan vace", "control video", "inpainting", "outpainting", "reference to video"),
+            aliases="wan vace, control video, inpainting, outpainting, reference to video",
             shows_text=True,
             description="What controls VACE: a video that is followed, masks of what is made anew, reference pictures "
             "and known frames, for all of the run or a part of it. Several of these nodes, one after the other, "
             "control together.",
             inputs=[
-                io.Conditioning.Input("positive", tooltip="The encoded prompt, or that of another WanCore VACE."),
-                io.Conditioning.Input("negative", tooltip="The encoded negative prompt; it counts where guidance is "
-                                      "not 1."),
-                io.Vae.Input("vae", tooltip="The Wan 2.1 VAE: WanCore's or ComfyUI's own."),
+                *text_and_vae("The encoded prompt, or that of another WanCore VACE."),
                 *size_inputs(),
                 io.Float.Input("strength", default=1.0, min=0.0, max=100.0, step=0.01,
                                tooltip="How much this control counts: 1 as trained, 0 not at all."),
@@ -66,10 +63,7 @@ class WanCoreVACE(io.ComfyNode):
                                tooltip="The control counts up to this share of the run. Steps after it are faster."),
             ],
             outputs=[
-                output(io.Conditioning, "positive_out", "For the sampler."),
-                output(io.Conditioning, "negative_out", "For the sampler."),
-                output(io.Latent, "latent", "For the sampler. References are its first "
-                                 "frames."),
+                *conditioned_outputs("For the sampler. References are its first frames."),
                 output(io.Int, "trim_latent", "Latent frames of the references "
                               "before the video: for TrimVideoLatent, before decoding."),
             ],
@@ -157,7 +151,7 @@ class WanCoreCamera(io.ComfyNode):
         return schema(
             "WanCoreCamera",
             "WanCore Camera",
-            aliases=("wan camera", "fun camera", "camera poses", "cameractrl", "camera trajectory"),
+            aliases="wan camera, fun camera, camera poses, cameractrl, camera trajectory",
             description="The path of a camera for Fun camera, from motions or from the lines of a file of poses. For "
             "WanCameraImageToVideo.",
             inputs=[

@@ -44,7 +44,7 @@ class WanCoreFromModel(io.ComfyNode):
         return schema(
             "WanCoreFromModel",
             "WanCore from MODEL",
-            aliases=("wan bridge", "model to wancore", "convert model"),
+            aliases="wan bridge, model to wancore, convert model",
             shows_text=True,
             description="Takes ComfyUI's own MODELs (Load Diffusion Model, LoRA loaders, ModelSamplingSD3) for the "
             "WanCore Sampler. Files, LoRAs with their strengths and the shift are taken over; what cannot be is named.",

@@ -48,7 +48,7 @@ class WanCoreLoRA(io.ComfyNode):
         return schema(
             "WanCoreLoRA",
             "WanCore LoRA",
-            aliases=("wan lora", "lora loader", "lora stack", "lightx2v"),
+            aliases="wan lora, lora loader, lora stack, lightx2v",
             shows_text=True,
             description="Puts a LoRA on a model: merged into the weights, or beside those that stay packed. Can be "
             "chained.",

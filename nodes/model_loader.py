@@ -57,17 +57,7 @@ class WanCoreModelLoader(io.ComfyNode):
         return schema(
             "WanCoreModelLoader",
             "WanCore Model Loader",
-            aliases=(
-                "wan model",
-                "wan 2.2",
-                "unet loader",
-                "gguf",
-                "fp8",
-                "quantize",
-                "block swap",
-                "low vram",
-                "out of memory",
-            ),
+            aliases="wan model, wan 2.2, unet loader, gguf, fp8, quantize, block swap, low vram, out of memory",
             shows_text=True,
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[

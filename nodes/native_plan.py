@@ -6,23 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
-
-from wan_core.config import EXACT, OptionError, PlanNumbers, SkipOptions
+from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.native.plan import WholeRun, joined, with_evaluations
-from wan_core.sampling.plan import MAX_STEPS, Plan
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.steps import Expert
 
 from . import host
 from .native_model import with_native_windows
-from .plan_inputs import numbers_of, settings_of, window_of
-from .schema import ADVANCED
+from .plan_inputs import settings_of
 
 SAMPLERS = ("KSampler", "KSamplerAdvanced")
-OF_OUR_SAMPLER = ("speed", "skipping", "from_image", "frames", "clip_frames", "overlap", "positive")
-# Inputs of ComfyUI's samplers -> those of the plan preview, by its socket that the model comes in.
+# Inputs of ComfyUI's samplers -> what they are called here, by the socket of the plan preview that the model comes in.
 OF_SAMPLERS = {
     "model": {
         "steps": "steps",
@@ -35,51 +31,13 @@ OF_SAMPLERS = {
 }
 
 
-def native_inputs() -> list[Any]:
-    """What the plan preview needs to know of ComfyUI's samplers beyond what it has."""
-    return [
-        io.Model.Input(
-            "model_low", optional=True, tooltip="For a MODEL: the low-noise expert, where a second sampler runs it."
-        ),
-        io.Latent.Input(
-            "latent",
-            optional=True,
-            tooltip="For a MODEL: the size of the video, for sparse steps and context windows.",
-        ),
-        io.Combo.Input(
-            "sampler_name",
-            **ADVANCED,
-            options=host.sampler_names(),
-            optional=True,
-            tooltip="For a MODEL: as in its sampler.",
-        ),
-        io.Combo.Input(
-            "scheduler",
-            **ADVANCED,
-            options=host.scheduler_names(),
-            optional=True,
-            tooltip="For a MODEL: as in its sampler.",
-        ),
-        io.Int.Input(
-            "split_step",
-            **ADVANCED,
-            default=0,
-            min=0,
-            max=MAX_STEPS,
-            optional=True,
-            tooltip="With model_low: the step at which its sampler starts (end_at_step of the first sampler). 0: half "
-            "of the steps.",
-        ),
-    ]
-
-
 def of_comfy_samplers(graph: Mapping[str, Any], node: str) -> dict[str, Any]:
     """The settings of ComfyUI's samplers that take the models of `node`, in a prompt as ComfyUI runs it; those that
     are found. Raises OptionError as `settings_of`."""
     values: dict[str, Any] = {}
     for socket, names in OF_SAMPLERS.items():
-        source = graph[node]["inputs"].get(socket)
-        values |= (settings_of(graph, source, SAMPLERS, names) or {}) if source is not None else {}
+        inputs = graph[node]["inputs"]
+        values |= settings_of(graph, {"model": inputs[socket]}, SAMPLERS, names) if socket in inputs else {}
     return values
 
 
@@ -87,15 +45,15 @@ def native_plan(
     model: Any, values: Mapping[str, Any], model_low: Any, latent: dict[str, Any] | None, seconds_per_forward: float
 ) -> tuple[Plan, float | None]:
     """The plan of ComfyUI's samplers with a MODEL, and of a second one with `model_low`, and the estimated seconds;
-    None: not known. values: of the plan preview's other inputs. Raises OptionError for one that has no effect here."""
-    numbers = _numbers(values)
+    None: not known. values: as of `of_comfy_samplers`, and `sigmas`. Raises OptionError."""
     sampler = values.get("sampler_name") or host.sampler_names()[0]
     scheduler = values.get("scheduler") or host.scheduler_names()[0]
     task = host.describe(model).task
-    steps, high = numbers.steps or (task and task.steps), numbers.guidance_high or (task and task.guidance_high)
+    steps = values.get("steps") or (task and task.steps)
+    high = values.get("guidance_high") or (task and task.guidance_high)
     if not steps or not high:
-        raise OptionError("the task of this MODEL is not known: enter steps and guidance_high (cfg) of its sampler")
-    low = numbers.guidance_low or (task and task.guidance_low) or high
+        raise OptionError("the task of this MODEL is not known: connect it to the KSampler that runs it, too")
+    low = values.get("guidance_low") or (task and task.guidance_low) or high
     parts: list[tuple[Any, float, list[float]]] = []
     for one, scale in ((model, high), (model_low, low)):
         if one is not None:
@@ -118,22 +76,6 @@ def native_plan(
         if seconds_per_forward or measured:
             seconds[expert] = seconds_per_forward or measured
     return plan, plan.estimate(seconds)
-
-
-def _numbers(values: Mapping[str, Any]) -> PlanNumbers:
-    """Steps and guidance. Raises OptionError for inputs that say nothing of a MODEL's run."""
-    numbers = numbers_of(values)
-    others = vars(replace(numbers, steps=None, guidance_high=None, guidance_low=None))
-    without_effect = [name for name, value in others.items() if value != getattr(PlanNumbers(), name)]
-    without_effect += [name for name in OF_OUR_SAMPLER if values.get(name) not in (None, 0, EXACT)]
-    if window_of(**{**values, "denoise": 1.0}) is not None:
-        without_effect.append("start_step and end_step")
-    if without_effect:
-        raise OptionError(
-            f"{', '.join(without_effect)} given with a MODEL of ComfyUI: that is for models of the WanCore Model "
-            "Loader; shift, step caching and sparse attention of a MODEL are those of its own nodes"
-        )
-    return numbers
 
 
 def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple[int, ...] | None, latent: Any) -> Plan:

@@ -46,7 +46,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         return schema(
             "WanCoreTextEncoderLoader",
             "WanCore Text Encoder Loader",
-            aliases=("wan text encoder", "umt5", "clip loader", "t5"),
+            aliases="wan text encoder, umt5, clip loader, t5",
             shows_text=True,
             description="A UMT5 text encoder. Its output also feeds ComfyUI's own CLIP Text Encode.",
             inputs=[
@@ -104,7 +104,7 @@ class WanCoreVAELoader(io.ComfyNode):
         return schema(
             "WanCoreVAELoader",
             "WanCore VAE Loader",
-            aliases=("wan vae", "load vae"),
+            aliases="wan vae, load vae",
             shows_text=True,
             description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
             inputs=[
@@ -162,7 +162,7 @@ class WanCoreVisionLoader(io.ComfyNode):
         return schema(
             "WanCoreVisionLoader",
             "WanCore CLIP Vision Loader",
-            aliases=("clip vision loader", "clip_vision_h", "wan animate", "wan i2v"),
+            aliases="clip vision loader, clip_vision_h, wan animate, wan i2v",
             shows_text=True,
             description="The CLIP vision encoder of models that look at a picture: Wan-Animate-2, Wan2.2-Animate-14B, "
             "Wan 2.1 image-to-video. Its output feeds ComfyUI's CLIPVisionEncode, with crop none.",

@@ -1,4 +1,4 @@
-"""The inputs that make a plan, the same in the sampler and the plan preview, and the plan that they make."""
+"""The inputs of the sampler that make a plan, the plan that they make, and how the plan preview finds them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import Tensor
 from wan_core.config import EXACT, OptionError, PlanNumbers, ScheduleNumbers, SkipOptions
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
-from wan_core.sampling.build import PlannedVideo, PlanRequest, build_plan
-from wan_core.sampling.cache.arguments import SkipArguments
-from wan_core.sampling.plan import MAX_STEPS, SCHEDULES
-from wan_core.sampling.presets import CHOICES
+from wan_core.sampling.build import PlanRequest, build_plan
+from wan_core.sampling.plan import MAX_STEPS, SCHEDULES, Plan
 from wan_core.sampling.schedules import Window
 
 from .memory import ModelSocket
@@ -23,7 +21,6 @@ from .schema import ADVANCED, value_of, widgets
 
 LAST = 10000  # an end step beyond every schedule
 SWITCH = ["enable", "disable"]  # as ComfyUI's KSamplerAdvanced has them
-OF_THE_SAMPLER, ENTERED = "those of the sampler", "entered here"
 SHARED = (*table(PlanNumbers), "speed", "denoise", "start_step", "end_step", "return_with_leftover_noise")
 RELEASES = ("t2v-A14B", "i2v-A14B", "ti2v-5B")  # those whose numbers tooltips name
 
@@ -35,7 +32,7 @@ def own(field: str) -> str:
 
 
 def plan_inputs() -> list[Any]:
-    """The numbers that make a plan, the same in the sampler and the plan preview."""
+    """The numbers that make a schedule."""
     options = table(ScheduleNumbers)
     changed: dict[str, Any] = {
         name: {"tooltip": one.tip.format(own=own(name))} for name, one in options.items() if "{own}" in one.tip
@@ -44,24 +41,8 @@ def plan_inputs() -> list[Any]:
     return widgets(ScheduleNumbers, **changed, solver={"options": list(SCHEDULES)})
 
 
-def preset_input() -> list[Any]:
-    """Appended where `plan_inputs` are."""
-    return widgets(PlanNumbers, "preset", preset={"options": list(CHOICES)})
-
-
-def added_inputs() -> list[Any]:
-    """All other numbers of a plan. Appended where `plan_inputs` are, last."""
-    names = [name for name in table(PlanNumbers) if name not in table(ScheduleNumbers) and name != "preset"]
-    return widgets(PlanNumbers, *names)
-
-
-def speed_input() -> list[Any]:
-    """How fast, in one word. Appended where `plan_inputs` are, last."""
-    return widgets(SkipArguments, "speed")
-
-
 def window_inputs() -> list[Any]:
-    """Which part of the steps runs. Appended where `plan_inputs` are, after `preset_input`."""
+    """Which part of the steps runs."""
     return [
         io.Float.Input(
             "denoise",
@@ -110,24 +91,18 @@ def window_inputs() -> list[Any]:
     ]
 
 
-def numbers_of(values: Mapping[str, Any]) -> PlanNumbers:
-    """What the widgets of `plan_inputs`, `preset_input` and `added_inputs` say."""
-    return PlanNumbers(**{name: value_of(one, values.get(name)) for name, one in table(PlanNumbers).items()})
-
-
 def plan_of(
     model: ModelSocket,
     values: Mapping[str, Any],
     skipping: SkipOptions | None = None,
     image: bool = False,
     **length: Any,
-) -> PlannedVideo:
-    """The plan for the values of `plan_inputs` and of what is appended to them: 0 is the model's own number, and
-    `unipc` also a preset's solver. At the task's own width and height. image: TI2V starts from one. length:
-    `frames`, `clip_frames`, `overlap`, `cut`, `known` and `prompt_starts` of a `PlanRequest`; nothing: one clip of the
-    task's own."""
+) -> Plan:
+    """The plan for the values of the sampler's inputs: 0 is the model's own number, and `unipc` also a preset's solver.
+    At the task's own width and height. image: TI2V starts from one. length: `frames`, `known`, `handed` and
+    `prompt_starts` of a `PlanRequest`; nothing: the task's own."""
     sigmas: Tensor | None = values.get("sigmas")
-    numbers = numbers_of(values)
+    numbers = PlanNumbers(**{name: value_of(one, values.get(name)) for name, one in table(PlanNumbers).items()})
     if numbers.shift is None and sigmas is None:  # as in ComfyUI, a MODEL's does not change sigmas
         numbers = replace(numbers, shift=model.shift)
     if values.get("speed", EXACT) != EXACT:
@@ -138,54 +113,43 @@ def plan_of(
         part=window_of(**values),
         skip=skipping,
         image=image,
-        **{"cut": False, **length},
+        cut=False,
+        **length,
     )
-    return build_plan(request, model.facts)
+    return build_plan(request, model.facts).plan
 
 
-def settings_input() -> io.Combo.Input:
-    return io.Combo.Input(
-        "settings",
-        options=[OF_THE_SAMPLER, ENTERED],
-        default=OF_THE_SAMPLER,
-        optional=True,
-        tooltip="Steps, shift, boundary, guidance, solver, preset and the part of the steps: those of the WanCore "
-        "Sampler (for a MODEL, of ComfyUI's KSamplers) that takes the same model, or those entered in this node.",
-    )
-
-
-def of_the_sampler(graph: Mapping[str, Any], node: str) -> dict[str, Any] | None:
+def of_the_sampler(graph: Mapping[str, Any], node: str) -> dict[str, Any]:
     """The settings of the WanCore Sampler that takes the model of `node`. Raises OptionError as `settings_of`."""
-    names = {name: name for name in SHARED}
-    return settings_of(graph, graph[node]["inputs"]["model"], ("WanCoreSampler",), names)
+    return settings_of(graph, graph[node]["inputs"], ("WanCoreSampler",), {name: name for name in SHARED})
 
 
 def settings_of(
-    graph: Mapping[str, Any], source: Any, kinds: Collection[str], names: Mapping[str, str]
-) -> dict[str, Any] | None:
-    """The settings of the sampler whose model comes from `source`, in a prompt as ComfyUI runs it; None where there is
-    none. kinds: of samplers. names: of their inputs, and what each is called here. What comes through a link is known
-    if a node of one value gives it. Raises OptionError where several samplers have different ones, or one that is
-    computed."""
+    graph: Mapping[str, Any], inputs: Mapping[str, Any], kinds: Collection[str], names: Mapping[str, str]
+) -> dict[str, Any]:
+    """The settings of the sampler that takes the `model` of `inputs`, in a prompt as ComfyUI runs it; of several, of
+    those that take the same latent, positive and so on. Empty where there is none. kinds: of samplers. names: of their
+    inputs, and what each is called here. What comes through a link is known if a node of one value gives it. Raises
+    OptionError where these samplers have different settings, or one that is computed."""
+    samplers = [one["inputs"] for one in graph.values() if one["class_type"] in kinds]
+    samplers = [one for one in samplers if one.get("model") == inputs["model"]]
+    for link in ("latent", "positive", "skipping", "sigmas"):
+        samplers = [one for one in samplers if one.get(link) == inputs.get(link)] or samplers
     settings = [
-        {name: _constant(graph, one["inputs"][theirs]) for theirs, name in names.items() if theirs in one["inputs"]}
-        for one in graph.values()
-        if one["class_type"] in kinds and one["inputs"].get("model") == source
+        {name: _constant(graph, one[theirs]) for theirs, name in names.items() if theirs in one} for one in samplers
     ]
-    if not settings:
-        return None
     if any(one != settings[0] for one in settings):
         raise OptionError(
-            f"{len(settings)} samplers with different settings take the model that this plan is of: "
-            f"choose {ENTERED!r} in settings, and enter those of one"
+            f"{len(settings)} samplers with different settings take the model that this plan is of: connect latent, "
+            "positive and skipping as those of one are"
         )
-    computed = ", ".join(name for name, value in settings[0].items() if isinstance(value, list))
+    computed = ", ".join(name for one in settings[:1] for name, value in one.items() if isinstance(value, list))
     if computed:
         raise OptionError(
-            f"{computed} of the sampler: another node computes it, and it is not known before that node ran. "
-            f"Choose {ENTERED!r} in settings, and enter what it will be"
+            f"{computed} of the sampler: another node computes it, and it is not known before that node ran. Enter it "
+            "in the sampler, or in a node of one value"
         )
-    return settings[0]
+    return settings[0] if settings else {}
 
 
 def _constant(graph: Mapping[str, Any], value: Any) -> Any:

@@ -29,7 +29,7 @@ class WanCorePromptsOverTime(io.ComfyNode):
         return schema(
             "WanCorePromptsOverTime",
             "WanCore Prompts over Time",
-            aliases=("prompt relay", "prompt travel", "prompt schedule", "prompt timeline", "shots"),
+            aliases="prompt relay, prompt travel, prompt schedule, prompt timeline, shots",
             shows_text=True,
             description="A prompt for each part of a video, by frames: Prompt Relay's penalty on cross-attention. For "
             "the WanCore Sampler and text to video, image to video, 5B and Fun.",

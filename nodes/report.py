@@ -20,21 +20,8 @@ from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.steps import Expert
 
 from .memory import ModelSocket
-from .native_plan import native_inputs, native_plan, of_comfy_samplers
-from .plan_inputs import (
-    ENTERED,
-    LAST,
-    OF_THE_SAMPLER,
-    added_inputs,
-    check_window,
-    of_the_sampler,
-    plan_inputs,
-    plan_of,
-    preset_input,
-    settings_input,
-    speed_input,
-    window_inputs,
-)
+from .native_plan import native_plan, of_comfy_samplers
+from .plan_inputs import of_the_sampler, plan_of
 from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING, EITHER_MODEL, REPORT, SKIPPING
 
@@ -47,7 +34,7 @@ class WanCorePlanPreview(io.ComfyNode):
         return schema(
             "WanCorePlanPreview",
             "WanCore Plan Preview",
-            aliases=("wan sigmas", "wan schedule", "steps preview", "time estimate", "how long"),
+            aliases="wan sigmas, wan schedule, steps preview, time estimate, how long",
             description="Shows sigma, expert and guidance of every step, which steps are skipped or read sparsely, and "
             "the estimated time, as text and as a picture, without loading the model. For a MODEL of ComfyUI: those of "
             "its own samplers with WanCore Accelerate.",
@@ -57,7 +44,30 @@ class WanCorePlanPreview(io.ComfyNode):
                     tooltip="From the WanCore Model Loader, or a MODEL as it goes to ComfyUI's sampler, after WanCore "
                     "Accelerate; of two experts, the high-noise one. The weights are not loaded.",
                 ),
-                *plan_inputs(),
+                io.Conditioning.Input(
+                    "positive",
+                    optional=True,
+                    tooltip="What the sampler gets from WanCore Image to Video or WanCore Prompts over Time: shows "
+                    "which frames are known pictures, which are the latents before (SVI), and which prompt holds "
+                    "where.",
+                ),
+                io.Latent.Input(
+                    "latent",
+                    optional=True,
+                    tooltip="What the sampler gets: the length of the video, and for TI2V-5B whether it begins with a "
+                    "picture. For a MODEL also the size, for sparse steps and context windows.",
+                ),
+                SKIPPING.Input(
+                    "skipping",
+                    optional=True,
+                    tooltip="Step caching and sparse attention: connect the same as to the sampler.",
+                ),
+                io.Sigmas.Input("sigmas", optional=True, tooltip="The same as to the sampler, where it has one."),
+                io.Model.Input(
+                    "model_low",
+                    optional=True,
+                    tooltip="For a MODEL: the low-noise expert, where a second sampler runs it.",
+                ),
                 io.Float.Input(
                     "seconds_per_forward",
                     **ADVANCED,
@@ -66,63 +76,10 @@ class WanCorePlanPreview(io.ComfyNode):
                     max=100000.0,
                     step=0.01,
                     round=0.0001,
+                    optional=True,
                     tooltip="Seconds of one forward of a transformer, for the time estimate. 0: as measured in the "
                     "last run of this model, if there was one.",
                 ),
-                SKIPPING.Input(
-                    "skipping",
-                    optional=True,
-                    tooltip="Step caching and sparse attention: connect the same as to the sampler.",
-                ),
-                io.Boolean.Input(
-                    "from_image",
-                    **ADVANCED,
-                    default=False,
-                    optional=True,
-                    tooltip="For TI2V-5B only: the video starts from an image, for which MagCache has a separate "
-                    "curve.",
-                ),
-                *preset_input(),
-                *window_inputs(),
-                io.Int.Input(
-                    "frames",
-                    **ADVANCED,
-                    default=0,
-                    min=0,
-                    max=100000,
-                    optional=True,
-                    tooltip="Of a video that is made clip by clip: shows how many clips, and the time of all. "
-                    "0: one clip, of the model's own length.",
-                ),
-                io.Int.Input(
-                    "clip_frames",
-                    **ADVANCED,
-                    default=0,
-                    min=0,
-                    max=1001,
-                    optional=True,
-                    tooltip="Of a clip, a multiple of 4 plus 1. 0: the model's own.",
-                ),
-                io.Int.Input(
-                    "overlap",
-                    **ADVANCED,
-                    default=0,
-                    min=0,
-                    max=13,
-                    optional=True,
-                    tooltip="So many of them are the last frames of the clip before. 0: the model's own.",
-                ),
-                io.Conditioning.Input(
-                    "positive",
-                    optional=True,
-                    tooltip="What the sampler gets from WanCore Image to Video or WanCore Prompts over Time: shows "
-                    "which frames are known pictures, which are the latents before (SVI), and which prompt holds "
-                    "where.",
-                ),
-                settings_input(),
-                *added_inputs(),
-                *native_inputs(),
-                *speed_input(),
             ],
             outputs=[
                 output(io.Image, "image", "The plan, drawn."),
@@ -133,63 +90,50 @@ class WanCorePlanPreview(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls, denoise: float | None = 1.0, start_step: int | None = 0, end_step: int | None = LAST
-    ) -> bool:
-        return check_window(denoise, start_step, end_step)
-
-    @classmethod
-    def fingerprint_inputs(cls, seconds_per_forward: float = 0, settings: str = ENTERED, **_: Any) -> float:
+    def fingerprint_inputs(cls, **_: Any) -> float:
         """NaN is never cached: measured times change with every run, and a sampler's settings with every prompt."""
-        return (seconds_per_forward or float("nan")) if settings == ENTERED else float("nan")
+        return float("nan")
 
     @classmethod
     def execute(
         cls,
         model: Any,
-        seconds_per_forward: float,
-        skipping: SkipOptions | None = None,
-        from_image: bool = False,
-        frames: int = 0,
-        clip_frames: int = 0,
-        overlap: int = 0,
         positive: CONDITIONING | None = None,
-        settings: str = ENTERED,  # prompts from before it was an input
-        model_low: Any = None,
         latent: dict[str, Any] | None = None,
-        **values: Any,
+        skipping: SkipOptions | None = None,
+        sigmas: Tensor | None = None,
+        model_low: Any = None,
+        seconds_per_forward: float = 0.0,
     ) -> io.NodeOutput:
+        graph, node = cls.hidden.prompt, cls.hidden.unique_id
         if not isinstance(model, ModelSocket):
-            if settings == OF_THE_SAMPLER:
-                values |= of_comfy_samplers(cls.hidden.prompt, cls.hidden.unique_id)
-            values |= {"skipping": skipping, "from_image": from_image, "frames": frames, "clip_frames": clip_frames}
-            values |= {"overlap": overlap, "positive": positive}
-            plan, estimate = native_plan(model, values, model_low, latent, seconds_per_forward)
-            return cls._shown(plan, estimate)
-        if model_low is not None or latent is not None:
-            raise OptionError("model_low and latent are for a MODEL of ComfyUI: disconnect them")
-        if settings == OF_THE_SAMPLER:
-            values |= of_the_sampler(cls.hidden.prompt, cls.hidden.unique_id) or {}
-        cut = bool(frames or clip_frames or overlap)
-        length = {"frames": frames or None, "clip_frames": clip_frames or None, "overlap": overlap or None, "cut": cut}
+            if positive is not None or skipping is not None:
+                raise OptionError(
+                    "positive and skipping are for models of the WanCore Model Loader: disconnect them; shift, step "
+                    "caching and sparse attention of a MODEL are those of its own nodes"
+                )
+            values = of_comfy_samplers(graph, node) | {"sigmas": sigmas}
+            return cls._shown(*native_plan(model, values, model_low, latent, seconds_per_forward))
+        if model_low is not None:
+            raise OptionError("model_low is for a MODEL of ComfyUI: disconnect it")
+        values = of_the_sampler(graph, node) | {"sigmas": sigmas}
+        vae, length = model.experts.vae, dict[str, Any]()
         masks = [extras["concat_mask"] for _, extras in positive or () if extras.get("concat_mask") is not None]
         if masks:
-            length["frames"] = length["frames"] or 4 * masks[0].shape[2] - 3
-            length["known"] = known_of(masks[0])
             images = [extras["concat_latent_image"] for _, extras in positive or () if "concat_latent_image" in extras]
-            length["handed"] = handed_of(images[0], masks[0], model.experts.vae) if images else ()
+            length["frames"] = 4 * masks[0].shape[2] - 3
+            length["known"] = known_of(masks[0])
+            length["handed"] = handed_of(images[0], masks[0], vae) if images else ()
+        if latent is not None:
+            length["frames"] = vae.video_frames(latent["samples"].shape[2])
         length["prompt_starts"] = prompt_starts(positive or [])
-        video = plan_of(model, values, skipping, from_image, **length)
-        plan, clips = video.plan, video.long.words(video.plan.count) if cut else ""
+        plan = plan_of(model, values, skipping, "noise_mask" in (latent or {}), **length)
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
-        estimate = plan.estimate(entered if seconds_per_forward else model.pace)
-        estimate = None if estimate is None else estimate * video.long.cost
-        return cls._shown(plan, estimate, clips)
+        return cls._shown(plan, plan.estimate(entered if seconds_per_forward else model.pace))
 
     @classmethod
-    def _shown(cls, plan: Plan, estimate: float | None, clips: str = "") -> io.NodeOutput:
-        image = as_image(draw_plan(plan, estimate, clips=clips))
-        text = plan.table() + (f"\nclips: {clips}" if clips else "")
+    def _shown(cls, plan: Plan, estimate: float | None) -> io.NodeOutput:
+        image, text = as_image(draw_plan(plan, estimate)), plan.table()
         lines = "\n".join([*(WARNING + warning for warning in plan.warnings), text.splitlines()[0]])
         return io.NodeOutput(image, text, ui=shown(image, lines, cls))
 
@@ -202,7 +146,7 @@ class WanCoreReport(io.ComfyNode):
         return schema(
             "WanCoreReport",
             "WanCore Report",
-            aliases=("wan timing", "memory used"),
+            aliases="wan timing, memory used",
             description="Phases, memory and settings of a run, as text and as a picture.",
             inputs=[
                 REPORT.Input("report", tooltip="From the sampler, or from WanCore VAE Decode, which adds the decoding.")

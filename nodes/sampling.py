@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan_core.checkpoint import load_vae
-from wan_core.config import EXACT, OptionError, Request, SkipOptions, UserError
+from wan_core.config import EXACT, OptionError, PlanNumbers, Request, SkipOptions, UserError
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
 from wan_core.models.vae.tiny import TinyVAE
@@ -29,10 +29,12 @@ from wan_core.pipeline.loras import lora_words, notes_of
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.settings import compute_dtype
 from wan_core.pipeline.sources import recognise
+from wan_core.sampling.cache.arguments import SkipArguments
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Plan
+from wan_core.sampling.presets import CHOICES
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.start import Leftover, Start
 from wan_core.sampling.steps import Expert
@@ -44,12 +46,9 @@ from .memory import ModelSocket, Sampling, plan_experts
 from .plan_inputs import (
     LAST,
     SWITCH,
-    added_inputs,
     check_window,
     plan_inputs,
     plan_of,
-    preset_input,
-    speed_input,
     window_inputs,
 )
 from .schema import ADVANCED, output, schema, widgets
@@ -113,7 +112,7 @@ class WanCoreSampler(io.ComfyNode):
         return schema(
             "WanCoreSampler",
             "WanCore Sampler",
-            aliases=("wan sampler", "ksampler", "lightning", "4 steps", "slow motion"),
+            aliases="wan sampler, ksampler, lightning, 4 steps, slow motion",
             shows_text=True,
             description="Runs both experts over the steps of a plan. Numbers left at 0 come from the model.",
             inputs=[
@@ -141,7 +140,7 @@ class WanCoreSampler(io.ComfyNode):
                     tooltip="Which forwards need not run, from WanCore MagCache and its like. Nothing connected: every "
                     "one runs.",
                 ),
-                *preset_input(),
+                *widgets(PlanNumbers, "preset", preset={"options": list(CHOICES)}),
                 *window_inputs(),
                 io.Combo.Input(
                     "add_noise",
@@ -150,7 +149,7 @@ class WanCoreSampler(io.ComfyNode):
                     optional=True,
                     tooltip="Disable it for latents in which another sampler left its noise.",
                 ),
-                *added_inputs(),
+                *widgets(PlanNumbers, "motion", "lora_strengths"),
                 io.Combo.Input(
                     "motion_positions",
                     **ADVANCED,
@@ -161,7 +160,7 @@ class WanCoreSampler(io.ComfyNode):
                     "time and in the picture. reference: as the released model was trained. comfyui: as ComfyUI's own "
                     "sampling has them.",
                 ),
-                *speed_input(),
+                *widgets(SkipArguments, "speed"),
             ],
             outputs=[
                 output(io.Latent, "latent_out", "Finished, for any VAE Decode."),
@@ -193,9 +192,9 @@ class WanCoreSampler(io.ComfyNode):
             positive = with_comfyui_positions(model, positive)
         frames = model.experts.vae.video_frames(latent["samples"].shape[2])
         starts = prompt_starts(positive)
-        video = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames, prompt_starts=starts)
-        model.check(video.plan, tuple(latent["samples"].shape))
-        joined = join(positive, negative, latent, model.experts, video.plan, model.range_shift)
+        plan = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames, prompt_starts=starts)
+        model.check(plan, tuple(latent["samples"].shape))
+        joined = join(positive, negative, latent, model.experts, plan, model.range_shift)
         plan, conditioning = joined.plan, on_device(joined.conditioning)
         start = _start(latent, joined.latents, seed, add_noise)
         start.check(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -30,13 +30,11 @@ CATEGORIES = {f"WanCore{name}": f"WanCore/{part}" for part, names in NODES.items
 INPUTS: dict[type, Any] = {int: io.Int, float: io.Float, bool: io.Boolean, str: io.Combo}  # by a widget's default
 
 
-def schema(
-    node_id: str, display_name: str, *, aliases: Sequence[str], shows_text: bool = False, **more: Any
-) -> io.Schema:
-    """A node's schema. aliases: words by which the page's search finds it. shows_text: a node that is no output and
-    shows text, which is shown again when its result comes from the cache."""
+def schema(node_id: str, display_name: str, *, aliases: str, shows_text: bool = False, **more: Any) -> io.Schema:
+    """A node's schema. aliases: words by which the page's search finds it, with commas. shows_text: a node that is no
+    output and shows text, which is shown again when its result comes from the cache."""
     fields = getattr(io.Schema, "__dataclass_fields__", {})
-    newer = {"search_aliases": list(aliases), "has_intermediate_output": shows_text}
+    newer = {"search_aliases": aliases.split(", "), "has_intermediate_output": shows_text}
     more |= {name: value for name, value in newer.items() if name in fields}
     return io.Schema(node_id=node_id, display_name=display_name, category=CATEGORIES[node_id], **more)
 

@@ -65,7 +65,7 @@ class WanCoreMagCache(io.ComfyNode):
         return skipping_schema(
             "WanCoreMagCache",
             "WanCore MagCache",
-            aliases=("magcache", "mag cache", "teacache", "easycache", "wan fast", "step caching", "cache"),
+            aliases="magcache, mag cache, teacache, easycache, wan fast, step caching, cache",
             description="Step caching by a curve measured for the model. Skipped steps are decided before the run; the "
             "plan preview shows them.",
             inputs=[
@@ -99,7 +99,7 @@ class WanCoreTaylorSeer(io.ComfyNode):
         return skipping_schema(
             "WanCoreTaylorSeer",
             "WanCore TaylorSeer",
-            aliases=("taylorseer", "teacache", "easycache", "step caching", "cache"),
+            aliases="taylorseer, teacache, easycache, step caching, cache",
             description="Step caching: computes every n-th step and forecasts the blocks' residual in between. Needs "
             "no curve.",
             inputs=widgets(TaylorSeerOptions),
@@ -118,7 +118,7 @@ class WanCoreSparseAttention(io.ComfyNode):
         return skipping_schema(
             "WanCoreSparseAttention",
             "WanCore Sparse Attention",
-            aliases=("sparse attention", "radial attention", "sage", "wan fast", "sla"),
+            aliases="sparse attention, radial attention, sage, wan fast, sla",
             description="Block-sparse self-attention: every layer reads the key blocks whose replacement would change "
             "its output most, and replaces the others by their means and slopes. Saves most at 720p, where attention "
             "takes most of the time; small videos gain nothing. The plan preview shows the share of keys per step.",

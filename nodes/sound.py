@@ -9,7 +9,6 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import OptionError
-from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.models.audio.wav2vec2 import SAMPLE_RATE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
@@ -19,7 +18,15 @@ from wan_core.models.wan.families.s2v.inputs import VIDEO_RATE, comfy_extras, fe
 from wan_core.sampling.conditioning import empty_latents
 
 from . import host
-from .conditioning import check_room, check_widgets, size_words, with_values
+from .conditioning import (
+    check_room,
+    check_widgets,
+    conditioned_outputs,
+    size_inputs,
+    size_words,
+    text_and_vae,
+    with_values,
+)
 from .schema import output, schema
 from .sockets import CONDITIONING
 
@@ -28,9 +35,7 @@ MAX_FRAMES = 401
 
 def outputs() -> list[Any]:
     return [
-        output(io.Conditioning, "positive_out", "For the sampler."),
-        output(io.Conditioning, "negative_out", "For the sampler."),
-        output(io.Latent, "latent", "For the sampler."),
+        *conditioned_outputs(),
         output(io.Latent, "lead", "For LatentConcat (dim t), before the sampler's latents: they are decoded together."),
         output(io.Int, "trim_image", "Frames of `lead` after decoding: where ImageFromBatch begins."),
         output(
@@ -50,30 +55,19 @@ class WanCoreSoundToVideo(io.ComfyNode):
         return schema(
             "WanCoreSoundToVideo",
             "WanCore Sound to Video",
-            aliases=("wan s2v", "sound to video", "speech to video", "audio", "lip sync", "talking"),
+            aliases="wan s2v, sound to video, speech to video, audio, lip sync, talking",
             shows_text=True,
             description="What drives Wan2.2-S2V-14B: a picture of somebody who speaks or sings. One node for each clip "
             "of a long video. Made as the reference implementation makes it.",
             inputs=[
-                io.Conditioning.Input("positive", tooltip="The encoded prompt."),
-                io.Conditioning.Input(
-                    "negative", tooltip="The encoded negative prompt; it counts where guidance is not 1."
-                ),
-                io.Vae.Input("vae", tooltip="The Wan 2.1 VAE: WanCore's or ComfyUI's own."),
-                io.Int.Input(
-                    "width", default=832, min=64, max=MAX_VIDEO_SIDE, step=16, tooltip="Pixels; best multiples of 64."
-                ),
-                io.Int.Input(
-                    "height", default=448, min=64, max=MAX_VIDEO_SIDE, step=16, tooltip="Pixels; best multiples of 64."
-                ),
-                io.Int.Input(
-                    "frames",
-                    default=77,
-                    min=5,
-                    max=MAX_FRAMES,
-                    step=4,
-                    tooltip="Of the first clip, a multiple of 4 plus 1; later clips have 3 more. The model was trained "
-                    "on 77, and makes 16 per second.",
+                *text_and_vae(),
+                *size_inputs(
+                    height=448,
+                    frames=77,
+                    least=(64, 5),
+                    most=MAX_FRAMES,
+                    tip="Of the first clip, a multiple of 4 plus 1; later clips have 3 more. The model was trained on "
+                    "77, and makes 16 per second.",
                 ),
                 io.AudioEncoderOutput.Input(
                     "audio_encoder_output",

@@ -44,7 +44,7 @@ class WanCoreVAEDecode(io.ComfyNode):
         return schema(
             "WanCoreVAEDecode",
             "WanCore VAE Decode",
-            aliases=("wan decode", "vae decode tiled"),
+            aliases="wan decode, vae decode tiled",
             description="Decodes a few frames at a time, in tiles if the whole picture does not fit into memory.",
             inputs=[
                 *LATENT,
@@ -87,7 +87,7 @@ class WanCoreDecodeToVideo(io.ComfyNode):
         return schema(
             "WanCoreDecodeToVideo",
             "WanCore Decode to Video",
-            aliases=("wan decode", "vae decode", "create video", "h264", "save video"),
+            aliases="wan decode, vae decode, create video, h264, save video",
             description="Decodes a few frames at a time and encodes them as H.264 while the next ones are decoded. "
             "Save Video stores the result without encoding it again.",
             inputs=[

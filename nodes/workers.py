@@ -184,7 +184,7 @@ class WanCoreLauncher(io.ComfyNode):
         return schema(
             "WanCoreLauncher",
             "WanCore Launcher",
-            aliases=("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
+            aliases="multi gpu, xdit, ulysses, parallel, distributed",
             shows_text=True,
             description="Starts one worker process for each GPU. Connect it to the loaders: sampling, decoding and "
             "text then run there, on all GPUs together.",

@@ -165,13 +165,14 @@ class Accelerated:
 
 def planned(
     model: Any, steps: int, cfg: float, sampler_name: str, scheduler: str = "simple", denoise: float = 1.0,
-    seconds_per_forward: float = 0.0, **more: Any,
+    seconds_per_forward: float = 0.0, model_low: Any = None, latent: Any = None, **more: Any,
 ) -> tuple[Any, str]:  # fmt: skip
     """Picture and table of the plan preview for ComfyUI's samplers with this MODEL."""
-    node = importlib.import_module("pack.nodes.report").WanCorePlanPreview
-    settings = {"steps": steps, "guidance_high": cfg, "guidance_low": cfg, "denoise": denoise}
+    preview = importlib.import_module("pack.nodes.report").WanCorePlanPreview
+    native = importlib.import_module("pack.nodes.native_plan")
+    settings = {"steps": steps, "guidance_high": cfg, "guidance_low": cfg, "denoise": denoise, **more}
     settings |= {"sampler_name": sampler_name, "scheduler": scheduler}
-    return node.execute(model, seconds_per_forward, **settings, **more).result
+    return preview._shown(*native.native_plan(model, settings, model_low, latent, seconds_per_forward)).result
 
 
 def error(actual: Any, expected: Any) -> float:

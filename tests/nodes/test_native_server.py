@@ -113,18 +113,17 @@ def test_prompts_in_a_row_equal_fresh_servers(base: Path, comfy: ComfyUI) -> Non
 
 
 def test_a_plan_has_the_settings_of_both_samplers(comfy: ComfyUI) -> None:
-    """The plan of two models has the settings of the KSamplers that take them; the node's own numbers count where no
-    sampler does, and what says nothing of a MODEL's run is refused."""
-    entered = {"steps": 6, "guidance_high": 1.0, "guidance_low": 1.0, "solver": "unipc", "shift": 0.0, "boundary": 0.0}
-    asked = {"settings": "those of the sampler", "seconds_per_forward": 1.0, **entered}
-    models = {"model": ["fast0", 0], "model_low": ["fast1", 0]}
-    prompt = graph(SPARSE) | {"plan": node("WanCorePlanPreview", **models, latent=["size", 0], **asked)}
+    """The plan of two models has the settings of the KSamplers that take them; the task's own count where no sampler
+    does, and what says nothing of a MODEL's run is refused."""
+    models = {"model": ["fast0", 0], "model_low": ["fast1", 0], "latent": ["size", 0]}
+    prompt = graph(SPARSE) | {"plan": node("WanCorePlanPreview", **models, seconds_per_forward=1.0)}
     run = comfy.run(prompt)
     assert run.ok, run.status
     assert "4 steps" in run.outputs["plan"]["text"][0] and "2 high-noise, 2 low-noise" in run.outputs["plan"]["text"][0]
     alone = {name: one for name, one in prompt.items() if name.startswith(("load", "shift", "fast", "size", "plan"))}
     run = comfy.run(alone)
-    assert run.ok and "3 high-noise, 3 low-noise" in run.outputs["plan"]["text"][0], run.status
-    alone["plan"]["inputs"] |= {"shift": 3.0, "clip_frames": 17}
+    assert run.ok and "20 high-noise, 20 low-noise" in run.outputs["plan"]["text"][0], run.status
+    alone["seer"] = node("WanCoreTaylorSeer", interval=2, order=2, retention=0.2)
+    alone["plan"]["inputs"] |= {"skipping": ["seer", 0]}
     message = comfy.run(alone).message("execution_error")["exception_message"]
-    assert "shift, clip_frames given with a MODEL" in message
+    assert "positive and skipping are for models of the WanCore Model Loader" in message

@@ -176,9 +176,8 @@ def test_the_schemas_are_those_that_are_frozen(comfy: ComfyUI) -> None:
 
 def test_text_to_video_with_preview_progress_plan_and_report(comfy: ComfyUI) -> None:
     graph = text_to_video()
-    numbers = {key: value for key, value in graph["sampler"]["inputs"].items() if key in PLAN_INPUTS}
     graph["model"]["inputs"]["precision"] = "fp32"  # no other test's loader: what is cached says nothing again
-    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], **numbers, seconds_per_forward=0.5)
+    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], seconds_per_forward=0.5)
     graph["report"] = node("WanCoreReport", report=["decode", 1])
     graph["table"] = node("PreviewAny", source=["plan", 1])
     graph["words"] = node("PreviewAny", source=["report", 1])
@@ -209,27 +208,25 @@ def test_text_to_video_with_preview_progress_plan_and_report(comfy: ComfyUI) -> 
 
 
 def test_a_plan_has_the_settings_of_the_sampler(comfy: ComfyUI) -> None:
-    """Not those entered in the preview, through a node of one value too; entered ones where no sampler takes the model,
-    and in prompts from before the choice was there."""
+    """Through a node of one value too; of two samplers with other settings, those of the one with the same latent; the
+    model's own where no sampler takes the model."""
     graph = small(steps=["three", 0], solver="euler", shift=4.0)
     graph["three"] = node("PrimitiveInt", value=3)
-    entered = {**dict.fromkeys(PLAN_INPUTS, 0.0), "steps": 7, "solver": "unipc", "seconds_per_forward": 0.0}
-    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], settings="those of the sampler", **entered)
-    graph["before"] = node("WanCorePlanPreview", model=["model", 0], **entered)
+    graph["plan"] = node("WanCorePlanPreview", model=["model", 0])
     run = comfy.run(graph)
     assert run.ok, run.status
-    assert "3 steps" in run.outputs["plan"]["text"][0] and "7 steps" in run.outputs["before"]["text"][0]
+    assert "3 steps" in run.outputs["plan"]["text"][0]
 
-    graph["second"] = {**graph["sampler"], "inputs": {**graph["sampler"]["inputs"], "steps": 5}}
+    second = {**graph["sampler"]["inputs"], "steps": 5, "latent": ["other", 0]}
+    graph |= {"other": graph["size"], "second": {**graph["sampler"], "inputs": second}}
     graph["kept"] = node("SaveLatent", samples=["second", 0], filename_prefix="second")
     run = comfy.run(graph)
     assert not run.ok and "with different settings" in str(run.status)
-    alone = {name: graph[name] for name in ("model", "plan")}
-    run = comfy.run(alone)
-    assert run.ok and "7 steps" in run.outputs["plan"]["text"][0]
-
-
-PLAN_INPUTS = ("steps", "shift", "boundary", "guidance_high", "guidance_low", "solver")
+    graph["plan"]["inputs"]["latent"] = ["other", 0]
+    run = comfy.run(graph)
+    assert run.ok and "5 steps" in run.outputs["plan"]["text"][0]
+    run = comfy.run({"model": graph["model"], "plan": node("WanCorePlanPreview", model=["model", 0])})
+    assert run.ok and "20 steps" in run.outputs["plan"]["text"][0]
 
 
 def test_image_to_video(comfy: ComfyUI) -> None:

@@ -162,20 +162,10 @@ def test_a_background_without_a_mask_is_refused(comfy: ComfyUI) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changed"),
-    [("animate2", {"pose_strength": 0.0}), ("animate2", {"reference_strength": 0.0}), ("animate", {})],
+    [("animate2", {"pose_strength": 0.0}), ("animate2", {"reference_strength": 0.0})],
 )
-def test_strengths_reach_the_model_and_a_plan_shows_all_clips(comfy: ComfyUI, family: str, changed: Any) -> None:
-    graph = graph_of(family, **changed)
-    model = [of_kind(graph, "WanCoreModelLoader"), 0]
-    numbers = {name: value for name, value in PLAN.items() if name != "seed"} | {"boundary": 0.0}
-    clips = {"frames": 20, "clip_frames": 9, "seconds_per_forward": 5.0}
-    graph["plan"] = node("WanCorePlanPreview", model=model, **numbers, **clips)
-    graph["table"] = node("PreviewAny", source=["plan", 1])
-    run = comfy.run(graph)
-    assert run.ok, run.status
-    assert run.outputs["table"]["text"][0].endswith("clips: 3 of 9 frames, 1 carried over: 3 x 2 steps")
-    if changed:
-        assert not torch.equal(latents_of(comfy, graph)[0], latents_of(comfy, graph_of(family))[0])
+def test_strengths_reach_the_model(comfy: ComfyUI, family: str, changed: Any) -> None:
+    assert not torch.equal(latents_of(comfy, graph_of(family, **changed))[0], latents_of(comfy, graph_of(family))[0])
 
 
 @pytest.mark.parametrize(("clip", "passes"), [(5, 2), (9, 1)])

@@ -153,9 +153,7 @@ def test_a_distilled_lora_brings_its_settings(comfy: ComfyUI) -> None:
     distilled = graph(
         lora(high="other_4steps.safetensors"), steps=0, guidance_high=0.0, guidance_low=0.0, preset="auto"
     )
-    guidance = {"guidance_high": 0.0, "guidance_low": 0.0}
-    numbers = {"steps": 0, "shift": 0.0, "boundary": 0.0, **guidance, "solver": "unipc", "seconds_per_forward": 1.0}
-    distilled["plan"] = node("WanCorePlanPreview", model=["lora0", 0], **numbers)
+    distilled["plan"] = node("WanCorePlanPreview", model=["lora0", 0])
     distilled["table"] = node("PreviewAny", source=["plan", 1])
     run = comfy.run(distilled)
     assert run.ok, run.status

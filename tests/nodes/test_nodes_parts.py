@@ -118,21 +118,12 @@ def test_video_to_video_stays_nearer_the_weaker_it_is(comfy: ComfyUI) -> None:
 def test_sigmas_of_a_scheduler_node(comfy: ComfyUI) -> None:
     schedule = node("KarrasScheduler", steps=5, sigma_max=1.0, sigma_min=0.05, rho=7.0)
     settings = {"sigmas": ["schedule", 0], "solver": "res_multistep", "guidance_high": 1.0, "guidance_low": 1.0}
-    scheduled = graph(schedule=schedule, sampler=sampler(**settings), plan=plan(**settings))
+    plan = node("WanCorePlanPreview", model=["model", 0], sigmas=["schedule", 0])
+    scheduled = graph(schedule=schedule, sampler=sampler(**settings), plan=plan)
+    scheduled["table"] = node("PreviewAny", source=["plan", 1])
     assert latents(comfy, scheduled).isfinite().all()
-    assert (
-        "5 steps, res_multistep"
-        in comfy.run(
-            {k: scheduled[k] for k in ("model", "schedule", "plan")} | {"text": node("PreviewAny", source=["plan", 1])}
-        ).outputs["text"]["text"][0]
-    )
+    assert "5 steps, res_multistep" in comfy.run(scheduled).outputs["table"]["text"][0]
     assert "leave the steps out" in refusal(comfy, graph(schedule=schedule, sampler=sampler(**settings | {"steps": 4})))
-
-
-def plan(**settings: Any) -> dict[str, Any]:
-    numbers = sampler(**settings)["inputs"]
-    own = ("model", "steps", "shift", "boundary", "guidance_high", "guidance_low", "solver", "sigmas")
-    return node("WanCorePlanPreview", **{name: numbers[name] for name in own if name in numbers}, seconds_per_forward=0)
 
 
 def test_nag_counts_at_guidance_1_and_is_refused_where_it_would_not(comfy: ComfyUI) -> None:

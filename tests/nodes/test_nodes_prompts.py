@@ -34,10 +34,8 @@ def graph(prompts: str = f"0: {RED}\n8: {GREEN}", whole: str = "", **sampling: A
 
 def test_the_video_is_that_of_the_command_line_and_the_plan_shows_the_prompts(comfy: ComfyUI) -> None:
     asked = graph()
-    names = ("steps", "shift", "boundary", "guidance_high", "guidance_low", "solver")
-    numbers = {name: asked["sampler"]["inputs"][name] for name in names}
-    plan = node("WanCorePlanPreview", model=["model", 0], positive=["prompts", 0], frames=17, seconds_per_forward=0.5)
-    asked |= {"plan": {**plan, "inputs": {**plan["inputs"], **numbers}}}
+    links = {name: asked["sampler"]["inputs"][name] for name in ("model", "positive", "latent")}
+    asked |= {"plan": node("WanCorePlanPreview", **links)}
     asked |= {"table": node("PreviewAny", source=["plan", 1])}
     run = comfy.run(asked)
     assert run.ok, run.status

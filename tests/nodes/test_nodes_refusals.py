@@ -108,7 +108,6 @@ KNOWN |= {"width": 96, "height": 96, "reference_image": ["picture", 0]}
         ("WanCoreVisionLoader", {"clip_vision": HIGH}, "not a CLIP vision encoder"),
         ("WanCoreModelLoader", {"residency": "shard"}, "connect a WanCore Launcher"),
         ("WanCoreSampler", {"start_step": 8, "end_step": 4}, "between which no step is"),
-        ("WanCorePlanPreview", {"start_step": 8, "end_step": 4}, "between which no step is"),
         ("WanCoreAnimate", {**KNOWN, "overlap": 3}, "overlap 3 given"),
         ("WanCoreAnimate", {**KNOWN, "frames": 78}, "4n + 1"),
         ("WanCoreAnimate2", {**KNOWN, "frames": 82}, "4n + 1"),

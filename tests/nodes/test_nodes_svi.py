@@ -52,10 +52,7 @@ def two_clips() -> Graph:
         "new": node("TrimVideoLatent", samples=["clip1", 0], trim_amount=2),
         "joined": node("LatentConcat", samples1=["clip0", 0], samples2=["new", 0], dim="t"),
         "save": node("SaveLatent", samples=["joined", 0], filename_prefix="svi"),
-        "plan": node(
-            "WanCorePlanPreview", model=["model", 0], seconds_per_forward=1.0, steps=2, positive=["known1", 0],
-            shift=0.0, boundary=0.0, guidance_high=0.0, guidance_low=0.0, solver="unipc",
-        ),
+        "plan": node("WanCorePlanPreview", model=["model", 0], positive=["known1", 0]),
         "words": node("PreviewAny", source=["plan", 1]),
     }  # fmt: skip
 
