@@ -13,62 +13,35 @@ from comfy_api.latest import ComfyExtension, io
 
 from wan_core.config.printing import plain_logs
 
-from . import host
-from .accelerate import WanCoreAccelerate
-from .animate import WanCoreAnimate, WanCoreAnimate2
-from .card import WanCoreCompare, WanCoreReportCard
-from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreNAG, WanCoreTextEncode
-from .control import WanCoreCamera, WanCoreVACE
-from .from_model import WanCoreFromModel
-from .lora import WanCoreLoRA
-from .model_loader import WanCoreModelLoader
-from .part_loaders import WanCoreTextEncoderLoader, WanCoreVAELoader, WanCoreVisionLoader
-from .prompts import WanCorePromptsOverTime
-from .report import WanCorePlanPreview, WanCoreReport
-from .sampling import WanCoreSampler
-from .schema import checked
-from .skipping import (
-    WanCoreMagCache,
-    WanCoreSparseAttention,
-    WanCoreTaylorSeer,
+from . import (
+    accelerate,
+    animate,
+    card,
+    conditioning,
+    control,
+    from_model,
+    host,
+    lora,
+    model_loader,
+    part_loaders,
+    prompts,
+    report,
+    sampling,
+    skipping,
+    sound,
+    video,
+    workers,
 )
-from .sound import WanCoreSoundToVideo
-from .video import WanCoreDecodeToVideo, WanCoreVAEDecode
-from .workers import WanCoreLauncher
+from .schema import CATEGORIES, checked
 
 plain_logs()
+MODULES = (model_loader, part_loaders, conditioning, sampling, report, video, skipping, card, lora, workers, accelerate)
+MODULES += (from_model, animate, sound, control, prompts)
 NODES: list[type[io.ComfyNode]] = [
     checked(node)
-    for node in (
-        WanCoreModelLoader,
-        WanCoreTextEncoderLoader,
-        WanCoreVAELoader,
-        WanCoreTextEncode,
-        WanCoreEmptyLatent,
-        WanCoreImageToVideo,
-        WanCoreSampler,
-        WanCorePlanPreview,
-        WanCoreVAEDecode,
-        WanCoreReport,
-        WanCoreMagCache,
-        WanCoreTaylorSeer,
-        WanCoreCompare,
-        WanCoreLoRA,
-        WanCoreSparseAttention,
-        WanCoreLauncher,
-        WanCoreAccelerate,
-        WanCoreFromModel,
-        WanCoreNAG,
-        WanCoreDecodeToVideo,
-        WanCoreAnimate,
-        WanCoreAnimate2,
-        WanCoreSoundToVideo,
-        WanCoreVACE,
-        WanCoreCamera,
-        WanCoreVisionLoader,
-        WanCoreReportCard,
-        WanCorePromptsOverTime,
-    )
+    for module in MODULES
+    for name, node in vars(module).items()
+    if name in CATEGORIES and node.__module__ == module.__name__
 ]
 
 

@@ -102,13 +102,6 @@ def check_widgets(
     family that have pictures in every graph."""
     if width is None or height is None or frames is None:
         return True
-    if max(width, height) > MAX_VIDEO_SIDE or frames > MAX_FRAMES:
-        raise OptionError(
-            f"{width}x{height} and {frames} frames given; at most {MAX_VIDEO_SIDE} pixels and {MAX_FRAMES} frames are "
-            "allowed"
-        )
-    if batch is not None and not 1 <= batch <= MAX_BATCH:
-        raise OptionError(f"batch_size {batch} given; allowed are 1 to {MAX_BATCH}")
     room = host.spare_bytes(before_run=True)
     check_peak(family, config, (width, height, frames), room, batch=batch or 1, given=given)
     return True

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ from .plan_inputs import (
     LAST,
     SWITCH,
     check_window,
+    next_speed,
     plan_inputs,
     plan_of,
     window_inputs,
@@ -192,7 +193,12 @@ class WanCoreSampler(io.ComfyNode):
             positive = with_comfyui_positions(model, positive)
         frames = model.experts.vae.video_frames(latent["samples"].shape[2])
         starts = prompt_starts(positive)
-        plan = plan_of(model, values, skipping, "noise_mask" in latent, frames=frames, prompt_starts=starts)
+
+        def planned(speed: str) -> Plan:
+            own = values | {"speed": speed}
+            return plan_of(model, own, skipping, "noise_mask" in latent, frames=frames, prompt_starts=starts)
+
+        plan = planned(values.get("speed", EXACT))
         model.check(plan, tuple(latent["samples"].shape))
         joined = join(positive, negative, latent, model.experts, plan, model.range_shift)
         plan, conditioning = joined.plan, on_device(joined.conditioning)
@@ -225,13 +231,16 @@ class WanCoreSampler(io.ComfyNode):
             host.show("compiling in the first step ...")
         run = Sampling(replace(workload, batched=batched), conditioning, start, report, notes)
         samples, leftover = _sample(model, run, shown)
-        lines = [*shown, plan.table().splitlines()[0]]
-        text = "\n".join([*lines, f"done in {clock(report.total_seconds)}"])
+        lines = [*shown, plan.table().splitlines()[0], f"done in {clock(report.total_seconds)}"]
+        if skipping is None:
+            costs = partial(with_costs, config=model.experts.dit, latents=(T, Y, X))
+            speed = values.get("speed", EXACT)
+            lines.append(next_speed(plan, speed, lambda word: costs(planned(word)), model.pace))
         output: dict[str, Any] = {"samples": samples}
         if leftover is not None:
             output |= {key: latent[key] for key in ("noise_mask", "batch_index") if key in latent}
             output[LEFTOVER] = leftover, samples
-        return io.NodeOutput(output, report, ui=ui.PreviewText(text))
+        return io.NodeOutput(output, report, ui=ui.PreviewText("\n".join(filter(None, lines))))
 
 
 def with_comfyui_positions(model: ModelSocket, positive: CONDITIONING) -> CONDITIONING:

@@ -346,7 +346,7 @@ def test_encode_and_decode_are_inverse(comfy: ComfyUI) -> None:
     [
         ("size", {"width": 100}, "The nearest is 96x48"),
         ("size", {"frames": 18}, "4n + 1"),
-        ("size", {"width": 16384}, "at most 8192 pixels"),
+        ("size", {"width": 16384}, "from 16 to 8192"),
         ("size", {"latent_type": "another"}, "another"),
         ("model", {"high": "broken.safetensors"}, "broken.safetensors"),
         ("model", {"high": TINY_I2V}, "the experts differ"),
