@@ -53,6 +53,7 @@ class WanCoreAccelerate(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "sparse",
+                    **ADVANCED,
                     options=[OFF, *PRESETS],
                     default=OFF,
                     tooltip="Presets of WanCore Sparse Attention, which reads only the key blocks with the most "
@@ -66,6 +67,7 @@ class WanCoreAccelerate(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "cache",
+                    **ADVANCED,
                     options=[OFF, *CACHES],
                     default=OFF,
                     optional=True,
@@ -75,6 +77,7 @@ class WanCoreAccelerate(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "steps",
+                    **ADVANCED,
                     default=0,
                     min=0,
                     max=MAX_STEPS,
@@ -88,14 +91,14 @@ class WanCoreAccelerate(io.ComfyNode):
                     optional=True,
                     tooltip="The sigmas of the whole run, before they were split, for samplers that take SIGMAS.",
                 ),
-                io.Boolean.Input(
+                io.Combo.Input(
                     "compare",
-                    **ADVANCED,
-                    default=False,
+                    options=["auto", "on", "off"],
+                    default="auto",
                     optional=True,
-                    tooltip="Shows how long a step took before: the last step of each sampler runs without WanCore, "
-                    "and its seconds stand beside those of the others. The run takes longer by what that step "
-                    "saves otherwise.",
+                    tooltip="Shows what was gained: the last step of a sampler runs without WanCore, and the run takes "
+                    "longer by what that step saves otherwise. 'auto' does so once for a model and a size, in runs of "
+                    "10 steps and more; 'on' in every run.",
                 ),
             ],
             outputs=[output(io.Model, "model_out", "For the sampler.")],
@@ -122,7 +125,7 @@ class WanCoreAccelerate(io.ComfyNode):
         cache: str = OFF,
         steps: int = 0,
         sigmas: Tensor | None = None,
-        compare: bool = False,
+        compare: str = "auto",
     ) -> io.NodeOutput:
         transformer = host.check_wan(model)
         options, caching = sparse_options(sparse, skipping), cache_options(cache, skipping)

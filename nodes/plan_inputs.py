@@ -55,8 +55,8 @@ def window_inputs() -> list[Any]:
             step=0.01,
             round=0.0001,
             optional=True,
-            tooltip="Strength of video to video: below 1, the last steps of a longer schedule run, from the video in "
-            "`latent`. 1 starts from noise alone.",
+            tooltip="Strength of video to video, below 1. The last steps of a longer schedule then run, from the video "
+            "in `latent`. 1 starts from noise alone.",
         ),
         io.Int.Input(
             "start_step",

@@ -131,7 +131,7 @@ class WanCoreSampler(io.ComfyNode):
                     min=0,
                     max=2**64 - 1,
                     control_after_generate=True,
-                    tooltip="Which noise to start from; drawn on the CPU, so that it means the same on every device.",
+                    tooltip="Which noise the video starts from. It is drawn on the CPU, the same on every device.",
                 ),
                 *plan_inputs(),
                 *widgets(Request, "guidance_mode"),
@@ -145,6 +145,7 @@ class WanCoreSampler(io.ComfyNode):
                 *window_inputs(),
                 io.Combo.Input(
                     "add_noise",
+                    **ADVANCED,
                     options=SWITCH,
                     default="enable",
                     optional=True,

@@ -22,8 +22,8 @@ class Declared(dict[str, Any]):
 
     io_type = ""
 
-    def __init__(self, id: str, **options: Any) -> None:
-        super().__init__({"name": id, "type": self.io_type, **options})
+    def __init__(self, id: str, advanced: bool = False, **options: Any) -> None:
+        super().__init__({"name": id, "type": self.io_type, **options, "advanced": advanced})
 
     @property
     def id(self) -> str:

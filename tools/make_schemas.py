@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.declared_nodes import OF_COMFYUI, declared
 from tools.workflows import OWN_SCHEMAS, Schema
 
+SHORT = ("WanCoreSampler", "WanCoreAccelerate")
 KEYS = ("default", "multiline", "control_after_generate")
 ROOT = Path(__file__).resolve().parents[1]
 CHANGELOG, RELEASE = ROOT / "CHANGELOG.md", re.compile(r"^## \[[\d.]+\] - \d", re.MULTILINE)  # has a date
@@ -64,6 +65,21 @@ def written(schemas: dict[str, Schema]) -> str:
             parts.append(f'  "{kind}": [\n{lines}\n  ]' if lines else f'  "{kind}": []')
         nodes.append(f' "{name}": {{\n' + ",\n".join(parts) + "\n }")
     return "{\n" + ",\n".join(nodes) + "\n}\n"
+
+
+def listed(name: str, node: Any) -> list[list[tuple[str, str]]]:
+    """Names and tooltips of the inputs and outputs on a node's page. Those of `SHORT` leave out what the node folds,
+    and have the first sentence of a tooltip, or as many as have six words."""
+    if name not in SHORT:
+        return [[(one["name"], one["tooltip"]) for one in entries] for entries in (node.inputs, node.outputs)]
+    inputs = [one for one in node.inputs if not one.get("advanced")]
+    return [[(one["name"], first_sentence(one["tooltip"])) for one in entries] for entries in (inputs, node.outputs)]
+
+
+def first_sentence(text: str) -> str:
+    sentences = re.split(r"(?<=\.)\s+", text)
+    count = next((n for n in range(1, len(sentences)) if len(" ".join(sentences[:n]).split()) >= 6), len(sentences))
+    return " ".join(sentences[:count])
 
 
 def with_lists(page: str, inputs: Iterable[tuple[str, str]], outputs: Iterable[tuple[str, str]]) -> str:
@@ -114,8 +130,7 @@ def main() -> None:
     for name, node in declared().items():
         schemas[name] = extended(schemas.get(name), schema_of(node))
         page = PAGES / f"{name}.md"
-        texts = [[(entry["name"], entry["tooltip"]) for entry in kind] for kind in (node.inputs, node.outputs)]
-        page.write_text(with_lists(page.read_text(encoding="utf-8"), *texts), encoding="utf-8")
+        page.write_text(with_lists(page.read_text(encoding="utf-8"), *listed(name, node)), encoding="utf-8")
     OWN_SCHEMAS.write_text(written(schemas), encoding="utf-8")
     write_chinese_pages()
 

@@ -14,6 +14,7 @@ from functools import partial
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -44,6 +45,8 @@ from .native_beside import (
 )
 
 KEY = "wancore_accelerate"
+COMPARED_FROM = 10  # steps: in shorter runs a step of ComfyUI's own costs most of what is gained
+_compared: WeakKeyDictionary[torch.nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()  # model -> shapes of latents
 # Models that may have tokens beside those of the video, in places that are known: before them Fun's reference and
 # SCAIL's reference frames, which are in its `grid_sizes` too, all others behind.
 REFERENCE_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
@@ -80,11 +83,12 @@ def accelerate(
     sparse: SparseOptions | None,
     report: Callable[[str], None],
     whole: WholeRun = WholeRun(),  # noqa: B008
-    compare: bool = False,
+    compare: str = "off",
 ) -> ModelPatcher:
     """A clone of `model` whose self-attention is ours. attention: as for `NativeAttention`. report: called after
     every sampling run, with what was accelerated in words. whole: what is known of the run of which a sampler walks a
-    part. compare: the last step is ComfyUI's own, and the report has its time. Raises OptionError."""
+    part. compare: 'on': the last step is ComfyUI's own, and the report has its time; 'auto': once for a model and a
+    size, in runs of `COMPARED_FROM` steps and more. Raises OptionError."""
     from comfy.ldm.modules.attention import optimized_attention
 
     check_sparse(model, sparse)
@@ -131,7 +135,7 @@ def _sample(
     override: NativeAttention,
     sparse: SparseOptions | None,
     whole: WholeRun,
-    compare: bool,
+    compare: str,
     report: Callable[[str], None],
     executor: Any,
     noise: Tensor,
@@ -150,7 +154,11 @@ def _sample(
     shift = getattr(sampling, "shift", 1.0)
     own = sigmas.tolist()
     part = whole.place(own, shift) if whole != WholeRun() and falls(own) else find_part(own, shift)
-    run = NativeRun(part, () if sparse is None else step_sparsities(sparse, part.total), compare)
+    compared = _compared.setdefault(guider.model_patcher.model, set())
+    open_question = compare == "auto" and tuple(noise.shape) not in compared
+    now = compare == "on" or (open_question and part.total >= COMPARED_FROM)
+    run = NativeRun(part, () if sparse is None else step_sparsities(sparse, part.total), now)
+    run.offers = open_question and not now
     options = guider.model_options["transformer_options"]  # this run's own copy
     options[RUN] = run
 
@@ -166,6 +174,7 @@ def _sample(
     result = executor(noise, latent, sampler, sigmas, denoise_mask, stepped, *args, **kwargs)
     wait()
     run.end()
+    compared |= {tuple(noise.shape)} if run.before else set()
     run.notes += words_after(guider.model_patcher, options, run)
     dit = uncompiled_model(guider.model_patcher.model.diffusion_model)
     card = capability(guider.model_patcher.load_device)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.nodes import test_nodes_schemas
-from tools.make_schemas import chinese_page, with_lists
+from tools.make_schemas import SHORT, chinese_page, listed, with_lists
 
 ROOT = Path(__file__).resolve().parents[2]
+MOST_WORDS = 250  # of a short help page
 LOCALES = {
     path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in ROOT.glob("locales/*/nodeDefs.json")
 }
@@ -60,10 +61,11 @@ def test_every_node_has_a_help_page_whose_lists_are_the_tooltips(schemas: dict[s
     assert set(HELP) == set(schemas)
     for name, schema in schemas.items():
         assert HELP[name].startswith(f"# {schema.display_name}\n")
-        texts = [[(entry["name"], entry["tooltip"]) for entry in kind] for kind in (schema.inputs, schema.outputs)]
+        texts = listed(name, schema)
         assert HELP[name] == with_lists(HELP[name], *texts), name
         rows = re.findall(r"^- \*\*`(\w+)`\*\*: ", HELP[name], re.MULTILINE)
-        assert len(rows) == len(schema.inputs) + len(schema.outputs), f"{name} describes what it does not have: {rows}"
+        assert len(rows) == sum(map(len, texts)), f"{name} describes what it does not have: {rows}"
+        assert name not in SHORT or len(re.findall(r"\w+(?:[-'.]\w+)*", HELP[name])) <= MOST_WORDS
 
 
 @pytest.mark.parametrize("language", LOCALES)

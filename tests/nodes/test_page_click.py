@@ -36,7 +36,7 @@ CLICKS = {
     "video_wan_vace_inpainting": (1, 1, 0, True),
     "video_wan2_2_14B_s2v": (1, 3, 5, False),
 }
-EXACT = {"attention": "auto", "sparse": "off", "cache": "off", "steps": 0, "compare": False}
+EXACT = {"attention": "auto", "sparse": "off", "cache": "off", "steps": 0, "compare": "auto"}
 COMMAND = """await app.extensionManager.command.execute(arguments[0]);
 await new Promise((done) => setTimeout(done, 500));"""
 PROMPT = "return (await app.graphToPrompt()).output"
@@ -291,8 +291,8 @@ def test_nodes_say_what_they_did_inside_a_subgraph_too(templates: Templates, pag
     page.script(COMMAND, "Comfy.Canvas.FitView")
     page.wait(f"return {SHOWN.removeprefix('return ')}.length == 2")
     for text in page.script(SHOWN):
-        pace, *_, counts = [" ".join(line.split()) for line in text.replace("\ufeff", "").strip().splitlines()]
-        assert pace.endswith("s a step; attention by sdpa")
+        pace, offer, counts = [" ".join(line.split()) for line in text.replace("\ufeff", "").strip().splitlines()]
+        assert pace.endswith("s a step; attention by sdpa") and offer.startswith("compare 'on' shows")
         assert counts.startswith("WanCore Accelerate: self-attention calls: ")
 
 

@@ -92,9 +92,15 @@ def test_a_compared_step_says_what_a_step_took_before() -> None:
     timed = {"compare": True, "seconds": 206.0, "passed": {18: 300.0, 19: 316.0}, "skipped": (8, 40)}
     first, second, counts = lines(run_of(left_calls={compared: 40}, **timed))
     assert first == "8 of 40 forwards skipped"
-    assert second == "10.0 s a step, 16.0 s before: 1.6 times as fast, by one step without WanCore; attention by sdpa"
+    assert second == "200.0 s instead of 320.0 s for 20 steps, by one without WanCore; attention by sdpa"
     assert counts.endswith(f"40 {compared}")
     assert lines(run_of(**timed))[1].endswith("the last step was not computed, so there is nothing to compare")
+    timed["skipped"] = (0, 40)
+    exact, rounded = (
+        lines(run_of(left_calls={compared: 40}, taken={name: 20}, **timed))[0] for name in ("sdpa", "int8")
+    )
+    assert "; nothing changed but rounding; attention by sdpa" in exact and "nothing changed" not in rounded
+    assert "compare 'on' shows in the next run what was gained" in lines(run_of(offers=True))
 
 
 HOPPER, ADA = (9, 0), (8, 9)

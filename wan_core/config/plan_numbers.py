@@ -133,7 +133,7 @@ class PlanNumbers(ScheduleNumbers):
         help="settings for step-distilled weights, for options that are not given; auto: if a file's name or "
         "metadata says that it is distilled; -guided: with guidance for the high-noise expert (default "
         "%(default)s)",
-        tip="Settings of step-distilled weights, for numbers left at 0: few Euler steps, no guidance, half of the "
+        tip="Settings of step-distilled weights, for numbers left at 0. Few Euler steps, no guidance, half of the "
         "steps for each expert ('-guided': guidance for the high-noise one). 'auto': where the name or metadata of "
         "a LoRA or model says that it is distilled. 'template': as ComfyUI's Wan 2.2 templates, 20 steps, or 4 "
         "with a distilled LoRA. 'motion': the first steps are guided and without the distilled LoRA, for more motion.",

@@ -113,7 +113,7 @@ function offer() {
     "align-items:center;width:max-content;max-width:90vw;padding:10px 14px;border-radius:8px;font-size:14px;" +
     "box-shadow:0 2px 12px #0008;" +
     "background:var(--comfy-menu-bg);color:var(--input-text);border:1px solid var(--border-color)";
-  bar.append(`WanCore can make this Wan workflow faster. The video stays the same. ${measured(devices)}`);
+  bar.append(`WanCore can make this Wan workflow faster. The video stays the same but for rounding. ${measured(devices)}`);
   const never = () => app.extensionManager.setting.set(OFFER, false);
   for (const [label, work] of [["Accelerate", accelerate], ["Not now", null], ["Never ask", never]]) {
     const button = document.createElement("button");

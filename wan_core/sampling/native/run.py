@@ -39,6 +39,7 @@ class NativeRun:
         """sparsities: of every step of the whole schedule; empty: dense. compare: the last step is ComfyUI's own, and
         its time is taken."""
         self.part, self.sparsities, self.compare = part, sparsities, compare
+        self.offers = False  # to compare the next one
         self.step = 0
         self.passed: dict[int, float] = {}  # when each of the last two steps ended, where they are compared
         self.sparse_steps: list[int] = []  # computed so far

@@ -29,7 +29,9 @@ def report_text(run: NativeRun, sparse: SparseOptions | None, share: float, advi
     if not run.taken and AS_CHOSEN not in run.left and not warnings:
         warnings.append(f"{WARNING}self-attention stayed with ComfyUI: {elsewhere or 'no call came to WanCore'}")
         elsewhere = ""
-    lines = [saved(run, sparse, share), pace(run)]
+    what = saved(run, sparse, share)
+    lines = [what, pace(run, bool(what))]
+    lines += ["compare 'on' shows in the next run what was gained"] if run.offers and run.part.steps > 1 else []
     lines += [f"left to ComfyUI: {elsewhere}"] if elsewhere else []
     lines += [f"next: {advice}"] if advice else []
     return "\n".join([*warnings, *filter(None, lines), f"WanCore Accelerate: {run.words()}"])
@@ -53,17 +55,21 @@ def saved(run: NativeRun, sparse: SparseOptions | None, share: float) -> str:
     return ", ".join(words) + times
 
 
-def pace(run: NativeRun) -> str:
-    """The seconds of a step, and which kernel computed attention."""
+def pace(run: NativeRun, omitted: bool) -> str:
+    """The seconds of a step, or of all and what ComfyUI's own take, and which kernel computed attention. omitted: a
+    part of the forwards or of attention."""
     kernels = " and ".join(run.taken) or "ComfyUI"
     if not run.seconds:
         return f"attention by {kernels}"
+    steps = run.part.steps
     if not run.before:
         untimed = "; the last step was not computed, so there is nothing to compare" if run.compare else ""
-        return f"{_seconds(run.seconds / run.part.steps)} a step; attention by {kernels}{untimed}"
-    now = (run.seconds - run.before) / (run.part.steps - 1)
-    times = f"{run.before / now:.1f} times as fast, by one step without WanCore"
-    return f"{_seconds(now)} a step, {_seconds(run.before)} before: {times}; attention by {kernels}"
+        return f"{_seconds(run.seconds / steps)} a step; attention by {kernels}{untimed}"
+    each = (run.seconds - run.before) / (steps - 1)
+    exact = not omitted and all(name in BACKENDS and BACKENDS[name].exact for name in run.taken)
+    changed = "; nothing changed but rounding" if exact else ""
+    gained = f"{_seconds(steps * each)} instead of {_seconds(steps * run.before)} for {steps} steps"
+    return f"{gained}, by one without WanCore{changed}; attention by {kernels}"
 
 
 def _seconds(value: float) -> str:
