@@ -125,14 +125,14 @@ def _made(
 
 
 def _loras(native: NativeModel, settings: ModelSettings, expert: str, in_files: bool) -> tuple[Wanted, ...]:
-    """What the patches of a native model are here. in_files: in ComfyUI's temporary folder, where workers read them."""
+    """What the patches of a native model are here. in_files: in files, which workers read."""
     config = settings.recognised.dit
     if not in_files:
         return tuple(loras_of_patches(native.patches, config, native.where))
     options = []
     for strength, checkpoint in lora_checkpoints(native.patches, native.where):
         name = "".join(letter if letter.isalnum() else "_" for letter in checkpoint.where)
-        path = host.temporary_folder() / f"wancore_{name}.safetensors"
+        path = host.lasting_folder() / f"{name}.safetensors"
         if not path.is_file():
             tensors = {name: checkpoint.read(name).contiguous() for name in checkpoint.tensors}
             write_safetensors(tensors, path, {})

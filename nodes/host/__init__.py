@@ -6,12 +6,12 @@ The only folder that touches comfy.*, folder_paths and the server.
 from .background import background, prepare_kernels, prepare_when_up
 from .devices import device, gpu_count, to_intermediate
 from .folders import (
+    lasting_folder,
     model_names,
     model_path,
     output_folder,
     preview_file,
     stamps,
-    temporary_folder,
     temporary_video,
     unfinished_path,
     video_of,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import re
 import secrets
 import time
@@ -9,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import folder_paths
 from comfy_api.latest import InputImpl
@@ -87,17 +90,21 @@ def output_folder() -> Path:
     return Path(folder_paths.get_output_directory()) / "WanCore"
 
 
-def temporary_folder() -> Path:
-    """ComfyUI's folder for files that it deletes when it starts."""
-    folder = Path(folder_paths.get_temp_directory())
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+@functools.cache
+def lasting_folder() -> Path:
+    """A folder that lasts as long as this process. ComfyUI's own for temporary files may be emptied between two runs,
+    while its cache holds results that name files in it."""
+    folder = TemporaryDirectory(prefix="wancore-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 @contextmanager
 def temporary_video() -> Iterator[Path]:
     """The name of a new MP4 in ComfyUI's folder for temporary files. It is deleted at the end."""
-    path = temporary_folder() / f"WanCore-{secrets.token_hex(8)}.mp4"
+    folder = Path(folder_paths.get_temp_directory())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"WanCore-{secrets.token_hex(8)}.mp4"
     try:
         yield path
     finally:
