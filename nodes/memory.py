@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from wan_core.config import LoadOptions
 from wan_core.execution.memory.planning import MemoryPlan, Placed, Sizes, plan_memory
+from wan_core.execution.optimize import set_attention
 from wan_core.execution.report import GIB, Report
 from wan_core.media.preview import RGBMap
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.parts import InPieces
+from wan_core.ops.attention.protocol import Attention
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.loras import Wanted, lora_bytes, shared
 from wan_core.pipeline.memory_planning import (
@@ -73,6 +76,10 @@ class ModelSocket:
     def lora_files(self) -> list[Path]:
         """Those that count for something."""
         return [Path(one.key[0]) for expert_loras in self.loras.values() for one in expert_loras if one.strength]
+
+    def at_speed(self, speed: str) -> ModelSocket:
+        """The same models for runs at a word of `speed`. Raises AttentionError."""
+        return replace(self, settings=self.settings.at_speed(speed))
 
     def loras_of(self, expert: Expert) -> tuple[Wanted, ...]:
         return self.loras.get(expert if self.experts.low else "high", ())
@@ -146,6 +153,11 @@ def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
 def waiting_bytes(model: ModelSocket) -> int:
     """Bytes of weights that wait in host memory, or in their files."""
     return sum(one.part.bytes for one in set(model.patchers.values()) if one.in_host_memory)
+
+
+def interruptible(attend: Attention) -> Attention:
+    """`attend`, between whose parts a user can interrupt: on a CPU a call may take minutes."""
+    return InPieces(attend, host.check_interruption) if host.device().type == "cpu" else attend
 
 
 class ComfyMemory(RunOwner):
@@ -228,6 +240,7 @@ class ComfyMemory(RunOwner):
         patcher = self.patchers[expert]
         model = patcher.ready(self.loras(expert))
         patcher.kept_form = model.prepared_form = form
+        set_attention(model, interruptible(self.model.settings.attend))  # which the run before may have changed
         return model
 
     def _plan_host(self, prepared: PreparedForm | None) -> list[str]:

@@ -24,7 +24,6 @@ from wan_core.execution.report import WARNING
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import RGBMap, map_of_channels
 from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.attention.parts import InPieces
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.pipeline.load import finish
@@ -40,7 +39,7 @@ from wan_core.sampling.steps import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
-from .memory import ModelSocket
+from .memory import ModelSocket, interruptible
 from .schema import output, schema, widgets
 from .sockets import MODEL
 from .workers import UNCONNECTED, WorkersModel, WorkersSocket, device_of, workers_input
@@ -123,9 +122,8 @@ class WanCoreModelLoader(io.ComfyNode):
 
 def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     """The experts, held by ComfyUI's memory manager and not loaded yet; both are one where there is one transformer."""
-    models, settings = settings.recognised, replace(settings, poll=host.check_interruption)
-    if host.device().type == "cpu":  # one call of it can take minutes there
-        settings = replace(settings, attend=InPieces(settings.attend, host.check_interruption))
+    models, attend = settings.recognised, interruptible(settings.attend)
+    settings = replace(settings, attend=attend, poll=host.check_interruption)
     finished = partial(finish, settings=settings, device=host.device())
     streaming = Residency(host.device(), "stream")
     names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in models.of else {"high": "transformer"}

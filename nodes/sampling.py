@@ -200,6 +200,7 @@ class WanCoreSampler(io.ComfyNode):
             return plan_of(model, own, skipping, "noise_mask" in latent, frames=frames, prompt_starts=starts)
 
         plan = planned(values.get("speed", EXACT))
+        model = model.at_speed(plan.speed)
         model.check(plan, tuple(latent["samples"].shape))
         joined = join(positive, negative, latent, model.experts, plan, model.range_shift)
         plan, conditioning = joined.plan, on_device(joined.conditioning)

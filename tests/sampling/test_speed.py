@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from wan_core.config import EXACT, SPEEDS, OptionError, SkipOptions
+from wan_core.config import EXACT, SPEEDS, LoadOptions, OptionError, Request, SkipOptions
+from wan_core.ops import cards
+from wan_core.pipeline.check import check_request
+from wan_core.pipeline.pipeline import LocalEngine
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
-from wan_core.sampling.cache.speed import WORDS, attention_at_speed
+from wan_core.sampling.cache.speed import WORDS
 from wan_core.sampling.plan import Plan, make_plan
 
 DISTILLED = Path("wan2.2_t2v_lightx2v_4steps_lora_v1_high_noise.safetensors")
@@ -55,8 +60,43 @@ def test_a_solver_that_no_cache_fits_runs_every_step() -> None:
     assert plan.forwards == plan.unskipped and plan.sparse is not None
 
 
-def test_a_word_and_settings_are_refused_and_attention_follows_the_word() -> None:
+def test_a_solver_of_two_forwards_a_step_has_the_words_of_its_steps() -> None:
+    assert at("fast", 6, solver="heun").sparse == WORDS["fast"].few.sparse
+    assert at("fast", 10, solver="heun").sparse == WORDS["fast"].many.sparse
+
+
+def test_a_word_and_settings_are_refused() -> None:
     with pytest.raises(OptionError, match="speed fast and magcache given"):
-        skip_options({"speed": "fast", "magcache": "balanced"})
-    assert [attention_at_speed("auto", word) for word in SPEEDS] == ["auto", "fast", "fast", "fast"]
-    assert attention_at_speed("flash4", "fast") == "flash4"
+        skip_options({"speed": "fast", "magcache": "0.24/1/0.1"})
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The 8-bit attention that `fast` takes here, as on a card that has one."""
+    monkeypatch.setattr(cards, "NO_CARD", replace(cards.NO_CARD, rounding=("math-fp8",)))
+    return "math-fp8"
+
+
+def request(word: str) -> Request:
+    return Request(prompt="x", width=96, height=96, frames=5, steps=2, skip=SkipOptions(speed=word))
+
+
+def test_attention_follows_the_word_on_models_that_are_loaded(rounding: str) -> None:
+    """Whichever word came first, the latents are those of models that were loaded for it."""
+    options = LoadOptions(model="tiny", device="cpu")
+    engine, latents = LocalEngine(), {}
+    for word, attention in ((EXACT, "sdpa"), ("careful", rounding), (EXACT, "sdpa")):
+        made = engine.generate(options, request(word))
+        assert made.report.settings["attention"] == attention
+        assert torch.equal(latents.setdefault(word, made.latents), made.latents)
+    pipes = {engine.load(options, request(word)) for word in SPEEDS}
+    assert len(pipes) == 1, "a word does not load the models again"
+    other = LocalEngine().generate(options, request("careful"))
+    assert torch.equal(other.latents, latents["careful"]) and not torch.equal(other.latents, latents[EXACT])
+    named = engine.generate(replace(options, attention="math"), request("careful"))
+    assert named.report.settings["attention"] == "math"
+
+
+def test_the_plan_says_what_attention_does() -> None:
+    job = check_request(LoadOptions(model="tiny"), request("careful"), torch.device("cpu"))
+    assert job.plan.speed == "careful" and "attention auto is 8-bit" in job.plan.notes[0]

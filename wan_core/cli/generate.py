@@ -19,7 +19,6 @@ from wan_core.config import RANDOM_SEED, LoadOptions, OptionError, Request
 from wan_core.config.command import command
 from wan_core.config.outputs import Outputs, is_special
 from wan_core.config.table import from_values
-from wan_core.sampling.cache.speed import attention_at_speed
 
 if TYPE_CHECKING:
     from wan_core.media.sound import Sound
@@ -34,8 +33,7 @@ def request_of(options: argparse.Namespace) -> Request:
 
 def load_options_of(options: argparse.Namespace) -> LoadOptions:
     """The load options that the parsed arguments describe. Raises OptionError."""
-    attention = attention_at_speed(options.attention, options.speed)
-    return from_values(LoadOptions, vars(options), attention=attention)
+    return from_values(LoadOptions, vars(options))
 
 
 def run_warmup(options: argparse.Namespace) -> int:

@@ -20,11 +20,10 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import TASKS, Task, family_of
 from wan_core.models.wan.families.clips import Clip, ClipRules, LongVideo
-from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.model_parts import Parts
-from wan_core.pipeline.settings import compute_dtype
+from wan_core.pipeline.settings import compute_dtype, find_attention
 from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan, plan_request
 from wan_core.sampling.cache.skipping import skip_words
@@ -176,7 +175,7 @@ def check_request(options: LoadOptions, request: Request, device: torch.device, 
     job = replace(make_job(request, models.facts(lora_files(options.loras))), options=options, models=models)
     if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
         dit, dtype = models.dit, compute_dtype(options.precision, device)
-        attention, _ = resolve_attention(options.attention, device, dtype, dit.head_dim, needs_lse=dit.merges_attention)
+        attention, _ = find_attention(options.attention, dit, dtype, device, job.plan.speed)
         check_kernel(job.plan.sparse, attention, device, dit.head_dim, job.tokens)
     return job
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from wan_core.checkpoint import load_vae
 from wan_core.checkpoint.staged import USUAL, Reading
-from wan_core.config import LoadOptions, OptionError
+from wan_core.config import EXACT, LoadOptions, OptionError
 from wan_core.execution.memory.planning import MemoryPlan
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import compilations, optimize, optimize_vae
@@ -125,6 +125,15 @@ class Models:
         with report.phase(f"LoRAs {name}"):
             applied.apply(model, wanted, part, partial(self.residency.forget_copies, name))
 
+    def at_speed(self, speed: str) -> Models:
+        """The same models for runs at a word of `speed`; `self` is not to be used again. Raises AttentionError."""
+        settings = self.settings.at_speed(speed)
+        if settings.attention != self.settings.attention:
+            for model in self.residency.models.values():
+                if isinstance(model, WanModel):
+                    finish(model, settings, self.device, ranks=self.ranks)
+        return replace(self, settings=settings)
+
     @property
     def compiles(self) -> bool:
         """Whether the next forward is the first of this process to compile blocks."""
@@ -186,7 +195,8 @@ def load_models(
     """Load what was recognised, or the transformers alone. workload: what memory is planned for (None: the task's own
     size). ranks: those that load and run it together. how: files are read. Raises OptionError or AttentionError for
     what cannot run here, before any weights are read."""
-    placement = place_weights(resolve_settings(parts, options, report.device), options, report, workload, ranks)
+    speed = EXACT if workload is None else workload.plan.speed
+    placement = place_weights(resolve_settings(parts, options, report.device, speed), options, report, workload, ranks)
     settings = placement.settings
     names = [name for name in parts.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
     first_use = None if ranks is None else placement.prepare_kernels(workload, ranks)

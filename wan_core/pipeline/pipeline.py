@@ -154,11 +154,12 @@ class Pipeline:
 
     def prepare(self, request: Request) -> Run:
         """Check: fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
-        models, self.report = self.models, self.loaded.branch()
+        self.report = self.loaded.branch()
         job, self.checked = self.checked, None
         if job is None or job.request is not request:
-            job = make_job(request, models.facts)
-        return begin(models, job, self.report)
+            job = make_job(request, self.models.facts)
+        self.models = self.models.at_speed(job.plan.speed)
+        return begin(self.models, job, self.report)
 
     @staticmethod
     @torch.no_grad()

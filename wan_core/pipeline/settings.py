@@ -15,7 +15,7 @@ from torch import nn
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.lora.merge import Merge
 from wan_core.checkpoint.staged import USUAL, Reading
-from wan_core.config import LoadOptions, OptionError
+from wan_core.config import EXACT, LoadOptions, OptionError
 from wan_core.config.compile_cache import set_compile_caches
 from wan_core.execution.memory.planning import factor, unit_bytes
 from wan_core.execution.optimize import check_compile
@@ -34,6 +34,7 @@ from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.ops.quant.swap import Quantization, swap_linears
 from wan_core.pipeline.loras import Wanted, check_packed, choose_mode, lora_words, read_loras
 from wan_core.pipeline.model_parts import Part, Parts, is_packed
+from wan_core.sampling.cache.speed import attention_at_speed
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class PartToLoad:
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """How the models of a run are held and computed. `options`: what was asked for. `parts`: by name, as in
-    `recognised`. `attention`: the backend that `attend` is. `loras`: of each expert, in order. `poll`: called while
-    blocks compile; may raise to interrupt."""
+    `recognised`. `attention`: the backend that `attend` is, in runs at the word `speed`. `loras`: of each expert, in
+    order. `poll`: called while blocks compile; may raise to interrupt."""
 
     options: LoadOptions
     recognised: Parts
@@ -114,6 +115,7 @@ class ModelSettings:
     keep_blocks: int
     attention: str
     attend: Attention
+    speed: str
     compile: str
     loras: Mapping[str, Sequence[Wanted]]
     poll: Callable[[], None] | None = None
@@ -122,6 +124,13 @@ class ModelSettings:
     def dtype(self) -> torch.dtype:
         """What the transformers compute in."""
         return self.parts["high"].dtype
+
+    def at_speed(self, speed: str) -> ModelSettings:
+        """The same for runs at a word of `speed`. Raises AttentionError."""
+        if speed == self.speed:
+            return self
+        attention, attend = find_attention(self.options.attention, self.recognised.dit, self.dtype, self.device, speed)
+        return replace(self, attention=attention, attend=attend, speed=speed)
 
     @property
     def quantization(self) -> Quantization | None:
@@ -177,7 +186,15 @@ class ModelSettings:
         return said
 
 
-def resolve_settings(models: Parts, options: LoadOptions, device: torch.device) -> ModelSettings:
+def find_attention(
+    name: str, dit: DiTConfig, dtype: torch.dtype, device: torch.device, speed: str = EXACT
+) -> tuple[str, Attention]:
+    """The attention of runs at a word of `speed` where `name` was asked for. Raises AttentionError."""
+    name = attention_at_speed(name, speed)
+    return resolve_attention(name, device, dtype, dit.head_dim, needs_lse=dit.merges_attention)
+
+
+def resolve_settings(models: Parts, options: LoadOptions, device: torch.device, speed: str = EXACT) -> ModelSettings:
     """Raises OptionError or AttentionError for what cannot run on `device`, also for a LoRA that packed weights do not
     take; CheckpointError for a LoRA of another model."""
     high, low = models.of["high"], models.of.get("low")
@@ -186,9 +203,7 @@ def resolve_settings(models: Parts, options: LoadOptions, device: torch.device) 
     why = stored_precision(high, device, low)[1] if stored else ""
     dtype = compute_dtype(precision, device)
     dit = models.dit
-    attention, attend = resolve_attention(
-        options.attention, device, dtype, dit.head_dim, needs_lse=dit.merges_attention
-    )
+    attention, attend = find_attention(options.attention, dit, dtype, device, speed)
     quantization = find_quantization(precision, device, options.keep_blocks, as_stored=stored)
     check_quantization(quantization, dit)
     check_compile(options.compile, device)
@@ -214,6 +229,7 @@ def resolve_settings(models: Parts, options: LoadOptions, device: torch.device) 
         keep_blocks=options.keep_blocks,
         attention=attention,
         attend=attend,
+        speed=speed,
         compile=options.compile,
         loras=loras,
     )

@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from wan_core.config import (
+    EXACT,
     NagOptions,
     OptionError,
     SparseOptions,
@@ -78,6 +79,7 @@ class Plan:
     boundary: float
     unskipped: int | None = None  # forwards of the same plan without skipping; None: no skipping was asked for
     sparse: SparseOptions | None = None  # how steps with a sparsity select blocks
+    speed: str = EXACT  # which attention `auto` stands for follows the word
     notes: tuple[str, ...] = ()  # decisions about skipping, sparsity and presets, for the report
     warnings: tuple[str, ...] = ()  # what is probably a mistake (`wan_core.sampling.mistakes`)
     nag: NagOptions | None = None  # of the steps marked so

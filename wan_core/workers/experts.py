@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from wan_core.config import LoadOptions
 from wan_core.execution.report import Report
 from wan_core.models.wan.model import WanModel
@@ -26,13 +28,13 @@ class LoadedExperts:
         whole = not self.models.sharded and self.mesh.layers == ranks.mesh.layers == 1
         return whole or self.mesh == ranks.mesh
 
-    def arrange(self, ranks: RankMesh) -> None:
-        """Share the forwards over this mesh from now on."""
+    def arrange(self, ranks: RankMesh, speed: str) -> None:
+        """Share the forwards over this mesh from now on, at a word of `speed`."""
         assert self.fits(ranks)
-        if self.mesh == ranks.mesh:
+        settings = self.models.settings.at_speed(speed)
+        if self.mesh == ranks.mesh and settings is self.models.settings:
             return
-        residency = self.models.residency
-        for model in residency.models.values():
+        for model in self.models.residency.models.values():
             assert isinstance(model, WanModel)
-            finish(model, self.models.settings, residency.device, ranks=ranks)
-        self.mesh = ranks.mesh
+            finish(model, settings, self.models.device, ranks=ranks)
+        self.mesh, self.models = ranks.mesh, replace(self.models, settings=settings)

@@ -31,7 +31,7 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.attention.registry import BACKENDS, resolve_attention
+from wan_core.ops.attention.registry import BACKENDS
 from wan_core.parallel.chords import check_chords
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
@@ -49,7 +49,7 @@ from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import COMPILING, OnStep, OwnMemory, Watch, guidance_over
-from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
+from wan_core.pipeline.settings import PartToLoad, compute_dtype, find_attention, holding, precision_of
 from wan_core.pipeline.sources import find_experts, recognise
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
@@ -182,7 +182,7 @@ class Jobs:
             if not experts.fits(ranks):
                 del experts, self.held["experts"]
                 experts = self.hold("experts", asdict(options), make)
-            experts.arrange(ranks)
+            experts.arrange(ranks, plan.speed)
         loaded = experts.models
         loaded.check_changes(plan)
         loaded.place(workload)
@@ -275,8 +275,7 @@ class Jobs:
         if mesh is not None and mesh.size != self.rank.size:
             raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
         device = self.rank.device
-        dtype, needs_lse = compute_dtype(precision, device), dit.merges_attention
-        backend, _ = resolve_attention(options.attention, device, dtype, dit.head_dim, needs_lse=needs_lse)
+        backend, _ = find_attention(options.attention, dit, compute_dtype(precision, device), device, plan.speed)
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
         choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)

@@ -12,10 +12,8 @@ from wan_core.config.file_names import file_says
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import check_sparse
 from wan_core.sampling.cache.magcache import PRESETS, Curve, find_curve, skip_magcache
-from wan_core.sampling.cache.policies import (
-    skip_taylorseer,
-)
-from wan_core.sampling.cache.speed import MIN_STEPS, at_speed
+from wan_core.sampling.cache.policies import skip_taylorseer
+from wan_core.sampling.cache.speed import MIN_STEPS, PRECISION, at_speed
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.plan import Plan
@@ -69,9 +67,9 @@ def apply_policies(
     """
     said = [file_says(path) for path in (checkpoint, low, *loras) if path is not None]
     distilled = next((one.why for one in said if one.steps is not None), "")
-    word, options = options.speed, at_speed(options, len(plan.steps), bool(distilled))
+    word, options = options.speed, at_speed(options, plan.count, bool(distilled))
     if word != EXACT:
-        plan = replace(plan, notes=(*plan.notes, f"speed {word}: {skip_words(options)}"))
+        plan = replace(plan, speed=word, notes=(*plan.notes, f"speed {word}: {skip_words(options)}; {PRECISION}"))
     if word != EXACT and options.magcache is not None and plan.solver.removeprefix("ComfyUI ") in UNCACHED:
         plan = replace(plan, notes=(*plan.notes, f"no step is forecast: the solver is {plan.solver}"))
         options = replace(options, magcache=None)
@@ -135,7 +133,7 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
 
 
 def skip_words(options: SkipOptions) -> str:
-    """The options in the form of the command line: `magcache 0.12/2/0.2, sparse 0.5/0/0`."""
+    """The options in the form of the command line: `magcache 0.12/2/0.2, sparse 0.5/0`."""
     settings: list[str] = []
     if cache := options.magcache:
         settings.append(f"magcache {slashes(cache, 'threshold', 'max_skips', 'retention')}")

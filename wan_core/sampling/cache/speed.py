@@ -53,6 +53,9 @@ def at_speed(options: SkipOptions, steps: int, distilled: bool) -> SkipOptions:
     return word.few if distilled or steps < MIN_STEPS else word.many
 
 
+PRECISION = "attention auto is 8-bit where the card has such a kernel; a named kernel stays"
+
+
 def attention_at_speed(attention: str, speed: str) -> str:
-    """The attention of a run: a word that is not exact takes the card's 8-bit attention in place of `auto`."""
+    """What `attention` stands for in a run: a word that is not exact takes the card's 8-bit kernel for `auto`."""
     return "fast" if attention == "auto" and speed != EXACT else attention
