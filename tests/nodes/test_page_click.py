@@ -95,7 +95,8 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
             find_newer_comfyui(),
             tmp_path_factory.mktemp("comfyui"),
             environment={"WANCORE_ALLOW_CPU_WORKERS": "1"},
-            arguments=["--front-end-root", front] if front else [],
+            # On a CPU ComfyUI computes attention in parts, which rounds otherwise (1.03e-5 in Animate-2).
+            arguments=["--use-pytorch-cross-attention", *(["--front-end-root", front] if front else [])],
         )
     except FileNotFoundError as fault:
         pytest.skip(str(fault))
@@ -151,7 +152,7 @@ def the_same(templates: Templates, graphs: list[Graph]) -> int:
     plain, clicked = runs
     assert plain.keys() == clicked.keys()
     for key, one in plain.items():
-        assert (one - clicked[key]).abs().max() <= 1e-5 * one.abs().max()
+        assert torch.equal(one, clicked[key])
     assert said[1] - said[0] >= len(plain)
     return len(plain)
 
