@@ -152,6 +152,7 @@ class LoadOptions:
         "another strength reads the weights that change again. 'attach': two more products in every linear, some "
         "percent slower; another strength takes no time. 'auto': merge, and attach where weights stay packed "
         "(GGUF).",
+        advanced=True,
         added=True,
     )
     loras: tuple[LoraOptions, ...] = ()

@@ -31,6 +31,19 @@ export function stopped(text) {
   return [...lines.slice(0, -1), `stopped: ${lines.at(-1).split(",")[0]}`].join("\n");
 }
 
+// What stands on a box of nodes that said something, [node, text] each; null: none of them is of interest there. The
+// counts of WanCore Accelerate, for those who look into it, stay on the node.
+const ON_BOX = ["WanCoreSampler", "WanCoreAccelerate"];
+
+export function onBox(...entries) {
+  const shown = entries.filter(([node]) => ON_BOX.includes(node.type));
+  const lines = shown.flatMap(([node, text]) => {
+    const own = text.trimEnd().split("\n").filter((line) => !line.startsWith("WanCore Accelerate: "));
+    return shown.length > 1 ? [`${node.title}:`, ...own] : own;
+  });
+  return shown.length ? lines.join("\n") : null;
+}
+
 // The node that the parts of an id lead to: "7", or "129:168" for node 168 in the subgraph of node 129.
 export function findNode(graph, id) {
   let node = null;

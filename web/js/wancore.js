@@ -6,9 +6,12 @@
 // take all texts away when a prompt has ended: what was said is kept here, with its node, and said again.
 import { app } from "../../../scripts/app.js";
 import { api } from "../../../scripts/api.js";
-import { errorToast, findNode, readable, stopped, warningToast, warningsOf, withoutTexts } from "./texts.js";
+import {
+  errorToast, findNode, onBox, readable, stopped, warningToast, warningsOf, withoutTexts,
+} from "./texts.js";
 
 const said = new WeakMap(); // node -> { id, text, at: whether it was at work } of what it said last
+let inside = new WeakMap(); // the box that a template is -> id of a node in it -> [node, text], of this prompt
 let before = new Set(); // warnings of the prompt before: a toast for each prompt of a queue would be too many
 let warned = new Set(); // and of this one
 let cached = new Set(); // nodes whose result it takes from the cache: what they said since then stays
@@ -22,10 +25,21 @@ function toast(message) {
   app.extensionManager.toast.add(message);
 }
 
+// What a node said, also for the box around it: there the user sees how a template runs.
+function note(node, id, text, at) {
+  said.set(node, { id, text, at });
+  const box = id.includes(":") && findNode(root(), id.split(":")[0]);
+  if (!box || onBox([node, text]) === null) return;
+  if (!inside.has(box)) inside.set(box, new Map());
+  inside.get(box).set(id, [node, text]);
+  said.set(box, { id: String(box.id), text: onBox(...inside.get(box).values()), at });
+  if (app.canvas?.graph === root()) show(said.get(box));
+}
+
 function keep(id, text, at) {
   const node = findNode(root(), id);
   if (!node?.type?.startsWith("WanCore")) return false;
-  said.set(node, { id: String(id), text, at });
+  note(node, String(id), text, at);
   for (const words of warningsOf(text)) {
     if (!before.has(words) && !warned.has(words)) toast(warningToast(words, node));
     warned.add(words);
@@ -68,7 +82,7 @@ app.registerExtension({
       if (text && keep(id, text, false)) show({ id, text });
     });
     api.addEventListener("execution_start", () => {
-      [before, warned, cached] = [warned, new Set(), new Set()];
+      [before, warned, cached, inside] = [warned, new Set(), new Set(), new WeakMap()];
     });
     api.addEventListener("execution_cached", ({ detail }) => {
       cached = new Set(detail.nodes?.map(String));
@@ -84,7 +98,7 @@ app.registerExtension({
     for (const end of ["execution_error", "execution_interrupted"]) {
       api.addEventListener(end, ({ detail }) => {
         const node = findNode(root(), detail.node_id), last = node && said.get(node);
-        if (last?.at) said.set(node, { id: last.id, text: stopped(last.text), at: false });
+        if (last?.at) note(node, last.id, stopped(last.text), false);
       });
     }
     for (const end of ["execution_success", "execution_error", "execution_interrupted"]) {

@@ -116,6 +116,27 @@ test("texts inside a subgraph are there when it is opened", async () => {
   assert.equal(plain(inner.shown), "22 of 40 forwards");
 });
 
+test("what the sampler in a box did stands on the box too", async () => {
+  const high = node(5, "WanCoreAccelerate"), low = node(6, "WanCoreAccelerate"), loader = node(4, "WanCoreModelLoader");
+  const box = node(129, "sub", { subgraph: new Graph([loader, high, low]) });
+  load([box]);
+  say("129:4", "recognised");
+  assert.equal(box.shown, undefined);
+  say("129:5", "12.4 s instead of 19.5 s\nWanCore Accelerate: self-attention calls: 4 by sdpa");
+  assert.equal(plain(box.shown), "12.4 s instead of 19.5 s");
+  say("129:6", "1.3 s a step");
+  assert.equal(plain(box.shown), "node 5:\n12.4 s instead of 19.5 s\nnode 6:\n1.3 s a step");
+  end();
+  await later();
+  assert.ok(plain(box.shown).startsWith("node 5:"));
+  api.dispatchCustomEvent("execution_start", { prompt_id: "2" });
+  say("129:6", "step 1 of 4, 3 s left");
+  assert.equal(plain(box.shown), "step 1 of 4, 3 s left");
+  api.dispatchCustomEvent("execution_interrupted", { prompt_id: "2", node_id: "129:6" });
+  await later();
+  assert.equal(plain(box.shown), "stopped: step 1 of 4");
+});
+
 test("what a copy in a loop did is shown on the node that was copied", () => {
   const sampler = node(7);
   load([sampler]);
