@@ -21,8 +21,7 @@ from wan_core.ops.attention.protocol import Attention
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.loras import Wanted, lora_bytes, shared
 from wan_core.pipeline.memory_planning import (
-    Workload,
-    beside_workload,
+    beside_plan,
     check_fits,
     check_prepared,
     host_room,
@@ -97,7 +96,7 @@ class ModelSocket:
         if len(shape) != 5:
             return  # refused by whatever reads the latents
         room = host.spare_bytes() if host.device().type == "cpu" else None
-        check_fits(self.settings, Workload(shape, plan, batched=False), room)
+        check_fits(self.settings, replace(plan, latent_shape=shape), room)
         if plan.sparse is not None:
             dit = self.experts.dit
             tokens = dit.tokens(*shape[2:])
@@ -105,17 +104,16 @@ class ModelSocket:
 
     def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
         """Un-normalised latents, see `wan_core.pipeline.denoise.sample_latents`."""
-        plan, vae = run.workload.plan, self.experts.vae
+        vae = self.experts.vae
         run.report.notes += run.notes
         return sample_latents(
-            plan,
-            ComfyMemory(self, run.workload, run.report),
+            run.plan,
+            ComfyMemory(self, run.plan, run.report),
             run.conditioning,
-            run.start.sample(plan, vae, host.device()),
+            run.start.sample(run.plan, vae, host.device()),
             vae,
             run.report,
             start=run.start,
-            batched=run.workload.batched,
             on_step=on_step,
             on_leftover=on_leftover,
             checks=BlockChecks(host.check_interruption),
@@ -126,20 +124,20 @@ class ModelSocket:
 class Sampling:
     """A run of the sampler. `notes`: of its report, where this process runs it; workers say what holds there."""
 
-    workload: Workload
+    plan: Plan
     conditioning: Conditioning
     start: Start
     report: Report
     notes: Sequence[str]
 
 
-def plan_experts(model: ModelSocket, workload: Workload) -> MemoryPlan:
+def plan_experts(model: ModelSocket, plan: Plan) -> MemoryPlan:
     """The memory plan of the experts alone, made as on the command line. Blocks that stream now stay so where that
     fits."""
     high, settings = model.patchers["high"], model.settings
     attached = [name for name in settings.parts if model.patchers[cast(Expert, name)].part.lora_mode == "attach"]
     loras = lora_bytes(one for name in attached for one in model.loras.get(name, ()))
-    beside = beside_workload(settings.recognised, workload, settings.per_token(), settings.dtype.itemsize, loras)
+    beside = beside_plan(settings.recognised, plan, settings.per_token(), settings.dtype.itemsize, loras)
     sizes = Sizes(units=high.part.units, experts=1, text_encoder=0, vae=0)
     free = host_room()
     host_memory = None if free is None else free + waiting_bytes(model)
@@ -163,11 +161,11 @@ def interruptible(attend: Attention) -> Attention:
 class ComfyMemory(RunOwner):
     """The experts of one run under ComfyUI's memory manager."""
 
-    def __init__(self, model: ModelSocket, workload: Workload, report: Report) -> None:
+    def __init__(self, model: ModelSocket, plan: Plan, report: Report) -> None:
         super().__init__(report)
-        self.model, self.workload, self.patchers = model, workload, model.patchers
+        self.model, self.run_plan, self.patchers = model, plan, model.patchers
         self.shares: dict[str, Sequence[LoraShare]] = {}  # of each expert, in its first phase until it is acquired
-        for step in reversed(workload.plan.steps):
+        for step in reversed(plan.steps):
             self.shares[step.expert] = step.loras
 
     def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
@@ -233,7 +231,7 @@ class ComfyMemory(RunOwner):
         return f"other models left the device, {stay // 2} of {blocks} blocks stay, the others stream"
 
     def plan(self) -> MemoryPlan:
-        return plan_experts(self.model, self.workload)
+        return plan_experts(self.model, self.run_plan)
 
     def _ready(self, expert: Expert, form: PreparedForm | None) -> WanModel:
         """The loaded model of an expert. form: how it keeps what it prepares once a run."""

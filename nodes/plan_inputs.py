@@ -119,7 +119,7 @@ def plan_of(
         cut=False,
         **length,
     )
-    return build_plan(request, model.facts).plan
+    return build_plan(request, model.facts)
 
 
 def next_speed(plan: Plan, speed: str, planned: Callable[[str], Plan], seconds: Mapping[Expert, float]) -> str:

@@ -26,7 +26,6 @@ from wan_core.pipeline.check import size_notes
 from wan_core.pipeline.comfy_conditioning import Joined, join, prompt_starts
 from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_words, notes_of
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.settings import compute_dtype
 from wan_core.pipeline.sources import recognise
 from wan_core.sampling.cache.arguments import SkipArguments
@@ -210,10 +209,11 @@ class WanCoreSampler(io.ComfyNode):
         T, Y, X = shape[2:]
         tokens = model.experts.dit.tokens(T, Y, X)
         plan = with_costs(plan, model.experts.dit, (T, Y, X))
-        workload = Workload(shape, plan, batched=False, text_rows=conditioning.text_rows)
-        blocks = plan_experts(model, workload).staying_blocks
+        plan = replace(plan, latent_shape=shape, tokens=tokens, text_rows=conditioning.text_rows)
+        blocks = plan_experts(model, plan).staying_blocks
         batched, why = choose_batched(guidance_mode, plan, tokens, blocks is not None, conditioning.separate)
-        settings = _settings(model, plan, shape, seed, batched)
+        plan = replace(plan, guidance_mode="batched" if batched else "sequential")
+        settings = _settings(model, plan, seed)
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)
         settings["speed"] = values.get("speed", EXACT)
@@ -222,7 +222,7 @@ class WanCoreSampler(io.ComfyNode):
         of_files = [*model.experts.notes, *notes_of(model.loras)]
         report.notes += warnings
         report.warnings += [*warnings, *of_files]
-        notes = [f"guidance: {'batched' if batched else 'sequential'} ({why})", *of_files]
+        notes = [f"guidance: {plan.guidance_mode} ({why})", *of_files]
         if blocks is not None:
             notes.append(f"memory: {blocks} of {model.experts.dit.num_layers} blocks stay, the others stream")
         shown = report.warning_lines()
@@ -231,7 +231,7 @@ class WanCoreSampler(io.ComfyNode):
         report.phases["text"] = Phase(joined.seconds)
         if model.settings.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
-        run = Sampling(replace(workload, batched=batched), conditioning, start, report, notes)
+        run = Sampling(plan, conditioning, start, report, notes)
         samples, leftover = _sample(model, run, shown)
         lines = [*shown, plan.table().splitlines()[0], f"done in {clock(report.total_seconds)}"]
         if skipping is None:
@@ -274,7 +274,7 @@ def _sample(model: ModelSocket, run: Sampling, warnings: Sequence[str]) -> tuple
     """Un-normalised latents where ComfyUI keeps them, and what another run can go on with. warnings: shown meanwhile,
     above the step."""
     leftovers: list[Leftover] = []
-    with closing(Watcher(model, run.workload.plan, warnings)) as watcher:
+    with closing(Watcher(model, run.plan, warnings)) as watcher:
         latents = model.sample(run, watcher, leftovers.append)
     model.pace.clear()
     for expert, forwards in watcher.forwards.items():  # where ranks run different steps, the first one's experts alone
@@ -283,9 +283,9 @@ def _sample(model: ModelSocket, run: Sampling, warnings: Sequence[str]) -> tuple
     return intermediate, leftovers[0].to(intermediate.device) if leftovers else None
 
 
-def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int, batched: bool) -> dict[str, Any]:
+def _settings(model: ModelSocket, plan: Plan, seed: int) -> dict[str, Any]:
     """What reports and latents say of the run."""
-    config, settings = model.experts.vae, model.settings
+    config, settings, shape = model.experts.vae, model.settings, plan.latent_shape
     precision = name_of(settings.dtype) if settings.quantization is None else settings.precision
     return {
         "models": {name: part.source for name, part in model.experts.of.items()},
@@ -295,7 +295,7 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "frames": config.video_frames(shape[2]),
         **({"sigmas": [plan.sigmas[0], plan.sigmas[-1]]} if plan.from_latents or plan.sigmas[-1] else {}),
         **({"nag": plan.nag.words()} if plan.nag else {}),
-        **plan.settings(batched),
+        **plan.settings(),
         "seed": seed,
         "attention": settings.attention,
         "compile": settings.compile,

@@ -145,7 +145,7 @@ class WorkersModel(ModelSocket):
         pass
 
     def sample(self, run: Sampling, on_step: OnStep, on_leftover: Callable[[Leftover], None]) -> Tensor:
-        workload, count = run.workload, len(self.workers.workers.options.devices)
+        plan, count = run.plan, len(self.workers.workers.options.devices)
         loras = tuple(
             LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert)
             for expert, expert_loras in self.loras.items()
@@ -153,12 +153,12 @@ class WorkersModel(ModelSocket):
             if one.strength
         )
         weights = sum(patcher.size for patcher in set(self.patchers.values()))
-        activation_bytes = plan_experts(self, workload).beside
-        working = max(activation_bytes[expert] for expert in workload.plan.experts)
+        activation_bytes = plan_experts(self, plan).beside
+        working = max(activation_bytes[expert] for expert in plan.experts)
         events = {
             "phase": lambda phase: host.show(f"{phase}, on {count} workers ..."),
             "not kept": warn_not_kept,
-            "step": on_steps([workload.plan], on_step),
+            "step": on_steps([plan], on_step),
         }
         latents, leftover = self.workers.ready("experts", weights, working).sample(
             replace(self.options, loras=loras),
@@ -166,10 +166,9 @@ class WorkersModel(ModelSocket):
             events,
             keep=host.unfinished_path(run.start.seed),
             fps=self.experts.task.fps,
-            plan=workload.plan,
+            plan=plan,
             conditioning=run.conditioning.flat(),
             start=run.start,
-            batched=workload.batched,
         )
         if leftover is not None:
             on_leftover(leftover)

@@ -29,7 +29,6 @@ from wan_core.media.pictures import clock, save_picture
 from wan_core.models.wan.families import Task
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.first_use import forward_each_kind
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import LocalEngine
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.settings import choose_device
@@ -90,8 +89,8 @@ class PipelineMaker:
             job, report = pipe.prepare(request).job, Report(self.device)
             model, first = pipe.models.expert(job.plan.experts[0]), job.plan.steps[:1]
             with report.phase("forward") as phase:
-                forward_each_kind(model, Workload.of(job), first, self.device)
-            return phase.seconds / (2 if job.batched else 1)
+                forward_each_kind(model, job.plan, first, self.device)
+            return phase.seconds / (2 if job.plan.batched else 1)
 
     def make(self, sample: Sample, skip: SkipOptions | None, frames: int) -> tuple[Tensor, Report]:
         with self.request(sample, skip, frames) as request:

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -252,15 +252,15 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
         forwards += progress.forwards
 
     begin = time.perf_counter()
+    batched = batch.job.plan.batched and len(batch.samples) == 1
     latents = sample_latents(
-        plan,
+        replace(plan, guidance_mode="batched" if batched else "sequential"),
         Ready(models.expert),
         batch.conditioning,
         batch.noise,
         models.vae_config,
         report,
         start=Start(shape=tuple(batch.noise.shape), seed=batch.job.request.seed),
-        batched=batch.job.batched and len(batch.samples) == 1,
         on_step=count,
     )
     seconds = time.perf_counter() - begin

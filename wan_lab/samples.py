@@ -121,7 +121,7 @@ def batches(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int)
                 run = pipe.prepare(filled)
                 jobs.append(run.job)
                 conditionings.append(pipe.encode(run))
-        noise = torch.cat([draw_noise(job.request.seed, job.latent_shape) for job in jobs])
+        noise = torch.cat([draw_noise(job.request.seed, job.plan.latent_shape) for job in jobs])
         yield Batch(group, jobs[0], joined(conditionings), noise.to(pipe.models.device))
 
 

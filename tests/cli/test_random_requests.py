@@ -156,11 +156,11 @@ def of_plan(asked: Asked) -> Answer:
     options = PARSER.parse_args(asked.plan())
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            video = asked_plan(options)
+            planned = asked_plan(options)
     except UserError as fault:
         return str(fault)
-    plan = without_costs(json.loads(json.dumps(video.plan.as_dict())))
-    return plan, video.long.clips, options.frames or video.plan.task.frames
+    plan = without_costs(json.loads(json.dumps(planned.as_dict())))
+    return plan, planned.long.clips, options.frames or planned.task.frames
 
 
 @pytest.mark.parametrize("first", range(0, REQUESTS, 50))

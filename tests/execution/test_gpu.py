@@ -108,7 +108,7 @@ def test_the_loop_never_waits_for_the_device():
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda", residency="resident"))
     run = pipe.prepare(Request(prompt=CAPTION))
     conditioning = pipe.encode(run)
-    noise = draw_noise(0, run.job.latent_shape).to(CUDA)
+    noise = draw_noise(0, run.job.plan.latent_shape).to(CUDA)
     steps = []
 
     def on_step(progress):

@@ -88,7 +88,7 @@ def ours(files: dict[str, Path], loras: dict[str, Path], mode: str, preset: str)
     facts = ModelFacts(
         task=models.task, dit=models.dit, vae=models.vae, high=files["high"], loras=tuple(loras.values())
     )
-    plan = build_plan(PlanRequest(preset=preset, shift=SHIFT, boundary=0.8), facts).plan
+    plan = build_plan(PlanRequest(preset=preset, shift=SHIFT, boundary=0.8), facts)
     text = Conditioning(cond=conditions(1)[0][0], uncond=conditions(2)[0][0])
     start = Start(shape=LATENTS, seed=5)
     noise = start.sample(plan, models.vae, report.device)

@@ -37,7 +37,7 @@ from wan_core.pipeline import memory_planning
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.load import finish, load_models
 from wan_core.pipeline.loras import Wanted, read_loras
-from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
+from wan_core.pipeline.memory_planning import MemoryPlanner
 from wan_core.pipeline.settings import PartToLoad, resolve_settings
 from wan_core.pipeline.sources import TINY, find_experts, find_models, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise
@@ -45,7 +45,7 @@ from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
 SHAPE = (1, 16, 2, 4, 6)
-WORKLOAD = Workload(SHAPE, make_plan(task="t2v-tiny", steps=2), batched=False)
+WORKLOAD = replace(make_plan(task="t2v-tiny", steps=2), latent_shape=SHAPE)
 
 
 class Manager:
@@ -128,8 +128,8 @@ def with_loras(model: Any, strength: float) -> Any:
     return replace(model, loras={name: tuple(wanted) for name, wanted in loras.items()})
 
 
-def owner_of(model: Any, workload: Workload = WORKLOAD) -> Any:
-    return importlib.import_module("nodes.memory").ComfyMemory(model, workload, Report(CPU))
+def owner_of(model: Any, plan: Any = WORKLOAD) -> Any:
+    return importlib.import_module("nodes.memory").ComfyMemory(model, plan, Report(CPU))
 
 
 def latents(model: Any, on_step: Any = None, owner: Any = None, steps: int = 2) -> torch.Tensor:
@@ -146,10 +146,10 @@ def latents(model: Any, on_step: Any = None, owner: Any = None, steps: int = 2) 
     )
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("mode", ["sequential", "batched"])
 @pytest.mark.parametrize("task", ["t2v-A14B", "animate2-14B", "vace-14B", "s2v-14B", "fun-control-14B"])
 def test_nodes_keep_as_many_blocks_as_the_command_line(
-    nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, task: str, batched: bool
+    nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, task: str, mode: str
 ) -> None:
     """What a family prepares besides text counts for both doors. Nothing is loaded."""
     options = LoadOptions(model=f"random:{task}", residency="stream", precision="bf16")
@@ -158,7 +158,7 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
     settings = resolve_settings(replace(recognised, of=experts), options, CPU)
     models = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
     model = nodes.memory.ModelSocket(options, settings, models, None)
-    workload = Workload((1, 16, 21, 60, 104), make_plan(steps=4), batched)
+    workload = replace(make_plan(steps=4), latent_shape=(1, 16, 21, 60, 104), guidance_mode=mode)
     room = 30 << 30
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room)
     monkeypatch.setattr(nodes.host, "room", lambda: room)
@@ -179,7 +179,7 @@ def test_blocks_that_stream_stay_while_half_of_the_reserve_is_left(
     settings = resolve_settings(replace(recognised, of=experts), options, CPU)
     models = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
     model = nodes.memory.ModelSocket(options, settings, models, None)
-    workload, blocks = Workload((1, 16, 21, 60, 104), make_plan(steps=4), False), 20
+    workload, blocks = replace(make_plan(steps=4), latent_shape=(1, 16, 21, 60, 104)), 20
     now = Residency(CPU, "stream", resident_blocks=blocks, room=1)
     for one in models.values():
         one.resident_blocks = blocks
@@ -205,7 +205,7 @@ def test_nodes_tell_the_model_how_the_plan_keeps_what_it_prepares(
     part = settings.parts["high"]
     expert = nodes.host.Held("high", part, lambda module: finish(module, settings, CPU), shared)
     model = nodes.memory.ModelSocket(options, settings, {"high": expert, "low": expert}, None)
-    workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
+    workload = replace(make_plan(task="animate2-tiny", steps=2), latent_shape=(1, 16, 7, 12, 12))
     monkeypatch.setattr(planning, "RESERVE", (0, 0))
     on_device = nodes.memory.plan_experts(model, workload)
     assert on_device.form is not None and on_device.staying_blocks is None and not on_device.form.host
@@ -229,7 +229,7 @@ def test_host_memory_that_is_short_is_said_before_anything_is_read(
     settings = resolve_settings(find_experts(path), options, CPU)
     expert = nodes.host.Held("high", settings.parts["high"], lambda module: module, Residency(CPU, "stream"))
     model = nodes.memory.ModelSocket(options, settings, {"high": expert, "low": expert}, None)
-    workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
+    workload = replace(make_plan(task="animate2-tiny", steps=2), latent_shape=(1, 16, 7, 12, 12))
     monkeypatch.setattr(planning, "RESERVE", (0, 0))
     monkeypatch.setattr(nodes.host, "room", lambda: 1 << 20)  # less than any form takes
     monkeypatch.setattr(nodes.memory, "host_room", lambda: settings.parts["high"].bytes)

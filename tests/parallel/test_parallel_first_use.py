@@ -24,7 +24,6 @@ from wan_core.ops.quant.swap import Quantization
 from wan_core.parallel.mesh import Group, Mesh, RankMesh
 from wan_core.pipeline import first_use, load
 from wan_core.pipeline.first_use import Ended, FirstUse
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import resolve_settings
 from wan_core.pipeline.sources import find_models
@@ -169,7 +168,7 @@ def test_a_load_that_fails_ends_the_preparation(monkeypatch):
 def test_after_an_update_one_goes_first_again(monkeypatch):
     """Kernels that an older version kept are not read any more, so that all would compile at the same time."""
     settings = resolve_settings(find_models(LoadOptions(model="tiny")), LoadOptions(model="tiny"), CPU)
-    workload = Workload((1, 16, 2, 4, 6), make_plan(task="t2v-tiny", steps=2), False)
+    workload = replace(make_plan(task="t2v-tiny", steps=2), latent_shape=(1, 16, 2, 4, 6))
     names = [first_use.compiled_name(settings, workload, alone())]
     for name, value in (("installed", lambda _: {"triton": "99"}), ("__version__", "99")):
         monkeypatch.setattr(first_use, name, value)
@@ -180,11 +179,10 @@ def test_after_an_update_one_goes_first_again(monkeypatch):
 def test_a_rehearsal_needs_room_for_its_blocks():
     models = find_models(LoadOptions(model="tiny"))
     settings = resolve_settings(models, LoadOptions(model="tiny", precision="bf16"), CPU)
-    workload = Workload((1, 16, 2, 4, 6), make_plan(task="t2v-tiny", steps=2), False)
     other_bytes, block, *_ = unit_bytes(models.dit, 2, False)
     for spare, fits in ((other_bytes + block, True), (other_bytes + block - 1, False)):
         memory = SimpleNamespace(peak=1000, room=1000 + spare)
-        assert first_use.fits_beside(settings, workload, memory) is fits
+        assert first_use.fits_beside(settings, memory) is fits
     encoded = replace(settings, parts={n: replace(p, quantization=INT8) for n, p in settings.parts.items()})
     memory = SimpleNamespace(peak=1000, room=1000 + other_bytes + block)
-    assert not first_use.fits_beside(encoded, workload, memory)
+    assert not first_use.fits_beside(encoded, memory)

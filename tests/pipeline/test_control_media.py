@@ -127,7 +127,7 @@ def test_vace_is_given_what_stays_what_changes_and_where(folder: Path) -> None:
     asked = request(folder, control_video="video.mp4", mask="mask.png", reference="picture.png", image="picture.png")
     run_prepared = pipe.prepare(asked)
     # The reference is a frame of the latents.
-    assert run_prepared.job.latent_shape == (1, 16, 3, 4, 6) and run_prepared.job.tokens == 3 * 2 * 3
+    assert run_prepared.job.plan.latent_shape == (1, 16, 3, 4, 6) and run_prepared.job.plan.tokens == 3 * 2 * 3
     control = pipe.encode(run_prepared).inputs["control"]
     assert control.shape == (1, 96, 3, 4, 6)
     video = in_pixels(read_video(folder / "video.mp4")[:5])
@@ -245,7 +245,7 @@ def test_fun_is_given_its_control_and_what_is_known(folder: Path, name: str) -> 
         control = in_pixels(read_video(folder / "video.mp4")[:5])
         assert torch.allclose(conditioning.concat[:, :16], encoded(pipe, control), atol=1e-5)
     referred = None if camera else pipe.prepare(request(folder, control_video="video.mp4", reference="picture.png"))
-    reference_counts = None if referred is None else (referred.job.tokens, referred.job.latent_shape[2])
+    reference_counts = None if referred is None else (referred.job.plan.tokens, referred.job.plan.latent_shape[2])
     assert reference_counts in (None, (3 * 2 * 3, 2))  # beside the latents
 
 

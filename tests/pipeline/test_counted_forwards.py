@@ -76,7 +76,7 @@ def test_the_estimate_counts_the_pass_and_what_does_not_read_the_video() -> None
     over, undriven = family_of(ANIMATE2_14B).driving_costs(ANIMATE2_14B, latents)
     assert 0.85 < over < 21 / 22 and over < undriven < 1
     options = build_parser().parse_args(["plan", "--task", "animate2-14B-distilled"])
-    video = asked_plan(options)
-    assert video.plan.forwards == TASKS["animate2-14B-distilled"].steps + 1 and video.latents[0] == 22
-    estimated = with_costs(video.plan, ANIMATE2_14B, latents).estimate({"high": 10.0})
+    plan = asked_plan(options)
+    assert plan.forwards == TASKS["animate2-14B-distilled"].steps + 1 and plan.latent_shape[2] == 22
+    estimated = with_costs(plan, ANIMATE2_14B, latents).estimate({"high": 10.0})
     assert estimated == pytest.approx(10 * (10 + over), abs=0.01)

@@ -27,7 +27,7 @@ from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline import memory_planning
 from wan_core.pipeline.embedded import parse_caption
-from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, beside_workload
+from wan_core.pipeline.memory_planning import MemoryPlanner, beside_plan
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.sparsity.run import SparseTiles
@@ -115,7 +115,7 @@ def test_a_small_card_makes_the_same_latents(
     """The memory limit is emulated: the plan is that of a card with so much room, and the run follows it on a CPU."""
     pipe, request = Pipeline.load(DRIVEN), with_media(drawn)
     planner = MemoryPlanner(pipe.models.settings, DRIVEN)
-    activations = beside_workload(pipe.models.settings.recognised, Workload.of(pipe.prepare(request).job), 20.1, 4)
+    activations = beside_plan(pipe.models.settings.recognised, pipe.prepare(request).job.plan, 20.1, 4)
     on_device, on_host = (activations.kept_as(one).denoise for one in activations.forms[:2])
     assert on_host < on_device
     room = (on_host + on_device) // 2 + stage_bytes(pipe.models.settings.parts["high"].units, 0)

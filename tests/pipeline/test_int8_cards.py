@@ -40,7 +40,7 @@ from wan_core.pipeline import load as load_stage
 from wan_core.pipeline import memory_planning, settings
 from wan_core.pipeline.applied_loras import load_with_loras
 from wan_core.pipeline.loras import Wanted
-from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, check_host, plan_host, staying_in_file
+from wan_core.pipeline.memory_planning import MemoryPlanner, check_host, plan_host, staying_in_file
 from wan_core.pipeline.model_parts import PackedSize, Part, Parts
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, resolve_settings
@@ -117,7 +117,7 @@ def test_a_pair_with_loras_under_24_16_and_12_gib(monkeypatch, resolved, precisi
     assert parts["low"].lora_mode == "attach"
     wanted = [Wanted(lora_of(64), 1.0, ("", 0, 0))]
     settings = replace(settings, parts=parts, loras={"high": wanted, "low": wanted})
-    workload = Workload((1, 16, 21, 80, 80), make_plan(task="i2v-A14B", steps=4), batched=False, image=True)
+    workload = replace(make_plan(task="i2v-A14B", steps=4), latent_shape=(1, 16, 21, 80, 80), image=True)
     blocks = []
     for gib in (24, 16, 12):
         monkeypatch.setattr(memory_planning, "device_room", lambda *_, gib=gib: limited(gib))

@@ -194,8 +194,7 @@ def test_the_picture_of_a_plan_marks_them() -> None:
     task = TASKS["i2v-A14B"]
     facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae)
     without, marked = (
-        np.asarray(draw_plan(build_plan(PlanRequest(steps=4, known=frames), facts).plan))
-        for frames in ((), (0, 40, 80))
+        np.asarray(draw_plan(build_plan(PlanRequest(steps=4, known=frames), facts))) for frames in ((), (0, 40, 80))
     )
     changed = (without != marked).any(-1)
     assert changed[:60].any() and not changed[64:].any()

@@ -17,8 +17,7 @@ from wan_core.pipeline.card_choice import task_memory
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.memory_planning import (
     MemoryPlanner,
-    Workload,
-    beside_workload,
+    beside_plan,
     choose_residency,
     model_sizes,
 )
@@ -31,7 +30,7 @@ from wan_core.sampling.sparsity.schedule import with_costs
 
 CPU = torch.device("cpu")
 LARGE = LoadOptions(model="random:t2v-A14B", precision="bf16")
-WORKLOAD = Workload((1, 16, 21, 60, 104), make_plan(), batched=False)
+WORKLOAD = replace(make_plan(), latent_shape=(1, 16, 21, 60, 104))
 
 
 def large(models: Parts, options: LoadOptions = LARGE) -> ModelSettings:
@@ -59,9 +58,9 @@ def room(monkeypatch: pytest.MonkeyPatch):
 def test_attention_in_parts_is_in_the_plan() -> None:
     """Measured: a clip of Animate-2 at 832x480, 81 frames, in FP8 took 29.23 GiB beside its weights."""
     models = find_models(LoadOptions(model="random:animate2-14B-distilled"))
-    workload = Workload((1, 16, 22, 60, 104), make_plan(steps=10, guidance_high=1, guidance_low=1), batched=False)
+    workload = replace(make_plan(steps=10, guidance_high=1, guidance_low=1), latent_shape=(1, 16, 22, 60, 104))
     per_token = factor(models.dit, itemsize=2, device="cuda", compile="off", precision="fp8")
-    planned = beside_workload(models, workload, per_token, 2).denoise / GIB
+    planned = beside_plan(models, workload, per_token, 2).denoise / GIB
     assert 29.23 <= planned < 1.02 * 29.23
 
 
@@ -70,7 +69,7 @@ def test_slopes_of_sparse_attention_take_memory():
     models, plan = find_models(LoadOptions(model="random:t2v-A14B", precision="fp8")), make_plan()
     shape = (1, 16, 21, 90, 160)
     taken = [
-        beside_workload(models, Workload(shape, replace(plan, sparse=sparse), batched=False), 5.05, 2).denoise
+        beside_plan(models, replace(replace(plan, sparse=sparse), latent_shape=shape), 5.05, 2).denoise
         for sparse in (None, SparseOptions(sparsity=0.75, slope=False), SparseOptions(sparsity=0.75))
     ]
     assert taken[0] == taken[1]
@@ -142,7 +141,7 @@ def test_attached_loras_count_in_every_phase(room) -> None:
     options = LoadOptions(model="tiny", loras=loras, residency="swap", lora_mode="attach")
     models = find_models(options)
     settings = resolve_settings(models, options, CPU)
-    workload = Workload((1, 16, 3, 12, 12), make_plan(task="t2v-tiny"), batched=False)
+    workload = replace(make_plan(task="t2v-tiny"), latent_shape=(1, 16, 3, 12, 12))
     with_loras = MemoryPlanner(settings, options).plan(workload)
     without = MemoryPlanner(replace(settings, loras={}), options).plan(workload)
     extra = {name: nbytes - without.beside[name] for name, nbytes in with_loras.beside.items()}

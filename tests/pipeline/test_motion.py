@@ -48,7 +48,7 @@ def plan_of(task: str = "i2v-A14B", loras: tuple[str, ...] = (), all_files: bool
     kind = TASKS[task]
     files = {"loras": tuple(map(Path, loras)), "all_files": all_files}
     facts = ModelFacts(task=kind, dit=kind.full_size, vae=kind.vae, **files)  # type: ignore[arg-type]
-    return build_plan(PlanRequest(**fields), facts).plan  # type: ignore[arg-type]
+    return build_plan(PlanRequest(**fields), facts)  # type: ignore[arg-type]
 
 
 def phases(plan: Plan) -> list[tuple[int, str, float, tuple[tuple[str, float], ...]]]:
@@ -243,10 +243,7 @@ def one_by_one(with_loras: Pipeline, without: Pipeline, request: Request) -> Ten
     start, models = run.job.start(), run.models
     noise = start.sample(run.job.plan, models.vae_config, models.device)
     owner, text = Phases(with_loras, without), encode_text(run)
-    batched = run.job.batched
-    return sample_latents(
-        run.job.plan, owner, text, noise, models.vae_config, run.report, start=start, batched=batched
-    )  # fmt: skip
+    return sample_latents(run.job.plan, owner, text, noise, models.vae_config, run.report, start=start)
 
 
 @pytest.mark.parametrize(

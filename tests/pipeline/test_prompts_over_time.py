@@ -152,8 +152,7 @@ def test_the_plan_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     task = TASKS["t2v-A14B"]
     facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae)
     without, with_them = (
-        np.asarray(draw_plan(build_plan(PlanRequest(steps=4, prompt_starts=starts), facts).plan))
-        for starts in ((), (0, 40))
+        np.asarray(draw_plan(build_plan(PlanRequest(steps=4, prompt_starts=starts), facts))) for starts in ((), (0, 40))
     )
     changed = (without != with_them).any(-1)
     assert changed[44:66].any() and not changed[:44].any() and not changed[66:].any()

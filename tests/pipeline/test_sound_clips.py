@@ -41,7 +41,7 @@ from wan_core.pipeline import clips as clips_module
 from wan_core.pipeline import hearing, sources
 from wan_core.pipeline.card_choice import task_memory
 from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media
-from wan_core.pipeline.memory_planning import Workload, beside_workload
+from wan_core.pipeline.memory_planning import beside_plan
 from wan_core.pipeline.pipeline import Pipeline, WriteVideo
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.sources import TINY, find_models
@@ -272,8 +272,8 @@ def test_the_memory_plan_counts_the_sound() -> None:
     models = find_models(options)
     assert models.speech is not None
     plan = make_plan(task="s2v-14B", steps=4)
-    workloads = [Workload((1, 16, 20, 60, 104), plan, False, image=True, seconds=n) for n in (0, 5, 600)]
-    silent, short, long = (beside_workload(models, one, 5.05, 2) for one in workloads)
+    plans = [replace(plan, latent_shape=(1, 16, 20, 60, 104), image=True, seconds=n) for n in (0, 5, 600)]
+    silent, short, long = (beside_plan(models, one, 5.05, 2) for one in plans)
     with torch.device("meta"):
         on_meta = SpeechEncoder(XLSR_LARGE)
     weights = 4 * sum(p.numel() for p in on_meta.parameters())

@@ -203,7 +203,7 @@ def test_the_plan_says_what_each_clip_is_given(capsys: pytest.CaptureFixture[str
 def test_the_picture_of_a_plan_marks_what_is_handed_on() -> None:
     task = TASKS["i2v-A14B"]
     facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae)
-    plain, svi = (np.asarray(draw_plan(build_plan(one, facts).plan)) for one in (
+    plain, svi = (np.asarray(draw_plan(build_plan(one, facts))) for one in (
         PlanRequest(steps=4, frames=233, clip_frames=81), PlanRequest(steps=4, frames=233, svi=True),
     ))  # fmt: skip
     changed = (plain != svi).any(-1)
@@ -251,7 +251,7 @@ def notes(*loras: str, **asked: object) -> str:
     files = {"high": Path("high.safetensors"), "loras": tuple(map(Path, loras))}
     facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae, **files)  # type: ignore[arg-type]
     request = PlanRequest(steps=4, frames=161, **asked)  # type: ignore[arg-type]
-    return " ".join(build_plan(request, facts).plan.notes)
+    return " ".join(build_plan(request, facts).notes)
 
 
 def test_a_run_says_which_loras_it_lacks() -> None:

@@ -14,7 +14,6 @@ from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions
 from wan_core.config.compile_cache import cache_folder, set_compile_caches
 from wan_core.pipeline import first_use
 from wan_core.pipeline.first_use import load_kernels
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import resolve_settings
 from wan_core.pipeline.sources import find_models
@@ -139,5 +138,10 @@ def test_a_forward_of_each_family_needs_no_media(name: str) -> None:
     settings = resolve_settings(models, LoadOptions(model="tiny"), CPU)
     of = {**models.of, "high": replace(models.of["high"], config=config)}
     settings = replace(settings, recognised=replace(models, of=of))  # type: ignore[arg-type]
-    workload = Workload((1, config.out_channels, 3, 8, 8), make_plan(task="t2v-tiny", steps=2), True, image=True)
-    first_use.forward_each_kind(first_use.random_block(settings, CPU), workload, workload.plan.steps, CPU)
+    workload = replace(
+        make_plan(task="t2v-tiny", steps=2),
+        latent_shape=(1, config.out_channels, 3, 8, 8),
+        guidance_mode="batched",
+        image=True,
+    )
+    first_use.forward_each_kind(first_use.random_block(settings, CPU), workload, workload.steps, CPU)

@@ -118,4 +118,5 @@ def test_memory_is_what_was_said_and_is_given_back():
     assert (pipe.generate(cached).frames == first).all()
     job = pipe.prepare(cached).job
     dim = pipe.models.dit_config.dim
-    assert residual_bytes(job.plan, job.tokens, dim) == 2 * 2 * job.tokens * dim * 2  # two slots of two branches, bf16
+    plan, tokens = job.plan, job.plan.tokens
+    assert residual_bytes(plan, tokens, dim) == 2 * 2 * tokens * dim * 2  # two slots of two branches, bf16

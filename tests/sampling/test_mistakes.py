@@ -34,7 +34,7 @@ def plan_of(
     facts = ModelFacts(
         task=kind, dit=kind.full_size, vae=kind.vae, high=high, low=low, loras=tuple(map(Path, loras)), all_files=known
     )
-    return build_plan(PlanRequest(**asked), facts).plan  # type: ignore[arg-type]
+    return build_plan(PlanRequest(**asked), facts)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_nothing_is_said_of_files_that_are_not_known() -> None:
     assert plan_of(known=False, steps=4).warnings == ()
     kind = TASKS["i2v-A14B"]
     facts = ModelFacts(task=kind, dit=kind.full_size, vae=kind.vae, all_files=True)
-    assert build_plan(PlanRequest(steps=4), facts).plan.warnings == ()
+    assert build_plan(PlanRequest(steps=4), facts).warnings == ()
     assert plan_of(sigmas=[0.9, 0.6, 0.3, 0.0]).warnings == () == plan_of(sigmas=[1.0, 0.9, 0.8]).warnings
 
 

@@ -185,7 +185,7 @@ def test_who_takes_them():
     for task in TASKS.values():
         request, facts = PlanRequest(prompt_starts=(0, 8)), ModelFacts(task=task, dit=None, vae=task.vae)
         if task.family in ("wan", "fun-control", "camera"):
-            plan = build_plan(request, facts).plan
+            plan = build_plan(request, facts)
             assert plan.prompts is not None and "prompts from frames 0, 8" in plan.table()
             assert plan.as_dict()["prompts"] == [0, 8]
         else:

@@ -86,7 +86,8 @@ def test_a_part_of_a_graph_goes_on_where_lost_ranks_were(tmp_path: Path, monkeyp
     monkeypatch.setattr(kept_steps, "SECONDS", 0.0)
     files = {name: str(TINY / f"t2v_{name}.safetensors") for name in ("high", "low")}
     model = LoadOptions(**files, precision="fp32")
-    plan, rows = make_plan(task="t2v-tiny", steps=8), dict.fromkeys(("cond", "uncond"), torch.zeros(1, 8, 64))
+    plan = replace(make_plan(task="t2v-tiny", steps=8), latent_shape=(1, 16, 2, 6, 8))
+    rows = dict.fromkeys(("cond", "uncond"), torch.zeros(1, 8, 64))
     steps: list[int] = []
     with forking(1), Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2")) as workers:
 
@@ -96,8 +97,8 @@ def test_a_part_of_a_graph_goes_on_where_lost_ranks_were(tmp_path: Path, monkeyp
                 os.kill(max(below(workers._processes.process.pid)), signal.SIGKILL)
 
         def sample(seed: int, on_step: OnStep | None = None) -> torch.Tensor:
-            start, keep = Start(shape=(1, 16, 2, 6, 8), seed=seed), tmp_path / f"{len(steps)}.latents.safetensors"
-            how: dict[str, Any] = {"start": start, "batched": False, "fps": 8, "plan": plan, "conditioning": rows}
+            start, keep = Start(shape=plan.latent_shape, seed=seed), tmp_path / f"{len(steps)}.latents.safetensors"
+            how: dict[str, Any] = {"start": start, "fps": 8, "plan": plan, "conditioning": rows}
             report, events = Report(torch.device("cpu")), {"step": on_steps([plan], on_step)}
             return WorkerEngine(workers).sample(model, report, events, keep=keep, **how)[0]
 

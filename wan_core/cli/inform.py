@@ -17,8 +17,8 @@ from wan_core.config.file_names import NAMING
 from wan_core.config.table import from_values
 from wan_core.models.wan.families import family_of, find_task
 from wan_core.models.wan.families.family import BEGINS, given_fields
-from wan_core.sampling.build import ModelFacts, PlannedVideo, build_plan, plan_request
-from wan_core.sampling.plan import WARNING
+from wan_core.sampling.build import ModelFacts, build_plan, plan_request
+from wan_core.sampling.plan import WARNING, Plan
 
 SMALLER = "try --precision fp8, a smaller --size or fewer --frames, or a task with a smaller model"
 PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
@@ -61,19 +61,19 @@ def run_plan(options: argparse.Namespace) -> int:
         ):
             others = "--clip-frames, --overlap, --svi and --seconds-per-forward"
             raise OptionError(f"--memory is of one clip: leave out {others}")
-        video = asked_plan(options)
-        assert video.plan.task is not None
+        plan = asked_plan(options)
+        assert plan.long is not None
         if options.frames is not None:
-            options.frames = video.long.clips[0].frames
-        return run_memory_plan(options, video.plan.task.name)
+            options.frames = plan.long.clips[0].frames
+        return run_memory_plan(options, plan.name)
     for name in ("size", "memory_limit", "resident_blocks"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise OptionError(f"{flag} changes no step: add --memory, whose plan it changes, or leave {flag} out")
-    video = asked_plan(options, lambda line: print(line, file=sys.stderr))
-    plan, long = video.plan, video.long
-    assert plan.task is not None
-    seconds = whole_seconds(video, options.seconds_per_forward)
+    plan = asked_plan(options, lambda line: print(line, file=sys.stderr))
+    long = plan.long
+    assert plan.task is not None and long is not None
+    seconds = whole_seconds(plan, options.seconds_per_forward)
     cut = any(one is not None for one in (options.frames, options.clip_frames, options.overlap, options.svi))
     if options.json:
         more: dict[str, Any] = {"clips": long.as_list()} if cut else {}
@@ -91,7 +91,7 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def asked_plan(options: argparse.Namespace, say: Callable[[str], None] = lambda line: None) -> PlannedVideo:
+def asked_plan(options: argparse.Namespace, say: Callable[[str], None] = lambda line: None) -> Plan:
     """The plan of what the arguments describe, at the task's own size, as `generate` makes it. say: is called with what
     is to be known of the files. Raises OptionError."""
     request = planned_request(options)
@@ -146,16 +146,16 @@ def facts_of(
     return found.facts(lora_files(named.loras))
 
 
-def whole_seconds(video: PlannedVideo, each: float | None) -> float | None:
+def whole_seconds(plan: Plan, each: float | None) -> float | None:
     """Seconds of all steps of all clips, at `each` seconds for a forward of one clip that reads everything; None where
     that is not known."""
     if each is None:
         return None
     if not each > 0:
         raise OptionError(f"--seconds-per-forward {each:g} given; it must be above 0")
-    seconds = video.plan.estimate(dict.fromkeys(video.plan.experts, each))
-    assert seconds is not None
-    return seconds * video.long.cost
+    seconds = plan.estimate(dict.fromkeys(plan.experts, each))
+    assert seconds is not None and plan.long is not None
+    return seconds * plan.long.cost
 
 
 def check_loras(paths: Sequence[Path]) -> None:

@@ -26,11 +26,12 @@ from wan_core.ops.kernels import fused
 from wan_core.ops.quant.int8 import why_not_kitchen
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.pipeline.check import make_job
-from wan_core.pipeline.memory_planning import Workload, beside_workload
+from wan_core.pipeline.memory_planning import beside_plan
 from wan_core.pipeline.settings import PartToLoad, compute_dtype
 from wan_core.pipeline.sources import find_models
 from wan_core.sampling.build import ModelFacts
 from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.plan import Plan
 
 TASK, HEAD_DIM = "t2v-A14B", 128
 CACHE = "magcache:balanced"
@@ -142,7 +143,7 @@ def task_memory(
     # Without files of pictures and videos: the size alone matters. What they add is counted.
     job = make_job(request, ModelFacts(task=plain_task(models.task), dit=models.dit, vae=models.vae))
     seen = image or models.task.image == "channels"
-    workload = with_media(replace(Workload.of(job), image=seen), models.task, models.dit, job.frames / job.fps)
+    plan = with_media(replace(job.plan, image=seen), models.task, models.dit, job.frames / job.fps)
     cuda = torch.device("cuda")
     dtype, vae_dtype = compute_dtype(options.precision, cuda), compute_dtype("auto", cuda)
     sizes = Sizes(
@@ -157,15 +158,15 @@ def task_memory(
     per_token = factor(
         models.dit, itemsize=dtype.itemsize, device=kind, compile=options.compile, precision=options.precision
     )
-    return sizes, beside_workload(models, workload, per_token, dtype.itemsize)
+    return sizes, beside_plan(models, plan, per_token, dtype.itemsize)
 
 
-def with_media(workload: Workload, task: Task, dit: DiTConfig, seconds: float) -> Workload:
-    """`workload` with all that the family of a task may have: pictures in front of its video, so many `seconds` of
+def with_media(plan: Plan, task: Task, dit: DiTConfig, seconds: float) -> Plan:
+    """`plan` with all that the family of a task may have: pictures in front of its video, so many `seconds` of
     sound."""
-    family, (B, C, T, Y, X) = family_of(task), workload.latent_shape
+    family, (B, C, T, Y, X) = family_of(task), plan.latent_shape
     if not family.driven:
-        return workload
+        return plan
     seconds = 0.0 if family.speech_states(dit) is None else seconds
     leading = len(family.front) + family.clips.leading
-    return replace(workload, latent_shape=(B, C, T + leading, Y, X), image=True, seconds=seconds)
+    return replace(plan, latent_shape=(B, C, T + leading, Y, X), image=True, seconds=seconds)

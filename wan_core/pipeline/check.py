@@ -60,12 +60,16 @@ class Job:
     height: int
     frames: int
     fps: int
-    latent_shape: tuple[int, int, int, int, int]  # [1, C, T, Y, X]
-    tokens: int  # of a forward
-    batched: bool
-    batched_why: str
-    clips: tuple[Clip, ...]  # that a long video is made in; one for others
-    leading: int = 0  # latent frames before those of the video
+
+    @property
+    def long(self) -> LongVideo:
+        """How the video is made in clips; in one where it is not long."""
+        assert self.plan.long is not None
+        return self.plan.long
+
+    @property
+    def clips(self) -> tuple[Clip, ...]:
+        return self.long.clips
 
     @property
     def task(self) -> Task:
@@ -74,7 +78,7 @@ class Job:
     def plan_with(self, skip: SkipOptions | None) -> Plan:
         """The plan of the same video with other step caching and sparse attention. Raises OptionError."""
         request = replace(self.request, skip=skip)
-        return build_plan(_plan_request(request, self.task, self.width, self.height, self.frames), self.facts).plan
+        return build_plan(_plan_request(request, self.task, self.width, self.height, self.frames), self.facts)
 
     @property
     def pose_prompt(self) -> str | None:
@@ -120,19 +124,10 @@ class Job:
         asked = self.request.match_colours
         return self.rules.match_colours if asked is None else asked
 
-    @property
-    def long(self) -> LongVideo:
-        return LongVideo(self.clips, anchored=self.rules.anchored)
-
     def clip_shape(self, clip: Clip) -> tuple[int, int, int, int, int]:
-        """The shape of the latents of one clip, see `latent_shape`."""
-        B, C, T, Y, X = self.latent_shape
+        """The shape of the latents of one clip, [1, C, T, Y, X]."""
+        B, C, T, Y, X = self.plan.latent_shape
         return B, C, T + (clip.frames - self.clips[0].frames) // 4, Y, X
-
-    def streamed(self) -> Job:
-        """The same where blocks come from host memory for every forward."""
-        batched, why = choose_batched(self.request.guidance_mode, self.plan, self.tokens, streamed=True)
-        return replace(self, batched=batched, batched_why=why)
 
     def start(self, latents: Tensor | None = None, clip: int = 0) -> Start:
         """What the run of a clip begins with. latents: un-normalised, for video-to-video."""
@@ -145,7 +140,7 @@ class Job:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
         return {
-            **plan.settings(self.batched),
+            **plan.settings(),
             "prompt": request.prompt,
             **({"prompts": {one.frame: one.text for one in request.prompts_at}} if request.prompts_at else {}),
             "negative_prompt": self.negative_prompt,
@@ -155,7 +150,7 @@ class Job:
             "size": [self.width, self.height],
             "frames": self.frames,
             "fps": self.fps,
-            "tokens": self.tokens,
+            "tokens": plan.tokens,
             **({} if self.alone else {"clips": self.long.words(plan.count)}),
             **({"match_colours": self.match_colours} if self.match_colours else {}),
             **({} if request.from_video is None else {"denoise": strength(request)}),
@@ -176,7 +171,7 @@ def check_request(options: LoadOptions, request: Request, device: torch.device, 
     if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
         dit, dtype = models.dit, compute_dtype(options.precision, device)
         attention, _ = find_attention(options.attention, dit, dtype, device, job.plan.speed)
-        check_kernel(job.plan.sparse, attention, device, dit.head_dim, job.tokens)
+        check_kernel(job.plan.sparse, attention, device, dit.head_dim, job.plan.tokens)
     return job
 
 
@@ -212,29 +207,28 @@ def make_job(request: Request, facts: ModelFacts) -> Job:
         strength(request)
     family_of(task).check_request(request, task)
     width, height, frames, fps = size_of_video(request, task, facts.dit, vae)
-    video = build_plan(_plan_request(request, task, width, height, frames), facts)
-    assert video.tokens is not None
-    if request.match_colours and len(video.long.clips) == 1:
+    plan = build_plan(_plan_request(request, task, width, height, frames), facts)
+    if request.match_colours and plan.long is not None and len(plan.long.clips) == 1:
         raise OptionError(
             f"--match-colours {request.match_colours:g} given for a video that is made in one piece: it is for clips "
             "(--clip-frames, --svi). Leave it out"
         )
-    batched, why = choose_batched(request.guidance_mode, video.plan, video.tokens, streamed=False)
+    batched, _ = choose_batched(request.guidance_mode, plan, plan.tokens, streamed=False)
+    plan = replace(
+        plan,
+        guidance_mode="batched" if batched else "sequential",
+        image=bool(request.pictures) or family_of(task).driven,
+        seconds=0.0 if request.audio is None else frames / fps,
+    )
     return Job(
         request=request,
         facts=facts,
-        plan=video.plan,
+        plan=plan,
         negative_prompt=task.negative_prompt if request.negative_prompt is None else request.negative_prompt,
         width=width,
         height=height,
         frames=frames,
         fps=fps,
-        latent_shape=(1, vae.z_dim, *video.latents),
-        tokens=video.tokens,
-        batched=batched,
-        batched_why=why,
-        clips=video.long.clips,
-        leading=video.long.leading,
     )
 
 

@@ -140,7 +140,7 @@ class ClipRun:
         """Decode a clip after the latents `lead` and put its new frames into the video. Returns the frames that the
         next clip begins with, or that came before it [1, 3, N, H, W] in -1..1. carried: those of this clip."""
         rules = self.job.rules
-        own, (left, top, width, height) = latents[:, :, self.job.leading :], self.crop
+        own, (left, top, width, height) = latents[:, :, self.job.long.leading :], self.crop
         skipped = 0  # frames before those of the clip
         if lead is not None:
             own = torch.cat([lead.to(own), own], 2)

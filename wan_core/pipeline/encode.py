@@ -75,7 +75,7 @@ def encode_text(run: Run) -> Conditioning:
         uncond=by_name.get("negative prompt"),
         inputs=pose,
         later_cond=tuple(later),
-        penalty=penalties(timed, all_counts[len(prompts) :], job.latent_shape[2] - job.leading, rows),
+        penalty=penalties(timed, all_counts[len(prompts) :], job.plan.latent_shape[2] - job.long.leading, rows),
     )
 
 
@@ -84,7 +84,7 @@ def text_of_clip(run: Run, text: Conditioning, clip: Clip) -> Conditioning:
     if run.job.request.prompts_at is None:
         return text
     own = run.job.text_of(clip)
-    number, frames = run.job.texts.index(own), run.job.clip_shape(clip)[2] - run.job.leading
+    number, frames = run.job.texts.index(own), run.job.clip_shape(clip)[2] - run.job.long.leading
     penalty = text.penalty[number : number + 1, :frames] if text.penalty is not None and own.changes else None
     return replace(text, cond=text.text("cond", number), later_cond=(), penalty=penalty)
 

@@ -33,7 +33,6 @@ from wan_core.ops.attention.registry import AttentionError
 from wan_core.ops.attention.sparse.kernels import SMALL, resolve_kernel
 from wan_core.ops.kernels import fused
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import ModelSettings, PartToLoad
 from wan_core.pipeline.sources import random_part
@@ -107,15 +106,15 @@ class FirstUse:
         del self.work  # with the models' settings
 
 
-def begin_first_use(settings: ModelSettings, workload: Workload | None, ranks: RankMesh) -> FirstUse | None:
-    """Begin to prepare the kernels of this rank for `workload`; None: of any size. Returns None where there is nothing
+def begin_first_use(settings: ModelSettings, plan: Plan | None, ranks: RankMesh) -> FirstUse | None:
+    """Begin to prepare the kernels of this rank for `plan`; None: of any size. Returns None where there is nothing
     to prepare."""
     if not prepares(settings):
         return None
     device = settings.device
-    if workload is None:
+    if plan is None:
         return FirstUse(lambda _: load_kernels(settings, device), device)
-    return FirstUse(lambda check: rehearse(settings, workload, ranks, check), device)
+    return FirstUse(lambda check: rehearse(settings, plan, ranks, check), device)
 
 
 def prepares(settings: ModelSettings) -> bool:
@@ -123,8 +122,8 @@ def prepares(settings: ModelSettings) -> bool:
     return settings.device.type == "cuda" and settings.compile == "off"
 
 
-def fits_beside(settings: ModelSettings, workload: Workload, memory: MemoryPlan) -> bool:
-    """Whether a rehearsal of `workload` fits beside weights that are being read. Activations are planned for, but not
+def fits_beside(settings: ModelSettings, memory: MemoryPlan) -> bool:
+    """Whether a rehearsal fits beside weights that are being read. Activations are planned for, but not
     these blocks, nor weights that are read ahead before they are encoded."""
     config, transformers = settings.recognised.dit, sum(name in ("high", "low") for name in settings.parts)
     outside, block, *_ = unit_bytes(config, settings.dtype.itemsize, False)
@@ -132,12 +131,11 @@ def fits_beside(settings: ModelSettings, workload: Workload, memory: MemoryPlan)
     return memory.peak + outside + block + ahead <= memory.room
 
 
-def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> str:
+def compiled_name(settings: ModelSettings, plan: Plan, ranks: RankMesh) -> str:
     """What the compiled code depends on. Of the number of tokens that is whether 16 divide it. It only
     decides who waits: Triton, torch and flash-attn-4 find what they kept by keys that hold their own versions."""
     card = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "cpu"
-    plan, (T, *area) = workload.plan, workload.latent_shape[2:]
-    tokens = {settings.recognised.dit.tokens(T, *area) % 16}
+    tokens = {settings.recognised.dit.tokens(*plan.latent_shape[2:]) % 16}
     facts = [torch.__version__, installed(COMPILERS), __version__, card, settings.recognised.dit, settings.precision]
     facts += [settings.attention, ranks.mesh, sorted(tokens), plan.sparse]
     return ", ".join(map(str, facts))
@@ -156,39 +154,38 @@ def load_kernels(settings: ModelSettings, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def rehearse(settings: ModelSettings, workload: Workload, ranks: RankMesh, check: Callable[[], None]) -> None:
-    """Each kind of step of `workload` once, as this rank will run it, with one block of random weights and without the
+def rehearse(settings: ModelSettings, plan: Plan, ranks: RankMesh, check: Callable[[], None]) -> None:
+    """Each kind of step of `plan` once, as this rank will run it, with one block of random weights and without the
     other ranks. Kernels are compiled anew for some sizes, so a shard has its own. Nothing of it stays. check: called
     between two parts; may raise to stop."""
-    plan = workload.plan
     load_libraries(settings, plan)  # each process has to import them: nobody waits for that
     check()
     shared = ranks.apart() if ranks.sequence.size > 1 else None
     model = random_block(settings, settings.device, shared)
     split = ranks.cfg.size > 1 or ranks.layers.size > 1
-    workload = replace(workload, batched=workload.batched and not split)
-    with one_goes_first(compiled_name(settings, workload, ranks), check):
-        known = model.config.out_channels == 48 and workload.image
-        forward_each_kind(model, workload, plan.steps, settings.device, known=known, check=check)
+    plan = replace(plan, guidance_mode="sequential") if split else plan
+    with one_goes_first(compiled_name(settings, plan, ranks), check):
+        known = model.config.out_channels == 48 and plan.image
+        forward_each_kind(model, plan, plan.steps, settings.device, known=known, check=check)
     del model
     check()
     if "vae" in settings.parts:
-        rehearse_vae(settings, workload, ranks.apart())
+        rehearse_vae(settings, plan, ranks.apart())
 
 
 @torch.no_grad()
-def rehearse_vae(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> None:
-    """Decode the beginning of a video of `workload` as this rank will, in its strip of the picture: every piece has the
+def rehearse_vae(settings: ModelSettings, plan: Plan, ranks: RankMesh) -> None:
+    """Decode the beginning of a video of `plan` as this rank will, in its strip of the picture: every piece has the
     size of the first, the second or the last. If there is an image, encode as much too."""
     part, device = settings.parts["vae"], settings.device
     config = settings.recognised.vae
     vae = optimize_vae(cast(VideoVAE, PartToLoad(random_part(config, 0), part.dtype).load(device)), device, ranks)
     chunk = 1 if vae.strips is None else vae.strips.chunk
-    _, C, T, Y, X = workload.latent_shape
+    _, C, T, Y, X = plan.latent_shape
     T = min(T, 2 * chunk + (T % chunk or chunk))
     for _ in vae.decode_stream(torch.zeros(1, C, T, Y, X, device=device), chunk=chunk):
         pass
-    if workload.image:
+    if plan.image:
         F, scale = config.video_frames(T), config.spatial_stride
         vae.encode(torch.zeros(1, 3, F, Y * scale, X * scale, device=device), chunk=1)
 
@@ -214,7 +211,7 @@ def random_block(settings: ModelSettings, device: torch.device, ranks: RankMesh 
 
 def forward_each_kind(
     model: WanModel,
-    workload: Workload,
+    plan: Plan,
     steps: Sequence[Step],
     device: torch.device,
     *,
@@ -224,9 +221,9 @@ def forward_each_kind(
     """A forward of `model` for the first of each kind of `steps`, and nothing of it left behind: steps with sparse
     attention and without are different code. known: each latent frame has its own timestep. check: called before each;
     may raise to stop."""
-    config, plan, batch = model.config, workload.plan, 2 if workload.batched else 1
+    config, batch = model.config, 2 if plan.batched else 1
     begin_run(model)
-    B, C, T, Y, X = workload.latent_shape
+    B, C, T, Y, X = plan.latent_shape
     grid = T, Y, X
     noise = draw_noise(0, (B, C, *grid)).to(device)
     shape = (batch, config.in_channels, *grid)
@@ -240,7 +237,7 @@ def forward_each_kind(
     kinds = {(step.sparsity > 0, step.nag): step for step in reversed(steps)}
     for step in kinds.values():  # the first of each kind
         check()
-        branches = step.branches if workload.batched else step.branches[:1]
+        branches = step.branches if plan.batched else step.branches[:1]
         timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
         seen = text
         if step.nag and plan.nag is not None:

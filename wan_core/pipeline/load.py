@@ -44,7 +44,6 @@ from wan_core.pipeline.loras import lora_files, notes_of, shared
 from wan_core.pipeline.memory_planning import (
     HostPlan,
     MemoryPlanner,
-    Workload,
     check_host,
     check_prepared,
     choose_residency,
@@ -145,18 +144,18 @@ class Models:
         if self.first_use is not None:
             self.first_use.wait(report)
 
-    def place(self, workload: Workload) -> MemoryPlan | None:
-        """Move the models to where `workload` needs them: another size may take another plan than the one they were
+    def place(self, plan: Plan) -> MemoryPlan | None:
+        """Move the models to where `plan` needs them: another size may take another plan than the one they were
         loaded by. None on a CPU, and where ranks hold parts of the experts."""
         if self.planner is None or self.sharded or self.planner.layers is not None:
             return None
-        plan = self.planner.plan(workload, self.residency)
+        memory = self.planner.plan(plan, self.residency)
         residency, limit = self.residency, self.planner.options.host_memory_limit
-        form = plan.form if self.ranks is None else None
+        form = memory.form if self.ranks is None else None
         check_prepared(form, residency.kept_form, residency.weights_in_host_memory(), limit)
-        room = plan.room if plan.together else None
-        residency.follow(plan.policy, plan.resident_blocks, room, plan.beside, plan.streams_text, form)
-        return plan
+        room = memory.room if memory.together else None
+        residency.follow(memory.policy, memory.resident_blocks, room, memory.beside, memory.streams_text, form)
+        return memory
 
     def text_encoder(self) -> TextEncoder:
         return cast(TextEncoder, self.residency.use("text_encoder"))
@@ -188,18 +187,18 @@ def load_models(
     parts: Parts,
     options: LoadOptions,
     report: Report,
-    workload: Workload | None = None,
+    plan: Plan | None = None,
     ranks: RankMesh | None = None,
     how: Reading = USUAL,
 ) -> Models:
-    """Load what was recognised, or the transformers alone. workload: what memory is planned for (None: the task's own
+    """Load what was recognised, or the transformers alone. plan: what memory is planned for (None: the task's own
     size). ranks: those that load and run it together. how: files are read. Raises OptionError or AttentionError for
     what cannot run here, before any weights are read."""
-    speed = EXACT if workload is None else workload.plan.speed
-    placement = place_weights(resolve_settings(parts, options, report.device, speed), options, report, workload, ranks)
+    speed = EXACT if plan is None else plan.speed
+    placement = place_weights(resolve_settings(parts, options, report.device, speed), options, report, plan, ranks)
     settings = placement.settings
     names = [name for name in parts.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
-    first_use = None if ranks is None else placement.prepare_kernels(workload, ranks)
+    first_use = None if ranks is None else placement.prepare_kernels(plan, ranks)
     try:
         loaded = load_parts(names, placement.read, report.device, in_order=placement.shares, how=how)
     except BaseException:
@@ -224,7 +223,7 @@ class Placement:
     settings: ModelSettings
     residency: Residency
     planner: MemoryPlanner | None
-    plan: MemoryPlan | None
+    memory: MemoryPlan | None
     waits: HostPlan
     sharded: bool
     layers: range | None
@@ -235,10 +234,10 @@ class Placement:
         """Whether each rank reads a part of every file, and has the rest from the others."""
         return self.ranks is not None and self.residency.policy == "resident"
 
-    def prepare_kernels(self, workload: Workload | None, ranks: RankMesh) -> FirstUse | None:
-        """Begin to prepare kernels beside reading; at the size of `workload` where that fits."""
-        roomy = self.plan is None or workload is None or fits_beside(self.settings, workload, self.plan)
-        return begin_first_use(self.settings, workload if self.shares and not self.sharded and roomy else None, ranks)
+    def prepare_kernels(self, plan: Plan | None, ranks: RankMesh) -> FirstUse | None:
+        """Begin to prepare kernels beside reading; at the size of `plan` where that fits."""
+        roomy = self.memory is None or plan is None or fits_beside(self.settings, self.memory)
+        return begin_first_use(self.settings, plan if self.shares and not self.sharded and roomy else None, ranks)
 
     def read(self, name: str, how: Reading) -> nn.Module:
         """Read a model to where its weights are held."""
@@ -272,7 +271,7 @@ def place_weights(
     settings: ModelSettings,
     options: LoadOptions,
     report: Report,
-    workload: Workload | None,
+    plan: Plan | None,
     ranks: RankMesh | None,
 ) -> Placement:
     """Plan memory, and choose where weights are held. Raises OptionError where they do not fit."""
@@ -281,15 +280,15 @@ def place_weights(
         check_host(settings.parts, host_room(options.host_memory_limit))
     layers = None if ranks is None or ranks.layers.size == 1 else stage_layers(num_layers, ranks)
     planner = make_planner(settings, options, layers)
-    plan = None if planner is None or options.residency == "shard" else planner.plan(workload)
+    memory = None if planner is None or options.residency == "shard" else planner.plan(plan)
     why_not = why_not_sharded(settings, ranks)
-    residency, sharded = choose_residency(options, report, plan, num_layers, ranks, why_not)
+    residency, sharded = choose_residency(options, report, memory, num_layers, ranks, why_not)
     if layers is not None:
         check_parts(settings, residency, sharded)
     waits = HostPlan()
     if planner is not None and ranks is None:
         waiting = settings.parts if residency.policy != "resident" else {}
-        prepared = None if workload is None else residency.form
+        prepared = None if plan is None else residency.form
         waits = plan_host(waiting, host_room(options.host_memory_limit), prepared)
         mapped = {n: staying_in_file(settings.parts[n], settings.loras.get(n, ())) for n in waits.mapped}
         settings = replace(settings, parts={**settings.parts, **mapped})
@@ -298,7 +297,7 @@ def place_weights(
         settings=settings,
         residency=residency,
         planner=planner,
-        plan=plan,
+        memory=memory,
         waits=waits,
         sharded=sharded,
         layers=layers,

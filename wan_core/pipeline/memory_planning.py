@@ -32,11 +32,10 @@ from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import GIB, Report
 from wan_core.models.audio.wav2vec2 import encoding_bytes
 from wan_core.models.wan.config import DiTConfig, PreparedForm
-from wan_core.models.wan.families import family_of
 from wan_core.ops.attention.sparse.kernels import BLOCK
 from wan_core.ops.attention.sparse.slopes import HEADS
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.check import Job, check_tensor
+from wan_core.pipeline.check import check_tensor
 from wan_core.pipeline.host_sizes import check_sampling
 from wan_core.pipeline.loras import Wanted, check_packed, lora_bytes
 from wan_core.pipeline.model_parts import Parts, is_packed
@@ -158,25 +157,6 @@ POLICIES: tuple[Policy, ...] = ("resident", "swap", "stream")
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What is to be made, as far as memory depends on it. `latent_shape`: [B, C, T, Y, X]. `image`: the VAE encodes
-    one. `text_rows`: of the longest text, where it is longer than the model's own."""
-
-    latent_shape: tuple[int, ...]
-    plan: Plan
-    batched: bool
-    image: bool = False
-    seconds: float = 0.0  # of sound that is encoded
-    text_rows: int = 0
-
-    @classmethod
-    def of(cls, job: Job) -> Workload:
-        image = bool(job.request.pictures) or family_of(job.task).driven
-        seconds = job.frames / job.fps if job.request.audio is not None else 0.0
-        return cls(job.latent_shape, job.plan, job.batched, image, seconds)
-
-
-@dataclass(frozen=True)
 class MemoryPlanner:
     """Makes memory plans for models that are held as `settings` say, on a GPU."""
 
@@ -184,12 +164,12 @@ class MemoryPlanner:
     options: LoadOptions
     layers: range | None = None  # the blocks of a transformer that this rank holds; None: all
 
-    def plan(self, workload: Workload | None, held: Residency | None = None) -> MemoryPlan:
-        """workload: None is the task's own size. held: what an earlier plan has put on the device; that plan stays if
-        `workload` fits."""
+    def plan(self, plan: Plan | None, held: Residency | None = None) -> MemoryPlan:
+        """plan: None is the task's own size. held: what an earlier plan has put on the device; that stays if `plan`
+        fits."""
         settings, options = self.settings, self.options
         loras, itemsize = lora_bytes(settings.attached_loras), settings.dtype.itemsize
-        beside = beside_workload(settings.recognised, workload, settings.per_token(), itemsize, loras)
+        beside = beside_plan(settings.recognised, plan, settings.per_token(), itemsize, loras)
         sizes = model_sizes(settings, self.layers)
         available = device_room(settings.device, options.memory_limit)
         waiting = 0 if held is None else held.weights_in_host_memory()
@@ -280,15 +260,15 @@ def model_sizes(settings: ModelSettings, layers: range | None = None) -> Sizes:
     return Sizes(units=units, experts=experts, text_stage=stage, **others)
 
 
-def beside_workload(parts: Parts, workload: Workload | None, per_token: float, itemsize: int, loras: int = 0) -> Beside:
-    """Device memory of a run besides weights. workload: None is the task's own size. Transformers alone encode and
+def beside_plan(parts: Parts, plan: Plan | None, per_token: float, itemsize: int, loras: int = 0) -> Beside:
+    """Device memory of a run besides weights. plan: None is the task's own size. Transformers alone encode and
     decode nothing. loras: bytes of attached ones, which stay on the device in every phase."""
-    if workload is None:
+    if plan is None:
         stride, task = parts.vae.spatial_stride, parts.task
         T, Y, X = parts.vae.latent_frames(task.frames), task.height // stride, task.width // stride
         beside = beside_weights(parts.dit, parts.vae, (1, parts.vae.z_dim, T, Y, X), per_token=per_token)
     else:
-        plan, (B, C, T, Y, X) = workload.plan, workload.latent_shape
+        B, C, T, Y, X = plan.latent_shape
         beside = beside_weights(
             parts.dit,
             parts.vae,
@@ -297,25 +277,25 @@ def beside_workload(parts: Parts, workload: Workload | None, per_token: float, i
             itemsize=itemsize,
             guided=plan.reads_negative,
             residuals=residual_bytes(plan, B * parts.dit.most_tokens(T, Y, X), parts.dit.dim, itemsize),
-            batched=workload.batched,
-            image=workload.image,
-            texts=parts.dit.text_rows(workload.text_rows) / parts.dit.text_len,
+            batched=plan.batched,
+            image=plan.image,
+            texts=parts.dit.text_rows(plan.text_rows) / parts.dit.text_len,
         )
     if parts.speech is not None:
-        seconds = parts.task.frames / parts.task.fps if workload is None else workload.seconds
+        seconds = parts.task.frames / parts.task.fps if plan is None else plan.seconds
         beside = replace(beside, sound=encoding_bytes(parts.speech.config, seconds) if seconds else 0)
     beside = beside if "vae" in parts.of else replace(beside, text=0, decode=0, image=0)
     sizes = {name: getattr(beside, name) for name in ("text", "denoise", "decode", "image", "sound")}
     return replace(beside, **{name: size + loras for name, size in sizes.items() if size})
 
 
-def check_fits(settings: ModelSettings, workload: Workload, room: int | None) -> None:
+def check_fits(settings: ModelSettings, plan: Plan, room: int | None) -> None:
     """Raise OptionError for latents that cannot be sampled. room: bytes of host memory, where that is a CPU's."""
     parts, itemsize = settings.recognised, settings.dtype.itemsize
     if room is not None:
-        beside = beside_workload(parts, workload, settings.per_token(), itemsize)
-        check_sampling(workload.latent_shape, beside.denoise, room)
-    B, _, T, Y, X = workload.latent_shape
+        beside = beside_plan(parts, plan, settings.per_token(), itemsize)
+        check_sampling(plan.latent_shape, beside.denoise, room)
+    B, _, T, Y, X = plan.latent_shape
     tokens = B * parts.dit.tokens(T, Y, X)
     check_tensor("an activation", (tokens, parts.dit.dim), itemsize, settings.device)
 

@@ -36,7 +36,6 @@ from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.encode import encode_media, encode_start, encode_text
 from wan_core.pipeline.first_use import forward_each_kind
 from wan_core.pipeline.load import Models, load_models
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.run import COMPILING, SILENT, Run, Watch, begin
 from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import find_models, for_request
@@ -110,7 +109,7 @@ class Pipeline:
         """The models of a request that was checked."""
         assert job.models is not None and job.options is not None
         watch.found(job.models, job.plan)
-        pipe = cls(load_models(job.models, job.options, report, Workload.of(job), ranks, how), report)
+        pipe = cls(load_models(job.models, job.options, report, job.plan, ranks, how), report)
         pipe.checked = job
         return pipe
 
@@ -181,12 +180,11 @@ class Pipeline:
         on_phase: called with "warm up high", "warm up low"; "compile ..." for the forward that compiles the blocks.
         """
         run = self.prepare(request)
-        workload = replace(Workload.of(run.job), image=bool(request.pictures))
         known = self.models.dit_config.out_channels == 48 and request.image is not None
 
         def forward(expert: Expert) -> None:
             steps = [step for step in run.job.plan.steps if step.expert == expert]
-            forward_each_kind(self.models.expert(expert), workload, steps, self.models.device, known=known)
+            forward_each_kind(self.models.expert(expert), run.job.plan, steps, self.models.device, known=known)
 
         for expert in reversed(run.job.plan.experts):
             on_phase(f"{'compile' if self.models.compiles else 'warm up'} {expert}")

@@ -21,9 +21,10 @@ from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import Job, never_seen, size_notes
 from wan_core.pipeline.load import Models
-from wan_core.pipeline.memory_planning import Workload, check_fits
+from wan_core.pipeline.memory_planning import check_fits
 from wan_core.pipeline.model_parts import Parts
 from wan_core.sampling.denoise import Progress
+from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel
@@ -156,36 +157,37 @@ class Run:
 def begin(models: Models, job: Job, report: Report) -> Run:
     """Place `models` for a checked request, and check what depends on where they run. Raises OptionError."""
     models.check_changes(job.plan)
-    job = job.streamed() if models.residency.policy == "stream" else job
-    memory_plan = models.place(Workload.of(job))
+    streamed = models.residency.policy == "stream"
+    mode, why = guidance_mode(job.request.guidance_mode, job.plan, models.ranks, streamed)
+    plan = replace(job.plan, guidance_mode=mode)
+    job = replace(job, plan=plan)
+    memory_plan = models.place(plan)
     if memory_plan is not None:
         report.settings["memory"] = memory_plan.as_dict()
     report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
     if models.ranks is not None:
         report.settings["mesh"] = str(models.ranks.mesh)
         report.notes.append(f"ranks: {models.ranks.mesh.describe()}")
-        if (over_ranks := guidance_over(models.ranks, job.plan)) is not None:
-            report.settings["guidance_mode"], why = over_ranks
-            job = replace(job, batched=False, batched_why=why)
-    report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
+    report.notes.append(f"guidance: {mode} ({why})")
     run = Run(models, job, report, OwnMemory(models, report))
-    for warning in job.plan.warnings:  # which were said before anything was loaded
+    for warning in plan.warnings:  # which were said before anything was loaded
         report.warn(warning)
     for note in [*never_seen(job), *size_notes(job.task, models.vae_config, job.width, job.height)]:
         run.warn(note)
     if models.ranks is None:
         room = available_bytes(swap=True) if models.device.type == "cpu" else None
-        check_fits(models.settings, Workload.of(job), room)
-    if job.plan.sparse is not None:
-        check_kernel(job.plan.sparse, models.attention, models.device, models.dit_config.head_dim, job.tokens)
+        check_fits(models.settings, plan, room)
+    if plan.sparse is not None:
+        check_kernel(plan.sparse, models.attention, models.device, models.dit_config.head_dim, plan.tokens)
     return run
 
 
-def guidance_over(ranks: RankMesh | None, plan: Plan) -> tuple[str, str] | None:
-    """How ranks run the guidance branches of `plan` together, and why, for the report; None where each forward is of
-    all ranks, and may have both branches."""
+def guidance_mode(asked: str, plan: Plan, ranks: RankMesh | None, streamed: bool = False) -> tuple[str, str]:
+    """How the guidance branches of `plan` run, and why, for the report. streamed: blocks come from host memory for
+    every forward."""
     if ranks is not None and plan.guided and ranks.cfg.size > 1:
         return "parallel", "each branch has ranks of its own"
     if ranks is not None and plan.guided and ranks.layers.size > 1:
         return "sequential", "the branches follow each other through the layers"
-    return None
+    batched, why = choose_batched(asked, plan, plan.tokens, streamed)
+    return "batched" if batched else "sequential", why

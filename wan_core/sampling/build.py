@@ -182,19 +182,9 @@ class SamplerRequest:
     image: bool = False
 
 
-@dataclass(frozen=True)
-class PlannedVideo:
-    """The plan of every clip of a video. latents: frames, rows and columns of the longest clip. tokens: of a forward,
-    None where the architecture is not known."""
-
-    plan: Plan
-    long: LongVideo
-    latents: tuple[int, int, int]
-    tokens: int | None
-
-
-def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
-    """The plan of what is asked for, with every check that needs no weights. Raises OptionError.
+def build_plan(request: PlanRequest, facts: ModelFacts) -> Plan:
+    """The plan of what is asked for, with its clips and sizes, and every check that needs no weights. Raises
+    OptionError.
 
     The order is that of the refusals, and of the changes to the plan: sizes, sparse attention, guidance and step caches
     (`skip_forwards`) before what only some steps may have.
@@ -222,10 +212,11 @@ def build_plan(request: PlanRequest, facts: ModelFacts) -> PlannedVideo:
     long = clips_of(request, task, frames)
     plan = with_svi(plan, long, facts.loras, known=facts.known, part=request.part)
     T, Y, X = latents_of(request, facts, long)
+    plan = replace(plan, long=long, latent_shape=(1, facts.vae.z_dim, T, Y, X))
     if facts.dit is None:
-        return PlannedVideo(plan, long, (T, Y, X), None)
-    seen = T + request.beside
-    return PlannedVideo(with_costs(plan, facts.dit, (seen, Y, X)), long, (T, Y, X), facts.dit.tokens(seen, Y, X))
+        return plan
+    seen = T + request.beside, Y, X
+    return replace(with_costs(plan, facts.dit, seen), tokens=facts.dit.tokens(*seen))
 
 
 def schedule(request: PlanRequest, facts: ModelFacts) -> Plan:

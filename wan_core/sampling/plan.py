@@ -21,6 +21,7 @@ from wan_core.config import (
 )
 from wan_core.config.table import stated
 from wan_core.models.wan.families import TASKS, Task, find_task
+from wan_core.models.wan.families.clips import LongVideo
 from wan_core.sampling.schedules import (
     Window,
     dpmpp_schedule,
@@ -41,6 +42,18 @@ SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = 
 }
 MAX_STEPS = 1000
 WARNING = "warning: "  # begins a line that pages show first, with a sign and as a toast
+NOT_PRINTED = [
+    "name",
+    "window",
+    "from_latents",
+    "long",
+    "latent_shape",
+    "tokens",
+    "guidance_mode",
+    "image",
+    "seconds",
+    "text_rows",
+]
 PURE_NOISE = 0.999  # a schedule that is given and begins below begins with latents
 
 
@@ -88,11 +101,24 @@ class Plan:
     prompts: PromptTimes | None = None  # of parts of the video; None: one holds for all frames
     window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
     from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
+    # What is made, which no step says: `as_dict` leaves it out.
+    long: LongVideo | None = None  # its clips; None: they are not known
+    latent_shape: tuple[int, ...] = ()  # [B, C, T, Y, X], of the longest clip
+    tokens: int = 0  # of a forward; 0: the architecture is not known
+    guidance_mode: str = "sequential"  # or "batched", "parallel": how the branches of guidance run
+    image: bool = False  # the VAE encodes one
+    seconds: float = 0.0  # of sound that is encoded
+    text_rows: int = 0  # of the longest text, where it is longer than the model's own
     steps: tuple[Step, ...]
 
     @property
     def task(self) -> Task | None:
         return TASKS.get(self.name)
+
+    @property
+    def batched(self) -> bool:
+        """Whether one forward has both branches of guidance."""
+        return self.guidance_mode == "batched"
 
     @property
     def count(self) -> int:
@@ -166,15 +192,15 @@ class Plan:
         """Seconds that the rest of the run takes after `step`, at so many for one forward that reads everything."""
         return seconds * sum(after.forwards * after.cost for after in self.steps[step.index + 1 :])
 
-    def settings(self, batched: bool) -> dict[str, Any]:
-        """What reports and video files say of every plan. batched: how the branches of guidance run."""
+    def settings(self) -> dict[str, Any]:
+        """What reports and video files say of every plan."""
         return {
             "task": self.name,
             "steps": self.count,
             "shift": self.shift,
             "boundary": self.boundary,
             "guidance": {expert: self.guidance_of(expert) for expert in self.experts},
-            "guidance_mode": "batched" if batched else "sequential",
+            "guidance_mode": self.guidance_mode,
             "solver": self.solver,
         }
 
@@ -188,7 +214,7 @@ class Plan:
         }
         values = stated(self, ("sparse", "notes"))
         values |= {name: values[name].at for name in ("known", "prompts") if name in values}  # frames by their numbers
-        others = [name for name in values if name not in (*first, "name", "window", "from_latents")]
+        others = [name for name in values if name not in (*first, *NOT_PRINTED)]
         return first | {name: as_json(values[name]) for name in others}
 
     def table(self) -> str:

@@ -9,18 +9,18 @@ from wan_core.execution.report import Report
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.load import Models, finish, load_models
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
+from wan_core.sampling.plan import Plan
 
 
 class LoadedExperts:
     """One or two transformers, loaded with the other ranks and shared with them over a mesh that may change. `notes`:
     what loading them noted."""
 
-    def __init__(self, options: LoadOptions, found: Parts, workload: Workload, ranks: RankMesh) -> None:
+    def __init__(self, options: LoadOptions, found: Parts, plan: Plan, ranks: RankMesh) -> None:
         """Raises OptionError or AttentionError."""
         report = Report(ranks.device)
-        self.models: Models = load_models(found, options, report, workload, ranks)
+        self.models: Models = load_models(found, options, report, plan, ranks)
         self.notes, self.mesh = report.notes, ranks.mesh
 
     def fits(self, ranks: RankMesh) -> bool:

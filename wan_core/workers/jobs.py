@@ -45,10 +45,9 @@ from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.encode import encode_images
 from wan_core.pipeline.kept_steps import KeptSteps
 from wan_core.pipeline.load import Models
-from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.run import COMPILING, OnStep, OwnMemory, Watch, guidance_over
+from wan_core.pipeline.run import COMPILING, OnStep, OwnMemory, Watch, guidance_mode
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, find_attention, holding, precision_of
 from wan_core.pipeline.sources import find_experts, recognise
 from wan_core.sampling.conditioning import Conditioning
@@ -121,7 +120,7 @@ class Jobs:
         assert options is not None and found is not None
         if must_keep:
             job.check_saved()
-        choice = self.choose(options, found, job.latent_shape, job.plan)
+        choice = self.choose(options, found, job.plan)
 
         def load() -> Pipeline:
             return Pipeline.load_checked(job, Report(self.rank.device), ranks=self.mesh(choice.mesh))
@@ -159,7 +158,6 @@ class Jobs:
         plan: Plan,
         conditioning: dict[str, Tensor],
         start: Start,
-        batched: bool,
         fps: int,
         keep: str | None,
         keep_step: Path | None,
@@ -169,15 +167,17 @@ class Jobs:
         """Un-normalised latents float32 on the CPU, and what another run can go on with. conditioning: as
         `Conditioning.flat` has it. keep: where the latents are written, with these settings, before they are sent.
         keep_step, key: see `KeptSteps`."""
-        options, report, shape = replace(models, device=str(self.rank.device)), self.report, start.shape
+        options, report = replace(models, device=str(self.rank.device)), self.report
         assert options.high is not None
         with report.phase("check files"):
             named = options.high, options.low
             found = self.hold("recognised", named, partial(find_experts, *named))
-            choice = self.choose(options, found, shape, plan)
-        ranks, workload = self.mesh(choice.mesh), Workload(shape, plan, batched)
+            choice = self.choose(options, found, plan)
+        ranks = self.mesh(choice.mesh)
+        mode, why = guidance_mode(plan.guidance_mode, plan, ranks)
+        plan = replace(plan, guidance_mode=mode)
         with report.phase("load"):
-            make = partial(LoadedExperts, options, found, workload, ranks)
+            make = partial(LoadedExperts, options, found, plan, ranks)
             experts = self.hold("experts", asdict(options), make)
             if not experts.fits(ranks):
                 del experts, self.held["experts"]
@@ -185,11 +185,10 @@ class Jobs:
             experts.arrange(ranks, plan.speed)
         loaded = experts.models
         loaded.check_changes(plan)
-        loaded.place(workload)
+        loaded.place(plan)
         report.settings["mesh"] = str(choice.mesh)
-        mode, why = guidance_over(ranks, plan) or ("batched" if batched else "sequential", "")
         report.settings["guidance_mode"] = mode
-        report.notes += [f"guidance: {mode}" + (f" ({why})" if why else "")] * plan.guided
+        report.notes += [f"guidance: {mode} ({why})"] * plan.guided
         report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *experts.notes]
         loaded.wait_for_kernels(report)
         self.phase("denoise", loaded)
@@ -204,7 +203,6 @@ class Jobs:
             report,
             start=start,
             on_leftover=leftovers.append,
-            batched=batched,
             on_step=self.on_step(between, preview=True),
             checks=between,
             ranks=ranks,
@@ -265,12 +263,11 @@ class Jobs:
 
     # ------------------------------------------------------------------------------------------------------- the mesh
 
-    def choose(self, options: LoadOptions, models: Parts, shape: tuple[int, ...], plan: Plan) -> MeshChoice:
-        """The mesh that the request names, or for "auto" the best one, for latents [B, C, T, Y, X]. Raises
-        OptionError."""
+    def choose(self, options: LoadOptions, models: Parts, plan: Plan) -> MeshChoice:
+        """The mesh that the request names, or for "auto" the best one for `plan`. Raises OptionError."""
         precision = precision_of(options.precision, models.high, self.rank.device, models.low)
         dit = models.dit
-        tokens = dit.tokens(*shape[2:])
+        tokens = dit.tokens(*plan.latent_shape[2:])
         mesh = None if self.wanted == "auto" else Mesh.parse(self.wanted)
         if mesh is not None and mesh.size != self.rank.size:
             raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
