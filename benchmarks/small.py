@@ -99,13 +99,17 @@ class Cell:
             making.command = [*limit.prefix, *making.command]
             making.keeps_notes = True
             making.counter = lambda: (limit.look(), disk_bytes(self.scratch))[1]
-            first, *kept = making.rows()
-            for row in (first, *kept):
+            try:
+                first, *kept = making.rows()
+                rows = [first | {"name": "first"}, *kept]
+            except RuntimeError as error:  # what the memory held is of interest here above all
+                rows = [{"name": "", "size": self.size, "failed": str(error)}]
+            for row in rows:
                 row["host_limit"] = limit.how
                 row |= {} if limit.peak_gib is None else {"host_peak_gib": limit.peak_gib}
                 row |= {"host_kinds": limit.kinds} if limit.kinds else {}
                 row["notes"] = [note for note in row.get("notes", ()) if NOTES.search(note)]
-            return [first | {"name": "first"}, *kept]
+            return rows
 
 
 def cell_rows(kind: str, cells: list[tuple[int | None, int | None]], cell: Cell) -> Iterator[Row]:
@@ -119,4 +123,4 @@ def cell_rows(kind: str, cells: list[tuple[int | None, int | None]], cell: Cell)
                 whole[name] = row.get("seconds", 0.0)
             elif whole.get(name) and "seconds" in row:
                 row["slowdown"] = round(row["seconds"] / whole[name], 3)
-            yield row | {"name": f"{label}: {name}" if "rows" in found else label}
+            yield row | {"name": f"{label}: {name}" if name and "rows" in found else label}

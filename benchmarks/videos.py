@@ -135,7 +135,8 @@ class Making:
                 said = printed.read()
             reports = sorted(Path(out).glob("*.report.json"), key=lambda path: path.stat().st_mtime)
             if process.returncode or len(reports) < self.count:
-                raise RuntimeError(" | ".join(said.strip().splitlines()[-4:]) or f"exit code {process.returncode}")
+                last = " | ".join(said.strip().splitlines()[-4:])
+                raise RuntimeError(f"{len(reports)} of {self.count} videos, exit code {process.returncode}: {last}")
             read += [self.counter()] * (len(reports) - len(read) + 1)
             ends = [path.stat().st_mtime - begin for path in reports]
             found = [json.loads(path.read_text(encoding="utf-8")) for path in reports]
