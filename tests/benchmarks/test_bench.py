@@ -15,9 +15,8 @@ import torch
 
 from benchmarks.__main__ import main as bench_main
 from benchmarks.cases import make_case
-from benchmarks.measure import measure, weights_bytes
 from benchmarks.peers import PEERS
-from benchmarks.setups import PLAIN, REFERENCE, SETUPS, find_setup
+from benchmarks.setups import find_setup
 from benchmarks.single import Ladder
 from tests.comfyui import find_comfyui, python_of
 from wan_core.checkpoint.random import random_module
@@ -42,26 +41,6 @@ def bench(out: Path, *arguments: str) -> dict[str, Any]:
     path = out / "bench.json"
     assert bench_main([*arguments, "--device", "cpu", "--out", str(path)]) == 0
     return json.loads(path.read_text())
-
-
-def test_memory_that_is_shared_counts_once() -> None:
-    model = small_model()
-    alone = sum(p.numel() * 4 for p in model.parameters())
-    assert weights_bytes(model) == alone
-    model.head.head.weight = model.blocks[0].ffn[0].weight
-    assert weights_bytes(model) < alone
-
-
-def test_every_run_is_timed_but_the_first() -> None:
-    runs: list[int] = []
-
-    def run() -> torch.Tensor:
-        runs.append(0)
-        return torch.full((2,), float(len(runs)))
-
-    measured = measure(lambda: run, CPU, 3)
-    assert len(runs) == 4 and len(measured.seconds) == 3 and measured.output.tolist() == [4, 4]
-    assert "peak_gib" not in measured.numbers() and "compilations" not in measured.numbers()
 
 
 # ---------------------------------------------------------------------------------------------------------------- peers
@@ -91,15 +70,6 @@ def test_comfyui_computes_what_ours_does(tmp_path: Path) -> None:
     result = json.loads(out.read_text())
     assert result["rows"][0]["name"] == "comfyui" and result["rows"][0]["error"] <= 1e-4
     assert result["versions"]["comfyui"] not in ("", "unknown")
-
-
-def test_a_peer_that_is_not_there_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys) -> None:
-    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "nowhere"))
-    reason = PEERS["comfyui"].why_not()
-    assert reason is not None and "COMFYUI_PATH" in reason
-    arguments = ["single", "--device", "cpu", "--setup", "comfyui", "--size", "64x48x5", "--runs", "1"]
-    assert bench_main(arguments) == 0
-    assert "COMFYUI_PATH" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------- the ladder
@@ -140,17 +110,6 @@ def test_a_row_that_fails_says_so_and_the_others_go_on() -> None:
     assert rows[1]["error"] == 0
 
 
-def test_ratios_refer_to_the_compiled_peer_of_the_same_size() -> None:
-    """Whether or not that row was measured first; a row without one has no ratio."""
-    ladder = Ladder(lambda precision: (small_model(), 8), ["48x48x5"], CPU, torch.float32, 1)
-    alone = list(ladder.rows([find_setup(TORCH_ONLY)]))
-    assert "ratio" not in alone[0]
-    ladder.ratio_to["48x48x5"] = {"seconds": 3.0}
-    again = list(ladder.rows([find_setup(TORCH_ONLY)]))
-    assert again[0]["ratio"] == pytest.approx(3.0 / again[0]["seconds"], rel=1e-3)
-    assert again[0]["ratio_to"] == "diffusers-compiled"
-
-
 def test_a_compiled_peer_reports_what_its_first_run_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is the one that ratios refer to, wherever it stands in the list. Traced and counted; the compiler behind that
     is left out."""
@@ -163,17 +122,6 @@ def test_a_compiled_peer_reports_what_its_first_run_cost(monkeypatch: pytest.Mon
     assert compiled["ratio"] == 1 and compiled["error"] <= 1e-4
     assert "compilations" not in eager and "compilations" not in ours
     assert eager["ratio"] == pytest.approx(compiled["seconds"] / eager["seconds"], rel=1e-2)
-
-
-def test_one_technique_a_row_and_all_of_them_known() -> None:
-    """Every row of the table differs from another in one thing, so that a difference has one cause."""
-    setups = list(SETUPS.values())
-    for setup in setups:
-        if setup != REFERENCE:
-            others = [o for o in setups if o != setup]
-            fields = ("precision", "attention", "kernels", "compile")
-            assert min(sum(getattr(setup, f) != getattr(o, f) for f in fields) for o in others) == 1, setup.name
-    assert REFERENCE.precision == PLAIN and REFERENCE.why_not(CPU, torch.float32, 64) is None
 
 
 @pytest.mark.parametrize(

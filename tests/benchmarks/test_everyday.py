@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks import comfy_files, everyday
-from benchmarks.comfy_files import as_fp8, expert_file, hf_name, write_expert, write_files
+from benchmarks.comfy_files import as_fp8, expert_file, write_expert, write_files
 from benchmarks.comfy_graphs import Job, middle, native_graph, with_defaults
-from benchmarks.comfy_server import Server, times
+from benchmarks.comfy_server import Server
 from benchmarks.comfy_small import small_graph
-from benchmarks.comfyui import Graph, Run
+from benchmarks.comfyui import Graph
 from benchmarks.everyday import (
     ACCELERATED,
     ATTACHED,
@@ -23,16 +23,11 @@ from benchmarks.everyday import (
     SIDES,
     Side,
     everyday_rows,
-    gpu_count,
     ratios,
     several_sides,
 )
 from tests.comfyui import find_comfyui
 from wan_core.checkpoint import detect, load_dit, open_checkpoint
-from wan_core.checkpoint.detect import empty_module
-from wan_core.checkpoint.layouts import hf_text_names
-from wan_core.config import OptionError
-from wan_core.models.text.umt5 import UMT5_XXL
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.plan import make_plan
 
@@ -41,11 +36,6 @@ SEVERAL = (*several_sides(2, CPU, guided=True), *several_sides(2, torch.device("
 SCHEMAS = json.loads((Path(__file__).parents[1] / "nodes" / "node_schemas.json").read_text())
 TINY_DIT = detect(open_checkpoint(TINY / "i2v_high.safetensors")).config
 TINY_VAE = detect(open_checkpoint(TINY / "vae.safetensors")).config
-
-
-def test_names_of_the_text_encoder_are_those_that_its_reader_knows() -> None:
-    names = {hf_name(name): name for name, _ in empty_module(UMT5_XXL).named_parameters()}
-    assert hf_text_names(names) == names
 
 
 def test_experts_are_written_with_other_numbers_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,32 +86,6 @@ def test_each_expert_has_half_of_the_steps_on_both_sides(job: Job) -> None:
     assert native["samplers.high"]["inputs"]["end_at_step"] == job.total_steps // 2
 
 
-def test_sides_for_several_gpus() -> None:
-    names = [side.name for side in several_sides(4, torch.device("cuda"), guided=True)]
-    assert names == [
-        "native, 4 GPUs",
-        "native, comfy kitchen attention, 4 GPUs",
-        "ours, cudnn-fp8, 4 GPUs",
-        "ours, fast, 4 GPUs",
-    ]
-    (on,) = several_sides(4, torch.device("cuda"), guided=False)
-    assert on.name == "ours, cudnn-fp8, 4 GPUs" and on.graph(Job())["loaders.workers"]["inputs"]["devices"] == "4"
-    assert several_sides(1, CPU, guided=True) == () and gpu_count(None, CPU) == 1 and gpu_count(2, CPU) == 2
-    with pytest.raises(OptionError, match="give 1 or more"):
-        gpu_count(0, CPU)
-    native = SEVERAL[0].graph(Job(four_steps=False))
-    for expert in ("high", "low"):
-        assert native[f"samplers.{expert}"]["inputs"]["model"] == [f"loaders.gpus_{expert}", 0]
-        split = native[f"loaders.gpus_{expert}"]
-        assert split["inputs"] == {"model": [f"loaders.shift_{expert}", 0], "max_gpus": 2}
-    ours = SEVERAL[2].graph(Job())
-    assert {name for name, one in ours.items() if "workers" in one["inputs"]} == {
-        "loaders.model",
-        "loaders.text",
-        "loaders.vae",
-    }
-
-
 def test_ratios_are_to_native_rows_of_one_gpu_and_of_as_many() -> None:
     def side(native: bool, gpus: int) -> Side:
         return Side("", native_graph, native, gpus)
@@ -132,29 +96,6 @@ def test_ratios_are_to_native_rows_of_one_gpu_and_of_as_many() -> None:
     assert ratios(ours, row, measured) == shown
     assert "ratio_to_native_gpus" not in ratios(side(False, 1), row, measured)
     assert ratios(ours, row, [(both, {"failed": "no"})]) == ratios(ours, {"failed": "no"}, measured) == {}
-
-
-def test_defaults_fill_only_what_is_left_out() -> None:
-    kinds = {
-        "K": {"input": {"required": {"a": ["INT", {"default": 3}], "b": ["INT", {"default": 4}], "c": [["x", "y"]]}}}
-    }
-    filled = with_defaults({"n": {"class_type": "K", "inputs": {"a": 1}}}, kinds)
-    assert filled["n"]["inputs"] == {"a": 1, "b": 4, "c": "x"}
-
-
-def test_seconds_belong_to_the_group_of_the_node_that_runs() -> None:
-    events = [
-        {"type": "executing", "data": {"node": name}, "at": at}
-        for name, at in (
-            ("loaders.a", 10.5),
-            ("samplers.high", 12.0),
-            ("samplers.low", 14.0),
-            ("save", 17.0),
-            (None, 18.0),
-        )
-    ]
-    row = times(Run("", {}, {}, events, begin=10.0))
-    assert row == {"seconds": 8.0, "nodes": {"start": 0.5, "loaders": 1.5, "samplers": 5.0, "save": 1.0}}
 
 
 @pytest.mark.comfy

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import build_parser
-from benchmarks.ladder import Ladder, in_order, main, running, wait
-from benchmarks.ladder_jobs import FILES, JOBS, NEEDS, Job, missing, on_a_cpu
+from benchmarks.ladder import Ladder
+from benchmarks.ladder_jobs import JOBS, Job
 from benchmarks.options import SUITES
 from benchmarks.run import check_options
 from wan_core.cli import parse
@@ -37,13 +37,6 @@ def job(name: str, program: str = WRITES, rows: object = (), code: int = 0, **mo
 
 def results(out: Path) -> dict[str, dict]:
     return {path.stem.rsplit("-", 2)[0]: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
-
-
-def test_names_are_unique_and_all_that_is_needed_is_known() -> None:
-    assert len({job.name for job in JOBS}) == len(JOBS)
-    for one in JOBS:
-        assert one.files in FILES and set(one.needs) <= NEEDS.keys() and 1 <= one.gpus <= 8
-        assert not any(one.name != other.name and other.name.startswith(f"{one.name}-h") for other in JOBS)
 
 
 @pytest.mark.parametrize("cpu", [False, True])
@@ -71,32 +64,6 @@ def side_names(gpus: int) -> set[str]:
     several = everyday.several_sides(gpus, torch.device("cuda"), guided=True)
     sides = (*everyday.SIDES, *everyday.OFF_SIDES, *everyday.ACCELERATED, *several, *official.SIDES)
     return {side.name for side in sides}
-
-
-def test_a_command_is_small_on_a_cpu() -> None:
-    arguments = shlex.split("-m benchmarks videos --model random:t2v-A14B --size 1x1 --size 2x2 --runs 3 --gpus 4")
-    small = shlex.split("-m benchmarks videos --model tiny --size 64x64x5 --runs 1 --gpus 2 --device cpu")
-    assert on_a_cpu(arguments) == small
-    cards = [word for n in (8, 9) for word in ("--setting", f"{n}: --x --memory-limit 8 --host-memory-limit {n}")]
-    settings = on_a_cpu([*arguments, "--setting", "a: --mesh 2x1x2", *cards])[11:-2]
-    assert settings == ["--setting", "a: --mesh 2x1x1", "--setting", "8: --x --host-memory-limit 8"]
-
-
-def test_what_needs_the_most_gpus_that_are_there_comes_first() -> None:
-    assert [one.gpus for one in in_order(4)] == sorted((one.gpus for one in JOBS), reverse=True)
-    assert in_order(1) == [one for one in JOBS if one.gpus == 1] + [one for one in JOBS if one.gpus > 1]
-    two = in_order(2)
-    assert [one.gpus for one in two if one.gpus <= 2] == sorted((j.gpus for j in JOBS if j.gpus <= 2), reverse=True)
-    assert missing(job("x", gpus=4), 2, cpu=False) == "needs 4 GPUs" and missing(job("x", gpus=4), 0, cpu=True) is None
-
-
-def test_a_list_says_what_is_done_and_counts_the_rest(tmp_path: Path) -> None:
-    jobs = [job("a"), job("b", gpus=4), job("c", files="i2v", seconds=7), job("d", files="i2v", seconds=9)]
-    ladder = Ladder(tmp_path, tmp_path, 1)
-    ladder.run(jobs[:1], None)
-    lines = list(ladder.listed(jobs))
-    assert lines[1].endswith("[done]") and lines[2].endswith("[needs 4 GPUs]")
-    assert lines[-1].startswith(f"4 jobs, {7 + 9 + FILES['i2v']} s")
 
 
 def test_jobs_that_fit_run_and_each_result_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,27 +126,6 @@ Ladder(out, out, 1).run([job("a"), job("b", sleeping(out)), job("c")], None)
     assert list(results(tmp_path)) == ["a", "b", "c"]
 
 
-def test_a_job_that_was_asked_for_and_did_not_run_is_a_failure(tmp_path: Path) -> None:
-    many = job("many", gpus=4)
-    ladder = Ladder(tmp_path, tmp_path, 1)
-    assert ladder.run([many], None) == 0 and ladder.run([many], None, asked=True) == 1
-    same = [job("a"), job("b")]
-    assert Ladder(tmp_path, tmp_path, 0, cpu=True).why_not(same[1], same) == "on a CPU the same as a"
-    assert Ladder(tmp_path, tmp_path, 0, cpu=True).why_not(same[1], same[1:]) is None
-
-
-def test_a_ladder_that_is_detached_outlives_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    words = ["--out", str(out), "--scratch", str(tmp_path), "--gpus", "0", "--minutes", "0.001"]
-    assert wait(out, 0) == 0  # there is none
-    assert main(["--detach", *words]) == 0
-    started = wait(out, 0)
-    again = main(["--detach", *words])
-    assert (started, again) == (75, 1) or running(out) is None
-    assert main(["--wait", "60", "--out", str(out)]) == 0 and running(out) is None
-    assert f"{JOBS[0].name}: not run: needs 1 GPU" in capsys.readouterr().out
-
-
 def sleeping(folder: Path) -> str:
     """A program that starts a server of its own and waits for it."""
     return f"""
@@ -202,12 +148,3 @@ def gone(pid: int) -> bool:
         time.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
     return False
-
-
-def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in ((["--only", "none"], "no job 'none'"), ([], "give --out")):
-        with pytest.raises(SystemExit):
-            main(arguments)
-        assert message in capsys.readouterr().err
-    assert main(["--dry-run", "--gpus", "1"]) == 0
-    assert f"{len(JOBS)} jobs" in capsys.readouterr().out

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.__main__ import main
-from benchmarks.official import SIDES, reseeded, sized
+from benchmarks.official import reseeded
 from benchmarks.options import TEMPLATE_PARTS
 from benchmarks.templates.our_sampler import with_our_sampler
-from benchmarks.templates.run import TEMPLATES, Scale, observed, with_euler, with_steps
+from benchmarks.templates.run import TEMPLATES, observed, with_euler, with_steps
 
 SCHEMAS = json.loads((Path(__file__).parents[1] / "nodes" / "node_schemas.json").read_text(encoding="utf-8"))
 GIVEN = {"positive": ["p", 0], "negative": ["p", 1], "latent_image": ["p", 2], "model": ["shift", 0], "cfg": 1}
@@ -51,27 +50,11 @@ def test_our_sampler_gets_the_seed_the_solver_and_the_sigmas_of_the_one_that_it_
         assert all(value[0] in graph for value in one["inputs"].values() if isinstance(value, list))
 
 
-def test_a_sampler_that_cannot_be_replaced_is_named() -> None:
-    with pytest.raises(ValueError, match="SamplerCustomAdvanced"):
-        with_our_sampler({"one": {"class_type": "SamplerCustomAdvanced", "inputs": GIVEN}})
-
-
 def test_steps_seeds_and_solvers_of_all_samplers_change() -> None:
     graph = with_euler(reseeded(with_steps(GRAPH, 2), 5))
     assert graph["custom"]["inputs"]["noise_seed"] == graph["k"]["inputs"]["seed"] == 5
     assert graph["scheduler"]["inputs"]["steps"] == graph["k"]["inputs"]["steps"] == 2
     assert graph["chosen"]["inputs"]["sampler_name"] == graph["k"]["inputs"]["sampler_name"] == "euler"
-
-
-def test_clips_keep_the_templates_length_on_a_gpu() -> None:
-    assert "length" not in (sized(Scale(layers=6), "832x480x81").size or {})
-    assert (sized(Scale(), "64x64x9").size or {})["length"] == 9
-
-
-def test_sides_say_what_they_need() -> None:
-    reasons = {side.name: side.why_not(torch.device("cpu")) for side in SIDES}
-    assert [name for name, reason in reasons.items() if reason is None] == ["native", "accelerated, auto", "ours, bf16"]
-    assert reasons["ours, fp8, 2 GPUs"] == "needs two GPUs"
 
 
 def test_templates_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gguf_experts import FORMAT, write_gguf
-from benchmarks.limited_host import GIB, disk_bytes, disk_rate, host_limit
+from benchmarks.limited_host import GIB, host_limit
 from benchmarks.small import small_rows
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.config import OptionError
@@ -50,11 +50,6 @@ def test_a_process_gets_no_more_host_memory_than_the_limit() -> None:
         assert 0.1 * GIB < int(done.stdout) < 0.25 * GIB and done.returncode != 0
         assert limit.peak_gib is not None and 0.2 < limit.peak_gib <= 0.26
     assert not limit.folder.exists()
-
-
-def test_a_disk_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(1 << 20))
-    assert disk_rate(tmp_path / "file", 1 << 19) > 0 and disk_bytes(tmp_path) >= 0
 
 
 def test_a_setting_of_another_form_is_refused(tmp_path: Path) -> None:

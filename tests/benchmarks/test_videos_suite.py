@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.own_tests import marked_files, run_tests
+from benchmarks.own_tests import run_tests
 from benchmarks.videos import Making
 
 CPU = torch.device("cpu")
@@ -25,12 +24,6 @@ def test_videos_are_cold_then_kept() -> None:
     cold, warm = making.timed([20.0, 26.0, 31.0, 38.0], [report(9.0), report(0.0), report(0.0), report(0.0)])
     assert cold == {"name": "cold", "size": "64x64x5", "seconds": 20.0, "load": 9.0, "denoise": 4.5, "peak_gib": 1.5}
     assert (warm["seconds"], warm["spread"], warm["runs"], warm["denoise"]) == (6.0, 2.0, 3, 4.5) and "load" not in warm
-
-
-def test_without_further_runs_the_cold_video_is_the_row() -> None:
-    making = Making(Path(), ["--model", "tiny"], CPU, 1, [], "64x64x5", None, 0)
-    assert making.count == 1
-    assert [row["name"] for row in making.timed([20.0], [report(9.0)])] == ["cold"]
 
 
 def test_a_list_on_several_gpus_counts_videos_after_the_first_of_each() -> None:
@@ -53,11 +46,6 @@ def test_a_list_of_the_embedded_model(tmp_path: Path) -> None:
     assert failed["name"] == "wrong" and "steps" in failed["failed"]
 
 
-def test_a_setting_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["videos", "--device", "cpu", "--setting", "--speed fast"]) == 2
-    assert "NAME: words" in capsys.readouterr().err
-
-
 def test_files_have_rows_as_their_tests_end(tmp_path: Path) -> None:
     path = tmp_path / "test_it.py"
     path.write_text(
@@ -71,9 +59,3 @@ def test_files_have_rows_as_their_tests_end(tmp_path: Path) -> None:
     assert details["over"] and last["name"].endswith("test_it.py")
     (wrong,) = run_tests("all", "not gpu", [str(tmp_path / "absent.py")], details)
     assert "pytest ended with" in wrong["failed"] and not details["over"]
-
-
-def test_files_are_chosen_by_their_marks() -> None:
-    found = marked_files("gpu", ["tests/execution"])
-    assert "tests/execution/test_gpu_stream.py" in found and "tests/execution/test_stream.py" not in found
-    assert marked_files("not gpu", ["tests/benchmarks/test_setups.py"]) == ["tests/benchmarks/test_setups.py"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from wan_core.config import SPEEDS, OptionError
 from wan_core.config.outputs import Outputs
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import Canvas
-from wan_core.models.wan.families import find_task
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.plan import make_plan
 from wan_lab import card as card_module
 from wan_lab import pictures
-from wan_lab.card import card_settings, card_size, make_card
+from wan_lab.card import card_settings, make_card
 from wan_lab.card_page import FULL, Video
 from wan_lab.samples import Sample
 
@@ -97,31 +95,6 @@ def test_a_card_that_was_broken_off_goes_on(tmp_path: Path, stop: int):
     text, told = small_card(again, tmp_path)
     assert len(again.made) == 8 - (stop - 1) and (f"{stop - 1} finished videos are there" in told[0]) == (stop > 1)
     assert not (tmp_path / ".report-card").exists() and "| fast |" in text
-
-
-def test_videos_of_another_model_or_damaged_ones_are_not_taken(tmp_path: Path):
-    maker = DrawnMaker(model="one")
-    maker.fail[4] = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        small_card(maker, tmp_path)
-    other = DrawnMaker(model="other")
-    small_card(other, tmp_path)
-    assert len(other.made) == 8 and len(list(tmp_path.glob(".report-card/*/*.npz"))) == 3, "the first one's stay"
-    next(tmp_path.glob(".report-card/*/0-full-*.npz")).write_bytes(b"PK\3\4 broken")
-    again = DrawnMaker(model="one")
-    small_card(again, tmp_path)
-    assert len(again.made) == 6
-
-
-def test_a_small_card_takes_what_fits_and_says_so(tmp_path: Path):
-    maker = DrawnMaker(fits=40)
-    maker.fail[4] = torch.cuda.OutOfMemoryError("out of memory")
-    text, told = small_card(maker, tmp_path, frames=81)
-    assert {frames for _, _, frames in maker.made} == {33} and len(maker.made) == 7
-    assert "33 frames: a forward of 81 did not fit" in text and "fast: left out, it did not fit" in text
-    assert "| fast |" not in text and "| balanced |" in text and any("fast is left out" in line for line in told)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        small_card(DrawnMaker(fits=5), tmp_path)
 
 
 def test_a_refused_preset_is_left_out_without_the_words_of_the_refusal(tmp_path: Path):
@@ -206,31 +179,3 @@ def chunks(path: Path) -> set[bytes]:
         kinds.add(content[place + 4 : place + 8])
         place += 12 + int.from_bytes(content[place : place + 4], "big")
     return kinds
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--count", "0"], "at least 1"),
-        (["--size", "50x48"], "50"),
-        (["--out", "/proc/nowhere"], "choose another"),
-        (["--magcache", "fast"], "measures the full run"),
-        (["--frames", "6"], "frames"),
-    ],
-)
-def test_what_is_wrong_is_one_sentence_before_work(arguments, says, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(card_module.LocalEngine, "load", lambda *_: pytest.fail("weights were read"))
-    assert main(["report-card", "--model", "tiny", "--device", "cpu", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert says in err and "Traceback" not in err and not os.listdir(tmp_path)
-
-
-def test_sizes_and_settings_are_those_of_the_model():
-    tiny, a14b = find_task("t2v-tiny"), find_task("i2v-A14B")
-    assert card_size(a14b, None, None) == (832, 480) and card_size(tiny, None, None) == (None, None)
-    assert card_size(a14b, 640, 384) == (640, 384)
-    with pytest.raises(OptionError, match="text-to-video"):
-        card_size(replace(a14b, family="vace"), None, None)
-    settings = card_settings()
-    assert list(settings) == [FULL, "careful", "balanced", "fast"] and settings[FULL] is None

@@ -8,9 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from wan_core.pipeline.embedded import COLOURS, MOTIONS, SHAPES, Scene, parse_caption
@@ -23,14 +20,6 @@ SAMPLE = SCENES[::23]  # 23 has no divisor in common with 1,120: all words and m
 def frames_of(scene: Scene, seed: int = 0, frames: int = 9, height: int = 64, width: int = 64) -> Tensor:
     """[F, H, W, 3] in 0..1. Smaller than the world's own size, which is harder to judge and quicker to draw."""
     return draw([scene], seed=seed, frames=frames, height=height, width=width)[0].permute(1, 2, 3, 0) / 2 + 0.5
-
-
-def blurred(frames: Tensor, sigma: float) -> Tensor:
-    x = torch.arange(-6, 7)
-    taps = torch.exp(-0.5 * (x / sigma) ** 2)
-    taps = (taps / taps.sum()).expand(3, 1, 1, -1)
-    video = F.pad(frames.permute(0, 3, 1, 2), (6, 6, 6, 6), mode="replicate")
-    return F.conv2d(F.conv2d(video, taps, groups=3), taps.transpose(2, 3), groups=3).permute(0, 2, 3, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------- world
@@ -108,32 +97,12 @@ def test_every_wrong_word_is_judged_wrong_and_the_others_right():
             assert {f for f in wrong if not getattr(verdict, f)} == {field}
 
 
-@settings(max_examples=12, deadline=None)
-@given(scene=st.sampled_from(SCENES), seed=st.integers(0, 10**6), noise=st.floats(0, 0.12), blur=st.floats(0.3, 2.0))
-def test_noise_and_blur_do_not_change_the_verdict(scene: Scene, seed: int, noise: float, blur: float):
-    frames = blurred(frames_of(scene, seed), blur)
-    frames = frames + noise * torch.randn(frames.shape, generator=torch.Generator().manual_seed(seed))
-    assert describe(frames.clamp(0, 1)).scene == scene
-
-
 def test_heavy_noise_between_the_nearest_colours():
     for pair in (("blue", "purple"), ("orange", "red"), ("white", "yellow")):
         for shape in SHAPES:
             frames = frames_of(Scene(pair[0], shape, "up", pair[1]), 0, 9, 96, 96)
             frames = frames + 0.2 * torch.randn(frames.shape, generator=torch.Generator().manual_seed(1))
             assert describe(frames.clamp(0, 1)).scene == Scene(pair[0], shape, "up", pair[1])
-
-
-@pytest.mark.parametrize(("height", "width", "frames"), [(96, 96, 17), (64, 48, 5), (128, 192, 33)])
-def test_other_sizes_and_lengths(height: int, width: int, frames: int):
-    for scene in SCENES[::563]:
-        assert judge(frames_of(scene, 1, frames, height, width), scene).all_true
-
-
-def test_uint8_and_float_frames_are_judged_alike():
-    for scene in SCENES[::563]:
-        frames = frames_of(scene)
-        assert describe((frames * 255).round().to(torch.uint8)).scene == describe(frames).scene == scene
 
 
 @pytest.mark.parametrize("crf", [23, 35])
@@ -180,13 +149,6 @@ def test_a_teleporting_and_a_diagonal_shape_have_no_motion():
 # ------------------------------------------------------------------------------------------------------------ distances
 
 
-def test_distances_of_a_video_to_itself():
-    frames = frames_of(SCENES[5], height=40, width=56)
-    assert psnr(frames, frames) == math.inf
-    assert ssim(frames, frames) == pytest.approx(1, abs=1e-5)
-    assert temporal_flicker(frames[:1].expand(5, -1, -1, -1)) == 0
-
-
 def test_psnr_of_a_known_error():
     a = torch.full((3, 16, 16, 3), 0.5)
     assert psnr(a, a + 0.1) == pytest.approx(20, abs=1e-3)
@@ -203,28 +165,9 @@ def test_more_noise_is_further_away_and_flickers_more():
         assert values == sorted(values, reverse=True)
 
 
-def test_ssim_sees_structure_not_brightness():
-    frames = frames_of(SCENES[9], frames=5, height=48, width=48) * 0.5 + 0.2
-    brighter, shuffled = frames + 0.1, frames.flip(2)
-    assert ssim(frames, brighter) > ssim(frames, shuffled)
-    assert ssim(frames, brighter) == pytest.approx(ssim(brighter, frames), abs=1e-6)
-
-
-def test_flicker_ignores_steady_change():
-    fade = torch.linspace(0, 1, 9)[:, None, None, None].expand(-1, 16, 16, 3)
-    assert temporal_flicker(fade) == pytest.approx(0, abs=1e-6)
-    blinking = torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None, None, None].expand(-1, 4, 4, 3)
-    assert temporal_flicker(blinking) == pytest.approx(2)
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((3, 8, 8), torch.float32), ((2, 8, 8, 4), torch.uint8), ((2, 8, 8, 3), torch.int64)]
 )
 def test_what_is_no_video_is_refused(shape: tuple[int, ...], dtype: torch.dtype):
     with pytest.raises(ValueError, match="pass"):
         describe(torch.zeros(shape, dtype=dtype))
-
-
-def test_videos_of_different_shapes_are_refused():
-    with pytest.raises(ValueError, match="equal shapes"):
-        psnr(torch.zeros(2, 16, 16, 3), torch.zeros(3, 16, 16, 3))

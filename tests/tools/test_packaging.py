@@ -8,8 +8,7 @@ from pathlib import Path
 import tomllib
 
 import wan_core
-from wan_core.cli import build_parser, main
-from wan_core.models.wan.families.family import NEGATIVE_SOURCE
+from wan_core.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -67,22 +66,3 @@ def test_the_engine_and_the_lab_are_installed_alone(tmp_path: Path, capsys, monk
     monkeypatch.setattr("wan_core.cli.__file__", str(installed))
     assert main(["bench", "single"]) == 2
     assert "python -m benchmarks" in capsys.readouterr().err
-
-
-def test_bug_reports_ask_for_the_doctor() -> None:
-    form = text(".github/ISSUE_TEMPLATE/bug_report.yml")
-    (doctor,) = [block for block in form.split("  - type: ") if "id: doctor" in block]
-    assert "python -m wan_core doctor" in doctor and "required: true" in doctor
-    options = build_parser()
-    assert "--verbose" in form and "--verbose" in options.format_help()
-    assert "--report" in form and "--report" in options.commands["generate"].format_help()
-
-
-def test_the_default_negative_prompt_says_whose_it_is() -> None:
-    place = "wan/configs/shared_config.py"
-    assert "this project's own" in NEGATIVE_SOURCE and place in NEGATIVE_SOURCE
-    shown = "".join(build_parser().commands["generate"].format_help().split())  # lines are broken at hyphens too
-    assert "".join(NEGATIVE_SOURCE.split()) in shown
-    assert NEGATIVE_SOURCE in text("web/docs/WanCoreTextEncode.md")  # the tooltip
-    for name in ("locales/zh/nodeDefs.json", "docs/families.md"):
-        assert place in text(name), name

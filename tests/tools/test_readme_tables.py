@@ -7,10 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tools.measured import GAINS, TABLES, TableError, cell, newest_result
+from tools.measured import GAINS, TABLES, TableError, newest_result
 from tools.readme_tables import ROOT, body_of, main, rewrite
 
 ROWS = [
@@ -73,23 +71,6 @@ def test_every_table_of_the_page_is_declared_and_shown() -> None:
     assert len(page.splitlines()) <= 350
 
 
-def test_a_row_that_was_not_measured_says_why(tmp_path: Path) -> None:
-    rows = [
-        {"name": "ours", "size": "480p", "seconds": 2.0, "tflops": 700.0},
-        {"name": "other", "size": "480p", "why_not": "needs a | GPU"},
-        {"name": "third", "size": "480p", "failed": "out of memory"},
-    ]
-    write(tmp_path, "single", "h200", "20261120", rows)
-    lines = rewrite(region("single"), tmp_path / "benchmarks" / "results")[0].splitlines()
-    assert lines[1:6] == [
-        "|  | size | seconds | TFLOP/s |",
-        "|---|---|---:|---:|",
-        "| ours | 480p | 2 | 700 |",
-        "| other | 480p | *needs a \\| GPU* |  |",
-        "| third | 480p | *out of memory* |  |",
-    ]
-
-
 def test_the_newest_file_wins_and_a_device_can_be_named(tmp_path: Path) -> None:
     for device, date in (("cpu", "20270101"), ("h200", "20261231"), ("h200", "20261120")):
         write(tmp_path, "forward", device, date, [{"name": date, "seconds": 1.0}])
@@ -100,25 +81,6 @@ def test_the_newest_file_wins_and_a_device_can_be_named(tmp_path: Path) -> None:
     write(tmp_path, "forward", "h200", "20270101")
     with pytest.raises(TableError, match="forward-cpu, forward-h200"):
         newest_result("forward", results)
-
-
-# A table's own markers in the text around it are a different case: the test after this one.
-prose = st.text(st.characters(codec="utf-8", exclude_characters="\r")).filter(
-    lambda s: "<!--" not in s and "-->" not in s
-)
-
-
-@given(before=prose, stale=prose, between=prose, after=prose)
-def test_only_regions_change_and_twice_is_once(tmp_path_factory, before, stale, between, after) -> None:
-    root = tmp_path_factory.mktemp("readme")
-    write(root, "forward", "h200", "20261120")
-    results = root / "benchmarks" / "results"
-    once, changed = rewrite(before + region("forward", stale) + between + region("forward") + after, results)
-    assert changed == ["forward", "forward"]
-    assert once.startswith(before)
-    assert once.endswith(after)
-    assert between in once
-    assert rewrite(once, results) == (once, [])
 
 
 @pytest.mark.parametrize(
@@ -158,17 +120,3 @@ def test_gains_compare_two_rows_of_a_committed_result(name: str) -> None:
         before, after, ratio = (cell.strip() for cell in line.split("|")[2:5])
         assert float(before) / float(after) == pytest.approx(float(ratio), rel=0.02)
         assert re.search(r"\| H\d00, 20\d\d-\d\d-\d\d, [0-9a-f]{7,8} \|$", line)
-
-
-def test_a_row_that_is_missing_is_named(tmp_path: Path) -> None:
-    write(tmp_path, "everyday-on", "h100", "20261122")
-    with pytest.raises(TableError, match=r"'gains'.*on, new seed: native.*newest result lacks"):
-        body_of("gains", tmp_path / "benchmarks" / "results")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.04478, "0.0448"), (123456.0, "123456"), (1.0, "1"), (0.0, "0.0"), (12, "12"), (2e-5, "2e-05")],
-)
-def test_numbers_have_three_digits(value: float, text: str) -> None:
-    assert cell(value) == text

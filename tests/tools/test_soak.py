@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import tempfile
-from collections import Counter
-from multiprocessing import shared_memory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,27 +11,14 @@ import pytest
 from PIL import Image
 
 from tests.comfyui import find_comfyui
-from tools.processes import State, look, mapped_memory
-from tools.soak import Observed, check_memory, check_outputs, check_state, main
-from tools.soak_prompts import TURNS, WORKFLOWS, Prompt, prompts
+from tools.soak import Observed, check_memory, check_outputs, main
+from tools.soak_prompts import Prompt
 
 
 def seen(base: Path, **fields: Any) -> Observed:
     (base / "tmp").mkdir(parents=True, exist_ok=True)
     (base / "output").mkdir(exist_ok=True)
     return Observed(SimpleNamespace(base=base), **fields)  # type: ignore[arg-type]  # a server is only asked for its folder
-
-
-def test_every_tenth_prompt_is_interrupted_or_wrong_and_a_seed_gives_the_same_ones() -> None:
-    drawn = prompts(80, 3, workers=False)
-    assert drawn == prompts(80, 3, workers=False) != prompts(80, 4, workers=False)
-    assert {prompt.kind for prompt in drawn[:10]} >= WORKFLOWS.keys()
-    outcomes = Counter(prompt.outcome for prompt in drawn)
-    assert (outcomes["completed"], outcomes["interrupted"], outcomes["refused"] + outcomes["failed"]) == (72, 4, 4)
-    assert [prompt.outcome for prompt in drawn[9::10]].count("interrupted") == 2 * TURNS.count("interrupted")
-    together = prompts(80, 3, workers=True)
-    assert [prompt.outcome for prompt in together].count("killed") == 4
-    assert all("launcher" in prompt.graph for prompt in together)
 
 
 @pytest.mark.parametrize(("last", "violations"), [(1009, 0), (1011, 1), (989, 1)])
@@ -46,27 +28,6 @@ def test_memory_may_change_by_one_percent(tmp_path: Path, last: int, violations:
     row = check_memory(observed, 5, 0.01)
     assert len(observed.violations) == violations
     assert row["medians_mib"] == [500, 1000, 1500, last] and row["change"] == pytest.approx(last / 1000 - 1)
-
-
-def test_more_files_or_threads_are_violations() -> None:
-    observed = Observed(SimpleNamespace(state=None))  # type: ignore[arg-type]
-    observed.state = lambda seconds=5.0: State(Counter(socket=3, pipe=2), 4)  # type: ignore[method-assign]
-    check_state(observed, State(Counter(socket=2, pipe=3), 4))
-    assert not observed.violations, "as many as before"
-    check_state(observed, State(Counter(socket=2, pipe=2), 3))
-    assert observed.violations == ["open files left over: {'socket': 1}", "threads: 3, then 4"]
-
-
-def test_files_and_threads_and_shared_memory_of_a_process() -> None:
-    before = look(os.getpid())
-    memory = shared_memory.SharedMemory(create=True, size=1 << 16)
-    with socket.socket(), tempfile.NamedTemporaryFile() as opened:
-        after = look(os.getpid())
-        more = after.files - before.files
-        assert more["socket"] == 1 and more[opened.name] == 1 and after.threads >= before.threads >= 1
-    assert Path("/dev/shm", memory.name) in mapped_memory(os.getpid())
-    memory.close()
-    memory.unlink()
 
 
 def test_outputs_that_cannot_be_read_and_files_that_nobody_named(tmp_path: Path) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools.tiny.clips import HELD_OUT, TRAINED, Drawing, Ring, Size, image_rows, outline_rows
-from tools.tiny.experts import ROUND, T2V, adopt, caption_rows, draw_sigmas, initialise, outline_weights
-from tools.tiny.loop import Clock, Trainer
+from tools.tiny.clips import HELD_OUT, TRAINED, Drawing, Size, image_rows
+from tools.tiny.experts import T2V, adopt, initialise
 from tools.tiny.vae import CONFIG
-from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
+from tools.tiny.words import TEXT_LEN, train_tokenizer
 from tools.train_tiny import main
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae, save
 from wan_core.models.text.tokenizer import Tokenizer
@@ -92,37 +90,6 @@ def test_experts_go_on_from_finished_ones_with_more_blocks(trained: Path, tmp_pa
     assert (tmp_path / "t2v_low.safetensors").is_file()
 
 
-def test_sizes_take_turns_and_have_about_as_many_tokens():
-    assert sum(size == Size() for size in ROUND) == len(ROUND) // 2
-    for size in ROUND:
-        assert size.share_of(256) * size.width * size.height == pytest.approx(256 * 96 * 96, rel=0.05)
-    turns: list[int] = []
-    weight = torch.nn.Linear(1, 1)
-    losses = [partial(take, turns, number, weight) for number in (0, 1, 0, 2)]
-    trainer = Trainer({"one": weight}, losses, peak_lr=1e-3)
-    trainer.run(Clock(1.0, 8))
-    assert turns == [0, 1, 0, 2] * 2
-
-
-def take(turns: list[int], number: int, module: torch.nn.Linear) -> dict[str, torch.Tensor]:
-    turns.append(number)
-    return {"one": module.weight.square().sum() + module.bias.square().sum()}
-
-
-def test_outlines_are_where_colours_change():
-    clips = draw(SCENES[:4], seed=0, frames=9, height=64, width=64)
-    outline = outline_rows(clips)
-    assert outline.shape == (4, 1, 3, 8, 8)
-    changes = (clips.diff(dim=-1).abs().amax(1) > 0.1).float()  # [B, F, H, W - 1]
-    cells = torch.nn.functional.max_pool2d(torch.nn.functional.pad(changes, (0, 1)), 8).bool()
-    assert not (cells[:, 0] & ~outline[:, 0, 0]).any() and not (cells[:, 1:5].any(1) & ~outline[:, 0, 1]).any()
-    assert 0.1 < outline.float().mean() < 0.7
-    weight = outline_weights(outline, torch.tensor([0.0, 0.5, 0.9, 1.0]))
-    assert torch.allclose(weight.mean((1, 2, 3, 4)), torch.ones(4))
-    assert weight[3].unique().tolist() == [1.0]
-    assert float(weight[0].max() / weight[0].min()) == pytest.approx(5)
-
-
 def test_the_tokenizer_is_the_same_every_time_and_knows_every_word():
     proto = train_tokenizer()
     assert train_tokenizer() == proto
@@ -131,18 +98,6 @@ def test_the_tokenizer_is_the_same_every_time_and_knows_every_word():
         assert len(tokenizer.encode(scene.caption)) == len(scene.caption.split()) + 1
         assert tokenizer.encode(scene.caption.upper()) == tokenizer.encode(scene.caption)
     assert tokenizer.encode("") == [Tokenizer.eos_id]
-
-
-def test_training_captions_are_spoken_or_silent_in_the_right_rows():
-    captions = [scene.caption for scene in TRAINED]
-    ids, mask = token_table(Tokenizer(train_tokenizer(), TEXT_LEN), captions)
-    assert len(ids) == 2 * len(captions) + DROPPED_ROWS
-    assert mask.sum(1)[2 * len(captions)] == 1, "the empty prompt is its end token"
-    scene = torch.arange(len(captions)).repeat(20)
-    rows = caption_rows(scene)
-    silent = rows >= 2 * len(captions)
-    assert torch.equal(rows[~silent] % len(captions), scene[~silent])
-    assert silent.float().mean() == pytest.approx(0.12, abs=0.01)
 
 
 def test_nothing_held_out_is_drawn():
@@ -162,20 +117,3 @@ def test_image_rows_are_the_pipelines_channels():
         first_only = image_channels(vae, clips[:1, :, :1], None, 9)
         both = image_channels(vae, clips[1:, :, :1], clips[1:, :, -1:], 9)
     torch.testing.assert_close(ours, torch.cat([first_only, both]), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("low", "high", "shift"), [(0.0, 0.885, 3.0), (0.865, 1.0, 5.0)])
-def test_sigmas_fill_their_range_evenly_in_shifted_time(low: float, high: float, shift: float):
-    sigma = draw_sigmas(512, low, high, shift, torch.device("cpu")).double()
-    assert sigma.min() >= low - 1e-6
-    assert sigma.max() <= high + 1e-6
-    assert (sigma.diff() > -1e-6).all()
-    middle = sum(s / (shift - (shift - 1) * s) for s in (low, high)) / 2
-    assert float(sigma.median()) == pytest.approx(shift * middle / (1 + (shift - 1) * middle), abs=0.01)
-
-
-def test_a_ring_replaces_its_oldest_rows():
-    ring = Ring(4)
-    for start in (0, 3, 6):
-        ring.add(value=torch.arange(start, start + 3))
-        assert set(ring.sample(200)["value"].tolist()) == set(range(max(0, start - 1), start + 3))
