@@ -11,9 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image, ImageColor
+from PIL import Image
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.cli import main
@@ -25,13 +23,13 @@ from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.magcache import CURVE_FILES, PRESETS
-from wan_core.sampling.cache.skipping import leave_out, skip_forwards
+from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan
 from wan_lab import pictures
 from wan_lab.calibrate import calibrate, record
 from wan_lab.compare import compare, gmsd, pareto, summary
 from wan_lab.pictures import KIND_COLOUR, draw_quality, side_by_side
-from wan_lab.samples import Sample, choose_samples, read_samples
+from wan_lab.samples import choose_samples, read_samples
 from wan_lab.shapes import draw, held_out
 
 SMALL = ["--model", "tiny", "--device", "cpu", "--steps", "10", "--frames", "5", "--size", "64x48"]
@@ -88,21 +86,6 @@ def test_calibrate_writes_a_curve_that_is_found_again(tmp_path, capsys):
     assert "saved" in capsys.readouterr().out
 
 
-def test_calibrate_keeps_the_embedded_model_s_curve(tiny_assets, capsys):
-    """It would take the place of the one that comes with the project, for all later runs."""
-    before = {path.name: path.stat().st_mtime_ns for path in tiny_assets.iterdir()}
-    assert main(["calibrate", *SMALL, "--count", "1"]) == 2
-    assert "--out" in capsys.readouterr().err
-    assert {path.name: path.stat().st_mtime_ns for path in tiny_assets.iterdir()} == before
-
-
-def test_an_image_calibrates_the_image_variant(tmp_path):
-    image, out = tmp_path / "first.png", tmp_path / "mine.magcache.json"
-    Image.fromarray(clip()[0].numpy()).save(image)
-    assert main(["calibrate", *SMALL, "--count", "1", "--image", str(image), "--out", str(out)]) == 0
-    assert CURVE_FILES.read(out).task == "i2v-tiny"
-
-
 @torch.no_grad()
 def test_a_video_begins_anew_in_calibration():
     """Delayed scales of Transformer Engine may not go from one video into the next."""
@@ -147,20 +130,6 @@ def test_quality_compares_with_the_full_run(tmp_path, capsys):
     with Image.open(plot) as picture:
         assert picture.size == (960, 600)
     assert read_video(video).shape[0] == 5
-
-
-def test_numbers_are_written_before_pictures(tmp_path, monkeypatch):
-    """A picture that fails must not cost what was measured."""
-
-    def fail(*_):
-        raise ValueError("no picture")
-
-    monkeypatch.setattr("wan_lab.run.draw_quality", fail)
-    out = tmp_path / "q.json"
-    command = ["quality", *SMALL, "--count", "1", "--setting", "taylorseer:2", "--out", str(out)]
-    with pytest.raises(ValueError, match="no picture"):
-        main([*command, "--plot", str(tmp_path / "q.png")])
-    assert json.loads(out.read_text())["rows"][0]["name"] == "taylorseer:2"
 
 
 @torch.no_grad()
@@ -226,23 +195,6 @@ def test_measures():
     assert compare(full, full, "waves break against rocks", gmsd).truth is None
     told = summary([same, much])
     assert told["psnr_worst"] == round(much.psnr, 2) < told["psnr"] < 99 and told["truth"] == (1 + much.truth) / 2
-
-
-@given(st.dictionaries(st.text(max_size=3), st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1))
-def test_nothing_beats_the_front_and_all_else_is_beaten(points):
-    front = pareto(points)
-    for name, (x, y) in points.items():
-        beaten = any(a >= x and b >= y and (a > x or b > y) for a, b in points.values())
-        assert beaten == (name not in front)
-    saved = [points[name][0] for name in front]
-    assert saved == sorted(saved)
-
-
-def dot_of(ratio: float) -> float:
-    """Where draw_quality puts a setting that is so many times as fast as the full run, in pixels from the left."""
-    picture = draw_quality([{"name": "magcache:a", "ratio": ratio, "psnr": 40.0, "psnr_worst": 40.0}], "t")
-    is_dot = (np.asarray(picture).astype(int) - ImageColor.getrgb(KIND_COLOUR["magcache"])).any(axis=2) == 0
-    return float(np.nonzero(is_dot)[1].mean())
 
 
 class NotedCanvas(Canvas):
@@ -323,22 +275,6 @@ def test_videos_side_by_side_are_in_rows_of_four_in_their_order(count):
     assert (floating * 255).round().byte().equal(sheet)
 
 
-def test_pictures():
-    rows = [{"name": "a", "ratio": 1.0, "psnr": 99.0, "psnr_worst": 99.0}]
-    rows += [
-        {"name": f"magcache:{n}", "ratio": 1.2 + n / 9, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)
-    ]
-    assert draw_quality(rows, "title").size == (960, 600)
-    for psnr, worst in ((99.0, 99.0), (64.0, 62.0), (61.0, 60.0), (70.0, 30.0)):  # the axis ends at 60 dB
-        assert draw_quality([{"name": "a", "ratio": 0.3, "psnr": psnr, "psnr_worst": worst}], "t").size == (960, 600)
-    assert dot_of(4.0) + 100 < dot_of(2.0)  # the axis is time
-    assert dot_of(1.0) - dot_of(2.0) == pytest.approx(2 * (dot_of(2.0) - dot_of(4.0)), abs=3)
-    video = torch.full((3, 49, 51, 3), 0.5)
-    sheet = side_by_side({str(n): video for n in range(5)})
-    assert sheet.dtype == torch.float32 and not sheet.shape[1] % 2 and not sheet.shape[2] % 2
-    assert float(sheet[0, 30, 30, 0]) == 0.5 and side_by_side({"a": video.byte()}).dtype == torch.uint8
-
-
 def test_samples_are_new_to_the_embedded_model():
     samples = choose_samples(None, 12, 5, tiny=True)
     assert len({s.caption for s in samples}) == 12 and [s.seed for s in samples] == list(range(5, 17))
@@ -381,27 +317,6 @@ def test_the_committed_comparison_reaches_its_targets(task: str) -> None:
         assert rows[name]["psnr"] >= max(rivals) - 0.2, name
 
 
-BALANCED_AT_ORDER_1 = "taylorseer:2/1/0.1"
-
-
-def test_balanced_leaves_out_the_steps_that_were_compared():
-    """The row of the comparison has the same steps at order 1; the preset's order 2 is nearer where every second step
-    is computed."""
-    plans = []
-    for name in ("magcache:balanced", BALANCED_AT_ORDER_1):
-        plans.append(skip_forwards(make_plan(task="t2v-tiny", steps=40), parse_setting(name), None))
-    balanced, compared = ([step.index for step in plan.steps if step.skipped] for plan in plans)
-    assert balanced == compared and len(balanced) == 18
-    assert parse_setting("magcache:balanced").magcache.order == 2
-
-
-def test_samples_of_a_file_are_taken_in_turn_with_their_own_images(tmp_path: Path):
-    path = tmp_path / "samples.jsonl"
-    path.write_text('{"prompt": "one", "image": "a.png"}\n\n{"prompt": "two"}\n')
-    image = str(tmp_path / "a.png")
-    assert read_samples(path, 3, 7) == [Sample("one", 7, image), Sample("two", 8), Sample("one", 9, image)]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -419,22 +334,6 @@ def test_a_file_of_samples_that_is_none_is_refused(tmp_path: Path, text: str | N
         path.write_text(text)
     with pytest.raises(OptionError, match=message):
         read_samples(path, 1, 0)
-
-
-def test_small_videos_are_compared_on_the_device_of_the_models_and_large_ones_where_they_are(monkeypatch):
-    places: list[torch.device] = []
-
-    def note(a: torch.Tensor, b: torch.Tensor) -> float:
-        places.append(a.device)
-        raise StopIteration
-
-    a = torch.zeros(3, 16, 16, 3, dtype=torch.uint8)
-    for limit in (2**25, 8):
-        monkeypatch.setattr("wan_lab.compare.SMALL_VIDEO", limit)
-        monkeypatch.setattr("wan_lab.compare.psnr", note)
-        with pytest.raises(StopIteration):
-            compare(a, a, "", gmsd, device=torch.device("meta"))
-    assert [place.type for place in places] == ["meta", "cpu"]
 
 
 def test_sparse_attention_keeps_a_video_from_an_image(tiny_assets: Path):

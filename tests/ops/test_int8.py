@@ -72,13 +72,6 @@ def test_products_are_exact_sums() -> None:
     assert torch.equal(linear_reference(x, data, torch.ones(8), None, 0).double(), expected.float().double())
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_the_name_of_a_format_says_all_of_it(kind: str) -> None:
-    for fmt in (FORMATS[kind], FORMATS[kind]._replace(wide=True)):
-        assert integer_format(fmt.text) == fmt
-    assert integer_format("Q4_0") is None and integer_format("") is None
-
-
 def test_what_comfy_kitchen_wrote() -> None:
     """Its own tensors of every format, what it dequantised them to, equal but for the order of sums, and products."""
     checkpoint = open_checkpoint(REFERENCE)

@@ -16,16 +16,12 @@ from tests.sparse_attention import LocalRing, drawn, known_of, random_route, rou
 from tests.structured import structured
 from tests.tensors import relative
 from wan_core.ops.attention.protocol import AttentionCall
-from wan_core.ops.attention.registry import AttentionError
 from wan_core.ops.attention.sdpa import SDPA, math_lse, math_reference
 from wan_core.ops.attention.sparse import kernels
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, read_around
 from wan_core.ops.attention.sparse.kernels import (
     KERNELS,
     Run,
-    block_length,
-    block_mask,
-    resolve_kernel,
     sparse_flex,
     sparse_reference,
 )
@@ -182,22 +178,6 @@ def test_flex_is_the_reference(tokens: int, block: int) -> None:
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [60, 64])
-@pytest.mark.parametrize("counted", [False, True])
-def test_what_flex_is_handed_are_the_blocks_of_the_route(tokens: int, counted: bool) -> None:
-    """All of them once, and the last one as a part where it is not full: whole blocks are not looked into."""
-    chosen = random_route(tokens, 16, 3)
-    if not counted:
-        chosen = Route(chosen.blocks)
-    mask = block_mask(chosen, tokens, tokens, 16)
-    selected = chosen.kept(4)
-    for b, h, row in itertools.product(range(2), range(3), range(4)):
-        whole = mask.full_kv_indices[b, h, row, : mask.full_kv_num_blocks[b, h, row]].tolist()
-        part = mask.kv_indices[b, h, row, : mask.kv_num_blocks[b, h, row]].tolist()
-        assert sorted(whole + part) == selected[b, h, row].nonzero()[:, 0].tolist()
-        assert part == ([3] if tokens % 16 and selected[b, h, row, 3] else [])
-
-
 @pytest.mark.parametrize("run", [sparse_reference, sparse_flex])
 def test_what_lies_behind_the_keys_is_never_read(run: object) -> None:
     """q, k and v are the beginnings of longer tensors of NaN, as they are where a buffer is rounded up."""
@@ -263,23 +243,6 @@ def test_keys_of_zeros_are_taken_out_exactly(tokens: int, seed: int) -> None:
     torch.testing.assert_close(output, exact, rtol=2e-3, atol=1e-4)
     if -tokens % block and tail.any():
         assert not torch.allclose(out, exact, rtol=2e-3, atol=1e-4)  # the pads did count before
-
-
-# ---------------------------------------------------------------------------------------------------------- the table
-
-
-def test_kernels_say_why_not() -> None:
-    for name, kernel in KERNELS.items():
-        reason = kernel.why_not(CPU, torch.bfloat16, 128)
-        assert (reason is None) == (name == "math")
-    with pytest.raises(AttentionError, match="NVIDIA GPU"):
-        resolve_kernel("cudnn", CPU, torch.bfloat16, 128, 75600, fp8=False)
-    with pytest.raises(AttentionError, match="not known"):
-        resolve_kernel("other", CPU, torch.bfloat16, 128, 75600, fp8=False)
-    assert resolve_kernel("auto", CPU, torch.float32, 64, 180, fp8=True).name == "math"
-    assert block_length(KERNELS["math"], 180) == 2
-    assert block_length(KERNELS["math"], 75600) == 128
-    assert block_length(KERNELS["cudnn"], 180) == 128
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts

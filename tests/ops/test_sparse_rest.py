@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.test_sparse import CPU, SEEDS
-from tests.sparse_attention import drawn, known_of, random_route, route
-from tests.structured import structured
-from tests.tensors import relative, run_interpreted
-from wan_core.ops.attention.protocol import AttentionCall
+from tests.sparse_attention import drawn, known_of, random_route
+from tests.tensors import run_interpreted
 from wan_core.ops.attention.sdpa import math_reference
-from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
-from wan_core.ops.attention.sparse.kernels import KERNELS, sparse_reference
-from wan_core.ops.attention.sparse.routing import Rule, expected_error
+from wan_core.ops.attention.sparse.kernels import sparse_reference
+from wan_core.ops.attention.sparse.routing import expected_error
 from wan_core.ops.attention.sparse.slopes import Covariances, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.kernels import blocked
@@ -108,21 +105,6 @@ def test_the_expected_error_is_found_where_values_and_scores_scatter() -> None:
     k[:, 32:48] = k[:, 32:48].mean(1, keepdim=True)
     worth = expected_error(blocked.pool(q, 16)[0], known_of(k, v, 16))[0, 0, 0]
     assert worth[2] < worth[1] < min(worth[0], worth[3])
-
-
-@torch.no_grad()
-def test_slopes_lose_less_on_attention_that_has_structure() -> None:
-    """At an eighth of the blocks."""
-    grid, block, rule = (6, 16, 20), 32, Rule(0.125)
-    tiles = make_tiles(grid, block, CPU)
-    q, k, v = (t[:, tiles.order] for t in structured(grid, heads=6, dim=64))
-    exact, means = math_reference(q, k, v), known_of(k, v, block)
-    chosen = route(q, k, v, block, rule, tiles.forced)
-    out, lse = sparse_reference(q, k, v, chosen, block)
-    without = blocked.finish(out, lse, q, block, pooled=means.pooled(chosen.kept(tiles.blocks)))
-    state = SparseForward(KERNELS["math"], [], tiles, rule)
-    sloped = SparseAttention()(q, k, v, AttentionCall(sparse=state))
-    assert relative(sloped, exact) < 0.95 * relative(without, exact) < 0.95 * relative(out, exact)
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels

@@ -162,38 +162,6 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     forget()
 
 
-NAMES = (
-    "DType", "Float8BlockQuantizer", "Float8BlockwiseQTensorStorage", "Float8CurrentScalingQuantizer",
-    "Float8Quantizer", "Float8TensorStorage",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("raise ModuleNotFoundError('No module', name='transformer_engine')", "is not installed"),
-        ("raise OSError('undefined symbol: _ZN3c10')", "undefined symbol"),
-        ("raise AssertionError('Could not find transformer_engine')", "cannot be imported"),
-        ("", "Float8CurrentScalingQuantizer"),
-        ("class Float8CurrentScalingQuantizer: ...", "cannot import name 'DType'"),
-        ("\n".join(f"class {name}: ..." for name in NAMES), "general_gemm takes no bias, layout"),
-    ],
-)
-def test_a_library_that_does_not_fit_is_a_sentence_with_a_way_out(library, source, said):
-    reason = library(source)
-    assert said in reason
-    assert "pip install --no-build-isolation 'transformer-engine[pytorch]'" in reason
-
-
-def test_arguments_are_looked_up_by_name():
-    class Storage:
-        def __new__(cls, data, *, scale): ...
-
-    te.require_arguments(Storage.__new__, "data", "scale")
-    with pytest.raises(RuntimeError, match=r"Storage takes no other$"):
-        te.require_arguments(Storage.__new__, "data", "other")
-
-
 @pytest.mark.parametrize(
     ("capability", "cuda", "name", "said"),
     [
@@ -214,10 +182,6 @@ def test_recipes_run_where_their_kernels_do(monkeypatch, capability, cuda, name,
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(te, "missing", lambda: "the library")
     assert said in te.why_not(torch.device("cuda", 0), name)
-
-
-def test_needs_a_gpu():
-    assert "NVIDIA" in te.why_not(CPU)
 
 
 @torch.no_grad()

@@ -6,21 +6,16 @@
 from __future__ import annotations
 
 import ast
-import logging
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from wan_core.cli import doctor
-from wan_core.ops.attention.sparse import kernels
-from wan_core.ops.attention.sparse.kernels import KERNELS, resolve_kernel
 from wan_core.ops.kernels import fused
 
 TESTS = Path(__file__).parents[1]
 CUDA = torch.device("cuda", 0)
-HALF = torch.bfloat16
 
 
 @pytest.fixture
@@ -41,11 +36,6 @@ def test_it_is_said_once_what_that_costs_and_how_to_get_it(hidden, caplog):
     assert not fused.triton_runs(CUDA)
 
 
-def test_the_doctor_says_it():
-    report = doctor.examine("cpu")
-    assert not report["kernels"]["usable"] and fused.WITHOUT in doctor.text(report)
-
-
 def test_a_broken_triton_is_not_a_missing_one(monkeypatch, tmp_path):
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("raise OSError('no libcuda')")
@@ -53,19 +43,6 @@ def test_a_broken_triton_is_not_a_missing_one(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     reason = fused.missing_triton()
     assert reason is not None and "cannot be imported (no libcuda)" in reason and fused.GET_TRITON in reason
-
-
-def test_sparse_attention_says_that_it_is_slow(hidden, caplog):
-    """FlexAttention compiles with Triton: `auto` must not take it, and says what runs in its place."""
-    kernels._say_slow.cache_clear()
-    caplog.set_level(logging.WARNING)
-    reason = KERNELS["flex"].why_not(CUDA, HALF, 128)
-    assert reason is not None and "Triton" in reason
-    for _ in range(2):
-        assert resolve_kernel("auto", CUDA, HALF, 128, 75_600, fp8=False).name == "math"
-    assert len(caplog.records) == 1 and "slower than dense" in caplog.text and "triton-windows" in caplog.text
-    assert resolve_kernel("auto", torch.device("cpu"), HALF, 128, 75_600, fp8=False).name == "math"
-    assert len(caplog.records) == 1, "a CPU expects no kernel"
 
 
 def imported(path: Path) -> set[str]:

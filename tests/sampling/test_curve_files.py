@@ -12,7 +12,6 @@ from wan_core.cli import main
 from wan_core.config import (
     OptionError,
     SkipOptions,
-    TaylorSeerOptions,
 )
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.magcache import (
@@ -88,16 +87,6 @@ def test_a_preset_without_a_curve_computes_nearly_the_same_steps(task, preset):
         leave_out(plan, own, None)
 
 
-def test_the_command_line_takes_a_preset_without_a_curve(capsys):
-    assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "balanced"]) == 0
-    assert "MagCache has no curve for t2v-14B: taylorseer 2/2/0.1 runs in its place" in capsys.readouterr().out
-    arguments = ["--magcache", "balanced", "--magcache-order", "1"]
-    assert main(["plan", "--task", "t2v-14B", "--steps", "20", *arguments]) == 0
-    assert "MagCache has no curve for t2v-14B: taylorseer 2/1/0.1 runs in its place" in capsys.readouterr().out
-    assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "0.12/2/0.2"]) != 0
-    assert "or a preset (quality, balanced, fast), which does without one" in capsys.readouterr().err
-
-
 def test_models_in_one_folder_have_curves_of_their_own(tmp_path):
     """Names as ComfyUI's, with a dot in the version, and TI2V with and without an image."""
     models = [
@@ -155,21 +144,6 @@ def test_a_damaged_curve_is_refused(tmp_path, text):
         CURVE_FILES.read(path)
 
 
-@pytest.mark.parametrize("key", sorted(set(GOOD) - {"format"}))
-def test_a_curve_that_lacks_something_is_refused(tmp_path, key):
-    path = tmp_path / "x.magcache.json"
-    path.write_text(json.dumps({k: v for k, v in GOOD.items() if k != key}))
-    with pytest.raises(OptionError, match="calibrate"):
-        CURVE_FILES.read(path)
-
-
-@pytest.mark.parametrize("option", ["--magcache", "--taylorseer"])
-def test_an_empty_option_is_refused(option, capsys):
-    """A variable of a script that is empty must not run every forward without a word."""
-    assert main(["plan", option, ""]) == 2
-    assert "given" in capsys.readouterr().err
-
-
 def test_plan_knows_images_and_refuses_a_file_that_is_not_there(tmp_path, capsys):
     command = ["plan", "--task", "ti2v-5B", "--magcache", "0.06/2/0.2", "--json"]
     reports = []
@@ -183,8 +157,3 @@ def test_plan_knows_images_and_refuses_a_file_that_is_not_there(tmp_path, capsys
     for option in ("--high", "--low"):
         assert main([*command, option, str(tmp_path / "typo.safetensors")]) == 2
         assert "does not exist" in capsys.readouterr().err
-
-
-def test_one_policy_at_a_time():
-    with pytest.raises(OptionError, match="choose one"):
-        SkipOptions(magcache=PRESETS["fast"], taylorseer=TaylorSeerOptions(interval=2))

@@ -12,7 +12,6 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import NonFiniteError
-from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import NOISY, SOLVERS, History
 
@@ -150,24 +149,7 @@ def test_a_callback_that_raises_ends_the_run_within_a_step():
     assert done == [0, 1, 2]
 
 
-def test_preview_of_the_last_step_is_the_result():
-    previews = []
-    result = run(make_plan(steps=4), on_step=lambda p: previews.append(p.preview()))
-    assert len(previews) == 4 and torch.equal(previews[-1], result)
-
-
 def test_noise_is_comfyui_noise():
     """ComfyUI draws with the global CPU generator seeded by torch.manual_seed."""
     expected = torch.randn((1, 16, 3, 4, 6), generator=torch.manual_seed(7))
     assert torch.equal(NOISE, expected)
-
-
-def test_choice_of_batching_says_why():
-    guided, free = make_plan(), make_plan(guidance_high=1, guidance_low=1)
-    assert choose_batched("auto", guided, 75_600, False)[0] is False
-    assert choose_batched("auto", guided, 180, False)[0] is True
-    assert choose_batched("auto", guided, 8_000, True)[0] is True
-    assert choose_batched("auto", guided, 75_600, True)[0] is False
-    assert choose_batched("batched", guided, 75_600, False)[0] is True
-    assert choose_batched("batched", free, 180, False)[0] is False
-    assert all(choose_batched(m, guided, 180, False)[1] for m in ("auto", "sequential", "batched"))

@@ -10,138 +10,21 @@ import pytest
 import torch
 
 import wan_core
-from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_inputs, draw_weights
+from tests.animate_references import draw_inputs, draw_weights
 from tests.denoised import denoise
 from tests.int8_files import HOLD, described, encoded
+from tests.sampling.family_runs import DRIVEN as CONFIGS
+from tests.sampling.family_runs import conditioned, difference, plan_for, prepared_model, run
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import SkipOptions, TaylorSeerOptions
-from wan_core.execution.memory.residency import Residency
-from wan_core.execution.optimize import optimize
-from wan_core.models.wan.model import WanModel
-from wan_core.ops.attention.sdpa import SDPA
 from wan_core.sampling.cache.skipping import skip_forwards
-from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.control import with_passes
-from wan_core.sampling.plan import Plan, make_plan
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
-CPU = torch.device("cpu")
 DRIVING = ("pose", "pose_image", "pose_context", "pose_strength")
-CONFIGS = {"animate": TINY_ANIMATE, "animate2": ANIMATE2}
 GRID = (1, 3, 2, 10)  # so wide that tiles hold tokens of several frames
 
 
-@pytest.fixture(params=CONFIGS)
-def family(request) -> str:
-    return request.param
-
-
-def prepared_model(family: str) -> WanModel:
-    config = CONFIGS[family]
-    model = wan_core.load_dit(draw_weights(config), {"num_heads": config.num_heads}, family)
-    return optimize(model, attend=SDPA)
-
-
-def conditioned(family: str, videos: int = 1) -> Conditioning:
-    """A prompt and a negative prompt; what drives the videos differs between the branches as ComfyUI's nodes and the
-    reference have it."""
-    drawn = draw_inputs(CONFIGS[family], (videos, *GRID[1:]))
-    names = set(drawn) - {"x", "timestep", "context", "image"}
-    inputs = {name: drawn[name] for name in names}
-    other = {"face": torch.full_like(drawn["face"], -1)} if family == "animate" else {"unconditional": True}
-    return Conditioning(
-        cond=drawn["context"][:1],
-        uncond=drawn["context"][:1].flip(1),
-        concat=drawn["x"][:, 16:],
-        image_features=drawn["image"],
-        inputs=inputs | ({"unconditional": False} if family == "animate2" else {}),
-        uncond_inputs=other,
-    )
-
-
-def plan_for(family: str, **options) -> Plan:
-    return make_plan(task=f"{family}-14B", **{"steps": 4, "guidance_high": 2.0, "guidance_low": 2.0, **options})
-
-
-def run(model: WanModel, family: str, plan: Plan | None = None, videos: int = 1, **options) -> torch.Tensor:
-    noise = torch.randn(videos, 16, GRID[1], 2 * GRID[2], 2 * GRID[3], generator=torch.Generator().manual_seed(2))
-    plan = plan_for(family) if plan is None else plan
-    with torch.no_grad():
-        return denoise(plan, lambda _: model, conditioned(family, videos), noise, **options)
-
-
-def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
-
-
-def test_branches_together_equal_one_after_the_other(family):
-    model = prepared_model(family)
-    for videos in (1, 2):
-        alone = run(model, family, videos=videos)
-        assert difference(run(model, family, videos=videos, batched=True), alone) < 1e-4
-
-
-def test_what_differs_between_branches_counts(family):
-    model = prepared_model(family)
-    if family == "animate2":
-        model.config = replace(model.config, unconditional_skips=1)
-    plan, noise = plan_for(family), torch.randn(1, 16, GRID[1], 2 * GRID[2], 2 * GRID[3])
-    with torch.no_grad():
-        conditioning = conditioned(family)
-        one, other = (
-            denoise(plan, lambda _: model, c, noise) for c in (conditioning, replace(conditioning, uncond_inputs={}))
-        )
-    assert difference(other, one) > 1e-4
-
-
-def test_conditioning_travels_flat(family):
-    conditioning = conditioned(family)
-    unpacked = Conditioning.of(conditioning.flat())
-    assert unpacked.flat().keys() == conditioning.flat().keys()
-    assert all(torch.equal(value, conditioning.flat()[name]) for name, value in unpacked.flat().items())
-    assert unpacked.uncond_inputs.get("unconditional") is conditioning.uncond_inputs.get("unconditional")
-    assert Conditioning.of(replace(conditioning, inputs={"log_scale": -1.3}).flat()).inputs == {"log_scale": -1.3}
-
-
-def test_step_caching_changes_the_video_a_little(family):
-    """The driving pass is no step: it is not replaced, and nothing is kept of it."""
-    model, plan = prepared_model(family), plan_for(family, steps=10)
-    skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
-    cached = skip_forwards(plan, skip, None, None)
-    assert any(step.skipped for step in cached.steps)
-    whole = run(model, family, plan)
-    assert 1e-6 < difference(run(model, family, cached), whole) < 0.5
-    assert torch.equal(run(model, family, plan), whole)  # nothing stays behind
-
-
-@pytest.mark.parametrize("resident", [0, 1])
-def test_streamed_blocks_give_the_same_bits(family, resident):
-    """The driving pass streams them too."""
-    exact = run(prepared_model(family), family)
-    residency = Residency(CPU, "stream", resident_blocks=resident)
-    residency.add("high", prepared_model(family))
-    for _ in range(2):  # the second video finds what the first left
-        assert torch.equal(run(residency.use("high"), family), exact)
-
-
-@pytest.mark.parametrize("kind", ["0.0001/0", "0.9/1"])
-def test_the_order_of_tiles_changes_nothing(family, kind):
-    """Tokens in the order of the tiles find their face, or their driving frame. Every block is read: because all are
-    chosen, in dense steps of a sparse phase, in dense layers of a sparse step."""
-    model, plan = prepared_model(family), plan_for(family)
-    everything = sparsify(plan, parse_sparse(f"{kind}:ramp0"))
-    assert everything.sparse is not None
-    assert difference(run(model, family, everything), run(model, family, plan)) < 1e-4
-
-
-def test_sparse_attention_reads_less(family):
-    model, plan = prepared_model(family), plan_for(family)
-    whole = run(model, family, plan)
-    latents = run(model, family, sparsify(plan, parse_sparse("0.9/0:ramp0")))
-    assert 1e-5 < difference(latents, whole) < 0.3
-    assert torch.equal(run(model, family, plan), whole)  # nothing stays behind
-
-
+@pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("layout", ["comfyui", "official"])
 def test_int8_files_run_as_they_are_stored(family, layout, tmp_path):
     """Files of the official templates: rotated INT8 matrices, in memory and in products."""

@@ -16,7 +16,7 @@ from wan_core.config.file_names import file_says
 from wan_core.models.wan.families import TASKS
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_LORAS, own_loras
-from wan_core.sampling.plan import SCHEDULES, make_plan
+from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES, PRESETS, find_preset, preset_plan
 
 PAIRS = tuple(TASKS[name] for name in ("t2v-A14B", "i2v-A14B", "t2v-tiny", "i2v-tiny"))
@@ -53,35 +53,10 @@ def test_the_boundary_goes_by_steps(preset, task, steps, shift, solver):
     assert preset == "template" or not any("uncond" in s.branches for s in plan.steps if s.expert == "low")
 
 
-def test_one_transformer_runs_every_step():
-    for task, boundary in (("ti2v-5B", None), ("t2v-A14B", 0.0)):
-        plan = preset_plan(PlanNumbers(preset="8-step", boundary=boundary), task=TASKS[task])
-        assert {step.expert for step in plan.steps} == {"high"}
-
-
-def test_given_numbers_stand():
-    plan = preset_plan(PlanNumbers(preset="4-step", guidance_high=3.5, boundary=0.9), task=TASKS["t2v-A14B"])
-    assert plan.boundary == 0.9 and plan.guidance_of("high") == 3.5 and plan.guidance_of("low") == 1
-
-
-@pytest.mark.parametrize("task", PAIRS)
-def test_none_is_the_plan_as_it_was(task):
-    assert preset_plan(PlanNumbers(preset="none"), [Path("lightx2v_4steps.safetensors")], task=task) == make_plan(
-        task=task
-    )
-    assert preset_plan(PlanNumbers(), [Path("wan2.2_t2v_high_noise.safetensors")], task=task) == make_plan(task=task)
-
-
 def test_an_unknown_preset_names_the_known():
     with pytest.raises(OptionError, match="4-step-guided"):
         find_preset("5-step")
     assert set(CHOICES) == {"auto", "none", *PRESETS}
-
-
-@pytest.mark.parametrize("numbers", [{"steps": 0}, {"shift": 0.0}])
-def test_what_is_out_of_range_is_not_the_preset_s(numbers):
-    with pytest.raises(OptionError, match="given; "):
-        preset_plan(PlanNumbers(preset="4-step", **numbers), task=TASKS["t2v-A14B"])
 
 
 def lora(path: Path) -> Path:

@@ -3,7 +3,6 @@ inputs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -20,11 +19,9 @@ from wan_core.sampling.cache.magcache import (
     CURVE_FILES,
     PUBLISHED,
     Curve,
-    nearest,
     parse_magcache,
     skip_magcache,
 )
-from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan
 
@@ -221,28 +218,6 @@ def test_properties_of_the_joint_rule(plan, curve, options):
         assert skipped.forwards == sum(len(s.branches) for s in skipped.steps)
 
 
-@given(plans, curves(), magcaches)
-def test_properties_of_the_published_rule(plan, curve, options):
-    options = replace(options, rule="published")
-    skipped = leave_out(plan, SkipOptions(magcache=options), curve)
-    for phase in skipped.phases:
-        assert not phase[0].skipped and oldest(phase) <= options.max_skips
-        assert all(set(step.skipped) <= set(step.branches) for step in phase)
-
-
-@given(plans, curves(), magcaches)
-def test_an_action_says_what_happens(plan, curve, options):
-    """`forecast` and its order are what the residuals computed so far allow, whatever was asked for."""
-    seer = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=options.order, retention=0))
-    for skip in (SkipOptions(magcache=options), seer):
-        for phase in leave_out(plan, skip, curve).phases:
-            terms = {b: residual_program(phase, b).use for b in ("cond", "uncond")}
-            for step in phase:
-                most = max((len(terms[b][step.index]) for b in step.skipped), default=1)
-                assert step.order == most - 1 <= options.order
-                assert step.action == ("compute" if not step.skipped else "forecast" if step.order else "reuse")
-
-
 def oldest(phase) -> int:
     """The most steps that a residual is old when it stands in for its branch."""
     computed, ages = {}, [0]
@@ -281,20 +256,9 @@ def test_properties_of_taylorseer(plan, interval, order, retention):
         assert oldest(phase) < interval
 
 
-@given(st.lists(st.floats(0.5, 1), min_size=2, max_size=60), st.integers(2, 90))
-def test_resampling_keeps_ends_and_order(values, count):
-    sampled = nearest(values, count)
-    assert len(sampled) == count and sampled[0] == values[0] and sampled[-1] == values[-1]
-    assert set(sampled) <= set(values) and nearest(values, len(values)) == values
-    assert nearest(sorted(values), count) == sorted(nearest(sorted(values), count))
-
-
 def test_the_dip_at_the_boundary_is_in_no_phase():
     """Resampled to any steps and shift: 0.655 compares two experts and may not stop a skip, nor be taken for one."""
     for steps in range(10, 100, 7):
         for shift in (3.0, 8.0, 12.0):
             ratios = CURVES["t2v-A14B"].for_plan(make_plan(steps=steps, shift=shift))
             assert all(r is None or r > 0.8 for branch in ratios.values() for r in branch)
-
-
-# ------------------------------------------------------------------------------------------------ options and files

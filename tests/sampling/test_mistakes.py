@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from wan_core.cli import main
-from wan_core.config import LoadOptions, LoraShares, Request, SkipOptions
+from wan_core.config import LoadOptions, Request, SkipOptions
 from wan_core.execution.report import WARNING
 from wan_core.models.wan.families import TASKS
 from wan_core.pipeline.pipeline import Pipeline
@@ -68,23 +68,6 @@ def test_nothing_is_said_of_what_is_usual(preset: str, task: str) -> None:
     loras = () if preset in ("auto", "none") else LORAS
     plan = plan_of(loras=loras, task=task, preset=preset, steps=steps)
     assert plan.warnings == () and "warnings" not in plan.as_dict()
-
-
-def test_nothing_is_said_of_files_that_are_not_known() -> None:
-    """A MODEL of ComfyUI does not say the names of its LoRAs; random weights have none; a part of a schedule may be
-    what another sampler goes on with."""
-    assert plan_of(known=False, steps=4).warnings == ()
-    kind = TASKS["i2v-A14B"]
-    facts = ModelFacts(task=kind, dit=kind.full_size, vae=kind.vae, all_files=True)
-    assert build_plan(PlanRequest(steps=4), facts).warnings == ()
-    assert plan_of(sigmas=[0.9, 0.6, 0.3, 0.0]).warnings == () == plan_of(sigmas=[1.0, 0.9, 0.8]).warnings
-
-
-def test_guided_steps_without_the_lora_are_none() -> None:
-    off = tuple(LoraShares(of=name, shares=(0.0,)) for name in ("high", "low"))
-    assert plan_of(loras=LORAS, preset="none", lora_strengths=off).warnings == ()
-    high_alone = plan_of(loras=LORAS[1:], preset="none", steps=20, guidance_low=1.0)
-    assert high_alone.warnings == (), "the high-noise expert has no distilled LoRA"
 
 
 def test_samplers_of_comfyui_warn_of_numbers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -169,26 +168,6 @@ def test_containers_are_emptied_where_the_call_is_taken(sparse: SparseOptions | 
     assert attend.container_function(*boxes, heads=HEADS) == 7  # outside of a run
 
 
-def test_a_copy_of_a_models_options_has_the_same_override() -> None:
-    attend = NativeAttention("auto")
-    assert copy.deepcopy({"override": attend})["override"] is attend
-
-
-def test_a_sparse_call_with_tokens_in_unknown_places_is_named() -> None:
-    of, attend = forward(0.5, extra=False), NativeAttention("auto", HALF)
-    for _ in range(2):
-        attend(original, *qkv(TOKENS + 10), **options(of))
-        attend(original, *qkv(), heads=HEADS, transformer_options={FORWARD: of})
-    assert of.run.taken == {"sdpa": 4} and len(of.run.notes) == 2
-    assert f"self-attention of {TOKENS + 10} tokens read all keys: which of them are the {TOKENS} of" in of.run.words()
-    assert "this model does not say which of its blocks calls" in of.run.words()
-
-
-def test_calls_outside_of_a_sampling_run_are_left() -> None:
-    assert (NativeAttention("auto")(original, *qkv(), heads=HEADS, transformer_options={}) == 7).all()
-    assert (NativeAttention("auto")(original, *qkv(), heads=HEADS) == 7).all()
-
-
 def test_what_a_backend_cannot_compute_is_left_with_its_reason() -> None:
     of = forward()
     assert (NativeAttention("flash4")(original, *qkv(), **options(of)) == 7).all()
@@ -337,24 +316,6 @@ def test_sequences_whose_order_is_not_known_are_dense() -> None:
         assert list(of.run.taken) == [expected or "sparse attention (math)"]
 
 
-def test_a_video_as_long_as_its_text_is_dense() -> None:
-    """Cross-attention looks like self-attention there."""
-    override, tensors = NativeAttention("sdpa", HALF), qkv(512)
-    dense = math_reference(*map(heads, tensors)).flatten(2)
-    for text in (512, 513):
-        of = NativeForward(NativeRun(SchedulePart(0, 1, 1), (0.5,)), (2, 16, 16), text=text)
-        out = override(original, *tensors, **options(of, 5))
-        assert torch.allclose(out, dense, atol=1e-5) == (text == 512)
-
-
-def test_no_sparsity_takes_the_dense_way_bit_for_bit() -> None:
-    tensors = qkv()
-    dense = NativeAttention("auto")(original, *tensors, **options(forward()))
-    for of, sparse in ((forward(), HALF), (forward(0.5), SparseOptions(sparsity=0))):
-        assert torch.equal(NativeAttention("auto", sparse)(original, *tensors, **options(of)), dense)
-        assert of.run.taken == {"sdpa": 1}
-
-
 # ---------------------------------------------------------------------------------------------------------- steps
 
 
@@ -373,12 +334,6 @@ def test_a_part_of_a_schedule_finds_its_place(steps: int, shift: float, data: An
     if (begin == 0 and end == steps) or (steps <= 40 and end - begin > 2):
         assert part == SchedulePart(begin, end - begin, steps)
     assert part.steps == end - begin and abs(part.first - begin) <= 0.1 * part.total
-
-
-def test_an_empty_or_rising_part_is_a_whole() -> None:
-    assert find_part([], 5) == find_part([1.0], 5) == SchedulePart(0, 1, 1)
-    assert find_part([0.2, 0.9], 5) == SchedulePart(0, 1, 1)
-    assert SchedulePart(4, 2, 10).index(9) == 5
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -19,7 +19,7 @@ from wan_core.config import (
 from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import leave_out
-from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, falls, plan_part, with_evaluations
+from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part, with_evaluations
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.schedules import euler_schedule, float32
 
@@ -131,23 +131,6 @@ def test_a_plan_counts_every_evaluation(total: int, shift: float, often: int, po
     assert any("solver does not evaluate the model at the beginning" in note for note in ahead.notes) == skips
     unknown = with_evaluations(plan, "solver", None)
     assert unknown.steps == plan.steps and "known in the run alone" in unknown.notes[-1]
-
-
-def test_sigmas_that_do_not_fall_are_counted_too() -> None:
-    rising = (0.0001, 0.2, 0.5, 1.0)
-    part = Part(0, 3, 3, rising)
-    plan = with_evaluations(plan_part(part, shift=5.0, boundary=0.0, **NUMBERS), "solver", (0.0001, 0.2, 0.2, 0.5, 0.5))
-    assert plan.forwards == plan.unskipped == 10 and not plan.notes
-    assert not falls(rising) and not falls((1.0,)) and not falls((1.0, 0.5, 0.5, 0.0)) and falls((1.0, 0.5, 0.0))
-
-
-@pytest.mark.parametrize("shift", [1.0, 5.0, 12.0])
-def test_a_solver_may_begin_just_below_pure_noise(shift: float) -> None:
-    """ComfyUI's dpmpp_sde, er_sde, seeds and sa_solver begin at 0.9999 of the schedule."""
-    part = WholeRun().place(euler_schedule(20, shift)[0], shift)
-    time = 1 - 1e-4
-    assert part.step_at(shift * time / (1 + (shift - 1) * time)) == (0, True)
-    assert part.step_at(0.3 * part.whole[0] + 0.7 * part.whole[1]) == (0, False)
 
 
 def test_a_branch_is_skipped_only_where_its_slots_hold_what_the_plan_expects() -> None:

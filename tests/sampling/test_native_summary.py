@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from wan_core.sampling.native.run import NativeRun
-from wan_core.sampling.native.summary import advice_for, missing_kernels, report_text
+from wan_core.sampling.native.summary import advice_for, report_text
 from wan_core.sampling.schedules import SchedulePart
 from wan_core.sampling.sparsity.schedule import PRESETS
 
@@ -59,17 +59,6 @@ def test_what_was_saved_and_what_it_is_worth() -> None:
     assert lines(run_of(skipped=(0, 20)))[0] == "14.2 s a step; attention by sdpa"
 
 
-def test_warnings_come_first_and_once() -> None:
-    run = run_of(notes=["step cache (x): 0 of 20", "warning: every step is computed"])
-    assert lines(run)[0] == "warning: every step is computed"
-    assert lines(run)[-1] == "WanCore Accelerate: self-attention calls: 20 by sdpa; step cache (x): 0 of 20"
-
-
-def test_a_sampler_without_a_step_warns_of_nothing() -> None:
-    run = run_of(taken={}, began=0.0, notes=["warning: the sampler has no step"])
-    assert lines(run) == ["WanCore Accelerate: self-attention calls: none; the sampler has no step"]
-
-
 @pytest.mark.parametrize(
     ("left_calls", "first"),
     [
@@ -80,10 +69,6 @@ def test_a_sampler_without_a_step_warns_of_nothing() -> None:
 )
 def test_a_run_that_was_not_accelerated_says_why(left_calls: dict[str, int], first: str) -> None:
     assert lines(run_of(taken={}, left_calls={**left_calls, "cross-attention calls": 9}))[0] == first
-
-
-def test_calls_of_self_attention_that_were_left_are_named() -> None:
-    assert "left to ComfyUI: 2 calls with a mask" in lines(run_of(left_calls={"calls with a mask": 2}))
 
 
 def test_a_compared_step_says_what_a_step_took_before() -> None:
@@ -123,8 +108,3 @@ def test_what_would_help_next(
 ) -> None:
     advice = advice_for(run_of(steps, caching=cache), kernels, card, bytes_each)
     assert advice == message if message is None else str(advice).startswith(message)
-
-
-def test_only_libraries_of_measured_cards_are_recommended() -> None:
-    assert set(missing_kernels(HOPPER)) <= {"flash4", "cudnn"}
-    assert missing_kernels(ADA) == missing_kernels(None) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.denoised import denoise
-from tests.sampling import test_control_run, test_driven_run, test_sound_run
+from tests.sampling.family_runs import CONFIGS, GRIDS, plan_for, prepared_model, run
 from tests.sampling.test_denoise import EXPERTS, TEXT
 from tests.sampling.test_residual import SETTINGS
 from wan_core.config import SkipOptions, TaylorSeerOptions
@@ -56,27 +56,9 @@ def test_what_is_planned_is_kept(kept_bytes: list[int], policy: str) -> None:
         assert planned(plan, EXPERTS["high"], shape) == max(kept_bytes, default=0), videos
 
 
-def test_a_branch_that_never_runs_takes_no_memory(kept_bytes: list[int]) -> None:
-    shape = (1, 16, 7, 4, 8)
-    plan = skip_forwards(
-        make_plan(steps=14, solver="euler", guidance_high=1.0, guidance_low=1.0), SETTINGS["taylorseer"], None
-    )
-    with torch.no_grad():
-        denoise(plan, EXPERTS.__getitem__, TEXT, draw_noise(1, shape))
-    assert planned(plan, EXPERTS["high"], shape) == max(kept_bytes, default=0)
-
-
-@pytest.mark.parametrize("name", [*test_control_run.CONFIGS, *test_driven_run.CONFIGS, "s2v"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_families_keep_all_their_tokens(kept_bytes: list[int], name: str) -> None:
-    plan = replace(test_control_run.plan_for(steps=10), name="t2v-14B")
-    plan = skip_forwards(plan, SKIP, None, None)
-    if name == "s2v":
-        model, shape = test_sound_run.MODEL, (2, 16, 3, 8, 10)
-        test_sound_run.run(model, plan, videos=2)
-    elif name in test_driven_run.CONFIGS:
-        model, shape = test_driven_run.prepared_model(name), (2, 16, 3, 4, 20)
-        test_driven_run.run(model, name, plan, videos=2)
-    else:
-        model, shape = test_control_run.prepared_model(name), (2, 16, 3, 8, 10)
-        test_control_run.run(model, name, plan, videos=2)
-    assert planned(plan, model, shape) == max(kept_bytes)
+    plan = replace(plan_for("vace", steps=10), name="t2v-14B")
+    plan, model, (frames, rows, columns) = skip_forwards(plan, SKIP, None, None), prepared_model(name), GRIDS[name]
+    run(model, name, plan, videos=2)
+    assert planned(plan, model, (2, 16, frames, 2 * rows, 2 * columns)) == max(kept_bytes)

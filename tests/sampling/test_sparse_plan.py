@@ -20,7 +20,6 @@ from wan_core.sampling.sparsity.schedule import (
     SLOPE,
     attention_share,
     parse_sparse,
-    sparse_words,
     sparsify,
     step_cost,
     with_costs,
@@ -37,11 +36,6 @@ OPTIONS = st.builds(
     slope=st.booleans(),
     kernel=st.sampled_from(["auto", "math", "cudnn", "flex"]),
 )
-
-
-@given(OPTIONS)
-def test_options_are_what_their_words_say(options: SparseOptions) -> None:
-    assert parse_sparse(sparse_words(options)) == options
 
 
 @pytest.mark.parametrize(

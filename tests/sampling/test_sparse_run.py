@@ -20,7 +20,6 @@ from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS, AttentionError
 from wan_core.ops.attention.sdpa import SDPA
-from wan_core.ops.attention.sparse.forward import SparseAttention
 from wan_core.ops.attention.sparse.kernels import SparseKernel
 from wan_core.ops.attention.sparse.routing import Route
 from wan_core.ops.kernels import fused
@@ -93,31 +92,6 @@ def test_a_kernel_that_cannot_run_is_refused_before_weights_are_read(monkeypatch
     request = Request(prompt="a red circle", skip=parse_setting("sparse:0.5:cudnn"))
     with pytest.raises(AttentionError, match="'cudnn' cannot run on cpu"):
         Pipeline.load(LoadOptions(model="tiny", device="cpu"), request=request)
-
-
-def test_nothing_stays_behind(experts: dict[str, WanModel]) -> None:
-    model = experts["high"]
-    attends = [block.self_attn.attend for block in model.blocks]
-    run(experts, sparse_plan("0.5/0"))
-
-    class Stop(Exception):
-        pass
-
-    def stop(_: object) -> None:
-        assert isinstance(model.blocks[0].self_attn.attend, SparseAttention)
-        raise Stop
-
-    noise = torch.randn(1, 16, 3, 10, 14)
-    with pytest.raises(Stop), torch.no_grad():
-        denoise(sparse_plan("0.5/0"), experts.__getitem__, conditioned(model.config), noise, on_step=stop)  # type: ignore[arg-type]
-    assert [block.self_attn.attend for block in model.blocks] == attends
-    assert model.runners.runners == []
-
-
-def test_the_same_seed_gives_the_same_video(experts: dict[str, WanModel]) -> None:
-    plan = sparse_plan("0.75/0")
-    once = run(experts, plan)
-    assert torch.equal(run(experts, plan), once)
 
 
 def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) -> None:

@@ -175,12 +175,6 @@ def test_prompts_that_are_refused(starts, message):
         build_plan(PlanRequest(prompt_starts=starts), ModelFacts(task=task, dit=None, vae=task.vae))
 
 
-@pytest.mark.parametrize("text", ["8", "x=a dog", "-1=a dog", "8=", "8= ", "99999999999=a"])
-def test_what_is_no_prompt(text):
-    with pytest.raises(OptionError, match="write FRAME=TEXT"):
-        PromptAt.parse(text)
-
-
 def test_who_takes_them():
     for task in TASKS.values():
         request, facts = PlanRequest(prompt_starts=(0, 8)), ModelFacts(task=task, dit=None, vae=task.vae)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -166,16 +165,6 @@ def test_known_frames_have_no_noise_left_over():
     torch.testing.assert_close(sample(cut_plan(plan[2]), apart, **setup)[0], whole, rtol=1e-4, atol=1e-4)
 
 
-@given(steps=st.integers(1, 30), shift=st.floats(0.5, 15), solver=st.sampled_from(sorted(SOLVERS)))
-def test_the_solver_s_own_sigmas_given_are_its_own_run(steps, shift, solver):
-    own = make_plan(steps=steps, shift=shift, solver=solver)
-    sigmas = [own.sigmas[0], *(low for high, low in pairwise(own.sigmas) if low < high)]
-    given_ones = make_plan(sigmas=sigmas, solver=solver)
-    assert given_ones.sigmas == own.sigmas and given_ones.count == steps
-    assert all(abs(a.timestep - b.timestep) <= 1 for a, b in zip(given_ones.steps, own.steps, strict=True))
-    assert given_ones.from_latents == (sigmas[0] < 0.999)
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -191,24 +180,6 @@ def test_the_solver_s_own_sigmas_given_are_its_own_run(steps, shift, solver):
 def test_parts_and_sigmas_that_cannot_be(bad, message):
     with pytest.raises(OptionError, match=message):
         make_plan(**bad)
-
-
-@pytest.mark.parametrize("bad", [{"denoise": 0}, {"denoise": 1.1}, {"start": -1}, {"start": 4, "end": 4}])
-def test_windows_that_cannot_be(bad):
-    with pytest.raises(OptionError, match=r"allowed|start"):
-        Window(**bad)
-
-
-def test_beginnings_that_cannot_be():
-    leftover = Leftover(VIDEO, 0.5, "euler")
-    for plan, start, message in [
-        (part(), {"add_noise": False}, "nothing but noise"),
-        (part(start=2), {}, "they are empty"),
-        (part(start=2), {"latents": VIDEO, "leftover": leftover}, "still have the noise"),
-        (part(start=2), {"latents": VIDEO, "leftover": leftover, "add_noise": False}, "were left at sigma 0.5"),
-    ]:
-        with pytest.raises(OptionError, match=message):
-            Start(shape=SHAPE, seed=0, **start).check(plan)
 
 
 @pytest.mark.parametrize("solver", ["heun", "lcm"])
