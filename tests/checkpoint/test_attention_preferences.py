@@ -22,12 +22,10 @@ from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.cli.inspect import inspect
-from wan_core.config import LoadOptions, LoraOptions, Request
+from wan_core.config import LoraOptions
 from wan_core.models.vision.clip import VisionConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.pipeline.loras import merging, read_loras
-from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.sources import TINY
 
 CPU = torch.device("cpu")
 SMALL = DiTConfig(
@@ -196,20 +194,6 @@ def test_a_lora_that_is_merged_sets_them(tmp_path: Path) -> None:
         assert preferences(tmp_path / "merged.safetensors")["blocks.0.self_attn"] == INT8
 
 
-def test_a_report_says_so(tmp_path: Path) -> None:
-    for expert in ("high", "low"):
-        source = open_checkpoint(TINY / f"t2v_{expert}.safetensors")
-        state = {name: source.read(name) for name in source.tensors}
-        write_safetensors(
-            state | preferring({"blocks.0.self_attn": INT8}), tmp_path / f"{expert}.safetensors", source.metadata
-        )
-    files = {name: str(tmp_path / f"{name}.safetensors") for name in ("high", "low")}
-    options = LoadOptions(model="tiny", task="t2v-tiny", **files)
-    pipe = Pipeline.load(options, request=Request(prompt="a red circle", width=32, height=32, frames=1, steps=2))
-    said = "the file asks ComfyUI for the attention comfy_kitchen_int8 in 1 module; here the option attention decides"
-    assert [note for note in pipe.report.notes if "ComfyUI" in note] == [f"high: {said}", f"low: {said}"]
-
-
 BROKEN: dict[str, tuple[Tensor, str]] = {
     "no JSON": (torch.tensor(list(b"{"), dtype=torch.uint8), r'is "\{", and expected is JSON'),
     "no UTF-8": (torch.tensor([34, 255, 34], dtype=torch.uint8), "expected is JSON"),
@@ -230,18 +214,6 @@ def test_what_is_not_understood_is_refused_by_name(what: str, tmp_path: Path) ->
     for state, load in ((plain(), load_dit), (pair("blocks.0.self_attn.q"), read)):
         with pytest.raises(CheckpointError, match=rf"{name}.* {reason}"):
             load({**state, name: value})
-
-
-@pytest.mark.parametrize("module", ["blocks.2.self_attn", "nowhere", "blocks.0.self_attn.q.more"])
-def test_a_module_that_the_model_does_not_have_is_unexpected(module: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"1 tensor is unexpected \({module}.comfy_attention.config\)"):
-        load_dit(plain() | preferring({module: INT8}))
-
-
-def test_a_file_of_preferences_alone_is_refused(tmp_path: Path) -> None:
-    write_safetensors(preferring(MODULES), tmp_path / "only.safetensors", {})
-    (problem,) = inspect(tmp_path / "only.safetensors")["problems"]
-    assert "holds no weights, only which attention ComfyUI should use (comfy_kitchen_int8 in 1 module" in problem
 
 
 # ------------------------------------------------------------------------------------- formats of quantised matrices

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.gguf_files import llama_name, matrices, random_rows, tokenizer_notes, write
-from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint, save
+from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.config import LoadOptions, LoraOptions, Request
 from wan_core.execution.optimize import compile_blocks
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
@@ -25,8 +25,7 @@ from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.settings import PACKED, precision_of
-from wan_core.pipeline.sources import TINY, recognise
+from wan_core.pipeline.sources import TINY
 
 CPU = torch.device("cpu")
 HOLD = Quantization(PackedLinear, CPU)
@@ -124,11 +123,6 @@ def test_shapes_that_ggml_cannot_hold_come_back(tmp_path: Path) -> None:
         assert torch.equal(loaded[name], state[name])
 
 
-def test_names_with_a_prefix(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", plain(), matrices("Q8_0"), notes=NOTES, rename=lambda n: f"model.diffusion_model.{n}")
-    assert detect(tmp_path / "m.gguf").config == SMALL
-
-
 # ---------------------------------------------------------------------------------------------------------- transformer
 
 
@@ -185,18 +179,6 @@ def test_it_compiles_as_one_graph_and_the_bytes_can_move(tmp_path: Path) -> None
     assert torch.equal(model(*inputs()), expected)
     compile_blocks(model, CPU, backend="aot_eager")
     assert torch.allclose(model(*inputs()), expected, atol=1e-5)
-
-
-def test_memory_is_counted_and_saving_refused(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", plain(), matrices("Q4_K"), notes=NOTES)
-    part = recognise(tmp_path / "m.gguf", "dit", load_dit)
-    assert part.packed is not None and part.packed.fmt == "Q4_K"
-    assert precision_of("checkpoint", part, CPU) == PACKED and precision_of("bf16", part, CPU) == "bf16"
-    model = part.load(CPU, torch.bfloat16, HOLD)
-    weight_bytes = sum(p.nbytes for p in model.parameters())
-    assert part.bytes(torch.bfloat16, HOLD) == weight_bytes < 0.55 * part.bytes(torch.bfloat16)
-    with pytest.raises(OptionError, match="packed"):
-        save(model, tmp_path / "again.safetensors")
 
 
 # --------------------------------------------------------------------------------------------------------- text encoder
@@ -296,16 +278,6 @@ def test_what_cannot_be_used_is_said(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="transformer"):
         load_text_encoder(path)
-
-
-def test_a_text_encoder_without_a_tokenizer(tmp_path: Path) -> None:
-    encoder = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32)
-    write(tmp_path / "t.gguf", encoder.encoder.state_dict(), lambda *_: "F32", arch="t5encoder", rename=llama_name)
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        load_text_encoder(tmp_path / "t.gguf")
-    tokenizer = tmp_path / "spiece.model"
-    tokenizer.write_bytes(encoder.tokenizer.proto)
-    assert load_text_encoder(tmp_path / "t.gguf").tokenizer.proto == encoder.tokenizer.proto
 
 
 # ---------------------------------------------------------------------------------------------------------------- LoRAs

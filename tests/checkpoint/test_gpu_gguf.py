@@ -16,7 +16,7 @@ from wan_core.ops.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
 from wan_core.ops.quant import mx
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.mx import encode_mxfp8, encode_nvfp4
-from wan_core.ops.quant.packed import Packed, PackedEmbedding, PackedLinear
+from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.packed import unpack as unpack_any
 from wan_core.ops.quant.swap import Quantization
 
@@ -45,16 +45,6 @@ def test_the_kernel_gives_the_references_numbers(name, dtype, rows, blocks):
         assert equal(unpack(data.to(CUDA), name, dtype).cpu(), expected)
 
 
-def test_the_kernel_runs_here():
-    if (reason := fused.why_not(CUDA)) is not None:
-        pytest.skip(reason)
-    from wan_core.ops.kernels import gguf_triton
-
-    assert fused.triton_runs(CUDA)
-    data = torch.zeros(4, 144, dtype=torch.uint8, device=CUDA)
-    assert gguf_triton.unpack(data, FORMATS["Q4_K"], torch.bfloat16).shape == (4, 256)
-
-
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
 def test_small_scales_on_the_gpu(fmt):
     x = torch.randn(160, 192, device=CUDA)
@@ -68,14 +58,6 @@ def test_small_scales_on_the_gpu(fmt):
         pytest.skip(reason)
     out = mx.multiply(torch.randn(77, 192, device=CUDA).bfloat16(), fmt, parts, None)
     assert out.shape == (77, 160) and out.isfinite().all()
-
-
-def test_a_table_on_the_gpu():
-    data = torch.randint(0, 100, (50, 4 * 210), dtype=torch.uint8)
-    table = PackedEmbedding(torch.bfloat16, Packed("Q6_K", (50, 1024), {"weight": data}))
-    table.load_state_dict({"weight": data.to(CUDA)}, assign=True)
-    ids = torch.tensor([[0, 49, 7]])
-    assert equal(table(ids.to(CUDA)).cpu(), unpack_reference(data, "Q6_K", torch.bfloat16)[ids])
 
 
 @pytest.fixture(scope="module")

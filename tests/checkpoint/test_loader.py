@@ -248,12 +248,3 @@ def test_turns_are_short_until_the_last_context_has_ended() -> None:
     end.set()
     thread.join()
     assert sys.getswitchinterval() == pytest.approx(usual)
-
-
-def test_a_feed_has_short_turns_until_it_is_closed(file) -> None:
-    usual, checkpoint = sys.getswitchinterval(), open_checkpoint(file)
-    with Feed(checkpoint, ["head.modulation"], CPU, Reading()) as feed:
-        assert sys.getswitchinterval() == pytest.approx(SHORT)
-        feed.close()
-        feed.close()
-    assert sys.getswitchinterval() == pytest.approx(usual)

@@ -33,7 +33,6 @@ from tests.lora_models import (
 )
 from tests.loras_on import loras_on
 from wan_core.checkpoint import CheckpointError, load_dit
-from wan_core.checkpoint.lora.merge import Change
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoraOptions, OptionError
@@ -41,7 +40,6 @@ from wan_core.models.wan.families.plain import diffusers_modules
 from wan_core.ops.quant.linear import LowRank
 from wan_core.pipeline.loras import (
     check_packed,
-    choose_mode,
     expert_of,
     merging,
     read_loras,
@@ -246,19 +244,6 @@ def test_several_share_one_pair_of_products():
     torch.testing.assert_close(output(net), output(dense_model(sums)), atol=1e-5, rtol=1e-5)
 
 
-def test_bf16_merged_is_the_dense_sum_within_rounding():
-    state = lora_of(LINEARS, 5)
-    net = load_dit(SOURCE, dtype=torch.bfloat16, loras=merging([wanted(state)], CPU))
-    for module in LINEARS:
-        name = f"diffusion_model.{module}.lora_"
-        exact = base()[f"{module}.weight"].bfloat16().float() + state[f"{name}up.weight"] @ state[f"{name}down.weight"]
-        merged = net.get_parameter(f"{module}.weight")
-        assert merged.dtype == torch.bfloat16
-        assert (
-            torch.equal(merged, exact.bfloat16()) or (merged.float() - exact).abs().max() <= exact.abs().max() * 2**-8
-        )
-
-
 # --------------------------------------------------------------------------------------------- what is said and refused
 
 
@@ -351,11 +336,6 @@ def test_an_option_counts_before_metadata_and_metadata_before_the_name():
     assert expert_of(LoraOptions(path="style_high.safetensors", expert="low"), {"expert": "high"}) == "low"
 
 
-def test_how_it_is_applied():
-    assert choose_mode("auto", packed=False)[0] == "merge" and choose_mode("auto", packed=True)[0] == "attach"
-    assert choose_mode("attach", packed=False)[0] == "attach" and choose_mode("merge", packed=True)[0] == "merge"
-
-
 # ------------------------------------------------------------------------------------------------------------ pipelines
 
 
@@ -381,11 +361,6 @@ def test_a_video_with_a_lora(lora_file):
     assert relative(high, merged) > 1e-3 and relative(low, merged) > 1e-3 and relative(high, low) > 1e-3
 
 
-def test_an_expert_that_is_not_there():
-    with pytest.raises(OptionError, match="one transformer only"):
-        read_loras([LoraOptions(path="x.safetensors", expert="low")], CONFIG, two_experts=False)
-
-
 def test_parse_of_the_command_line(tmp_path):
     assert LoraOptions.parse("a.safetensors:0.8") == LoraOptions(path="a.safetensors", strength=0.8)
     assert LoraOptions.parse("a.safetensors", "low") == LoraOptions(path="a.safetensors", expert="low")
@@ -397,11 +372,6 @@ def test_parse_of_the_command_line(tmp_path):
         LoraOptions.parse("a.safetensors:1000")
     with pytest.raises(OptionError, match="strength"):
         LoraOptions.parse("a.safetensors:nan")
-
-
-def test_change_of_a_convolution_has_no_low_rank_pair():
-    change = Change(kind="LoRA", shape=(8, 2, 1, 2, 2), factors=(torch.ones(8, 1), torch.ones(1, 8)))
-    assert change.low_rank(CPU) is None
 
 
 def test_what_packed_weights_do_not_take_is_refused_before_they_are_read():

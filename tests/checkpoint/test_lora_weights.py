@@ -19,9 +19,7 @@ from tests.lora_models import (
     base,
     dense_model,
     kohya,
-    kohya_pair,
     latents,
-    loha,
     lora_of,
     model,
     output,
@@ -41,7 +39,6 @@ from wan_core.ops.quant.linear import low_rank_input
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TECurrentLinear
 from wan_core.pipeline.loras import (
-    lora_bytes,
     merging,
 )
 
@@ -112,17 +109,6 @@ def test_sums_into_encoded_weights_begin_at_the_file(form, tmp_path):
     write_safetensors(state, tmp_path / "style.safetensors", {})
     options = {"loras": (LoraOptions(path=str(tmp_path / "style.safetensors")),), "precision": "fp8"}
     assert torch.equal(latents(**options, lora_mode="attach")[0], latents(**options, lora_mode="merge")[0])
-
-
-@pytest.mark.parametrize("form", ["LoHa", "LoRA"])
-def test_the_memory_of_what_is_attached_is_counted(form):
-    module = "blocks.2.ffn.0"
-    n, k = shapes()[f"{module}.weight"]
-    one = wanted(kohya(module, **(loha(n, k, 4) if form == "LoHa" else kohya_pair(n, k))))
-    net = model()
-    loras_on(net).attached.apply(net, [one])
-    buffers = list(net.buffers())
-    assert len(buffers) == 2 and lora_bytes([one], 4) == sum(buffer.nbytes for buffer in buffers)
 
 
 def test_scaled_fp8_files_take_both(tmp_path):

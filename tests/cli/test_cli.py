@@ -48,14 +48,6 @@ def test_image_to_video_follows_the_aspect_of_the_image(tmp_path):
     assert frames.shape == (5, 64, 128, 3)
 
 
-def test_latents_of_an_earlier_failure_are_not_overwritten(tmp_path):
-    latents_file = tmp_path / "x.latents.safetensors"
-    latents_file.write_bytes(b"what the last run could not decode")
-    assert main(["generate", *FAST, "--prompt", CAPTION, "--out", str(tmp_path / "x.mp4")]) == 0
-    assert latents_file.read_bytes() == b"what the last run could not decode"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.latents.safetensors", "x.mp4"]
-
-
 def test_video_to_video_and_nag(tmp_path, capsys):
     before, after = tmp_path / "before.mp4", tmp_path / "after.mp4"
     few = ["--model", "tiny", "--device", "cpu", "--solver", "euler", "--guidance", "1", "--prompt", CAPTION]
@@ -80,13 +72,3 @@ def test_video_to_video_and_nag(tmp_path, capsys):
         )
         assert main([*refused_arguments, *arguments]) == 2
         assert message in capsys.readouterr().err, arguments
-
-
-def test_plans_of_parts(capsys):
-    base = ["plan", "--task", "t2v-A14B", "--steps", "20", "--solver", "heun"]
-    assert main([*base, "--denoise", "0.5"]) == 0
-    assert "20 steps from sigma 0.92" in capsys.readouterr().out
-    assert main([*base, "--start-step", "5", "--end-step", "10", "--leftover-noise", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert len(plan["steps"]) == 10 and len(plan["before"]) == 10 and plan["steps"][-1]["sigma_next"] > 0.9
-    assert main([*base, "--start-step", "20"]) == 2

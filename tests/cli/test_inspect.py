@@ -110,9 +110,3 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["inspect", str(tmp_path / "x.safetensors")]) == 1
     assert "problem:" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "absent")]) == 2
-
-
-def test_embedded_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["inspect", "tiny"]) == 2
-    assert str(TINY / "t2v_high.safetensors") in capsys.readouterr().err

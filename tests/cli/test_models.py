@@ -108,17 +108,6 @@ def test_a_part_of_a_file_is_not_left_as_a_whole_one(root: Path, monkeypatch: py
     assert not list((root / "diffusion_models").iterdir())
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_what_appeared_meanwhile_stays(root: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not links:
-        monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(PermissionError()))
-    target = root / SMALL[0].folder / SMALL[0].name
-    assert models.fetch(root, SMALL[0], Hub()) == target
-    with pytest.raises(OptionError, match="stays as it is"):
-        models.fetch(root, SMALL[0], Hub(b"others  bytes"))
-    assert target.read_bytes() == b"0123456789"
-
-
 def test_the_pack_finds_the_folder_of_its_comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_files_module, "PACKAGE", tmp_path / "custom_nodes" / "wancore" / "wan_core")
@@ -127,18 +116,6 @@ def test_the_pack_finds_the_folder_of_its_comfyui(tmp_path: Path, monkeypatch: p
         find_root(None)
     (tmp_path / "models").mkdir()
     assert find_root(None) == tmp_path / "models"
-
-
-def test_without_the_library_the_addresses_are_said(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(OptionError, match=r"pip install huggingface_hub`(.|\n)*https://huggingface.co/Comfy-Org"):
-        models.download_missing(root, SMALL)
-
-
-def test_a_full_disk_is_said_before_the_download(root: Path) -> None:
-    large = [dataclasses.replace(SMALL[0], gb=1e9)]
-    with pytest.raises(OptionError, match="are free"):
-        models.download_missing(root, large)
 
 
 @pytest.mark.parametrize(

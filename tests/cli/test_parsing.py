@@ -7,10 +7,8 @@ import sys
 
 import pytest
 
-import wan_core
 from tests.forked import Forked
 from wan_core.cli import COMMANDS, PIPE_CLOSED, build_parser, main
-from wan_core.cli.libraries import LIBRARIES
 from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions
 from wan_core.models.wan.families import TASKS
@@ -36,12 +34,6 @@ def test_the_help_has_the_defaults_of_each_task() -> None:
         size, frames, _, steps, shift = lines[task.name][1:6]
         assert (size, int(frames), int(steps)) == (f"{task.width}x{task.height}", task.frames, task.steps)
         assert float(shift) == task.shift
-
-
-def test_version(capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0 and capsys.readouterr().out == f"wancore {wan_core.__version__}\n"
 
 
 def test_a_reader_that_ends_early_is_no_error() -> None:
@@ -85,8 +77,3 @@ def test_a_line_of_a_list_may_name_another_picture_than_the_command(tmp_path):
 def test_a_plan_that_does_not_fit_says_what_may(capsys):
     assert main(["plan", "--memory", "--memory-limit", "2", "--task", "ti2v-5B"]) == 1
     assert "it does not fit: try" in capsys.readouterr().err
-
-
-def test_libraries_are_installed_from_where_they_are():
-    """This package is in no index that pip searches, so that its extras cannot be installed by name."""
-    assert not [name for name, (_, install) in LIBRARIES.items() if install is not None and "wancore" in install]

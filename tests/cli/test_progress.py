@@ -94,16 +94,6 @@ def test_loading_and_decoding_have_progress(clock, monkeypatch) -> None:
     assert "frame   5/10  0:09 elapsed, 0:05 left" in stream.getvalue() and "frame  10/10" in stream.getvalue()
 
 
-def test_a_closed_stderr_ends_nothing(clock, monkeypatch) -> None:
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    line, _ = shown(monkeypatch, Closed)
-    line.phase("denoise")
-    line.step(Done(PLAN.steps[0]), 1.0)
-
-
 def test_a_random_seed_is_printed_and_kept(tmp_path, capsys) -> None:
     import json
 
@@ -117,11 +107,3 @@ def test_a_random_seed_is_printed_and_kept(tmp_path, capsys) -> None:
         assert "load 0.0" in printed.err and "frame   5/5" in printed.err and "step   0/2" in printed.err
         seeds.add(seed)
     assert len(seeds) == 2
-
-
-def test_a_list_takes_no_random_seed(tmp_path, capsys) -> None:
-    listed = tmp_path / "list.jsonl"
-    listed.write_text(f'{{"prompt": "{CAPTION}"}}\n')
-    arguments = ["generate", "--model", "tiny", "--device", "cpu", "--prompts", str(listed), "--seed", "random"]
-    assert main([*arguments, "--out", str(tmp_path / "x.mp4")]) == 2
-    assert "a list needs numbers" in capsys.readouterr().err

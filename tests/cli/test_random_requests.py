@@ -199,27 +199,3 @@ def test_presets_of_the_embedded_model_bring_its_loras(drawing_files: Path) -> N
     asked = Asked({"preset": "8-step", "steps": 15, "magcache": "balanced"}, ["--task=t2v-tiny"])
     plan, _, _ = of_plan(asked)
     assert plan["forwards"] == 15 and plan["saved"] == 0  # type: ignore[index]
-
-
-def test_requests_that_differ_have_other_keys(drawing_files: Path) -> None:
-    """A field that changes changes the key: none is left out of it."""
-    loaded, plain = LoadOptions(model="tiny"), Request(prompt="x")
-    keys = {key_of(plain, loaded)}
-    requests = 1
-    for name, values in FIELDS.items():
-        for value in values:
-            if value is False or (name, value) == ("seed", 0):
-                continue
-            asked = Asked({name: value}, ["--model=tiny"])
-            if name in ("image", "keyframes", "prompts_at"):
-                asked = fields_with_files(name, value, drawing_files)
-            keys.add(key_of(request_of(PARSER.parse_args(asked.generate())), loaded))
-            requests += 1
-    assert len(keys) == requests
-
-
-def fields_with_files(name: str, value: Any, folder: Path) -> Asked:
-    picture = folder / "picture.png"
-    texts = {"image": str(picture), "keyframes": [f"{frame}={picture}" for frame in value] if name != "image" else []}
-    texts["prompts_at"] = [f"{frame}=text {frame}" for frame in value] if name == "prompts_at" else []
-    return Asked({name: texts[name]}, ["--model=tiny"])

@@ -187,16 +187,6 @@ def test_a_file_that_is_not_there_is_the_first_complaint(option: str, capsys) ->
     assert said.endswith("READMEE.md does not exist; did you mean README.md?\n")
 
 
-def test_an_unknown_option_suggests_nothing_far_away(capsys) -> None:
-    assert "did you mean" not in refusal(["plan", "--bogus"], capsys)
-
-
-@pytest.mark.parametrize(("called", "name"), [("/usr/bin/wancore", "wancore"), ("x/__main__.py", "python -m wan_core")])
-def test_errors_name_the_program_that_was_called(called: str, name: str, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("sys.argv", [called])
-    assert refusal(["generate", "--prompt", "x"], capsys).startswith(f"{name} generate: no model given")
-
-
 def test_the_benchmarks_call_themselves_by_name(capsys) -> None:
     with pytest.raises(SystemExit):
         benchmarks(["--no-such-option"])

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from tests.cluster.conftest import ROOT, Nodes
 from tools.processes import wait_until
@@ -25,7 +24,6 @@ from wan_core.cluster import lists
 from wan_core.cluster.actors import VideoMaker
 from wan_core.config.temporary import _root
 from wan_core.workers import video_list
-from wan_core.workers.video_list import VideoList
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -118,26 +116,6 @@ def test_the_driver_is_killed(nodes: Nodes, reference: dict[str, bytes], tmp_pat
     assert len(list(tmp_path.glob(".*"))) == 0
 
 
-def test_a_killed_node_leaves_no_picture(nodes: Nodes, tmp_path: Path) -> None:
-    """It is killed while it makes a video of one, and the next node makes that."""
-    nodes.have(1)
-    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
-    path = write_list(tmp_path, [{"prompt": "a red circle", "image": str(tmp_path / "a.png")}])
-    codes: list[int] = []
-    command = [*TINY, "--prompts", str(path), "--out", str(tmp_path / "o.mp4"), "--ray", nodes.address]
-    thread = threading.Thread(target=lambda: codes.append(main([*command, "--gpus", "cpu"])))
-    thread.start()
-    ranks = ".wancore*/workers-*"  # of a maker, which starts them for its first video
-    wait_until(lambda: list(nodes.temporary.glob(ranks)), 300, "no maker works")
-    wait_until(lambda: list(nodes.temporary.glob(".wancore*/**/*.png")), 60, "no picture arrives")
-    nodes.kill()
-    wait_until(lambda: not list(nodes.temporary.glob(".wancore*/**/*.png")), 30, "the picture stays")
-    nodes.add()
-    thread.join()
-    assert codes == [0]
-    nothing_stays(nodes)
-
-
 class Fails(VideoMaker):
     """Loses the video of seed 1, whoever makes it."""
 
@@ -227,37 +205,3 @@ def test_a_thousand_jobs(
     with capfd.disabled():
         print(f"\n1,000 jobs, {len(makers)} makers: {seconds[0]:.2f} s of the program's CPU, {seconds[1]:.1f} s in all")
     assert len(makers) == 20 and seconds[0] / 1000 < 0.005
-
-
-def test_one_node_is_as_fast_as_a_plain_list(
-    nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the first finished video to the last: at least 97 % of the videos an hour."""
-    nodes.have(1)
-    send(monkeypatch, Waits)
-    path = write_list(tmp_path, [{"prompt": "a red circle", "seed": seed} for seed in range(VIDEOS)])
-    finished: list[float] = []
-    finish = VideoList.finish
-
-    def noted(self: VideoList, video: Any, maker: str) -> None:
-        finish(self, video, maker)
-        finished.append(time.monotonic())
-
-    monkeypatch.setattr(VideoList, "finish", noted)
-    monkeypatch.setattr(video_list, "make_video", lambda engine, loaded, video: waits(video))
-    command = [*TINY, "--prompts", str(path), "--gpus", "cpu", "--out"]
-    seconds = []
-    for name, where in (("plain", []), ("ray", ["--ray", nodes.address])):
-        (tmp_path / name).mkdir()
-        finished.clear()
-        assert main([*command, str(tmp_path / name / "o.mp4"), *where]) == 0
-        seconds.append(finished[-1] - finished[0])
-    with capfd.disabled():
-        print(f"\n{VIDEOS - 1} videos of {VIDEO_SECONDS:g} s: plain {seconds[0]:.2f} s, through Ray {seconds[1]:.2f} s")
-    assert seconds[0] / seconds[1] >= 0.97
-
-
-def waits(video: Any) -> None:
-    time.sleep(VIDEO_SECONDS)
-    for path in (video.out, video.report):
-        path.write_bytes(b"")

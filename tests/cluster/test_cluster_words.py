@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.cli import main
-from wan_core.cluster import connect as connecting
-from wan_core.cluster.connect import Node, Wanted, check_allowed, check_token, connect, inventory
+from wan_core.cluster.connect import Node, Wanted, check_allowed, check_token, inventory
 from wan_core.cluster.files import media_of, models_there, put, with_paths, with_words
 from wan_core.cluster.places import spread
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
@@ -45,13 +44,6 @@ def test_a_cluster_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     check_token(False)
 
 
-def test_rays_own_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connecting, "import_ray", lambda: None)
-    monkeypatch.setattr(connecting, "has_token", lambda: True)
-    with pytest.raises(OptionError, match="ray start --address=HOST:PORT"):
-        connect("ray://host:10001")
-
-
 @pytest.mark.parametrize(
     ("allowed", "fine"), [("", False), ("auto", True), ("other:1, auto", True), ("automatic", False)]
 )
@@ -70,12 +62,6 @@ def test_addresses_that_a_workflow_may_name(allowed: str, fine: bool, monkeypatc
 )
 def test_gpus_of_a_cluster(text: str | None, kind: str, count: int | None) -> None:
     assert Wanted.parse(text) == Wanted(kind, count)
-
-
-@pytest.mark.parametrize("text", ["0", "0,1", "cuda:0", "cpu,2", "99999999"])
-def test_gpus_that_no_cluster_has(text: str) -> None:
-    with pytest.raises(OptionError, match="on a cluster write how many GPUs"):
-        Wanted.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,3 @@ def test_the_module_is_named_with_the_python_that_ran_it(on_path: bool, monkeypa
     monkeypatch.setattr("sys.executable", "/opt/python")
     monkeypatch.setattr("shutil.which", lambda name: f"{'/opt' if on_path else '/usr/bin'}/{name}")
     assert command("doctor") == f"{'python' if on_path else '/opt/python'} -m wan_core doctor"
-
-
-def test_messages_use_it() -> None:
-    """No message of the engine advises a command that works in one folder alone."""
-    for file in PACKAGE.rglob("*.py"):
-        for line in file.read_text().splitlines():
-            advised = "`python -m wan_core" in line and '"""' not in line and line.lstrip().startswith(('"', 'f"'))
-            assert not advised, (file, line)

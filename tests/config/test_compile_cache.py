@@ -103,22 +103,6 @@ def test_parents_elsewhere_may_be_shared_if_entries_cannot_be_renamed(
     assert f"chmod go-w '{shared}'" in (why_not_private(cache_folder()) or "")
 
 
-def test_a_link_is_judged_by_where_it_leads(home: Path, tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    make_private(home / ".cache")
-    (home / ".cache" / "wancore").symlink_to(shared)
-    assert why_not_kept() is not None
-
-
-def test_windows_is_not_asked_for_modes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_private(home / ".cache" / "wancore")
-    (home / ".cache" / "wancore").chmod(0o777)
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert why_not_private(home / ".cache" / "wancore") is None
-
-
 def test_the_doctor_says_so(home: Path) -> None:
     folder = home / ".cache" / "wancore"
     report = examine("cpu")

@@ -27,15 +27,6 @@ from wan_core.config.keys import SAME_RESULT, in_key, key_of
 from wan_core.config.table import Option, table
 
 TINY = LoadOptions(model="tiny")
-FILES = LoadOptions(
-    high="h",
-    low="l",
-    loras=(LoraOptions(path="x", strength=0.5, expert="low"),),
-    precision="fp8",
-    device="cuda:1",
-    compile="blocks",
-    keep_blocks=2,
-)
 # An example of each kind of options in a request, and of where it stands.
 INNER: list[Any] = [
     MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
@@ -108,9 +99,3 @@ def test_contents_of_files_change_the_key() -> None:
         before = key_of(request, TINY)
         Path("a.png").write_bytes(str(asked).encode())
         assert key_of(request, TINY) != before
-
-
-def test_a_key_is_the_same_for_a_list_of_loras_as_the_command_line_makes_it() -> None:
-    listed = replace(FILES)
-    object.__setattr__(listed, "loras", list(FILES.loras))
-    assert key_of(Request(prompt="a"), listed) == key_of(Request(prompt="a"), FILES)

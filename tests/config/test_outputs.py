@@ -14,7 +14,7 @@ import pytest
 
 from wan_core.config import OptionError
 from wan_core.config import outputs as outputs_module
-from wan_core.config.outputs import Outputs, claim_of, keep_old, numbered, remove_left_over, write_text, written_beside
+from wan_core.config.outputs import Outputs, numbered, remove_left_over, write_text, written_beside
 
 
 def names(folder: Path) -> list[str]:
@@ -101,26 +101,6 @@ def test_a_new_name_is_said_at_the_end_at_the_latest_and_not_after_an_error(tmp_
     assert len(said) == 1
 
 
-def test_runs_at_once_get_different_names(tmp_path: Path) -> None:
-    """Sixteen at the same time, each in a thread; a claim lasts as long as its run."""
-    paths: list[Path] = []
-    begin, end = threading.Barrier(16), threading.Barrier(16)
-
-    def one() -> None:
-        begin.wait()
-        with Outputs({}) as outputs:
-            paths.append(outputs.add("--out", tmp_path / "x.mp4"))
-            end.wait()
-
-    threads = [threading.Thread(target=one) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(path.name for path in paths) == sorted(["x.mp4", *(f"x-{n}.mp4" for n in range(1, 16))])
-    assert not names(tmp_path)
-
-
 def test_two_processes_and_one_that_is_killed(tmp_path: Path) -> None:
     """The claim of a process that runs counts; that of one that was killed does not, and goes."""
     program = (
@@ -171,25 +151,6 @@ def test_left_over_files_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.
     outputs_module._machine.cache_clear()
 
 
-@pytest.mark.parametrize("way", ["empty", "zeroed", "cut", "other text", "folder", "pipe"])
-@pytest.mark.parametrize("old", [False, True])
-def test_a_damaged_claim_keeps_no_name_for_long(tmp_path: Path, way: str, old: bool) -> None:
-    """A power failure leaves it without its text. Nothing waits for a pipe, and nobody's folder goes."""
-    path = tmp_path / "x.mp4"
-    claim = claim_of(path)
-    texts = {"empty": b"", "zeroed": bytes(30), "cut": outputs_module.owner_text()[:12].encode(), "other text": b"mine"}
-    if way in texts:
-        claim.write_bytes(texts[way])
-    else:
-        claim.mkdir() if way == "folder" else os.mkfifo(claim)
-    if old:
-        os.utime(claim, (1, 1))
-    free = old and way in texts
-    with Outputs({}) as outputs:
-        assert outputs.add("--out", path).name == ("x.mp4" if free else "x-1.mp4")
-    assert claim.exists() is not free
-
-
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     write_text(path, "old")
@@ -211,15 +172,6 @@ def test_devices_and_pipes_are_written_as_they_are(tmp_path: Path) -> None:
         write_text(outputs.add("--latents", pipe), "text")
     reader.join()
     assert read == ["text"] and names(tmp_path) == ["pipe"] and write_text("/dev/null", "x").is_char_device()
-
-
-def test_an_old_curve_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "m.magcache.json"
-    assert keep_old(path) is None
-    for number, expected in enumerate(("m.magcache.json.bak", "m.magcache.json-1.bak")):
-        path.write_text(f"curve {number}")
-        old_file = keep_old(path)
-        assert old_file is not None and old_file.name == expected and old_file.read_text() == path.read_text()
 
 
 @pytest.mark.parametrize("name", ["x" * 200 + ".json", "ü" * 120 + ".json", "a\udcffb.json", "-", ".hidden"])

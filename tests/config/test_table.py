@@ -83,12 +83,6 @@ def test_a_widget_offers_what_is_taken(example: Any, name: str) -> None:
     assert isinstance(shown, int) or (one.step and one.digits)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
-def test_options_come_back_from_json_and_from_values(example: Any) -> None:
-    assert unpack(type(example), json.loads(json.dumps(asdict(example)))) == example
-    assert from_values(type(example), vars(example)) == example
-
-
 def test_nested_options_come_back_from_json() -> None:
     skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0.1), taylorseer=TaylorSeerOptions(interval=2))
     request = Request(prompt="", skip=skip, nag=NagOptions(), outpaint=(0, 8, 0, 8), control=ControlOptions(scale=0.5))

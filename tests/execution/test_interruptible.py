@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import eager
 
 from tests.execution.test_compile import CPU, SIZES, SMALL, forward
 from wan_core.checkpoint.random import random_module
-from wan_core.execution.interruptible import Interruptible, kind_of
+from wan_core.execution.interruptible import Interruptible
 from wan_core.execution.optimize import compilations, compile_blocks
 
 SLOW = 3.0  # seconds of a compiler in these tests
@@ -94,17 +94,3 @@ def test_only_calls_that_may_compile_run_in_another_thread(inference: bool) -> N
             part(block, torch.zeros(0, 3))
     here = threading.current_thread()
     assert [one is here for one in threads] == [False, True, True, True, False, True, False]
-
-
-def test_kinds_of_inputs() -> None:
-    tensor = torch.zeros
-    assert kind_of((tensor(3, 32), None)) == kind_of((tensor(5, 48), None))
-    different = [
-        tensor(1, 32),
-        tensor(3, 33),
-        tensor(3, 32, 1),
-        tensor(3, 32, dtype=torch.int64),
-        None,
-        (tensor(3, 32),),
-    ]
-    assert len({kind_of(one) for one in [tensor(3, 32), *different]}) == len(different) + 1

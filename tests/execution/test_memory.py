@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.checkpoint.detect import empty_module
-from wan_core.cli import main
-from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.memory.planning import (
     FACTORS,
     GIB,
-    Beside,
     Sizes,
     beside_weights,
     limited,
@@ -134,27 +131,3 @@ def test_a_stage_takes_the_bytes_that_were_planned(resident):
     assert stage.held == stage.nbytes(shelf) == stage_bytes([u.layout.nbytes for u in shelf.units], resident)
     stage.leave_device()
     assert stage.held == 0 and stage.is_empty
-
-
-def test_bad_numbers_are_refused():
-    sizes = a14b(True)
-    activations = Beside(text=1, denoise=1, decode=1)
-    with pytest.raises(OptionError, match="0 to 40"):
-        plan_memory(sizes, activations, 16 << 30, resident_blocks=41)
-    with pytest.raises(OptionError, match="memory limit 1"):
-        limited(1)
-    with pytest.raises(OptionError, match="use residency stream"):
-        LoadOptions(model="tiny", residency="swap", resident_blocks=3)
-
-
-def test_the_command_line_prints_one_table(capsys):
-    assert main(["plan", "--memory", "--memory-limit", "16", "--precision", "fp8"]) == 0
-    table = capsys.readouterr().out
-    assert "stream" in table and "of 40 blocks stay" in table and "denoise" in table and "host memory" in table
-    assert main(["plan", "--memory", "--memory-limit", "12"]) == 0
-    assert "its blocks stream" in capsys.readouterr().out  # the text encoder alone is larger
-    assert main(["plan", "--memory", "--memory-limit", "8"]) == 1  # decoding takes more
-    assert "DOES NOT FIT" in capsys.readouterr().out
-    assert main(["plan", "--memory", "--memory-limit", "1"]) == 2
-    assert main(["generate", "--model", "tiny", "--prompt", "x", "--device", "cpu", "--memory-limit", "8"]) == 2
-    assert "applies to a GPU" in capsys.readouterr().err

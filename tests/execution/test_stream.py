@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import forked
 from tests.loras_on import loras_on
 from tests.streamed_experts import CPU, LAYERS, SMALL, expert, experts, run, streaming
 from wan_core.checkpoint.detect import expected_shapes
@@ -34,7 +31,7 @@ from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.linear import is_attached
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TEDelayedLinear
-from wan_core.pipeline.loras import Wanted, attachable, lora_bytes
+from wan_core.pipeline.loras import Wanted, attachable
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.skipping import leave_out
@@ -118,17 +115,6 @@ def test_what_stays_is_handed_over_behind_the_last_run():
     residency.use("high")
     assert {unit for unit, _ in copied} == {0}
     assert last_runs(plan.phases[0], batched=True) == (plan.phases[0][-1].index, 1)
-
-
-def test_a_model_that_goes_while_it_comes_back_takes_no_memory():
-    """The last step has begun to copy the first expert in the place of the second: releasing either empties the
-    stage."""
-    for name in ("high", "low"):
-        residency, plan = streaming(None, 2), make_plan(steps=4)
-        exact = run(residency.use, plan, prefetch=residency.prefetch)
-        residency.release(name)
-        assert residency.weights_on_device() == 0
-        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
 
 
 def test_a_skipped_step_moves_nothing():
@@ -275,14 +261,6 @@ def test_loras_change_while_weights_stream(quantization, resident):
         assert all(torch.equal(tensor, now[key]) for key, tensor in tensors_of(model).items() if "amax" not in key)
 
 
-def test_attached_loras_count_as_weights_on_the_device():
-    residency, lora = streaming(None, 2), read_lora(lora_state(SMALL, 4), expected_shapes(SMALL))
-    before, wanted = residency.weights_on_device(), [Wanted(lora, 1.0, ("a", 0, 0))]
-    loras_on(residency.models["high"], CPU).attached.apply(residency.models["high"], wanted)
-    difference = 4 * SMALL.dim  # is summed into a norm
-    assert residency.weights_on_device() - before == lora_bytes(wanted, itemsize=4) - difference
-
-
 @pytest.mark.parametrize("mode", ["attach", "merge"])
 def test_a_pipeline_that_streams_with_loras_of_different_ranks(tmp_path, mode):
     config = Pipeline.load(LoadOptions(model="tiny", device="cpu")).models.dit_config
@@ -350,19 +328,6 @@ def _fail(*_):
     raise torch.cuda.OutOfMemoryError("for ever")
 
 
-def test_cheaper_plans_come_one_after_the_other():
-    residency = Residency(CPU, "resident")
-    for name, model in experts().items():
-        residency.add(name, model)
-    seen = []
-    while (change := residency.cheaper("low")) is not None:
-        seen.append((residency.policy, residency.resident_blocks))
-        assert change
-        with torch.no_grad():
-            residency.use("low")(draw_noise(0, (1, 16, 2, 4, 6)), torch.tensor([1.0]), draw_noise(1, (1, 5, 48)))
-    assert seen == [("swap", 0), ("stream", 2), ("stream", 1), ("stream", 0)]
-
-
 # --------------------------------------------------------------------------------------------------- whole pipelines
 
 
@@ -398,19 +363,3 @@ def test_out_of_memory_between_skipped_steps(at):
         )  # fmt: skip
     assert torch.equal(ours, exact) and forwards.count(0) > 2 and residency.policy == "swap"
     assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
-
-
-def test_pipelines_that_take_turns_hold_memory_flat(tmp_path: Path) -> None:
-    """No tensor stays behind. In a process of its own: what is counted are all tensors of a process, and those of other
-    tests may go at any time."""
-    code = f"""
-import torch
-from pathlib import Path
-from tests.execution.turns import growth
-torch.set_num_threads(1)
-print(*growth(torch.device("cpu"), "auto", 8, Path({str(tmp_path)!r})))
-"""
-    done = forked.run([sys.executable, "-c", code])
-    assert done.returncode == 0, done.stderr[-2000:]
-    tensors, _, graphs = map(int, done.stdout.split())
-    assert tensors < 50_000 and graphs == 0

@@ -82,16 +82,6 @@ def test_out_of_memory_makes_it_stream():
     assert torch.equal(residency.use("text_encoder").encode(PROMPTS), plain(False).encode(PROMPTS))
 
 
-def test_a_plan_that_changes_makes_it_stream():
-    residency = Residency(CPU, "swap")
-    residency.add("text_encoder", copy.deepcopy(plain(False)))
-    for streams in (True, False, True):
-        residency.follow("swap", 0, None, {}, streams)
-        assert torch.equal(residency.use("text_encoder").encode(PROMPTS), plain(False).encode(PROMPTS))
-        (stage,) = residency.stages.values()
-        assert bool(stage.slots) == streams
-
-
 def test_the_stage_takes_the_bytes_that_were_planned():
     encoder = plain(False)
     residency = Residency(CPU, "swap", streams_text=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -74,17 +73,3 @@ def test_an_interruption_while_the_thread_starts_leaves_no_file_and_no_thread(tm
         pass
     assert not feed._thread.is_alive()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_making_and_using_overlap() -> None:
-    def consume(items: Iterator[int]) -> None:
-        for _ in items:
-            time.sleep(0.02)
-
-    begin = time.perf_counter()
-    with Feed(consume) as feed:
-        for n in range(15):
-            time.sleep(0.02)
-            feed.put(n)
-        feed.finish()
-    assert time.perf_counter() - begin < 0.5  # 0.6 one after the other

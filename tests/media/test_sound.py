@@ -93,29 +93,12 @@ def test_a_sound_is_heard_when_its_video_has_it(
     assert abs(np.diff(loud).max() - rest) < 0.02
 
 
-@pytest.mark.parametrize("rate", [18900, 44056, 50000])
-def test_a_rate_that_aac_does_not_know_is_written_at_another(tmp_path: Path, rate: int) -> None:
-    sound = read_sound(written(tmp_path / "tone.wav", tone(rate=rate), rate))
-    write_mp4(tmp_path / "video.mp4", np.zeros((16, 32, 32, 3), np.uint8), fps=16, sound=sound)
-    sound_read = read_sound(tmp_path / "video.mp4")
-    assert (
-        sound_read.rate == 48000
-        and abs(sound_read.seconds - 1) < 0.12
-        and abs(pitch_of(sound_read.samples[1], 48000) - 660) < 3
-    )
-
-
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rate=st.integers(8000, 96000), wanted=st.sampled_from([8000, 16000, 44100]), length=st.floats(0.3, 1.5))
 def test_one_channel_at_another_rate_keeps_length_and_pitch(rate: int, wanted: int, length: float) -> None:
     resampled = mono(Sound(tone(length, rate, channels=1), rate), wanted)
     assert resampled.ndim == 1 and abs(len(resampled) / wanted - length) < 0.01
     assert abs(pitch_of(resampled, wanted) - 440) < 2 / length
-
-
-def test_channels_are_averaged() -> None:
-    both = tone(rate=16000)
-    np.testing.assert_allclose(mono(Sound(both, 16000), 16000), both.mean(0), atol=1e-7)
 
 
 def test_what_is_no_sound_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from PIL import Image
 
 from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs
-from wan_core.media.sound import Sound
 from wan_core.media.video import read_metadata, read_video
 from wan_core.media.video_formats import FRAME_NAME, is_folder, write_video
 
@@ -103,16 +102,3 @@ def test_what_was_there_stays_after_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no frames"):
         write_video(path, iter(()), fps=8)
     assert contents() == before
-
-
-def test_sound_is_refused_where_it_would_be_lost(tmp_path: Path) -> None:
-    sound = Sound(np.zeros((1, 8000), np.float32), 8000)
-    with av.open(str(write_video(tmp_path / "x.mp4", clip(), fps=8, sound=sound))) as container:
-        assert len(container.streams.audio) == 1
-    with pytest.raises(OptionError, match="the sound"):
-        write_video(tmp_path / "x", clip(), fps=8, sound=sound)
-
-
-def test_unknown_endings_name_the_known_ones() -> None:
-    with pytest.raises(OptionError, match=r"\.mp4, or one without ending.*did you mean \.mp4\?"):
-        is_folder(Path("x.mp5"))

@@ -147,8 +147,3 @@ GOOD = lines_of(moved(parse_motions("static"), 2)).splitlines()
 def test_what_is_no_path_is_refused(text: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         pose_count(text)
-
-
-def test_too_few_poses_are_refused() -> None:
-    with pytest.raises(OptionError, match="has 2 poses, and 5 frames"):
-        read_camera("\n".join(GOOD), 5)

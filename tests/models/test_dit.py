@@ -15,10 +15,9 @@ import wan_core
 from tests import forked
 from tests.reference_models import diffusers_transformer
 from wan_core.models.wan import layers
-from wan_core.models.wan.config import I2V_14B, T2V_1_3B, T2V_A14B, DiTConfig
+from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.plain import diffusers_names
-from wan_core.models.wan.layers import timestep_embedding
 from wan_core.models.wan.model import WanModel
 
 SMALL = DiTConfig(
@@ -84,27 +83,12 @@ def test_matches_diffusers(pair, batch, T, Y, X, text, seed):
         torch.testing.assert_close(ours(x, timestep, prepared), ours(x, timestep, context), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("config", "count"), [(T2V_A14B, 14_288_491_584), (T2V_1_3B, 1_418_996_800), (I2V_14B, 16_394_878_784)]
-)
-def test_full_size_parameter_count(config, count):
-    with torch.device("meta"):
-        assert sum(p.numel() for p in family_of(config).model_class(config)(config).parameters()) == count
-
-
 def test_clip_features_are_asked_for_and_refused():
     with_clip = family_of(KINDS["i2v with CLIP"]).model_class(KINDS["i2v with CLIP"])(KINDS["i2v with CLIP"])
     with pytest.raises(ValueError, match="needs CLIP features"):
         with_clip.prepare_text(torch.zeros(1, 4, 48))
     with pytest.raises(ValueError, match="takes none"):
         WanModel(SMALL).prepare_text(torch.zeros(1, 4, 48), torch.zeros(1, 257, 40))
-
-
-def test_neighbouring_timesteps_differ():
-    """999 rounded to bf16 is 1000: the embedding must still tell them apart, and so must a fractional timestep."""
-    rows = timestep_embedding(torch.tensor([999.0, 1000.0, 937.5, 937.0]), 256)
-    distances = torch.cdist(rows, rows) + torch.eye(4)
-    assert distances.min() > 0.1
 
 
 def test_bf16_stays_close_to_fp32():
@@ -144,22 +128,6 @@ def test_rows_of_text_that_come_twice_change_nothing(pair):
 def test_wrong_shapes_say_what_is_expected(shape, text):
     with pytest.raises(ValueError, match="this model takes"):
         WanModel(SMALL)(torch.zeros(shape), torch.zeros(1), torch.zeros(text))
-
-
-def test_a_model_is_freed_when_it_is_let_go():
-    """No reference cycle: gigabytes must not wait for the garbage collector."""
-    import gc
-    import weakref
-
-    gc.collect()
-    gc.disable()
-    try:
-        model = WanModel(SMALL)
-        gone = weakref.ref(model)
-        del model
-        assert gone() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("frames", [1, 3])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
 from wan_core.checkpoint import load_text_encoder
-from wan_core.config import LoadOptions, Request
 from wan_core.models.text.tokenizer import TokenCount, prompt_notes
 from wan_core.models.text.umt5 import PromptCache, TextEncoder
 from wan_core.parallel.conditioning import counts_of_all
-from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
 
 SENTENCE = "a red circle moving right on a blue background"
@@ -53,15 +49,6 @@ def test_the_tokens_that_are_not_read(encoder: TextEncoder) -> None:
     assert counts_of_all(None, [TokenCount(3, 3)], 1) == [TokenCount(3, 3)]
 
 
-def test_a_cache_remembers_how_a_prompt_was_read(encoder: TextEncoder) -> None:
-    cache, long = PromptCache(limit=2), "red " * 2000
-    for _ in range(2):
-        cache.encode([SENTENCE, long], encoder.read)
-        assert cache.notes(SENTENCE) == [] and "was cut" in cache.notes(long)[0]
-    cache.encode(["a (red:1.4) circle", "one"], encoder.read)
-    assert len(cache._counts) == 2 and "(red:1.4)" in cache.notes("a (red:1.4) circle")[0]
-
-
 @pytest.mark.parametrize("count", [1, 3, 4, 40])
 def test_a_cache_keeps_all_of_the_last_call(encoder: TextEncoder, count: int) -> None:
     """Prompts over Time encodes more texts at once than stay for later, the first of them empty."""
@@ -76,18 +63,3 @@ def test_a_cache_keeps_all_of_the_last_call(encoder: TextEncoder, count: int) ->
     )
     cache.encode(["blue"], encoder.read)
     assert len(cache._rows) == min(3, len(prompts) + 1)
-
-
-def test_the_report_and_the_log_say_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, negative = f"{SENTENCE} (red:1.4)", "dark (blurry:2)"
-    request = Request(prompt=prompt, negative_prompt=negative, steps=1, frames=1, width=32, height=32, preset="none")
-    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"), request=request)
-    monkeypatch.setattr(pipe.models.text_encoder().tokenizer, "max_length", 16)
-    run = pipe.prepare(request)
-    with caplog.at_level(logging.WARNING):
-        pipe.encode(run)
-    said = [note for note in pipe.report.notes if note.startswith(("the prompt", "the negative prompt"))]
-    assert len(said) == 3 and all(note in caplog.text for note in said)
-    assert (
-        "16 are read" in said[0] and "(red:1.4)" in said[1] and said[2].startswith("the negative prompt has a weight")
-    )

@@ -39,10 +39,6 @@ class Noting:
         return out * 2
 
 
-class Other(Noting):
-    pass
-
-
 def run(chain: RunnerChain, tokens: torch.Tensor) -> torch.Tensor:
     inputs = BlockInputs(tokens, NOTHING, NOTHING, PreparedText(()), SINGLE_FORWARD, (1, 1, 1))
     return chain(inputs, lambda inputs: inputs.tokens * 10)
@@ -59,23 +55,6 @@ def test_runners_stand_in_the_order_of_their_places_in_any_order_of_adding(order
     assert str(chain) == "tiles > shards > residuals > blocks (resident weights)"
     assert torch.equal(run(chain, torch.ones(1)), torch.full((1,), 320.0))
     assert said == ["tiles", "shards", "residuals", "/residuals", "/shards", "/tiles"]
-
-
-def test_without_runners_there_is_the_loop() -> None:
-    chain = RunnerChain()
-    assert str(chain) == "blocks (resident weights)"
-    assert torch.equal(run(chain, torch.ones(1)), torch.full((1,), 10.0))
-
-
-def test_a_second_runner_of_a_place_replaces_the_first() -> None:
-    chain, one, two = RunnerChain(), Noting("one", Place.TILES, []), Other("two", Place.TILES, [])
-    chain.add(one)
-    chain.add(two)
-    assert chain.runners == [two] and chain.find(Other) is two
-    chain.add(Noting("beside", Place.RESIDUALS, []))
-    chain.remove(Other)
-    chain.remove(Other)  # nothing there: nothing to do
-    assert str(chain) == "beside > blocks (resident weights)"
 
 
 def test_what_is_added_for_a_while_is_gone_whatever_happens() -> None:

@@ -6,7 +6,6 @@ import copy
 import importlib.metadata
 import io
 from collections.abc import Mapping
-from contextlib import suppress
 
 import pytest
 import sentencepiece
@@ -20,7 +19,6 @@ from wan_core.checkpoint.detect import detect, expected_shapes
 from wan_core.checkpoint.layouts import hf_text_names, text_config
 from wan_core.checkpoint.opened import Checkpoint, TensorInfo
 from wan_core.cli import doctor
-from wan_core.config.limits import MAX_TOKENIZER
 from wan_core.models.text.tokenizer import Tokenizer, clean
 from wan_core.models.text.umt5 import (
     UMT5_XXL,
@@ -107,20 +105,6 @@ def test_buckets_match_transformers(num_buckets, max_distance):
         assert torch.equal(ours, theirs)
 
 
-def test_every_parameter_gets_a_gradient_and_matches_transformers(pair):
-    ours, theirs = pair
-    ids, mask = padded([7, 12, 3], seed=2)
-    weight = torch.randn(3, 12, SMALL.dim, generator=torch.Generator().manual_seed(3)) * mask[..., None]
-    (ours(ids, mask) * weight).sum().backward()
-    (theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state * weight).sum().backward()
-    names = hf_text_names(theirs.state_dict())
-    expected = {names[name]: p.grad for name, p in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-        assert (parameter.grad - expected[name]).norm() / expected[name].norm() < 1e-4, name
-    ours.zero_grad(), theirs.zero_grad()
-
-
 @torch.no_grad()
 def test_bf16_is_no_further_from_fp32_than_transformers(pair):
     ids, mask = padded([20, 9], seed=4)
@@ -130,19 +114,6 @@ def test_bf16_is_no_further_from_fp32_than_transformers(pair):
     reference = theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
     assert result.dtype == torch.bfloat16
     assert (result - full).norm() < 1.2 * (reference - full).norm() < 0.1 * full.norm()
-
-
-@torch.no_grad()
-def test_captures_in_one_graph(pair):
-    """A host synchronisation or a data-dependent branch would break the graph, and fullgraph raises on that."""
-    ids, mask = padded([11, 5], seed=5)
-    compiled = torch.compile(pair[0], backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(ids, mask), pair[0](ids, mask))
-
-
-def test_full_size_parameter_count():
-    with torch.device("meta"):
-        assert sum(p.numel() for p in UMT5Encoder(UMT5_XXL).parameters()) == 5_680_910_336
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenizer
@@ -171,28 +142,6 @@ def test_any_text_is_truncated_to_the_limit_and_ends(proto, text, limit):
     whole, cut = Tokenizer(proto).encode(text), Tokenizer(proto, limit).encode(text)
     assert cut == [*whole[:-1][: limit - 1], 1]
     assert len(cut) <= limit and max(cut) < PIECES
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_damaged_models_are_refused_or_read(proto, data):
-    """Cut or overwritten anywhere: a ValueError, or a model that still encodes; never anything else."""
-    position = data.draw(st.integers(0, len(proto) - 1))
-    cut = data.draw(st.booleans())
-    damaged = proto[:position] if cut else proto[:position] + data.draw(st.binary(max_size=8)) + proto[position + 8 :]
-    try:
-        Tokenizer(damaged).encode("a red circle")
-    except ValueError:
-        return
-
-
-@pytest.mark.parametrize("bad", [b"", b"not a model", bytes(range(256)) * 9], ids=["empty", "text", "binary"])
-def test_malformed_models_are_named(bad, tmp_path):
-    path = tmp_path / "spiece.model"
-    path.write_bytes(bad)
-    for named in (path, str(path)):
-        with pytest.raises(ValueError, match=r"spiece\.model.*not a SentencePiece model"):
-            Tokenizer.from_file(named)
 
 
 def test_a_model_with_another_end_token_is_refused():
@@ -229,12 +178,6 @@ def test_rows_do_not_depend_on_neighbours(text, prompts):
         assert not row[length:].any()
 
 
-@pytest.mark.parametrize("bad", ["a red circle", []])
-def test_a_list_of_prompts_is_needed(text, bad):
-    with pytest.raises(ValueError, match="a list of at least one prompt"):
-        text.encode(bad)
-
-
 # ----------------------------------------------------------------------------------------------------------- key tables
 
 
@@ -254,11 +197,6 @@ def test_scales_are_renamed_with_their_weight():
         [f"{q}.weight", f"{q}.scale_weight", "encoder.block.x.layer.1.layer_norm.weight", "lm_head.weight"]
     )
     assert table == {f"{q}.weight": "blocks.0.attn.q.weight", f"{q}.scale_weight": "blocks.0.attn.q.scale_weight"}
-
-
-def test_other_layouts_are_not_translated(pair):
-    assert hf_text_names(pair[0].state_dict()) is None
-    assert hf_text_names([]) is None
 
 
 @pytest.mark.parametrize("config", [SMALL, UMT5_XXL], ids=["small", "xxl"])
@@ -297,27 +235,6 @@ def header(shapes: Mapping[str, tuple[int, ...] | None]) -> Checkpoint:
     return Checkpoint("a header", None, infos, {}, lambda _: pytest.fail("only shapes are needed"))
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    changes=st.dictionaries(
-        st.sampled_from(sorted(expected_shapes(SMALL)))
-        | st.from_regex(r"blocks\.[0-9]{1,6}\.[a-z.]{1,20}", fullmatch=True),
-        st.none() | st.lists(st.integers(-1, 2**63), max_size=4).map(tuple),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_any_other_shapes_never_crash(changes):
-    with suppress(ValueError):
-        detect(header({**expected_shapes(SMALL), **changes}), "text_encoder")
-
-
-@pytest.mark.parametrize("text", ["", "-3", "12.5", "9" * 5000, "0"])
-def test_a_bad_max_distance_is_explained(text):
-    with pytest.raises(ValueError, match="relative_attention_max_distance must be an integer"):
-        text_config(expected_shapes(SMALL), {"relative_attention_max_distance": text})
-
-
 @pytest.mark.parametrize(
     ("version", "works"), [("0.2.3", True), ("0.3.0rc1", True), ("0.2.1", False), ("0.1.99", False)]
 )
@@ -332,10 +249,3 @@ def test_an_old_sentencepiece_is_refused(proto, monkeypatch, version, works):
     with pytest.raises(ValueError, match=rf"sentencepiece {version} is installed.*pip install --upgrade") as refused:
         Tokenizer(proto)
     assert note == str(refused.value)
-
-
-def test_a_tokenizer_that_is_too_large_is_not_read(tmp_path):
-    with (tmp_path / "spiece.model").open("wb") as file:
-        file.truncate(MAX_TOKENIZER + 1)
-    with pytest.raises(ValueError, match=f"{MAX_TOKENIZER + 1} bytes, and at most {MAX_TOKENIZER}"):
-        Tokenizer.from_file(tmp_path / "spiece.model")

@@ -29,7 +29,7 @@ from wan_core.parallel.costs import (
     shares_read,
     step_seconds,
 )
-from wan_core.parallel.mesh import Mesh, even_parts
+from wan_core.parallel.mesh import Mesh
 from wan_core.parallel.ring import merge
 from wan_core.parallel.sequence import check_lse, check_mesh, shard_lengths
 from wan_core.sampling.plan import make_plan
@@ -61,10 +61,6 @@ def test_the_documented_times_are_the_estimates(row):
     for cell, tokens, reads in zip(cells, (75600, 32760, 75600), (None, None, quarter), strict=True):
         one, many = (step_seconds(m, T2V_A14B, tokens, reads=reads, **fp8) for m in (Mesh(), named))
         assert cell == (f"{many:.2f} ({one / many:.1f})" if mesh else f"{many:.2f}")
-
-
-def test_every_kind_of_cluster_is_documented():
-    assert len(DOCUMENTED) == 9
 
 
 def slowest_link(exact: Mesh, other: Mesh, config: DiTConfig, tokens: int, **settings: Any) -> float:
@@ -177,13 +173,6 @@ def test_units_of_a_shard_lie_in_one_frame(frames, inside, shards):
     assert max(lengths) - min(lengths) <= max(1, tokens // shards // 32)  # no rank has much more to do
 
 
-@given(st.integers(1, 100), st.integers(1, 17))
-def test_even_parts(total, parts):
-    sizes = even_parts(total, parts)
-    assert sum(sizes) == total and len(sizes) == parts and sizes == sorted(sizes, reverse=True)
-    assert max(sizes) - min(sizes) <= 1
-
-
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.floats(1, 40), st.integers(0, 99))
 def test_merged_parts_are_the_whole(lengths, spread, seed):
     """Also where one part's scores are far above another's, which numerators over one maximum survive."""
@@ -229,16 +218,6 @@ def test_a_small_video_on_many_gpus_is_refused_in_numbers(tokens):
         OptionError, match=r"slower than one GPU for \d+ tokens: an estimated \d+ ms per step, \d+ ms on one"
     ):
         choose_mesh(3, T2V_A14B, tokens)
-
-
-def test_nothing_is_refused_where_no_speed_is_known():
-    assert choose_mesh(3, TI2V_5B, 300, speeds=None).mesh == Mesh(1, 1, 3)
-    assert choose_mesh(2, TI2V_5B, 300, speeds=None).mesh == Mesh(2, 1, 1)
-
-
-def test_more_gpus_than_tokens():
-    with pytest.raises(OptionError, match="cannot divide"):
-        choose_mesh(7, T2V_A14B, 3)
 
 
 @given(st.integers(1, 16), st.sampled_from([T2V_A14B, TI2V_5B]), st.integers(20_000, 120_000), st.floats(0, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -27,7 +26,7 @@ from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.animate import AnimateConfig
 from wan_core.models.wan.families.animate.inputs import comfy_extras
 from wan_core.models.wan.families.animate2 import Animate2Config, padded_frames
-from wan_core.models.wan.families.clips import bounced, cut_clips
+from wan_core.models.wan.families.clips import cut_clips
 from wan_core.models.wan.families.wan import SVI_CLIPS
 from wan_core.pipeline.clips import ClipRun, remove_kept, run_key
 from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media
@@ -250,12 +249,6 @@ def test_clips_cover_every_frame_once(overlap: int) -> None:
                 assert [clip.frames for clip in clips] == [frames + -(frames - 1) % 4]
 
 
-def test_a_video_played_to_and_fro() -> None:
-    for length in (1, 2, 3, 7):
-        expected = to_and_fro(np.arange(length), 30) if length > 1 else np.zeros(30)
-        assert [bounced(n, length) for n in range(30)] == list(expected)
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 @torch.no_grad()
 def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, family: str) -> None:
@@ -365,24 +358,6 @@ def test_another_models_clips_are_not_used(folder: Path, tmp_path: Path) -> None
     assert run_key(pipe.prepare(asked)) != key
 
 
-def test_a_full_disk_is_no_error(folder: Path, tmp_path: Path) -> None:
-    blocked = tmp_path / "x.clips"
-    blocked.write_text("a file of the user's")
-    video = loaded(folder, "animate").generate(request(folder, "animate"), keep_clips=blocked)
-    assert any("could not be kept" in note for note in video.report.notes)
-    assert blocked.read_text() == "a file of the user's" and len(video.frames) == 20
-
-
-def test_progress_counts_all_clips(folder: Path) -> None:
-    told = []
-    pipe = loaded(folder, "animate")
-    asked = request(folder, "animate")
-    pipe.generate(asked, Watch(step=lambda progress, _: told.append((progress.clip, progress.left(1.0)))))
-    assert [clip for clip, _ in told] == [(n, 3) for n in (1, 2, 3) for _ in range(2)]
-    assert [forwards_left for _, forwards_left in told] == [10.0, 8.0, 6.0, 4.0, 2.0, 0.0]  # two branches a step
-    assert pipe.report.settings["clips"] == "3 of 9 frames, 1 carried over: 3 x 2 steps"
-
-
 # -------------------------------------------------------------------------------------------------------- command line
 
 
@@ -412,29 +387,5 @@ def test_the_command_line_goes_on_from_kept_clips(folder: Path, tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.mp4"]
 
 
-def test_clips_of_a_random_seed_name_the_seed_to_use(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(ClipRun, "note_kept", interrupted)
-    out, more = tmp_path / "x.mp4", ("--face-video", str(folder / "face.mp4"), "--device", "cpu")
-    assert main(arguments(folder, "animate", out, *more, "--seed", "random")) == 130
-    out.unlink(missing_ok=True)
-    told = re.search(r"the same command with (--seed \d+) goes on", capsys.readouterr().err)
-    assert told is not None
-    monkeypatch.undo()
-    assert main(arguments(folder, "animate", out, *more, *told[1].split())) == 0
-    assert "clip 3 was finished by an earlier run" in capsys.readouterr().out
-
-
 def interrupted(_: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_animate2_on_the_command_line(folder: Path, tmp_path: Path) -> None:
-    """A tall picture: the bars beside it are cut off."""
-    out = tmp_path / "x.mp4"
-    assert main(arguments(folder, "animate2", out, "--device", "cpu", "--frames", "13")) == 0
-    assert read_video(out).shape == (13, 32, 24, 3)
-
-
-def test_an_input_is_never_an_output(folder: Path, capsys) -> None:
-    assert main([*arguments(folder, "animate", folder / "pose.mp4", "--device", "cpu"), "--overwrite"]) == 2
-    assert "--out would replace" in capsys.readouterr().err

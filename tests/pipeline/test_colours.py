@@ -9,21 +9,17 @@ import pytest
 import torch
 from PIL import Image
 
-from wan_core.config import LoadOptions, OptionError, Request
-from wan_core.execution.report import Report
+from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.colours import (
     ColourMatch,
-    channel_means,
     lab,
-    note_drift,
     pixels_of,
     rgb_of,
     statistics,
     unit,
 )
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.workers.wire import pack, unpack
 
 
 def tinted(frames: np.ndarray, gain: float, offset: float) -> np.ndarray:
@@ -63,21 +59,6 @@ def test_a_tinted_clip_gets_the_colours_of_the_first_again(scene: np.ndarray) ->
     torch.testing.assert_close(half, (statistics(other, cpu)[0] - statistics(scene, cpu)[0]) / 2, rtol=0, atol=0.2)
 
 
-def test_without_it_nothing_changes(scene: np.ndarray) -> None:
-    match = ColourMatch(0.0, torch.device("cpu"))
-    assert match.change(scene) is None and match.change(tinted(scene, 0.8, 4.0)) is None
-
-
-def test_the_report_names_the_drift() -> None:
-    report = Report(torch.device("cpu"))
-    for value in (100, 104, 98):
-        report.clips.append(channel_means(np.full((4, 2, 2, 3), value, np.uint8)))
-    note_drift(report)
-    assert report.clips[0] == {"means": [100.0] * 3, "deviations": [0.0] * 3}
-    assert "at most 4.0 of 255 from that of the first clip (clip 2), and 2.0 in the last" in report.notes[0]
-    assert unpack(Report, pack(report, {}, "")).clips == report.clips and len(report.as_dict()["clips"]) == 3
-
-
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
     return Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
@@ -106,10 +87,3 @@ def test_clips_after_the_first_are_matched(pipe: Pipeline, picture: str, svi: bo
     )
     before, after = ((mean - wanted).norm() for mean in means)
     assert after < 0.6 * before  # what no screen shows is cut
-
-
-def test_one_piece_has_nothing_to_match(pipe: Pipeline, picture: str) -> None:
-    with pytest.raises(OptionError, match="made in one piece"):
-        pipe.prepare(Request(prompt="x", image=picture, match_colours=0.5))
-    with pytest.raises(OptionError, match="0 to 1"):
-        Request(prompt="x", match_colours=1.5)

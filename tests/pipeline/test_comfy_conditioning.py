@@ -238,16 +238,6 @@ def test_the_velocity_of_two_texts_is_the_mean_of_theirs(experts: Parts) -> None
         join(both, negative, LATENT, experts, skipping)
 
 
-def test_one_text_is_what_it_was(experts: Parts) -> None:
-    """A range over the whole run, and the same text in two ranges, change no bit."""
-    plan, negative = plan_of(4), [text(9, experts)]
-    exact = run(experts, [text(1, experts)], negative, plan)
-    assert torch.equal(run(experts, [ranged(1, experts, 0.0, 1.0)], negative, plan), exact)
-    halves = [ranged(1, experts, 0.0, 0.5), ranged(1, experts, 0.5, 1.0)]
-    assert torch.equal(run(experts, halves, negative, plan), exact)
-    assert join([text(1, experts)], negative, LATENT, experts, plan).plan == plan
-
-
 # --------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -273,14 +263,6 @@ def test_what_the_model_would_not_see_is_refused_by_name(experts: Parts, extras:
     ):
         with pytest.raises(OptionError, match=next(iter(extras))):
             join(*pair, LATENT, experts, plan)
-
-
-def test_what_has_no_effect_passes(experts: Parts) -> None:
-    neutral = {"strength": 1.0, "set_area_to_bounds": False, "wancore_seconds": 2.0, "attention_mask": torch.ones(1, 5)}
-    joined = join(
-        [text(1, experts, **neutral)], [text(2, experts, guidance=3.5, mask=None)], LATENT, experts, plan_of()
-    )
-    assert joined.seconds == 2.0 and joined.notes == []
 
 
 def test_texts_that_cannot_be_one_run_are_refused(experts: Parts) -> None:

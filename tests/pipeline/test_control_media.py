@@ -16,8 +16,7 @@ from torch import Tensor
 from tests.animate_references import draw_weights
 from tests.control_references import SMALL
 from tests.encoder_files import write_vision
-from wan_core.cli import build_parser, main
-from wan_core.cli.prompt_file import read_list
+from wan_core.cli import main
 from wan_core.config import ControlOptions, LoadOptions, OptionError, Request
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_metadata, read_video
@@ -26,7 +25,6 @@ from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.fun import FunCameraConfig, FunControlConfig
 from wan_core.models.wan.families.vace import VaceConfig
 from wan_core.models.wan.families.vace.inputs import control_of_media
-from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.encode import first_frames
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
@@ -175,28 +173,6 @@ def test_several_last_frames_of_vace_end_with_the_last(count: int) -> None:
     mask = control_of_media(encode, media, Clip(0, 0, 9, 0), VAE_21)[1]
     assert torch.equal(seen[0][:, :, -count:], last) and not seen[0][:, :, :-count].any() and not seen[1].any()
     assert mask[:, :, 2].any() == (count == 1) and mask[:, :, 0].any() == (count < 9)  # of frames 7 and 1
-
-
-def test_clips_are_kept_for_these_contents_of_every_picture(folder: Path, tmp_path: Path) -> None:
-    pipe, keys = loaded(folder, "vace"), []
-    files = {field: tmp_path / f"{field}.png" for field in ("image", "last_image", "reference")}
-    asked = request(folder, **{field: str(path) for field, path in files.items()})
-    for path in (None, *files.values()):
-        for number, one in enumerate(files.values()):
-            Image.fromarray(drawn(1, number + 9 * (one == path))[0]).save(one)
-        keys.append(run_key(pipe.prepare(asked)))
-    assert len(set(keys)) == 4
-
-
-def test_poses_of_the_command_line_hold_for_a_list(folder: Path, tmp_path: Path) -> None:
-    poses = tmp_path / "poses.txt"
-    poses.write_text("0 0.5 0.9 0.5 0.5 0 0 1 0 0 0 0 1 0 0 0 0 1 0\n" * 9)
-    listed = tmp_path / "list.jsonl"
-    listed.write_text('{"prompt": "a red circle"}\n{"prompt": "a", "camera": "zoom-in"}\n')
-    arguments = ["generate", *options(folder, "camera"), f"--prompts={listed}", f"--camera={poses}", "--out=x.mp4"]
-    parsed = build_parser().parse_args(arguments)
-    first, second = (video.request.camera for video in read_list(listed, parsed, LoadOptions(model="tiny")))
-    assert first == poses.read_text() and second == "zoom-in"
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ it that a CPU makes in seconds.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -37,7 +36,6 @@ from wan_lab.metrics import judge
 from wan_lab.run import measure_quality
 from wan_lab.samples import Sample, as_pixels, choose_samples, drawn_trio, save_frame
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CAPTION = "a green square moving up on a white background"
 SETTINGS = ("full", "magcache:balanced+sparse:balanced")
 
@@ -129,16 +127,3 @@ def test_a_small_card_makes_the_same_latents(
     assert torch.equal(limited_run.latents, unlimited) == (not form.fp8)
     again = limited.generate(request)
     assert torch.equal(again.latents, limited_run.latents)
-
-
-def test_committed_results_reach_their_targets() -> None:
-    """Look and motion are right in 90 % of 200 held-out pairs, and nothing that saves time costs more than a standard
-    error of either."""
-    of = {name: json.loads(sorted(RESULTS.glob(f"driven-{name}-*.json"))[-1].read_text()) for name in ("fp32", "fp8")}
-    full = next(row for row in of["fp32"]["rows"] if row["name"] == "full")
-    assert full["samples"] >= 200
-    for claim in ("look", "motion"):
-        assert full[claim] >= 0.9
-        for row in (*of["fp32"]["rows"], *of["fp8"]["rows"]):
-            error = (full[claim] * (1 - full[claim]) / row["samples"]) ** 0.5
-            assert row[claim] >= full[claim] - error - 1e-9, (row["name"], claim)

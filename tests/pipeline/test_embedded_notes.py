@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Phase, Report, draw_report
 from wan_core.models.wan.families import find_task
 from wan_core.pipeline.check import never_seen
-from wan_core.pipeline.pipeline import Pipeline
 from wan_core.workers.client import add_report
 from wan_core.workers.wire import pack, unpack
 from wan_lab.shapes import SCENES
@@ -51,12 +49,6 @@ def test_what_it_never_saw(fields: dict, said: str) -> None:
     assert said in note
 
 
-def test_it_is_said_before_the_run_and_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
-    tiny = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
-    tiny.prepare(Request(prompt="a cat on a sofa"))
-    assert any("captions such as" in note for note in tiny.report.notes) and "captions such as" in caplog.text
-
-
 def test_warnings_are_the_first_lines_of_a_report_and_in_its_picture() -> None:
     report = Report(torch.device("cpu"), {"seed": 1}, {"text": Phase(1.0)}, ["guidance: batched"])
     plain = draw_report(report)
@@ -69,11 +61,3 @@ def test_warnings_are_the_first_lines_of_a_report_and_in_its_picture() -> None:
     other = Report(torch.device("cpu"))
     add_report(other, sent)
     assert other.warning_lines() == sent.warning_lines() == report.warning_lines()
-
-
-def test_what_is_in_no_phase_gets_one() -> None:
-    report = Report(torch.device("cpu"), phases={"load": Phase(2.0), "denoise high": Phase(3.0)})
-    report.add_rest("prepare", 5.5)
-    report.add_rest("to and from workers", 5.4)  # another clock's
-    assert report.phases["prepare"].seconds == 0.5 and report.total_seconds == 5.5
-    assert report.phases["to and from workers"].seconds == 0

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wan_core.cli import main
-from wan_core.config import LoadOptions, LoraOptions, OptionError
+from wan_core.config import LoadOptions, LoraOptions
 from wan_core.execution.report import Report
 from wan_core.pipeline.load import load_models
 from wan_core.pipeline.loras import notes_of, read_loras
@@ -84,24 +83,3 @@ def test_the_report_and_the_log_say_it(caplog: pytest.LogCaptureFixture) -> None
         load_models(find_models(options), options, report)
     for message in ("the experts are swapped", "none is for the low-noise expert"):
         assert any(message in note for note in report.notes) and message in caplog.text
-
-
-def test_what_differs_is_said_in_numbers() -> None:
-    with pytest.raises(
-        OptionError, match=r"the experts differ: in_channels 16 and 36, .*high is tiny/t2v_high"
-    ) as fault:
-        find_experts(HIGH, TINY / "i2v_low.safetensors")
-    options = LoadOptions(model="tiny", high=str(HIGH), low=str(TINY / "i2v_low.safetensors"))
-    with pytest.raises(OptionError, match="the experts differ: in_channels 16 and 36") as other:
-        find_models(options)
-    assert "DiTConfig" not in str(fault.value) + str(other.value)
-
-
-def test_the_command_plan_says_what_names_decided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "tiny", "--high", str(LOW), "--low", str(HIGH), "--json"]) == 0
-    assert "warning: the experts are swapped" in capsys.readouterr().err
-    (tmp_path / "wan2.1_t2v.safetensors").symlink_to(HIGH)
-    assert main(["plan", "--high", str(tmp_path / "wan2.1_t2v.safetensors")]) == 0
-    said = capsys.readouterr()
-    assert "(Wan 2.1 by its name wan2.1_t2v.safetensors; if it is not, its task is t2v-A14B)" in said.err
-    assert said.out.startswith("t2v-14B: ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.fun.camera import camera_rays, read_camera
 from wan_core.models.wan.families.vace.inputs import comfy_extras
-from wan_core.pipeline.host_sizes import check_peak, check_pictures, check_sampling, peak_bytes
+from wan_core.pipeline.host_sizes import check_peak, peak_bytes
 
 GIB = 2**30
 FIELDS = ("image", "control_video", "camera", "background", "face_video", "pose_video", "carried")
@@ -89,15 +88,6 @@ def test_more_of_anything_takes_no_less(family, size, field, which):
     assert peak(*larger, given=(field,)) >= peak(*size, given=(field,)) >= least < peak(*size, batch=2)
 
 
-def test_pictures_and_sampling_that_do_not_fit():
-    check_pictures((81, 720, 1280, 3), GIB)
-    with pytest.raises(OptionError, match=r"401 frames of 2048x2048 take 18.8 GiB .* WanCore Decode to Video"):
-        check_pictures((401, 2048, 2048, 3), 18 * GIB)
-    check_sampling((1, 16, 21, 60, 104), GIB, GIB)
-    with pytest.raises(OptionError, match=r"1 x 16 x 251 x 1024 x 1024 on a CPU takes 40 GiB .* 12 GiB are available"):
-        check_sampling((1, 16, 251, 1024, 1024), 40 * GIB, 12 * GIB)
-
-
 # ------------------------------------------------------------------------------------------------------------- measured
 
 WIDTH, HEIGHT, FRAMES = 384, 384, 21
@@ -135,16 +125,3 @@ def test_the_most_memory_at_once_is_what_is_said(family):
     said = FAMILIES[family].picture_bytes(WIDTH, HEIGHT, FRAMES, ("camera",))
     assert made is not None
     assert 0.5 * said < measured < said + KEPT
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses are Linux's")
-def test_a_limit_of_addresses_counts(tmp_path):
-    """`ulimit -v`: what is left of it is available, and no more."""
-    code = (
-        "import resource; from wan_core.config.host_memory import available_bytes\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); before = available_bytes()\n"
-        "block = bytearray(2**28); print(before, available_bytes(), available_bytes(swap=True))"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    before, after, with_swap = map(int, ran.stdout.split())
-    assert before < 2**30 and 0 <= before - after - 2**28 < 2**24 and with_swap == after

@@ -21,7 +21,7 @@ from tests.sampling.test_magcache import CURVES
 from wan_core.checkpoint.save import load_latents, save_latents
 from wan_core.cli import main
 from wan_core.cli.prompt_file import is_finished, set_aside
-from wan_core.config import LoadOptions, Request, UserError, outputs
+from wan_core.config import LoadOptions, Request, UserError
 from wan_core.config.durable import SEAL, UNSEALED
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_video
@@ -225,26 +225,6 @@ def test_a_damaged_file_counts_for_what_it_was_or_for_nothing(kind: str, way: st
     assert mine.read_text() == "of the user"
 
 
-def test_two_bytes_anywhere_change_nothing(tmp_path: Path) -> None:
-    """A curve that a user may have tuned is refused, too, and not read."""
-    random = Random(0)
-    for kind in ("clip", "curve"):
-        each, folder = KINDS[kind], tmp_path / kind
-        folder.mkdir()
-        path = each.write(folder, "mine")
-        assert path is not None
-        content = path.read_bytes()
-        expected = LATENTS.tolist() if kind == "clip" else each.read(path)
-        for _ in range(60):
-            changed = bytearray(content)
-            for at in random.sample(range(len(content)), 2):
-                changed[at] ^= 1 << random.randrange(8)
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(changed)
-            found, words = taken_for(each, path)
-            assert found in (REFUSED, expected) and (not words or str(path.parent) in words)
-
-
 # ------------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -301,18 +281,6 @@ def test_a_run_goes_on_from_what_is_whole(
     remove_kept(again.kept_clips)
     assert folder.exists() == (way in ("folder", "pipe", "another's"))  # nothing that may be somebody's is removed
     assert not list(folder.glob("*.latents.safetensors")) or way in ("folder", "pipe", "another's")
-
-
-def test_what_a_killed_run_was_writing_goes_with_the_folder(
-    pipe: Pipeline, picture: str, left: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "x.clips"
-    shutil.copytree(left[0], folder)
-    with monkeypatch.context() as patched:
-        patched.setattr(outputs, "RUN", "00000000")  # of an earlier process
-        outputs.owned_path(folder / "clip").write_bytes(b"half of a clip")
-    remove_kept(pipe.generate(request(picture), keep_clips=folder).kept_clips)
-    assert not folder.exists()
 
 
 # ------------------------------------------------------------------------------------------------- --save-latents

@@ -18,17 +18,13 @@ from wan_core.cli import build_parser, main
 from wan_core.cli.prompt_file import read_list
 from wan_core.config import Keyframe, LoadOptions, OptionError, Request
 from wan_core.models.vae.config import VAE_21
-from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.media import keyframes_of
 from wan_core.models.wan.families.vace.inputs import control_of_media
 from wan_core.models.wan.families.wan.inputs import frame_mask, image_channels, known_frames, known_of
-from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.encode import encode_media, keyframes
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.workers.wire import unpack
 
 SIZE = {"width": 32, "height": 32, "frames": 9, "steps": 2}
@@ -112,14 +108,6 @@ def test_each_clip_has_its_own_keyframes(pipe: Pipeline, pictures: list[str]) ->
     assert [clip.first for clip in run.job.clips] == [0, 8] and places == [[4, 8], [4]]
 
 
-def test_kept_clips_depend_on_keyframes(pipe: Pipeline, pictures: list[str]) -> None:
-    def key(frame: int, path: str) -> str:
-        request = Request(prompt="x", image=pictures[0], keyframes=(Keyframe(frame=frame, path=path),), **SIZE)  # type: ignore[arg-type]
-        return run_key(pipe.prepare(request))
-
-    assert len({key(4, pictures[1]), key(5, pictures[1]), key(4, pictures[2]), key(4, pictures[1])}) == 3
-
-
 def test_vace_keeps_keyframes() -> None:
     seen: list[Tensor] = []
 
@@ -156,12 +144,6 @@ def test_a_task_that_cannot_says_so(task: str, message: str, capsys: pytest.Capt
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["middle.png", "x=middle.png", "-4=middle.png", "4=", "=middle.png"])
-def test_what_is_no_keyframe_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="FRAME=PICTURE"):
-        Keyframe.parse(text)
-
-
 def test_lists_of_videos_and_workers_take_keyframes(tmp_path: Path, pictures: list[str]) -> None:
     """A line's own take the place of the command line's, and its key is of what the pictures hold."""
     listed = tmp_path / "list.jsonl"
@@ -181,20 +163,3 @@ def test_lists_of_videos_and_workers_take_keyframes(tmp_path: Path, pictures: li
     assert videos[2].key == videos[3].key and len({video.key for video in videos}) == 3
     sent = json.loads(json.dumps(asdict(videos[1].request)))
     assert unpack(Request, sent) == videos[1].request
-
-
-def test_the_plan_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--task", "i2v-A14B", "--keyframe", "40", "--keyframe", "20"]) == 0
-    assert "known frames: 20, 40 of 81" in capsys.readouterr().out
-    assert main(["plan", "--task", "i2v-A14B", "--keyframe", "40", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["known"] == [40]
-
-
-def test_the_picture_of_a_plan_marks_them() -> None:
-    task = TASKS["i2v-A14B"]
-    facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae)
-    without, marked = (
-        np.asarray(draw_plan(build_plan(PlanRequest(steps=4, known=frames), facts))) for frames in ((), (0, 40, 80))
-    )
-    changed = (without != marked).any(-1)
-    assert changed[:60].any() and not changed[64:].any()

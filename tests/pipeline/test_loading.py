@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from wan_core.checkpoint import staged
-from wan_core.checkpoint.staged import Reading, default_threads
-from wan_core.config import LoadOptions
-from wan_core.ops.attention.registry import AttentionError
-from wan_core.pipeline.pipeline import Pipeline
+from wan_core.checkpoint.staged import Reading
 from wan_core.pipeline.reading import LoadingEnded, load_parts
 
 GPU = torch.device("cuda", 0)
@@ -120,20 +117,3 @@ def test_several_files_share_the_threads(
 
     load_parts(names, load, GPU, in_order=False, how=reading)
     assert seen == [(expected, False)] * len(names)
-
-
-@pytest.mark.parametrize(("name", "message"), [("flash9", "is not known"), ("flash4", "needs an NVIDIA GPU")])
-def test_a_backend_that_cannot_run_is_refused_before_anything_is_read(name: str, message: str) -> None:
-    read: list[int] = []
-    with pytest.raises(AttentionError, match=message):
-        Pipeline.load(LoadOptions(model="tiny", device="cpu", attention=name), how=Reading(on_bytes=read.append))
-    assert read == []
-
-
-@pytest.mark.parametrize(
-    ("cores", "processes", "expected"),
-    [(1, 1, 4), (12, 1, 6), (16, 1, 8), (64, 1, 8), (24, 2, 6), (64, 4, 8), (8, 8, 4)],
-)
-def test_threads_by_cores(cores: int, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert default_threads(processes) == expected

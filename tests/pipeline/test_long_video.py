@@ -30,17 +30,6 @@ def plan(capsys: pytest.CaptureFixture[str], *more: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_plan_shows_clips_and_the_time_of_all(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, "--task", "animate-14B", "--frames", "200", "--seconds-per-forward", "6")
-    assert "200 frames: 3 of 77 frames, 1 carried over: 3 x 20 steps" in out
-    assert "about 6:00 min in all, with 6 s a forward" in out
-    arguments = ("--task", "i2v-A14B", "--frames", "157", "--clip-frames", "81", "--overlap", "5", "--steps", "2")
-    told = json.loads(plan(capsys, *arguments, "--seconds-per-forward", "1.5", "--json"))
-    assert [clip["first"] for clip in told["clips"]] == [0, 76] and told["seconds"] == 2 * 4 * 1.5
-    assert plan(capsys, "--task", "t2v-A14B", "--frames", "81").endswith("81 frames: one piece\n")
-    assert "frames" not in plan(capsys, "--task", "t2v-A14B")
-
-
 def test_steps_that_cost_less_are_estimated_so(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--steps", "4", "--seconds-per-forward", "10", "--json")
     dense, sparse = (json.loads(plan(capsys, *arguments, *more))["seconds"] for more in ((), ("--sparse", "balanced")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,10 +22,8 @@ from wan_core.pipeline.memory_planning import (
 )
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
-from wan_core.pipeline.sources import TINY, TINY_LORAS, find_experts, find_models
-from wan_core.sampling.denoise import Progress
+from wan_core.pipeline.sources import TINY_LORAS, find_models
 from wan_core.sampling.plan import make_plan
-from wan_core.sampling.sparsity.schedule import with_costs
 
 CPU = torch.device("cpu")
 LARGE = LoadOptions(model="random:t2v-A14B", precision="bf16")
@@ -115,14 +112,6 @@ def test_transformers_that_stream_keep_the_blocks_that_fit(experts: Parts, room,
     assert 0 < residency.resident_blocks == plan.resident_blocks < 40
 
 
-@pytest.mark.parametrize(("options", "said"), [({}, "resident"), ({"residency": "stream"}, "stream"),
-                                             ({"resident_blocks": 3}, "stream")])  # fmt: skip
-def test_on_a_cpu_the_report_says_how_blocks_are_run(options: dict[str, Any], said: str) -> None:
-    report = Report(CPU)
-    residency, _ = choose_residency(LoadOptions(model="tiny", **options), report, None, 40, None, None)
-    assert report.notes == [f"residency: {said} (weights are in host memory on a CPU)"] and residency.policy == said
-
-
 def test_ranks_hold_the_experts_in_parts_where_they_do_not_fit(experts: Parts, room) -> None:
     room(40)
     plan = MemoryPlanner(large(experts), LARGE).plan(WORKLOAD)
@@ -149,11 +138,3 @@ def test_attached_loras_count_in_every_phase(room) -> None:
     assert set(extra.values()) == {lora_bytes(settings.all_loras)}
     merged = replace(options, lora_mode="auto")
     assert MemoryPlanner(resolve_settings(models, merged, CPU), merged).plan(workload).beside == without.beside
-
-
-def test_time_left_of_workers_counts_what_sparse_steps_read() -> None:
-    experts = find_experts(TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors")
-    plan = with_costs(make_plan(task="t2v-tiny", steps=4), experts.dit, (1, 20, 20))
-    plan = replace(plan, steps=tuple(replace(step, cost=0.5) if step.index == 3 else step for step in plan.steps))
-    progress = Progress(plan.steps[1], plan, 2)
-    assert progress.left(2.0) == 2.0 * (2 + 2 * 0.5)

@@ -133,21 +133,6 @@ def test_what_comes_before_its_turn(moved):
     assert moved == ["w0"] and not any(ahead.waiting)
 
 
-def test_closed_early_nothing_is_left(moved):
-    with pytest.raises(KeyboardInterrupt), Ahead(changes(60, 60), SimpleNamespace(type="cuda")) as ahead:  # type: ignore
-        raise KeyboardInterrupt
-    assert not ahead.moving and all(not thread.is_alive() for thread in ahead.pool._threads)
-
-
-def test_changes_are_brought_in_the_order_of_the_weights(moved, monkeypatch):
-    listed, seen = changes(1, 1, 1), []
-    monkeypatch.setattr(merge, "Ahead", lambda wanted, device: seen.append(list(wanted)) or Ahead(wanted, device))
-    device = SimpleNamespace(type="cpu")
-    values = [("w2", 0), ("other", 0), ("w0", 0)]
-    one = merge.Merge(listed, device).apply(values[1:2], (), ["w2", "other", "w0", "w1"])  # type: ignore[arg-type]
-    assert list(one) == [("other", 0)] and seen == [["w2", "w0", "w1"]]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_numbers_are_dequantised_beside_what_is_stored(dtype):
     """Stored numbers may be a mapped file's, which is read again."""

@@ -162,18 +162,6 @@ def test_phases_that_cannot_be_are_refused(fields: dict[str, object], message: s
         plan_of(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["high", "high=", "=1", "0.8", "high=a", "high=1,0", "high=1000"])
-def test_what_is_no_strength_is_refused_as_it_was_given(text: str) -> None:
-    with pytest.raises(OptionError, match=f"LoRA strengths '{text}' given; write NAME=0;1"):
-        LoraShares.parse(text)
-
-
-@pytest.mark.parametrize("text", ["", "a", "0", "2000", "0.9/-1", "0.9/1/2"])
-def test_what_is_no_motion_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="motion"):
-        MotionOptions.parse(text)
-
-
 def test_steps_that_reuse_stay_within_a_phase() -> None:
     """What was computed with other strengths is not reused; a pattern and a curve go by experts as before."""
     skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=4, order=0, retention=0))

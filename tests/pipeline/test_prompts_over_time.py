@@ -15,11 +15,8 @@ from wan_core.cli import build_parser, main
 from wan_core.cli.generate import request_of
 from wan_core.cli.prompt_file import read_list
 from wan_core.config import LoadOptions, OptionError, PromptAt, Request
-from wan_core.models.wan.families import TASKS
 from wan_core.pipeline.encode import encode_text, text_of_clip
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
-from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.workers.wire import unpack
 from wan_lab.metrics import describe
 
@@ -65,11 +62,6 @@ def test_what_would_be_cut_is_refused(pipe: Pipeline) -> None:
     run = pipe.prepare(Request(prompt=RED, prompts_at=(*SCENES, PromptAt(frame=12, text=f"{RED} {RED}")), **SMALL))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"the prompts together have \d+ tokens, and 32 are read"):
         encode_text(run)
-
-
-def test_one_prompt_from_the_start_is_a_prompt(pipe: Pipeline) -> None:
-    timed = pipe.generate(Request(prompt="", prompts_at=SCENES[:1], **SMALL)).latents  # type: ignore[arg-type]
-    assert torch.equal(timed, pipe.generate(Request(prompt=RED, **SMALL)).latents)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("precision", "far"), [("fp8", 0.4), ("int8", 0.2)])
@@ -144,15 +136,3 @@ def test_what_cannot_be_is_refused_before_work(
     ]
     assert "--task" in arguments or main(["generate", "--model", "tiny", *generate_arguments, "--frames", "81"]) == 2
     assert "--task" in arguments or expected in capsys.readouterr().err
-
-
-def test_the_plan_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--prompt-at", "0", "--prompt-at", "40", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["prompts"] == [0, 40]
-    task = TASKS["t2v-A14B"]
-    facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae)
-    without, with_them = (
-        np.asarray(draw_plan(build_plan(PlanRequest(steps=4, prompt_starts=starts), facts))) for starts in ((), (0, 40))
-    )
-    changed = (without != with_them).any(-1)
-    assert changed[44:66].any() and not changed[:44].any() and not changed[66:].any()

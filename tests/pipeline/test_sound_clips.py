@@ -7,8 +7,6 @@ import wave
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import av
 import numpy as np
@@ -25,8 +23,6 @@ from tests.encoder_files import write_speech, write_vae
 from tests.pipeline.test_clips import Stopped, stop_after
 from wan_core.checkpoint.encoders import load_speech
 from wan_core.cli import main
-from wan_core.cli.generate import VideoWriting
-from wan_core.cli.progress import ProgressLine
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.memory.planning import plan_memory
 from wan_core.execution.report import GIB, Report
@@ -42,12 +38,11 @@ from wan_core.pipeline import hearing, sources
 from wan_core.pipeline.card_choice import task_memory
 from wan_core.pipeline.encode import clip_media, condition, encode_text, load_media
 from wan_core.pipeline.memory_planning import beside_plan
-from wan_core.pipeline.pipeline import Pipeline, WriteVideo
+from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import Watch
 from wan_core.pipeline.sources import TINY, find_models
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import make_plan
-from wan_core.workers.video_list import ListedVideo, make_video
 
 # One that hears so few states, of a small encoder.
 SMALL = replace(loop.CONFIG, audio_layers=3, audio_dim=128)
@@ -198,15 +193,6 @@ def test_the_file_has_the_sound_and_its_length(folder: Path, tmp_path: Path) -> 
     assert np.corrcoef(spoken[:both], sound.samples[0, :both])[0, 1] > 0.9  # it begins where the video begins
 
 
-def test_a_sound_that_is_gone_by_the_end_is_in_the_file(folder: Path, tmp_path: Path) -> None:
-    sound = shutil.copy(folder / "speech.wav", tmp_path / "speech.wav")
-    writing = VideoWriting(tmp_path / "x.mp4", ProgressLine(), str(sound))
-    Path(sound).unlink()
-    settings = {"frames": loop.FRAMES}
-    writing.write(iter(np.zeros((loop.FRAMES, 32, 32, 3), np.uint8)), fps=16, settings=settings)
-    assert writing.fault is None and abs(read_sound(tmp_path / "x.mp4").seconds - loop.FRAMES / 16) <= 1 / 16
-
-
 def test_every_part_of_the_sound_counts_where_it_is_heard(folder: Path, two_clips: np.ndarray) -> None:
     """Another sound after the first clip changes the second, and not the first."""
     pipe, asked, heard = loaded(folder), request(folder, frames=20, steps=1), hearing.encoded
@@ -220,16 +206,6 @@ def test_every_part_of_the_sound_counts_where_it_is_heard(folder: Path, two_clip
         patch.setattr(hearing, "encoded", changed)
         second = pipe.generate(asked).frames
     assert np.array_equal(two_clips[:13], second[:13]) and not np.array_equal(two_clips[13:], second[13:])
-
-
-def test_a_list_of_videos_has_the_sound_of_each(folder: Path, tmp_path: Path) -> None:
-    def generate(*_: object, write: WriteVideo) -> SimpleNamespace:
-        write(iter(np.zeros((loop.FRAMES, 32, 32, 3), np.uint8)), fps=16, settings={})
-        return SimpleNamespace(report=Report(torch.device("cpu")))
-
-    engine: Any = SimpleNamespace(generate=generate)
-    make_video(engine, LoadOptions(model="tiny"), ListedVideo(1, request(folder), tmp_path / "x.mp4", "key"))
-    assert abs(read_sound(tmp_path / "x.mp4").seconds - loop.FRAMES / 16) <= 1 / 16
 
 
 def test_a_sound_that_the_device_has_no_memory_for_is_encoded_on_the_cpu(folder: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.denoised import denoise
-from wan_core.cli import build_parser, main
-from wan_core.cli.prompt_file import read_list
+from wan_core.cli import main
 from wan_core.config import (
     LoadOptions,
     LoraOptions,
@@ -34,8 +32,6 @@ from wan_core.pipeline.encode import encode_text
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.plan_drawing import draw_plan
-from wan_core.workers.wire import unpack
 
 WIDTH, HEIGHT = 48, 32
 KJ = "SVI_v2_PRO_Wan2.2-I2V-A14B_{}_lora_rank_128_fp16.safetensors"
@@ -87,12 +83,6 @@ def test_a_clip_needs_latents_of_its_own() -> None:
     one = torch.zeros(1, 16, 1, 2, 2)
     with pytest.raises(OptionError, match="make it longer"):
         svi_clip(one, None, one, 5, VAE_21)
-
-
-def test_a_usual_image_to_video_has_nothing_handed_on() -> None:
-    unknown = torch.ones(1, 4, 5, 2, 2)
-    unknown[:, :, 0] = 0
-    assert handed_of(torch.randn(1, 16, 5, 2, 2), unknown, VAE_21) == ()
 
 
 # --------------------------------------------------------------------------------------------------------------- clips
@@ -170,12 +160,6 @@ def test_finished_clips_are_not_made_again(pipe: Pipeline, pictures: list[str], 
     assert len(keys) == 2
 
 
-def test_a_short_video_is_one_clip(pipe: Pipeline, pictures: list[str]) -> None:
-    """It has the zero padding of SVI, and not the grey frames of image-to-video."""
-    job = pipe.prepare(request(pictures, frames=9, clip_frames=None)).job
-    assert [clip.frames for clip in job.clips] == [9] and not job.alone
-
-
 @pytest.mark.parametrize(
     ("steps", "skip"),
     [
@@ -191,23 +175,6 @@ def test_clips_with_policies(pipe: Pipeline, pictures: list[str], steps: int, sk
 
 
 # --------------------------------------------------------------------------------------------------- plans and refusals
-
-
-def test_the_plan_says_what_each_clip_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--task", "i2v-A14B", "--svi", "--frames", "233", "--steps", "4"]) == 0
-    out = capsys.readouterr().out
-    assert "the anchor is frame 0; after the first, the latents before are its frames 1 to 4" in out
-    assert "233 frames: 3 of 81 frames, 1 latent carried over: 3 x 4 steps" in out
-
-
-def test_the_picture_of_a_plan_marks_what_is_handed_on() -> None:
-    task = TASKS["i2v-A14B"]
-    facts = ModelFacts(task=task, dit=task.full_size, vae=task.vae)
-    plain, svi = (np.asarray(draw_plan(build_plan(one, facts))) for one in (
-        PlanRequest(steps=4, frames=233, clip_frames=81), PlanRequest(steps=4, frames=233, svi=True),
-    ))  # fmt: skip
-    changed = (plain != svi).any(-1)
-    assert changed[:60].any() and not changed[64:].any()
 
 
 @pytest.mark.parametrize("task", [name for name in TASKS if name not in ("i2v-A14B", "i2v-tiny")])
@@ -262,17 +229,6 @@ def test_a_run_says_which_loras_it_lacks() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- doors
-
-
-def test_lists_of_videos_and_workers_take_it(tmp_path: Path, pictures: list[str]) -> None:
-    listed = tmp_path / "list.jsonl"
-    lines = [{"prompt": "a", "svi": True}, {"prompt": "a", "svi": False}, {"prompt": "a"}]
-    listed.write_text("\n".join(map(json.dumps, lines)))
-    arguments = ["generate", "--model=tiny", f"--prompts={listed}", f"--image={pictures[0]}", "--out=x.mp4"]
-    videos = read_list(listed, build_parser().parse_args(arguments), LoadOptions(model="tiny"))
-    assert [video.request.svi for video in videos] == [True, False, None]
-    sent = json.loads(json.dumps(asdict(videos[0].request)))
-    assert unpack(Request, sent) == videos[0].request
 
 
 def test_clips_of_quantised_weights_with_the_makers_lora(pictures: list[str], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from tests.stand_ins import TRANSFORMERS
 from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions
-from wan_core.config.compile_cache import cache_folder, set_compile_caches
 from wan_core.pipeline import first_use
 from wan_core.pipeline.first_use import load_kernels
 from wan_core.pipeline.pipeline import Pipeline
@@ -29,18 +27,6 @@ def own_folder(tmp_path, monkeypatch):
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-
-
-def test_torch_naming_its_own_folder_is_no_wish(monkeypatch, tmp_path):
-    """Importing its compiler does, and an import is not what decides where files lie."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    set_compile_caches()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "inductor")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    set_compile_caches()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
 
 
 def test_both_experts_are_warm_and_nothing_changes():
@@ -91,14 +77,6 @@ def test_a_warm_up_that_runs_out_of_memory_goes_on():
     pipe.models.residency.models["low"].blocks[2].register_forward_pre_hook(fail)
     pipe.warm_up(request)
     assert failed and any("out of memory, going on" in note for note in pipe.report.notes)
-
-
-def test_where_it_is_kept(monkeypatch, tmp_path):
-    assert cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("WANCORE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert cache_folder() == tmp_path / "wancore"
 
 
 def test_a_pipeline_that_compiles_sets_the_folders(monkeypatch, tmp_path):

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tools.processes import wait_until
 from wan_core.pipeline.run import COMPILING
-from wan_core.workers.faults import explain, stopped_words
+from wan_core.workers.faults import explain
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
 
@@ -134,26 +129,3 @@ def test_ranks_that_compile_are_ended_where_the_user_interrupts(phase: str) -> N
     with pytest.raises(Enough):
         workers.call("generate", {}, poll=poll)
     assert time.monotonic() - begin < 5 and running.killed == (phase == COMPILING) != workers.is_running
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_stopped_rank_is_named_as_that(rank: int, stopped: bool) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        if stopped:
-            process.send_signal(signal.SIGSTOP)
-            wait_until(lambda: stopped_words({"host": socket.gethostname(), "pid": process.pid}), 10, "it runs")
-        workers, now = Workers(WorkerOptions(devices=("cpu", "cpu"))), time.monotonic()
-        late = {"since_heartbeat": 31.0 * rank, "since_progress": 0.0, "host": socket.gethostname(), "pid": process.pid}
-        first = {**STATUS, **late, "since_heartbeat": 0.0}
-        statuses = [first] if rank == 0 else [{**first, "pid": 1}, {**STATUS, **late, "rank": 1}]
-        running: Any = SimpleNamespace(statuses=statuses, last_frame=now - 31 * (rank == 0), request_start=now)
-        with pytest.raises(WorkerError, match=rf"rank {rank} .*no heartbeat for 31 s") as raised:
-            workers._check_timeouts(running)
-        assert ("its process is stopped (SIGSTOP" in str(raised.value)) == stopped
-        assert stopped_words({"host": "another", "pid": process.pid}) == ""
-    finally:
-        process.kill()
-        process.wait()

@@ -124,14 +124,6 @@ def test_a_name_that_another_run_writes(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["2.mp4"]
 
 
-def test_time_left(tmp_path: Path) -> None:
-    videos = [ListedVideo(i, Request(prompt="x"), tmp_path / f"{i}.mp4", str(i)) for i in (1, 2, 3)]
-    told: list[str] = []
-    make_all(VideoList(videos, lambda v: False, told.append), ListMakers([Losing("one", {}, set(), Counter())]))
-    assert re.fullmatch(r"2 of 3: \S+ \(one\); about \d+ s left", told[1])
-    assert re.fullmatch(r"3 of 3: \S+ \(one\)", told[2])
-
-
 # ---------------------------------------------------------------------------------------------------------- the file
 
 
