@@ -124,7 +124,8 @@ def sampled(
     report: Report,
     events: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Leftover | None]:
-    asked = {"plan": plan, "conditioning": conditioning, "start": start, "batched": False, "fps": 8}
+    plan = replace(plan, latent_shape=start.shape)
+    asked = {"plan": plan, "conditioning": conditioning, "start": start, "fps": 8}
     return engine.sample(models, report, events or {}, keep=None, **asked)
 
 
