@@ -88,6 +88,26 @@ def batch_input() -> Any:
     )
 
 
+def duration_input() -> Any:
+    return io.Float.Input(
+        "duration",
+        default=0.0,
+        min=0.0,
+        max=240.0,
+        step=0.25,
+        round=0.01,
+        optional=True,
+        tooltip="Seconds, in place of 'frames': 5 are 81 frames at 16 per second, of TI2V-5B 121 at 24. 0: 'frames' "
+        "counts.",
+    )
+
+
+def frames_in(duration: float | None, frames: int | None, config: VAEConfig) -> int | None:
+    """The frames of a video of so many seconds: 4n + 1 at the rate of the models with this VAE. 0: `frames`; None: not
+    known before the prompt runs."""
+    return 4 * round(duration * image_task(config.z_dim).fps / 4) + 1 if duration else frames if duration == 0 else None
+
+
 def check_widgets(
     family: Family,
     config: VAEConfig,
@@ -192,6 +212,7 @@ class WanCoreEmptyLatent(io.ComfyNode):
                     tooltip="Whose latents these are: the VAE that belongs to the model.",
                 ),
                 batch_input(),
+                duration_input(),
             ],
             outputs=[output(io.Latent, "latent", "For the sampler.")],
         )
@@ -204,16 +225,20 @@ class WanCoreEmptyLatent(io.ComfyNode):
         frames: int | None = None,
         latent_type: str | None = None,
         batch_size: int | None = 1,
+        duration: float | None = 0.0,
     ) -> bool:
         if latent_type is not None:
             check_choice("latent type", latent_type, tuple(LATENT_TYPES))
         config = VAE_21 if latent_type is None else LATENT_TYPES[latent_type]
-        return check_widgets(WAN, config, width, height, frames, batch=batch_size)
+        return check_widgets(WAN, config, width, height, frames_in(duration, frames, config), batch=batch_size)
 
     @classmethod
-    def execute(cls, width: int, height: int, frames: int, latent_type: str, batch_size: int = 1) -> io.NodeOutput:
+    def execute(
+        cls, width: int, height: int, frames: int, latent_type: str, batch_size: int = 1, duration: float = 0.0
+    ) -> io.NodeOutput:
         check_choice("latent type", latent_type, tuple(LATENT_TYPES))
         config = LATENT_TYPES[latent_type]
+        frames = frames_in(duration, frames, config) or frames
         check_room(WAN, config, (width, height, frames), batch=batch_size)
         latents = empty_latents(config, width, height, frames)
         samples = host.to_intermediate(latents.repeat(batch_size, 1, 1, 1, 1))
@@ -280,6 +305,7 @@ class WanCoreImageToVideo(io.ComfyNode):
                     "the first 2 latents of the new clip with TrimVideoLatent, join it to these with LatentConcat (t), "
                     "and decode all of them as one video.",
                 ),
+                duration_input(),
             ],
             outputs=conditioned_outputs(),
         )
@@ -292,7 +318,9 @@ class WanCoreImageToVideo(io.ComfyNode):
         frames: int | None = None,
         keyframe_numbers: str | None = "",
         batch_size: int | None = 1,
+        duration: float | None = 0.0,
     ) -> bool:
+        frames = frames_in(duration, frames, VAE_21)
         if frames is not None:
             check_known(frame_numbers(keyframe_numbers or ""), frames)
         return check_widgets(WAN, VAE_21, width, height, frames, batch=batch_size)
@@ -314,8 +342,10 @@ class WanCoreImageToVideo(io.ComfyNode):
         keyframe_numbers: str = "",
         anchor: Tensor | None = None,
         previous: dict[str, Any] | None = None,
+        duration: float = 0.0,
     ) -> io.NodeOutput:
         task = image_task(vae.latent_channels)
+        frames = frames_in(duration, frames, task.vae) or frames
         pictures = {"image": first_image, "last_image": last_image, "keyframes": keyframes}
         given = pictures if task.image == "channels" else {}
         check_room(WAN, task.vae, (width, height, frames), batch=batch_size, given=given)

@@ -26,7 +26,7 @@ from wan_core.media.video import read_video
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 NATIVE = "wan22_i2v_accelerate"  # on ComfyUI's own loaders
 SIDE, FRAMES, STEPS = 64, 9, 2
-SIZES = {"width": SIDE, "height": SIDE, "frames": FRAMES, "length": FRAMES, "steps": STEPS}
+SIZES = {"width": SIDE, "height": SIDE, "frames": FRAMES, "length": FRAMES, "duration": 0.0, "steps": STEPS}
 PADS = ("left", "top", "right", "bottom")
 SPOKEN = TRANSFORMERS["s2v"]
 # In the place of AudioEncoderEncode, whose encoder has one size only.
