@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -162,13 +163,14 @@ class WanCoreReportCard(io.ComfyNode):
         size = wide or task.width, high or task.height, frames or task.frames
         lines = [line.strip() for line in prompts.splitlines() if line.strip()]
         samples = choose_samples(lines, len(lines) or 3, seed, tiny)
-        settings = card_settings()
-        maker = NodeMaker(model, clip, vae, samples, size, steps, image, clip_vision_output)
+        maker = NodeMaker(
+            model, clip, vae, samples, size, {"steps": steps, "preset": "auto"}, image, clip_vision_output
+        )
         with Outputs({}) as outputs:
             text, picture, _ = make_card(
                 maker,
                 samples,
-                settings,
+                card_settings(),
                 size,
                 host.device(),
                 host.output_folder(),
@@ -185,23 +187,18 @@ def _number(name: str, most: int, step: int, tooltip: str) -> Any:
     return io.Int.Input(name, default=0, min=0, max=most, step=step, tooltip=tooltip)
 
 
+@dataclass
 class NodeMaker:
-    """Makes the videos of a card by the nodes that a user would connect."""
+    """Makes the videos of a card by the nodes that a user would connect. values: of the sampler's inputs."""
 
-    def __init__(
-        self,
-        model: ModelSocket,
-        clip: Any,
-        vae: Any,
-        samples: Sequence[Sample],
-        size: tuple[int, int, int],
-        steps: int,
-        image: Tensor | None,
-        vision: Any,
-    ) -> None:
-        self.samples = samples
-        self.model, self.clip, self.vae, self.size, self.image, self.vision = model, clip, vae, size, image, vision
-        self.values: dict[str, Any] = {"steps": steps, "preset": "auto"}
+    model: ModelSocket
+    clip: Any
+    vae: Any
+    samples: Sequence[Sample]
+    size: tuple[int, int, int]
+    values: dict[str, Any]
+    image: Tensor | None
+    vision: Any
 
     def identity(self) -> object:
         """Decides with the settings of a card which videos are its own."""

@@ -94,16 +94,7 @@ class WanCoreLoRA(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(
-        cls,
-        model: None = None,
-        high: str | None = None,
-        strength_high: float = 1.0,
-        low: str | None = None,
-        strength_low: float = 1.0,
-        lora_stack: None = None,
-        lora_stack_low: None = None,
-    ) -> list[tuple[str, int]]:
+    def fingerprint_inputs(cls, high: str | None = None, low: str | None = None, **_: object) -> list[tuple[str, int]]:
         return fingerprint(*_files(high, low).values())
 
     @classmethod

@@ -99,6 +99,21 @@ def test_a_graph_of_two_experts_with_the_node_in_it(comfy: ComfyUI) -> None:
     assert comfy.run(graph(SPARSE)).cached
 
 
+def test_a_run_of_ten_steps_is_compared_once(comfy: ComfyUI) -> None:
+    """The first run of a model and a size says what was gained; the next one only what a step took."""
+    nodes, said = graph(EXACT), []
+    for seed in (11, 12):
+        for index in range(2):
+            steps = {"steps": 10, "start_at_step": 5 * index, "end_at_step": 5 + 5 * index, "noise_seed": seed}
+            nodes[f"sample{index}"]["inputs"] |= steps
+        watched = comfy.watch(nodes)
+        latents(comfy, watched)
+        said += [e["data"] for e in watched.events if e["type"] == "text" and e["node"] == "fast1"]
+    first, second = said
+    assert re.match(r"[\d.]+ s instead of [\d.]+ s for 5 steps, by one without WanCore; nothing changed but r", first)
+    assert re.match(r"[\d.]+ s a step; attention by sdpa\n", second) and "compare" not in second
+
+
 def test_prompts_in_a_row_equal_fresh_servers(base: Path, comfy: ComfyUI) -> None:
     """Other sizes, seeds and settings before a prompt change nothing of it."""
     prompts = [graph(SPARSE, seed=3, length=9), graph(EXACT, seed=4), graph(SPARSE, seed=5)]

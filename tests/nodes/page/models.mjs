@@ -371,7 +371,7 @@ test("the samplers in whose place a WanCore Sampler is, are known by their promp
 
 test("the offer says whether this card was measured", () => {
   const on = (name, type = "cuda") => measured([{ name, type }]);
-  assert.equal(on("cuda:0 NVIDIA H100 80GB HBM3 : cudaMallocAsync"), "Measured on NVIDIA H100 80GB HBM3: 1.3 times as fast.");
+  assert.equal(on("cuda:0 NVIDIA H100 80GB HBM3 : cudaMallocAsync"), "Measured on NVIDIA H100 80GB HBM3: 1.46 times as fast.");
   assert.match(on("cuda:0 NVIDIA GeForce RTX 4090 : native"), /^Not measured on NVIDIA GeForce RTX 4090 yet/);
   assert.deepEqual([on("cpu", "cpu"), measured([])], ["", ""]);
 });
