@@ -48,7 +48,6 @@ def with_preferences(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _read(checkpoint: Checkpoint, name: str) -> bytes:
-    """The JSON of a preference."""
     info = checkpoint.tensors[name]
     count = info.nbytes // info.dtype.itemsize
     if info.packing is not None or count > MAX_DESCRIPTION:
@@ -91,7 +90,6 @@ def in_words(text: bytes) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value of a file, short and printable."""
     return json.dumps(value).strip('"')[:60]
 
 
@@ -169,7 +167,6 @@ def _in_tensor(checkpoint: Checkpoint, name: str) -> object:
 
 
 def _parsed(text: str | bytes) -> object:
-    """None where it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -348,7 +348,6 @@ def _staying_packed(
 
 
 def _encoded_names(checkpoint: Checkpoint, detected: Detected, quantization: Quantization | None) -> frozenset[str]:
-    """The linears of a transformer that `quantization` encodes."""
     if quantization is None:
         return frozenset()
     assert isinstance(detected.config, DiTConfig)

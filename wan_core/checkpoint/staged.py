@@ -64,7 +64,6 @@ class Reading:
     share: Callable[[Checkpoint], Checkpoint] | None = None
 
     def reads(self, name: str) -> bool:
-        """Whether the parameter `name` of a transformer is read."""
         if self.layers is None or not name.startswith("blocks."):
             return True
         return int(name.split(".")[1]) in self.layers

@@ -142,7 +142,6 @@ def _kernel_faults(device: torch.device) -> tuple[type[Exception], ...]:
 
 
 def _random(device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Normal numbers in float32, the same on every device."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
@@ -220,7 +219,6 @@ def _assets() -> dict[str, Any]:
 
 
 def text(findings: dict[str, Any]) -> str:
-    """The findings as text, one per line."""
     lines = library_lines(findings)
     if findings["card"] is not None:
         lines += choice_lines([Choice(what, **one) for what, one in findings["card"].items()])

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """The request that the parsed arguments describe. Raises OptionError."""
     seed = secrets.randbelow(2**32) if options.seed == RANDOM_SEED else options.seed
     return from_values(Request, values_of(options), prompt=options.prompt or "", seed=seed)
 
@@ -65,8 +64,6 @@ def run_generate(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class GeneratedFiles:
-    """Where `generate` writes."""
-
     video: Path
     latents: Path
     report: Path | None
@@ -130,7 +127,6 @@ def generate_files(
 
 
 def watching(progress: ProgressLine, on_kept: Callable[[Path], None] = lambda _: None) -> Watch:
-    """The watch that shows a run as `progress` says."""
     from wan_core.pipeline.run import Watch
 
     return Watch(
@@ -214,7 +210,6 @@ class VideoWriting:
         self.fault: str | None = None
 
     def write(self, frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
-        """For `Pipeline.generate`."""
         from wan_core.media.video_formats import write_video
         from wan_core.pipeline.pipeline import metadata
 

@@ -44,7 +44,6 @@ def install_command(name: str) -> str:
 
 
 def missing() -> list[str]:
-    """The required libraries that cannot be imported."""
     required = [name for name, (_, install) in LIBRARIES.items() if install is None]
     return [name for name in required if importlib.util.find_spec(MODULES.get(name, name)) is None]
 
@@ -85,7 +84,6 @@ def line(name: str, state: object) -> str:
 
 
 def library_lines(findings: Mapping[str, Any]) -> list[str]:
-    """The system and the libraries of the doctor's findings."""
     lines = ["system", *(line(key, value) for key, value in findings["system"].items()), "libraries"]
     for name, one in findings["libraries"].items():
         note = f" ({one['note']})" if one["note"] else ""
@@ -94,6 +92,5 @@ def library_lines(findings: Mapping[str, Any]) -> list[str]:
 
 
 def text(findings: Mapping[str, Any]) -> str:
-    """The findings of `without_torch` as text."""
     advice = "not tested, because required libraries are missing. Install them first:"
     return "\n".join([*library_lines(findings), advice, *(f"  {install}" for install in findings["install"])])

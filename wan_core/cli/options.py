@@ -107,7 +107,6 @@ def add_window_options(parser: argparse.ArgumentParser) -> None:
 
 
 def window_of(options: argparse.Namespace) -> Window | None:
-    """Raises OptionError."""
     given = {"start": options.start_step, "end": options.end_step, "leftover": options.leftover_noise}
     window = Window(denoise=options.denoise, **given)
     return None if window == Window() else window
@@ -241,7 +240,6 @@ def devices_of(options: argparse.Namespace) -> tuple[str, ...] | None:
 
 
 def worker_options(options: argparse.Namespace, devices: tuple[str, ...]) -> WorkerOptions:
-    """Raises OptionError."""
     from wan_core.workers.options import WorkerOptions
 
     return WorkerOptions(

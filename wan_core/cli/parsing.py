@@ -101,7 +101,6 @@ class Parser(argparse.ArgumentParser):
         return f" ({self.given[place - 1]} takes no value here)" if before is not None and before.nargs == 0 else ""
 
     def short_usage(self) -> str:
-        """One line: what the command needs."""
         needed = [self._words(action) for action in self._actions if not action.option_strings]
         needed += [self._words(action) for action in self._actions if action.option_strings and action.required]
         for group in self._mutually_exclusive_groups:

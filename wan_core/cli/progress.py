@@ -47,7 +47,6 @@ class ProgressLine:
             self._show(self._bar("step", 0, self.plan.count), f"running the first, which takes longest  {expert} noise")
 
     def say(self, words: str) -> None:
-        """A line of its own."""
         self.end()
         self._write(f"{words}\n")
 
@@ -66,12 +65,10 @@ class ProgressLine:
         self.to_load = sum(part.stored_bytes for part in parts.of.values())
 
     def decided(self, notes: Iterable[str]) -> None:
-        """What was decided for a plan, before work starts."""
         for note in notes:
             self.say(note)
 
     def read(self, count: int) -> None:
-        """So many bytes more were read."""
         with self.lock:
             first, due = not self.loaded, self._due()
             self.loaded += count

@@ -140,7 +140,6 @@ class _LineReader:
         return request_of(given), out
 
     def _words(self, name: str, value: Any) -> Sequence[str]:
-        """A field as words of the command line."""
         if name not in self.known:
             hint = meant_hint(name, self.known) or f"; allowed are {', '.join(sorted(self.known))}"
             raise OptionError(f"field {name[:60]!r} is not known{hint}")

@@ -22,13 +22,11 @@ PASSED_ON = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # variable
 
 
 def check_ray() -> None:
-    """Raise OptionError where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise OptionError(f"a cluster needs Ray, which is not installed here: {INSTALL} (docs/cluster.md)")
 
 
 def import_ray() -> Any:
-    """Raises OptionError where Ray is not installed."""
     check_ray()
     import ray  # pyright: ignore[reportMissingImports]
 
@@ -111,7 +109,6 @@ class Wanted:
 
     @classmethod
     def parse(cls, text: str | None) -> Wanted:
-        """Raises OptionError."""
         words = (text or "auto").strip().lower()
         if words in ("auto", "all"):
             return cls("GPU", None)

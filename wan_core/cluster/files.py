@@ -40,7 +40,6 @@ NAMING = (*MEDIA_PATHS, "keyframes", "video")  # what has paths in a request and
 
 
 def missing(paths: Sequence[str]) -> list[str]:
-    """Those that this host does not have."""
     return [path for path in dict.fromkeys(paths) if not os.path.exists(path)]
 
 

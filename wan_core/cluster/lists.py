@@ -99,7 +99,6 @@ class ClusterMaker(Maker):
         return list(notes)
 
     def _make(self, video: ListedVideo) -> None:
-        """Have it made there, and write it here."""
         request = asdict(video.request)
         found = self.ask(self.actor.make.remote(self.makers.loaded, request, video.key, media_of(request)))
         if "lost" in found:
@@ -148,7 +147,6 @@ class ClusterMakers(ListMakers):
 
     @property
     def target(self) -> int:
-        """How many makers there should be now."""
         count = self.wanted.count
         return sum(node.has // self.size for node in nodes(self.wanted.kind)) if count is None else count // self.size
 

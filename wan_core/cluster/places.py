@@ -39,7 +39,6 @@ class Reserved:
         return placement_group_table(self.group).get("state") == "CREATED"
 
     def start(self, kind: type, *arguments: Any) -> list[Any]:
-        """An actor of this class in each bundle."""
         from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
             PlacementGroupSchedulingStrategy,
         )

@@ -54,7 +54,6 @@ def near_file(path: Path) -> str:
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise OptionError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise unknown(name, value, allowed)
 

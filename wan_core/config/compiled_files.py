@@ -50,7 +50,6 @@ class CompiledFiles:
             self._remove(self.root / name)
 
     def note(self) -> None:
-        """List what is there now."""
         with suppress(OSError), self._changing():  # a full disk: the next process compiles again
             listed = self._listed()
             there = self._there()
@@ -105,7 +104,6 @@ class CompiledFiles:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """One process at a time changes the list."""
         if sys.platform == "win32":
             yield
             return

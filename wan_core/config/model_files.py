@@ -48,7 +48,6 @@ def model_files() -> tuple[ModelFile, ...]:
 
 
 def tasks() -> list[str]:
-    """The tasks that the table has files for."""
     return list(dict.fromkeys(task for file in model_files() for task in file.tasks))
 
 

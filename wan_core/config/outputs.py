@@ -196,7 +196,6 @@ def is_special(path: Path) -> bool:
 
 
 def numbered(path: Path) -> Iterator[Path]:
-    """x.mp4, x-1.mp4, x-2.mp4, ..."""
     yield path
     ending = next((ending for ending in LONG_ENDINGS if path.name.endswith(ending)), path.suffix)
     stem = path.name.removesuffix(ending) if ending else path.name
@@ -278,7 +277,6 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes, *, tidy: bool = True) -> Path:
-    """Write a file like `written_beside`. Raises OSError."""
     with written_beside(path, tidy=tidy) as temporary:
         temporary.write_bytes(content)
     return Path(path)
@@ -311,7 +309,6 @@ def remove_left_over(folder: Path) -> None:
 
 
 def claim_of(path: Path) -> Path:
-    """The file that claims `path`."""
     name = hashlib.sha256(os.fsencode(unicodedata.normalize("NFC", path.name).casefold())).hexdigest()[:8]
     return path.absolute().with_name(f".{_short(path.name)}.{name}.claim")
 
@@ -350,7 +347,6 @@ def _short(name: str) -> str:
 
 
 def owner_text() -> str:
-    """This process, as `is_left_over` reads it."""
     return f"{_machine()}-{os.getpid()}-{RUN}"
 
 
@@ -376,7 +372,6 @@ def _has_ended(owner: str) -> bool:
 
 
 def _runs(number: int) -> bool:
-    """Whether a process has this number."""
     if sys.platform == "win32":
         import ctypes
 

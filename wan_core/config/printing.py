@@ -18,12 +18,10 @@ OURS = ("wan_core", "wan_lab", "WanCore")  # names of loggers begin so
 
 
 def plain(text: str) -> str:
-    """`text` as it can be printed."""
     return _UNSAFE.sub(REPLACED, text)
 
 
 def printable(text: str) -> str:
-    """`text` as one line."""
     return text if text.isprintable() else "".join(one if one.isprintable() else REPLACED for one in text)
 
 

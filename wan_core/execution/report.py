@@ -33,7 +33,6 @@ def device_name(device: torch.device) -> str:
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Package -> version, for the installed ones."""
     versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -82,7 +81,6 @@ class Report:
         self.warnings.append(note)
 
     def warning_lines(self) -> list[str]:
-        """One line for each warning."""
         return [WARNING + note for note in self.warnings]
 
     def note_lines(self) -> list[str]:
@@ -143,7 +141,6 @@ class Report:
         write_text(path, json.dumps(self.as_dict(), indent=1) + "\n")
 
     def setting_lines(self) -> list[str]:
-        """One line `key: value` for each setting."""
         return [f"{key}: {_text(value)}" for key, value in self.settings.items()]
 
     def text(self) -> str:

@@ -126,7 +126,6 @@ def encode(
     tags: Mapping[str, str],
     sound: Sound | None = None,
 ) -> None:
-    """Write `path` itself: see `write_mp4`."""
     size, count = None, 0
     options = {"movflags": "faststart+use_metadata_tags"}  # index at the start, for streaming; tags with any name
     codec = {"crf": str(encoder.crf), "preset": encoder.preset, **_instructions()}

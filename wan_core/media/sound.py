@@ -48,7 +48,6 @@ class Sound:
 
     @property
     def layout(self) -> str:
-        """PyAV's name of it."""
         return "mono" if self.samples.shape[0] == 1 else "stereo"
 
 

@@ -82,5 +82,4 @@ def name_of(capability: Capability) -> str:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether `device` has FP8 units."""
     return (capability(device) or (0, 0)) >= FP8_SINCE

@@ -45,7 +45,6 @@ class Stretches:
 
     @classmethod
     def of(cls, ranks: int, steps: int) -> Stretches:
-        """Raises OptionError."""
         if ranks not in BEGINNINGS:
             allowed = ", ".join(map(str, BEGINNINGS))
             raise OptionError(f"{ranks} ranks given for parallel steps; allowed are {allowed}")
@@ -113,7 +112,6 @@ class TimeStretch:
     """This rank's stretch of a run: its plan, the latents that it begins with, and its solver."""
 
     def __init__(self, plan: Plan, ranks: RankMesh) -> None:
-        """Raises OptionError."""
         self.group, self.sigmas = ranks.time, plan.sigmas
         self.stretches: Stretches = check_chords(plan, self.group.size)
         self.plan = stretch_plan(plan, self.stretches, self.group.index)

@@ -81,7 +81,6 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """The number of shards of a forward's tokens."""
         return self.ring * self.ulysses
 
     def describe(self) -> str:
@@ -145,7 +144,6 @@ class RankMesh:
 
     @property
     def shard(self) -> int:
-        """The index of this rank's shard of the tokens."""
         return self.sequence.index
 
     @classmethod

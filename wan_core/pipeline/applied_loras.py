@@ -43,8 +43,6 @@ def merged_of(part: PartToLoad, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
 
 
 class ModelLoras:
-    """The LoRAs of one transformer in memory."""
-
     def __init__(self, device: torch.device, merged: Sequence[Wanted] = ()) -> None:
         """device: where the model computes. merged: those that were summed in when it was read."""
         self.merged, self.attached = MergedLoras(device, merged), AttachedLoras(device)

@@ -91,7 +91,6 @@ class Job:
         return tuple(dict.fromkeys(map(self.text_of, self.clips)))
 
     def text_of(self, clip: Clip) -> TimedText:
-        """The text of one clip."""
         return text_of_frames(self.request.prompt, self.request.prompts_at or (), clip.first, clip.first + clip.frames)
 
     @property
@@ -115,7 +114,6 @@ class Job:
 
     @property
     def rules(self) -> ClipRules:
-        """How a long video is cut."""
         return family_of(self.task).clip_rules(self.task, bool(self.request.svi))
 
     @property

@@ -39,7 +39,6 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """`a red circle moving right on a blue background`."""
         moves = "standing still" if self.motion == "still" else f"moving {self.motion}"
         subject = f"{_article(self.colour)} {self.colour} {self.shape} {moves}"
         return f"{subject} on {_article(self.background)} {self.background} background"

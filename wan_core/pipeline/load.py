@@ -169,7 +169,6 @@ class Models:
 
     @property
     def speech(self) -> Speech:
-        """The speech encoder of a task that takes sound."""
         speech = self.settings.recognised.speech
         assert speech is not None
         return speech
@@ -240,7 +239,6 @@ class Placement:
         return begin_first_use(self.settings, plan if self.shares and not self.sharded and roomy else None, ranks)
 
     def read(self, name: str, how: Reading) -> nn.Module:
-        """Read a model to where its weights are held."""
         settings, ranks, part = self.settings, self.ranks, self.settings.parts[name]
         config = part.part.config
         if self.sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):

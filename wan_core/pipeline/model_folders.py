@@ -85,8 +85,6 @@ def no_folder(model: str) -> OptionError:
 
 @dataclass(frozen=True)
 class Model:
-    """The transformers of one model in a models folder."""
-
     task: Task
     config: DiTConfig
     high: Path

@@ -53,7 +53,6 @@ class PackedSize(NamedTuple):
 
 
 def is_packed(quantization: Quantization | None) -> bool:
-    """Whether it keeps weights as their file packs them."""
     return quantization is not None and issubclass(quantization.kind, PackedLinear)
 
 
@@ -83,7 +82,6 @@ class Part:
     prefers: str = ""  # which attention its file asks ComfyUI for, as a sentence without its subject
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
-        """Bytes of the weights in memory."""
         if quantization is not None and is_packed(quantization):
             size = self.packed or PackedSize("", 0, 1)
             decoded = self.decoded_parameters(quantization)

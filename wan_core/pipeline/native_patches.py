@@ -93,7 +93,6 @@ def _with_differences(files: list[tuple[int, float, Tensors]]) -> list[tuple[flo
 
 
 def _parameters(tensors: Tensors) -> set[str]:
-    """A module, or its bias with `.diff_b`."""
     return {name if name.endswith(".diff_b") else _module(name) for name in tensors}
 
 

@@ -106,7 +106,6 @@ class Pipeline:
         ranks: RankMesh | None = None,
         how: Reading = USUAL,
     ) -> Pipeline:
-        """The models of a request that was checked."""
         assert job.models is not None and job.options is not None
         watch.found(job.models, job.plan)
         pipe = cls(load_models(job.models, job.options, report, job.plan, ranks, how), report)
@@ -248,8 +247,6 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """The engine that is this process."""
-
     def __init__(self) -> None:
         self.loaded: tuple[object, Pipeline] | None = None  # what the models were loaded by, and they
 

@@ -122,7 +122,6 @@ class ModelSettings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the transformers compute in."""
         return self.parts["high"].dtype
 
     def at_speed(self, speed: str) -> ModelSettings:
@@ -165,7 +164,6 @@ class ModelSettings:
         return factor(config, itemsize=itemsize, device=kind, compile=self.compile, precision=self.precision)
 
     def describe(self) -> dict[str, Any]:
-        """For reports."""
         precisions: dict[str, str] = {}
         for name, one in self.parts.items():
             precisions[name] = str(one.dtype).removeprefix("torch.")

@@ -42,7 +42,6 @@ class Conditioning:
 
     @property
     def text_rows(self) -> int:
-        """Rows of the longest text."""
         texts = (self.cond, *self.later_cond, *self.later_uncond, *([] if self.uncond is None else [self.uncond]))
         return max(one.shape[1] for one in texts)
 
@@ -68,7 +67,6 @@ class Conditioning:
 
     @classmethod
     def of(cls, flat: Mapping[str, Tensor]) -> Conditioning:
-        """The inverse of `flat`."""
         values: dict[str, Any] = {"inputs": {}, "uncond_inputs": {}, "later_cond": {}, "later_uncond": {}}
         for name, value in flat.items():
             group, _, inner = name.partition(".")
@@ -120,7 +118,6 @@ def latent_shape(config: VAEConfig, width: int, height: int, frames: int) -> tup
 
 
 def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:
-    """Zeros of `latent_shape`."""
     return torch.zeros(latent_shape(config, width, height, frames))
 
 

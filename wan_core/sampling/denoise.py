@@ -123,7 +123,6 @@ class Integrator:
                 self.step_noise()
 
     def step(self, x: Tensor, velocity: Tensor, step: Step) -> Tensor:
-        """The latents at `step.sigma_next`."""
         if self.step_noise is not None and step.sigma_next > 0:
             self.history = self.history._replace(noise=self.step_noise())
         x, self.history = self.solver(x, velocity, self.past + step.index, self.sigmas, self.history)

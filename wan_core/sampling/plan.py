@@ -117,7 +117,6 @@ class Plan:
 
     @property
     def batched(self) -> bool:
-        """Whether one forward has both branches of guidance."""
         return self.guidance_mode == "batched"
 
     @property
@@ -127,7 +126,6 @@ class Plan:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Warnings and notes, a line each."""
         return (*(WARNING + warning for warning in self.warnings), *self.notes)
 
     @property
@@ -146,12 +144,10 @@ class Plan:
 
     @property
     def steps_of_experts(self) -> tuple[tuple[Step, ...], ...]:
-        """The steps of each expert, in order."""
         return tuple(tuple(steps) for _, steps in groupby(self.steps, lambda step: step.expert))
 
     @property
     def saved(self) -> float:
-        """The share of forwards that do not run."""
         return 0.0 if self.unskipped is None else 1 - self.forwards / self.unskipped
 
     def guidance_of(self, expert: Expert) -> float:
@@ -171,7 +167,6 @@ class Plan:
 
     @property
     def experts(self) -> tuple[Expert, ...]:
-        """The experts that run, in order."""
         return tuple(dict.fromkeys(s.expert for s in self.steps))
 
     @property

@@ -66,7 +66,6 @@ class Step:
 
     @property
     def computed(self) -> int:
-        """Number of branches whose blocks run."""
         return len(self.branches) - len(self.skipped)
 
     @property
@@ -90,7 +89,6 @@ class Step:
         return len(self.branches) * self.runs
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists."""
         always = ("action", "skipped", "order", "sparsity", "cost")
         return {name: as_json(value) for name, value in stated(self, always).items()}
 
@@ -152,7 +150,6 @@ def share_words(loras: Sequence[LoraShare]) -> str:
 
 
 def step_numbers(steps: Sequence[Step]) -> list[int]:
-    """The solver step number of each forward."""
     numbers: list[int] = []
     for step in steps:
         numbers.append((numbers[-1] if numbers else -1) + (not step.correction))
@@ -160,7 +157,6 @@ def step_numbers(steps: Sequence[Step]) -> list[int]:
 
 
 def as_json(value: Any) -> Any:
-    """Dataclasses as objects and tuples as lists."""
     if isinstance(value, Step):
         return value.as_dict()
     if isinstance(value, tuple):

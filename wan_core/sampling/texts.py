@@ -43,7 +43,6 @@ class TextRange(NamedTuple):
         return cls(extras.get("start_percent") or 0.0, 1.0 if end is None else end)
 
     def percents(self) -> dict[str, float]:
-        """The inverse of `of`."""
         return {"start_percent": self.start, "end_percent": self.end}
 
 
@@ -128,7 +127,6 @@ class TimedText:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return self.prefixes[-1] if self.prompts else self.whole
 
     @property

@@ -18,7 +18,6 @@ class LoadedExperts:
     what loading them noted."""
 
     def __init__(self, options: LoadOptions, found: Parts, plan: Plan, ranks: RankMesh) -> None:
-        """Raises OptionError or AttentionError."""
         report = Report(ranks.device)
         self.models: Models = load_models(found, options, report, plan, ranks)
         self.notes, self.mesh = report.notes, ranks.mesh

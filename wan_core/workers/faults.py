@@ -152,7 +152,6 @@ def explain(report: dict[str, Any] | None, statuses: Sequence[Mapping[str, Any]]
 
 
 def _follows(failure: Mapping[str, Any]) -> bool:
-    """Whether a rank ended because another one did."""
     said = failure["said"]
     return failure["signal"] == "SIGTERM" if said is None else said["reason"] == "peer"
 

@@ -103,7 +103,6 @@ class Jobs:
         return self.held[kind][1]
 
     def clean(self) -> None:
-        """Give back what nothing holds any more."""
         gc.collect()
         if self.rank.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -357,7 +356,6 @@ class Jobs:
         return note
 
     def on_frames(self, done: int, total: int) -> None:
-        """For `decode_images`, on every rank."""
         self.rank.progress("decode", done, total)
         self.rank.raise_if_interrupted()
         self.rank.event("frames", done=done, total=total)

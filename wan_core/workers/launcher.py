@@ -211,7 +211,6 @@ class Workers:
     # --------------------------------------------------------------------------------------------------------- faults
 
     def _check_timeouts(self, processes: WorkerProcesses) -> None:
-        """Raise WorkerError if a rank hangs."""
         options, statuses, now = self.options, processes.statuses, time.monotonic()
         since_frame = now - processes.last_frame
         if since_frame > options.heartbeat_timeout:

@@ -156,7 +156,6 @@ class WorkerProcesses:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def exit_code(self) -> int | None:
-        """Exit code of the supervisor; None while it runs."""
         return self.process.poll()
 
     def end_of_logs(self) -> str:

@@ -86,7 +86,6 @@ class Heartbeat:
         threading.Thread(target=self.run, daemon=True).start()
 
     def progress(self, phase: str, step: int = 0, of: int = 0) -> None:
-        """The rank has reached this step of this phase."""
         self.status = {"phase": phase, "step": step, "of": of, "count": self.status["count"] + 1}
 
     @property
@@ -197,7 +196,6 @@ class Rank:
         self.heartbeat.start()
 
     def progress(self, phase: str, step: int = 0, of: int = 0) -> None:
-        """This rank has reached this step of this phase."""
         self.heartbeat.progress(phase, step, of)
 
     def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:

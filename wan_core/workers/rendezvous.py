@@ -56,7 +56,6 @@ class KnownHosts(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks use this store as well."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -48,7 +48,6 @@ class SupervisorOptions:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

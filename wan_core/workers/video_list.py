@@ -151,7 +151,6 @@ class VideoList:
 
     @property
     def left(self) -> int:
-        """How many videos wait or are being made."""
         return 0 if self.stopped else len(self.waiting) + self.making
 
     def join(self, maker: Maker) -> None:
@@ -233,13 +232,11 @@ class VideoList:
                 self.tell(f"line {video.line}, {video.out}: {maker} lost it and it will be made again. {why}")
 
     def leave(self, maker: str) -> None:
-        """This maker takes no more videos."""
         with self.changed:
             self.makers.discard(maker)
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Nobody takes another video."""
         with self.changed:
             self.stopped = True
             self.changed.notify_all()

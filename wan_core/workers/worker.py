@@ -52,7 +52,6 @@ def receive_requests(channel: Channel, rank: Rank, inbox: Inbox) -> None:
 
 
 def serve(rank: Rank) -> None:
-    """Answer requests until told to shut down."""
     from wan_core.workers.jobs import Jobs
 
     inbox: Inbox = queue.SimpleQueue()

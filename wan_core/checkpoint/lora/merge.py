@@ -48,7 +48,6 @@ class Change:
 
     @property
     def rank(self) -> int | None:
-        """The rank of a LoRA; None for other kinds."""
         return self.factors[0].shape[1] if self.kind == "LoRA" else None
 
     @property
@@ -263,7 +262,6 @@ def _bytes(changes: tuple[tuple[Change, float], ...]) -> int:
 
 
 def _padded(factor: Tensor) -> int:
-    """Bytes of a factor in a batch."""
     return -(-factor.nbytes // ALIGNED) * ALIGNED
 
 

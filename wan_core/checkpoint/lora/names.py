@@ -80,8 +80,6 @@ APPLY_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Name:
-    """The parts of a tensor's name."""
-
     module: str  # with its prefix, as in the file
     role: str  # "up", "down", "alpha", "hada_w1_a", ...; "other" if it is not supported
     spelled: str  # the role as in the file

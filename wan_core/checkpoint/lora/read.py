@@ -250,7 +250,6 @@ class Lora:
 
     @cached_property
     def kinds(self) -> dict[str, int]:
-        """Kind -> number of changes."""
         counts: dict[str, int] = {}
         for change in (c for changes in self.changes.values() for c in changes):
             counts[change.words] = counts.get(change.words, 0) + 1
@@ -258,7 +257,6 @@ class Lora:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The distinct ranks of its LoRAs, in ascending order."""
         return tuple(sorted({c.rank for changes in self.changes.values() for c in changes if c.rank is not None}))
 
     def words(self) -> str:

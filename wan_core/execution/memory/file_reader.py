@@ -180,7 +180,6 @@ def read_stretch(stretch: Stretch, flat: Tensor) -> None:
 
 
 def _read_into(file: int, at: int, target: Tensor) -> None:
-    """Raises OSError, also where the file ends before."""
     content = target.numpy().data
     while content:
         done = os.preadv(file, [content], at) if hasattr(os, "preadv") else _seek_and_read(file, at, content)

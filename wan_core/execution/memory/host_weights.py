@@ -120,7 +120,6 @@ class Unit:
         return [stretch for stretch in here if not changed_pages(own[stretch.start])]
 
     def bind(self, flat: Tensor | None) -> None:
-        """Point the tensors to `flat`, or home (None)."""
         if self.at is flat:
             return
         views = self.home if flat is None else [place.view(flat) for place in self.layout.places]
@@ -206,13 +205,11 @@ class HostWeights:
         return sum(unit.layout.nbytes for unit in self.units)
 
     def point_to_host(self) -> None:
-        """Point every tensor to the host."""
         for unit in self.units:
             unit.bind(None)
 
 
 def block_prefixes(model: WanModel | TextEncoder) -> list[tuple[str, ...]]:
-    """How the names of each block's tensors begin."""
     if isinstance(model, WanModel):
         modules = [model.config.modules_of(layer) for layer in range(len(model.blocks))]
         return [tuple(f"{name}." for name in names) for names in modules]
@@ -225,7 +222,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _cuda() -> Any:
-    """The CUDA runtime as torch shows it."""
     return torch.cuda.cudart()
 
 

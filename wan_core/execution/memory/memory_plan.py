@@ -80,7 +80,6 @@ class MemoryPlan:
         return ((self.peak + RESERVE[0]) / (1 - RESERVE[1]) + CONTEXT) / GIB
 
     def table(self) -> str:
-        """One line for each phase, in GiB."""
         kind = {
             "resident": "everything stays on the device",
             "swap": "weights are in host memory, and each model is copied as a whole",
@@ -103,7 +102,6 @@ class MemoryPlan:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
-        """For reports: numbers in GiB."""
         phases = {p.name: round(p.total / GIB, 3) for p in self.phases}
         return {
             "policy": self.policy,

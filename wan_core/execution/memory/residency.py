@@ -158,7 +158,6 @@ class Residency:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """New stages, empty ones."""
         models = {weights.layout: weights.model for weights in self.host_weights.values()}
         for layout, stage in list(self.stages.items()):
             stage.leave_device()

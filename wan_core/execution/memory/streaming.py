@@ -96,7 +96,6 @@ class Stage(BlockWeights):
 
     @property
     def held(self) -> int:
-        """Device memory that it has now."""
         return sum(len(one.memory) for one in (*self.kept.values(), *self.slots))
 
     def nbytes(self, weights: HostWeights) -> int:
@@ -137,7 +136,6 @@ class Stage(BlockWeights):
             self.handover = Handover(successor, runs)
 
     def leave_device(self) -> None:
-        """Give all device memory back."""
         with self._quietly():
             for slot in (*self.slots, *self.kept.values()):  # memory may be given to others only after copies into it
                 self._stop_reading(slot)
@@ -210,7 +208,6 @@ class Stage(BlockWeights):
         return slot
 
     def _fill(self, unit: int, weights: HostWeights, *, text: bool) -> None:
-        """Copy one part of a unit that stays."""
         slot, layout = self.kept[unit], weights.units[unit].layout
         if text:
             self._stop_reading(slot)

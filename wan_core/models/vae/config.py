@@ -72,7 +72,6 @@ class VAEConfig:
         return (latents.float() - mean) / std
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """The inverse of `normalise`, fp32."""
         mean, std = self._statistics(latents)
         return latents.float() * std + mean
 

@@ -325,7 +325,6 @@ class VideoVAE(nn.Module):
         return self.config.normalise(latents)
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """The inverse of `normalise`, fp32."""
         return self.config.denormalise(latents)
 
     # ---------------------------------------------------------------------------------------------------- sizes

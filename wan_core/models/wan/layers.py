@@ -208,7 +208,6 @@ class Block(nn.Module):
         return after(self, x, attended(before(self, x, modulation, rope), call, x.dtype), modulation, kv, bias)
 
     def before_attention(self, x: Tensor, modulation: Tensor, rope: Tensor) -> QKV:
-        """Queries, keys and values of self-attention."""
         shift, scale = modulation.unbind(2)[:2]
         return self.self_attn.project(x, 1 + scale, shift, self.eps, rope)
 

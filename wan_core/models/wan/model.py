@@ -61,12 +61,10 @@ class WanModel(nn.Module):
 
     @property
     def family(self) -> str:
-        """The name of its family (`wan_core.models.wan.families`)."""
         return self.config.family
 
     @property
     def layers(self) -> range:
-        """The blocks that run here."""
         return self.stage or range(len(self.blocks))
 
     def forward(

@@ -88,8 +88,6 @@ Run = Callable[[BlockInputs], Tensor]
 
 
 class Runner(Protocol):
-    """Runs the blocks, or something in their place."""
-
     name: ClassVar[str]
     place: ClassVar[Place]
 
@@ -124,7 +122,6 @@ class RunnerChain:
         self.runners = [runner for runner in self.runners if not isinstance(runner, kind)]
 
     def find(self, kind: type[Found]) -> Found | None:
-        """The runner of class `kind`."""
         return next((runner for runner in self.runners if isinstance(runner, kind)), None)
 
     @contextmanager

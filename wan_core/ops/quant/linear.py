@@ -74,8 +74,6 @@ def low_rank_input(x: Tensor | Quantized, down: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear, LowRank):
-    """A plain linear of a transformer."""
-
     def forward(self, input: Tensor) -> Tensor:
         return LowRank.forward(self, input)
 

@@ -225,7 +225,6 @@ def _quantize_delayed(x: Tensor, scale: Tensor, amax: Tensor, used: Tensor) -> t
 def _gemm(
     data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The matmul of `Engine.multiply`, with its arguments checked."""
     # The library passes bare pointers on: what it is not told, it does not notice.
     if {scale.device, weight.device, weight_scale.device} != {data.device}:
         raise RuntimeError(

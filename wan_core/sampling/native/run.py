@@ -79,21 +79,17 @@ class NativeRun:
 
     @property
     def sparsity(self) -> float:
-        """The sparsity of the current step."""
         return self.sparsities[self.index] if self.sparsities else 0.0
 
     def note_sparse(self) -> None:
-        """Attention of this step is sparse."""
         with self._lock:
             if self.index not in self.sparse_steps:
                 self.sparse_steps.append(self.index)
 
     def begin(self) -> None:
-        """A forward begins."""
         self.began = self.began or time.perf_counter()
 
     def end(self) -> None:
-        """The sampler has ended."""
         self.seconds = time.perf_counter() - self.began if self.began else 0.0
 
     @property
@@ -112,7 +108,6 @@ class NativeRun:
             self._left[why] += 1
 
     def note(self, words: str) -> None:
-        """Say something about the run, once."""
         with self._lock:
             if words not in self.notes:
                 self.notes.append(words)

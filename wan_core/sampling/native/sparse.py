@@ -32,8 +32,6 @@ Attend = Callable[[list[Tensor]], Tensor]
 
 
 class NativeSparse:
-    """Sparse attention by `options`."""
-
     def __init__(self, options: SparseOptions) -> None:
         self.options = options
 

@@ -43,7 +43,6 @@ def find_family(name: str) -> Family:
 
 
 def family_of(of: DiTConfig | Task) -> Family:
-    """The family of an architecture or a task."""
     return FAMILIES[of.family]
 
 

@@ -22,7 +22,6 @@ class Clip(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Index after the last frame."""
         return self.first + self.frames
 
 
@@ -90,7 +89,6 @@ def latents_of(carried: int) -> int:
 
 
 def check_clips(rules: ClipRules, clip: int, overlap: int, task: str) -> None:
-    """Raises OptionError."""
     if overlap not in rules.overlaps:
         raise OptionError(
             f"overlap {overlap} given; clips of {task} begin with {' or '.join(map(str, rules.overlaps))} frames of "

@@ -48,7 +48,6 @@ class Media:
         return fitted | {name: make(clip) for name, make in self.more.items()}
 
     def frames(self, pixels: Pixels, clip: Clip) -> Pixels:
-        """The frames of a driving video for a clip."""
         chosen = pixels[self.frames_of(clip, len(pixels))]
         return np.concatenate([chosen, np.zeros((clip.frames - len(chosen), *pixels.shape[1:]), np.uint8)])
 

@@ -192,7 +192,6 @@ def official_names(names: Collection[str]) -> dict[str, str] | None:
 
 
 def diffusers_names(names: Collection[str]) -> dict[str, str] | None:
-    """Diffusers' `WanTransformer3DModel`."""
     top = {theirs: ours for ours, theirs in _ALL_TOP.items()}
     return _names(names, top, {theirs: ours for ours, theirs in _ALL_BLOCK.items()})
 

@@ -284,7 +284,6 @@ def read_around(
 
 
 def data(x: Numbers) -> Tensor:
-    """What goes around."""
     return x if isinstance(x, Tensor) else x.data
 
 

@@ -114,7 +114,6 @@ def resolve_kernel(
 
 @functools.cache
 def _say_slow(device: torch.device, reason: str | None) -> None:
-    """Once."""
     log.warning(
         "sparse attention: no kernel runs on %s (%s); plain torch is slower than dense attention", device, reason
     )

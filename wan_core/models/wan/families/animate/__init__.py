@@ -229,7 +229,6 @@ class AnimateFamily(DrivenFamily):
         return facts.fps if facts.starts is None and round(facts.fps) == fps else fps
 
     def own_size(self, request: Request, task: Task, multiple: int) -> tuple[int, int]:
-        """The size of the pose video."""
         from wan_core.media.video import video_facts
 
         assert request.pose_video is not None

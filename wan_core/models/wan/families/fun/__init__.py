@@ -112,8 +112,6 @@ IMAGE_KEYS = {"concat_latent_image", "concat_mask", "clip_vision_output"}
 
 
 class FunFamily(ControlledFamily):
-    """What both families of Fun share."""
-
     prompts_over_time = True
     clips = ClipRules(overlaps=(1,), padded=whole_latents)
 

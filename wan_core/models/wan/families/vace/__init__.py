@@ -101,7 +101,6 @@ def official_names(names: Collection[str]) -> dict[str, str] | None:
 
 
 def diffusers_names(names: Collection[str]) -> dict[str, str] | None:
-    """Diffusers' `WanVACETransformer3DModel`."""
     return _names(names, plain.diffusers_names, _DIFFUSERS)
 
 

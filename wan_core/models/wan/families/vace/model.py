@@ -69,8 +69,6 @@ class VaceBlock(Block):
 
 
 class VaceModel(WanModel):
-    """A `WanModel` that takes a `control` video."""
-
     input_names: ClassVar[tuple[str, ...]] = ("control", "control_scale")
     config: VaceConfig
 
