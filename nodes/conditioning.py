@@ -20,7 +20,7 @@ from wan_core.models.wan.families.family import NEGATIVE_SOURCE, Family, Task
 from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
 from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames, svi_clip
 from wan_core.pipeline.check import size_notes
-from wan_core.pipeline.host_sizes import check_peak
+from wan_core.pipeline.memory_planning import check_peak
 from wan_core.sampling.conditioning import Conditioning, empty_latents
 
 from . import host

@@ -32,7 +32,7 @@ from wan_core.pipeline.run import OnStep, RunOwner
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.build import ModelFacts
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.pace import BlockChecks
+from wan_core.sampling.denoise import BlockChecks
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.start import Leftover, Start

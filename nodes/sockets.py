@@ -33,8 +33,7 @@ from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
 from wan_core.models.wan.families.wan.inputs import NO_KEYFRAMES, known_frames
 from wan_core.pipeline.decode import Made, Pieces, collect_images, decode_to, images_shape
 from wan_core.pipeline.encode import encode_images, encode_video
-from wan_core.pipeline.host_sizes import check_pictures
-from wan_core.pipeline.memory_planning import host_room, plan_host
+from wan_core.pipeline.memory_planning import check_pictures, host_room, plan_host
 
 from . import host
 from .missing import ComfyObject, Tokens

@@ -17,7 +17,7 @@ from PIL import Image
 from wan_core.cli import build_parser
 from wan_core.cli.generate import load_options_of, request_of
 from wan_core.config import Request, UserError
-from wan_core.media.video_formats import write_video
+from wan_core.media.mp4 import write_video
 from wan_core.models.wan.families import TASKS, Task, family_of
 from wan_core.pipeline.check import check_request
 from wan_core.sampling.plan import Plan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from wan_core.config.command import PACKAGE, command
+from wan_core.config.printing import PACKAGE, command
 
 
 def test_the_command_of_a_program_that_is_not_ours_works_in_every_folder(tmp_path: Path, monkeypatch) -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tests.streamed_experts import CPU, LAYERS, expert
 from wan_core.checkpoint import load_dit, save
 from wan_core.checkpoint.staged import Reading
-from wan_core.execution.memory.file_reader import PIECE, FileReader, Stretch
-from wan_core.execution.memory.mapped_files import MappedFiles
+from wan_core.execution.memory.file_reader import PIECE, FileReader, MappedFiles, Stretch
 from wan_core.execution.memory.residency import Residency, Waits
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.model import WanModel

@@ -14,8 +14,8 @@ from wan_core.cli import main
 from wan_core.config import OptionError
 from wan_core.config.limits import MAX_SIDE
 from wan_core.media.fit import fit_covering, fit_with_bars
+from wan_core.media.mp4 import write_video
 from wan_core.media.video import fit_image, load_image, picture_size
-from wan_core.media.video_formats import write_video
 
 NARROW = ((60_000, 1), (1, 60_000), (2, MAX_SIDE + 1), (2, 26_000_000))
 WORDS = rf"at most {MAX_SIDE} in each direction"

@@ -12,9 +12,9 @@ from wan_core.checkpoint.random import random_module
 from wan_core.execution.optimize import compilations, optimize, set_attention
 from wan_core.models.wan import layers
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.layers import rope_table
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
-from wan_core.models.wan.rope import rope_table
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.ops.cards import has_fp8
 from wan_core.ops.kernels import fused, reference

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tensors import draw, relative, run_interpreted
-from wan_core.models.wan.rope import rope_table
+from wan_core.models.wan.layers import rope_table
 from wan_core.ops.kernels import fused, reference
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized, quantize_reference
 
@@ -127,7 +127,7 @@ INTERPRETED = """
 import torch
 from wan_core.ops.kernels import reference, triton_ops
 from wan_core.ops.kernels.formats import quantize_reference
-from wan_core.models.wan.rope import rope_table
+from wan_core.models.wan.layers import rope_table
 
 def draw(*shape): return torch.randn(shape).bfloat16()
 def close(found, expected, allowed):

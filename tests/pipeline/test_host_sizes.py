@@ -18,7 +18,7 @@ from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.fun.camera import camera_rays, read_camera
 from wan_core.models.wan.families.vace.inputs import comfy_extras
-from wan_core.pipeline.host_sizes import check_peak, peak_bytes
+from wan_core.pipeline.memory_planning import check_peak, peak_bytes
 
 GIB = 2**30
 FIELDS = ("image", "control_video", "camera", "background", "face_video", "pose_video", "carried")

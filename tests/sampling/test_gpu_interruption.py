@@ -17,7 +17,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.pace import BLOCKS_AHEAD
+from wan_core.sampling.denoise import BLOCKS_AHEAD
 from wan_core.sampling.plan import make_plan
 
 pytestmark = pytest.mark.gpu

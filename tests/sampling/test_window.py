@@ -18,9 +18,8 @@ from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.residual import BOTH, residual_program
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.denoise import Ready
-from wan_core.sampling.plan import SCHEDULES, make_plan
+from wan_core.sampling.plan import SCHEDULES, cut_plan, make_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.solvers import SOLVERS
 from wan_core.sampling.start import Leftover, Start

@@ -31,7 +31,7 @@ from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.control import with_nag
-from wan_core.sampling.cutting import cut_plan
+from wan_core.sampling.plan import cut_plan
 from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import Window

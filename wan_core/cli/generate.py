@@ -16,8 +16,8 @@ from wan_core.cli.options import engine_of, outputs_of, values_of
 from wan_core.cli.parsing import program
 from wan_core.cli.progress import ProgressLine
 from wan_core.config import RANDOM_SEED, LoadOptions, OptionError, Request
-from wan_core.config.command import command
 from wan_core.config.outputs import Outputs, is_special
+from wan_core.config.printing import command
 from wan_core.config.table import from_values
 
 if TYPE_CHECKING:
@@ -155,8 +155,7 @@ def decode_command(options: argparse.Namespace, latents: Path, out: Path) -> str
 def run_decode(options: argparse.Namespace) -> int:
     from wan_core.checkpoint.save import load_latents
     from wan_core.execution.report import Report
-    from wan_core.media.mp4 import check_frame_sides
-    from wan_core.media.video_formats import write_video
+    from wan_core.media.mp4 import check_frame_sides, write_video
     from wan_core.pipeline.decode import decode_latents, images_shape
     from wan_core.pipeline.load import load_vae_only
     from wan_core.pipeline.pipeline import metadata
@@ -184,7 +183,7 @@ def run_decode(options: argparse.Namespace) -> int:
 
 def video_output(outputs: Outputs, path: Path, sounds: bool = False) -> Path:
     """Where the video that --out names is written. sounds: it has sound. Raises OptionError."""
-    from wan_core.media.video_formats import is_folder
+    from wan_core.media.mp4 import is_folder
 
     if path.name in ("", "..") or is_special(path):
         raise OptionError(f"--out {path} is no name for a video: give one that ends in .mp4, or has no ending")
@@ -210,7 +209,7 @@ class VideoWriting:
         self.fault: str | None = None
 
     def write(self, frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
-        from wan_core.media.video_formats import write_video
+        from wan_core.media.mp4 import write_video
         from wan_core.pipeline.pipeline import metadata
 
         counted = self.progress.frames(frames, settings["frames"])
@@ -222,7 +221,7 @@ class VideoWriting:
 
     def elsewhere(self, result: Any) -> Path:
         """Where it is instead. Raises OSError where it fits nowhere."""
-        from wan_core.media.video_formats import write_video
+        from wan_core.media.mp4 import write_video
         from wan_core.pipeline.pipeline import metadata
 
         settings = metadata(result.report.settings)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from wan_core.config.command import command, module
+from wan_core.config.printing import command, module
 
 # distribution -> (what it is for, how to install it); None: required
 LIBRARIES: dict[str, tuple[str, str | None]] = {

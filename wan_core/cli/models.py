@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from wan_core.config.checks import OptionError
-from wan_core.config.command import command, module
 from wan_core.config.model_files import (
     ModelFile,
     choices,
@@ -23,6 +22,7 @@ from wan_core.config.model_files import (
     model_files,
     tasks,
 )
+from wan_core.config.printing import command, module
 
 UNFINISHED = ".wancore-download"  # below the models folder, where ComfyUI looks for no models
 SPARE = 2**30  # bytes that stay free on the disk

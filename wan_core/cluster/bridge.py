@@ -22,8 +22,7 @@ from torch import Tensor
 
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.cluster.actors import NodeRanks
-from wan_core.cluster.answers import ask
-from wan_core.cluster.connect import Wanted, check_token, connect, import_ray, nodes
+from wan_core.cluster.connect import Wanted, ask, check_token, connect, import_ray, nodes
 from wan_core.cluster.files import media_of, models_there, with_paths, with_words
 from wan_core.cluster.places import Reserved, spread
 from wan_core.config import OptionError, UserError

@@ -1,4 +1,5 @@
-"""The connection to a Ray cluster: what must be there, who may connect, and which nodes have what."""
+"""The connection to a Ray cluster: what must be there, who may connect, which nodes have what, and what actors answer,
+with Ray's faults as ours."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.config import OptionError
+from wan_core.workers.launcher import WorkerError
 
 INSTALL = "pip install 'ray>=2.60'"
 WITHOUT_TOKEN = "WANCORE_RAY_WITHOUT_TOKEN"  # 1: clusters that authenticate nobody are allowed
@@ -147,3 +149,27 @@ def node_name(node: Mapping[str, Any]) -> str:
 def inventory(found: Sequence[Node], kind: str) -> str:
     """`gpu-7 (...): 8; gpu-8 (...): 8`."""
     return "; ".join(f"{node.name}: {node.has}" for node in found) or f"no node has a {kind}"
+
+
+def ask(answers: Any, who: str) -> Any:
+    """What actors of `who` answer. Raises WorkerError where a process or node is gone, OptionError where no actor can
+    run, and what an actor raised that is a fault of ours."""
+    ray = import_ray()
+    faults = ray.exceptions
+    try:
+        return ray.get(answers)
+    except faults.RayTaskError:
+        raise
+    except faults.RayError as fault:
+        never_ran = (faults.RuntimeEnvSetupError, faults.ActorUnschedulableError)
+        if isinstance(fault, never_ran) or getattr(fault, "actor_init_failed", False):
+            raise OptionError(f"{who} cannot run WanCore: {cause_of(fault)}") from fault
+        raise WorkerError(f"{who} is gone: {cause_of(fault)}") from fault
+
+
+def cause_of(fault: BaseException) -> str:
+    """The line of Ray's message that says why: the last of a traceback, else the one that begins so."""
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()] or [type(fault).__name__]
+    if any(line.startswith(("Traceback", "File ")) for line in lines):
+        return lines[-1]
+    return next((line for line in lines if line.startswith("The actor died because")), lines[0])

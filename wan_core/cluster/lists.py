@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.cluster.actors import VideoMaker
-from wan_core.cluster.answers import ask
-from wan_core.cluster.connect import Wanted, check_token, import_ray, inventory, nodes
+from wan_core.cluster.connect import Wanted, ask, check_token, import_ray, inventory, nodes
 from wan_core.cluster.files import media_of, models_there
 from wan_core.cluster.places import Reserved
 from wan_core.config import LoadOptions, OptionError

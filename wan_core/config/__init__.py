@@ -20,15 +20,16 @@ from wan_core.config.loading import (
     LoraOptions,
 )
 from wan_core.config.plan_numbers import LoraShares, MotionOptions, PlanNumbers, ScheduleNumbers
-from wan_core.config.prompts import PromptAt, check_prompts
 from wan_core.config.request import (
     GUIDANCE_MODES,
     RANDOM_SEED,
     ControlOptions,
     Keyframe,
     NagOptions,
+    PromptAt,
     Request,
     check_known,
+    check_prompts,
 )
 from wan_core.config.skipping import (
     EXACT,

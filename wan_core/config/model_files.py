@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wan_core.config.checks import OptionError, unknown
-from wan_core.config.command import PACKAGE, command
+from wan_core.config.printing import PACKAGE, command
 
 TABLE = PACKAGE / "assets" / "models.json"
 TRANSFORMERS, TEXT_ENCODERS = ("diffusion_models", "unet"), ("text_encoders", "clip")  # folders, new and old names

@@ -1,14 +1,19 @@
 """What is printed: texts of files may hold anything, also what moves a terminal's cursor, rewrites its lines or asks it
-for answers. Each such character is replaced, in every error, on the command line's output, and in log lines.
+for answers. Each such character is replaced, in every error, on the command line's output, and in log lines. Also the
+commands that messages advise, as a user can type them here.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
@@ -66,3 +71,32 @@ def plain_logs() -> None:
         return made
 
     logging.setLogRecordFactory(record)
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def command(*words: str) -> str:
+    """`wancore doctor` for the word `doctor`: what a user can type in this shell, in the current folder.
+
+    It is what this process was started by. Elsewhere, as in ComfyUI, it names this Python and the folder of the package
+    (`__main__.py`), which works in every folder and without an installation.
+    """
+    called = Path(sys.argv[0])
+    if called.stem.lower() == "wancore":
+        start = ["wancore" if shutil.which("wancore") else str(called)]
+    elif called == PACKAGE / "__main__.py":  # python -m wan_core
+        return module("wan_core", *words)
+    else:
+        start = [sys.executable, str(PACKAGE)]
+    return _joined([*start, *words])
+
+
+def module(name: str, *words: str) -> str:
+    """`python -m pip install x` for `pip`, `install`, `x`, with the Python that runs this."""
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    return _joined([python, "-m", name, *words])
+
+
+def _joined(words: list[str]) -> str:
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)

@@ -1,4 +1,4 @@
-"""Writing video with PyAV: H.264 in MP4.
+"""Writing video: H.264 in MP4 with PyAV, or a folder of PNG files where a name has no ending.
 
 Legend: F frames, H rows, W columns; colours are red, green, blue, full range.
 """
@@ -19,11 +19,13 @@ import numpy as np
 from av.container import OutputContainer
 from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
+from PIL import Image, PngImagePlugin
 
 from wan_core.config import OptionError, check_choice
+from wan_core.config.checks import meant_hint
 from wan_core.config.durable import SEAL
 from wan_core.config.limits import MAX_SIDE
-from wan_core.config.outputs import check_place, written_beside, written_sealed
+from wan_core.config.outputs import check_place, folder_beside, written_beside, written_sealed
 from wan_core.media.sound import Sound
 
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
@@ -203,3 +205,46 @@ def _to_yuv(array: NDArray[np.uint8], index: int, rate: Fraction) -> av.VideoFra
     )
     frame.pts, frame.time_base = index, 1 / rate
     return frame
+
+
+FRAME_NAME = "{:05}.png"  # from 1
+
+
+def write_video(
+    path: str | os.PathLike[str],
+    frames: Iterable[NDArray[np.uint8]],
+    *,
+    fps: float | Fraction,
+    sound: Sound | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the frames [H, W, 3], one at a time, in the format of the name; what was there before is replaced at the
+    end, after an error nothing. metadata: the settings of this video, which every format keeps: see `read_metadata`
+    (a folder has them in its first picture). Raises OptionError and OSError, as `write_mp4` does."""
+    path = Path(path)
+    if not is_folder(path, sound is not None):
+        return write_mp4(path, frames, fps=fps, sound=sound, metadata=metadata or {})
+    first, count = PngImagePlugin.PngInfo(), 0
+    first.add_text("comment", json.dumps({**(metadata or {}), "fps": str(checked_rate(fps))}))
+    with folder_beside(path) as temporary:
+        for count, frame in enumerate(frames, 1):
+            picture = Image.fromarray(checked_frame(np.asarray(frame), count - 1, None))
+            comment = first if count == 1 else None
+            picture.save(temporary / FRAME_NAME.format(count), pnginfo=comment, compress_level=4)
+        if not count:
+            raise OptionError(NO_FRAMES)
+    return path
+
+
+def is_folder(path: Path, sounds: bool = False) -> bool:
+    """Whether a video of this name is a folder of pictures. Raises OptionError for an ending that is not known, and for
+    a folder where the video has sound: before hours of work, not after."""
+    ending = path.suffix.lower()
+    if ending not in ("", ".mp4"):
+        raise OptionError(
+            f"cannot write {path.name!r}: give the file a name that ends in .mp4, or one without ending for a folder "
+            f"of PNG files{meant_hint(ending, ['.mp4'])}"
+        )
+    if sounds and not ending:
+        raise OptionError(f"cannot write the sound to {path.name!r}: give the video a name that ends in .mp4")
+    return not ending

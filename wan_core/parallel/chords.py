@@ -23,8 +23,7 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.parallel.mesh import RankMesh
 from wan_core.sampling.control import with_passes
-from wan_core.sampling.cutting import cut_plan
-from wan_core.sampling.plan import Plan
+from wan_core.sampling.plan import Plan, cut_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.solvers import History
 

@@ -24,9 +24,8 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.kept_steps import KeptSteps, Reached, reached_of_all
 from wan_core.pipeline.run import OnStep, Run
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Integrator, Owner, Progress, denoise
+from wan_core.sampling.denoise import BlockChecks, Integrator, Owner, Progress, denoise
 from wan_core.sampling.guided import Branching
-from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.solvers import History
 from wan_core.sampling.start import Leftover, Start, finished

@@ -6,11 +6,15 @@ decided before any are read. Where there is not enough of it, weights that are u
 mapped files: the system reads and drops their pages as it has room, and copies are slower. Blocks of a packed file that
 are kept are decoded, into host memory. The text encoder goes first, which a prompt needs once, then the low-noise
 expert, which the last steps need.
+
+Sizes that a CPU cannot hold are refused before anything of that size is made. `peak_bytes` says for all families what
+the inputs of a video take; its numbers per pixel are measured (`tests/nodes/host_peaks.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
@@ -31,16 +35,18 @@ from wan_core.execution.memory.residency import KEPT_FREE, Policy, Residency, Wa
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import GIB, Report
 from wan_core.models.audio.wav2vec2 import encoding_bytes
+from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig, PreparedForm
+from wan_core.models.wan.families.family import Family
 from wan_core.ops.attention.sparse.kernels import BLOCK
 from wan_core.ops.attention.sparse.slopes import HEADS
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import check_tensor
-from wan_core.pipeline.host_sizes import check_sampling
 from wan_core.pipeline.loras import Wanted, check_packed, lora_bytes
 from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.settings import ModelSettings, PartToLoad
 from wan_core.sampling.cache.residual import residual_bytes
+from wan_core.sampling.conditioning import latent_shape
 from wan_core.sampling.plan import Plan
 
 STAY_IN_FILES = ("text_encoder", "low", "high")  # in this order
@@ -308,3 +314,79 @@ def slope_factor(heads: int, head_dim: int, sparse: SparseOptions | None) -> flo
     if sparse is None or not sparse.slope:
         return 0.0
     return head_dim / BLOCK + min(1.0, HEADS / heads) * (4 + head_dim / BLOCK)
+
+
+def peak_bytes(
+    family: Family,
+    config: VAEConfig,
+    width: int,
+    height: int,
+    frames: int,
+    *,
+    batch: int = 1,
+    given: Collection[str] = (),
+) -> int:
+    """Bytes of everything that exists at once: latents of `batch` videos with the copy that is repeated, and what the
+    family makes of the fields `given`. config: of the VAE. Raises OptionError for a size that cannot be made."""
+    latents = 4 * math.prod(latent_shape(config, width, height, frames)) * (1 + batch)
+    return latents + family.picture_bytes(width, height, frames, given)
+
+
+def check_peak(
+    family: Family,
+    config: VAEConfig,
+    size: tuple[int, int, int],
+    room: int,
+    *,
+    batch: int = 1,
+    given: Collection[str] = (),
+) -> None:
+    """Raise OptionError where `peak_bytes` of size (width, height, frames) is more than the `room` that is available,
+    with how many frames would fit."""
+    width, height, frames = size
+
+    def peak(frames: int, batch: int = batch) -> int:
+        return peak_bytes(family, config, width, height, frames, batch=batch, given=given)
+
+    if peak(frames) <= room:
+        return
+    fitting = largest(lambda count: peak(4 * count + 1) <= room, (frames - 1) // 4)
+    several = f" of {batch} videos" if batch > 1 else ""
+    advice = f"at this size at most {4 * fitting + 1} frames fit" if fitting else "choose a smaller size"
+    if not fitting and peak(frames, 1) <= room:
+        advice = "make fewer videos at once"
+    raise OptionError(
+        f"the inputs{several} of {width}x{height} and {frames} frames take {peak(frames) / GIB:.3g} GiB of host memory "
+        f"at once, and {room / GIB:.3g} GiB are available: {advice}"
+    )
+
+
+def check_pictures(shape: tuple[int, ...], room: int) -> None:
+    """Raise OptionError where decoded frames [F, H, W, 3] in float32 are more than the `room` that is available."""
+    needed = 4 * math.prod(shape)
+    if needed > room:
+        frames, height, width = shape[:3]
+        raise OptionError(
+            f"{frames} frames of {width}x{height} take {needed / GIB:.3g} GiB of host memory as IMAGE, and "
+            f"{room / GIB:.3g} GiB are available: use WanCore Decode to Video, which writes them while they are made, "
+            "or make a smaller or shorter video"
+        )
+
+
+def check_sampling(shape: tuple[int, ...], needed: int, room: int) -> None:
+    """Raise OptionError where sampling latents [B, C, T, Y, X] on a CPU takes more than the `room` that is available.
+    needed: bytes of everything but weights."""
+    if needed > room:
+        raise OptionError(
+            f"sampling latents of {' x '.join(map(str, shape))} on a CPU takes {needed / GIB:.3g} GiB of host memory "
+            f"in addition to the weights, and {room / GIB:.3g} GiB are available: make a smaller or shorter video"
+        )
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 0 to `most` that fits, where all smaller ones fit too; 0 if none does."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -23,9 +23,8 @@ from wan_core.pipeline.check import Job, never_seen, size_notes
 from wan_core.pipeline.load import Models
 from wan_core.pipeline.memory_planning import check_fits
 from wan_core.pipeline.model_parts import Parts
-from wan_core.sampling.denoise import Progress
+from wan_core.sampling.denoise import BlockChecks, Progress
 from wan_core.sampling.guided import choose_batched
-from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.steps import Expert, LoraShare

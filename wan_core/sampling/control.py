@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from wan_core.config import ControlOptions, NagOptions, OptionError
 from wan_core.models.wan.families import family_of
-from wan_core.sampling.cutting import without_lost_sources
-from wan_core.sampling.plan import Plan
+from wan_core.sampling.plan import Plan, without_lost_sources
 from wan_core.sampling.steps import Step, averaged
 from wan_core.sampling.texts import TextRange, ranges_of
 

@@ -7,7 +7,7 @@ precision. Source: Wan2.2/wan/utils/fm_solvers_unipc.py and fm_solvers.py.
 
 A run asks for a part of a schedule by a `Window`: video-to-video by strength, and runs that begin or end in the middle
 of the steps. Decisions about skipped forwards need the whole schedule, so a plan is made whole with its window, and
-`wan_core.sampling.cutting.cut_plan` is applied last. A solver step is one or two forwards (Heun). A graph of ComfyUI
+`wan_core.sampling.plan.cut_plan` is applied last. A solver step is one or two forwards (Heun). A graph of ComfyUI
 with two experts runs two samplers, each with a part of the sigmas; `find_part` finds their place in the whole schedule.
 """
 

@@ -31,7 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.parallel.mesh import Mesh
-from wan_core.sampling.pace import BlockChecks
+from wan_core.sampling.denoise import BlockChecks
 from wan_core.sampling.plan import Plan
 from wan_core.workers.control import Channel, ChannelError, connect, unpack_tensors
 from wan_core.workers.faults import EXIT_FAILED, EXIT_ORPHANED, Interrupted, describe_fault, place, write_error_file

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan_core.execution.memory.file_reader import Stretch, read_stretch
-from wan_core.execution.memory.mapped_files import MappedFiles, changed_pages
+from wan_core.execution.memory.file_reader import MappedFiles, Stretch, changed_pages, read_stretch
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import is_attached

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.models.wan.config import DiTConfig, PreparedForm
-from wan_core.models.wan.layers import Block, Head, timestep_embedding
+from wan_core.models.wan.layers import Block, Head, rope_table, timestep_embedding
 from wan_core.models.wan.prepared_text import PreparedText
-from wan_core.models.wan.rope import rope_table
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, ForwardInfo, RunnerChain
 from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.quant.linear import Linear

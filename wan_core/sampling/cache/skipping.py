@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from wan_core.config import EXACT, OptionError, SkipOptions, TaylorSeerOptions
-from wan_core.config.command import command
 from wan_core.config.file_names import file_says
+from wan_core.config.printing import command
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import check_sparse
 from wan_core.sampling.cache.magcache import PRESETS, Curve, find_curve, skip_magcache
 from wan_core.sampling.cache.policies import skip_taylorseer
 from wan_core.sampling.cache.speed import MIN_STEPS, PRECISION, at_speed
 from wan_core.sampling.control import with_passes
-from wan_core.sampling.cutting import cut_plan
-from wan_core.sampling.plan import Plan
+from wan_core.sampling.plan import Plan, cut_plan
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
 
 # Solvers whose forwards do not follow one another as a cache expects, and why.

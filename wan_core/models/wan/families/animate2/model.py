@@ -29,9 +29,9 @@ from wan_core.models.wan.families.animate2.attention import (
     finite_scale,
 )
 from wan_core.models.wan.families.wan.model import ImageWanModel
+from wan_core.models.wan.layers import rope_table
 from wan_core.models.wan.model import check_grid
 from wan_core.models.wan.prepared_text import PreparedText, own_inputs
-from wan_core.models.wan.rope import rope_table
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, Place
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.sdpa import SDPA

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from wan_core.models.wan.families.frames import CausalConv, activated, attend_to_frames
 from wan_core.models.wan.families.s2v import AUDIO_FRAMES, MOTION_FRAMES, S2VConfig
-from wan_core.models.wan.layers import CrossAttention
+from wan_core.models.wan.layers import THETA, CrossAttention
 from wan_core.models.wan.model import patch_product
-from wan_core.models.wan.rope import THETA
 from wan_core.ops.kernels import fused
 
 LEAD = 73  # audio frames in front of a clip: copies of its first, as many as motion frames
