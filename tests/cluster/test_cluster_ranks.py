@@ -32,8 +32,8 @@ def test_the_result_of_one_rank(mesh: str, cpus: int, nodes: Nodes, tmp_path: Pa
     gpus = ",".join(["cpu"] * 2 * cpus)
     with cluster_workers(nodes.address, gpus, mesh=mesh) as workers:
         kept_files: list[Path] = []
-        watch = Watch(kept=kept_files.append)
-        result = WorkerEngine(workers).generate(TINY, Request(**SMALL), watch, keep_latents=tmp_path / "x.safetensors")
+        watch = Watch(kept=kept_files.append, keep_latents=tmp_path / "x.safetensors")
+        result = WorkerEngine(workers).generate(TINY, Request(**SMALL), watch)
     assert (result.latents - alone.latents).abs().max() <= 1e-5 * alone.latents.abs().max()
     assert result.report.settings["mesh"] == mesh
     assert kept_files == [tmp_path / "x.safetensors"] and kept_files[0].stat().st_size > 0

@@ -14,6 +14,7 @@ from PIL import Image
 
 from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs
+from wan_core.media.mp4 import FRAME_NAME, is_folder, write_video
 from wan_core.media.video import read_metadata, read_video
 
 FIRST = FRAME_NAME.format(1)

@@ -284,7 +284,7 @@ def stop_after(pipe: Pipeline, asked: Request, clips: int, clips_folder: Path) -
             raise Stopped
 
     with pytest.raises(Stopped):
-        pipe.generate(asked, Watch(step=on_step), keep_clips=clips_folder)
+        pipe.generate(asked, Watch(step=on_step, keep_clips=clips_folder))
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ def test_an_interrupted_run_goes_on_after_its_last_clip(
     assert len(list(clips_folder.iterdir())) == 2
     ran = []
     pipe = loaded(folder, family)
-    again = pipe.generate(asked, Watch(step=lambda progress, _: ran.append(progress.clip)), keep_clips=clips_folder)
+    again = pipe.generate(asked, Watch(step=lambda progress, _: ran.append(progress.clip), keep_clips=clips_folder))
     assert set(ran) == {(3, 3)}
     assert np.array_equal(again.frames, whole.frames) and torch.equal(again.latents, whole.latents)
     assert sum("was finished by an earlier run" in note for note in again.report.notes) == 2
@@ -328,7 +328,7 @@ def test_damaged_clips_are_made_again_and_foreign_ones_left_alone(
     mine = clips_folder / "mine.txt"
     mine.write_text("x")
     before = {path: path.read_bytes() for path in (*first, second, third, mine)}
-    video = pipe.generate(asked, keep_clips=clips_folder)
+    video = pipe.generate(asked, Watch(keep_clips=clips_folder))
     assert np.array_equal(video.frames, whole.frames)
     remove_kept(video.kept_clips)
     notes = "\n".join(video.report.notes)

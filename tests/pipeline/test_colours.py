@@ -75,11 +75,11 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_clips_after_the_first_are_matched(pipe: Pipeline, picture: str, svi: bool | None, tmp_path: Path) -> None:
     size = {"width": 48, "height": 32, "frames": 29, "clip_frames": 17, "overlap": 5, "steps": 2}
     asked = [Request(prompt="x", image=picture, svi=svi, match_colours=one, **size) for one in (None, 0.0, 1.0)]  # type: ignore[arg-type]
-    usual, off, full = (pipe.generate(one, keep_clips=tmp_path / f"{place}") for place, one in enumerate(asked))
+    usual, off, full = (pipe.generate(one, Watch(keep_clips=tmp_path / f"{place}")) for place, one in enumerate(asked))
     assert np.array_equal(usual.frames, off.frames)
     assert np.array_equal(full.frames[:17], usual.frames[:17]) and not np.array_equal(full.frames, usual.frames)
     assert len(full.report.clips) == 2 and any(note.startswith("colours: ") for note in full.report.notes)
-    again = pipe.generate(asked[2], keep_clips=tmp_path / "2")
+    again = pipe.generate(asked[2], Watch(keep_clips=tmp_path / "2"))
     assert np.array_equal(again.frames, full.frames)
     assert len({run_key(pipe.prepare(one)) for one in asked}) == 3
     wanted, *means = (

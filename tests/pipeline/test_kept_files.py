@@ -28,6 +28,7 @@ from wan_core.media.video import read_video
 from wan_core.models.wan.families.clips import Clip
 from wan_core.pipeline.clips import KeptClips, remove_kept
 from wan_core.pipeline.pipeline import Pipeline, Result
+from wan_core.pipeline.run import Watch
 from wan_core.sampling.cache.magcache import CURVE_FILES, find_curve
 from wan_core.workers.video_list import KEY, ListedVideo
 
@@ -255,7 +256,7 @@ def left(pipe: Pipeline, picture: str, tmp_path_factory: pytest.TempPathFactory)
     """What an interrupted run leaves, and another one's."""
     folders = [tmp_path_factory.mktemp("left") / "x.clips" for _ in range(2)]
     for folder, seed in zip(folders, (3, 4), strict=True):
-        pipe.generate(request(picture, seed=seed), keep_clips=folder)
+        pipe.generate(request(picture, seed=seed), Watch(keep_clips=folder))
     return folders[0], folders[1]
 
 
@@ -273,7 +274,7 @@ def test_a_run_goes_on_from_what_is_whole(
         other = tmp_path / "nan.latents.safetensors"
         save_latents(other, latents.where(latents > 0, torch.nan), fps, settings)
     damage(first, way, other)
-    again = pipe.generate(request(picture), keep_clips=folder)
+    again = pipe.generate(request(picture), Watch(keep_clips=folder))
     assert np.array_equal(again.frames, uninterrupted.frames) and torch.equal(again.latents, uninterrupted.latents)
     assert "clip 2 was finished by an earlier run" in again.report.notes
     [said] = [warning for warning in again.report.warnings if warning.startswith("clip 1")]

@@ -53,9 +53,9 @@ def test_a_run_that_was_lost_goes_on(pipe: Pipeline, tmp_path: Path, more: dict[
     request = Request(**SIZE, **more)
     whole = pipe.generate(request)
     with pytest.raises(ConnectionError):
-        pipe.generate(request, lost_at(lost), keep_clips=tmp_path)
+        pipe.generate(request, replace(lost_at(lost), keep_clips=tmp_path))
     steps: list[int] = []
-    again = pipe.generate(request, Watch(step=lambda done, _: steps.append(done.step.index)), keep_clips=tmp_path)
+    again = pipe.generate(request, Watch(step=lambda done, _: steps.append(done.step.index), keep_clips=tmp_path))
     assert torch.equal(again.latents, whole.latents)
     begin, changes = steps[0], {phase[0].index for phase in whole.plan.phases}
     assert 0 < begin <= lost and steps == list(range(begin, len(whole.plan.steps)))
@@ -66,16 +66,16 @@ def test_a_run_that_was_lost_goes_on(pipe: Pipeline, tmp_path: Path, more: dict[
 @pytest.mark.parametrize("change", [{"seed": 4}, {"shift": 4.0}, {"prompt": "a blue square"}, {"guidance_high": 2.0}])
 def test_another_run_does_not_use_it(pipe: Pipeline, tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(ConnectionError):
-        pipe.generate(Request(**SIZE), lost_at(4), keep_clips=tmp_path)
+        pipe.generate(Request(**SIZE), replace(lost_at(4), keep_clips=tmp_path))
     request = Request(**{**SIZE, **change})
-    assert torch.equal(pipe.generate(request, keep_clips=tmp_path).latents, pipe.generate(request).latents)
+    assert torch.equal(pipe.generate(request, Watch(keep_clips=tmp_path)).latents, pipe.generate(request).latents)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "folder", "step", "shape"])
 def test_a_damaged_file_counts_for_nothing(pipe: Pipeline, tmp_path: Path, damage: str) -> None:
     request = Request(**SIZE)
     with pytest.raises(ConnectionError):
-        pipe.generate(request, lost_at(4), keep_clips=tmp_path)
+        pipe.generate(request, replace(lost_at(4), keep_clips=tmp_path))
     [path] = tmp_path.iterdir()
     content = bytearray(path.read_bytes())
     if damage == "folder":
@@ -89,7 +89,7 @@ def test_a_damaged_file_counts_for_nothing(pipe: Pipeline, tmp_path: Path, damag
     else:
         content[-9] ^= 255
         path.write_bytes({"cut": content[:-9], "changed": content, "empty": b""}[damage])
-    again = pipe.generate(request, keep_clips=tmp_path)
+    again = pipe.generate(request, Watch(keep_clips=tmp_path))
     assert torch.equal(again.latents, pipe.generate(request).latents)
     assert not any("an earlier run made" in note for note in again.report.notes)
 

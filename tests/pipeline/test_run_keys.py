@@ -143,7 +143,7 @@ def interrupted(options: LoadOptions, asked: Request, clips: Path) -> None:
             raise Stopped
 
     with pytest.raises(Stopped):
-        Pipeline.load(options).generate(asked, Watch(step=on_step), keep_clips=clips)
+        Pipeline.load(options).generate(asked, Watch(step=on_step, keep_clips=clips))
 
 
 def goes_on(options: LoadOptions, asked: Request, clips: Path) -> bool:
@@ -186,6 +186,6 @@ def test_a_lora_in_another_way_makes_its_clips_anew(folder: Path, tmp_path: Path
     asked = request(folder)
     whole = Pipeline.load(attached).generate(asked)
     interrupted(merged, asked, tmp_path / "x.clips")
-    again = Pipeline.load(attached).generate(asked, keep_clips=tmp_path / "x.clips")
+    again = Pipeline.load(attached).generate(asked, Watch(keep_clips=tmp_path / "x.clips"))
     assert torch.equal(again.latents, whole.latents)
     assert not any("was finished by an earlier run" in note for note in again.report.notes)

@@ -271,13 +271,13 @@ def test_an_interrupted_run_goes_on_after_its_last_clip(folder: Path, tmp_path: 
     assert len(list(clips_folder.iterdir())) == 1
     ran = []
     again = loaded(folder).generate(
-        asked, Watch(step=lambda progress, _: ran.append(progress.clip)), keep_clips=clips_folder
+        asked, Watch(step=lambda progress, _: ran.append(progress.clip), keep_clips=clips_folder)
     )
     assert set(ran) == {(2, 2)} and np.array_equal(again.frames, two_clips)
     write_wav(folder / "other.wav", loop.FRAMES / 16, rate=8000)
     other, pipe = request(folder, audio=str(folder / "other.wav"), frames=20, steps=1), loaded(folder)
     with pytest.raises(Stopped):  # the sound is another: nothing of it is kept
-        pipe.generate(other, Watch(step=lambda progress, _: stop(progress)), keep_clips=clips_folder)
+        pipe.generate(other, Watch(step=lambda progress, _: stop(progress), keep_clips=clips_folder))
 
 
 def stop(progress: object) -> None:

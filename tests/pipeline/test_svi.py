@@ -30,6 +30,7 @@ from wan_core.models.wan.families.wan.inputs import handed_of, join_image, svi_c
 from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.encode import encode_text
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.run import Watch
 from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan
 from wan_core.sampling.conditioning import Conditioning
 
@@ -150,10 +151,10 @@ def test_clips_equal_the_reference_loop(
 
 def test_finished_clips_are_not_made_again(pipe: Pipeline, pictures: list[str], tmp_path: Path) -> None:
     asked = request(pictures, frames=29)
-    first = pipe.generate(asked, keep_clips=tmp_path)
+    first = pipe.generate(asked, Watch(keep_clips=tmp_path))
     assert len(first.kept_clips) == 2
     first.kept_clips[1].unlink()
-    again = pipe.generate(asked, keep_clips=tmp_path)
+    again = pipe.generate(asked, Watch(keep_clips=tmp_path))
     assert np.array_equal(again.frames, first.frames) and torch.equal(again.latents, first.latents)
     assert "clip 1 was finished by an earlier run" in again.report.notes
     keys = {run_key(pipe.prepare(one)) for one in (asked, replace(asked, svi=None, overlap=5), asked)}

@@ -28,7 +28,7 @@ TIMEOUTS: dict[str, Any] = {"start_timeout": 120.0, "step_timeout": 120.0, "hear
 def run(workers: Workers, **changed: Any) -> Result:
     keep = changed.pop("keep_latents", None)
     on_step: Callable[..., None] | None = changed.pop("on_step", None)
-    return WorkerEngine(workers).generate(TINY, Request(**{**SMALL, **changed}), Watch(step=on_step), keep_latents=keep)
+    return WorkerEngine(workers).generate(TINY, Request(**{**SMALL, **changed}), Watch(step=on_step, keep_latents=keep))
 
 
 def ranks(workers: Workers) -> list[int]:

@@ -31,9 +31,8 @@ from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.control import with_nag
-from wan_core.sampling.plan import cut_plan
 from wan_core.sampling.denoise import Ready
-from wan_core.sampling.plan import Plan
+from wan_core.sampling.plan import Plan, cut_plan
 from wan_core.sampling.schedules import Window
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.client import WorkerEngine, on_steps

@@ -46,10 +46,12 @@ def test_workers_make_the_clips_of_one_process(tmp_path: Path, monkeypatch: pyte
     with forking(1), Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2")) as workers:
         engine, kept = WorkerEngine(workers), tmp_path / "x.latents.safetensors"
         with pytest.raises(OptionError, match="--save-latents given"):
-            engine.generate(loaded, replace(asked, svi=None), must_keep=True)
-        together = engine.generate(loaded, asked, keep_latents=kept, must_keep=True, keep_clips=tmp_path / "x.clips")
+            engine.generate(loaded, replace(asked, svi=None), Watch(must_keep=True))
+        together = engine.generate(
+            loaded, asked, Watch(keep_latents=kept, must_keep=True, keep_clips=tmp_path / "x.clips")
+        )
         with pytest.raises(OptionError, match="--save-latents given"):  # said by the ranks
-            engine.generate(loaded, replace(asked, svi=None), must_keep=True)
+            engine.generate(loaded, replace(asked, svi=None), Watch(must_keep=True))
     assert torch.equal(load_latents(kept)[0], together.latents) and len(together.kept_clips) == 2
     assert (together.latents - alone.latents).abs().max() <= 1e-4 * alone.latents.abs().max()
     assert np.abs(together.frames.astype(int) - alone.frames).max() <= 2
@@ -71,11 +73,11 @@ def test_ranks_go_on_where_a_lost_run_was(tmp_path: Path, monkeypatch: pytest.Mo
                 os.kill(max(below(workers._processes.process.pid)), signal.SIGKILL)
 
         with pytest.raises(WorkerError):
-            engine.generate(loaded, asked, Watch(step=lost), keep_clips=folder)
+            engine.generate(loaded, asked, Watch(step=lost, keep_clips=folder))
         [kept] = folder.iterdir()
         steps: list[int] = []
         watch = Watch(step=lambda progress, _: steps.append(progress.step.index))
-        again = engine.generate(loaded, asked, watch, keep_clips=folder)
+        again = engine.generate(loaded, asked, replace(watch, keep_clips=folder))
     assert torch.equal(again.latents, whole.latents) and again.kept_clips == (kept,)
     assert 4 <= steps[0] <= 7 and steps == list(range(steps[0], 8))
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,15 +84,14 @@ def generate_files(
     writing = VideoWriting(files.video, progress, request.audio)
     try:
         with closing(engine_of(options)) as engine:
-            result = engine.generate(
-                load_options,
-                request,
+            watch = replace(
                 watching(progress, kept.append),
                 keep_latents=files.latents,
                 must_keep=options.save_latents is not None,
                 keep_clips=files.clips,
                 write=writing.write,
             )
+            result = engine.generate(load_options, request, watch)
         video = files.video if writing.fault is None else writing.elsewhere(result)
     except BaseException:
         progress.end()

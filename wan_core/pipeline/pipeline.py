@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,12 +45,6 @@ from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Expert
 
 log = logging.getLogger(__name__)
-
-
-class WriteVideo(Protocol):
-    """Writes frames uint8 [H, W, 3] of a video that is made by these settings."""
-
-    def __call__(self, frames: Iterator[np.ndarray], /, *, fps: int, settings: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -113,37 +107,23 @@ class Pipeline:
         return pipe
 
     @torch.no_grad()
-    def generate(
-        self,
-        request: Request,
-        watch: Watch = SILENT,
-        *,
-        keep_latents: Path | None = None,
-        keep_clips: Path | None = None,
-        write: WriteVideo | None = None,
-    ) -> Result:
-        """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there; if
-        that fails, a warning and a note of the report say so, and they are decoded all the same.
-
-        write: is given the frames while later ones are decoded, in a thread of its own. keep_clips: a folder for the
-        latents of finished steps and clips; a later run of the same video goes on from them. `keep_latents`
-        and `watch.latents` are for latents of one video (`Job.one_video`).
-        """
+    def generate(self, request: Request, watch: Watch = SILENT) -> Result:
+        """Make one video. Raises what the callbacks of `watch` raise."""
         run = self.prepare(request)
-        job, report, watch = run.job, run.report, saving(run, watch, keep_latents)
-        write_frames = None if write is None else partial(write, fps=job.fps, settings=report.settings)
+        job, report, watch = run.job, run.report, saving(run, watch)
+        write_frames = None if watch.write is None else partial(watch.write, fps=job.fps, settings=report.settings)
         watch.planned(job.plan)
         if not job.alone:
-            return generate_clips(run, watch, write_frames, keep_clips)
+            return generate_clips(run, watch, write_frames)
         watch.phase("text")
         conditioning, start = self.encode(run), encode_start(run)
         if self.models.compiles:
             watch.phase(COMPILING)
         watch.phase("denoise")
-        steps = kept_steps(run, keep_clips)
+        steps = kept_steps(run, watch.keep_clips)
         latents = sample(run, conditioning, watch.step, watch.checks, start, kept=steps)
         watch.latents(latents)
-        if steps is not None and keep_latents is not None and keep_latents.is_file():
+        if steps is not None and watch.keep_latents is not None and watch.keep_latents.is_file():
             remove_kept([steps.path])
         watch.phase("decode")
         frames = decode_latents(run.vae(), latents, report, write_frames)
@@ -192,17 +172,18 @@ class Pipeline:
         note_compiled()
 
 
-def generate_clips(run: Run, watch: Watch, write: WriteFrames | None, keep: Path | None) -> Result:
+def generate_clips(run: Run, watch: Watch, write: WriteFrames | None) -> Result:
     """Generate a long video clip by clip. The latents of the result are those of all clips in order."""
-    clips = ClipRun(run, keep)
+    clips = ClipRun(run, watch.keep_clips)
     latents = clips.make(watch, write)
     kept = () if clips.kept is None else tuple(clips.kept.own)
     return Result(clips.frames, latents, run.job.fps, run.job.plan, run.report, kept)
 
 
-def saving(run: Run, watch: Watch, path: Path | None) -> Watch:
-    """`watch`, whose `latents` also writes finished latents to `path`, and `kept` is told; a warning says where that is
-    not possible."""
+def saving(run: Run, watch: Watch) -> Watch:
+    """`watch`, whose `latents` also writes finished latents to `keep_latents`, and `kept` is told; a warning says where
+    that is not possible."""
+    path = watch.keep_latents
 
     def save(latents: Tensor) -> None:
         assert path is not None
@@ -228,19 +209,8 @@ class Engine(Protocol):
 
     It loads what it needs, keeps it while it fits the next request, and has everything end with `close`."""
 
-    def generate(
-        self,
-        options: LoadOptions,
-        request: Request,
-        watch: Watch = SILENT,
-        *,
-        keep_latents: Path | None = None,
-        must_keep: bool = False,
-        keep_clips: Path | None = None,
-        write: WriteVideo | None = None,
-    ) -> Result:
-        """Load the models and generate a video, see `Pipeline.load` and `Pipeline.generate`. must_keep: refuse, before
-        weights are read, a video whose latents cannot be kept."""
+    def generate(self, options: LoadOptions, request: Request, watch: Watch = SILENT) -> Result:
+        """Load the models and generate a video, see `Pipeline.load` and `Pipeline.generate`."""
         ...
 
     def close(self) -> None: ...
@@ -259,21 +229,10 @@ class LocalEngine:
             watch.loaded()
         return self.loaded[1]
 
-    def generate(
-        self,
-        options: LoadOptions,
-        request: Request,
-        watch: Watch = SILENT,
-        *,
-        keep_latents: Path | None = None,
-        must_keep: bool = False,
-        keep_clips: Path | None = None,
-        write: WriteVideo | None = None,
-    ) -> Result:
-        if must_keep:
+    def generate(self, options: LoadOptions, request: Request, watch: Watch = SILENT) -> Result:
+        if watch.must_keep:
             check_request(options, request, choose_device(options.device)).check_saved()
-        pipe = self.load(options, request, watch)
-        return pipe.generate(request, watch, keep_latents=keep_latents, keep_clips=keep_clips, write=write)
+        return self.load(options, request, watch).generate(request, watch)
 
     def close(self) -> None:
         self.loaded = None

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from wan_core.config.host_memory import available_bytes
@@ -42,13 +43,26 @@ def nothing(*_: Any) -> None:
     pass
 
 
+class WriteVideo(Protocol):
+    """Writes frames uint8 [H, W, 3] of a video that is made by these settings."""
+
+    def __call__(self, frames: Iterator[np.ndarray], /, *, fps: int, settings: Mapping[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Callbacks of a run, called from any thread of this process. `step` and `checks` may raise to interrupt.
+    """Callbacks of a run, called from any thread of this process, and what it keeps. `step` and `checks` may raise to
+    interrupt.
 
     found: the models that will be loaded, and what will be made. read: so many bytes more were read. loaded: the models
     are there. planned: what will run, after every check. phase: the name of a phase that begins. latents: the finished
-    ones, before they are decoded. kept: where they were written. checks: called between blocks.
+    ones, before they are decoded. kept: where they were written. checks: called between blocks. write: is given the
+    frames while later ones are decoded, in a thread of its own.
+
+    keep_latents: finished latents are written there before they are decoded, and stay; if that fails, a warning and a
+    note of the report say so, and they are decoded all the same. must_keep: refuse, before weights are read, a video
+    whose latents cannot be kept. keep_clips: a folder for the latents of finished steps and clips; a later run of the
+    same video goes on from them. `keep_latents` and `latents` are for latents of one video (`Job.one_video`).
     """
 
     found: Callable[[Parts, Plan | None], None] = nothing
@@ -60,6 +74,10 @@ class Watch:
     latents: Callable[[Tensor], None] = nothing
     kept: Callable[[Path], None] = nothing
     checks: BlockChecks | None = None
+    write: WriteVideo | None = None
+    keep_latents: Path | None = None
+    must_keep: bool = False
+    keep_clips: Path | None = None
 
 
 SILENT = Watch()

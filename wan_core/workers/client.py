@@ -26,8 +26,8 @@ from wan_core.media.feed import Feed
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.decode import WriteFrames, use_all
 from wan_core.pipeline.kept_steps import ENDING
-from wan_core.pipeline.pipeline import Result, WriteVideo
-from wan_core.pipeline.run import SILENT, OnStep, Watch
+from wan_core.pipeline.pipeline import Result
+from wan_core.pipeline.run import SILENT, OnStep, Watch, WriteVideo
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.start import Leftover
@@ -84,22 +84,12 @@ class WorkerEngine:
         sent = pack(arguments, tensors, "sent")
         return sent | {"files": stamps(model_paths(sent["models"])), "mesh": self.workers.options.mesh}, tensors
 
-    def generate(
-        self,
-        options: LoadOptions,
-        request: Request,
-        watch: Watch = SILENT,
-        *,
-        keep_latents: Path | None = None,
-        must_keep: bool = False,
-        keep_clips: Path | None = None,
-        write: WriteVideo | None = None,
-    ) -> Result:
-        """Rank 0, on this host, writes the finished latents to `keep_latents`, those of clips into `keep_clips`. What
-        the ranks would refuse is refused before they start."""
+    def generate(self, options: LoadOptions, request: Request, watch: Watch = SILENT) -> Result:
+        """Rank 0, on this host, writes the latents that are kept. What the ranks would refuse is refused before they
+        start."""
         if self.workers.options.here and not self.workers.is_running:
             job = check_request(options, request, torch.device(self.workers.options.devices[0]))
-            if must_keep:
+            if watch.must_keep:
                 job.check_saved()
             assert job.models is not None
             watch.found(job.models, job.plan)
@@ -117,10 +107,10 @@ class WorkerEngine:
             "not kept": warn_not_kept,
             "step": on_steps(plans, watch.step),
         }
-        places = {"keep": keep_latents, "keep_clips": keep_clips}
+        places = {"keep": watch.keep_latents, "keep_clips": watch.keep_clips}
         places = {name: None if path is None else path.absolute() for name, path in places.items()}
-        with _arriving(write) as (of_frames, finish):
-            asked, events = {"request": request, "must_keep": must_keep, **places}, events | of_frames
+        with _arriving(watch.write) as (of_frames, finish):
+            asked, events = {"request": request, "must_keep": watch.must_keep, **places}, events | of_frames
             latents, fps, plan, kept = self.ask(Generated, "generate", options, report, events, **asked)
             with report.phase("write"):
                 frames = finish()

@@ -142,9 +142,9 @@ class Jobs:
                 step=step,
                 checks=between,
                 latents=lambda latents: self.keep(keep, latents, job.fps, pipe.report),
+                keep_clips=keep_clips,
+                write=self.send_video if self.rank.rank == 0 else None,
             ),
-            keep_clips=keep_clips,
-            write=self.send_video if self.rank.rank == 0 else None,
         )
         self.report = made.report
         return made.latents, made.fps, made.plan, made.kept_clips

@@ -27,6 +27,7 @@ from wan_core.media.mp4 import write_mp4
 from wan_core.media.sound import read_sound
 from wan_core.pipeline.check import ListCheck
 from wan_core.pipeline.pipeline import Engine, LocalEngine, metadata
+from wan_core.pipeline.run import Watch
 from wan_core.pipeline.settings import choose_device
 from wan_core.workers.client import WorkerEngine
 from wan_core.workers.launcher import WorkerError, Workers
@@ -70,7 +71,7 @@ def make_video(
         said = {**metadata(rename(settings)), KEY: video.key, SEAL: UNSEALED}
         write_mp4(video.out, frames, fps=fps, sound=sound, metadata=said)
 
-    report = engine.generate(loaded, video.request, write=write).report
+    report = engine.generate(loaded, video.request, Watch(write=write)).report
     report.settings = rename(report.settings)
     report.save(video.report)
 
