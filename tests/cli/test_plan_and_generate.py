@@ -38,7 +38,14 @@ CHOICES = (
     ("", "--magcache balanced", "--taylorseer 2/1/0.2", "--speed balanced"),
     ("", "--guidance 1", "--guidance 200", "--guidance-low 2"),
     ("", "--solver heun", "--solver lcm", "--solver euler"),
-    ("", "--nag 11", "--guidance 1 --nag 11", "--control-scale 0.5", "--control-start 0.999", "--control-end 0.4"),
+    (
+        "",
+        "--nag 11",
+        "--guidance 1 --nag 11",
+        "--control-strength 0.5",
+        "--control-strength 1/0.999/1",
+        "--control-strength 1/0/0.4",
+    ),
     ("", "--denoise 0.5", "--denoise 0.97"),
 )
 SINGLE = [option for row in CHOICES for option in row if option]

@@ -87,8 +87,6 @@ def test_nested_options_come_back_from_json() -> None:
     skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0.1), taylorseer=TaylorSeerOptions(interval=2))
     request = Request(prompt="", skip=skip, nag=NagOptions(), outpaint=(0, 8, 0, 8), control=ControlOptions(scale=0.5))
     assert unpack(Request, json.loads(json.dumps(asdict(request)))) == request
-    assert from_values(Request, {"prompt": "", "control_scale": 0.5}).control == ControlOptions(scale=0.5)
-    assert from_values(Request, {"prompt": "", "control_scale": None}).control is None
 
 
 @pytest.mark.parametrize("example", [one for one in EXAMPLES if type(one) in SHORT], ids=lambda one: type(one).__name__)
@@ -116,12 +114,11 @@ def test_words_of_short_forms_say_one_thing(example: Any, name: str) -> None:
             parse_words(kind, [word])
 
 
-@pytest.mark.parametrize("kind", [LoadOptions, Request, PlanNumbers, SkipArguments, ControlOptions])
+@pytest.mark.parametrize("kind", [LoadOptions, Request, PlanNumbers, SkipArguments])
 def test_the_command_line_has_each_option_that_has_a_help_text(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
     parser = build_parser().commands["generate"]
-    prefix = "control-" if kind is ControlOptions else ""
     for one in table(kind).values():
-        flag = f"--{prefix}{one.flag}".replace("_", "-")
+        flag = f"--{one.flag}".replace("_", "-")
         assert (flag in parser._option_string_actions) == (one.help is not None) or flag == "--prompt", flag
         if one.help is not None and one.choices:
             with pytest.raises(SystemExit):

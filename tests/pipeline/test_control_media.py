@@ -73,7 +73,7 @@ def run(folder: Path, name: str, out: Path, *arguments: str) -> int:
 SIZE = f"--size={WIDTH}x{HEIGHT}"
 RUNS = {
     "text alone": ("vace", [SIZE, "--frames=5"], 5),
-    "followed": ("vace", [SIZE, "--control-video=@video.mp4", "--control-scale=0.7"], 13),
+    "followed": ("vace", [SIZE, "--control-video=@video.mp4", "--control-strength=0.7"], 13),
     "inpainted": ("vace", [SIZE, "--control-video=@video.mp4", "--mask=@mask.png", "--reference=@picture.png"], 13),
     "outpainted": ("vace", [SIZE, "--control-video=@video.mp4", "--outpaint=8/0/8/16", "--frames=5"], 5),
     "first and last": ("vace", [SIZE, "--image=@picture.png", "--last-image=@picture.png", "--frames=5"], 5),
@@ -235,10 +235,10 @@ REFUSED = {
     "--camera=zoom-in": "does not take --camera",
     "--denoise=0.5": "takes no --denoise",
     "--control-video=@video.mp4 --outpaint=8/0/0/0 --image=@picture.png": "not as large as the padded video",
-    "--control-scale=-1": "control scale -1 given",
-    "--control-start=0.5 --control-end=0.5": "the end comes later",
-    "--control-start=0.9 --control-end=0.91": "none of the 2 steps",
-    "--steps=10 --control-end=0.5 --taylorseer=2/1/0.2": "leave out step caching",
+    "--control-strength=-1": "control scale -1 given",
+    "--control-strength=1/0.5/0.5": "the end comes later",
+    "--control-strength=1/0.9/0.91": "none of the 2 steps",
+    "--steps=10 --control-strength=1/0/0.5 --taylorseer=2/1/0.2": "leave out step caching",
 }
 
 
@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused_before_work(folder: Path, tmp_path: Path, 
     ("model", "arguments", "message"),
     [
         ("fun-control", "", "give --control-video"),
-        ("fun-control", "--control-video=@video.mp4 --control-scale=0.5", "takes no strength of a control"),
+        ("fun-control", "--control-video=@video.mp4 --control-strength=0.5", "takes no strength of a control"),
         ("fun-control", "--control-video=@video.mp4 --last-image=@picture.png", "takes no --last-image"),
         ("camera", "", "give --camera"),
         ("camera", "--camera=zoom", "Motions: static, pan-left"),

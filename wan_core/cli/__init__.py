@@ -44,7 +44,7 @@ from wan_core.cli.quality import (
     run_card,
     run_quality,
 )
-from wan_core.config import PRECISIONS, ControlOptions, LoadOptions, PlanNumbers, Request, UserError
+from wan_core.config import PRECISIONS, LoadOptions, PlanNumbers, Request, UserError
 from wan_core.config.printing import plain_output
 from wan_core.config.table import table
 from wan_core.models.wan.families import TASKS
@@ -218,8 +218,7 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_lora_options(parser)
     add_plan_options(parser)
     add_window_options(parser)
-    add_options(parser, Request, ["nag"])
-    add_options(parser.add_argument_group("control (VACE)"), ControlOptions, prefix="control_")
+    add_options(parser, Request, ["nag", "control"])
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     clips = "print the clips of a video of --frames, this many frames each"
     otherwise = (*table(PlanNumbers), "image", "control", "nag", "width", "height", "frames", "skip")

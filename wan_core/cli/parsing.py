@@ -144,23 +144,21 @@ def add_options(
     group: argparse._ActionsContainer,
     kind: type,
     names: Iterable[str] = (),
-    prefix: str = "",
     **changed: Any,
 ) -> None:
-    """The options of a dataclass that have a help text, or those of `names`. A field that is such a dataclass itself
-    gives `--FIELD-OPTION` for each of its options. changed: other arguments of argparse for an option."""
+    """The options of a dataclass that have a help text, or those of `names`. changed: other arguments of argparse for
+    an option."""
     for name in names or table(kind):
         one = table(kind)[name]
         if one.help is not None:
-            arguments = {**_arguments(one, None if prefix else one.default), **changed.get(name, {})}
-            arguments |= {"dest": name} if one.several else {}
-            group.add_argument(f"--{prefix}{one.flag}".replace("_", "-"), **arguments)
-        elif one.nested:
-            add_options(group, one.type, prefix=f"{name}_")
+            arguments = {**_arguments(one), **changed.get(name, {})}
+            arguments |= {"dest": name} if one.several or one.nested else {}
+            group.add_argument(f"--{one.flag}".replace("_", "-"), **arguments)
 
 
-def _arguments(one: Option, default: Any) -> dict[str, Any]:
+def _arguments(one: Option) -> dict[str, Any]:
     """What argparse needs for one option. Without a default it is None where it is not given."""
+    default = one.default
     made = {"help": one.help, "metavar": one.metavar, "choices": one.choices}
     if one.type is bool:
         made["action"] = argparse.BooleanOptionalAction if default is None else "store_true"

@@ -78,26 +78,14 @@ class ControlOptions:
         low=0,
         high=100,
         advice="1 is as trained, 0 has no effect",
-        help="how much the control counts (VACE; default 1, as trained)",
     )
-    start: float = option(
-        0.0,
-        name="control start",
-        low=0,
-        high=1,
-        advice="a share of the run",
-        help="from this share of the run on (default 0)",
-        metavar="SHARE",
-    )
-    end: float = option(
-        1.0,
-        name="control end",
-        low=0,
-        high=1,
-        advice="a share of the run",
-        help="up to this share of the run (default 1)",
-        metavar="SHARE",
-    )
+    start: float = option(0.0, name="control start", low=0, high=1, advice="a share of the run")
+    end: float = option(1.0, name="control end", low=0, high=1, advice="a share of the run")
+
+    @classmethod
+    def parse(cls, text: str) -> ControlOptions:
+        """`SCALE` or `SCALE/START/END`. Raises OptionError."""
+        return parse_slashes(cls, text, "control strength: scale, or scale/start/end such as 0.8/0/0.5", read=float)
 
     def __post_init__(self) -> None:
         check(self)
@@ -276,7 +264,12 @@ class Request(PlanNumbers):
         "or a file of poses, a line a frame as in RealEstate10K",
         metavar="MOTIONS|FILE",
     )
-    control: ControlOptions | None = None
+    control: ControlOptions | None = option(
+        None,
+        flag="control-strength",
+        help="how much the control counts, and from which share of the run to which (VACE; default 1/0/1, as trained)",
+        metavar="SCALE/START/END",
+    )
     reference: str | None = option(
         None,
         help="picture of who moves as in the driving videos (Animate) or speaks (S2V), or of what is to be seen "

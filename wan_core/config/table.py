@@ -133,17 +133,8 @@ def said(options: Any, otherwise: Container[str]) -> dict[str, Any]:
 
 
 def from_values(kind: type[T], values: Mapping[str, Any], **more: Any) -> T:
-    """A dataclass from those of `values` that are its fields, and `more`; a field that is a dataclass of options from
-    `FIELD_OPTION` of each. Raises OptionError."""
-    chosen: dict[str, Any] = {}
-    for name, one in table(kind).items():
-        if name in values:
-            chosen[name] = values[name]
-        elif one.nested:
-            inner = {key: values.get(f"{name}_{key}") for key in table(one.type)}
-            inner = {key: value for key, value in inner.items() if value is not None}
-            chosen |= {name: one.type(**inner)} if inner else {}
-    return kind(**chosen | more)
+    """A dataclass from those of `values` that are its fields, and `more`. Raises OptionError."""
+    return kind(**{name: values[name] for name in table(kind) if name in values} | more)
 
 
 # ---------------------------------------------------------------------------------------------------------- short forms

@@ -27,7 +27,7 @@ def with_control(plan: Plan, options: ControlOptions) -> Plan:
     `check_reuse`."""
     assert plan.task is not None
     if not family_of(plan.task).strength_key:
-        raise OptionError(f"{plan.name} takes no strength of a control: leave --control-scale, -start and -end out")
+        raise OptionError(f"{plan.name} takes no strength of a control: leave --control-strength out")
     if options == ControlOptions():
         return plan
     ranges = [TextRange(0.0, options.start), TextRange(options.start, options.end), TextRange(options.end, 1.0)]
