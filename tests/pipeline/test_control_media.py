@@ -235,8 +235,6 @@ REFUSED = {
     "--camera=zoom-in": "does not take --camera",
     "--denoise=0.5": "takes no --denoise",
     "--control-video=@video.mp4 --outpaint=8/0/0/0 --image=@picture.png": "not as large as the padded video",
-    "--control-strength=-1": "control scale -1 given",
-    "--control-strength=1/0.5/0.5": "the end comes later",
     "--control-strength=1/0.9/0.91": "none of the 2 steps",
     "--steps=10 --control-strength=1/0/0.5 --taylorseer=2/1/0.2": "leave out step caching",
 }
