@@ -22,7 +22,7 @@ from wan_core.config import (
     SparseOptions,
     TaylorSeerOptions,
 )
-from wan_core.config.table import Option, from_values, parse_slashes, parse_words, slashes, spelled, table
+from wan_core.config.table import Option, parse_slashes, parse_words, slashes, spelled, table
 from wan_core.sampling.cache.arguments import SkipArguments
 from wan_core.workers.wire import unpack
 

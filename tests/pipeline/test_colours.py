@@ -20,6 +20,7 @@ from wan_core.pipeline.colours import (
     unit,
 )
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.run import Watch
 
 
 def tinted(frames: np.ndarray, gain: float, offset: float) -> np.ndarray:
