@@ -128,6 +128,16 @@ def test_the_embedded_model_says_what_it_does_not_know_inside_a_subgraph_too(pag
     assert said(page, "two experts, 8 blocks")[0].startswith("t2v-tiny")
 
 
+def test_what_the_sampler_says_stands_on_the_box_of_a_template_too(page: Browser) -> None:
+    page.script(LOAD, page_form("toy_t2v_no_download"), "toy")
+    values = "return app.rootGraph.nodes.find((node) => node.subgraph).serialize().widgets_values.length"
+    before = page.script(values)
+    assert page.script(RUN) == "execution_success"
+    plan, done, advice = said(page, "done in")
+    assert plan.startswith("t2v-tiny: 20 steps") and done.startswith("done in") and advice.startswith("speed careful:")
+    assert page.script(values) == before
+
+
 def test_an_error_is_a_toast(page: Browser) -> None:
     page.script(LOAD, workflow(WanCoreEmptyLatent={3: "Wan 2.2 VAE (TI2V-5B)"}), "of another VAE")
     assert page.script(RUN) == "execution_error"

@@ -3,6 +3,7 @@ page looks into a node's id, its display name and its aliases (fuse.js), and sor
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def test_the_words_are_in_names_and_aliases() -> None:
 @pytest.mark.slow
 def test_the_page_finds_the_node_first(tmp_path: Path) -> None:
     find_comfyui(), find_browser()
-    for comfy in serving(make_base(tmp_path)):
+    front = os.environ.get("COMFYUI_FRONTEND")
+    for comfy in serving(make_base(tmp_path), arguments=["--front-end-root", front] if front else []):
         page = Browser(*find_browser())
         try:
             page.open(f"http://127.0.0.1:{comfy.port}")
