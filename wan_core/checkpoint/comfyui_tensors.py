@@ -7,7 +7,8 @@ object {"attention": NAME, ...}, or a list of objects of which ComfyUI takes the
 the weights, and this engine's attention has an option of its own: preferences are checked, shown and saved again.
 
 **Descriptions** say the format of quantised matrices: one tensor for each (`X.comfy_quant`, JSON as bytes), or one
-entry of the file's metadata for all (`_quantization_metadata`). An unknown format is refused.
+entry of the file's metadata for all (`_quantization_metadata`). An unknown format is refused. A description of INT8 or
+4-bit matrices has its parameters beside the format or under "params", see `kernels.integer_weights`.
 
 Source: github.com/Comfy-Org/ComfyUI, QUANTIZATION.md, "Diffusion attention preferences", and pull requests 16419,
 16831 and 16880.
@@ -22,10 +23,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from wan_core.checkpoint import integer_layers
-from wan_core.checkpoint.opened import Checkpoint, CheckpointError, listing
+from wan_core.checkpoint.opened import Checkpoint, CheckpointError, TensorInfo, listing
 from wan_core.config.limits import MAX_DESCRIPTION
+from wan_core.ops.kernels.formats import FP8
+from wan_core.ops.kernels.integer_weights import IntegerFormat, integer_format, is_rotation
 
 SUFFIX = ".comfy_attention.config"
 _EXPECTED = 'expected is JSON as {"attention": "comfy_kitchen_int8"}, or a list of such objects'
@@ -106,10 +109,19 @@ def preference_note(attention: Mapping[str, bytes]) -> str:
     return f"asks ComfyUI for the attention {listing(summary(attention), 3)}; here the option attention decides"
 
 
+ROTATION = 256  # columns, where a rotated matrix does not say
+GROUP = 16  # numbers that share a scale in asym_w4a8_int8, where it does not say
+_BYTE = (torch.int8, torch.uint8)
+INTEGER_PARTS = {
+    "int8_tensorwise": ("weight_scale",),
+    "convrot_w4a4": ("weight_scale",),
+    "asym_w4a8_int8": ("weight_s_rel", "weight_s_channel"),
+}
+OPTIONAL = {"asym_w4a8_int8": ("weight_codebook",)}
 METADATA_KEY = "_quantization_metadata"
 DESCRIPTION = "comfy_quant"
 SCALED = ("float8_e4m3fn", "float8_e5m2")  # `scaled` reads these
-PARTS = {"nvfp4": ("weight_scale", "weight_scale_2"), "mxfp8": ("weight_scale",), **integer_layers.PARTS}
+PARTS = {"nvfp4": ("weight_scale", "weight_scale_2"), "mxfp8": ("weight_scale",), **INTEGER_PARTS}
 """Packed format -> its parts beside `weight`."""
 KNOWN = (*SCALED, *PARTS)
 _COMFYUI = re.compile(r"(^|\.)comfy_")
@@ -171,3 +183,70 @@ def _parsed(text: str | bytes) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def described_format(entry: Mapping[str, object]) -> IntegerFormat:
+    """The format that a description gives. Raises ValueError: what is wrong with it."""
+    nested = entry.get("params")
+    parameters = {**(nested if isinstance(nested, Mapping) else {}), **entry}
+    name = str(entry.get("format"))
+    numbers = {"convrot_groupsize": ROTATION, "group_size": GROUP}
+    for key, default in numbers.items():
+        value = parameters.get(key, default)
+        if not isinstance(value, int) or not 0 < value <= 1 << 20:
+            raise ValueError(f"its {key} is {str(value)[:40]!r}, and a positive number is expected")
+        numbers[key] = value
+    rotation, group = numbers["convrot_groupsize"], numbers["group_size"]
+    if name == "int8_tensorwise" and not parameters.get("convrot", False):
+        rotation = 0
+    if rotation and not is_rotation(rotation):
+        raise ValueError(f"it is rotated in groups of {rotation} columns, and only powers of 4 are possible")
+    if name == "asym_w4a8_int8" and (group < 4 or (16 % group and group % 16)):
+        raise ValueError(f"groups of {group} numbers share a scale; 4, 8 and multiples of 16 are possible")
+    inputs = parameters.get("linear_dtype", "int4")
+    if name == "convrot_w4a4" and inputs not in ("int4", "int8"):
+        raise ValueError(f"its linear_dtype is {str(inputs)[:40]!r}; int4 and int8 are possible")
+    return IntegerFormat(
+        name,
+        rotation,
+        group if name == "asym_w4a8_int8" else 0,
+        int4=name == "convrot_w4a4" and inputs == "int4",
+        wide=bool(parameters.get("full_precision_matrix_mult", False)),
+    )
+
+
+def matrix_shape(fmt: IntegerFormat, parts: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+    """The shape [N, K] of a matrix; None if its parts do not match."""
+    weight = parts["weight"]
+    if len(weight.shape) != 2 or 0 in weight.shape or weight.dtype not in _BYTE:
+        return None
+    n, k = weight.shape[0], weight.shape[1] * fmt.numbers_in_byte
+    if k % (fmt.rotation or 1) or k % (fmt.group or 1) or (fmt.numbers_in_byte == 2 and k % 16):
+        return None
+    rows = {(n,), (n, 1)}
+    allowed: dict[str, set[tuple[int, ...]]] = {
+        "weight_scale": rows | ({(), (1,), (1, 1)} if fmt.name == "int8_tensorwise" else set()),
+        "weight_s_rel": {(n, k // (fmt.group or 1))},
+        "weight_s_channel": rows,
+        "weight_codebook": {(16,)},
+    }
+    for name, shapes in allowed.items():
+        if name not in parts:
+            continue
+        number = parts[name].dtype.is_floating_point or (name == "weight_s_rel" and parts[name].dtype == torch.uint8)
+        if parts[name].shape not in shapes or not number:
+            return None
+    return n, k
+
+
+def read_integers(text: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of a matrix of format `text` as `kernels.integer_weights` takes them."""
+    fmt = integer_format(text)
+    assert fmt is not None
+    parts = {"weight": stored["weight"].view(torch.int8)}
+    for name, value in stored.items():
+        if name == "weight_s_rel":
+            parts[name] = value.view(FP8) if value.dtype == torch.uint8 else value
+        elif name != "weight":
+            parts[name] = value.float().reshape(-1)
+    return parts

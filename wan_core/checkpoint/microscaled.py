@@ -1,9 +1,8 @@
 """Safetensors files with NVFP4, MXFP8, INT8 or 4-bit matrices, as ComfyUI writes them, read as packed matrices.
 
 `descriptions` says which matrices these are. `X.weight` holds the numbers, `X.weight_scale` the scales of groups and,
-for NVFP4, `X.weight_scale_2` the scale of the tensor; see `ops.quant.mx`, and `integer_layers` for INT8 and 4
-bits. `X.input_scale` is not used, because activation scales are measured. `scaled` reads FP8 matrices with scales,
-which may be in the same file.
+for NVFP4, `X.weight_scale_2` the scale of the tensor; see `ops.quant.mx`. `X.input_scale` is not used, because
+activation scales are measured. `scaled` reads FP8 matrices with scales, which may be in the same file.
 """
 
 from __future__ import annotations
@@ -14,8 +13,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint import integer_layers
-from wan_core.checkpoint.comfyui_tensors import DESCRIPTION, PARTS, descriptions
+from wan_core.checkpoint.comfyui_tensors import (
+    DESCRIPTION,
+    OPTIONAL,
+    PARTS,
+    described_format,
+    descriptions,
+    matrix_shape,
+    read_integers,
+)
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, Read, TensorInfo, part_name
 from wan_core.ops.quant.mx import GROUP, tiled_shape
 from wan_core.ops.quant.packed import INTEGERS, MICROSCALED, Packed
@@ -36,7 +42,7 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         fmt = str(entry["format"])
         weight = f"{module}.weight"
         names = {part: f"{module}.{part}" for part in ("weight", *PARTS[fmt])}
-        optional = {part: f"{module}.{part}" for part in integer_layers.OPTIONAL.get(fmt, ())}
+        optional = {part: f"{module}.{part}" for part in OPTIONAL.get(fmt, ())}
         missing = [name for name in names.values() if name not in tensors]
         if missing:
             raise CheckpointError(f"{module} is marked as {fmt}, but {missing[0]} is missing. Download it again.")
@@ -57,7 +63,7 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         info = tensors[name]
         assert info.packing is not None
         if info.packing not in MICROSCALED:
-            return Packed(info.packing, info.shape, integer_layers.read_parts(info.packing, stored))
+            return Packed(info.packing, info.shape, read_integers(info.packing, stored))
         stored["weight_scale"] = stored["weight_scale"].view(torch.uint8)
         if "weight_scale_2" in stored:
             stored["weight_scale_2"] = stored["weight_scale_2"].reshape(()).float()
@@ -81,8 +87,8 @@ def _described(
     packing = str(entry["format"])
     try:
         if packing in INTEGERS:
-            described = integer_layers.described_format(entry)
-            packing, shape = described.text, integer_layers.matrix_shape(described, parts)
+            described = described_format(entry)
+            packing, shape = described.text, matrix_shape(described, parts)
         else:
             shape = _shape(packing, parts)
     except ValueError as fault:

@@ -119,7 +119,7 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
 
 
 def task_of(options: LoadOptions, parts: Mapping[str, Part], image: bool) -> tuple[Task, str]:
-    """The task of the transformers in `found`, and what decided it where their tensors do not. Raises OptionError."""
+    """The task of the transformers in `parts`, and what decided it where their tensors do not. Raises OptionError."""
     dit, why = cast(DiTConfig, parts["high"].config), ""
     if options.task is not None:
         task = find_task(options.task)
@@ -146,21 +146,17 @@ def recognise_vision(path: Path) -> Part:
     """The CLIP vision encoder in `path`. Raises CheckpointError for a file of another kind."""
     checkpoint, detected = find_vision_file(path)
     infos = [checkpoint.tensors[theirs] for theirs, _ in detected.names.values()]
-
-    def load(
-        device: torch.device,
-        dtype: torch.dtype,
-        quantization: Quantization | None,
-        loras: Merge | None = None,
-        how: Reading = USUAL,
-    ) -> nn.Module:
-        source = checkpoint if how.share is None else how.share(checkpoint)
-        return load_vision(source, device=device, dtype=vision_dtype(dtype))
-
-    parameters = parameter_count(detected.config)
-    stored = max(infos, key=lambda info: info.nbytes).dtype
-    label, size = f"{checkpoint.where} ({detected.layout})", sum(info.nbytes for info in infos)
-    return Part(label, detected.config, stored, parameters, load, path=path, stored_bytes=size)
+    return Part(
+        f"{checkpoint.where} ({detected.layout})",
+        detected.config,
+        max(infos, key=lambda info: info.nbytes).dtype,
+        parameter_count(detected.config),
+        lambda device, dtype, quantization, loras=None, how=USUAL: load_vision(
+            checkpoint if how.share is None else how.share(checkpoint), device=device, dtype=vision_dtype(dtype)
+        ),
+        path=path,
+        stored_bytes=sum(info.nbytes for info in infos),
+    )
 
 
 def vision_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -309,16 +305,9 @@ def random_parts(options: LoadOptions) -> Parts:
         if not layers.isdecimal() or not 0 < int(layers) <= dit.num_layers:
             raise OptionError(f"{options.model}: {layers!r} blocks given; 1 to {dit.num_layers} are possible")
         dit = replace(dit, num_layers=int(layers))
-    configs: dict[str, Config] = {
-        "high": dit,
-        "low": dit,
-        "text_encoder": UMT5_XXL,
-        "vae": vae,
-    }
-    if not task.two_experts:
-        del configs["low"]
-    if task.image_dim is not None:
-        configs["clip_vision"] = VIT_H
+    experts: dict[str, Config] = {"high": dit, "low": dit} if task.two_experts else {"high": dit}
+    vision: dict[str, Config] = {} if task.image_dim is None else {"clip_vision": VIT_H}
+    configs = {**experts, "text_encoder": UMT5_XXL, "vae": vae, **vision}
     parts = {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())}
     return Parts(task, parts, vae, speech=random_speech(task, dit))
 
