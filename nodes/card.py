@@ -25,9 +25,10 @@ from wan_lab.pictures import side_by_side
 from wan_lab.samples import Sample, choose_samples, drawn_media
 
 from . import host
-from .conditioning import MAX_FRAMES, WanCoreImageToVideo, WanCoreTextEncode
+from .conditioning import MAX_FRAMES, WanCoreImageToVideo
 from .memory import ModelSocket
 from .plan_inputs import plan_of
+from .prompts import CLIP, WanCoreTextEncode
 from .report import as_image, shown
 from .sampling import WanCoreSampler
 from .schema import ADVANCED, output, schema
@@ -104,7 +105,7 @@ class WanCoreReportCard(io.ComfyNode):
             "distance from the full run as a Markdown file and a picture that can be posted.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader, with LoRAs if there are any."),
-                io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan."),
+                CLIP,
                 io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
                 _number("width", MAX_VIDEO_SIDE, 16, OWN_SIZE.format(own="832")),
                 _number("height", MAX_VIDEO_SIDE, 16, OWN_SIZE.format(own="480")),

@@ -1,4 +1,4 @@
-"""What goes into the sampler besides the model: text, known images, empty latents."""
+"""What goes into the sampler besides the model and the text: known images, empty latents."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from wan_core.config import NagOptions, OptionError, check_choice, check_known
+from wan_core.config import OptionError, check_choice, check_known
 from wan_core.config.limits import MAX_VIDEO_SIDE
 from wan_core.execution.report import WARNING
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.families import FAMILIES, NAG, TASKS, image_task
-from wan_core.models.wan.families.family import NEGATIVE_SOURCE, Family, Task
+from wan_core.models.wan.families import FAMILIES, image_task
+from wan_core.models.wan.families.family import Family, Task
 from wan_core.models.wan.families.media import pixels_to_video, video_to_pixels
 from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames, svi_clip
 from wan_core.pipeline.check import size_notes
 from wan_core.pipeline.memory_planning import check_peak
-from wan_core.sampling.conditioning import Conditioning, empty_latents
+from wan_core.sampling.conditioning import empty_latents
 
 from . import host
-from .schema import output, schema, widgets
-from .sockets import CONDITIONING, TextSocket, VAESocket
+from .schema import output, schema
+from .sockets import CONDITIONING, VAESocket
 
 WAN = FAMILIES["wan"]
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
 MAX_FRAMES, MAX_BATCH = 4001, 64
-NEGATIVE = TASKS["t2v-A14B"].negative_prompt
 
 
 def size_inputs(
@@ -145,51 +144,6 @@ def size_words(config: VAEConfig, width: int, height: int) -> ui.PreviewText | N
     """For the node that says how large a video is."""
     notes = size_notes(None, config, width, height)
     return ui.PreviewText("\n".join(WARNING + note for note in notes)) if notes else None
-
-
-class WanCoreTextEncode(io.ComfyNode):
-    """Positive and negative prompt at once."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schema(
-            "WanCoreTextEncode",
-            "WanCore Text Encode",
-            aliases="wan prompt, clip text encode, negative prompt",
-            shows_text=True,
-            description="Encodes both prompts in one pass. The same text never runs the encoder twice.",
-            inputs=[
-                io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan."),
-                io.String.Input(
-                    "positive",
-                    multiline=True,
-                    dynamic_prompts=True,
-                    default="a red circle moving right on a blue background",
-                    tooltip="What the video shows. The embedded model knows sentences such as 'a green square moving "
-                    "up on a white background'.",
-                ),
-                io.String.Input(
-                    "negative",
-                    multiline=True,
-                    dynamic_prompts=True,
-                    default=NEGATIVE,
-                    tooltip="What the video should not show; used where guidance is not 1. Leave it empty for the "
-                    f"embedded model. The default is {NEGATIVE_SOURCE}.",
-                ),
-            ],
-            outputs=[
-                output(io.Conditioning, "positive_out", "The encoded prompt."),
-                output(io.Conditioning, "negative_out", "The encoded negative prompt."),
-            ],
-        )
-
-    @classmethod
-    def execute(cls, clip: Any, positive: str, negative: str) -> io.NodeOutput:
-        if isinstance(clip, TextSocket):
-            encoded = clip.encode_prompts([positive, negative], ["prompt", "negative prompt"])
-            warnings = [WARNING + note for one in encoded for note in one[0][1]["wancore_notes"]]
-            return io.NodeOutput(*encoded, ui=ui.PreviewText("\n".join(warnings)) if warnings else None)
-        return io.NodeOutput(*(clip.encode_from_tokens_scheduled(clip.tokenize(t)) for t in (positive, negative)))
 
 
 class WanCoreEmptyLatent(io.ComfyNode):
@@ -434,33 +388,3 @@ def by_number(pictures: Tensor | None, numbers: list[int]) -> dict[int, Tensor]:
 
 def with_values(conditioning: CONDITIONING, values: dict[str, Any]) -> CONDITIONING:
     return [[rows, {**extras, **values}] for rows, extras in conditioning]
-
-
-def on_device(conditioning: Conditioning) -> Conditioning:
-    """The same where models run."""
-    return Conditioning.of({name: value.to(host.device()) for name, value in conditioning.flat().items()})
-
-
-class WanCoreNAG(io.ComfyNode):
-    """A negative prompt that counts without a second forward."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return schema(
-            "WanCoreNAG",
-            "WanCore NAG",
-            aliases="nag, normalized attention guidance, negative prompt, cfg 1",
-            shows_text=True,
-            description="Lets a negative prompt count in steps whose guidance is 1, as with four-step LoRAs: inside "
-            "cross-attention (normalized attention guidance), which then runs once more.",
-            inputs=[
-                io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
-                *widgets(NagOptions),
-            ],
-            outputs=[output(io.Conditioning, "negative_out", "For `negative` of the WanCore Sampler.")],
-        )
-
-    @classmethod
-    def execute(cls, negative: CONDITIONING, **numbers: float) -> io.NodeOutput:
-        nag = NagOptions(**numbers)
-        return io.NodeOutput([[rows, {**extras, NAG: nag}] for rows, extras in negative])

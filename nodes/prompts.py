@@ -1,4 +1,4 @@
-"""Prompts over time: one CONDITIONING for a video whose prompt changes from frame to frame."""
+"""Prompts: positive and negative, those of a video whose prompt changes from frame to frame, and NAG."""
 
 from __future__ import annotations
 
@@ -7,18 +7,66 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.config import OptionError, PromptAt, check_prompts
+from wan_core.config import NagOptions, OptionError, PromptAt, check_prompts
 from wan_core.execution.report import WARNING
-from wan_core.models.wan.families import PROMPTS
+from wan_core.models.wan.families import NAG, PROMPTS, TASKS
+from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.sampling.texts import check_cut, text_of_frames
 
 from .conditioning import with_values
-from .schema import output, schema
-from .sockets import TextSocket
+from .schema import output, schema, widgets
+from .sockets import CONDITIONING, TextSocket
 
+NEGATIVE = TASKS["t2v-A14B"].negative_prompt
+CLIP = io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan.")
 EXAMPLE = """0: a red circle moving right on a blue background
 8: a green circle moving right on a blue background"""
 BEGIN = re.compile(r"\s*(\d{1,9})\s*[:=]\s*(.*)")
+
+
+class WanCoreTextEncode(io.ComfyNode):
+    """Positive and negative prompt at once."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreTextEncode",
+            "WanCore Text Encode",
+            aliases="wan prompt, clip text encode, negative prompt",
+            shows_text=True,
+            description="Encodes both prompts in one pass. The same text never runs the encoder twice.",
+            inputs=[
+                CLIP,
+                io.String.Input(
+                    "positive",
+                    multiline=True,
+                    dynamic_prompts=True,
+                    default="a red circle moving right on a blue background",
+                    tooltip="What the video shows. The embedded model knows sentences such as 'a green square moving "
+                    "up on a white background'.",
+                ),
+                io.String.Input(
+                    "negative",
+                    multiline=True,
+                    dynamic_prompts=True,
+                    default=NEGATIVE,
+                    tooltip="What the video should not show; used where guidance is not 1. Leave it empty for the "
+                    f"embedded model. The default is {NEGATIVE_SOURCE}.",
+                ),
+            ],
+            outputs=[
+                output(io.Conditioning, "positive_out", "The encoded prompt."),
+                output(io.Conditioning, "negative_out", "The encoded negative prompt."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, clip: Any, positive: str, negative: str) -> io.NodeOutput:
+        if isinstance(clip, TextSocket):
+            encoded = clip.encode_prompts([positive, negative], ["prompt", "negative prompt"])
+            warnings = [WARNING + note for one in encoded for note in one[0][1]["wancore_notes"]]
+            return io.NodeOutput(*encoded, ui=ui.PreviewText("\n".join(warnings)) if warnings else None)
+        return io.NodeOutput(*(clip.encode_from_tokens_scheduled(clip.tokenize(t)) for t in (positive, negative)))
 
 
 class WanCorePromptsOverTime(io.ComfyNode):
@@ -34,7 +82,7 @@ class WanCorePromptsOverTime(io.ComfyNode):
             description="A prompt for each part of a video, by frames: Prompt Relay's penalty on cross-attention. For "
             "the WanCore Sampler and text to video, image to video, 5B and Fun.",
             inputs=[
-                io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan."),
+                CLIP,
                 io.String.Input(
                     "prompts",
                     multiline=True,
@@ -115,3 +163,27 @@ def tokens_of(tokens: Any) -> int:
     """How many tokens ComfyUI's tokenizer gives a text, padding (0) and the end token (1) not counted."""
     (sections,) = tokens.values()
     return sum(one[0] not in (0, 1) for section in sections for one in section)
+
+
+class WanCoreNAG(io.ComfyNode):
+    """A negative prompt that counts without a second forward."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            "WanCoreNAG",
+            "WanCore NAG",
+            aliases="nag, normalized attention guidance, negative prompt, cfg 1",
+            shows_text=True,
+            description="Lets a negative prompt count in steps whose guidance is 1, as with four-step LoRAs: inside "
+            "cross-attention (normalized attention guidance), which then runs once more.",
+            inputs=[
+                io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
+                *widgets(NagOptions),
+            ],
+            outputs=[output(io.Conditioning, "negative_out", "For `negative` of the WanCore Sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, negative: CONDITIONING, **numbers: float) -> io.NodeOutput:
+        return io.NodeOutput(with_values(negative, {NAG: NagOptions(**numbers)}))

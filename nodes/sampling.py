@@ -30,6 +30,7 @@ from wan_core.pipeline.settings import compute_dtype
 from wan_core.pipeline.sources import recognise
 from wan_core.sampling.cache.arguments import SkipArguments
 from wan_core.sampling.cache.skipping import skip_words
+from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Plan
@@ -39,7 +40,6 @@ from wan_core.sampling.start import Leftover, Start
 from wan_core.sampling.steps import Expert
 
 from . import host
-from .conditioning import on_device
 from .files import name_of
 from .memory import ModelSocket, Sampling, plan_experts
 from .plan_inputs import (
@@ -202,7 +202,8 @@ class WanCoreSampler(io.ComfyNode):
         model = model.at_speed(plan.speed)
         model.check(plan, tuple(latent["samples"].shape))
         joined = join(positive, negative, latent, model.experts, plan, model.range_shift)
-        plan, conditioning = joined.plan, on_device(joined.conditioning)
+        plan, here = joined.plan, host.device()
+        conditioning = Conditioning.of({name: rows.to(here) for name, rows in joined.conditioning.flat().items()})
         start = _start(latent, joined.latents, seed, add_noise)
         start.check(plan)
         shape = start.shape

@@ -84,7 +84,7 @@ class Nodes:
         [self.vae] = node("part_loaders", "WanCoreVAELoader", vae=tiny, precision="auto")
         [clip] = node("part_loaders", "WanCoreTextEncoderLoader", text_encoder=tiny, precision="checkpoint")
         texts = {"clip": clip, "positive": CAPTION, "negative": ""}
-        self.positive, self.negative = node("conditioning", "WanCoreTextEncode", **texts)
+        self.positive, self.negative = node("prompts", "WanCoreTextEncode", **texts)
         [self.vision] = node("part_loaders", "WanCoreVisionLoader", clip_vision=tiny)
 
     def model(self, name: str, low: str | None = None) -> Any:
