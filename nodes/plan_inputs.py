@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from wan_core.config import EXACT, SPEEDS, OptionError, PlanNumbers, ScheduleNumbers, SkipOptions
+from wan_core.config import EXACT, OptionError, PlanNumbers, ScheduleNumbers, SkipOptions
 from wan_core.config.table import table
-from wan_core.media.pictures import clock
 from wan_core.models.wan.families import TASKS
 from wan_core.sampling.build import PlanRequest, build_plan
 from wan_core.sampling.plan import MAX_STEPS, SCHEDULES, Plan
 from wan_core.sampling.schedules import Window
-from wan_core.sampling.steps import Expert
 
 from .memory import ModelSocket
 from .schema import ADVANCED, value_of, widgets
@@ -24,7 +22,6 @@ from .schema import ADVANCED, value_of, widgets
 LAST = 10000  # an end step beyond every schedule
 SWITCH = ["enable", "disable"]  # as ComfyUI's KSamplerAdvanced has them
 SHARED = (*table(PlanNumbers), "speed", "denoise", "start_step", "end_step", "return_with_leftover_noise")
-LEAST_SAVED = 0.02  # of a run: below, a word of `speed` is not worth a line
 RELEASES = ("t2v-A14B", "i2v-A14B", "ti2v-5B")  # those whose numbers tooltips name
 
 
@@ -120,22 +117,6 @@ def plan_of(
         **length,
     )
     return build_plan(request, model.facts)
-
-
-def next_speed(plan: Plan, speed: str, planned: Callable[[str], Plan], seconds: Mapping[Expert, float]) -> str:
-    """The next word of `speed` that would save time in the run of `plan`, and what it would change, in a line; empty
-    where none would. planned: the plan of the run at a word. seconds: of a forward of each expert in that run."""
-    now = plan.estimate(seconds)
-    for word in SPEEDS[SPEEDS.index(speed) + 1 :] if now else ():
-        other = planned(word)
-        then = other.estimate(seconds)
-        if then is None or now - then < max(0.1, LEAST_SAVED * now):
-            continue
-        skipped, read = (other.unskipped or 0) - other.forwards, [1 - s.sparsity for s in other.steps if s.sparsity]
-        changes = [f"{skipped} of {other.unskipped} forwards skipped"] if skipped > 0 else []
-        changes += [f"attention reads down to {100 * min(read):.0f} % of the keys"] if read else []
-        return f"speed {word}: about {clock(now - then)} less; {', '.join(changes)}; fine detail changes"
-    return ""
 
 
 def of_the_sampler(graph: Mapping[str, Any], node: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.guided import choose_batched
+from wan_core.sampling.next_speed import next_speed
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.presets import CHOICES
 from wan_core.sampling.sparsity.schedule import with_costs
@@ -46,7 +47,6 @@ from .plan_inputs import (
     LAST,
     SWITCH,
     check_window,
-    next_speed,
     plan_inputs,
     plan_of,
     window_inputs,

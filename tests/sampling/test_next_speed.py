@@ -1,0 +1,28 @@
+"""What a sampler says of the next word of `speed` after a run."""
+
+from __future__ import annotations
+
+import re
+
+from wan_core.config import SkipOptions
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.next_speed import next_speed
+from wan_core.sampling.plan import Plan, make_plan
+
+
+def at(word: str, steps: int = 20) -> Plan:
+    return skip_forwards(make_plan(steps=steps), SkipOptions(speed=word), None)
+
+
+def test_the_next_word_that_saves_is_named_with_what_it_changes() -> None:
+    exact, careful = at("exact"), at("careful")
+    skipped = exact.forwards - careful.forwards
+    line = next_speed(exact, "exact", at, {"high": 1.0, "low": 1.0})
+    assert line == f"speed careful: about {skipped:.1f} s less; {skipped} of 40 forwards skipped; fine detail changes"
+    assert re.match(r"speed (balanced|fast): about ", next_speed(careful, "careful", at, {"high": 1.0, "low": 1.0}))
+
+
+def test_nothing_is_said_where_nothing_is_saved_or_measured() -> None:
+    assert next_speed(at("fast"), "fast", at, {"high": 1.0, "low": 1.0}) == ""
+    assert next_speed(at("exact"), "exact", at, {"high": 1.0}) == ""  # no forward of the other expert was timed
+    assert next_speed(at("exact", 4), "exact", lambda _: at("exact", 4), {"high": 1.0, "low": 1.0}) == ""
