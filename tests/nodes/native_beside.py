@@ -89,18 +89,6 @@ def check_override_before(it: World) -> None:
     assert "by sparse attention (math)" in it.said[-1], it.said[-1]
 
 
-def check_backend_before(it: World) -> None:
-    """ComfyUI's node Model Attention Backend is replaced for self-attention: its text says so."""
-    from comfy.ldm.modules.attention import attention_sub_quad
-
-    model = world.tiny("WAN21_T2V")
-    model.set_model_optimized_attention(attention_sub_quad)
-    sample(it(model), EULER)
-    assert "Model Attention Backend, set before: computes only what WanCore leaves" in it.text, it.text
-    sample(it(it(model)), EULER)
-    assert "Model Attention Backend" in it.text and "by sdpa" in it.said[-1]
-
-
 def check_override_behind(it: World) -> None:
     """A node behind that passes calls on gets them first, one that computes itself is named as the one to move."""
 
@@ -272,18 +260,6 @@ def check_new_replacements(it: World) -> None:
         sample(it(repatched(model, kind, lambda count: count == 9), **policy), EULER)
         assert it.counts()[0] > 0 and "was put on" not in it.said[-1], (kind, name, it.said[-1])
     cache.CachedRun.finish = real
-
-
-def check_more_than_asked(it: World) -> None:
-    """Where more is kept than ComfyUI was asked for, the report says so."""
-    cache = importlib.import_module("pack.nodes.host.native_cache")
-    model, real = world.tiny("WAN21_T2V"), (cache.kept_bytes, cache.SLACK)
-    cache.SLACK = 0
-    for factor in (1.0, 0.5):
-        cache.kept_bytes = lambda *args, factor=factor: int(real[0](*args) * factor)
-        sample(it(model, **every_second()), EULER)
-        assert ("warning: that is more than the 0.00 GiB that ComfyUI" in it.said[-1]) is (factor < 1), it.said[-1]
-    cache.kept_bytes, cache.SLACK = real
 
 
 def compiled(model: Any) -> Any:

@@ -244,39 +244,6 @@ def check_conditions(it: World) -> None:
     assert not refused
 
 
-def check_preview(it: World) -> None:
-    """The plan preview shows what the samplers then do, for one model and for two."""
-    from wan_core.config import SparseOptions
-
-    accelerate = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
-    skipping = importlib.import_module("wan_core.config").SkipOptions(
-        sparse=SparseOptions(sparsity=0.5, dense_steps=0.1, ramp=0), **policies()["taylorseer"]
-    )
-    models = [
-        accelerate.execute(world.tiny("WAN21_T2V", seed), "comfyui", "off", skipping).result[0] for seed in (0, 1)
-    ]
-
-    def rows(table: str) -> list[str]:
-        actions = [line.split("  ")[-1] for line in table.splitlines() if line[:4].strip().isdigit()]
-        return [action.removesuffix(", 50 % of keys") for action in actions]
-
-    settings = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
-    for low, denoise in ((None, 1.0), (None, 0.5), (models[1], 1.0)):
-        picture, table = world.planned(
-            models[0], **settings, denoise=denoise, seconds_per_forward=1.0, model_low=low, split_step=9
-        )
-        parts = [(models[0], {"denoise": denoise})] if low is None else [
-            (models[0], {"start_step": 0, "last_step": 9, "force_full_denoise": False}),
-            (low, {"start_step": 9, "last_step": 20}),
-        ]  # fmt: skip
-        with it.runs() as runs:
-            for model, part in parts:
-                world.sample(model, {}, SIZE, **settings, **part)
-        ran = [step.words() for run in runs for step in run.plan.steps]
-        assert rows(table) == ran and any("forecast" in row for row in ran), (low, denoise, table, ran)
-        assert "50 % of keys" in table and picture.shape[-1] == 3 and len(ran) == 20
-
-
 def check_memory(it: World) -> None:
     """ComfyUI is asked for memory for the residuals and the slopes of sparse attention too."""
     import comfy.sampler_helpers

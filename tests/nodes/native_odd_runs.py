@@ -141,22 +141,6 @@ def check_slopes(it: World) -> None:
     assert before == after > plain, (plain, before, after)
 
 
-def check_plans(it: World) -> None:
-    """What the plan preview shows of inversion, of sigmas without a step, and of skip-layer guidance."""
-    import torch
-    from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
-
-    model = world.tiny("WAN21_T2V", num_layers=1)
-    cached = it.cached(model, **every_second())
-    rising, settings = torch.tensor([0.0001, *EULER[-2::-1]]), (10, 1.0, "heun", "simple", 1.0, 0.0)
-    table = world.planned(cached, *settings, sigmas=rising)[1]
-    assert "the step cache is off: sigmas do not fall" in table and "11 steps" in table and "reuse" not in table, table
-    assert "step cache" not in world.planned(model, *settings, sigmas=rising)[1]
-    assert "sigmas without a step" in refusal(lambda: world.planned(model, *settings, sigmas=rising[:1]))
-    guided = SkipLayerGuidanceDiT.execute(model, 2.0, 0.0, 0.5, "0", "").result[0]
-    assert "skip-layer guidance runs the prompt once more" in world.planned(guided, *settings)[1]
-
-
 def check_no_curve(it: World) -> None:
     """A preset of MagCache on a model without a curve is TaylorSeer, which the node, the plan and the report say;
     numbers of one's own are refused by the sampler, and the node says so before."""

@@ -64,33 +64,3 @@ def test_what_waits_for_its_turn_can_be_dropped(ahead: ModuleType) -> None:
     assert not high.begun.is_set() and second.module is None
     text.go.set()
     assert first.take(lambda: None) is not None and seen == ["text 0", "text 1"]
-
-
-def test_what_fails_lets_others_go_on(ahead: ModuleType) -> None:
-    def fail(_: Callable[[int], None]) -> nn.Module:
-        raise OSError("the disk is gone")
-
-    reader = Reader("high", [])
-    reader.go.set()
-    assert ahead.Ahead("text", 0, fail).take(lambda: None) is None
-    assert ahead.Ahead("high", 1, reader).take(lambda: None) is not None
-    assert not ahead.Ahead.unfinished
-
-
-def test_garbage_collected_in_its_own_thread_it_ends(ahead: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever it reads for may be found unused by any thread, also by the one that reads."""
-    started = threading.Event()
-    ended: list[str] = []
-
-    def read(on_bytes: Callable[[int], None]) -> nn.Module:
-        assert started.wait(WAIT)
-        reading.drop()
-        ended.append("dropped")
-        on_bytes(1)
-        raise AssertionError("nobody wants the rest")
-
-    with caplog.at_level("INFO"):
-        reading = ahead.Ahead("high", 1, read)
-        started.set()
-        assert reading.take(lambda: None) is None
-    assert ended == ["dropped"] and "stopped reading the high ahead" in caplog.text

@@ -249,12 +249,6 @@ def test_context_windows_are_refused_by_name(comfy: ComfyUI) -> None:
     assert not run.ok and "the low MODEL" in message and "context windows" in message and "Accelerate" in message
 
 
-def test_what_changes_only_the_speed_is_reported(comfy: ComfyUI) -> None:
-    run = comfy.run(native(extra="Attention"))
-    assert facts(run)["hash"] == facts(comfy.run(ours()))["hash"]
-    assert "the high MODEL: not taken over: an attention backend" in run.outputs["bridge"]["text"][0]
-
-
 def test_the_attention_that_a_file_asks_for_is_reported(comfy: ComfyUI) -> None:
     run = comfy.run(native(extra="Prefers"))
     info = run.outputs["bridge"]["text"][0]
@@ -291,13 +285,6 @@ def test_workers_read_loras_after_temporary_files_were_deleted(comfy: ComfyUI) -
     shutil.rmtree(comfy.base / "temp", ignore_errors=True)
     graph["sampler"]["inputs"]["seed"] = 6
     assert facts(comfy.run(graph))["hash"] != first
-
-
-def test_two_shifts_are_refused(comfy: ComfyUI) -> None:
-    graph = native()
-    graph["low shift"]["inputs"]["shift"] = 8.0
-    run = comfy.run(graph)
-    assert not run.ok and "the shift differs" in str(run.status)
 
 
 def test_what_newer_versions_take_is_told_to_them(comfy: ComfyUI) -> None:

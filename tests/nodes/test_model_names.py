@@ -193,25 +193,3 @@ def test_what_was_measured_is_found_through_links_too(nodes: SimpleNamespace) ->
     far.write_text("{}")
     place = nodes.base / "diffusion_models" / "elsewhere" / far.name
     assert nodes.host.stamps("diffusion_models", ".magcache.json") == [(str(place), far.stat().st_mtime_ns)]
-
-
-def test_a_shard_that_was_replaced_in_its_folder_changes_the_fingerprint(nodes: SimpleNamespace) -> None:
-    model, shard = nodes.model_loader.WanCoreModelLoader, nodes.base / "diffusion_models" / SHARDS[1]
-    before = model.fingerprint_inputs("big/", "none")
-    shard.write_bytes(b"other")  # the folder itself is as it was
-    os.utime(shard, ns=(1, 1))
-    assert model.fingerprint_inputs("big/", "none") != before
-
-
-def test_a_check_of_several_inputs_is_reported_once(nodes: SimpleNamespace) -> None:
-    """ComfyUI repeats an answer for every input that is named; it reports an exception once."""
-    model = nodes.model_loader.WanCoreModelLoader
-    for inputs in ({"precision": "fp4"}, {"attention": "odd"}, {"keep_blocks": 1, "precision": "bf16"}):
-        with pytest.raises(ValueError, match=r"fp4|head dim|odd|quantises nothing"):
-            model.validate_inputs(high=nodes.files.TINY_T2V, low=nodes.files.TINY_T2V, **inputs)
-    assert model.validate_inputs(high=None, low=None, precision=None, attention=None, keep_blocks=None) is True
-    assert model.fingerprint_inputs(high=None) == []
-    for node in (nodes.part_loaders.WanCoreVAELoader, nodes.part_loaders.WanCoreTextEncoderLoader):
-        assert node.validate_inputs(None) is True
-        with pytest.raises(ValueError, match="is not a model in"):
-            node.validate_inputs("/etc/passwd")

@@ -1,6 +1,6 @@
 """WanCore Accelerate on every Wan model that ComfyUI has, tiny and random, through ComfyUI's own sampler on the CPU.
 
-`native_models.py` runs in ComfyUI's Python, once for all of these tests.
+`native_accelerate.py` runs in ComfyUI's Python, once for all of these tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def checked() -> dict[str, Any]:
-    return printed_by("native_models.py", find_newer_comfyui(), CHECKS)
+    return printed_by("native_accelerate.py", find_newer_comfyui(), CHECKS)
 
 
 def said(taken: str, others: int) -> str:

@@ -115,12 +115,3 @@ def test_a_run_that_waits_while_another_saves(comfy: ComfyUI) -> None:
     paths = [comfy.output_file(run, "save") for run in runs]
     assert packets(paths[0]) != packets(paths[1]) and paths[0] != paths[1]
     assert packets(paths[1]) == video_of(comfy, 7)
-
-
-def test_without_a_cache_and_with_several_users(base: Path, comfy: ComfyUI) -> None:
-    whole = video_of(comfy, 8)
-    server = ComfyUI(find_newer_comfyui(), base, arguments=["--cache-none", "--multi-user"])
-    try:
-        assert [video_of(server, 8) for _ in range(2)] == [whole] * 2
-    finally:
-        server.stop()

@@ -68,19 +68,6 @@ def test_it_begins_when_the_server_is_up_and_only_for_a_gpu(
     assert not module.background.threads
 
 
-def test_kernels_are_prepared_once_for_settings_on_a_gpu(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[object] = []
-    monkeypatch.setattr(module, "load_kernels", lambda settings, device: ran.append(settings))
-    settings = {"recognised": SimpleNamespace(dit="config"), "precision": "fp8", "attention": "sdpa", "compile": "off"}
-    cpu = SimpleNamespace(**settings, device=torch.device("cpu"))
-    gpu = SimpleNamespace(**settings, device=torch.device("cuda"))
-    assert module.prepare_kernels(cpu) is None
-    assert module.prepare_kernels(SimpleNamespace(**{**vars(gpu), "compile": "blocks"})) is None
-    names = {module.prepare_kernels(gpu) for _ in range(3)}
-    module.background.wait(names.pop())
-    assert ran == [gpu] and not names
-
-
 def test_work_that_may_wait_begins_when_nothing_is_busy(module: ModuleType) -> None:
     background, free, seen = module.Background(), threading.Event(), []
     background.start("later", lambda: seen.append("later"), 0.0, lambda: not free.wait(0.01))
@@ -90,18 +77,3 @@ def test_work_that_may_wait_begins_when_nothing_is_busy(module: ModuleType) -> N
     free.set()
     background.wait("later")
     assert seen == ["first", "later"]
-
-
-def test_whether_something_is_busy_is_asked_when_the_turn_has_come(module: ModuleType) -> None:
-    background, goes_on, prompts = module.Background(), threading.Event(), []
-    seen: list[str] = []
-    background.start("first", goes_on.wait)
-    background.start("later", lambda: seen.append("later"), 0.0, lambda: bool(prompts))
-    prompts.append("a prompt that begins meanwhile")
-    goes_on.set()
-    background.start("now", lambda: seen.append("now"))
-    background.wait("now")
-    assert seen == ["now"]
-    prompts.clear()
-    background.wait("later")
-    assert seen == ["now", "later"]

@@ -16,11 +16,9 @@ import torch
 from PIL import Image
 
 from tests.comfyui import Client, ComfyUI, Refused, Run, find_comfyui, make_base
-from tests.nodes.test_nodes_schemas import CATEGORIES
 from tools.embedded_graphs import (
     CAPTION,
     SMALL,
-    TINY,
     TINY_I2V,
     image_to_video,
     loaders,
@@ -152,28 +150,6 @@ def test_a_broken_optional_library_costs_one_line_at_most(comfy: ComfyUI) -> Non
         assert count(comfy, f"{name} is broken") <= 1
 
 
-def test_every_input_has_a_tooltip_and_every_node_a_description(comfy: ComfyUI) -> None:
-    info = comfy.get("/object_info")
-    for name in json.loads(SCHEMAS.read_text()):
-        assert info[name]["description"] and info[name]["category"] in CATEGORIES, name
-        assert all(info[name]["output_tooltips"]), name
-        for group in ("required", "optional"):
-            for key, (_, options) in info[name]["input"].get(group, {}).items():
-                assert options.get("tooltip"), f"{name}.{key}"
-
-
-def test_the_schemas_are_those_that_are_frozen(comfy: ComfyUI) -> None:
-    """What a real ComfyUI tells its page; `test_nodes_schemas.py` holds the rules without one."""
-    info = comfy.get("/object_info")
-    for name, frozen in json.loads(SCHEMAS.read_text()).items():
-        groups = [info[name]["input"].get(group, {}) for group in ("required", "optional")]
-        inputs = [(key, kind) for group in groups for key, (kind, _) in group.items()]
-        order = [(entry["name"], entry["type"]) for entry in frozen["inputs"]]
-        assert sorted(inputs) == sorted(order) and [g for g in inputs if g in order] == inputs, name
-        assert info[name]["output"] == [entry["type"] for entry in frozen["outputs"]]
-        assert info[name]["output_name"] == [entry["name"] for entry in frozen["outputs"]]
-
-
 def test_text_to_video_with_preview_progress_plan_and_report(comfy: ComfyUI) -> None:
     graph = text_to_video()
     graph["model"]["inputs"]["precision"] = "fp32"  # no other test's loader: what is cached says nothing again
@@ -227,15 +203,6 @@ def test_a_plan_has_the_settings_of_the_sampler(comfy: ComfyUI) -> None:
     assert run.ok and "5 steps" in run.outputs["plan"]["text"][0]
     run = comfy.run({"model": graph["model"], "plan": node("WanCorePlanPreview", model=["model", 0])})
     assert run.ok and "20 steps" in run.outputs["plan"]["text"][0]
-
-
-def test_image_to_video(comfy: ComfyUI) -> None:
-    run = comfy.run(image_to_video())
-    assert run.ok, run.status
-    video = comfy.output_file(run, "save")
-    assert_comes_true(video)
-    first = np.asarray(Image.open(comfy.base / "input" / "first.png"), dtype=float)
-    assert np.abs(read_video(video)[0] - first).mean() < 16
 
 
 def test_mixed_with_native_nodes(comfy: ComfyUI) -> None:
@@ -327,20 +294,6 @@ def assert_same_pictures(comfy: ComfyUI, ours: Run, theirs: Run) -> None:
         assert a.std() > 0
 
 
-def test_encode_and_decode_are_inverse(comfy: ComfyUI) -> None:
-    graph = {
-        "vae": node("WanCoreVAELoader", vae=TINY, precision="auto"),
-        "picture": node("LoadImage", image="first.png"),
-        "encode": node("VAEEncode", vae=["vae", 0], pixels=["picture", 0]),
-        "decode": node("WanCoreVAEDecode", vae=["vae", 0], latent=["encode", 0], tiling="always"),
-        "save": node("SaveImage", images=["decode", 0], filename_prefix="again"),
-    }
-    run = comfy.run(graph)
-    assert run.ok, run.status
-    again = np.asarray(Image.open(comfy.output_file(run, "save")), dtype=float)
-    assert np.abs(again - np.asarray(Image.open(comfy.base / "input" / "first.png"), dtype=float)).mean() < 16
-
-
 @pytest.mark.parametrize(
     ("where", "inputs", "message"),
     [
@@ -407,25 +360,6 @@ def test_interruption_takes_effect_within_a_step_and_the_next_prompt_works(comfy
     assert comfy.run(small(seed=78)).ok
 
 
-def test_interruption_takes_effect_while_blocks_compile(comfy: ComfyUI) -> None:
-    """torch compiles for a minute here. What it goes on to compile does not disturb the next prompt."""
-    client, graph = Client(comfy.port), small(seed=79)
-    graph["model"]["inputs"]["compile"] = "blocks"
-    prompt = comfy.queue(graph, client.name)
-    asked = 0.0
-    for event in client.events():
-        if event["type"] == "executing" and event["data"]["node"] == "sampler":
-            time.sleep(4)  # it loads weights, and begins to compile
-            asked = time.monotonic()
-            comfy.post("/interrupt", {})
-        elif event["type"] in ("execution_interrupted", "execution_success"):
-            break
-    client.close()
-    assert event["type"] == "execution_interrupted" and asked and time.monotonic() - asked < 5
-    assert not comfy.wait(prompt).ok
-    assert comfy.run(small(seed=80)).ok
-
-
 def test_many_prompts_load_once_and_keep_memory_flat(comfy: ComfyUI) -> None:
     assert comfy.run(small(seed=1000)).ok
     loads, memory = count(comfy, "WanCore loaded"), []
@@ -451,16 +385,6 @@ def test_out_of_memory_in_decode_leaves_the_latents_usable(comfy: ComfyUI) -> No
     run = comfy.run(graph)
     assert run.ok and "sampler" in run.cached
     assert read_video(comfy.output_file(run, "save")).shape == (5, 48, 48, 3)
-
-
-def test_a_picture_that_does_not_fit_is_decoded_in_tiles_and_the_report_says_so(comfy: ComfyUI) -> None:
-    graph = small(seed=4711)
-    graph["short"] = node("ShortOfMemory", vae=["vae", 0], always=False)
-    graph["decode"]["inputs"]["vae"] = ["short", 0]
-    graph["report"] = node("WanCoreReport", report=["decode", 1])
-    graph["words"] = node("PreviewAny", source=["report", 1])
-    run = comfy.run(graph)
-    assert run.ok and "decoded in tiles" in run.outputs["words"]["text"][0]
 
 
 LARGE = 128 * 2**20  # bytes; large.safetensors takes twice that in fp32
@@ -493,18 +417,6 @@ def test_another_model_replaces_the_last_one_at_once(comfy: ComfyUI) -> None:
     loaded = comfy.resident_bytes()
     assert comfy.run(small(seed=5)).ok
     assert loaded - comfy.resident_bytes() > LARGE
-
-
-@pytest.mark.parametrize("residency", ["resident", "swap"])
-def test_residency(comfy: ComfyUI, residency: str) -> None:
-    graph = small(seed=9)
-    graph["model"]["inputs"]["residency"] = residency
-    before = len(comfy.log())
-    run = comfy.run(graph)
-    assert run.ok, run.status
-    log = comfy.log()[before:]
-    high, low = (log.index(f"WanCore loaded the {expert}-noise expert") for expert in ("high", "low"))
-    assert ("WanCore evicted the high-noise expert" in log[high:low]) == (residency == "swap")
 
 
 def test_an_expert_that_streams_makes_the_same_video(comfy: ComfyUI) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.animate_references import draw_weights
 from tests.comfy_control_clip import VACE
-from tests.comfyui import ComfyUI, Graph, Refused, make_base, saved_latents, serving
+from tests.comfyui import ComfyUI, Graph, make_base, saved_latents, serving
 from tests.nodes.test_nodes_driven import smooth
 from tests.nodes.test_workflows import api_form
 from tests.pipeline.test_clips import HEIGHT, WIDTH, drawn
@@ -83,8 +83,3 @@ def test_a_clip_of_vace_is_the_command_lines(comfy: ComfyUI, part: dict[str, flo
     assert float((expected - latents).norm() / latents.norm()) < 1e-3
     if part:
         assert not torch.allclose(latents, saved_latents(comfy, graph_of()), atol=1e-3)
-
-
-def test_a_range_that_ends_before_it_begins_is_refused(comfy: ComfyUI) -> None:
-    with pytest.raises(Refused, match="the end comes later"):
-        comfy.run(graph_of(start=0.7, end=0.2))

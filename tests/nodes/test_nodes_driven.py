@@ -153,13 +153,6 @@ def test_a_clip_goes_on_from_frames_that_were_made(comfy: ComfyUI, family: str) 
     assert second.shape == first.shape and not torch.allclose(second, first, atol=1e-2)
 
 
-def test_a_background_without_a_mask_is_refused(comfy: ComfyUI) -> None:
-    run = comfy.run(
-        graph_of("animate", background_video=[of_kind(api_form(WORKFLOWS["animate"]), "GetVideoComponents"), 0])
-    )
-    assert not run.ok and "background_video and character_mask" in str(run.status)
-
-
 @pytest.mark.parametrize(
     ("family", "changed"),
     [("animate2", {"pose_strength": 0.0}), ("animate2", {"reference_strength": 0.0})],

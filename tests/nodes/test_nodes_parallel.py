@@ -36,11 +36,6 @@ def on_workers(graph: Graph, **changed: object) -> Graph:
     return graph
 
 
-def save_pictures(graph: Graph) -> Graph:
-    graph["save"] = node("SaveImage", images=["decode", 0], filename_prefix="workers")
-    return graph
-
-
 def test_the_workflow_runs_twice_on_the_same_workers(comfy: ComfyUI) -> None:
     """It makes the video that the prompt asks for; the second run finds the workers of the first."""
     workers = []
@@ -84,18 +79,6 @@ def test_steps_at_the_same_time_of_which_the_first_worker_runs_no_low_noise_one(
     steps = {"steps": 20, "solver": "euler", "shift": 12.0, "boundary": 0.6}
     run = comfy.run(on_workers(small(**steps), mesh="time2"))
     assert run.ok, run.status
-
-
-def test_the_report_says_how_the_workers_hold_the_model(comfy: ComfyUI) -> None:
-    """And not what ComfyUI's own device would take."""
-    graph = on_workers(small(seed=76), mesh="1x1x2")
-    graph["model"]["inputs"]["residency"] = "stream"
-    graph["report"] = node("WanCoreReport", report=["sampler", 1])
-    graph["words"] = node("PreviewAny", source=["report", 1])
-    run = comfy.run(graph)
-    assert run.ok, run.status
-    report = run.outputs["words"]["text"][0]
-    assert "residency: stream" in report and "blocks stay" not in report
 
 
 def test_interruption_leaves_the_workers_alive_and_the_next_prompt_uses_them(comfy: ComfyUI) -> None:
@@ -180,17 +163,6 @@ def test_bad_input_is_refused_at_the_launcher(comfy: ComfyUI, changed: dict[str,
     assert set(refused.value.errors) == {"launcher"}
     assert message in json.dumps(refused.value.errors["launcher"]["errors"])
     assert len(refused.value.errors["launcher"]["errors"]) == 1
-
-
-def test_workers_on_the_cpu_only_where_the_owner_allows_them(tmp_path_factory: pytest.TempPathFactory) -> None:
-    base = make_base(tmp_path_factory.mktemp("closed"))
-    server = ComfyUI(find_comfyui(), base, {"WANCORE_ALLOW_CPU_WORKERS": ""})
-    try:
-        with pytest.raises(Refused) as refused:
-            server.queue(on_workers(small()))
-        assert "WANCORE_ALLOW_CPU_WORKERS=1" in json.dumps(refused.value.errors["launcher"]["errors"])
-    finally:
-        server.stop()
 
 
 def test_workers_die_with_a_comfyui_that_is_killed(tmp_path_factory: pytest.TempPathFactory, comfy: ComfyUI) -> None:

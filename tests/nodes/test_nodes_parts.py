@@ -84,24 +84,6 @@ def test_two_samplers_in_a_row_give_what_one_gives(comfy: ComfyUI, solver: str) 
     assert "disable add_noise here" in refusal(comfy, graph(first=first, sampler=sampler(**settings)))
 
 
-def test_latents_that_were_saved_in_between(comfy: ComfyUI) -> None:
-    """ComfyUI carries latents as x / (1 - sigma): an Euler run goes on but for rounding."""
-    numbers = {**FEW, "solver": "euler"}
-    whole = latents(comfy, graph(sampler=sampler(**numbers)))
-    first = sampler(**numbers, end_step=3, return_with_leftover_noise="enable")
-    half_way = latents(comfy, graph(sampler=first))
-    write_safetensors(
-        {"latent_tensor": half_way, "latent_format_version_0": torch.tensor([])},
-        comfy.base / "input" / "left.latent",
-        {},
-    )
-    continued = graph(
-        saved=node("LoadLatent", latent="left.latent"),
-        sampler=sampler(**numbers, start_step=3, add_noise="disable", latent=["saved", 0]),
-    )
-    torch.testing.assert_close(latents(comfy, continued), whole, rtol=1e-3, atol=1e-3)
-
-
 def test_video_to_video_stays_nearer_the_weaker_it_is(comfy: ComfyUI) -> None:
     before = latents(comfy, graph())
     far = []

@@ -171,11 +171,3 @@ def test_what_cannot_be_is_refused_at_the_loader(comfy: ComfyUI, inputs: dict[st
     assert set(refused.value.errors) == {"model"}
     assert message in json.dumps(refused.value.errors["model"]["errors"])
     assert len(refused.value.errors["model"]["errors"]) == 1
-
-
-def test_only_the_transformer_is_quantised(comfy: ComfyUI) -> None:
-    graph = small()
-    graph["encoder"]["inputs"]["precision"] = "fp8"
-    with pytest.raises(Refused) as refused:
-        comfy.queue(graph)
-    assert set(refused.value.errors) == {"encoder"}

@@ -63,8 +63,3 @@ def test_bad_prompts_are_refused_before_anything_runs(comfy: ComfyUI, prompts: s
     with pytest.raises(Refused) as refused:
         comfy.run(graph(prompts))
     assert message in str(refused.value.errors)
-
-
-def test_a_prompt_outside_the_video_is_refused(comfy: ComfyUI) -> None:
-    run = comfy.run(graph(f"0: {RED}\n20: {GREEN}"))
-    assert not run.ok and "a prompt at frame 20 given for a video of 17 frames" in str(run.status)

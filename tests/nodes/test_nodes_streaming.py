@@ -221,23 +221,6 @@ def test_nodes_tell_the_model_how_the_plan_keeps_what_it_prepares(
     expert.detach()
 
 
-def test_host_memory_that_is_short_is_said_before_anything_is_read(
-    nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(TINY / "driven.safetensors")
-    options = LoadOptions(high=path, residency="stream")
-    settings = resolve_settings(find_experts(path), options, CPU)
-    expert = nodes.host.Held("high", settings.parts["high"], lambda module: module, Residency(CPU, "stream"))
-    model = nodes.memory.ModelSocket(options, settings, {"high": expert, "low": expert}, None)
-    workload = replace(make_plan(task="animate2-tiny", steps=2), latent_shape=(1, 16, 7, 12, 12))
-    monkeypatch.setattr(planning, "RESERVE", (0, 0))
-    monkeypatch.setattr(nodes.host, "room", lambda: 1 << 20)  # less than any form takes
-    monkeypatch.setattr(nodes.memory, "host_room", lambda: settings.parts["high"].bytes)
-    with pytest.raises(OptionError, match=r"driving video, FP8, in host memory, take .* make a smaller video"):
-        owner_of(model, workload).acquire("high")
-    assert not expert.is_loaded and not expert.in_host_memory
-
-
 MODES = ("merge", "attach")
 
 
@@ -364,19 +347,6 @@ def test_a_lora_that_has_to_be_merged_is_refused_for_packed_weights_in_a_mapped_
             latents(model)
         with pytest.raises(OptionError, match=f"whole changes {name}.*mapped file"):
             latents(replace(model, loras=loras))
-
-
-def test_packed_weights_with_merged_loras_are_read_again_where_they_come_to_stay_in_their_file(
-    nodes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = packed_files(tmp_path)
-    model = with_loras(socket(nodes, "auto", "merge", files), 1.0)
-    merged = latents(model)
-    model = replace(model, options=replace(model.options, residency="stream"))
-    monkeypatch.setattr(nodes.memory, "host_room", lambda: 1 << 16)
-    attached = latents(model)
-    assert all(any(map(is_attached, dict(h.residency.models[n].named_buffers()))) for n, h in model.patchers.items())
-    torch.testing.assert_close(attached, merged, atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("small", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,18 +76,6 @@ def test_save_video_copies_what_was_encoded(comfy: ComfyUI) -> None:
             assert "WanCoreDecodeToVideo" in container.metadata["prompt"]
             assert container.streams.video[0].average_rate == 8
     assert_comes_true(comfy.output_file(run, "save"))
-
-
-def test_a_video_of_the_cache_needs_no_file(comfy: ComfyUI) -> None:
-    """Packs and scripts empty ComfyUI's folder for temporary files between two prompts."""
-    graph = decoded_to_video(SMALL)
-    first = comfy.run(graph)
-    assert first.ok and not temporary(comfy), first.status
-    shutil.rmtree(comfy.base / "temp", ignore_errors=True)
-    graph["save"]["inputs"]["filename_prefix"] = "again"
-    again = comfy.run(graph)
-    assert again.ok and "video" in again.cached, again.status
-    assert packets(comfy.output_file(again, "save")) == packets(comfy.output_file(first, "save"))
 
 
 def test_the_frames_are_those_of_decode_and_save_video(comfy: ComfyUI) -> None:

@@ -127,10 +127,3 @@ def test_the_features_of_another_picture_count(comfy: ComfyUI) -> None:
     one = saved_latents(comfy, graph)
     of_kind(graph, "CLIPVisionEncode")["image"] = ["other", 0]
     assert not torch.equal(saved_latents(comfy, graph), one)
-
-
-def test_without_features_it_says_what_to_connect(comfy: ComfyUI) -> None:
-    graph = smaller()
-    of_kind(graph, "WanCoreImageToVideo").pop("clip_vision_output")
-    run = comfy.run(graph)
-    assert not run.ok and "load clip_vision_h.safetensors with CLIPVisionLoader" in str(run.status)

@@ -375,41 +375,6 @@ def changes(entry: Schema, now: Schema) -> list[str]:
     return [f"input {name} has no option {option!r}" for option in entry.get("options", []) if option not in options]
 
 
-def test_what_a_newer_comfyui_changed_is_told() -> None:
-    def schema(*inputs: tuple[Any, ...]) -> dict[str, Any]:
-        names = ("name", "type", "optional", "options")
-        return {"inputs": [dict(zip(names, entry, strict=False)) for entry in inputs], "outputs": []}
-
-    old = schema(("video", "VIDEO", False), ("codec", "COMBO", False, ["auto", "h264"]))
-    dynamic = ("codec", "COMFY_DYNAMICCOMBO_V3", False, [{"key": "auto"}, {"key": "h264"}])
-    more = {"name": "audio", "type": "AUDIO", "optional": True}
-    newer = schema(("video", "VIDEO", False), dynamic)
-    assert incompatibilities(old, old) == []
-    newer["inputs"].append(more)
-    newer["outputs"].append({"name": "video", "type": "VIDEO"})
-    assert incompatibilities(old, newer) == []
-    more["optional"] = False
-    assert incompatibilities(old, newer) == ["input audio is new and needed"]
-    assert incompatibilities(old, schema(("video", "IMAGE", False), ("codec", "COMBO", False, ["auto"]))) == [
-        "input video is IMAGE instead of VIDEO",
-        "input codec has no option 'h264'",
-    ]
-    assert incompatibilities(old, schema(("video", "VIDEO", False))) == ["input codec is gone"]
-    assert "order" in incompatibilities(old, schema(dynamic, ("video", "VIDEO", False)))[0]
-    parts = schema(("codec", "COMBO", False, ["auto"]), ("codec.level", "INT", False), ("values.a", "INT", False))
-    assert incompatibilities(parts, schema(dynamic, ("values", "COMFY_AUTOGROW_V3", False))) == []
-    assert incompatibilities(parts, schema(dynamic)) == ["input values.a is gone"]
-    any_type, matched = ({"inputs": [], "outputs": [{"name": "value", "type": kind}]} for kind in ("*", MATCHED))
-    assert incompatibilities(any_type, matched) == [] and incompatibilities(matched, any_type)
-
-
-def test_the_page_on_headless_use_names_nodes_and_files_that_exist() -> None:
-    prompt = api_form("text_to_video")
-    named = re.findall(r'\.\["(\d+)"\]\.inputs\.(\w+) =', HEADLESS)
-    assert named and all(field in prompt[node]["inputs"] for node, field in named)
-    assert set(re.findall(r"workflows/api/(\w+)\.json", HEADLESS)) <= PAGES.keys()
-
-
 # ---------------------------------------------------------------------------------------------------- in a real ComfyUI
 
 

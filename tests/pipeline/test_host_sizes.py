@@ -109,7 +109,7 @@ def encoded(video: torch.Tensor) -> torch.Tensor:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("family", ["vace", "camera"])
 def test_the_most_memory_at_once_is_what_is_said(family):
-    """That of all nodes: `tests/nodes/test_host_peaks.py`."""
+    """The same sizes refuse what nodes are asked for."""
 
     def make() -> object:
         if family == "camera":
