@@ -3,8 +3,6 @@
     python -m benchmarks ladder --dry-run --gpus 1                 # the list, with seconds and what is missing here
     python -m benchmarks ladder --on-cpu --out out/ladder          # every job, small, on the CPU: no typo meets a GPU
     python -m benchmarks ladder --gpus 1 --minutes 25 --out benchmarks/results --scratch /dev/shm/wc
-    python -m benchmarks ladder --detach ...      # the same in a session of its own, which outlives this command
-    python -m benchmarks ladder --wait 300 --out benchmarks/results    # up to 300 s of what that prints; 75: it runs on
 
 A job is a process of its own with a limit of time. Its result is `OUT/NAME-DEVICE-DATE.json`. While it runs, its rows
 so far are in `OUT/unfinished/NAME.json`, and what it prints in `NAME.log` there. `NAME.failed` says why one failed; the
@@ -40,8 +38,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MANY = 8  # GPUs of the machine that a list is for where none is named
 CPU_SECONDS = 600  # for a job on a CPU, which other programs may keep busy
 CPU_JOBS = 2  # at once, where nothing is measured
-LOG, PROCESS = "ladder.log", "ladder.pid"  # of a detached ladder, in OUT/unfinished
-STILL_RUNNING = 75  # exit code of --wait
 # Ends a job's whole group of processes when the ladder ends in whatever way: its end of the pipe closes.
 WATCH = "import os, sys; sys.stdin.read(1) or os.killpg(int(sys.argv[1]), 9)"
 
@@ -56,10 +52,6 @@ def main(arguments: Sequence[str]) -> int:
     if not options.dry_run and options.out is None:
         parser().error("give --out, the folder of the results")
     out = None if options.out is None else options.out / "cpu" if options.on_cpu else options.out
-    if options.wait is not None:
-        return wait(out, options.wait)
-    if options.detach:
-        return detach(out, [word for word in arguments if word != "--detach"])
     ladder = Ladder(out, options.scratch or default_scratch(), gpus, cpu=options.on_cpu, again=options.again)
     if options.dry_run:
         print("\n".join(ladder.listed(jobs)))
@@ -83,52 +75,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", action="append", metavar="NAME", help="only this job; repeatable")
     made.add_argument("--again", action="store_true", help="try jobs again that failed")
     made.add_argument("--dry-run", action="store_true", help="print the jobs, and run none")
-    made.add_argument("--detach", action="store_true", help="run in a session of its own, and return at once")
-    made.add_argument("--wait", type=float, metavar="S", help="what a detached ladder prints, for S seconds at most")
     made.add_argument("--on-cpu", action="store_true", help="run every job small on the CPU; results go to OUT/cpu")
     return made
-
-
-def detach(out: Path, arguments: Sequence[str]) -> int:
-    """Start the same ladder in a session of its own. 1 if one runs already."""
-    unfinished = out / "unfinished"
-    unfinished.mkdir(parents=True, exist_ok=True)
-    if running(out) is not None:
-        tell(f"a ladder is running for {out}: wait for it with --wait")
-        return 1
-    with (unfinished / LOG).open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks", "ladder", *arguments], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-    (unfinished / PROCESS).write_text(str(process.pid))
-    return 0
-
-
-def wait(out: Path, seconds: float) -> int:
-    """Print what the detached ladder has printed and prints until it ends: 0; or until the time is over: 75."""
-    log, printed = out / "unfinished" / LOG, 0
-    end = time.monotonic() + seconds
-    while True:
-        process = running(out)
-        text = log.read_text(errors="replace") if log.is_file() else ""
-        print(text[printed:], end="", flush=True)
-        printed = len(text)
-        if process is None:
-            return 0
-        if time.monotonic() >= end:
-            return STILL_RUNNING
-        time.sleep(0.5)
-
-
-def running(out: Path) -> int | None:
-    """The process of a ladder that was detached; None: it has ended, or there was none."""
-    try:
-        process = int((out / "unfinished" / PROCESS).read_text())
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, ValueError):
-        return None
-    return None if state == "Z" else process
 
 
 def count_gpus() -> int:
