@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tests.encoder_files import huggingface_names
-from tools.hostile.gguf import gguf
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, save
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.encoders import load_speech, load_vision
@@ -102,21 +101,6 @@ def test_a_state_dict_and_diffusers_names() -> None:
     assert {name: json.loads(text) for name, text in model.attention_preferences.items()} == MODULES
 
 
-def test_gguf_stores_bytes_as_other_numbers(tmp_path: Path) -> None:
-    """ggml has no type of unsigned bytes: int8, or float32, which converters give every vector."""
-    kinds = {torch.float32: 0, torch.int8: 24}  # ggml's numbers
-
-    def entry(value: Tensor) -> tuple[tuple[int, ...], int, bytes]:
-        return tuple(value.shape), kinds[value.dtype], value.numpy().tobytes()
-
-    for kind in kinds:
-        state = {name: value.float() for name, value in plain().items()}
-        state |= {name: value.to(kind) for name, value in preferring(MODULES).items()}
-        (tmp_path / "model.gguf").write_bytes(gguf({}, {name: entry(value) for name, value in state.items()}))
-        model = load_dit(tmp_path / "model.gguf")
-        assert {name: json.loads(text) for name, text in model.attention_preferences.items()} == MODULES
-
-
 def test_quantize_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_single(plain() | preferring(MODULES), tmp_path)
     for precision in ("int8", "fp8"):
@@ -124,19 +108,6 @@ def test_quantize_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert main(["quantize", str(tmp_path / "model.safetensors"), str(out), "--precision", precision]) == 0
         assert preferences(out) == MODULES
         assert not inspect(out)["problems"]
-
-
-def test_inspect_says_what_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_single(plain() | preferring(MODULES), tmp_path)
-    report = inspect(tmp_path / "model.safetensors")
-    assert sorted(report["attention"]) == [
-        "a newer one in 1 module",
-        "comfy_kitchen_int8 in 1 module",
-        "comfy_kitchen_sol (tau 1.3), else comfy_kitchen_int8 in 1 module",
-    ]
-    assert report["problems"] == [] and report["precision"] == {"bfloat16": 1.0}
-    assert main(["inspect", str(tmp_path / "model.safetensors")]) == 0
-    assert "attention: comfy_kitchen_int8 in 1 module, a newer one in 1 module, comfy" in capsys.readouterr().out
 
 
 def pair(module: str) -> dict[str, Tensor]:
@@ -257,12 +228,3 @@ def test_an_unknown_format_is_refused_in_every_door(what: str, tmp_path: Path) -
         assert what in inspect(path)["problems"][0]
     path = described(what, plain(), tmp_path)
     assert main(["quantize", str(path), str(tmp_path / "out.safetensors")]) == 2
-
-
-def test_encoders_in_fp8_with_scales_are_refused(tmp_path: Path) -> None:
-    vision = random_module(VisionConfig(dim=160, ffn_dim=32, num_layers=1, tokens=5), device=CPU, dtype=torch.float16)
-    state = huggingface_names(vision.state_dict())
-    one = "vision_model.encoder.layers.0.mlp.fc1"
-    state |= {f"{one}.weight": state[f"{one}.weight"].to(torch.float8_e4m3fn), f"{one}.weight_scale": torch.ones(())}
-    with pytest.raises(CheckpointError, match="FP8 with scales"):
-        load_vision(state)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.gguf_files import llama_name, matrices, random_rows, tokenizer_notes, write
+from tests.gguf_files import llama_name, matrices, tokenizer_notes, write
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
@@ -21,7 +21,6 @@ from wan_core.config import LoadOptions, LoraOptions, Request
 from wan_core.execution.optimize import compile_blocks
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
-from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.pipeline import Pipeline
@@ -66,16 +65,6 @@ def test_numbers_equal_the_packages_bit_for_bit(name: str, seed: int, rows: int,
         assert both.all() and np.array_equal(
             np.signbit(unpacked.numpy()) | np.isnan(expected), np.signbit(expected) | np.isnan(expected)
         )
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_large_weights_are_widened_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = torch.from_numpy(random_rows(name, 20, 512))
-    whole = unpack_reference(data, name)
-    monkeypatch.setattr("wan_core.ops.kernels.gguf_blocks.CHUNK", 1024)
-    assert torch.equal(unpack_reference(data, name), whole)
-    assert torch.equal(unpack_reference(data, name, torch.bfloat16), whole.bfloat16())
-    assert torch.equal(unpack_reference(data.view(4, 5, -1), name), whole.view(4, 5, -1))
 
 
 # --------------------------------------------------------------------------------------------------------------- reader
@@ -160,15 +149,6 @@ def test_formats_may_be_mixed_and_the_rest_may_be_packed_too(tmp_path: Path) -> 
 
 
 @torch.no_grad()
-def test_encoded_as_fp8_when_loaded(tmp_path: Path) -> None:
-    meant = write(tmp_path / "m.gguf", plain(), matrices("Q6_K"), notes=NOTES)
-    model = load_dit(tmp_path / "m.gguf", dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU))
-    linear = model.get_submodule("blocks.1.ffn.0")
-    expected = Fp8RowLinear.encode(meant["blocks.1.ffn.0.weight"])
-    assert torch.equal(linear.weight.view(torch.uint8), expected["weight"].view(torch.uint8))
-
-
-@torch.no_grad()
 def test_it_compiles_as_one_graph_and_the_bytes_can_move(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", plain(), matrices("Q4_K"), notes=NOTES)
     model = load_dit(tmp_path / "m.gguf", dtype=torch.float32, quantization=HOLD)
@@ -215,17 +195,6 @@ def test_a_text_encoder_with_its_tokenizer(tmp_path: Path) -> None:
     assert torch.equal(packed.encode(prompts), wide.encode(prompts))
     rows, expected = packed.encode(prompts[:1]), original.encode(prompts[:1])
     assert float((rows - expected).norm() / expected.norm()) < 0.02
-
-
-def test_a_table_in_every_format() -> None:
-    ids = torch.tensor([[3, 0], [7, 7]])
-    for name in FORMATS:
-        data = torch.from_numpy(random_rows(name, 9, 512))
-        from wan_core.ops.quant.packed import Packed
-
-        table = PackedEmbedding(torch.float32, Packed(name, (9, 512), {"weight": data}))
-        table.load_state_dict({"weight": data}, assign=True)
-        assert torch.equal(table(ids), unpack_reference(data, name)[ids])
 
 
 # ------------------------------------------------------------------------------------------------------ a whole request

@@ -41,7 +41,6 @@ from wan_core.ops.quant.linear import attach
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.loras import Wanted, merging
-from wan_core.pipeline.model_parts import matrix_parameters
 from wan_core.pipeline.settings import PACKED, stored_precision
 from wan_core.pipeline.sources import TINY, recognise
 
@@ -107,23 +106,6 @@ def test_encoded_as_int8_again_or_taken_as_it_is(tmp_path: Path, kind: str) -> N
     if kind == "rotated 256":
         wanted = {name: state[f"blocks.0.ffn.2.{name}"] for name in wanted}
     assert torch.equal(linear.weight, wanted["weight"]) and torch.equal(linear.weight_scale, wanted["weight_scale"])
-
-
-def test_encoded_as_fp8(tmp_path: Path) -> None:
-    state, meant, notes = stored("rotated 256")
-    for last in "qkv":  # stored in a higher precision: stays so, as a whole
-        name = f"blocks.1.self_attn.{last}"
-        if last == "k":
-            state[f"{name}.weight"] = meant[f"{name}.weight"].bfloat16()
-            del state[f"{name}.weight_scale"], state[f"{name}.comfy_quant"]
-    write_safetensors(state, tmp_path / "m.safetensors", notes)
-    encoded = Quantization(Fp8RowLinear, CPU, as_stored=True)
-    model = load_dit(tmp_path / "m.safetensors", dtype=torch.float32, quantization=encoded)
-    expected = Fp8RowLinear.encode(meant["blocks.0.ffn.2.weight"])["weight"]
-    assert torch.equal(model.get_submodule("blocks.0.ffn.2").weight.view(torch.uint8), expected.view(torch.uint8))
-    assert not any(isinstance(model.get_submodule(f"blocks.1.self_attn.{last}"), Fp8RowLinear) for last in "qkv")
-    part = recognise(tmp_path / "m.safetensors", "dit", load_dit)
-    assert part.quantized_parameters == matrix_parameters(SMALL) - SMALL.dim**2
 
 
 def test_a_text_encoder_in_int8(tmp_path: Path) -> None:

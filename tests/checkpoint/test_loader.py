@@ -129,27 +129,6 @@ def test_a_file_that_shrinks_is_an_error_of_the_file(reads_at, file, tmp_path, m
             list(map(feed.read, asked))
 
 
-@pytest.mark.parametrize("fault", [AssertionError(), KeyError("x"), MemoryError(), SystemExit(1)], ids=repr)
-def test_a_thread_that_dies_of_anything_wakes_who_reads(file, fault):
-    def fail(*_):
-        raise fault
-
-    checkpoint, said = open_checkpoint(file), []
-
-    def ask():
-        with Feed(checkpoint, list(checkpoint.tensors), CPU, Reading(threads=2)) as feed:
-            try:
-                feed.read("head.modulation")
-            except CheckpointError as error:
-                said.append(str(error))
-
-    with patch.object(staged, "_read_into", fail), patch.object(staged, "SMALL", 0):
-        reader = threading.Thread(target=ask, daemon=True)
-        reader.start()
-        reader.join(20)
-    assert not reader.is_alive() and "head.modulation cannot be read" in said[0]
-
-
 @pytest.mark.parametrize("where", ["_go_on", "start"])
 def test_a_feed_that_cannot_begin_leaves_no_thread_behind(file, where):
     checkpoint, begin, begun = open_checkpoint(file), threading.Thread.start, []

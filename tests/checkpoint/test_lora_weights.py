@@ -191,11 +191,3 @@ def test_compiled_blocks_see_a_lora_that_comes_later_and_a_new_strength_compiles
     loras_on(net).attached.clear(net)
     torch.testing.assert_close(output(net), plain, atol=1e-6, rtol=1e-6)
     torch._dynamo.reset()
-
-
-def test_saving_leaves_an_attached_lora_out(tmp_path):
-    net = model()
-    loras_on(net).attached.apply(net, [wanted(lora_of(LINEARS, 14))])
-    save(net, tmp_path / "model.safetensors")
-    again = load_dit(tmp_path / "model.safetensors").state_dict()
-    assert again.keys() == base().keys() and all(torch.equal(value, base()[name]) for name, value in again.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -108,18 +107,6 @@ def test_it_is_the_same_mapped_and_read(files, lora: Wanted, kind: str, way: str
     assert mapped.keys() == fed.keys() and all(torch.equal(value, fed[name]) for name, value in mapped.items())
     assert sum(seen) == sum(info.nbytes for info in open_checkpoint(files[kind]).tensors.values())
     assert not views(model, files[kind])
-
-
-@NEEDS_PROC
-def test_shards_are_read_so_too(files, tmp_path: Path) -> None:
-    state, _, notes = stored("rotated 256")
-    for i in range(2):
-        part = {n: t for n, t in state.items() if bool(re.match(r"blocks\.1\.", n)) == bool(i)}
-        write_safetensors(part, tmp_path / f"m-{i + 1:05}-of-00002.safetensors", notes)
-    sharded, whole = read(tmp_path, HOLD, Reading(mapped=False)), read(files["rotated 256"], HOLD, Reading())
-    shards = sum(views(sharded, path) for path in tmp_path.iterdir())
-    assert not shards and views(whole, files["rotated 256"]) == len(NAMES)
-    assert all(torch.equal(value, bits(sharded)[name]) for name, value in bits(whole).items())
 
 
 def test_a_text_encoder_is_read_so_too(scaled: Path) -> None:

@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.encoder_files import huggingface_names, write_speech
 from wan_core.checkpoint import load_dit, save
-from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
-from wan_core.cli.inspect import inspect, part_line
-from wan_core.models.vision.clip import VisionConfig
+from wan_core.cli.inspect import inspect
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
 
@@ -26,24 +23,6 @@ def test_models() -> None:
     assert dit["expert"].startswith("low") and not dit["problems"]
     assert text["family"] == "UMT5" and vae["family"] == "Wan 2.1 VAE"
     assert dit["parameters"] == sum(p.numel() for p in load_dit(TINY / "i2v_low.safetensors").parameters())
-
-
-def test_encoders_of_pictures_and_of_sound(tmp_path: Path) -> None:
-    vision = random_module(VisionConfig(dim=160, ffn_dim=32, num_layers=1, tokens=5), device="cpu", dtype=torch.float16)
-    names = huggingface_names(vision.state_dict())
-    write_safetensors(names, tmp_path / "clip_vision_h.safetensors", {})
-    report = inspect(tmp_path / "clip_vision_h.safetensors")
-    assert (report["kind"], report["layout"], report["problems"]) == ("a CLIP vision encoder", "huggingface", [])
-    assert report["shape"] == {"num_layers": 1, "dim": 160} and report["precision"] == {"float16": 1.0}
-    del names["vision_model.encoder.layers.0.mlp.fc1.bias"]
-    write_safetensors(names, tmp_path / "clip_vision_h.safetensors", {})
-    assert "1 tensor is missing" in inspect(tmp_path / "clip_vision_h.safetensors")["problems"][0]
-    write_speech(tmp_path / "wav2vec2.safetensors")
-    report = inspect(tmp_path / "wav2vec2.safetensors")
-    assert report["kind"] == "a wav2vec 2.0 speech encoder" and report["problems"] == []
-    assert part_line("audio_encoder", report) == (
-        "audio_encoder: a wav2vec 2.0 speech encoder, huggingface layout, float16, 0.00 GiB"
-    )
 
 
 def test_scaled_fp8_and_pth(tmp_path: Path) -> None:

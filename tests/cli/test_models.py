@@ -11,13 +11,11 @@ import pytest
 
 from wan_core.cli import main, models
 from wan_core.config import OptionError
-from wan_core.config import model_files as model_files_module
 from wan_core.config.model_files import (
     TRANSFORMERS,
     choices,
     download_hint,
     files_for,
-    find_root,
     model_files,
     tasks,
 )
@@ -106,32 +104,6 @@ def test_a_part_of_a_file_is_not_left_as_a_whole_one(root: Path, monkeypatch: py
     with pytest.raises(OSError, match="no route"):
         models.download_missing(root, SMALL)
     assert not list((root / "diffusion_models").iterdir())
-
-
-def test_the_pack_finds_the_folder_of_its_comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model_files_module, "PACKAGE", tmp_path / "custom_nodes" / "wancore" / "wan_core")
-    monkeypatch.setattr(model_files_module, "COMFYUI", tmp_path)
-    with pytest.raises(OptionError, match="--folder"):
-        find_root(None)
-    (tmp_path / "models").mkdir()
-    assert find_root(None) == tmp_path / "models"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["t2v-A14"], "did you mean t2v-A14B"),
-        (["s2v-14B", "--with", "four-steps"], "has no files of the choice 'four-steps'; its choices: fp16, gguf"),
-        (["t2v-A14B", "--folder", "nowhere"], "there is no folder nowhere"),
-        (["--download"], "a task is needed"),
-    ],
-)
-def test_wrong_words_are_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], root: Path
-) -> None:
-    assert main(["models", *arguments, *([] if "--folder" in arguments else ["--folder", str(root)])]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_messages_about_a_missing_file_name_the_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

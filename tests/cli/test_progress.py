@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from wan_core.cli import main, progress
-from wan_core.cli.progress import BAR, ProgressLine
+from wan_core.cli.progress import ProgressLine
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.steps import Step
 
@@ -61,18 +61,6 @@ def test_time_left_is_averaged_without_the_first_step(clock, monkeypatch) -> Non
     lines = stream.getvalue().splitlines()
     assert "1:40 elapsed, 11:40 left  100.000 s/step" in lines[-3]  # nothing else is known yet
     assert "step   3/8" in lines[-1] and "1:44 elapsed, 0:10 left  2.000 s/step" in lines[-1]
-
-
-def test_the_bar_fills_and_lines_are_rewritten(clock, monkeypatch) -> None:
-    line, stream = shown(monkeypatch)
-    line.planned(PLAN)
-    line.phase("denoise")
-    for step in PLAN.steps:
-        line.step(Done(step), 1.0)
-    line.end()
-    drawn = stream.getvalue().split("\n", 1)[1].split("\r")[1:]
-    assert [one.count("=") for one in drawn] == [BAR * done // 8 for done in range(9)]
-    assert all(len(one.rstrip("\n")) < 80 for one in drawn) and drawn[-1].endswith("\n")
 
 
 def test_loading_and_decoding_have_progress(clock, monkeypatch) -> None:

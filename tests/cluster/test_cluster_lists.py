@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from wan_core.cli import main
 from wan_core.cluster import lists
 from wan_core.cluster.actors import VideoMaker
 from wan_core.config.temporary import _root
-from wan_core.workers import video_list
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -170,38 +167,3 @@ def test_faults(
 
 
 VIDEO_SECONDS, VIDEOS = 3.0, 12  # of a maker that only waits
-
-
-class Waits(Dry):
-    """Takes a fixed time for a video, whatever else the machine does."""
-
-    def make(self, loaded: Any, request: Any, key: str, media: Any) -> dict[str, Any]:
-        time.sleep(VIDEO_SECONDS)
-        return super().make(loaded, request, key, media)
-
-
-def test_a_thousand_jobs(
-    nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over 20 makers that only wait, so that all of them start: what the program itself computes for each job."""
-    nodes.have(1, cpus=20)
-    send(monkeypatch, Waits)
-    out = tmp_path / "out"
-    out.mkdir()
-    path = write_list(tmp_path, [{"prompt": "a red circle", "seed": seed} for seed in range(1000)])
-    make_all, seconds = video_list.make_all, []
-
-    def measured(*arguments: Any) -> Any:
-        begin, start = time.process_time(), time.monotonic()
-        try:
-            return make_all(*arguments)
-        finally:
-            seconds[:] = [time.process_time() - begin, time.monotonic() - start]
-
-    monkeypatch.setattr(video_list, "make_all", measured)
-    command = [*TINY, "--prompts", str(path), "--out", str(out / "o.mp4"), "--gpus", ",".join(["cpu"] * 20)]
-    assert main([*command, "--ray", nodes.address]) == 0
-    makers = set(re.findall(r"\((maker \d+) on ", capfd.readouterr().err))
-    with capfd.disabled():
-        print(f"\n1,000 jobs, {len(makers)} makers: {seconds[0]:.2f} s of the program's CPU, {seconds[1]:.1f} s in all")
-    assert len(makers) == 20 and seconds[0] / 1000 < 0.005

@@ -78,30 +78,6 @@ NAMES: dict[str, tuple[int | None, str | None, str | None]] = {
     "svi-shot.safetensors": (None, None, "another"),
     "Stable-Video-Infinity_wan2.1_v2.0.safetensors": (None, None, "another"),
 }
-# Forms of names: (steps, expert).
-FORMS: dict[str, tuple[int | None, str | None]] = {
-    "Wan2.2-T2V-8-step-distill": (8, None),
-    "wan_turbo_6steps": (6, None),
-    "wan2.2-i2v-4-step": (4, None),
-    "wan_4steps_1080p": (4, None),
-    "wan_40steps": (None, None),
-    "my-style-3-step-1200": (None, None),
-    "epoch_3_step_1200": (None, None),
-    "step-4000": (None, None),
-    "undistilled_high": (None, "high"),
-    "wan22_nolightning_v2_H": (None, "high"),
-    "non-distilled": (None, None),
-    "turbocharged_car": (None, None),
-    "arcmin_dmdx": (None, None),
-    "my_style_low_v1.1": (None, "low"),
-    "HighNoise-v2": (None, "high"),
-    "slow_motion": (None, None),
-    "high_detail": (None, None),
-    "lowres_fix": (None, None),
-    "cinematic_lighting": (None, None),
-    "high_noise_and_low_noise": (None, None),
-    "": (None, None),
-}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,12 +88,6 @@ def test_names_of_public_files(name: str) -> None:
     preset, why = find_preset("auto", [Path("other.safetensors"), Path("/models/loras") / name])
     assert (preset.steps if preset else None) == says.steps
     assert (name in why and "choose preset none" in why) == (says.steps is not None)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_forms_of_names(name: str) -> None:
-    says = read_name(f"{name}.safetensors")
-    assert (says.steps, says.expert) == FORMS[name]
 
 
 def test_releases_and_families() -> None:

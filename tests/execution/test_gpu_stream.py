@@ -19,7 +19,6 @@ from wan_core.checkpoint import load_dit, save
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import Reading
 from wan_core.config import MagCacheOptions, SkipOptions, TaylorSeerOptions
-from wan_core.execution.memory.host_weights import PinnedMemory
 from wan_core.execution.memory.residency import Residency, Waits
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
@@ -151,20 +150,6 @@ def test_nobody_waits(resident):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(result, exact)
-
-
-def test_pages_are_locked_and_let_go():
-    pages = PinnedMemory(64 << 20)
-    pages.bytes.fill_(7)
-    assert pages.lock() and pages.bytes.is_pinned()
-    flat = torch.empty(64 << 20, dtype=torch.uint8, device=CUDA)
-    flat.copy_(pages.bytes, non_blocking=True)
-    torch.cuda.synchronize()
-    assert bool((flat == 7).all())
-    del pages
-    torch.cuda.synchronize()
-    other = PinnedMemory(64 << 20)
-    assert other.lock()
 
 
 def test_memory_on_the_device_is_what_the_stage_says():

@@ -97,17 +97,6 @@ def test_what_is_chosen_fits_and_nothing_better_would(gib, fp8, shape, batched, 
         assert stage_bytes(list(sizes.units), plan.resident_blocks + 1) + activations.denoise > plan.room
 
 
-def test_cards_of_24_gib_and_16_gib_take_720p():
-    """Streaming never waits for room: 16 GiB hold FP8 and bf16 at 720p, all phases."""
-    for gib in (48, 32, 24, 16):
-        for fp8 in (False, True):
-            activations = beside_weights(T2V_A14B, VAE_21, SHAPE_720P, per_token=FACTORS["fused"])
-            plan = plan_memory(a14b(fp8), activations, limited(gib))
-            assert plan.fits, plan.table()
-            assert plan.peak <= limited(gib)
-            assert plan.host <= 1.15 * a14b(fp8).all
-
-
 @given(blocks=st.integers(1, 60), data=st.data())
 def test_streamed_blocks_lie_evenly_apart(blocks, data):
     resident = data.draw(st.integers(0, blocks))

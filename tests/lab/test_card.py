@@ -97,16 +97,6 @@ def test_a_card_that_was_broken_off_goes_on(tmp_path: Path, stop: int):
     assert not (tmp_path / ".report-card").exists() and "| fast |" in text
 
 
-def test_a_refused_preset_is_left_out_without_the_words_of_the_refusal(tmp_path: Path):
-    maker = DrawnMaker()
-    maker.fail["plan"] = card_settings()["balanced"]
-    text, told = small_card(maker, tmp_path)
-    assert "balanced: left out, it cannot run" in text and "/home/me" not in text and "/home/me" in told[0]
-    maker.fail["plan"] = None
-    with pytest.raises(OptionError):
-        small_card(maker, tmp_path)
-
-
 # Names that are no part of other words of a card.
 ODD = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=4, max_size=30).map(
     lambda name: f"Zq{name}|`<"

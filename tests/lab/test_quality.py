@@ -8,15 +8,13 @@ import math
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.cli import main
-from wan_core.config import OptionError, SkipOptions
-from wan_core.media.pictures import PHASE_COLOUR, Canvas
+from wan_core.config import SkipOptions
 from wan_core.media.video import read_video
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.embedded import parse_caption
@@ -25,11 +23,9 @@ from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.magcache import CURVE_FILES, PRESETS
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan
-from wan_lab import pictures
 from wan_lab.calibrate import calibrate, record
-from wan_lab.compare import compare, gmsd, pareto, summary
-from wan_lab.pictures import KIND_COLOUR, draw_quality, side_by_side
-from wan_lab.samples import choose_samples, read_samples
+from wan_lab.compare import compare, gmsd, summary
+from wan_lab.samples import choose_samples
 from wan_lab.shapes import draw, held_out
 
 SMALL = ["--model", "tiny", "--device", "cpu", "--steps", "10", "--frames", "5", "--size", "64x48"]
@@ -197,84 +193,6 @@ def test_measures():
     assert told["psnr_worst"] == round(much.psnr, 2) < told["psnr"] < 99 and told["truth"] == (1 + much.truth) / 2
 
 
-class NotedCanvas(Canvas):
-    """A canvas that keeps what was drawn on it."""
-
-    def __init__(self, *size):
-        super().__init__(*size)
-        self.boxes, self.lines, self.dots = [], [], []
-
-    def box(self, *corners_and_colours):
-        self.boxes.append(corners_and_colours)
-
-    def line(self, points, fill, width=1.0):
-        self.lines.append((points, fill, width))
-
-    def dot(self, *place_and_colours):
-        self.dots.append(place_and_colours)
-
-
-@pytest.fixture
-def noted(monkeypatch):
-    """The canvases of all pictures that are drawn."""
-    canvases = []
-    monkeypatch.setattr(pictures, "Canvas", lambda *size: canvases.append(NotedCanvas(*size)) or canvases[-1])
-    return canvases
-
-
-def test_quality_over_time_is_drawn_to_scale(noted):
-    """Every setting is a point at its time and mean PSNR with a tail to its worst video; the front is one line through
-    those that nothing beats, from the fastest to the slowest."""
-    chance = np.random.default_rng(0)
-    rows = [
-        {"name": f"magcache:{n}", "ratio": ratio, "psnr": psnr, "psnr_worst": psnr - fall}
-        for n, (ratio, psnr, fall) in enumerate(chance.uniform([0.9, 25, 1], [4, 50, 9], (12, 3)))
-    ]
-    draw_quality(rows, "title")
-    (canvas,) = noted
-    points = {row["name"]: (x, y) for row, (x, y, *_) in zip(by_time(rows), canvas.dots, strict=True)}
-    front = [points[name] for name in pareto({row["name"]: (-1 / row["ratio"], row["psnr"]) for row in rows})]
-    assert [(line, width) for line, fill, width in canvas.lines if fill == PHASE_COLOUR] == [(front, 1.5)]
-    tails = [line for line, fill, _ in canvas.lines if fill == KIND_COLOUR["magcache"]]
-    measured = [(100 / row["ratio"], row["psnr"]) for row in by_time(rows)]
-    for axis in (0, 1):  # one scale for all of them, over the whole width
-        drawn, numbers = (np.array([one[axis] for one in ones]) for ones in (points.values(), measured))
-        scale, start = np.polyfit(numbers, drawn, 1)
-        assert np.allclose(drawn, scale * numbers + start)
-        if axis:
-            worst = np.array([row["psnr_worst"] for row in by_time(rows)])
-            assert np.allclose([end[1] for _, end in tails], scale * worst + start) and scale < 0
-        else:
-            assert start == pytest.approx(64) and max(numbers.max(), 100) * scale * 1.03 == pytest.approx(
-                960 - 330 - 64
-            )
-    assert [tail[0] for tail in tails] == [*points.values()] and all(a[0] == b[0] for a, b in tails)
-    assert [dot[3] == dot[4] for dot in canvas.dots] == [place in front for place in points.values()]  # others hollow
-
-
-def by_time(rows):
-    return sorted(rows, key=lambda row: -row["ratio"])
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 9])
-def test_videos_side_by_side_are_in_rows_of_four_in_their_order(count):
-    """Each pixel enlarged to a square, below a bar with its name, which is not drawn over."""
-    videos = {
-        f"n{n}": torch.randint(1, 255, (2, 40, 90, 3), generator=torch.Generator().manual_seed(n)).byte()
-        for n in range(count)
-    }
-    sheet = side_by_side(videos, width=170)
-    rows, columns = (count + 3) // 4, min(4, count)
-    assert sheet.shape == (2, rows * 100, columns * 180, 3)
-    for n, video in enumerate(videos.values()):
-        part = sheet[:, n // 4 * 100 :, n % 4 * 180 :][:, :100, :180]
-        assert torch.equal(part[:, 20::2, ::2], video) and torch.equal(part[:, 21::2, 1::2], video)
-        assert (part[0, :20] == part[1, :20]).all() and len(part[0, :20].reshape(-1, 3).unique(dim=0)) > 2
-    assert not sheet[:, (rows - 1) * 100 :, (count - 1) % 4 * 180 + 180 :].any()
-    floating = side_by_side({name: video / 255 for name, video in videos.items()}, width=170)
-    assert (floating * 255).round().byte().equal(sheet)
-
-
 def test_samples_are_new_to_the_embedded_model():
     samples = choose_samples(None, 12, 5, tiny=True)
     assert len({s.caption for s in samples}) == 12 and [s.seed for s in samples] == list(range(5, 17))
@@ -299,25 +217,6 @@ def test_presets_keep_the_video(tiny_assets):
     balanced, reuse = rows
     assert balanced["saved"] >= 0.4 and balanced["psnr"] > 40
     assert balanced["psnr"] > reuse["psnr"] + 6, "a forecast is nearer than reuse"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no samples"),
-        ("prompt\n", "line 1 .* no JSON object"),
-        ('{"prompt": "x"}\n{"prompt": "x", "seed": 3}\n', 'line 2 .* a sample is {"prompt"'),
-        ('{"image": "x.png"}\n', "a sample is"),
-        ('{"prompt": 3}\n', "are texts"),
-        (None, "cannot read the samples"),
-    ],
-)
-def test_a_file_of_samples_that_is_none_is_refused(tmp_path: Path, text: str | None, message: str):
-    path = tmp_path / "samples.jsonl"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(OptionError, match=message):
-        read_samples(path, 1, 0)
 
 
 def test_sparse_attention_keeps_a_video_from_an_image(tiny_assets: Path):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
 from tests.sampling.test_denoise import run as denoised
-from wan_core.config import NagOptions, OptionError, SkipOptions, TaylorSeerOptions
+from wan_core.config import NagOptions, SkipOptions, TaylorSeerOptions
 from wan_core.models.wan import layers
 from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.layers import nag
@@ -44,13 +44,6 @@ def test_equals_plain_torch(options, tokens, monkeypatch):
     torch.testing.assert_close(
         nag(positive.clone(), negative, numbers(options)), reference(positive, negative, options)
     )
-
-
-def test_without_effect_it_changes_nothing():
-    positive, negative = draw_noise(1, (2, 1, 9, 24))
-    for neutral in (NagOptions(scale=1), NagOptions(alpha=0)):
-        assert torch.equal(nag(positive.clone(), negative, numbers(neutral)), positive)
-    assert torch.isfinite(nag(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8), numbers(USUAL))).all()
 
 
 def plain_cross_attention(attention, x, texts, options):
@@ -128,11 +121,3 @@ def test_with_a_cache_and_guidance_of_one_expert():
     assert {step.nag for step in plan.steps} == {True, False} and any(step.skipped for step in plan.steps)
     assert all(step.nag == (step.branches == ("cond",)) for step in plan.steps)
     assert denoised(plan).isfinite().all()
-
-
-def test_what_it_says():
-    plan = plan_with()
-    assert "NAG" in plan.table() and "normalized attention guidance: 11/2.5/0.25, in 4 of 4 steps" in plan.notes
-    assert plan.reads_negative and not plan.guided
-    with pytest.raises(OptionError, match="every step has guidance"):
-        plan_with(guidance_high=3.5, guidance_low=3.5)

@@ -169,19 +169,6 @@ def check_faults(it: World) -> None:
         assert (sample(model, EULER) == fresh).all() and "freed" in it.said[-1]
 
 
-def check_image_to_image(it: World) -> None:
-    """The second half of 24 steps by KSampler's denoise: its place in the run, and never skipping."""
-    model = world.tiny("WAN21_T2V")
-    parts = {"steps": 12, "denoise": 0.5}
-    plain = world.sample(model, {}, SIZE, **parts)
-    with it.runs() as runs:
-        fast = world.sample(it.cached(model, **policies()["magcache"]), {}, SIZE, **parts)
-    steps = runs[0].plan.steps
-    assert [step.index for step in steps] == list(range(12, 24))
-    assert steps[0].action == "compute" and it.counts()[0] > 2 and (fast != plain).any()
-    assert (world.sample(it.cached(model, **never()[0]), {}, SIZE, **parts) == plain).all()
-
-
 def check_samplers(it: World) -> None:
     """Samplers that evaluate twice in a step skip both; what they evaluate between two sigmas is not kept."""
     model = world.tiny("WAN21_T2V")

@@ -68,17 +68,6 @@ def test_every_node_has_a_help_page_whose_lists_are_the_tooltips(schemas: dict[s
         assert name not in SHORT or len(re.findall(r"\w+(?:[-'.]\w+)*", HELP[name])) <= MOST_WORDS
 
 
-@pytest.mark.parametrize("language", LOCALES)
-def test_commands_and_settings_of_the_page_are_covered(language: str) -> None:
-    script = (ROOT / "web" / "js" / "accelerate.js").read_text(encoding="utf-8")
-    commands = re.findall(r'\{ id: "([\w.]+)", label:', script)
-    settings = re.findall(r'const OFFER = "([\w.]+)"', script)
-    for name, ids in (("commands", commands), ("settings", settings)):
-        texts = json.loads((ROOT / "locales" / language / f"{name}.json").read_text(encoding="utf-8"))
-        assert list(texts) == [one.replace(".", "_") for one in ids] != []
-        assert not any(IN_MESSAGES.search(word) for word in sentences(texts))
-
-
 def test_every_node_has_a_help_page_in_chinese(schemas: dict[str, Any]) -> None:
     """The frontend asks for NODE/LANGUAGE.md first. `python tools/make_schemas.py` writes the lists."""
     pages = {path.parent.name: path.read_text(encoding="utf-8") for path in (ROOT / "web" / "docs").glob("*/zh.md")}
@@ -87,10 +76,3 @@ def test_every_node_has_a_help_page_in_chinese(schemas: dict[str, Any]) -> None:
         assert page == chinese_page(page, LOCALES["zh"][name]), name
         for entry in schemas[name].inputs:
             assert f"（`{entry['name']}`）：" in page, f"{name}.{entry['name']}"
-
-
-def test_help_pages_have_no_wide_tables() -> None:
-    """The panel that shows them is 300 pixels wide: only tables of numbers stay tables."""
-    for name, page in HELP.items():
-        rows = [line for line in page.splitlines() if line.startswith("|")]
-        assert not [row for row in rows if len(row) > 80], name

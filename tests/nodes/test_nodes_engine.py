@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wan_core import OptionError, load_text_encoder, load_vae, make_plan
+from wan_core import OptionError, load_text_encoder, load_vae
 from wan_core.execution.report import Report
-from wan_core.media.pictures import EXPERT_COLOUR
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.video import fit_image
 from wan_core.models.text.tokenizer import TokenCount
@@ -36,7 +35,6 @@ from wan_core.models.wan.families.wan.inputs import (
 from wan_core.pipeline.decode import decode_images, decode_latents
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.conditioning import empty_latents
-from wan_core.sampling.plan_drawing import draw_plan
 from wan_lab.shapes import SCENES, draw
 
 CPU = torch.device("cpu")
@@ -123,16 +121,6 @@ def test_first_frames_of_ti2v_are_whole_latent_frames(count: int, frames: int) -
     else:
         with pytest.raises(OptionError, match="this model takes 1, 5, 9"):
             check_first(count, total, VAE_22)
-
-
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 8), st.sampled_from([VAE_21, VAE_22]))
-def test_empty_latents_have_wan_s_sizes(columns, rows, n, config) -> None:
-    stride = config.spatial_stride
-    latents = empty_latents(config, columns * 2 * stride, rows * 2 * stride, 4 * n + 1)
-    assert latents.shape == (1, config.z_dim, n + 1, rows * 2, columns * 2)
-    for width, frames in ((columns * 2 * stride + stride, 4 * n + 1), (columns * 2 * stride, 4 * n + 3)):
-        with pytest.raises(OptionError, match="nearest"):
-            empty_latents(config, width, rows * 2 * stride, frames)
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures
@@ -222,17 +210,6 @@ def test_the_preview_of_the_embedded_model_shows_the_colours_of_a_clip(vae: Vide
         shown = np.asarray(picture.resize((12, 12)), dtype=float)
         truth = ((clip[0, :, 4] + 1) / 2).permute(1, 2, 0).numpy() * 255
         assert np.abs(shown - truth.reshape(12, 8, 12, 8, 3).mean((1, 3))).mean() < 36, scene
-
-
-@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B"])
-@pytest.mark.parametrize("steps", [1, 4, 40])
-def test_a_drawn_plan_shows_the_experts_that_run(task: str, steps: int) -> None:
-    plan = make_plan(task=task, steps=steps)
-    picture = np.asarray(draw_plan(plan, 90.0))
-    assert picture.shape == (540, 960, 3)
-    for expert, colour in EXPERT_COLOUR.items():
-        rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-        assert (np.abs(picture.astype(int) - rgb).max(-1) < 8).any() == (expert in plan.experts)
 
 
 # ------------------------------------------------------------------------------------------------------ text and files

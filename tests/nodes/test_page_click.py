@@ -8,7 +8,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from benchmarks.templates.our_sampler import SAMPLERS
 from benchmarks.templates.run import Templates, observed
 from tests.browser import Browser, find_browser
 from tests.comfyui import find_newer_comfyui
-from tests.nodes.test_page import LOAD, NEST, OPEN, RUN, SETTINGS, SHOWN, WATCH, toasted
+from tests.nodes.test_page import LOAD, RUN, SETTINGS, WATCH, toasted
 from tests.nodes.test_workflows import on_cpu_workers
 from wan_core.media.video import read_video
 
@@ -48,8 +47,6 @@ STATE = """const plain = ({ nodes, links, definitions }) => ({
   subgraphs: (definitions?.subgraphs ?? []).map(plain),
 });
 return JSON.stringify(plain(app.rootGraph.serialize()));"""
-ANOTHER = """for (const node of app.rootGraph.nodes) for (const widget of node.widgets ?? [])
-  if (widget.name === "text") widget.value += arguments[0];"""  # another prompt
 FIXED = """for (const node of app.rootGraph.nodes) for (const widget of node.widgets ?? [])
   if (widget.name === "control_after_generate") widget.value = "fixed";"""  # the same seed in the next run
 SELECTED = "return [...app.canvas.selectedItems].map((one) => one.type)"
@@ -59,31 +56,6 @@ const blob = await (await fetch(`/view?${query}`)).blob();
 await app.loadGraphData({ nodes: [], links: [], version: 0.4 }, true, true, "empty");
 await app.handleFile(new File([blob], arguments[0], { type: "video/mp4" }));
 await new Promise((done) => setTimeout(done, 1500));"""
-THREE = """const make = (type, x, y, values = {}) => {
-  const node = LiteGraph.createNode(type);
-  app.graph.add(node);
-  node.pos = [x, y];
-  for (const [name, value] of Object.entries(values)) node.widgets.find((one) => one.name === name).value = value;
-  return node;
-};
-await app.loadGraphData({ nodes: [], links: [], version: 0.4 }, true, true, "three");
-const high = make("UNETLoader", 0, 0, { unet_name: "wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors" });
-const low = make("UNETLoader", 0, 200, { unet_name: "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors" });
-const lora = make("LoraLoaderModelOnly", 400, 0, { lora_name: "four_steps_high_noise.safetensors" });
-const prompts = ["a cat", "blurred"].map((text, n) => make("CLIPTextEncode", 400, 300 + 250 * n, { text }));
-let latent = make("EmptyHunyuanLatentVideo", 400, 800, { width: 64, height: 64, length: 9 });
-high.connect(0, lora, 0);
-[high, lora, low].forEach((source, n) => {
-  const last = n === 2;
-  const sampler = make("KSamplerAdvanced", 800 + 400 * n, 0, {
-    add_noise: n ? "disable" : "enable", noise_seed: 7, steps: 6, cfg: 3, start_at_step: 2 * n,
-    end_at_step: last ? 10000 : 2 * n + 2, return_with_leftover_noise: last ? "disable" : "enable",
-  });
-  [source, ...prompts, latent].forEach((from, at) => from.connect(0, sampler, at));
-  latent = sampler;
-});
-await new Promise((done) => setTimeout(done, 500));
-return app.graph.serialize();"""
 
 
 @pytest.fixture(scope="module")
@@ -186,25 +158,6 @@ def test_a_click_and_its_undoing(page: Browser, templates: Templates, name: str)
     assert page.script(STATE) == before and page.script(PROMPT) == plain
 
 
-def test_three_samplers_and_two_models(page: Browser, templates: Templates) -> None:
-    """Clicked, run before and after it, and undone by one step."""
-    page.script("toasts.length = 0")
-    page.script(LOAD, page.script(THREE), "three")
-    before, plain = page.script(STATE), page.script(PROMPT)
-    assert list(accelerated(plain).values()) == [None] * 3
-    page.script(COMMAND, "WanCore.Accelerate")
-    assert toasted(page, "3 nodes added, before 3 samplers")
-    assert page.script(SELECTED) == ["WanCoreAccelerate"] * 3
-    clicked = page.script(PROMPT)
-    assert list(accelerated(clicked).values()) == [EXACT] * 3
-    page.script(COMMAND, "Comfy.Undo")
-    page.wait(f"{STATE.replace('return', 'const now =')} return now === {before!r}")
-    assert page.script(PROMPT) == plain
-    steps_as_given = replace(templates.scale, steps=None)
-    runs = [templates.runnable(one, "video_wan2_2_14B_i2v", steps_as_given) for one in (plain, clicked)]
-    assert the_same(templates, runs) == 3
-
-
 @pytest.mark.parametrize("name", CLICKS)
 def test_a_clicked_template_runs_and_gives_the_same(templates: Templates, page: Browser, name: str) -> None:
     page.script(LOAD, templates.workflow(name), name)
@@ -269,32 +222,6 @@ def test_all_gpus_in_the_place_of_the_samplers(templates: Templates, page: Brows
     page.script(COMMAND, "WanCore.AllGpus")
     page.script(COMMAND, "Comfy.Undo")
     page.wait(f"{STATE.replace('return', 'const now =')} return now === {before!r}")
-
-
-def test_nodes_say_what_they_did_inside_a_subgraph_too(templates: Templates, page: Browser) -> None:
-    """The two experts of the text-to-video template as a graph of the page; clicked, put into a
-    subgraph, run."""
-    api = observed(templates.graph("video_wan2_2_14B_t2v"), "page")
-    names = {name: str(number) for number, name in enumerate(api, start=1)}
-    for one in api.values():
-        linked = {key: [names[value[0]], value[1]] for key, value in one["inputs"].items() if isinstance(value, list)}
-        one["inputs"] |= linked
-    page.script(
-        "await app.loadApiJson(arguments[0], 'said'); await new Promise((done) => setTimeout(done, 1000));",
-        {names[name]: one for name, one in api.items()},
-    )
-    page.script(COMMAND, "WanCore.Accelerate")
-    page.script(NEST, ["UNETLoader", "ModelSamplingSD3", "WanCoreAccelerate", "KSamplerAdvanced"])
-    for run in range(2):  # the second time with the node from the cache
-        page.script(ANOTHER, str(run))
-        assert page.script(RUN) == "execution_success"
-    page.script(OPEN)
-    page.script(COMMAND, "Comfy.Canvas.FitView")
-    page.wait(f"return {SHOWN.removeprefix('return ')}.length == 2")
-    for text in page.script(SHOWN):
-        pace, offer, counts = [" ".join(line.split()) for line in text.replace("\ufeff", "").strip().splitlines()]
-        assert pace.endswith("s a step; attention by sdpa") and offer.startswith("compare 'on' shows")
-        assert counts.startswith("WanCore Accelerate: self-attention calls: ")
 
 
 def test_it_is_offered_once_and_not_where_it_is_switched_off(templates: Templates, page: Browser) -> None:

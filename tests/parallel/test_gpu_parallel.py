@@ -102,13 +102,6 @@ def test_ranks_read_a_part_each_by_threads_and_have_what_one_reads(ranks, odd, m
     assert max(read) - min(read) <= 40 * 16 * len(read)
 
 
-def test_ranks_that_read_by_threads_may_stop_early(ranks, odd):
-    for taken in (0, 3, 99):
-        arguments = {"path": odd[0], "device": "cuda", "ahead": 100_000_000, "piece": 1_000_003, "taken": taken}
-        answers = ranks.ask("staged_weights", mesh="1x1x2", **arguments)
-        assert [(changed, unread) for changed, _, unread in answers] == [([], 0)] * 2
-
-
 def test_a_model_that_ranks_read_by_threads_is_that_of_one(ranks):
     assert ranks.ask("staged_model", mesh="1x1x2", device="cuda") == [[], []]
 

@@ -166,9 +166,11 @@ UNGUIDED = {"steps": 10, "magcache": MAGCACHE, **SQUARE, "frames": 5}
 REQUESTS = {
     "105 tokens": (("1x1x3", "2x2x1"), {"steps": 10, "magcache": MAGCACHE, **TALL}),
     # A rank has all tokens of its heads, in the order of the tiles; residuals are kept beneath that order.
-    "sparse": (("1x1x3", "2x1x2"), {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE, "seed": 1, **TALL}),
+    # At seed 1 two blocks are worth the same but for 2e-6 of their share, less than a share's rounding: the ranks read
+    # the one and one rank the other, in 1 of 359,552 choices, and latents differ by 5e-4. Seed 4 has no such tie.
+    "sparse": (("1x1x3", "2x1x2"), {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE, "seed": 4, **TALL}),
     "prompts over time": (("2x2x1",), {"steps": 8, "magcache": MAGCACHE, "prompt": "", "prompts_at": SCENES, **TALL}),
-    "sparse prompts over time": (("1x1x3",), {"steps": 4, "sparse": SPARSE, "prompts_at": SCENES, "seed": 1, **TALL}),
+    "sparse prompts over time": (("1x1x3",), {"steps": 4, "sparse": SPARSE, "prompts_at": SCENES, "seed": 4, **TALL}),
     "prompts over time in layers": (
         ("layers2",),
         {"steps": 4, "prompts_at": SCENES, **TALL, "guidance_mode": "sequential"},
@@ -184,7 +186,7 @@ def test_a_request_equals_one_rank(ranks, alone, mesh, name):
     _, request = REQUESTS[name]
     wanted = alone(request=request)
     answers = together(ranks, mesh=mesh, request=request)
-    equal_on_all(answers, wanted, 1e-3 if "sparse" in request else ROUNDING)  # two blocks may be worth the same
+    equal_on_all(answers, wanted)
     notes = [note for note in wanted[2]["notes"] if note.startswith("forwards")]
     assert all(set(notes) <= set(said["notes"]) for _, _, said in answers)
     for changed in {"prompts_at"} & set(request):
@@ -477,7 +479,7 @@ def test_a_picture_in_strips(ranks, mesh, options):
 )
 def test_sparse_attention_over_a_ring_is_that_of_one_rank(ranks, mesh, options):
     answers = ranks.ask("sparse_attention", mesh=mesh, **options)
-    assert max(error for error, _ in answers) < (1e-2 if "fp8" in options else ROUNDING)
+    assert max(error for error, _ in answers) < ROUNDING
     assert "keep" not in options or all(unread > 0 for _, unread in answers)
 
 
@@ -506,11 +508,11 @@ def test_sparse_trajectories_over_a_ring(ranks, alone, mesh, request_):
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x2x2"])
 @pytest.mark.parametrize("attention", ["sdpa", "math-fp8"])
 def test_a_sparse_forward_with_frames_of_their_own_timesteps(ranks, mesh, attention):
-    """Shards end at blocks and at pieces of a frame; behind FP8 attention all
-    that is exchanged is rounded, which on a CPU one rank's sparse attention is not."""
+    """Shards end at blocks and at pieces of a frame; behind FP8 attention all that is exchanged is rounded to 3 bits,
+    which on a CPU one rank's sparse attention is not: 7.5e-3 is measured on either mesh."""
     options = {"mesh": mesh, "attention": attention, "grid": (5, 12, 14), "apart": True}
     for whole, sharded in ranks.ask("sparse_forward", **options):
-        assert whole < ROUNDING and sharded < (ROUNDING if attention == "sdpa" else 1e-2)
+        assert whole < ROUNDING and sharded < (ROUNDING if attention == "sdpa" else 8e-3)
 
 
 @pytest.mark.parametrize("attention", ["math", "math-fp8"])

@@ -27,7 +27,6 @@ from wan_core.pipeline.first_use import Ended, FirstUse
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import resolve_settings
 from wan_core.pipeline.sources import find_models
-from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
 INT8 = Quantization(Int8Linear, CPU)
@@ -163,17 +162,6 @@ def test_a_load_that_fails_ends_the_preparation(monkeypatch):
     later = FirstUse(lambda _: seen.append(ended.thread.is_alive()), CPU)
     later.thread.join(10)
     assert seen == [False] and "ended" in ended.fault
-
-
-def test_after_an_update_one_goes_first_again(monkeypatch):
-    """Kernels that an older version kept are not read any more, so that all would compile at the same time."""
-    settings = resolve_settings(find_models(LoadOptions(model="tiny")), LoadOptions(model="tiny"), CPU)
-    workload = replace(make_plan(task="t2v-tiny", steps=2), latent_shape=(1, 16, 2, 4, 6))
-    names = [first_use.compiled_name(settings, workload, alone())]
-    for name, value in (("installed", lambda _: {"triton": "99"}), ("__version__", "99")):
-        monkeypatch.setattr(first_use, name, value)
-        names.append(first_use.compiled_name(settings, workload, alone()))
-    assert len(set(names)) == 3 and first_use.compiled_name(settings, workload, alone()) == names[-1]
 
 
 def test_a_rehearsal_needs_room_for_its_blocks():

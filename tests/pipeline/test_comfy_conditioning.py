@@ -310,16 +310,3 @@ def test_latents_are_taken_where_the_plan_starts_from_them(known_frames: int, fi
             first_latents(plan, samples, known_frames)
     else:
         assert first_latents(plan, samples, known_frames) is (samples if holds_video else None)
-
-
-def test_a_known_first_frame_is_no_video(experts: Parts) -> None:
-    """TI2V's image conditioning; the experts are only asked for their shapes here."""
-    wide = replace(experts, task=replace(experts.task, image="first frame"))
-    samples, unknown = torch.zeros(SHAPE), torch.ones(1, 1, *SHAPE[2:])
-    samples[:, :, 0], unknown[:, :, 0] = torch.randn(16, 4, 6), 0
-    plan, positive, negative = plan_of(), [text(1, experts)], [text(2, experts)]
-    assert (
-        join(positive, negative, {"samples": samples, "noise_mask": unknown}, wide, plan).conditioning.known is not None
-    )
-    with pytest.raises(OptionError, match="holds a video"):
-        join(positive, negative, {"samples": torch.randn(SHAPE), "noise_mask": unknown}, wide, plan)

@@ -108,13 +108,6 @@ def test_what_a_run_prepares_is_checked_beside_weights_that_wait() -> None:
             check_prepared(form, before, 2 * GIB, 10)
 
 
-def test_what_would_be_converted_is_refused_with_numbers() -> None:
-    """fp16 files that compute in bf16 cannot stay in their files."""
-    parts = {n: replace(p, part=replace(p.part, stored=torch.float16)) for n, p in everyday(scaled=False).items()}
-    with pytest.raises(OptionError, match=r"takes 64.\d GiB \(high 26.6, low 26.6, text_encoder 10.6.*29.0 GiB are av"):
-        plan_host(parts, 29 * GIB)
-
-
 def test_limits(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("700\n")

@@ -16,7 +16,7 @@ from tests.checkpoint.test_packed_reading import files, lora, scaled  # noqa: F4
 from tests.int8_files import HOLD, NAMES, SMALL, inputs, stored
 from tests.loras_on import loras_on
 from tests.pipeline.test_host_planning import mappings
-from wan_core.checkpoint import Checkpoint, load_dit, load_text_encoder, load_vae
+from wan_core.checkpoint import Checkpoint, load_dit, load_vae
 from wan_core.checkpoint.comfyui_tensors import METADATA_KEY
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import Lora, read_lora
@@ -34,7 +34,6 @@ from wan_core.models.wan.families import find_task
 from wan_core.models.wan.families.vace import with_vace
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.int8 import Int8Linear
-from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline import load as load_stage
 from wan_core.pipeline import memory_planning, settings
@@ -44,7 +43,7 @@ from wan_core.pipeline.memory_planning import MemoryPlanner, check_host, plan_ho
 from wan_core.pipeline.model_parts import PackedSize, Part, Parts
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, resolve_settings
-from wan_core.pipeline.sources import TINY, TINY_LORAS, find_models, recognise
+from wan_core.pipeline.sources import TINY, TINY_LORAS, recognise
 from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
@@ -235,25 +234,6 @@ def test_a_lora_that_has_to_be_merged_is_refused(files) -> None:  # noqa: F811
                 staying_in_file(part, wanted)
         else:
             assert staying_in_file(part, wanted).lora_mode == "attach"
-
-
-@torch.no_grad()
-def test_a_text_encoder_in_fp8_stays_so_beside_int8(scaled: Path) -> None:  # noqa: F811
-    models = find_models(LoadOptions(model="tiny"))
-    part = recognise(scaled, "text_encoder", load_text_encoder)
-    assert isinstance(models, Parts)
-    models = replace(models, of={**models.of, "text_encoder": part})
-    resolved = {
-        precision: resolve_settings(models, LoadOptions(model="tiny", precision=precision), CPU)
-        for precision in ("int8", "checkpoint", "fp8")
-    }
-    encoders = {precision: one.parts["text_encoder"] for precision, one in resolved.items()}
-    load_stage.check_parts(resolved["int8"], Residency(CPU, "resident"), False)  # the layer pipeline takes it
-    assert encoders["int8"] == encoders["checkpoint"] and encoders["int8"].stays_in_file
-    assert encoders["fp8"].quantization is None
-    packed, wide = encoders["int8"].load(CPU), encoders["fp8"].load(CPU)
-    assert any(isinstance(module, PackedLinear) for module in packed.modules())
-    assert torch.equal(packed.encode(["a red circle", ""]), wide.encode(["a red circle", ""]))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("precision", HELD)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from wan_core.checkpoint.lora import merge
 from wan_core.checkpoint.lora.merge import Ahead, Change
-from wan_core.ops.kernels.formats import FP8, Quantized
+from wan_core.ops.kernels.formats import FP8
 
 
 @dataclass
@@ -124,18 +124,3 @@ def test_what_is_on_a_gpu_stays_there(moved):
     with Ahead(listed, SimpleNamespace(type="cuda")) as ahead:  # type: ignore[arg-type]
         assert all(ahead.take(name) is listed[name] for name in listed)
     assert moved == ["w0", "w2"]
-
-
-def test_what_comes_before_its_turn(moved):
-    listed = changes(60, 60, 60, 60)
-    with Ahead(listed, SimpleNamespace(type="cuda")) as ahead:  # type: ignore[arg-type]
-        assert [ahead.take(name) is listed[name] for name in reversed(listed)] == [True] * 4
-    assert moved == ["w0"] and not any(ahead.waiting)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
-def test_numbers_are_dequantised_beside_what_is_stored(dtype):
-    """Stored numbers may be a mapped file's, which is read again."""
-    stored = Quantized(torch.ones(2, 4).to(dtype), torch.full((1,), 3.0))
-    for _ in range(2):
-        assert torch.equal(merge.dense(stored, torch.device("cpu")), torch.full((2, 4), 3.0))

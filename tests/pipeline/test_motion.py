@@ -75,14 +75,6 @@ def test_motion_has_the_published_thresholds(task: str, preset: str, counts: lis
     assert "phases: 1 high-noise step guided 3.5" in plan.table() and "---- LoRAs:" in plan.table()
 
 
-def test_only_step_distilled_loras_are_left_out() -> None:
-    plan = plan_of(loras=("style.safetensors", "wan_lightx2v_4steps_high.safetensors"), preset="motion")
-    loras = plan.steps[0].loras
-    assert lora_share(loras, "high", "/loras/style.safetensors") == 1
-    assert lora_share(loras, "high", "/loras/wan_lightx2v_4steps_high.safetensors") == 0
-    assert lora_share(plan.steps[1].loras, "high", "/loras/wan_lightx2v_4steps_high.safetensors") == 1
-
-
 def test_strengths_of_each_phase() -> None:
     asked = LoraShares.parse("high=0;1;0"), LoraShares.parse("low=0;0;0.5"), LoraShares.parse("style=0.5")
     plan = plan_of(preset="8-step-motion", lora_strengths=asked, loras=("a.safetensors", "style.safetensors"))

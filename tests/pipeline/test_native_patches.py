@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
-from wan_core.pipeline import native_patches
 from wan_core.pipeline.native_patches import ADAPTERS, loras_of_patches
 
 CONFIG = DiTConfig(
@@ -135,19 +133,3 @@ def test_patches_beside_the_transformer_are_refused() -> None:
     patch = (1.0, ("diff", (TENSOR,)), 1.0, None, None)
     with pytest.raises(OptionError, match="model_sampling"):
         loras_of_patches({"model_sampling.x": [patch]}, CONFIG, "the MODEL")
-
-
-def test_names_of_two_processes_differ() -> None:
-    """Each counts its tensors from 0. Files in a folder that both use must not be taken for one another's."""
-    names = []
-    for seed in range(2):
-        spec = importlib.util.spec_from_file_location(f"process_{seed}", native_patches.__file__)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        patches = file_and_patches(["lora", None, None, None], 1.0, seed)[1]
-        patches = {key: [patch] for key, patch in patches.items()}
-        description, again = (module.lora_checkpoints(patches, "the MODEL")[0][1].where for _ in range(2))
-        assert description == again
-        names.append(description)
-    assert names[0] != names[1]

@@ -308,20 +308,6 @@ def test_what_does_not_belong_together_is_refused(folder: Path) -> None:
     assert resolved.width % 64 == resolved.height % 64 == 0
 
 
-def test_a_models_folder_has_the_encoder_of_sound(folder: Path, tmp_path: Path) -> None:
-    """That of the size which the transformer hears; other encoders of sound may lie beside it."""
-    files = {"diffusion_models/wan2.2_s2v_14B": folder / "small", "audio_encoders/wav2vec2": folder / "wav2vec2"}
-    files |= {"text_encoders/umt5": TINY / "text_encoder", "vae/wan_2.1_vae": TINY / "vae"}
-    for name, source in files.items():
-        (tmp_path / name).parent.mkdir()
-        shutil.copy(f"{source}.safetensors", tmp_path / f"{name}.safetensors")
-    models = find_models(LoadOptions(model=str(tmp_path)))
-    assert models.speech is not None and models.speech.path == tmp_path / "audio_encoders/wav2vec2.safetensors"
-    shutil.copy(folder / "large.safetensors", tmp_path / "diffusion_models/wan2.2_s2v_14B.safetensors")
-    with pytest.raises(OptionError, match="needs an encoder of its sound"):
-        find_models(LoadOptions(model=str(tmp_path)))
-
-
 def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
     def find(**changed: object) -> Callable[[], object]:
         parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}

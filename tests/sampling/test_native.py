@@ -15,7 +15,7 @@ from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import SDPA, math_reference
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, block_length
-from wan_core.ops.attention.tiles import make_tiles, with_extra
+from wan_core.ops.attention.tiles import make_tiles
 from wan_core.sampling.native.attention import COMFYUI, NativeAttention
 from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
 from wan_core.sampling.plan import make_plan
@@ -231,18 +231,6 @@ def by_frames(
     return torch.cat(outputs, 1)
 
 
-@settings(deadline=None, max_examples=15)
-@given(st.tuples(st.integers(2, 4), st.integers(2, 6), st.integers(2, 6)))
-def test_reading_nearly_all_blocks_frame_by_frame_is_dense_attention(grid: Any) -> None:
-    tensors, poses = qkv(grid[0] * grid[1] * grid[2], batch=2), qkv(grid[0] * grid[1] * grid[2], batch=2, seed=5)[:2]
-    runs = [NativeRun(SchedulePart(0, 1, 1), (sparsity,)) for sparsity in (1e-6, 0.0)]
-    forwards = [NativeForward(run, grid, by_frames=True) for run in runs]
-    sparse, dense = (by_frames(1e-6, of, tensors, poses) for of in forwards)
-    torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-4)
-    assert runs[0].taken == {"sparse attention (math)": grid[0]} and runs[1].taken == {"sdpa": grid[0]}
-    assert forwards[0].frame_keys is None
-
-
 def test_frames_read_their_own_blocks_and_the_pose() -> None:
     """At a small share: the pose's values reach every query, and the result is near the dense one."""
     of = forward(0.75, by_frames=True)
@@ -293,15 +281,6 @@ def test_other_tokens_are_read_by_all_and_read_everything() -> None:
         changed = heads(NativeAttention("auto", sparse)(original, *tensors, **options(of)))
         assert ((changed - output).abs().amax((0, 2, 3)) > 1e-4).all()
         tensors[2][:, token] -= 100
-
-
-def test_other_tokens_take_nothing_of_the_share_of_the_video() -> None:
-    tiles = make_tiles(GRID, 4, torch.device("cpu"))
-    wide = with_extra(tiles, 3, TOKENS + 11)
-    assert sorted(wide.order.tolist()) == list(range(TOKENS + 11))
-    assert torch.equal(wide.order[wide.inverse], torch.arange(TOKENS + 11))
-    assert torch.equal(wide.order[:TOKENS], tiles.order + 3)
-    assert wide.forced[:, TOKENS // 4 :].all() and wide.blocks == -(-(TOKENS + 11) // 4)
 
 
 def test_sequences_whose_order_is_not_known_are_dense() -> None:

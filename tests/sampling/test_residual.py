@@ -20,10 +20,9 @@ from wan_core.config import (
     SkipOptions,
     TaylorSeerOptions,
 )
-from wan_core.models.wan.prepared_text import PreparedText
-from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place, RunnerChain
+from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place
 from wan_core.sampling.cache.magcache import find_curve
-from wan_core.sampling.cache.residual import residual_program, residuals, weights
+from wan_core.sampling.cache.residual import residual_program, residuals
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import make_plan
@@ -186,18 +185,6 @@ def test_residuals_go_beneath_what_shards_the_tokens():
     assert model.runners.runners == []
 
 
-def test_blocks_that_work_in_place_are_seen_through():
-    """The residual is what was added, also where the blocks write into the tokens they were given."""
-    plan = leave_out(make_plan(steps=20), SETTINGS["magcache"], CURVE)
-    model = type("Model", (), {"runners": RunnerChain()})()
-    with residuals(model, plan.phases[0]) as cache:
-        nothing = torch.zeros(0)
-        inputs = BlockInputs(torch.zeros(1, 4, 2), nothing, nothing, PreparedText(()), storing(cache), (1, 2, 2))
-        model.runners(inputs, lambda inputs: inputs.tokens.add_(3.0))
-        assert torch.equal(cache.kept["cond"].buffer[0], torch.full((1, 4, 2), 3.0))
-    assert model.runners.runners == []
-
-
 class MemoryRunsOut:
     """In every step the `nth` forward of those that run the blocks runs out of memory once, in the last block."""
 
@@ -270,15 +257,6 @@ def test_programs_hold_what_they_use(steps, interval, order, retention):
                     if step.index in program.store:
                         slots[program.store[step.index]] = step.index
             assert set(program.store.values()) <= set(range(program.slots))
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=3, unique=True), st.integers(51, 60), st.data())
-def test_forecasts_continue_polynomials(past, now, data):
-    degree = len(past) - 1
-    c = data.draw(st.lists(st.integers(-3, 3), min_size=degree + 1, max_size=degree + 1))
-    values = [sum(k * x**p for p, k in enumerate(c)) for x in past]
-    forecast = sum(w * v for w, v in zip(weights(past, now), values, strict=True))
-    assert forecast == pytest.approx(sum(k * now**p for p, k in enumerate(c)), abs=1e-5)
 
 
 def test_memory_follows_the_plan():

@@ -21,25 +21,20 @@ from tests.documented import (
     PAGES,
     PROGRAM,
     ROOT,
-    SPAN,
     WEIGHT_FILE,
     Command,
     commands,
     fences,
     folder_of,
     is_name,
-    logical_lines,
     option_spans,
     reason_not_run,
-    releases_of,
     weight_rows,
     weights_section,
 )
 from wan_core.cli import build_parser, main
-from wan_core.pipeline.model_folders import RELEASES
 
 COMMANDS = commands()
-READMES = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")]
 SECTION = weights_section(MODELS.read_text(encoding="utf-8"))
 PARSER = build_parser()
 LANGUAGES = {"bash", "sh", "json", "python", "text", "yaml"}
@@ -56,11 +51,6 @@ def check_each(commands: list[Command], check: Callable[[Command], None]) -> Non
     assert not faults
 
 
-def test_commands_are_found() -> None:
-    pages = {command.page for command in COMMANDS}
-    assert len(COMMANDS) > 150 and {"README.md", "README.zh.md", "parallel.md", "sparse.md", "families.md"} <= pages
-
-
 @pytest.mark.parametrize("pattern", ["web/docs/**/*.md", "locales/*/nodeDefs.json", "nodes/**/*.py"])
 def test_comfyui_names_the_command_that_runs_in_any_folder(pattern: str) -> None:
     """`python -m wan_core` runs in the repository alone. Nodes name `wancore` and its chapter."""
@@ -69,12 +59,6 @@ def test_comfyui_names_the_command_that_runs_in_any_folder(pattern: str) -> None
     told = [text[at.end() :] for text in pages for at in re.finditer(r"`wancore [^`]+`", text) if "web" in pattern]
     assert all(after.startswith((" (docs/install.md, Command line)", "（见 docs/install.md）")) for after in told)
     assert "\n## Command line\n" in (ROOT / "docs/install.md").read_text(encoding="utf-8")
-
-
-def test_lines_are_joined_as_a_shell_joins_them() -> None:
-    text = "# no command\na b \\\n  c  # said\n\njq '.x\n  | y' |\n  curl &&\n  z\nlast"
-    assert [at for at, _ in logical_lines(text)] == [1, 4, 8]
-    assert shlex.split(next(logical_lines(text))[1], comments=True) == ["a", "b", "c"]
 
 
 def test_every_block_says_what_it_holds() -> None:
@@ -111,12 +95,6 @@ def test_every_option_is_known(capsys: pytest.CaptureFixture[str]) -> None:
             assert main(arguments) == 0 and "step" in capsys.readouterr().out
 
     check_each(of_ours(), check)
-
-
-def test_the_page_on_commands_has_all() -> None:
-    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in page for name in PARSER.commands)
-    assert all(f"`{name}`" in page for name in SUITES)
 
 
 OTHERS = {  # options of others -> whose
@@ -167,28 +145,10 @@ def test_files_and_targets_are_there() -> None:
     check_each([command for command in COMMANDS if not command.dated], check)
 
 
-def test_both_languages_have_the_same_commands() -> None:
-    first, second = ([one.words for one in COMMANDS if one.page == page] for page in ("README.md", "README.zh.md"))
-    assert len(first) > 4 and sorted(first) == sorted(second)
-
-
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
-def test_files_of_the_tables_are_in_the_folders_that_the_tables_name() -> None:
-    for line in SECTION.splitlines():
-        named = [span for span in SPAN.findall(line) if span in {folder_of(name) for row in ROWS for name in row}]
-        for row in weight_rows(line) if line.startswith("|") else []:
-            assert not named or {folder_of(name) for name in row} == {named[0]}, line
-
-
 ROWS = weight_rows(SECTION)
-
-
-def test_both_languages_name_the_same_files_and_releases() -> None:
-    first, second = ([name for row in weight_rows(readme) for name in row] for readme in READMES)
-    assert first == second and set(first) <= {name for row in ROWS for name in row}
-    assert len(ROWS) >= 20 and set(releases_of(SECTION)) <= set(RELEASES)
 
 
 def test_every_weight_of_a_command_is_in_the_tables() -> None:

@@ -76,7 +76,7 @@ def model() -> WanModel:
 def planned(arguments: str) -> Plan:
     """What is sparse does not matter here: it changes no number of blocks."""
     options = PARSER.parse_args(["plan", "--task", "t2v-A14B", "--frames", "17", *arguments.split()])
-    plan = asked_plan(options).plan
+    plan = asked_plan(options)
     return replace(plan, sparse=None, steps=tuple(replace(step, sparsity=0.0) for step in plan.steps))
 
 
@@ -175,4 +175,6 @@ def test_every_rank_asks_equally_often(model: WanModel, name: str) -> None:
                 counts = questions(model, plan, mesh, split, batched)
                 assert counts == [count + 1 for count in due], (arguments, split, batched)
         checked += 1
-    assert checked > 3 and (most > 0) == (mesh.layers == mesh.time == 1)
+    # Of the 12 blocks of a guided step, one agreement behind every 4; a rank of one branch runs 6. None where ranks run
+    # different blocks or steps.
+    assert checked > 3 and most == {"1x2x2": 3, "2x1x1": 1}.get(name, 0)

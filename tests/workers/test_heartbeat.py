@@ -121,14 +121,3 @@ def test_the_failure_of_another_rank_ends_this_one_with_the_same_reason(
     assert json.loads((tmp_path / "error.json").read_text())["message"]["wancore"] == FAILURE
     PrefixStore(PREFIX, store).set(FAILED, json.dumps({**FAILURE, "rank": 0}))
     run(1, gone_after(3), faults.EXIT_ORPHANED)
-
-
-def test_a_lost_store_is_reported(store: HashStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-
-    def act(number: int) -> None:
-        raise RuntimeError("Connection reset by peer")
-
-    run(1, act, faults.EXIT_ORPHANED)
-    said = json.loads((tmp_path / "error.json").read_text())["message"]["wancore"]
-    assert said["reason"] == "peer" and "rendezvous store is not available" in said["text"] and said["rank"] == 0

@@ -95,12 +95,6 @@ def test_bytes_that_are_no_tensors_are_refused(data: bytearray) -> None:
         unpack_tensors(data)
 
 
-@given(st.binary(max_size=200))
-def test_other_bytes_raise_nothing_but_channel_errors(data: bytes) -> None:
-    with contextlib.suppress(ChannelError):
-        unpack_tensors(bytearray(data))
-
-
 # -------------------------------------------------------------------------------------------------------------- channel
 
 
@@ -196,21 +190,6 @@ def test_a_program_that_does_not_know_the_key_is_refused_too() -> None:
     with pytest.raises(AuthenticationError, match="does not know the key"):
         connect(server.getsockname()[1], key)
     server.close()
-
-
-def test_waiting_for_workers_ends_and_can_be_interrupted() -> None:
-    listener = Listener(new_key())
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError, match="no worker connected within"):
-        listener.accept(0.3)
-
-    def check() -> None:
-        if time.monotonic() - begin > 0.5:
-            raise RuntimeError("enough")
-
-    with pytest.raises(RuntimeError, match="enough"):
-        listener.accept(60, check)
-    listener.close()
 
 
 @pytest.mark.parametrize("lengths", [(2**31, 0), (2, MAX_BODY + 1)])

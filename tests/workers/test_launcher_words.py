@@ -75,23 +75,6 @@ def test_a_late_rank_0_does_not_make_the_others_late() -> None:
         workers._check_timeouts(running)
 
 
-def test_a_program_that_was_stopped_reads_what_arrived_before_it_complains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl+Z stops the program alone: its ranks go on, and their frames wait."""
-    workers = Workers(WorkerOptions(devices=("cpu",), heartbeat_timeout=60))
-    clock = [1000.0]
-    monkeypatch.setattr("wan_core.workers.launcher.time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    class Stopped:
-        def get(self, timeout: float) -> Any:
-            if clock[0] < 1070:
-                clock[0] += 70
-                raise queue.Empty
-            return {"kind": "result", "number": 1}, {}
-
-    running: Any = SimpleNamespace(statuses=[], last_frame=clock[0], request_start=clock[0], inbox=Stopped())
-    assert workers._wait(running, 1, lambda *_: None, lambda: None)[0]["kind"] == "result"
-
-
 @pytest.mark.parametrize("phase", [COMPILING, "denoise high"])
 def test_ranks_that_compile_are_ended_where_the_user_interrupts(phase: str) -> None:
     """They would go on for minutes. Others are waited for: they stop at the next block and keep their models."""

@@ -158,18 +158,6 @@ def test_refused_before_work(
     assert [path.name for path in tmp_path.iterdir()] == ["list.jsonl"]
 
 
-def test_other_separators_are_part_of_a_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """JSON allows them inside a text: only the end of a line ends a line."""
-    monkeypatch.chdir(tmp_path)
-    lines = [{"prompt": f"a red{mark}circle"} for mark in "\u2028\u2029\x85"] + [{"prompt": "x", "frames": 6}]
-    texts = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
-    (tmp_path / "list.jsonl").write_bytes(texts.encode())
-    assert main([*TINY, "--prompts", "list.jsonl", "--out", "o.mp4"]) == 2
-    assert "line 4 of list.jsonl: 6 frames given" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("option", [["--overwrite"], ["--report", "r.json"]])
 def test_options_that_a_list_does_not_take(
     option: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
