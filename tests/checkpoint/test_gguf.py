@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.gguf_files import llama_name, matrices, tokenizer_notes, write
+from tests.gguf_files import llama_name, matrices, random_rows, tokenizer_notes, write
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
@@ -278,3 +278,14 @@ def test_a_lora_on_packed_weights(tmp_path: Path, mode: str) -> None:
     x, text = torch.randn(1, 16, 2, 8, 8, generator=generator), torch.randn(1, 4, 64, generator=generator)
     output, expected = (one(x, torch.tensor([500.0]), text) for one in (loaded, model))
     assert float((output - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_a_table_in_every_format() -> None:
+    ids = torch.tensor([[3, 0], [7, 7]])
+    for name in FORMATS:
+        data = torch.from_numpy(random_rows(name, 9, 512))
+        from wan_core.ops.quant.packed import Packed
+
+        table = PackedEmbedding(torch.float32, Packed(name, (9, 512), {"weight": data}))
+        table.load_state_dict({"weight": data}, assign=True)
+        assert torch.equal(table(ids), unpack_reference(data, name)[ids])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -307,3 +308,24 @@ def test_latents_of_the_other_vae_are_refused_by_its_name() -> None:
     with pytest.raises(OptionError, match=r"this VAE decodes \[batch, 16, frames, rows, columns\]$"):
         VAE_21.check_latents((16, 2, 6, 6))
     VAE_21.check_latents((1, 16, 2, 6, 6))
+
+
+def test_statistics_from_metadata() -> None:
+    config = replace(TINY_21, z_dim=4, latents_mean=(0.5, -1.0, 0.0, 2.0), latents_std=(1.0, 2.0, 0.5, 1e-3))
+    shapes = shapes_of(config)
+    mean, std = json.dumps(config.latents_mean), json.dumps(config.latents_std)
+    assert vae_config(shapes, {"latents_mean": mean, "latents_std": std}) == config
+    with pytest.raises(ValueError, match="metadata"):
+        vae_config(shapes, {})
+    for bad in (
+        "",
+        "[1, 2, 3]",
+        "[1, 2, 3, NaN]",
+        '[1, 2, 3, "4"]',
+        "{}",
+        "[" * 50_000,
+        "[1, 1, 1, 0]",
+        "[1, 1, 1, true]",
+    ):
+        with pytest.raises(ValueError, match="latents_std"):
+            vae_config(shapes, {"latents_mean": mean, "latents_std": bad})

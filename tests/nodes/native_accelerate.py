@@ -1,6 +1,6 @@
 """Run by ComfyUI's Python: WanCore Accelerate on tiny random models of every Wan class that ComfyUI has.
 
-    python native_accelerate.py COMFYUI_PATH CHECK,... [MODEL ...]
+python native_accelerate.py COMFYUI_PATH CHECK,... [MODEL ...]
 """
 
 from __future__ import annotations
