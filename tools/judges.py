@@ -32,9 +32,11 @@ from torch import Tensor
 
 from tools.testbed.full_runs import FullRuns
 from wan_core.config import SPEEDS, LoadOptions, Request
+from wan_core.media.pictures import save_picture
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_DRIVEN, for_request
 from wan_core.sampling.cache.arguments import parse_setting
+from wan_lab.pictures import draw_quality
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.run import FULL, Measured, measure_quality
 from wan_lab.samples import Sample, choose_samples, read_samples
@@ -75,6 +77,9 @@ JUDGES = {
 
 def main() -> int:
     options = parser().parse_args()
+    if options.draw is not None:
+        draw(options)
+        return 0
     torch.set_num_threads(options.threads)
     names = options.judge or [name for name, judge in JUDGES.items() if judge.frames is None]
     for name in names:
@@ -98,6 +103,21 @@ def write(judge: Judge, measured: Measured, options: argparse.Namespace) -> Path
     return write_result(result, path)
 
 
+def draw(options: argparse.Namespace) -> None:
+    """A picture of the rows that step caches have in the file `--out`: PSNR over the share of forwards."""
+    (name,) = options.judge
+    about = {"judge": name, **numbers(options)}
+    rows = [row for row in json.loads(options.out.read_text(encoding="utf-8"))["rows"] if about.items() <= row.items()]
+    full = max(row["forwards"] for row in rows)
+    drawn = [
+        row | {"name": row["name"].removeprefix(f"{name}: "), "ratio": full / row["forwards"]}
+        for row in rows
+        if row["forwards"] < full and "sparse" not in row["name"]
+    ]
+    title = f"{name}, {rows[0]['steps']} steps, {options.precision}: {full} forwards are 100 %"
+    save_picture(draw_quality(drawn, title), options.draw)
+
+
 def joined(one: Measured, other: Measured) -> Measured:
     """What was measured of other clips too."""
     for name, videos in other.comparisons.items():
@@ -113,6 +133,7 @@ def parser() -> argparse.ArgumentParser:
         "--judge", action="append", choices=tuple(JUDGES), help="repeatable (default: the short embedded ones)"
     )
     made.add_argument("--setting", action="append", help="as of `quality`, repeatable (default: the words of speed)")
+    made.add_argument("--draw", type=Path, help="only draw the rows of one --judge in the file --out, as PNG")
     made.add_argument("--testbed", type=Path, help="the folder that `tools.testbed` wrote")
     made.add_argument("--keep", type=Path, help="folder of full runs, made once (default: none is kept)")
     made.add_argument("--precision", default="fp32", help="of all runs (default %(default)s)")

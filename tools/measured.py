@@ -69,6 +69,7 @@ class Table:
     rows: str = ""
     size: str = ""
     over: Mapping[str, str] = field(default_factory=dict)
+    judged: bool = False  # a row is a setting, with dB of each judge in each precision
 
 
 FIRST_SEED = "on, new seed: "
@@ -132,6 +133,12 @@ TABLES = {
         rows="magcache:[a-z]+([+]sparse:[a-z]+)?$|sparse:[a-z]+(:slope:error)?$|taylorseer",
         columns="name forwards psnr psnr_se psnr_worst ssim truth",
     ),
+    "words": Table(
+        result="judges-h100",
+        rows=r"test bed, .*: (bf16|full|magcache:(balanced|fast|0.12/2/0.2:published)|sparse.*|taylorseer:"
+        r"(2/1/0.25|2/1/0.3|2/1/0.4|2/2/0.3|3/1/0.2|3/1/0.3|3/1/0.4|4/1/0.3))$",
+        judged=True,
+    ),
     "rounding": Table(
         result="trajectory-40-h200", columns="name weights steps samples latent_psnr error psnr ssim captions_true"
     ),
@@ -170,15 +177,32 @@ def measured_table(name: str, results: Path) -> str:
     result = newest_result(table.result, results)
     rows = [row | row.get("nodes", {}) for row in result["rows"] if re.match(table.rows, row["name"])]
     rows = [named(row, result) for row in rows if table.size in ("", row.get("size"))]
+    rows = by_setting(rows) if table.judged else rows
     if not rows:
         raise TableError(f"the table {name!r} has no rows in the newest result of {table.result}: measure it again")
     for heading, base in table.over.items():
         seconds = find(rows, base, name)["seconds"]
         rows = [row | ({heading: seconds / row["seconds"]} if row.get("seconds") else {}) for row in rows]
     present = {key: None for row in rows for key, value in row.items() if value is not None}
-    wanted = (table.columns or SHOWN.get(result["suite"], "")).split() or [*present]
+    wanted = [] if table.judged else (table.columns or SHOWN.get(result["suite"], "")).split()
+    wanted = wanted or sorted(present, key=lambda key: key == "captions")
     columns = [key for key in [*wanted, *table.over] if key in present and key not in NOT_SHOWN]
     return "\n".join([*markdown([with_reason(row, columns) for row in rows], columns), *origin(rows, result)])
+
+
+def by_setting(rows: list[Result]) -> list[Result]:
+    """A row for each setting, the most forwards first: mean and worst dB against the full run of each judge in each
+    precision, and the share of captions of the first judge that come true."""
+    settings: dict[str, Result] = {}
+    for row in rows:
+        judge, _, name = row["name"].removeprefix("test bed, ").replace(", whole size", "").partition(": ")
+        one = settings.setdefault(name, {"name": name, "forwards": row["forwards"], "captions": {}})
+        precision = "FP8" if row["precision"] == "fp8" else "fp32"
+        one["captions"].setdefault(precision, f"{row['truth']:.2f}")
+        if "psnr" in row:
+            one[f"{judge}, {precision}"] = f"{row['psnr']:.1f} / {row['psnr_worst']:.1f}"
+    shown = [row | {"captions": ", ".join(row.pop("captions").values())} for row in settings.values()]
+    return sorted(shown, key=lambda row: -row["forwards"])
 
 
 def markdown(rows: list[Result], columns: list[str]) -> list[str]:
