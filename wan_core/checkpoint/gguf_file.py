@@ -308,7 +308,7 @@ def _info(entry: Stored) -> TensorInfo:
 def _blocks(name: str, info: TensorInfo) -> tuple[str, TensorInfo]:
     """The only part of a packed matrix: the bytes of its blocks, row by row."""
     assert info.packing is not None
-    row = FORMATS[info.packing].row_bytes(info.shape[-1])
+    row = info.shape[-1] // FORMATS[info.packing].numbers * FORMATS[info.packing].bytes
     return part_name(name, "weight"), TensorInfo((info.nbytes // row, row), torch.uint8, info.nbytes)
 
 

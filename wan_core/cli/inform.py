@@ -76,7 +76,7 @@ def run_plan(options: argparse.Namespace) -> int:
     seconds = whole_seconds(plan, options.seconds_per_forward)
     cut = any(one is not None for one in (options.frames, options.clip_frames, options.overlap, options.svi))
     if options.json:
-        more: dict[str, Any] = {"clips": long.as_list()} if cut else {}
+        more: dict[str, Any] = {"clips": [clip._asdict() for clip in long.clips]} if cut else {}
         more |= {} if seconds is None else {"seconds": round(seconds, 3)}
         print(json.dumps(plan.as_dict() | more, indent=1))
         return 0
@@ -102,7 +102,7 @@ def asked_plan(options: argparse.Namespace, say: Callable[[str], None] = lambda 
     family_of(task).check_fields(request, task)
     family_of(task).check_begins(task, given_fields(request, BEGINS))
     frames = task.frames if request.frames is None else request.frames
-    asked = plan_request(request, task, part=window_of(options), width=None, height=None, frames=frames)
+    asked = plan_request(request, task, None, None, frames, window_of(options))
     return build_plan(asked, facts)
 
 

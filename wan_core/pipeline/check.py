@@ -25,18 +25,16 @@ from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.settings import compute_dtype, find_attention
 from wan_core.pipeline.sources import find_models, for_request
-from wan_core.sampling.build import ModelFacts, PlanRequest, build_plan, plan_request
+from wan_core.sampling.build import ModelFacts, build_plan, plan_request, strength
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.start import Start
 from wan_core.sampling.texts import TimedText, text_of_frames
 
 BEYOND = 2.0  # times the pixels of the largest size in training: from there on content is repeated or falls apart
-DENOISE = 0.7  # of video-to-video, where nothing is said
 # Fields of a request that reports say with what was decided of them, or in other words; all others under their names.
 SAID_OTHERWISE = (
     "steps shift boundary guidance_high guidance_low solver preset motion lora_strengths prompt prompts_at "
@@ -78,7 +76,7 @@ class Job:
     def plan_with(self, skip: SkipOptions | None) -> Plan:
         """The plan of the same video with other step caching and sparse attention. Raises OptionError."""
         request = replace(self.request, skip=skip)
-        return build_plan(_plan_request(request, self.task, self.width, self.height, self.frames), self.facts)
+        return build_plan(plan_request(request, self.task, self.width, self.height, self.frames), self.facts)
 
     @property
     def pose_prompt(self) -> str | None:
@@ -205,7 +203,7 @@ def make_job(request: Request, facts: ModelFacts) -> Job:
         strength(request)
     family_of(task).check_request(request, task)
     width, height, frames, fps = size_of_video(request, task, facts.dit, vae)
-    plan = build_plan(_plan_request(request, task, width, height, frames), facts)
+    plan = build_plan(plan_request(request, task, width, height, frames), facts)
     if request.match_colours and plan.long is not None and len(plan.long.clips) == 1:
         raise OptionError(
             f"--match-colours {request.match_colours:g} given for a video that is made in one piece: it is for clips "
@@ -252,22 +250,8 @@ def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) 
     return width, height, frames, fps
 
 
-def _plan_request(request: Request, task: Task, width: int, height: int, frames: int) -> PlanRequest:
-    """What of a request decides its plan, for a video of this size."""
-    part = None if request.from_video is None else Window(denoise=strength(request))
-    return plan_request(request, task, part=part, width=width, height=height, frames=frames)
-
-
 def given(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def strength(request: Request) -> float:
-    """The denoise strength of video-to-video. Raises OptionError if nothing of the video would remain."""
-    denoise = DENOISE if request.denoise is None else request.denoise
-    if denoise >= 1:
-        raise OptionError("denoise 1 given, with which nothing of the video stays: use less, or leave the video out")
-    return denoise
 
 
 def never_seen(job: Job) -> list[str]:

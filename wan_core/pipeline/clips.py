@@ -88,7 +88,8 @@ class ClipRun:
                     made.append(new.cpu())
                     if clip is self.job.clips[-1]:
                         watch.latents(torch.cat(made, 2))
-                    carried = self.decode_after(clip, new, carried, feed.put)
+                    self.decode(clip, new, carried, None, feed.put)
+                    carried = (new if carried is None else torch.cat([carried, new], 2))[:, :, -LEAD:]
                     continue
                 made.append(latents.cpu())
                 carried = self.decode(clip, latents, media.get("lead"), carried, feed.put)
@@ -173,12 +174,6 @@ class ClipRun:
         if len(shown):
             self.run.report.clips.append(channel_means(self.frames[shown.start : shown.stop]))
         return (tail[0] * 2 - 1).permute(3, 0, 1, 2)[None] if tail else torch.empty(0)
-
-    def decode_after(self, clip: Clip, new: Tensor, before: Tensor | None, put: Callable[[np.ndarray], None]) -> Tensor:
-        """Decode the `new` latents of an anchored clip as what follows the latents `before` them, and put their frames
-        into the video. Returns the newest latents, for the next clip."""
-        self.decode(clip, new, before, None, put)
-        return (new if before is None else torch.cat([before, new], 2))[:, :, -LEAD:]
 
     def note_kept(self) -> None:
         """Say what else is in the folder of kept clips."""

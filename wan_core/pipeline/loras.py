@@ -182,7 +182,7 @@ def attachable(config: DiTConfig) -> frozenset[str]:
     return config.quantized_names() | {"text_embedding.0", "text_embedding.2"}
 
 
-def lora_bytes(wanted: Iterable[Wanted], itemsize: int = 2) -> int:
-    """Device memory of attached LoRAs."""
+def lora_bytes(wanted: Iterable[Wanted]) -> int:
+    """Device memory of attached LoRAs, in 16 bits."""
     changes = (change for one in wanted for several in one.lora.changes.values() for change in several)
-    return sum(itemsize * change.attached_numbers for change in changes)
+    return sum(2 * change.attached_numbers for change in changes)

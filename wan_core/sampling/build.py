@@ -57,6 +57,7 @@ from wan_core.sampling.schedules import Window
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.steps import Branch
 
+DENOISE = 0.7  # of video-to-video, where nothing is said
 USUAL = "SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16.safetensors and its LOW file"
 
 
@@ -144,10 +145,13 @@ class PlanRequest(PlanNumbers):
 
 
 def plan_request(
-    request: Request, task: Task, *, part: Window | None = None, width: int | None, height: int | None, frames: int
+    request: Request, task: Task, width: int | None, height: int | None, frames: int, part: Window | None = None
 ) -> PlanRequest:
-    """What of a request decides its plan. part: the steps that run. width, height: None for the task's own."""
+    """What of a request decides its plan. width, height: None for the task's own. part: the steps that run, where the
+    request has no video to start from. Raises OptionError if nothing of such a video would remain."""
     family = family_of(task)
+    if request.from_video is not None:
+        part = Window(denoise=strength(request))
     return from_values(
         PlanRequest,
         vars(request),
@@ -162,6 +166,14 @@ def plan_request(
         front=len(given_fields(request, family.front)),
         beside=len(given_fields(request, family.beside)),
     )
+
+
+def strength(request: Request) -> float:
+    """The denoise strength of video-to-video. Raises OptionError if nothing of the video would remain."""
+    denoise = DENOISE if request.denoise is None else request.denoise
+    if denoise >= 1:
+        raise OptionError("denoise 1 given, with which nothing of the video stays: use less, or leave the video out")
+    return denoise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,19 +11,16 @@ from wan_core.sampling.steps import Step
 SIZE = (960, 540)
 
 
-def draw_plan(plan: Plan, seconds: float | None = None, clips: str = "") -> Image.Image:
+def draw_plan(plan: Plan, seconds: float | None = None) -> Image.Image:
     """The sigma of every step, who runs it, the boundary, guidance, branches and skipped steps; RGB.
 
-    seconds: the estimate for the whole run, if there is one. clips: that the steps run for, in words.
+    seconds: the estimate for the whole run, if there is one.
     """
     canvas = Canvas(*SIZE)
     left, right, top, bottom = 56, SIZE[0] - 24, 64, SIZE[1] - 132
     canvas.text(24, 16, f"{plan.name}   {plan.step_words()}   {plan.solver}   shift {plan.shift:g}", size=17)
     time = "time unknown before a first run" if seconds is None else f"about {clock(seconds)}"
     canvas.text(SIZE[0] - 24, 19, f"{plan.forward_words()}   {time}", FAINT, anchor="ra")
-    if clips:
-        canvas.text(24, 40, f"clips: {clips}", FAINT, 11)
-
     if plan.known is not None:
         _draw_known(canvas, plan.known, right)
     if plan.prompts is not None:

@@ -223,7 +223,7 @@ class Stage(BlockWeights):
         """Queue the copy of bytes start..stop of a unit, and have what is in its file read."""
         stretches = unit.in_file(start, stop)
         ready = self._mark(None, self.stream) if stretches else None
-        with self._on_stream():
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             unit.copy_to(memory, start, stop)
         return self.reader.read(stretches, memory, ready) if stretches else None
 
@@ -270,9 +270,6 @@ class Stage(BlockWeights):
     def _copies_wait(self, event: Any) -> None:
         if event is not None and self.stream is not None:
             self.stream.wait_event(event)
-
-    def _on_stream(self) -> Any:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:

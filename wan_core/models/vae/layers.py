@@ -41,11 +41,6 @@ class Still:
         """Whether every frame of the chunk equals the last one before it."""
         return self.start > self.since
 
-    @property
-    def ends_still(self) -> bool:
-        """Whether the next chunk repeats, if the frames go on standing still."""
-        return self.stop > self.since
-
     def after(self, frames: int) -> Still:
         """Where the output of a layer that looks back `frames` frames stands still."""
         return Still(self.start, self.stop, self.since + frames)

@@ -139,7 +139,7 @@ class Encoder(nn.Module):
             x = repeat_frame(chunk.history[self], still.stop - still.start)
         for layer, still in zip(layers[known:], stills[known:], strict=True):
             x = layer(x, chunk)
-            if still.ends_still and not chunk.last:
+            if still.stop > still.since and not chunk.last:  # the next chunk may repeat it
                 chunk.history[self] = x[:, :, -1:].clone()
         return norm_silu_conv(self.head["0"], self.head["2"], x, chunk)
 

@@ -72,7 +72,3 @@ class BlockFormat(NamedTuple):
     numbers: int  # numbers per block
     bytes: int  # bytes per block
     dequantize: Callable[[Tensor], Tensor]
-
-    def row_bytes(self, k: int) -> int:
-        """Bytes of a row of `k` numbers; `k` is a multiple of `numbers`."""
-        return k // self.numbers * self.bytes

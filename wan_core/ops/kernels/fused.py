@@ -22,7 +22,7 @@ from torch import Tensor
 from wan_core.ops.cards import AMPERE, capability, has_fp8
 from wan_core.ops.kernels import reference
 from wan_core.ops.kernels.block_layout import Blocked, heads_first
-from wan_core.ops.kernels.formats import BLOCK, Format, Quantized, quantize_reference
+from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference
 
 log = logging.getLogger(__name__)
 K_MEAN_EVERY = 32  # the mean that is subtracted from the keys is taken over every 32nd token
@@ -196,7 +196,8 @@ def hadamard_fp8(x: Tensor, scale: Tensor, mean: Tensor | None = None, block: in
 
         return triton_ops.hadamard_fp8(x, scale, mean, block)
     centred = x.float() if mean is None else x.float() - mean.float()
-    quantized = reference.to_scale(reference.hadamard_heads(centred), scale)
+    scaled = (reference.hadamard_heads(centred).float() / scale).clamp(-FP8_MAX, FP8_MAX)
+    quantized = Quantized(scaled.to(FP8), scale)
     return heads_first(quantized, block) if block else quantized
 
 

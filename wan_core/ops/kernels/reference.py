@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
+from wan_core.ops.kernels.formats import FP8_MAX
 from wan_core.ops.kernels.integer_weights import hadamard
 
 
@@ -65,11 +65,6 @@ def length_scale(x: Tensor, factor: float = 1.0) -> Tensor:
     length of the longest one."""
     longest = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()
     return (longest * (factor / FP8_MAX)).clamp(min=1e-30).reshape(1)
-
-
-def to_scale(x: Tensor, scale: Tensor) -> Quantized:
-    """x divided by `scale` [1] and clamped to the range of E4M3."""
-    return Quantized((x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale)
 
 
 def hadamard_heads(x: Tensor) -> Tensor:

@@ -117,19 +117,11 @@ class Engine:
         )
         self.current.internal = self.block.internal = True  # storage without a tensor subclass around it
 
-    def quantize_current(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., K] -> FP8 of its shape, dequantising scale [1]."""
-        return _fields(self.current.quantize(x), "data", "fp8_scale_inv")
-
     def quantize_delayed(self, x: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
         """With `scale` [1]; values beyond 448 saturate. The kernel raises `amax` [1] to x's."""
         quantizer = self.DelayedQuantizer(scale=scale, amax=amax, fp8_dtype=self.e4m3, rowwise=True, columnwise=False)
         quantizer.internal = True
         return _fields(quantizer.quantize(x), "data", "fp8_scale_inv")
-
-    def quantize_block(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., K] of M rows -> FP8 of its shape, dequantising scales [K / 128, M rounded up to 4]."""
-        return _fields(self.block.quantize(x), "rowwise_data", "rowwise_scale_inv")
 
     def tensor(self, data: Tensor, scale: Tensor) -> Any:
         return self.TensorStorage(data=data.view(torch.uint8), fp8_scale_inv=scale, fp8_dtype=self.e4m3)
@@ -191,7 +183,7 @@ def _block_scales(x: Tensor) -> tuple[Tensor, Tensor]:
 @operator("te_quantize_current", _one_scale)
 def _quantize_current(x: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(x.device):  # the library allocates and launches on the current device
-        return engine().quantize_current(x)
+        return _fields(engine().current.quantize(x), "data", "fp8_scale_inv")
 
 
 @operator("te_quantize_block", _block_scales)
@@ -199,7 +191,7 @@ def _quantize_block(x: Tensor) -> tuple[Tensor, Tensor]:
     """Scales [..., K / 128], those of a group together. The padding of the rows to a multiple of 4 that follows each
     group stays in here: a compiler that saw it would compile sizes without it apart."""
     with torch.cuda.device(x.device):
-        data, scales = engine().quantize_block(x)
+        data, scales = _fields(engine().block.quantize(x), "rowwise_data", "rowwise_scale_inv")
     rows = x.numel() // x.shape[-1]
     return data, scales.narrow(1, 0, rows).t().unflatten(0, x.shape[:-1])
 

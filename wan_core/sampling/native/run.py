@@ -20,7 +20,6 @@ from wan_core.sampling.schedules import SchedulePart
 
 # Keys in ComfyUI's transformer_options: a run, and a forward.
 RUN, FORWARD = "wancore_run", "wancore_forward"
-SELF = "self-attention"
 COMPARED = "self-attention, of the step that is compared"  # why calls are left
 
 

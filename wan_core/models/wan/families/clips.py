@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from wan_core.config.checks import OptionError
 
@@ -131,6 +131,3 @@ class LongVideo:
             handed = latents_of(carried)
             over = f", {handed} latent{'s' * (handed != 1)} carried over"
         return f"{count} of {lengths} frames{over}: {count} x {steps} steps"
-
-    def as_list(self) -> list[dict[str, Any]]:
-        return [clip._asdict() for clip in self.clips]
