@@ -62,17 +62,12 @@ MAX_BUCKETS = 256
 
 
 def hf_text_names(names: Collection[str]) -> dict[str, str] | None:
-    """The official name of every tensor of a Hugging Face `UMT5EncoderModel`.
-
-    Whatever a quantised file stores beside a weight (`...SelfAttention.q.scale_weight`) is renamed with it. Names that
-    belong to no module of the encoder (`spiece_model`, `scaled_fp8`, a decoder) have no key in the result.
+    """Name in the file -> official name, of every tensor of a Hugging Face `UMT5EncoderModel`; None if this is another
+    layout. Scales and the like are renamed with their weights. Names that belong to no module of the encoder
+    (`spiece_model`, `scaled_fp8`, a decoder) have no key.
 
     `shared.weight` and `encoder.embed_tokens.weight` are the same tensor, stored once or twice: both become
-    `token_embedding.weight`, and it does not matter which one is read. Otherwise the table is one to one.
-
-    Returns:
-        {name in the file: official name}; None if this is another layout.
-    """
+    `token_embedding.weight`. Otherwise the table is one to one."""
     if "encoder.block.0.layer.0.SelfAttention.q.weight" not in names:
         return None
     return _translated(names, _BLOCK, 1)
@@ -98,15 +93,9 @@ def _translated(names: Collection[str], block: re.Pattern[str], column: int) -> 
 
 
 def text_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> TextConfig:
-    """The architecture that a text encoder's file describes.
-
-    Args:
-        shapes: official tensor name -> shape; other names (scales, a tokenizer) may be among them.
-        metadata: the file's own notes; `relative_attention_max_distance`, an integer, is used if present, else 128.
-
-    Raises:
-        CheckpointError (a ValueError): the shapes are not those of a UMT5 encoder, with the tensor that shows it.
-    """
+    """The architecture that a text encoder's file describes. shapes: official tensor name -> shape, among other names.
+    metadata: `relative_attention_max_distance`, an integer, is used if present, else 128. Raises CheckpointError for
+    shapes that are not those of a UMT5 encoder, with the tensor that shows it."""
     vocab_size, dim = _sizes(shapes, "token_embedding.weight")
     dim_attn, _ = _sizes(shapes, "blocks.0.attn.q.weight")
     dim_ffn, _ = _sizes(shapes, "blocks.0.ffn.fc1.weight")

@@ -53,11 +53,8 @@ _RESIDUAL = {  # 2.2: a list of stages
 
 
 def diffusers_vae_names(names: Collection[str]) -> dict[str, str] | None:
-    """The official name of every tensor of a Diffusers `AutoencoderKLWan`, 2.1 or 2.2.
-
-    Returns:
-        {name in the file: official name}, one to one; None if any name does not belong to that layout.
-    """
+    """Name in the file -> official name, one to one, of a Diffusers `AutoencoderKLWan`, 2.1 or 2.2; None if any name
+    does not belong to that layout."""
     if "quant_conv.weight" not in names or "encoder.conv_in.weight" not in names:
         return None
     resnets = (re.fullmatch(r"decoder\.up_blocks\.0\.resnets\.(\d{1,4})\.conv1\.weight", name) for name in names)
@@ -111,15 +108,9 @@ _MAX_JSON = 100_000
 
 
 def vae_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> VAEConfig:
-    """The architecture that a VAE file describes.
-
-    Args:
-        shapes: official tensor name -> shape.
-        metadata: the file's own notes; `latents_mean` and `latents_std`, JSON lists of one number per latent channel,
-            are used if present, else the constants of Wan 2.1 (16 channels) or 2.2 (48).
-
-    Raises:
-        ValueError: the shapes are not those of a Wan VAE, with the tensor that shows it.
+    """The architecture that a VAE file describes. shapes: official tensor name -> shape. metadata: `latents_mean` and
+    `latents_std`, JSON lists of one number per latent channel, are used if present, else the constants of Wan 2.1 (16
+    channels) or 2.2 (48). Raises ValueError for shapes that are not those of a Wan VAE, with the tensor that shows it.
     """
     if "decoder.22.bias" in shapes:
         return tiny_vae_config(shapes, metadata)

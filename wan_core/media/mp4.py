@@ -76,25 +76,16 @@ def write_mp4(
     sound: Sound | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write H.264 (libx264, yuv420p, BT.709) atomically.
+    """Write H.264 (libx264, yuv420p, BT.709) under a temporary name, which becomes `path`, ending in `.mp4`, when it is
+    complete. After an error (also one of `frames`), an older file of that name is unchanged. Returns `path`.
 
-    The file is written under a temporary name in the same folder and renamed when complete. After an error (also one of
-    `frames`), an older file of that name is unchanged and the temporary file is deleted.
+    frames: uint8 [F, H, W, 3], or any iterable of uint8 [H, W, 3], taken one at a time. H and W even. fps: a fraction
+    such as 30000 / 1001 is kept exactly. sound: stored as AAC, cut where the frames end. metadata: the settings of this
+    video, stored as one JSON object in the file's `comment`: see `read_metadata`. Where it has a place for a checksum
+    (`config.durable`), the file gets one.
 
-    Args:
-        path: must end in `.mp4`. An existing file is replaced.
-        frames: uint8 [F, H, W, 3], or any iterable of uint8 [H, W, 3], taken one at a time. H and W even.
-        fps: frames per second; a fraction such as 30000 / 1001 is kept exactly.
-        sound: stored as AAC, cut where the frames end.
-        metadata: the settings of this video, stored as one JSON object in the file's `comment`: see `read_metadata`.
-            Where it has a place for a checksum (`config.durable`), the file gets one.
-
-    Returns:
-        `path`.
-
-    Raises:
-        OptionError: the path, rate, or a frame's shape or dtype is not usable, or there are no frames.
-        OSError: the disk is full.
+    Raises OptionError: the path, rate, or a frame's shape or dtype is not usable, or there are no frames; OSError: the
+    disk is full.
     """
     path = Path(path)
     rate = checked_rate(fps)
