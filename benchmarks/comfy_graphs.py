@@ -124,7 +124,7 @@ def native_graph(
 def accelerated_graph(job: Job, attention: str) -> Graph:
     """The template as the page's command changes it: our node for native models behind each loader chain, and our
     decoder in the place of VAE Decode and Create Video."""
-    graph = native_graph(job, accelerate={"attention": attention, "compare": "off"})
+    graph = native_graph(job, accelerate={"speed": "exact", "attention": attention, "compare": "off"})
     created, decoded = graph.pop("save.create")["inputs"], graph["decode"]["inputs"]
     graph["decode"] = node(
         "WanCoreDecodeToVideo",

@@ -69,12 +69,12 @@ class Side:
 FP8 = {"precision": "fp8", "attention": "cudnn-fp8"}
 SIDES = (
     Side(PLAIN),
-    Side("accelerated, auto", {"attention": "auto", "sparse": "off"}),
-    Side("accelerated, cudnn-fp8", {"attention": "cudnn-fp8", "sparse": "off"}),
-    Side("accelerated, cudnn-fp8, sparse balanced", {"attention": "cudnn-fp8", "sparse": "balanced"}),
+    Side("accelerated, auto", {"speed": "exact", "attention": "auto"}),
+    Side("accelerated, cudnn-fp8", {"speed": "exact", "attention": "cudnn-fp8"}),
+    Side("accelerated, cudnn-fp8, speed balanced", {"speed": "balanced", "attention": "cudnn-fp8"}),
     Side("ours, bf16", ours={}),
     Side("ours, fp8", ours={"model": FP8}),
-    Side("ours, fp8, sparse balanced", ours={"model": FP8, "sparse": "balanced"}),
+    Side("ours, fp8, speed balanced", ours={"model": FP8, "speed": "balanced"}),
     Side("ours, fp8, 2 GPUs", ours={"model": FP8, "devices": "2"}),
 )
 

@@ -9,22 +9,18 @@ import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from wan_core.config import OptionError, SkipOptions, SparseOptions
+from wan_core.config import SkipOptions
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
-from wan_core.sampling.cache.magcache import PRESETS as CACHES
-from wan_core.sampling.cache.skipping import skip_words
+from wan_core.sampling.cache.arguments import SkipArguments
+from wan_core.sampling.cache.speed import attention_at_speed
 from wan_core.sampling.native.attention import COMFYUI
 from wan_core.sampling.native.plan import WholeRun
 from wan_core.sampling.plan import MAX_STEPS
 from wan_core.sampling.sparsity.run import check_kernel
-from wan_core.sampling.sparsity.schedule import PRESETS, sparse_words
 
 from . import host
-from .schema import ADVANCED, output, schema
-from .skipping import measured_files
-from .sockets import SKIPPING
-
-OFF = "off"
+from .schema import ADVANCED, output, schema, widgets
+from .skipping import measured_files, skipping_input
 
 
 class WanCoreAccelerate(io.ComfyNode):
@@ -39,42 +35,29 @@ class WanCoreAccelerate(io.ComfyNode):
             shows_text=True,
             description="Makes any Wan model of ComfyUI faster where it is: attention by WanCore's kernels, "
             "sparse attention, and step caching. Place it just before the sampler; graphs with two models need one for "
-            "each. "
-            "After a run it shows what it accelerated and what it left to ComfyUI.",
+            "each. After a run it shows what it accelerated and what it left to ComfyUI.",
             inputs=[
                 io.Model.Input("model", tooltip="A Wan model from any loader, with or without LoRAs."),
+                *widgets(SkipArguments, "speed", speed={"optional": False}),
                 io.Combo.Input(
                     "attention",
                     options=[*CHOSEN, COMFYUI, *BACKENDS],
                     default="auto",
                     tooltip="The kernel of self-attention. 'auto' takes the fastest that runs here and changes no "
-                    "numbers but for rounding; FP8 and int8 kernels ('cudnn-fp8', 'int8', 'sage') only by "
-                    "name, or by 'fast', which takes the card's first. 'comfyui' leaves dense attention to ComfyUI.",
+                    "numbers but for rounding; FP8 and int8 kernels ('cudnn-fp8', 'int8', 'sage') only by name, by "
+                    "'fast', which takes the card's first, or where speed is not exact. 'comfyui' leaves dense "
+                    "attention to ComfyUI.",
                 ),
                 io.Combo.Input(
-                    "sparse",
-                    **ADVANCED,
-                    options=[OFF, *PRESETS],
-                    default=OFF,
-                    tooltip="Presets of WanCore Sparse Attention, which reads only the key blocks with the most "
-                    "attention. Saves most at 720p.",
-                ),
-                SKIPPING.Input(
-                    "skipping",
+                    "compare",
+                    options=["auto", "on", "off"],
+                    default="auto",
                     optional=True,
-                    tooltip="Sparse attention or a step cache with numbers of your own, from WanCore Sparse Attention, "
-                    "MagCache and TaylorSeer.",
+                    tooltip="Shows what was gained: the last step of a sampler runs without WanCore, and the run takes "
+                    "longer by what that step saves otherwise. 'auto' does so once for a model and a size, in runs of "
+                    "10 steps and more; 'on' in every run.",
                 ),
-                io.Combo.Input(
-                    "cache",
-                    **ADVANCED,
-                    options=[OFF, *CACHES],
-                    default=OFF,
-                    optional=True,
-                    tooltip="Presets of WanCore MagCache, which skips steps that change little. On models without a "
-                    "curve (all but Wan 2.2 text and image to video and 5B), TaylorSeer skips nearly the same steps, "
-                    "and the report says so. Needs 10 steps or more.",
-                ),
+                skipping_input(),
                 io.Int.Input(
                     "steps",
                     **ADVANCED,
@@ -90,15 +73,6 @@ class WanCoreAccelerate(io.ComfyNode):
                     "sigmas",
                     optional=True,
                     tooltip="The sigmas of the whole run, before they were split, for samplers that take SIGMAS.",
-                ),
-                io.Combo.Input(
-                    "compare",
-                    options=["auto", "on", "off"],
-                    default="auto",
-                    optional=True,
-                    tooltip="Shows what was gained: the last step of a sampler runs without WanCore, and the run takes "
-                    "longer by what that step saves otherwise. 'auto' does so once for a model and a size, in runs of "
-                    "10 steps and more; 'on' in every run.",
                 ),
             ],
             outputs=[output(io.Model, "model_out", "For the sampler.")],
@@ -119,45 +93,25 @@ class WanCoreAccelerate(io.ComfyNode):
     def execute(
         cls,
         model: Any,
+        speed: str,
         attention: str,
-        sparse: str,
+        compare: str = "auto",
         skipping: SkipOptions | None = None,
-        cache: str = OFF,
         steps: int = 0,
         sigmas: Tensor | None = None,
-        compare: str = "auto",
     ) -> io.NodeOutput:
         transformer = host.check_wan(model)
-        options, caching = sparse_options(sparse, skipping), cache_options(cache, skipping)
+        options = replace(skipping or SkipOptions(), speed=speed)
+        attention = attention_at_speed(attention, speed)
         whole = WholeRun(steps, () if sigmas is None else tuple(sigmas.tolist()))
         head_dim = transformer.dim // transformer.num_heads
         place = model.load_device, host.compute_dtype(model), head_dim
         name = attention if attention == COMFYUI else resolve_attention(attention, *place)[0]
         lines = [f"attention: {name}"]
-        if options is not None:
-            check_kernel(options, "sdpa" if name == COMFYUI else name, place[0], head_dim, 1 << 16)
-            lines.append(f"sparse attention: {sparse_words(options)}")
-        report = host.reporter()
-        accelerated = host.accelerate(model, attention, options, report, whole, compare)
-        host.attach(accelerated, None if caching is None else host.StepCache(caching, whole, report))
-        if caching is not None:
-            lines.append(f"step cache: {host.cache_words(accelerated, caching)}")
+        if options.sparse is not None:
+            check_kernel(options.sparse, "sdpa" if name == COMFYUI else name, place[0], head_dim, 1 << 16)
+        accelerated = host.accelerate(model, attention, options, host.reporter(), whole, compare)
+        if options != SkipOptions():
+            lines.append(f"left out: {host.skipping_words(accelerated, options)}")
         lines += host.words_before(accelerated)
         return io.NodeOutput(accelerated, ui=ui.PreviewText("\n".join(lines)))
-
-
-def sparse_options(preset: str, skipping: SkipOptions | None) -> SparseOptions | None:
-    """What `sparse` and `skipping` ask for together."""
-    custom = None if skipping is None else skipping.sparse
-    if custom is not None and preset != OFF:
-        raise OptionError(f"sparse is {preset!r} and skipping has sparse attention too: set sparse to {OFF!r}")
-    return custom if preset == OFF else PRESETS[preset]
-
-
-def cache_options(preset: str, skipping: SkipOptions | None) -> SkipOptions | None:
-    """The step cache that `cache` and `skipping` ask for together."""
-    custom = None if skipping is None else replace(skipping, sparse=None)
-    custom = None if custom == SkipOptions() else custom
-    if custom is not None and preset != OFF:
-        raise OptionError(f"cache is {preset!r} and skipping has {skip_words(custom)} too: set cache to {OFF!r}")
-    return custom if preset == OFF else SkipOptions(magcache=CACHES[preset])

@@ -71,8 +71,8 @@ def native_plan(
     plan = joined([_plan(one, scale, own, sampler, size, latent) for one, scale, own in parts])
     seconds: dict[Expert, float] = {}
     for expert, part in zip(plan.experts, parts if len(parts) > 1 else parts * 2, strict=False):
-        cache = host.attached(part[0])
-        measured = cache.pace[0] if cache is not None and cache.pace else 0.0
+        ours = host.accelerated(part[0])
+        measured = ours.pace[0] if ours is not None and ours.pace else 0.0
         if seconds_per_forward or measured:
             seconds[expert] = seconds_per_forward or measured
     return plan, plan.estimate(seconds)
@@ -80,8 +80,7 @@ def native_plan(
 
 def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple[int, ...] | None, latent: Any) -> Plan:
     """The plan of what one sampler runs with `model`. size: T, Y, X of the latents."""
-    cache, sparse = host.attached(model), host.sparse_of(model)
-    options = replace(SkipOptions() if cache is None else cache.options, sparse=sparse)
+    ours = host.accelerated(model)
     native = host.describe(model)
     if size is None and native.task is not None:
         task = native.task
@@ -91,11 +90,11 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
     both = both or cfg != 1 or model.model_options.get("disable_cfg1_optimization", False)
     request = SamplerRequest(
         sigmas=tuple(sigmas),
-        whole=WholeRun() if cache is None else cache.whole,
+        whole=WholeRun() if ours is None else ours.whole,
         solver=sampler,
         guidance=cfg,
         branches=("cond", "uncond") if both else ("cond",),
-        skip=options,
+        skip=SkipOptions() if ours is None else ours.options,
         windows=host.window_schedule(model.model_options),
         image=latent is not None and "noise_mask" in latent,
     )

@@ -52,7 +52,8 @@ from .plan_inputs import (
     window_inputs,
 )
 from .schema import ADVANCED, output, schema, widgets
-from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING
+from .skipping import skipping_input
+from .sockets import CONDITIONING, MODEL, REPORT
 
 TINY_FILES = {16: ("taew2_1", "lighttaew2_1"), 48: ("taew2_2", "lighttaew2_2")}  # by latent channels
 
@@ -134,12 +135,7 @@ class WanCoreSampler(io.ComfyNode):
                 ),
                 *plan_inputs(),
                 *widgets(Request, "guidance_mode"),
-                SKIPPING.Input(
-                    "skipping",
-                    optional=True,
-                    tooltip="Which forwards need not run, from WanCore MagCache and its like. Nothing connected: every "
-                    "one runs.",
-                ),
+                skipping_input(),
                 *widgets(PlanNumbers, "preset", preset={"options": list(CHOICES)}),
                 *window_inputs(),
                 io.Combo.Input(

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -78,11 +79,25 @@ def lora(draw: random.Random, size: tuple[int, int, int]) -> Graph:
     return graph
 
 
+def numbers(cache: str, sparsity: float = 0.0) -> dict[str, Any]:
+    """The inputs of WanCore Step Cache and Sparse Attention."""
+    cached = {"cache": cache, "threshold": 0.24, "max_skips": 1, "interval": 2, "order": 2, "retention": 0.1}
+    return {
+        **cached,
+        "rule": "joint",
+        "sparsity": sparsity,
+        "dense_steps": 0.0,
+        "ramp": 0.3,
+        "slope": True,
+        "kernel": "auto",
+    }
+
+
 def skipping(draw: random.Random, size: tuple[int, int, int]) -> Graph:
     policies = (
-        node("WanCoreMagCache", preset="balanced"),
-        node("WanCoreTaylorSeer", interval=2, order=2, retention=0.2),
-        node("WanCoreSparseAttention", preset="balanced"),
+        node("WanCoreSkipping", **numbers("magcache")),
+        node("WanCoreSkipping", **numbers("taylorseer")),
+        node("WanCoreSkipping", **numbers("none", sparsity=0.8125)),
     )
     graph = text_to_video(draw, size) | {"skipping": draw.choice(policies)}
     graph["sampler"]["inputs"] |= {"steps": 12, "skipping": ["skipping", 0]}

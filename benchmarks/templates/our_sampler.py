@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from benchmarks.comfyui import Graph
+from wan_core.config import EXACT
 
 OURS = "WanCoreSampler"
 SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")  # ComfyUI's
@@ -16,16 +17,13 @@ SOLVERS = {"lcm": "lcm", "uni_pc": "unipc", "euler": "euler"}  # ComfyUI's name 
 
 
 def with_our_sampler(
-    graph: Graph, model: Mapping[str, Any] | None = None, sparse: str | None = None, devices: str | None = None
+    graph: Graph, model: Mapping[str, Any] | None = None, speed: str = EXACT, devices: str | None = None
 ) -> Graph:
-    """model: inputs of WanCore from MODEL. sparse: a preset of WanCore Sparse Attention. devices: of WanCore Launcher;
+    """model: inputs of WanCore from MODEL. speed: of WanCore Sampler. devices: of WanCore Launcher;
     None: there is none. Two KSamplerAdvanced, of which one goes on where the other ends, are one sampler with two
     experts. Raises ValueError for other samplers than these, KSampler and SamplerCustom."""
     made = deepcopy(graph)
-    shared: dict[str, Any] = {}
-    if sparse is not None:
-        made["sparse"] = {"class_type": "WanCoreSparseAttention", "inputs": {"preset": sparse}}
-        shared["skipping"] = ["sparse", 0]
+    shared: dict[str, Any] = {} if speed == EXACT else {"speed": speed}
     if devices is not None:
         made["launcher"] = {"class_type": "WanCoreLauncher", "inputs": {"devices": devices}}
         model = {**(model or {}), "workers": ["launcher", 0]}

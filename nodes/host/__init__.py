@@ -17,19 +17,18 @@ from .folders import (
     video_of,
 )
 from .memory import Held, Weights, evict_all, load, log, read_ahead, room, spare_bytes
-from .native import accelerate, check_wan, checkpoint_of, compute_dtype
+from .native import check_wan, checkpoint_of, compute_dtype
 from .native_beside import words_before
-from .native_cache import StepCache, attach, attached, cache_words
 from .native_model import (
     describe,
     evaluations,
     sampler_names,
     sampler_sigmas,
     scheduler_names,
-    sparse_of,
     window_schedule,
 )
 from .native_reserve import skip_layer_ranges
+from .native_run import accelerate, accelerated, skipping_words
 from .native_vae import decode_native_to, make_interruptible, native_vae_config
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 from .remote import CLUSTER, Remote

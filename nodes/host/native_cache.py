@@ -1,9 +1,8 @@
 """Step caching on ComfyUI's own Wan models, through documented hooks alone.
 
-`StepCache` is a wrapper around a sampling run (`WrappersMP.OUTER_SAMPLE`): all that stays on the model are its
-options. It makes the plan of the run and hooks a `CachedRun` into the options of this run, which ComfyUI drops at its
-end, so that nothing is left after an error or an interruption either. A `CachedRun` is a wrapper around a forward
-(`WrappersMP.DIFFUSION_MODEL`). Which step a forward belongs to follows from its sigma, never from a count of calls.
+A `CachedRun` is a wrapper around a forward (`WrappersMP.DIFFUSION_MODEL`), in the options of one sampling run, which
+ComfyUI drops at its end: nothing is left after an error or an interruption either. Which step a forward belongs to
+follows from its sigma, never from a count of calls.
 
 Two things can be kept of a forward. `blocks`: what all blocks add to the tokens, as the engine does, with
 `patches_replace`; the curves of MagCache are measured on it. `output`: the velocity that the whole model returns, for
@@ -14,27 +13,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
-from comfy.model_patcher import ModelPatcher  # pyright: ignore[reportMissingImports]
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from wan_core.config import OptionError, SkipOptions
-from wan_core.sampling.build import SamplerRequest, build_sampler_plan
-from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
-from wan_core.sampling.cache.skipping import skip_words, with_curve
-from wan_core.sampling.native.plan import Part, WholeRun, check_native, falls, rising_words
-from wan_core.sampling.native.run import RUN, WARNING
+from wan_core.sampling.native.plan import Part
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.steps import Branch, Step
+from wan_core.sampling.steps import Step
 
 from .native import compute_dtype, conditions_of, uncompiled_model, with_room
-from .native_beside import Patches, check_step_cache
-from .native_model import STATEFUL, describe, window_schedule
+from .native_beside import Patches
+from .native_model import describe
 from .native_reserve import (
     Prompt,
     keep_blocks,
@@ -44,7 +37,6 @@ from .native_reserve import (
     prompts_of,
     reuse,
     reuse_blocks,
-    running,
     uncompiled,
 )
 
@@ -53,96 +45,18 @@ MORE, SLACK = 1.1, 2**20  # times what ComfyUI was asked for, and bytes: beyond,
 BLOCKS, OUTPUT = "blocks", "output"
 # Variants that compute nothing between their blocks. All others, and those to come, are cached at their output.
 PLAIN = ("WanModel", "CameraWanModel", "HumoWanModel", "SCAILWanModel", "SCAIL2WanModel")
-BOTH: tuple[Branch, ...] = ("cond", "uncond")
 
 
-def cache_words(patcher: ModelPatcher, options: SkipOptions) -> str:
-    """What a step cache with `options` does on a model, or why a run of 10 steps or more will be refused."""
-    model = describe(patcher)
-    curve = None if model.task is None or not options.magcache else find_curve(model.path, model.task.name)
-    try:
-        own, note = with_curve(options, curve, model.name)
-    except OptionError as refused:  # by the sampler: the cache is off for few steps and distilled files, whatever it is
-        own, note = options, str(refused)
-    return skip_words(own) + f" ({note})" * bool(note)
-
-
-class StepCache:
-    """Put on a model by `attach`; called around every sampling run."""
-
-    def __init__(
-        self,
-        options: SkipOptions,
-        whole: WholeRun = WholeRun(),  # noqa: B008
-        report: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """report: called after every run, with what was skipped in words. Raises OptionError."""
-        check_native(options)
-        self.options, self.whole, self.report = options, whole, report
-        self.pace: list[float] = []  # seconds of a forward in the last run
-
-    def __call__(
-        self, executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *arguments, **keywords
-    ):
-        guider = executor.class_obj
-        hooks = guider.model_options["transformer_options"]
-        check_step_cache(hooks)
-        native = hooks.get(RUN)
-        report = self.report if native is None else native.note  # one text for all that a node does
-        if native is not None:
-            native.caching = True
-        own = sigmas.tolist()
-        if not falls(own):
-            report(f"{WARNING}step cache: every step is computed; {rising_words(own)}")
-            return executor(noise, latent_image, sampler, sigmas, *arguments, **keywords)
-        model = describe(guider.model_patcher)
-        solver = getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_")
-        names = running(guider, solver.endswith("_cfg_pp"))
-        mask = arguments[0] if arguments else keywords.get("denoise_mask")
-        request = SamplerRequest(
-            sigmas=tuple(own),
-            whole=self.whole,
-            solver=solver,
-            guidance=guider.cfg if names[1:] else 1.0,
-            branches=BOTH if names[1:] else BOTH[:1],
-            skip=self.options,
-            windows=window_schedule(guider.model_options),
-            image=mask is not None,
-        )
-        plan, part = build_sampler_plan(request, model)
-        if not any(step.skipped for step in plan.steps):
-            report("; ".join([f"{WARNING}step cache: every step is computed", *plan.notes]))
-            return executor(noise, latent_image, sampler, sigmas, *arguments, **keywords)
-        level = BLOCKS if model.variant in PLAIN and "double_block" not in hooks.get("patches", {}) else OUTPUT
-        run = CachedRun(plan, part, level, noise.shape, prompts_of(guider, names), Patches(hooks))
-        add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, run, guider.model_options, is_model_options=True)
-        add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, run.reserve, guider.model_options, is_model_options=True)
-        try:
-            return executor(noise, latent_image, sampler, sigmas, *arguments, **keywords)
-        finally:
-            line = f"step cache ({skip_words(self.options)}): {run.finish(self.pace)}"
-            if native is not None:
-                native.skipped = run.reused, run.forwards
-            report("; ".join([line, *plan.notes]))
-
-
-def attach(patcher: ModelPatcher, cache: StepCache | None) -> None:
-    """Put `cache` on a clone of a model, in place of one that is there; None takes that away. Raises OptionError."""
-    variant = describe(patcher).variant
-    if cache is not None and variant in STATEFUL:
-        raise OptionError(
-            f"{variant} keeps state between its forwards, so none can be skipped: leave out the step cache"
-        )
-    if cache is not None:
-        check_step_cache(patcher.model_options["transformer_options"])
-    patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
-    if cache is not None:
-        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, cache)
-
-
-def attached(patcher: ModelPatcher) -> StepCache | None:
-    """The step cache of a model."""
-    return next(iter(patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).get(KEY, [])), None)
+def cached_run(guider: Any, plan: Plan, part: Part, shape: Sequence[int], names: Sequence[str]) -> CachedRun:
+    """What skips forwards by `plan` in a sampling run, hooked into its options. shape: of the latents, [B, C, T, Y, X].
+    names: of the guider's conditions that run."""
+    own = guider.model_options
+    hooks = own["transformer_options"]
+    plain = describe(guider.model_patcher).variant in PLAIN and "double_block" not in hooks.get("patches", {})
+    run = CachedRun(plan, part, BLOCKS if plain else OUTPUT, shape, prompts_of(guider, names), Patches(hooks))
+    add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, run, own, is_model_options=True)
+    add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, run.reserve, own, is_model_options=True)
+    return run
 
 
 class CachedRun:

@@ -13,15 +13,13 @@ from comfy.model_patcher import ModelPatcher
 from comfy.samplers import KSampler
 from torch import Tensor
 
-from wan_core.config import OptionError, SparseOptions
+from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.family import Clues
-from wan_core.sampling.native.attention import NativeAttention
 from wan_core.sampling.native.plan import NativeModel
 
 from .native import check_wan, checkpoint_of
-from .native_beside import OVERRIDE
 
 IMAGE_DIM = 1280  # of the CLIP features that an image-to-video model of Wan 2.1 takes
 STATEFUL = ("CausalWanModel",)  # keep keys and values between forwards: no forward can be left out
@@ -50,12 +48,6 @@ def describe(patcher: ModelPatcher) -> NativeModel:
             task, note = choose_task(config, Clues(path=path))
     sampling = patcher.get_model_object("model_sampling")
     return NativeModel(variant, config, task, path, float(getattr(sampling, "shift", 1.0)), note)
-
-
-def sparse_of(patcher: ModelPatcher) -> SparseOptions | None:
-    """How WanCore Accelerate makes attention of this model sparse."""
-    override = patcher.model_options["transformer_options"].get(OVERRIDE)
-    return override.sparse.options if isinstance(override, NativeAttention) and override.sparse else None
 
 
 def sampler_names() -> list[str]:

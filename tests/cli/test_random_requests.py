@@ -53,9 +53,9 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "keyframes": ([4], [0, 8], [8, 4], [90]),
     "image": (True,),
     "svi": (True, False),
-    "magcache": ("balanced", "0.12/2/0.2"),
+    "magcache": ("0.24/1/0.1", "0.12/2/0.2"),
     "taylorseer": ("2/1/0.2",),
-    "sparse": ("balanced", "0.5/0"),
+    "sparse": ("0.8125/0", "0.5/0"),
     "nag": ("11",),
     "prompts_at": ([0, 8],),
     "seed": (7,),
@@ -196,6 +196,6 @@ def test_frame_0_is_known_where_an_image_is_given(drawing_files: Path) -> None:
 
 def test_presets_of_the_embedded_model_bring_its_loras(drawing_files: Path) -> None:
     """Whose distilled weights leave step caches off, whatever the number of steps."""
-    asked = Asked({"preset": "8-step", "steps": 15, "magcache": "balanced"}, ["--task=t2v-tiny"])
+    asked = Asked({"preset": "8-step", "steps": 15, "magcache": "0.24/1/0.1"}, ["--task=t2v-tiny"])
     plan, _, _ = of_plan(asked)
     assert plan["forwards"] == 15 and plan["saved"] == 0  # type: ignore[index]

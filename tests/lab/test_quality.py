@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.magcache import CURVE_FILES, PRESETS
+from wan_core.sampling.cache.magcache import CURVE_FILES
 from wan_core.sampling.cache.skipping import leave_out
+from wan_core.sampling.cache.speed import HALF_OF_STEPS, TWO_IN_A_ROW
 from wan_core.sampling.plan import make_plan
 from wan_lab.calibrate import calibrate, record
 from wan_lab.compare import compare, gmsd, summary
@@ -78,7 +80,10 @@ def test_calibrate_writes_a_curve_that_is_found_again(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "balanced" in printed and "forwards" in printed
     shutil.copy(TINY / "t2v_high.safetensors", tmp_path / "my.safetensors")
-    assert main(["plan", "--task", "t2v-tiny", "--magcache", "fast", "--high", str(tmp_path / "my.safetensors")]) == 0
+    assert (
+        main(["plan", "--task", "t2v-tiny", "--magcache", "0.24/2/0.1", "--high", str(tmp_path / "my.safetensors")])
+        == 0
+    )
     assert "saved" in capsys.readouterr().out
 
 
@@ -99,7 +104,9 @@ def test_the_embedded_model_brings_its_own_curve(task, tiny_assets):
     assert curve.task == task and curve.steps == 40 and curve.samples
     assert curve.high_steps == sum(s.expert == "high" for s in make_plan(task=task, steps=40).steps)
     plan = make_plan(task=task, steps=40)
-    options = [SkipOptions(magcache=PRESETS[name]) for name in ("quality", "balanced", "fast")]
+    options = [
+        SkipOptions(magcache=one) for one in (replace(HALF_OF_STEPS, threshold=0.06), HALF_OF_STEPS, TWO_IN_A_ROW)
+    ]
     saved = [leave_out(plan, one, curve).saved for one in options]
     assert saved == sorted(saved) and saved[1] >= 0.4 and saved[2] >= 0.55
 
@@ -129,7 +136,7 @@ def test_quality_compares_with_the_full_run(tmp_path, capsys):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("setting", ["magcache:fast", "sparse:balanced"])
+@pytest.mark.parametrize("setting", ["magcache:0.24/2/0.1", "sparse:0.8125/0"])
 def test_a_setting_is_planned_as_by_every_door(tiny_assets, setting):
     """With all else that the request has: its negative prompt counts in the steps that guidance leaves out."""
     from wan_core.config import LoadOptions, NagOptions, Request
@@ -149,22 +156,22 @@ def test_a_setting_is_planned_as_by_every_door(tiny_assets, setting):
     [
         (["--setting", "turbo"], "not known"),
         (["--setting", "magcache:0.1"], "0.12/2/0.2"),
-        (["--setting", "magcache:fast:order7"], "not known"),
+        (["--setting", "magcache:0.24/2/0.1:order7"], "not known"),
         (["--setting", "magcache:"], "not known"),
         (["--setting", "magcache"], "not known"),
         (["--setting", "taylorseer:"], "not known"),
-        (["--setting", "sparse:+magcache:fast"], "not known"),
-        (["--setting", "magcache:fast+"], "not known"),
-        (["--setting", "magcache:fast:order1:order2"], "repeats a part"),
-        (["--setting", "magcache:fast:joint:published"], "repeats a part"),
+        (["--setting", "sparse:+magcache:0.24/2/0.1"], "not known"),
+        (["--setting", "magcache:0.24/2/0.1+"], "not known"),
+        (["--setting", "magcache:0.24/2/0.1:order1:order2"], "repeats a part"),
+        (["--setting", "magcache:0.24/2/0.1:joint:published"], "repeats a part"),
         (["--setting", "taylorseer:2+taylorseer:3"], "repeats a part"),
         (["--setting", "taylorseer:2/1/0.2/9"], "2/1/0.2"),
         (["--setting", "taylorseer:-1"], "allowed are"),
-        (["--setting", "magcache:fast+taylorseer:2"], "choose one"),
+        (["--setting", "magcache:0.24/2/0.1+taylorseer:2"], "choose one"),
         (["--count", "0"], "at least 1"),
         (["--plot", "/nowhere/x.png"], "cannot write"),
         (["--out", "/nowhere/x.json"], "cannot write"),
-        (["--magcache", "fast"], "measures the full run"),
+        (["--magcache", "0.24/2/0.1"], "measures the full run"),
     ],
 )
 def test_bad_input_is_one_readable_line(arguments, says, capsys):
@@ -210,7 +217,7 @@ def test_presets_keep_the_video(tiny_assets):
     from wan_lab.run import measure_quality
 
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
-    settings = {name: parse_setting(name) for name in ("magcache:balanced", "magcache:0.12/2/0.2")}
+    settings = {name: parse_setting(name) for name in ("magcache:0.24/1/0.1:order2", "magcache:0.12/2/0.2")}
     samples = choose_samples(None, 1, 7, tiny=True)
     request = Request(prompt="", steps=40, width=48, height=48, frames=9)
     rows = measure_quality(pipe, request, samples, settings, 1).rows()
@@ -227,5 +234,5 @@ def test_sparse_attention_keeps_a_video_from_an_image(tiny_assets: Path):
 
     pipe = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
     base, samples = Request(prompt="", steps=6, frames=17), choose_samples(None, 1, 7, tiny=True)
-    settings = {"sparse:balanced": parse_setting("sparse:balanced")}
+    settings = {"sparse:0.8125/0": parse_setting("sparse:0.8125/0")}
     assert measure_quality(pipe, base, samples, settings, 1).rows()[0]["psnr"] > 38

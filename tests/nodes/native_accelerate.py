@@ -112,10 +112,10 @@ def check_order(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
 
 def check_parts(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     """The steps of two samplers with an expert each, image to image, and samplers that evaluate twice in a step."""
-    from wan_core.sampling.sparsity.schedule import PRESETS
+    from wan_core.config import SparseOptions
 
     runs: list[Any] = []
-    native = importlib.import_module("pack.nodes.host.native")
+    native = importlib.import_module("pack.nodes.host.native_run")
 
     class Recorded(native.NativeRun):
         def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -129,7 +129,7 @@ def check_parts(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
 
     native.NativeRun = Recorded
     model = tiny("WAN21_T2V", num_layers=1)
-    fast = Accelerated(pack)(model, sparse=PRESETS["balanced"])
+    fast = Accelerated(pack)(model, sparse=SparseOptions(sparsity=0.8125, dense_steps=0.0))
     parts = [
         (0, 5, "euler", 1.0),
         (5, 10, "euler", 1.0),
@@ -244,9 +244,9 @@ def check_refusals(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     sparse = config.SkipOptions(sparse=config.SparseOptions(sparsity=0.5))
     model, messages = tiny("WAN21_T2V"), {}
     for name, arguments in {
-        "other": (other, "auto", "off"),
-        "backend": (model, "flash4", "off"),
-        "twice": (model, "auto", "balanced", sparse),
+        "other": (other, "exact", "auto"),
+        "backend": (model, "exact", "flash4"),
+        "twice": (model, "balanced", "auto", "off", sparse),
     }.items():
         try:
             accelerate.execute(*arguments)

@@ -30,7 +30,8 @@ class World:
         """The model behind the node. skipping: options of a step cache or of sparse attention."""
         from wan_core.config import SkipOptions
 
-        done = self.node.execute(model, attention, "off", SkipOptions(**skipping) if skipping else None)
+        options = SkipOptions(**skipping) if skipping else None
+        done = self.node.execute(model, "exact", attention, "off", options)
         self.text = done.ui.value
         return done.result[0]
 

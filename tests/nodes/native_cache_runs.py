@@ -23,6 +23,7 @@ class World:
 
         self.pack = pack
         self.cache = importlib.import_module("pack.nodes.host.native_cache")
+        self.accelerate = importlib.import_module("pack.nodes.host.native_run").accelerate
         self.patcher = comfy.model_patcher.ModelPatcher
         self.said: list[str] = []
         self.free_memory = self.patcher.get_free_memory
@@ -31,9 +32,8 @@ class World:
         from wan_core.config import SkipOptions
         from wan_core.sampling.native.plan import WholeRun
 
-        clone = model.clone()
-        self.cache.attach(clone, self.cache.StepCache(SkipOptions(**policy), whole or WholeRun(), self.said.append))
-        return clone
+        options = SkipOptions(**policy)
+        return self.accelerate(model, "comfyui", options, self.said.append, whole or WholeRun())
 
     @contextmanager
     def guidance(self, batched: bool) -> Iterator[None]:
@@ -56,7 +56,7 @@ class World:
 
     def counts(self) -> tuple[int, int]:
         """Skipped and all forwards of the last run."""
-        fields = self.said[-1].split(": ", 1)[1].split()
+        fields = self.said[-1].split("): ", 1)[1].split()
         return int(fields[0]), int(fields[2])
 
 

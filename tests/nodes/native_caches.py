@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 from contextlib import suppress
 from typing import Any
 
@@ -235,7 +234,7 @@ def check_memory(it: World) -> None:
     """ComfyUI is asked for memory for the residuals and the slopes of sparse attention too."""
     import comfy.sampler_helpers
 
-    from wan_core.config import SparseOptions
+    from wan_core.config import SkipOptions, SparseOptions
 
     asked = []
     real = comfy.sampler_helpers.estimate_memory
@@ -243,14 +242,13 @@ def check_memory(it: World) -> None:
     model = world.tiny("WAN21_T2V")
     sample(model, EULER)
     sample(it.cached(model, **policies()["taylorseer"]), EULER)
-    accelerate = importlib.import_module("pack.nodes.host.native").accelerate
-    fast = accelerate(model, "auto", SparseOptions(sparsity=0.5), it.said.append)
-    sample(it.cached(fast, **policies()["taylorseer"]), EULER)
+    both = SkipOptions(sparse=SparseOptions(sparsity=0.5), **policies()["taylorseer"])
+    sample(it.accelerate(model, "auto", both, it.said.append), EULER)
     comfy.sampler_helpers.estimate_memory = real
     needed = [model.model.memory_required([2 * shape[0], *shape[1:]]) for shape in asked]
     residuals = 3 * 2 * 18 * 48 * 4  # slots, prompts, tokens, channels, bytes
-    assert needed[1] == needed[2] and needed[1] - needed[0] >= residuals, (asked, needed)
-    assert needed[3] - needed[2] >= 24 / 128 * 18 * 48 * 4, (asked, needed)  # a matrix for each block of 128 tokens
+    assert needed[1] - needed[0] >= residuals, (asked, needed)
+    assert needed[2] - needed[1] >= 24 / 128 * 18 * 48 * 4, (asked, needed)  # a matrix for each block of 128 tokens
 
 
 def pose_cache(newer: bool) -> Any:

@@ -148,11 +148,13 @@ class Accelerated:
     """Models through the node's own function; keeps the warnings and the counts of what it reports."""
 
     def __init__(self, pack: types.ModuleType) -> None:
-        self.native = importlib.import_module("pack.nodes.host.native")
+        self.accelerate = importlib.import_module("pack.nodes.host.native_run").accelerate
         self.said: list[str] = []
 
     def __call__(self, model: Any, attention: str = "auto", sparse: Any = None) -> Any:
-        return self.native.accelerate(model, attention, sparse, self.report)
+        from wan_core.config import SkipOptions
+
+        return self.accelerate(model, attention, SkipOptions(sparse=sparse), self.report)
 
     def report(self, text: str) -> None:
         begins = "warning: ", "WanCore Accelerate: "

@@ -68,10 +68,8 @@ def check_rising(it: World) -> None:
     of the whole run; with a cache nothing is skipped, and the report says so."""
     import torch
 
-    from wan_core.config import SparseOptions
+    from wan_core.config import SkipOptions, SparseOptions
     from wan_core.sampling.native.plan import WholeRun
-
-    native = importlib.import_module("pack.nodes.host.native")
 
     def same(actual: Any, expected: Any) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)  # ComfyUI's of [1.0] is NaN
@@ -83,7 +81,7 @@ def check_rising(it: World) -> None:
         plain = sample(model, sigmas)
         for whole in (WholeRun(), WholeRun(steps=12), WholeRun(sigmas=tuple(EULER))):
             for sparse in (None, SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0)):
-                fast = native.accelerate(model, "comfyui", sparse, it.said.append, whole)
+                fast = it.accelerate(model, "comfyui", SkipOptions(sparse=sparse), it.said.append, whole)
                 same(sample(fast, sigmas), plain)
             same(sample(it.cached(fast, whole, **every_second()), sigmas), plain)
             said = next(line for line in reversed(it.said) if "step cache" in line)
@@ -121,9 +119,8 @@ def check_slopes(it: World) -> None:
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
     from native_reserve import recorded
 
-    from wan_core.config import SparseOptions
+    from wan_core.config import SkipOptions, SparseOptions
 
-    accelerate = importlib.import_module("pack.nodes.host.native").accelerate
     windows = {"context_length": 17, "context_overlap": 9, "context_schedule": "standard_uniform", "context_stride": 1,
                "closed_loop": False, "fuse_method": "pyramid", "freenoise": False}  # fmt: skip
     model = world.tiny("WAN21_T2V")
@@ -132,7 +129,7 @@ def check_slopes(it: World) -> None:
         return WanContextWindowsManualNode.execute(one, **windows).result[0]
 
     def sparse(one: Any) -> Any:
-        return accelerate(one, "auto", SparseOptions(sparsity=0.5), it.said.append)
+        return it.accelerate(one, "auto", SkipOptions(sparse=SparseOptions(sparsity=0.5)), it.said.append)
 
     with recorded(it.cache) as (shapes, _):
         for one in (windowed(model), sparse(windowed(model)), windowed(sparse(model))):
@@ -142,8 +139,8 @@ def check_slopes(it: World) -> None:
 
 
 def check_no_curve(it: World) -> None:
-    """A preset of MagCache on a model without a curve is TaylorSeer, which the node, the plan and the report say;
-    numbers of one's own are refused by the sampler, and the node says so before."""
+    """A word of speed on a model without a curve has TaylorSeer, which the plan says; numbers of one's own are refused
+    by the sampler, and the node says so before."""
     from wan_core.config import MagCacheOptions, SkipOptions, TaylorSeerOptions
 
     accelerate = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
@@ -154,20 +151,19 @@ def check_no_curve(it: World) -> None:
         "vace_frames": [world.rows(1, 32, *SMALL[2:])] * 2,
         "vace_mask": [world.rows(1, 64, *SMALL[2:])] * 2,
     }
-    for preset, seer in (("quality", (2, 2, 0.2)), ("balanced", (2, 2, 0.1)), ("fast", (3, 2, 0.1))):
-        result = accelerate.execute(model, "comfyui", "off", None, preset)
-        message = f"taylorseer {seer[0]}/{seer[1]}/{seer[2]}"
-        assert f"MagCache has no curve for VaceWanModel: {message}" in result.ui.as_dict()["text"][0], (
-            result.ui.as_dict()
-        )
+    for word, seer in (("careful", (2, 2, 0.1)), ("fast", (3, 2, 0.1))):
+        result = accelerate.execute(model, word, "comfyui", "off")
+        assert f"left out: speed {word}" in result.ui.as_dict()["text"][0], result.ui.as_dict()
+        message = f"MagCache has no curve for VaceWanModel: taylorseer {seer[0]}/{seer[1]}/{seer[2]}"
         table = world.planned(result.result[0], 12, 3.0, "euler", "simple", 1.0, 0.0)[1]
-        assert f"MagCache has no curve for VaceWanModel: {message}" in table and "forecast" in table, table
-        options = TaylorSeerOptions(interval=seer[0], order=seer[1], retention=seer[2])
+        assert message in table and "forecast" in table, table
         latents = sample(result.result[0], EULER, extra, size=SMALL)
-        assert (latents == sample(it.cached(model, taylorseer=options), EULER, extra, size=SMALL)).all(), preset
+        options = TaylorSeerOptions(interval=seer[0], order=seer[1], retention=seer[2])
+        same = latents == sample(it.cached(model, taylorseer=options), EULER, extra, size=SMALL)
+        assert bool(same.all()) is (word == "careful"), word
     own = SkipOptions(magcache=MagCacheOptions(threshold=0.1, max_skips=2, retention=0.2))
-    result = accelerate.execute(model, "comfyui", "off", own)
+    result = accelerate.execute(model, "exact", "comfyui", "off", own)
     assert "MagCache needs a curve, and there is none for VaceWanModel" in result.ui.as_dict()["text"][0]
     message = refusal(lambda: sample(result.result[0], EULER, extra, size=SMALL))
-    assert "or a preset (quality, balanced, fast), which does without one" in message
+    assert "or a word of speed, which does without one" in message
     assert sample(result.result[0], EULER[:5], extra, size=SMALL).isfinite().all()

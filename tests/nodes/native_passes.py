@@ -68,7 +68,7 @@ def check_dtype(it: World) -> None:
             seen: set[Any] = set()
             block = model.model.diffusion_model.blocks[1]
             handle = block.register_forward_pre_hook(lambda _, args, seen=seen: seen.add(args[0].dtype))
-            accelerate.WanCoreAccelerate.execute(model, "auto", "off")
+            accelerate.WanCoreAccelerate.execute(model, "exact", "auto")
             with it.runs() as runs:
                 sample(it.cached(model, **policies()["taylorseer"]), EULER)
             handle.remove()

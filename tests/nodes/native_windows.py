@@ -47,8 +47,8 @@ def planned_and_run(changed: dict[str, Any]) -> list[Any]:
     models = [native_models.tiny("WAN21_T2V", seed) for seed in range(1 + two)]
     models = [WanContextWindowsManualNode.execute(model, **changed).result[0] for model in models]
     skipping, steps = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2)), 4 * STEPS
-    for model in models if cache else ():
-        host.attach(model, host.StepCache(skipping))
+    if cache:
+        models = [host.accelerate(model, "comfyui", skipping, lambda line: None) for model in models]
     how = {"cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
     latent = {"samples": torch.zeros(SIZE)}
     low = {"model_low": models[1], "split_step": FIRST} if two else {}

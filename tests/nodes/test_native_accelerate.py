@@ -116,4 +116,4 @@ def test_refusals(checked: dict[str, Any]) -> None:
     messages = checked["refusals"]
     assert messages["other"] == "WanCore Accelerate takes Wan models, this is Linear: connect a Wan model"
     assert "'flash4' cannot run on cpu" in messages["backend"]
-    assert "set sparse to 'off'" in messages["twice"]
+    assert "speed balanced and sparse given" in messages["twice"]

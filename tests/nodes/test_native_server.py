@@ -75,8 +75,8 @@ def latents(comfy: ComfyUI, run: Run) -> torch.Tensor:
     return load_file(comfy.output_file(run, "save"))["latent_tensor"]
 
 
-EXACT = {"attention": "auto", "sparse": "off"}
-SPARSE = {"attention": "auto", "sparse": "balanced"}
+EXACT = {"speed": "exact", "attention": "auto"}
+SPARSE = {"speed": "balanced", "attention": "auto"}
 
 
 def test_a_graph_of_two_experts_with_the_node_in_it(comfy: ComfyUI) -> None:

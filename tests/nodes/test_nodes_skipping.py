@@ -38,15 +38,14 @@ def small(**sampling: Any) -> Graph:
     }
 
 
-MAG = {"preset": "custom", "threshold": 10.0, "max_skips": 2, "retention": 0.2, "rule": "joint", "order": 1}
-SPARSE = {"preset": "custom", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "slope": True, "kernel": "auto"}
+MAG = {"cache": "magcache", "threshold": 10.0, "max_skips": 2, "interval": 2, "order": 1, "retention": 0.2,
+       "rule": "joint", "sparsity": 0.0, "dense_steps": 0.0, "ramp": 0.0, "slope": True, "kernel": "auto"}  # fmt: skip
 
 
 def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
-    graph = small(skipping=["sparse", 0])
-    graph["cache"] = node("WanCoreMagCache", **MAG)
-    graph["sparse"] = node("WanCoreSparseAttention", **SPARSE, skipping=["cache", 0])
-    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], skipping=["sparse", 0])
+    graph = small(skipping=["skip", 0])
+    graph["skip"] = node("WanCoreSkipping", **{**MAG, "sparsity": 0.5})
+    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], skipping=["skip", 0])
     graph["table"] = node("PreviewAny", source=["plan", 1])
     graph["report"] = node("WanCoreReport", report=["decode", 1])
     graph["words"] = node("PreviewAny", source=["report", 1])
@@ -65,28 +64,21 @@ def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
     assert len(run.outputs["pair"]["images"]) == 5
 
 
-def test_every_policy_runs_and_only_one_may_decide(comfy: ComfyUI) -> None:
-    policies = {
-        "seer": node("WanCoreTaylorSeer", interval=2, order=2, retention=0.2),
-        "mag": node("WanCoreMagCache", **MAG),
-    }
-    for name, policy in policies.items():
-        graph = small(skipping=[name, 0]) | {name: policy}
-        graph["show"] = node("WanCoreReport", report=["decode", 1])
-        graph["words"] = node("PreviewAny", source=["show", 1])
-        run = comfy.run(graph)
-        assert run.ok, run.status
-        assert "forwards: 24 of 24" not in run.outputs["words"]["text"][0], name
-    both = small(skipping=["mag", 0]) | policies
-    both["mag"]["inputs"]["skipping"] = ["seer", 0]
-    both["show"] = node("WanCoreReport", report=["decode", 1])
-    run = comfy.run(both)
-    assert not run.ok and "choose one" in run.message("execution_error")["exception_message"]
+def test_taylorseer_runs_and_a_word_beside_numbers_is_refused(comfy: ComfyUI) -> None:
+    graph = small(skipping=["skip", 0]) | {"skip": node("WanCoreSkipping", **{**MAG, "cache": "taylorseer"})}
+    graph["show"] = node("WanCoreReport", report=["decode", 1])
+    graph["words"] = node("PreviewAny", source=["show", 1])
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    assert "forwards: 24 of 24" not in run.outputs["words"]["text"][0]
+    graph["sampler"]["inputs"]["speed"] = "fast"
+    run = comfy.run(graph)
+    assert not run.ok and "speed fast and taylorseer given" in run.message("execution_error")["exception_message"]
 
 
 def test_a_sparse_kernel_that_cannot_run_is_refused_before_any_step(comfy: ComfyUI) -> None:
-    sparse = {**SPARSE, "dense_steps": 1.0, "kernel": "cudnn"}  # whose plan has no sparse step: no forward would notice
-    graph = small(skipping=["sparse", 0]) | {"sparse": node("WanCoreSparseAttention", **sparse)}
+    sparse = {**MAG, "cache": "none", "sparsity": 0.5, "dense_steps": 1.0, "kernel": "cudnn"}  # no step is sparse
+    graph = small(skipping=["skip", 0]) | {"skip": node("WanCoreSkipping", **sparse)}
     graph["show"] = node("WanCoreReport", report=["decode", 1])
     run = comfy.run(graph)
     assert not run.ok and "sparse kernel 'cudnn' cannot run" in run.message("execution_error")["exception_message"]
@@ -97,7 +89,7 @@ def test_a_curve_beside_the_model_is_used_and_read_again_when_it_changes(comfy: 
     curve = find_curve(None, "t2v-A14B")
     assert curve is not None
     CURVE_FILES.write(curve, path)
-    graph = loaders("mine_high.safetensors", "mine_low.safetensors") | {"c": node("WanCoreMagCache", **MAG)}
+    graph = loaders("mine_high.safetensors", "mine_low.safetensors") | {"c": node("WanCoreSkipping", **MAG)}
     graph["plan"] = node("WanCorePlanPreview", model=["model", 0], skipping=["c", 0])
     try:
         run = comfy.run(graph)
@@ -110,7 +102,7 @@ def test_a_curve_beside_the_model_is_used_and_read_again_when_it_changes(comfy: 
 
 
 def test_the_embedded_model_s_own_curve_is_found(comfy: ComfyUI) -> None:
-    graph = {"model": loaders()["model"], "c": node("WanCoreMagCache", **{**MAG, "preset": "fast"})}
+    graph = {"model": loaders()["model"], "c": node("WanCoreSkipping", **MAG)}
     graph["plan"] = node("WanCorePlanPreview", model=["model", 0], skipping=["c", 0])
     run = comfy.run(graph)
     assert run.ok, run.status

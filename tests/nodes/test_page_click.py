@@ -35,7 +35,7 @@ CLICKS = {
     "video_wan_vace_inpainting": (1, 1, 0, True),
     "video_wan2_2_14B_s2v": (1, 3, 5, False),
 }
-EXACT = {"attention": "auto", "sparse": "off", "cache": "off", "steps": 0, "compare": "auto"}
+EXACT = {"speed": "exact", "attention": "auto", "compare": "auto", "steps": 0}
 COMMAND = """await app.extensionManager.command.execute(arguments[0]);
 await new Promise((done) => setTimeout(done, 500));"""
 PROMPT = "return (await app.graphToPrompt()).output"

@@ -57,7 +57,7 @@ def error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 def test_a_template_samples_the_same_and_says_what_was_accelerated(templates: Templates, name: str) -> None:
     graph, begin, expected = templates.graph(name), len(templates.server.log()), EXPECTED[name]
     plain = latents(templates, graph, "plain")
-    assert error(latents(templates, graph, "fast", {"attention": "auto", "sparse": "off"}), plain) <= 1e-5
+    assert error(latents(templates, graph, "fast", {"speed": "exact", "attention": "auto"}), plain) <= 1e-5
     assert len(plain) == expected["samplers"]
     assert re.findall(r"WanCore Accelerate: (.*)", templates.server.log()[begin:]) == expected["words"]
     # Our sampler does not replace two samplers of one video. Where its error is above 1e-3, docs/families.md says what

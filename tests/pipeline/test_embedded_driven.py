@@ -37,7 +37,7 @@ from wan_lab.run import measure_quality
 from wan_lab.samples import Sample, as_pixels, choose_samples, drawn_trio, save_frame
 
 CAPTION = "a green square moving up on a white background"
-SETTINGS = ("full", "magcache:balanced+sparse:balanced")
+SETTINGS = ("full", "magcache:0.24/1/0.1+sparse:0.8125/0")
 
 
 def test_look_and_motion_are_right_in_full_and_with_caches_and_sparse_attention() -> None:

@@ -32,7 +32,7 @@ def plan(capsys: pytest.CaptureFixture[str], *more: str) -> str:
 
 def test_steps_that_cost_less_are_estimated_so(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--steps", "4", "--seconds-per-forward", "10", "--json")
-    dense, sparse = (json.loads(plan(capsys, *arguments, *more))["seconds"] for more in ((), ("--sparse", "balanced")))
+    dense, sparse = (json.loads(plan(capsys, *arguments, *more))["seconds"] for more in ((), ("--sparse", "0.8125/0")))
     assert dense == 80 and 20 < sparse < 60
     # Fewer frames have less attention.
     for short in (
@@ -40,7 +40,7 @@ def test_steps_that_cost_less_are_estimated_so(capsys: pytest.CaptureFixture[str
         ("--frames", "161", "--clip-frames", "17", "--overlap", "1", "--task", "i2v-A14B"),
     ):
         times = [
-            json.loads(plan(capsys, *arguments, *short, *more))["seconds"] for more in ((), ("--sparse", "balanced"))
+            json.loads(plan(capsys, *arguments, *short, *more))["seconds"] for more in ((), ("--sparse", "0.8125/0"))
         ]
         assert 0.7 < times[1] / times[0] < 0.9
     # The blocks of the control are 8 beside 40.

@@ -16,22 +16,17 @@ from wan_core.config import (
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.magcache import (
     CURVE_FILES,
-    PRESETS,
     curve_path,
     find_curve,
     parse_magcache,
 )
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards
+from wan_core.sampling.cache.speed import HALF_OF_STEPS, TWO_IN_A_ROW
 from wan_core.sampling.plan import make_plan
 
 
 def test_ways_to_write_the_same():
     assert parse_magcache("0.12/2/0.2") == parse_magcache("E012K2R20") == parse_magcache("e012k2r20")
-    assert (
-        parse_magcache("fast", order=1).order == 1
-        and PRESETS["fast"].order == 2
-        and parse_magcache("balanced") == PRESETS["balanced"]
-    )
     assert parse_magcache("0.12/2/0.2").order == 0 and parse_magcache("0.12/2/0.2", order=2).order == 2
     for bad in ("", "0.12", "0.1/2", "slow", "0.1/x/0.2", "1.2.3/2/0.2", "99/2/0.2", "0.1/2/1.5"):
         with pytest.raises(OptionError, match=r"use |allowed are"):
@@ -39,7 +34,7 @@ def test_ways_to_write_the_same():
 
 
 def test_it_switches_itself_off_and_says_so(tmp_path):
-    options = SkipOptions(magcache=PRESETS["fast"])
+    options = SkipOptions(magcache=TWO_IN_A_ROW)
     few = leave_out(make_plan(steps=9), options, CURVES["t2v-A14B"])
     assert few.saved == 0 and "fewer than 10" in few.table()
     assert leave_out(make_plan(steps=10), options, CURVES["t2v-A14B"]).saved > 0
@@ -64,15 +59,14 @@ def test_a_curve_beside_the_checkpoint_comes_first(tmp_path):
     CURVE_FILES.write(mine, curve_path(folder, "t2v-A14B"))
     assert find_curve(folder, "t2v-A14B") == mine
     with pytest.raises(OptionError, match="calibrate"):
-        leave_out(make_plan(), SkipOptions(magcache=replace(PRESETS["fast"], threshold=0.1)), None)
+        leave_out(make_plan(), SkipOptions(magcache=replace(TWO_IN_A_ROW, threshold=0.1)), None)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [HALF_OF_STEPS, TWO_IN_A_ROW])
 @pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B"])
-def test_a_preset_without_a_curve_computes_nearly_the_same_steps(task, preset):
-    """TaylorSeer stands in for a preset, for any number of steps. Numbers that are no preset are
-    refused."""
-    options = SkipOptions(magcache=PRESETS[preset])
+def test_a_word_without_a_curve_computes_nearly_the_same_steps(task, preset):
+    """TaylorSeer takes the place of the MagCache of a word, for any number of steps. Other numbers are refused."""
+    options = SkipOptions(magcache=preset)
     for steps in range(10, 61, 5):
         plan = make_plan(task=task, steps=steps)
         curved, without = leave_out(plan, options, CURVES[task]), leave_out(plan, options, None)
@@ -82,7 +76,7 @@ def test_a_preset_without_a_curve_computes_nearly_the_same_steps(task, preset):
         assert (
             note.startswith(f"MagCache has no curve for {task}: taylorseer ") and without.unskipped == curved.unskipped
         )
-    own = SkipOptions(magcache=replace(PRESETS[preset], threshold=0.1))
+    own = SkipOptions(magcache=replace(preset, threshold=0.1))
     with pytest.raises(OptionError, match=f"none for {task}"):
         leave_out(plan, own, None)
 

@@ -25,9 +25,13 @@ def qkv(length: int, keys: int) -> list[torch.Tensor]:
 
 
 def attended(
-    attend: NativeAttention, tensors: list[torch.Tensor], sparsity: float, **place: int | bool
+    attend: NativeAttention,
+    tensors: list[torch.Tensor],
+    sparsity: float,
+    sparse: SparseOptions | None = None,
+    **place: int | bool,
 ) -> torch.Tensor:
-    run = NativeRun(SchedulePart(0, 1, 1), (sparsity,) if sparsity else ())
+    run = NativeRun(SchedulePart(0, 1, 1), (sparsity,) if sparsity else (), sparse=sparse)
     forward = NativeForward(run, GRID, **place)  # type: ignore[arg-type]
     out = attend(original, *tensors, heads=HEADS, transformer_options={FORWARD: forward, "block_index": 0})
     assert sum(run.taken.values()) == 1 and not run.left
@@ -58,15 +62,16 @@ def test_sparse_with_other_tokens(kernel: str, front: int, behind: int) -> None:
             pytest.skip(reason)
     tensors = qkv(TOKENS + front + behind, TOKENS + front + behind)
     options = SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0, kernel=kernel)
-    output = attended(NativeAttention(dense, options), tensors, 1e-6, front=front)
+    output = attended(NativeAttention(dense), tensors, 1e-6, options, front=front)
     assert relative(output, attended(EXACT, tensors, 0)) < (0.1 if KERNELS[kernel].fp8 else 0.01)
 
 
 def lost_by_frames(sparsity: float, slope: bool = False) -> list[float]:
     """Attention of Animate-2: the first frame to the video, the second to a pose frame as well; each one's error."""
-    run = NativeRun(SchedulePart(0, 1, 1), (sparsity,))
+    options = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, slope=slope)
+    run = NativeRun(SchedulePart(0, 1, 1), (sparsity,), sparse=options)
     forward = NativeForward(run, GRID, by_frames=True)
-    attend = NativeAttention("auto", SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, slope=slope))
+    attend = NativeAttention("auto")
     q, k, v = qkv(TOKENS, TOKENS + FRAME)
     lost = []
     for index, keys in ((0, TOKENS), (1, TOKENS + FRAME)):

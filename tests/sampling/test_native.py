@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,15 +22,20 @@ from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.schedules import SchedulePart, find_part
 from wan_core.sampling.sparsity.run import step_rule
-from wan_core.sampling.sparsity.schedule import PRESETS, sparsify, step_sparsities
+from wan_core.sampling.sparsity.schedule import sparsify, step_sparsities
 
 GRID, HEADS, DIM = (3, 5, 7), 2, 16
 TOKENS = 3 * 5 * 7
 HALF = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0)
 
 
+def run_of(sparsity: float = 0.0, sparse: SparseOptions | None = HALF) -> NativeRun:
+    """A run of one step; sparsity 0: no step is sparse."""
+    return NativeRun(SchedulePart(0, 1, 1), (sparsity,) if sparsity else (), sparse=sparse if sparsity else None)
+
+
 def forward(sparsity: float = 0.0, **changed: Any) -> NativeForward:
-    return NativeForward(NativeRun(SchedulePart(0, 1, 1), (sparsity,) if sparsity else ()), GRID, **changed)
+    return NativeForward(run_of(sparsity), GRID, **changed)
 
 
 def qkv(length: int = TOKENS, keys: int | None = None, batch: int = 1, seed: int = 0) -> list[torch.Tensor]:
@@ -66,8 +72,8 @@ def test_self_attention_is_taken_in_every_layout() -> None:
 
 
 def test_the_last_step_of_a_run_that_compares_is_comfyuis() -> None:
-    run, waited = NativeRun(SchedulePart(0, 3, 3), (0.5,) * 3, compare=True), []
-    attend, tensors = NativeAttention("auto", HALF), qkv()
+    run, waited = NativeRun(SchedulePart(0, 3, 3), (0.5,) * 3, compare=True, sparse=HALF), []
+    attend, tensors = NativeAttention("auto"), qkv()
     for step in range(3):
         output = attend(original, *tensors, **options(NativeForward(run, GRID)))
         assert bool((output == 7).all()) is (step == 2)
@@ -154,11 +160,11 @@ def test_containers_are_emptied_where_the_call_is_taken(sparse: SparseOptions | 
         return torch.full((1,), 7.0)
 
     other = (lambda func, *args, **named: comfyui(*args)) if chosen else None
-    attend, plain = (NativeAttention("auto", sparse, original=comfyui, chosen=c) for c in (other, None))
-    of = forward(0.5)
+    attend, plain = (NativeAttention("auto", original=comfyui, chosen=c) for c in (other, None))
+    of = NativeForward(run_of(0.5, sparse), GRID)
     boxes = [Box(x) for x in qkv()]
     output = attend.container_function(*boxes, **options(of))
-    assert torch.equal(output, plain(original, *qkv(), **options(forward(0.5))))
+    assert torch.equal(output, plain(original, *qkv(), **options(NativeForward(run_of(0.5, sparse), GRID))))
     assert not seen and all(box.tensor is None for box in boxes)
     cross = [Box(x) for x in qkv(TOKENS, 12)]
     assert attend.container_function(*cross, **options(of)) == 7
@@ -189,7 +195,7 @@ def test_a_frame_of_queries_over_all_keys_is_self_attention() -> None:
     """Animate-2 attends so, to the pose's frame as well."""
     of, frame = forward(), GRID[1] * GRID[2]
     tensors = qkv(frame, TOKENS + frame)
-    output = NativeAttention("auto", HALF)(original, *tensors, **options(of))
+    output = NativeAttention("auto")(original, *tensors, **options(of))
     torch.testing.assert_close(heads(output), math_reference(*map(heads, tensors)), atol=1e-5, rtol=1e-5)
     assert of.run.taken == {"sdpa": 1}
 
@@ -207,20 +213,19 @@ def test_reading_nearly_all_blocks_is_dense_attention(grid: Any, front: int, beh
     """Wherever other tokens are: nothing is lost, doubled or put elsewhere."""
     video = grid[0] * grid[1] * grid[2]
     tensors = qkv(video + front + behind)
-    run = NativeRun(SchedulePart(0, 1, 1), (1e-6,))
+    run = run_of(1e-6)
     of = NativeForward(run, grid, front=front)
-    attend = NativeAttention("auto", SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0))
-    output = attend(original, *tensors, **options(of))
+    output = NativeAttention("auto")(original, *tensors, **options(of))
     torch.testing.assert_close(heads(output), math_reference(*map(heads, tensors)), atol=1e-5, rtol=1e-4)
     assert run.taken == {"sparse attention (math)": 1}
 
 
 def by_frames(
-    sparsity: float, of: NativeForward, tensors: list[torch.Tensor], poses: list[torch.Tensor], **finer: Any
+    of: NativeForward, tensors: list[torch.Tensor], poses: list[torch.Tensor], slope: bool = True
 ) -> torch.Tensor:
     """Attention of Animate-2: every frame to all tokens, and but the first to a frame of the pose's keys and values."""
-    sparse = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, **finer)
-    attend, (q, k, v), frame = NativeAttention("auto", sparse), tensors, of.frame
+    attend, (q, k, v), frame = NativeAttention("auto"), tensors, of.frame
+    of.run.sparse = of.run.sparse and replace(HALF, slope=slope)
     outputs = []
     for index in range(of.grid[0]):
         frame_before = slice((index - 1) * frame, index * frame)
@@ -235,11 +240,11 @@ def test_frames_read_their_own_blocks_and_the_pose() -> None:
     """At a small share: the pose's values reach every query, and the result is near the dense one."""
     of = forward(0.75, by_frames=True)
     tensors, poses = qkv(), qkv(seed=5)[:2]
-    output = by_frames(0.75, of, tensors, poses)
-    dense = by_frames(0.75, forward(by_frames=True), tensors, poses)
+    output = by_frames(of, tensors, poses)
+    dense = by_frames(forward(by_frames=True), tensors, poses)
     assert 0.01 < (output - dense).norm() / dense.norm() < 0.5
     poses[1][:] += 100
-    changed = (by_frames(0.75, of, tensors, poses) - output).abs().amax((0, 2))
+    changed = (by_frames(of, tensors, poses) - output).abs().amax((0, 2))
     assert (changed[of.frame :] > 1).all() and (changed[: of.frame] == 0).all()
 
 
@@ -247,7 +252,7 @@ def test_frames_with_the_slope_are_nearer_to_dense_ones() -> None:
     """Each of them, those that read a frame of the pose as well."""
     tensors, poses = qkv(batch=2), qkv(seed=5, batch=2)[:2]
     dense, plain, sloped = (
-        by_frames(0.75, forward(sparsity, by_frames=True), tensors, poses, slope=slope).unflatten(1, (GRID[0], -1))
+        by_frames(forward(sparsity, by_frames=True), tensors, poses, slope=slope).unflatten(1, (GRID[0], -1))
         for sparsity, slope in ((0.0, False), (0.75, False), (0.75, True))
     )
     lost, less = ((x - dense).square().mean((0, 2, 3)).sqrt() for x in (plain, sloped))
@@ -257,7 +262,7 @@ def test_frames_with_the_slope_are_nearer_to_dense_ones() -> None:
 def test_sparse_calls_are_those_of_our_engine() -> None:
     """Bit for bit, for a video without other tokens."""
     of, tensors = forward(0.5), qkv(batch=2)
-    output = NativeAttention("auto", HALF)(original, *tensors, **options(of, layer=1))
+    output = NativeAttention("auto")(original, *tensors, **options(of, layer=1))
     kernel = KERNELS["math"]
     tiles = make_tiles(GRID, block_length(kernel, TOKENS), torch.device("cpu"))
     state = SparseForward(kernel, (SDPA,), tiles, step_rule(0.5))
@@ -271,14 +276,13 @@ def test_other_tokens_are_read_by_all_and_read_everything() -> None:
     """Whatever the share: their values reach every query, and their own queries are dense."""
     front, behind = 4, 6
     of, tensors = forward(0.9, front=front), qkv(TOKENS + front + behind)
-    sparse = SparseOptions(sparsity=0.9, dense_steps=0, ramp=0)
-    output = heads(NativeAttention("auto", sparse)(original, *tensors, **options(of)))
+    output = heads(NativeAttention("auto")(original, *tensors, **options(of)))
     dense = math_reference(*map(heads, tensors))
     others = [*range(front), *range(front + TOKENS, TOKENS + front + behind)]
     torch.testing.assert_close(output[:, others], dense[:, others], atol=1e-5, rtol=1e-5)
     for token in others:
         tensors[2][:, token] += 100
-        changed = heads(NativeAttention("auto", sparse)(original, *tensors, **options(of)))
+        changed = heads(NativeAttention("auto")(original, *tensors, **options(of)))
         assert ((changed - output).abs().amax((0, 2, 3)) > 1e-4).all()
         tensors[2][:, token] -= 100
 
@@ -291,7 +295,7 @@ def test_sequences_whose_order_is_not_known_are_dense() -> None:
         (TOKENS - frame, True, ""),
     ):
         of = forward(0.5, extra=extra)
-        NativeAttention("auto", HALF)(original, *qkv(length), **options(of))
+        NativeAttention("auto")(original, *qkv(length), **options(of))
         assert list(of.run.taken) == [expected or "sparse attention (math)"]
 
 
@@ -315,14 +319,14 @@ def test_a_part_of_a_schedule_finds_its_place(steps: int, shift: float, data: An
     assert part.steps == end - begin and abs(part.first - begin) <= 0.1 * part.total
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("sparse", [HALF, SparseOptions(sparsity=0.8125, dense_steps=0.1)])
 @pytest.mark.parametrize("steps", [4, 20, 40])
-def test_two_samplers_have_the_sparsity_of_one_plan(name: str, steps: int) -> None:
-    plan = sparsify(make_plan(task="t2v-A14B", steps=steps), PRESETS[name])
+def test_two_samplers_have_the_sparsity_of_one_plan(sparse: SparseOptions, steps: int) -> None:
+    plan = sparsify(make_plan(task="t2v-A14B", steps=steps), sparse)
     sigmas, sparsities = simple(steps, 8.0), []
     for begin, end in ((0, steps // 2), (steps // 2, steps)):
         part = find_part(sigmas[begin : end + 1], 8.0)
-        run = NativeRun(part, step_sparsities(PRESETS[name], part.total))
+        run = NativeRun(part, step_sparsities(sparse, part.total))
         for run.step in range(end - begin):
             sparsities.append(run.sparsity)
     assert sparsities == [step.sparsity for step in plan.steps]

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from wan_core.config import SparseOptions
 from wan_core.sampling.native.run import NativeRun
 from wan_core.sampling.native.summary import advice_for, report_text
 from wan_core.sampling.schedules import SchedulePart
-from wan_core.sampling.sparsity.schedule import PRESETS
 
+SPARSE = SparseOptions(sparsity=0.8125, dense_steps=0)
 CALLS = {"sdpa": 20}
 
 
@@ -21,7 +22,7 @@ def run_of(
     left_calls: dict[str, int] = {},  # noqa: B006
     **changed: Any,
 ) -> NativeRun:
-    run = NativeRun(SchedulePart(0, steps, steps), sparsities)
+    run = NativeRun(SchedulePart(0, steps, steps), sparsities, sparse=SPARSE if sparsities else None)
     run.began, run.seconds = 1.0, 284.0
     for counter, calls in ((run.take, taken), (run.leave, left_calls)):
         for name, count in calls.items():
@@ -32,8 +33,8 @@ def run_of(
     return run
 
 
-def lines(run: NativeRun, sparse: str | None = None, advice: str | None = None) -> list[str]:
-    return report_text(run, None if sparse is None else PRESETS[sparse], 0.72, advice).splitlines()
+def lines(run: NativeRun, advice: str | None = None) -> list[str]:
+    return report_text(run, 0.72, advice).splitlines()
 
 
 def test_the_users_words_stand_first_and_the_counts_last() -> None:
@@ -48,14 +49,12 @@ def test_what_was_saved_and_what_it_is_worth() -> None:
     """Half of the forwards and 81 % of the keys: 0.5 * (0.28 + 0.72 * (1.16 * 0.19 + 0.08)) of the time."""
     sparsities = (0.8125,) * 20
     half = run_of(sparsities=sparsities, sparse_steps=list(range(10)), skipped=(20, 40))
-    assert lines(half, "balanced")[0] == (
+    assert lines(half)[0] == (
         "20 of 40 forwards skipped, attention reads 19 % of the keys: about 4.0 times as fast, estimated"
     )
     assert lines(run_of(skipped=(10, 20)))[0] == "10 of 20 forwards skipped: about 2.0 times as fast, estimated"
     sparse_run = run_of(sparsities=sparsities, sparse_steps=list(range(15)))
-    assert lines(sparse_run, "balanced")[0].startswith(
-        "attention reads 19 % of the keys in 15 of 20 steps: about 1.6 times"
-    )
+    assert lines(sparse_run)[0].startswith("attention reads 19 % of the keys in 15 of 20 steps: about 1.6 times")
     assert lines(run_of(skipped=(0, 20)))[0] == "14.2 s a step; attention by sdpa"
 
 
@@ -95,7 +94,7 @@ HOPPER, ADA = (9, 0), (8, 9)
     ("steps", "kernels", "card", "bytes_each", "cache", "message"),
     [
         (20, ["flash4"], HOPPER, 2.0, False, "pip install --pre flash-attn-4"),
-        (20, [], HOPPER, 2.0, False, "cache 'balanced' skips about half of the forwards; a four-step LoRA"),
+        (20, [], HOPPER, 2.0, False, "speed 'careful' skips about half of the forwards; a four-step LoRA"),
         (20, [], HOPPER, 2.0, True, "a four-step LoRA (lightx2v) needs 4 steps in place of 20"),
         (4, [], ADA, 2.0, False, "the FP8 file of this model"),
         (4, [], ADA, 1.0, False, None),
@@ -106,5 +105,5 @@ HOPPER, ADA = (9, 0), (8, 9)
 def test_what_would_help_next(
     steps: int, kernels: list[str], card: tuple[int, int] | None, bytes_each: float, cache: bool, message: str | None
 ) -> None:
-    advice = advice_for(run_of(steps, caching=cache), kernels, card, bytes_each)
+    advice = advice_for(run_of(steps, faster=cache), kernels, card, bytes_each)
     assert advice == message if message is None else str(advice).startswith(message)

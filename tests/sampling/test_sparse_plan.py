@@ -16,7 +16,6 @@ from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_word
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import (
     ERROR,
-    PRESETS,
     SLOPE,
     attention_share,
     parse_sparse,
@@ -46,7 +45,7 @@ OPTIONS = st.builds(
         "2",
         "0.5/0.1/1",
         "0.5/x",
-        "balanced:fp4",
+        "balanced",
         "0.5:rampant",
         "-0.5",
         "nan",
@@ -90,8 +89,8 @@ def test_the_estimate_counts_what_is_read() -> None:
         assert step_cost(1 - keep, share) == pytest.approx((seconds + 0.43) / 7.537, rel=0.01)
     assert pytest.approx((40.3 - 28.8) / 145.4, abs=0.012) == SLOPE + ERROR  # ms of a layer, beyond means alone
     dense = make_plan(steps=40)
-    for name, before in (("quality", 1.0), ("balanced", 0.85), ("fast", 0.65)):
-        plan = with_costs(sparsify(dense, PRESETS[name]), A14B, (21, 90, 160))
+    for name, before in (("0.5/0.1", 1.0), ("0.8125/0", 0.85), ("0.875/0", 0.65)):
+        plan = with_costs(sparsify(dense, parse_sparse(name)), A14B, (21, 90, 160))
         estimated = plan.estimate({"high": 1.0, "low": 1.0})
         assert estimated is not None
         assert estimated < before * 80

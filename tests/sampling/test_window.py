@@ -109,7 +109,7 @@ def test_an_early_end_without_leftover_noise_removes_all_of_it():
         assert part(solver, 6, end=4, leftover=True).sigmas[-1] == part(solver, 6, start=4).sigmas[0]
 
 
-@pytest.mark.parametrize("setting", ["taylorseer:2/1/0.1", "magcache:fast"])
+@pytest.mark.parametrize("setting", ["taylorseer:2/1/0.1", "magcache:0.24/2/0.1"])
 @pytest.mark.parametrize("steps", [10, 13, 20])
 def test_the_step_that_removes_the_noise_of_an_early_end_is_computed(setting, steps):
     for end in range(1, steps):

@@ -43,7 +43,7 @@ CHOICES = (
         "",
         "",
         "--taylorseer 2/1/0.1",
-        "--magcache fast",
+        "--magcache 0.24/2/0.1",
     ),
     ("--solver unipc", "--solver euler", "--solver heun", "--solver dpm++"),
     ("", "--sparse 0.7/0"),

@@ -14,23 +14,23 @@ from wan_core.config.checks import parse_size
 from wan_core.config.table import from_values
 from wan_core.sampling.cache.arguments import skip_options
 
-# The default settings of `quality`: the presets, MagCache as published, the other policies, and combinations.
+# The default settings of `quality`: the words of speed, what they consist of, MagCache as published, TaylorSeer.
 SETTINGS = (
-    "magcache:quality",
-    "magcache:balanced",
-    "magcache:fast",
-    "magcache:balanced:order0",
-    "magcache:balanced:order1",
-    "magcache:fast:order1",
-    "magcache:0.12/2/0.2",
+    "speed:careful",
+    "speed:balanced",
+    "speed:fast",
+    "magcache:0.06/1/0.2:order2",
+    "magcache:0.24/1/0.1",
+    "magcache:0.24/1/0.1:order1",
     "magcache:0.24/2/0.1",
+    "magcache:0.24/2/0.1:order2",
+    "magcache:0.12/2/0.2",
     "magcache:0.12/2/0.2:published",
     "taylorseer:2/1/0.1",
     "taylorseer:3/2",
-    "sparse:quality",
-    "sparse:balanced",
-    "sparse:fast",
-    "magcache:balanced+sparse:balanced",
+    "sparse:0.5/0",
+    "sparse:0.6875/0",
+    "sparse:0.8125/0",
 )
 
 
@@ -45,8 +45,8 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--setting",
         action="append",
-        help="a setting to compare with the full run, repeatable: magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, sparse:balanced, several joined by + "
+        help="a setting to compare with the full run, repeatable: speed:balanced, magcache:0.12/2/0.2:order1, "
+        "taylorseer:2/1/0.2, sparse:0.8125/0, several joined by + "
         "(default: one of each kind)",
     )
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for a file named after device and date")

@@ -12,13 +12,11 @@ EXACT = "exact"
 SPEEDS = (EXACT, "careful", "balanced", "fast")
 MAGCACHE_RULES = ("joint", "published")
 ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
-THRESHOLD = {"low": 0, "high": 10, "step": 0.01, "digits": 0.0001, "advanced": True}
-SKIPS = {"low": 0, "high": 50}
 RETENTION = {
     "low": 0,
     "high": 1,
     "tip": "Share of each expert's steps, from its first one, that are always computed.",
-    "shown": 0.2,
+    "shown": 0.1,
     "step": 0.05,
     "digits": 0.001,
     "advanced": True,
@@ -31,24 +29,26 @@ class MagCacheOptions(Checked):
 
     Published as E012K2R20: threshold 0.12, at most 2 skips in a row, 20 % retained. rule: "joint" decides for both
     guidance branches, "published" for each. order: of the forecast of a skipped step, 0 the last residual, 1.5 the mean
-    of 1 and 2. `wan_core.sampling.cache.magcache` has the rules, the presets and their source. Raises OptionError.
+    of 1 and 2. `wan_core.sampling.cache.magcache` has the rules and their source. Raises OptionError.
     """
 
     threshold: float = option(
         name="magcache threshold",
         advice="published values are 0.02 to 0.24",
-        tip="For custom: accumulated error of the residual's magnitude at which a step is computed again. quality "
-        "has 0.06, balanced and fast 0.24.",
-        shown=0.12,
-        **THRESHOLD,
+        tip="magcache: accumulated error of the residual's magnitude at which a step is computed again.",
+        low=0,
+        high=10,
+        shown=0.24,
+        step=0.01,
+        digits=0.0001,
     )
     max_skips: int = option(
         name="magcache skips in a row",
-        **SKIPS,
+        low=0,
+        high=50,
         advice="published values are 2 to 4",
-        tip="For custom: maximum number of steps skipped in a row. quality and balanced have 1, fast 2.",
-        shown=2,
-        advanced=True,
+        tip="magcache: maximum number of steps skipped in a row.",
+        shown=1,
     )
     retention: float = option(
         name="magcache retention", advice="a share of the steps; published values: 0.1 to 0.4", **RETENTION
@@ -57,16 +57,16 @@ class MagCacheOptions(Checked):
         "joint",
         name="magcache rule",
         choices=MAGCACHE_RULES,
-        tip="joint: one decision for both guidance branches. published: one decision for each branch, as in the "
-        "paper, for comparison.",
+        tip="magcache, joint: one decision for both guidance branches. published: one decision for each branch, as in "
+        "the paper, for comparison.",
         advanced=True,
     )
     order: float = option(
         0,
         **ORDER,
-        tip="For custom: what a skipped step uses. 0: the last residual, as published. 1 or 2: a forecast from the "
-        "last residuals, closer to the full run, with more memory. The presets have 2.",
-        shown=1,
+        tip="What a skipped step uses. 0: the last residual, as published. 1 or 2: a forecast from the last "
+        "residuals, closer to the full run, with more memory.",
+        shown=2,
         advanced=True,
     )
 
@@ -80,16 +80,11 @@ class TaylorSeerOptions(Checked):
         low=1,
         high=50,
         advice="1 computes every step",
-        tip="Compute every n-th step; 1 computes all steps.",
+        tip="taylorseer: compute every n-th step; 1 computes all steps.",
         shown=2,
     )
-    order: float = option(
-        1,
-        **ORDER,
-        tip="0 reuses the last residual, 1 and 2 extrapolate.",
-        shown=1,
-    )
-    retention: float = option(0.2, name="taylorseer retention", advice="a share of the steps", **RETENTION)
+    order: float = option(1, **ORDER)
+    retention: float = option(0.2, name="taylorseer retention", low=0, high=1, advice="a share of the steps")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,16 +16,15 @@ class SparseOptions:
     dense_steps, ramp: shares of the run, from its first step, that read all blocks, and twice as many as later steps.
     slope: the values of blocks that are not read follow the scores of their keys; otherwise their means stand for them.
 
-    `wan_core.sampling.sparsity` has the presets and the schedule, `wan_core.ops.attention.sparse` the computation.
+    `wan_core.sampling.sparsity` has the schedule, `wan_core.ops.attention.sparse` the computation.
     """
 
     sparsity: float = option(
         low=0,
         high=0.99,
         advice="0.5 is careful, 0.875 fast",
-        tip="For custom: the share of the key blocks that attention does not read. quality has 0.5, balanced "
-        "0.8125, fast 0.875.",
-        shown=0.75,
+        tip="Sparse attention: the share of the key blocks that attention does not read; 0 reads all.",
+        shown=0.0,
         step=0.05,
         digits=0.0001,
     )
@@ -35,8 +34,7 @@ class SparseOptions:
         low=0,
         high=1,
         advice="a share of the steps",
-        tip="For custom: share of the steps, from the first one, with dense attention. These steps fix the layout "
-        "of the video. quality has 0.1, balanced and fast 0.",
+        tip="Share of the steps, from the first one, with dense attention. These steps fix the layout of the video.",
         step=0.05,
         digits=0.001,
     )
@@ -45,8 +43,8 @@ class SparseOptions:
         low=0,
         high=1,
         advice="a share of the steps, 0 turns it off",
-        tip="For custom: share of the steps, from the first one, that read twice as many blocks as later steps, at "
-        "most half of all. Has no effect at a sparsity of 0.5 or less. The presets have 0.3.",
+        tip="Share of the steps, from the first one, that read twice as many blocks as later steps, at most half of "
+        "all. Has no effect at a sparsity of 0.5 or less.",
         step=0.05,
         digits=0.001,
         advanced=True,
@@ -54,7 +52,7 @@ class SparseOptions:
     )
     slope: bool = option(
         True,
-        tip="For custom: the values of blocks that are not read follow the scores of their keys, to first order. Off: "
+        tip="The values of blocks that are not read follow the scores of their keys, to first order. Off: "
         "their means alone, which saves 8 % of the time of dense attention.",
         advanced=True,
         words={"means": False},
@@ -63,7 +61,8 @@ class SparseOptions:
         "auto",
         name="sparse kernel",
         choices=SPARSE_KERNELS,
-        tip="auto uses the fastest kernel that runs here: FP8 if the loader's attention is FP8 (Hopper).",
+        tip="Of sparse attention: auto uses the fastest kernel that runs here, FP8 if the model's attention is FP8 "
+        "(Hopper).",
         words={name: name for name in SPARSE_KERNELS},
     )
 

@@ -36,7 +36,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import check_prompts_over_time, family_of
 from wan_core.models.wan.families.clips import Clip, LongVideo
 from wan_core.models.wan.families.family import Task, given_fields
-from wan_core.sampling.cache.skipping import apply_policies, skip_forwards
+from wan_core.sampling.cache.skipping import apply_policies, for_run, skip_forwards
 from wan_core.sampling.control import with_control, with_nag
 from wan_core.sampling.mistakes import likely_mistakes, number_mistakes
 from wan_core.sampling.motion import with_phases
@@ -271,12 +271,14 @@ def build_sampler_plan(request: SamplerRequest, model: NativeModel) -> tuple[Pla
     is no step. Nothing is skipped where sigmas do not fall, as in inversion."""
     check_native(request.skip)
     sigmas, skip, count = request.sigmas, request.skip, len(request.sigmas) - 1
+    cached = False
     if count < 1:
         raise OptionError("sigmas without a step given: no sampler runs any, connect those of one that does")
     if falls(sigmas):
         part = request.whole.place(sigmas, model.shift)
     else:
-        part, skip = Part(0, count, count, sigmas), SkipOptions(sparse=skip.sparse)
+        part, (skip, _) = Part(0, count, count, sigmas), for_run(skip, count, [model.path])
+        cached, skip = replace(skip, sparse=None) != SkipOptions(), SkipOptions(sparse=skip.sparse)
     plan = plan_part(
         part,
         name=model.name,
@@ -291,6 +293,6 @@ def build_sampler_plan(request: SamplerRequest, model: NativeModel) -> tuple[Pla
     plan = apply_policies(plan, skip, model.path, image=request.image, of_sampler=True)
     if falls(sigmas):
         plan = cut(plan, part)
-    elif skip != request.skip:
+    elif cached:
         plan = replace(plan, notes=(*plan.notes, rising_words(sigmas)))
     return without_moving_windows(plan, request.windows), part

@@ -1,5 +1,4 @@
-"""Step caching and sparse attention in their short forms: as the command line has them, and as the settings of presets.
-Without torch."""
+"""Step caching and sparse attention as the command line has them. Without torch."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from wan_core.config import (
     TaylorSeerOptions,
 )
 from wan_core.config.table import from_values, number, option, parse_slashes
-from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
-from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
+from wan_core.sampling.cache.magcache import parse_magcache
 from wan_core.sampling.sparsity.schedule import parse_sparse
 
 
@@ -31,14 +29,15 @@ class SkipArguments:
         help="careful forecasts half of the steps, balanced also reads a third of attention's keys, fast skips more; "
         "below 10 steps and with step-distilled weights: 8-bit attention alone, half of the keys, a third. All take "
         "8-bit attention where --attention is auto (default %(default)s: nothing is left out)",
-        tip="exact: nothing is left out. From 10 steps on, careful forecasts half of the steps, balanced also reads a "
+        tip="exact leaves nothing out. From 10 steps on, careful forecasts half of the steps, balanced also reads a "
         "third of attention's keys, fast forecasts more. Below, and with step-distilled weights, careful leaves "
-        "nothing out, balanced reads half of the keys, fast a third.",
+        "nothing out, balanced reads half of the keys, fast a third. All but exact take the card's 8-bit attention "
+        "where attention is auto.",
         added=True,
     )
     magcache: str | None = option(
         None,
-        help=f"{', '.join(PRESETS)}, or threshold/skips in a row/retention: 0.12/2/0.2 (published as E012K2R20)",
+        help="step cache, threshold/skips in a row/retention: 0.24/1/0.1; 0.12/2/0.2 (published as E012K2R20)",
         metavar="T/K/R",
     )
     magcache_rule: str | None = option(
@@ -56,9 +55,8 @@ class SkipArguments:
     )
     sparse: str | None = option(
         None,
-        help=f"block-sparse self-attention: {', '.join(SPARSE_PRESETS)}, "
-        "or sparsity/share of dense steps such as 0.8125/0; then after colons ramp0.3, means or a kernel "
-        "(docs/sparse.md)",
+        help="block-sparse self-attention: sparsity/share of dense steps such as 0.8125/0; then after colons ramp0.3, "
+        "means or a kernel (docs/sparse.md)",
         metavar="S/D",
     )
 
@@ -69,7 +67,7 @@ class SkipArguments:
             raise OptionError("--magcache-rule and --magcache-order need --magcache: give it too, or omit them")
         policies: dict[str, Any] = {"speed": self.speed}
         if self.magcache is not None:
-            policies["magcache"] = parse_magcache(self.magcache, rule=rule or "joint", order=order)
+            policies["magcache"] = parse_magcache(self.magcache, rule=rule or "joint", order=order or 0)
         for name, parse in PARSERS.items():
             if (text := getattr(self, name)) is not None:
                 policies[name] = parse(text)
@@ -94,9 +92,8 @@ def skip_options(values: Mapping[str, Any]) -> SkipOptions | None:
 def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
-    The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`,
-    and `sparse:balanced:ramp0`; `full` is the run without any of them, `speed:balanced` a
-    word of `speed`.
+    The parts are `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2` and `sparse:0.8125/0:ramp0`; `full` is
+    the run without any of them, `speed:balanced` a word of `speed`.
     """
     if text == "full":
         return None
@@ -119,6 +116,6 @@ def parse_setting(text: str) -> SkipOptions | None:
 
 def _unknown(text: str) -> OptionError:
     return OptionError(
-        f"setting {text!r} is not known, or repeats a part; write magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, sparse:balanced, or several joined by +"
+        f"setting {text!r} is not known, or repeats a part; write speed:balanced, magcache:0.24/1/0.1:order2, "
+        "taylorseer:2/1/0.2, sparse:0.8125/0, or several joined by +"
     )

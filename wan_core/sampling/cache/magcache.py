@@ -25,7 +25,6 @@ from math import ceil, isfinite
 from pathlib import Path
 
 from wan_core.config import MagCacheOptions, OptionError
-from wan_core.config.checks import meant_hint
 from wan_core.models.wan.families import find_task
 from wan_core.sampling.calibration_files import ASSETS, CalibrationFiles, Measured
 from wan_core.sampling.plan import Plan
@@ -33,25 +32,12 @@ from wan_core.sampling.steps import Branch, Expert, Step
 
 PUBLISHED = ASSETS / "curves"
 Ratios = Mapping[Branch, Sequence["float | None"]]
-# Forecasts instead of the last residual, and at most one skip in a row for quality: on the embedded model this is the
-# best setting at equal savings (benchmarks/results/quality-*.json, docs/caching.md). Order 2 stores three residuals
-# of each branch.
-PRESETS: dict[str, MagCacheOptions] = {
-    "quality": MagCacheOptions(threshold=0.06, max_skips=1, retention=0.2, order=2),
-    "balanced": MagCacheOptions(threshold=0.24, max_skips=1, retention=0.1, order=2),
-    "fast": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=2),
-}
 _NUMBERS = re.compile(r"([\d.]+)/(\d+)/([\d.]+)")
 _NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
 
 
-def parse_magcache(text: str, *, rule: str = "joint", order: float | None = None) -> MagCacheOptions:
-    """A preset's name, `threshold/skips/retention` such as 0.12/2/0.2, or the same as E012K2R20. Raises OptionError.
-
-    order: of the forecast; None takes the preset's, and 0 (as published) for numbers.
-    """
-    if text in PRESETS:
-        return replace(PRESETS[text], rule=rule, order=PRESETS[text].order if order is None else order)
+def parse_magcache(text: str, *, rule: str = "joint", order: float = 0) -> MagCacheOptions:
+    """`threshold/skips/retention` such as 0.12/2/0.2, or the same as E012K2R20. Raises OptionError."""
     numbers, name = _NUMBERS.fullmatch(text), _NAME.fullmatch(text)
     try:
         if numbers:
@@ -62,10 +48,10 @@ def parse_magcache(text: str, *, rule: str = "joint", order: float | None = None
             raise ValueError
     except ValueError:
         raise OptionError(
-            f"magcache {text!r} given; use {', '.join(PRESETS)}, or threshold/skips in a row/retention such as "
-            f"0.12/2/0.2 (published as E012K2R20){meant_hint(text, PRESETS)}"
+            f"magcache {text!r} given; use threshold/skips in a row/retention such as 0.12/2/0.2 (published as "
+            "E012K2R20), or --speed with a word"
         ) from None
-    return MagCacheOptions(threshold=threshold, max_skips=skips, retention=retention, rule=rule, order=order or 0)
+    return MagCacheOptions(threshold=threshold, max_skips=skips, retention=retention, rule=rule, order=order)
 
 
 def skip_magcache(plan: Plan, options: MagCacheOptions, curve: Curve) -> Plan:

@@ -11,9 +11,9 @@ from wan_core.config.file_names import file_says
 from wan_core.config.printing import command
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import check_sparse
-from wan_core.sampling.cache.magcache import PRESETS, Curve, find_curve, skip_magcache
+from wan_core.sampling.cache.magcache import Curve, find_curve, skip_magcache
 from wan_core.sampling.cache.policies import skip_taylorseer
-from wan_core.sampling.cache.speed import MIN_STEPS, PRECISION, at_speed
+from wan_core.sampling.cache.speed import HALF_OF_STEPS, MIN_STEPS, PRECISION, TWO_IN_A_ROW, at_speed
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.plan import Plan, cut_plan
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
@@ -64,9 +64,7 @@ def apply_policies(
     from an image (TI2V). loras: LoRA files of both experts. of_sampler: a sampler of ComfyUI walks a part of `plan`,
     with a model of any variant. Raises OptionError.
     """
-    said = [file_says(path) for path in (checkpoint, low, *loras) if path is not None]
-    distilled = next((one.why for one in said if one.steps is not None), "")
-    word, options = options.speed, at_speed(options, plan.count, bool(distilled))
+    word, (options, distilled) = options.speed, for_run(options, plan.count, (checkpoint, low, *loras))
     if word != EXACT:
         plan = replace(plan, speed=word, notes=(*plan.notes, f"speed {word}: {skip_words(options)}; {PRECISION}"))
     if word != EXACT and options.magcache is not None and plan.solver.removeprefix("ComfyUI ") in UNCACHED:
@@ -81,6 +79,14 @@ def apply_policies(
     return leave_out(plan, options, curve, distilled=distilled)
 
 
+def for_run(options: SkipOptions, steps: int, files: Sequence[Path | None]) -> tuple[SkipOptions, str]:
+    """`options` with what their word does in a run of so many steps, and what says that one of the files is
+    step-distilled, or ""."""
+    said = [file_says(path) for path in files if path is not None]
+    distilled = next((one.why for one in said if one.steps is not None), "")
+    return at_speed(options, steps, bool(distilled)), distilled
+
+
 def check_cacheable(solver: str, name: str) -> None:
     """Raise OptionError where a solver's forwards do not follow one another as `name` expects."""
     if solver in UNCACHED:
@@ -88,20 +94,20 @@ def check_cacheable(solver: str, name: str) -> None:
 
 
 def with_curve(options: SkipOptions, curve: Curve | None, task: str) -> tuple[SkipOptions, str]:
-    """`options`, if MagCache has the curve that it needs, and a note. Without a curve its presets become the TaylorSeer
-    that computes as often, which the note says: on models with a curve, presets compute the same steps but for a few of
-    the last, whatever the order of their forecasts. Raises OptionError where there is neither."""
+    """`options`, if MagCache has the curve that it needs, and a note. Without a curve the MagCache of a word of `speed`
+    becomes the TaylorSeer that computes as often, which the note says: on models with a curve, both compute the same
+    steps but for a few of the last, whatever the order of their forecasts. Raises OptionError for other numbers."""
     cache = options.magcache
     if cache is None or curve is not None:
         return options, ""
-    if all(replace(cache, order=preset.order) != preset for preset in PRESETS.values()):
+    if all(replace(cache, order=of_word.order) != of_word for of_word in (HALF_OF_STEPS, TWO_IN_A_ROW)):
         raise OptionError(
             f"MagCache needs a curve, and there is none for {task}: run `{command('calibrate')}`, or use taylorseer, "
-            f"which needs no curve, or a preset ({', '.join(PRESETS)}), which does without one"
+            "which needs no curve, or a word of speed, which does without one"
         )
     seer = TaylorSeerOptions(interval=cache.max_skips + 1, order=cache.order, retention=cache.retention)
     policy = skip_words(SkipOptions(taylorseer=seer))
-    note = f"MagCache has no curve for {task}: {policy} runs in its place, whose steps are nearly the preset's"
+    note = f"MagCache has no curve for {task}: {policy} runs in its place, whose steps are nearly the same"
     return replace(options, magcache=None, taylorseer=seer), note
 
 
@@ -109,8 +115,8 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     """`plan` with the step cache of `options`; its notes say what was decided.
 
     curve: for MagCache. distilled: what says that a file is step-distilled, or "". Step caches are switched off for
-    step-distilled weights and below 10 steps, because consecutive steps differ too much. A preset of MagCache without a
-    curve becomes another cache, as `with_curve` says. Raises OptionError if MagCache has no curve otherwise.
+    step-distilled weights and below 10 steps, because consecutive steps differ too much. MagCache without a curve is
+    another cache or refused, as `with_curve` says. Raises OptionError.
     """
     if options is None:
         return plan

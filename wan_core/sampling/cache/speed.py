@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from wan_core.config import EXACT, SkipOptions, SparseOptions
-from wan_core.sampling.cache.magcache import PRESETS
+from wan_core.config import EXACT, MagCacheOptions, SkipOptions, SparseOptions
 
 MIN_STEPS = 10  # below, consecutive steps differ too much for a step cache
 
+# Forecasts instead of the last residual, and at most one skip in a row: on the embedded model the best setting at equal
+# savings (benchmarks/results/quality-*.json, docs/caching.md). Order 2 stores three residuals of each branch.
+HALF_OF_STEPS = MagCacheOptions(threshold=0.24, max_skips=1, retention=0.1, order=2)
+TWO_IN_A_ROW = replace(HALF_OF_STEPS, max_skips=2)
 HALF = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0)
 THIRD = SparseOptions(sparsity=0.6875, dense_steps=0, ramp=0)
 
@@ -28,17 +31,17 @@ class Word:
 WORDS = {
     EXACT: Word(many=SkipOptions(), few=SkipOptions(), why="nothing is left out"),
     "careful": Word(
-        many=SkipOptions(magcache=PRESETS["balanced"]),
+        many=SkipOptions(magcache=HALF_OF_STEPS),
         few=SkipOptions(),  # sparse attention saves nothing above 78 % of the keys
         why="44 of 80 forwards: text 51.8 / 43.3, image 58.3 / 54.4",
     ),
     "balanced": Word(
-        many=SkipOptions(magcache=PRESETS["balanced"], sparse=replace(THIRD, ramp=0.3)),
+        many=SkipOptions(magcache=HALF_OF_STEPS, sparse=replace(THIRD, ramp=0.3)),
         few=SkipOptions(sparse=HALF),
         why="44 of 80 forwards: text 45.6 / 32.2, image 49.5 / 42.7; four steps 49.0 / 34.6",
     ),
     "fast": Word(
-        many=SkipOptions(magcache=PRESETS["fast"], sparse=replace(THIRD, ramp=0.3)),
+        many=SkipOptions(magcache=TWO_IN_A_ROW, sparse=replace(THIRD, ramp=0.3)),
         few=SkipOptions(sparse=THIRD),
         why="34 of 80 forwards: text 41.9 / 38.1; four steps 45.8 / 33.8",
     ),

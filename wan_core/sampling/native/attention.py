@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.config import SparseOptions
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, auto_choice
 from wan_core.ops.cards import capability
@@ -45,7 +44,6 @@ class NativeAttention:
     def __init__(
         self,
         attention: str,
-        sparse: SparseOptions | None = None,
         *,
         earlier: Override | None = None,
         chosen: Override | None = None,
@@ -57,7 +55,6 @@ class NativeAttention:
         pause: what is allocated inside it may outlive the forward."""
         self.attention, self.earlier, self.chosen = attention, earlier, chosen
         self.original, self.pause = original, pause
-        self.sparse = None if sparse is None or not sparse.sparsity else NativeSparse(sparse)
         self._backends: dict[tuple[torch.device, torch.dtype, int], tuple[str, Attention] | str] = {}
 
     @torch.compiler.disable  # it counts calls, and kernels are not torch's: compiled code goes around it
@@ -115,7 +112,7 @@ class NativeAttention:
         if forward is None:
             return True
         reason = why_left(forward, args, kwargs) or (COMPARED if forward.run.plain else None)
-        if reason is None and self.sparse is None:
+        if reason is None and forward.run.sparse is None:
             q, k = as_heads(args[:2], **by_name(args[3:], kwargs))
             dense = self._backend(q, k.shape[1])
             reason = dense if isinstance(dense, str) else None
@@ -139,8 +136,8 @@ class NativeAttention:
         kernel = None if isinstance(dense, str) else dense[1]
         with self.pause():
             sparse = None
-            if self.sparse is not None:
-                sparse = self.sparse.prepare(forward, transformer_options, shaped, kernel)
+            if forward.run.sparse is not None:
+                sparse = NativeSparse(forward.run.sparse).prepare(forward, transformer_options, shaped, kernel)
             if sparse is not None:
                 qkv.clear()
                 out = sparse(shaped)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from wan_core.config import SparseOptions
 from wan_core.ops.attention.tiles import Grid
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.plan import WARNING
@@ -34,10 +35,11 @@ class NativeRun:
         part: SchedulePart,
         sparsities: Sequence[float] = (),
         compare: bool = False,
+        sparse: SparseOptions | None = None,
     ) -> None:
         """sparsities: of every step of the whole schedule; empty: dense. compare: the last step is ComfyUI's own, and
-        its time is taken."""
-        self.part, self.sparsities, self.compare = part, sparsities, compare
+        its time is taken. sparse: how sparse steps select blocks."""
+        self.part, self.sparsities, self.compare, self.sparse = part, sparsities, compare, sparse
         self.offers = False  # to compare the next one
         self.step = 0
         self.passed: dict[int, float] = {}  # when each of the last two steps ended, where they are compared
@@ -45,8 +47,8 @@ class NativeRun:
         self.notes: list[str] = []
         self.began = 0.0  # when its first forward did; 0: none did
         self.seconds = 0.0  # from there to the end
-        self.caching = False  # whether the model has a step cache
-        self.skipped = (0, 0)  # by it: how many of how many forwards
+        self.faster = False  # whether a word of speed or settings that leave something out were given
+        self.skipped = (0, 0)  # by a step cache: how many of how many forwards
         self.outer: Any = None  # the attention override of another node that is called in place of ours
         self._taken: Counter[str] = Counter()
         self._left: Counter[str] = Counter()

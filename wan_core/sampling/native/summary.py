@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from wan_core.config import SparseOptions
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.cards import FP8_SINCE, Capability, card_of
 from wan_core.sampling.native.attention import AS_CHOSEN, CROSS
@@ -18,7 +17,7 @@ FEW_STEPS = 8  # of step-distilled models at most
 INSTALLED_BY = {"flash4": "pip install --pre flash-attn-4"}
 
 
-def report_text(run: NativeRun, sparse: SparseOptions | None, share: float, advice: str | None) -> str:
+def report_text(run: NativeRun, share: float, advice: str | None) -> str:
     """The lines for a finished run. share: of self-attention in a dense forward's time. advice: for the next run."""
     warnings = [note for note in run.notes if note.startswith(WARNING)]
     if not run.began:  # a part of a schedule without a step: nothing to warn of
@@ -29,7 +28,7 @@ def report_text(run: NativeRun, sparse: SparseOptions | None, share: float, advi
     if not run.taken and AS_CHOSEN not in run.left and not warnings:
         warnings.append(f"{WARNING}self-attention stayed with ComfyUI: {elsewhere or 'no call came to WanCore'}")
         elsewhere = ""
-    what = saved(run, sparse, share)
+    what = saved(run, share)
     lines = [what, pace(run, bool(what))]
     lines += ["compare 'on' shows in the next run what was gained"] if run.offers and run.part.steps > 1 else []
     lines += [f"left to ComfyUI: {elsewhere}"] if elsewhere else []
@@ -37,17 +36,17 @@ def report_text(run: NativeRun, sparse: SparseOptions | None, share: float, advi
     return "\n".join([*warnings, *filter(None, lines), f"WanCore Accelerate: {run.words()}"])
 
 
-def saved(run: NativeRun, sparse: SparseOptions | None, share: float) -> str:
+def saved(run: NativeRun, share: float) -> str:
     """What was not computed, and what that is worth; empty where all was."""
     skipped, forwards = run.skipped
     words = [f"{skipped} of {forwards} forwards skipped"] if skipped else []
     computed = run.part.steps * (1 - skipped / max(forwards, 1))
     costs = 0.0
     reads = run.reads
-    if sparse is not None and reads:
+    if run.sparse is not None and reads:
         some = "" if len(reads) >= round(computed) else f" in {len(reads)} of {round(computed)} steps"
         words.append(f"attention reads {100 * sum(reads) / len(reads):.0f} % of the keys{some}")
-        costs = sum(step_cost(1 - read, share, sparse.slope) for read in reads)
+        costs = sum(step_cost(1 - read, share, run.sparse.slope) for read in reads)
     if not words:
         return ""
     relative = (costs + max(0.0, computed - len(reads))) / run.part.steps
@@ -85,7 +84,7 @@ def advice_for(run: NativeRun, kernels: Sequence[str], card: Capability | None, 
     if run.part.total > FEW_STEPS:
         lora = f"a four-step LoRA (lightx2v) needs 4 steps in place of {run.part.total}"
         return (
-            lora if run.caching or run.part.total < 10 else f"cache 'balanced' skips about half of the forwards; {lora}"
+            lora if run.faster or run.part.total < 10 else f"speed 'careful' skips about half of the forwards; {lora}"
         )
     if bytes_each > 1.5 and card is not None and card >= FP8_SINCE:
         return "the FP8 file of this model (fp8_scaled) takes half the memory and is faster on this card"

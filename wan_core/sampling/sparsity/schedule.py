@@ -14,18 +14,12 @@ import math
 from dataclasses import replace
 
 from wan_core.config import SPARSE_KERNELS, OptionError, SparseOptions
-from wan_core.config.checks import meant_hint
 from wan_core.config.table import parse_words, read_slashes, slashes, spelled
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Step
 
-PRESETS: dict[str, SparseOptions] = {
-    "quality": SparseOptions(sparsity=0.5, dense_steps=0.1),
-    "balanced": SparseOptions(sparsity=0.8125, dense_steps=0.0),
-    "fast": SparseOptions(sparsity=0.875, dense_steps=0.0),
-}
 HALF = 0.5  # least sparsity of a ramp
 # Time of attention over a share of the blocks, relative to dense FP8 attention: KERNEL * share + CHOICE. The
 # block-sparse kernel is slower per block; selecting blocks and the means of unselected ones cost the constant. Measured
@@ -35,10 +29,7 @@ KERNEL, CHOICE = 1.16, 0.006
 # The same for the slope of unselected blocks, 0.43 s of a forward at 720p, and for the choice by error: from
 # benchmarks/results/archive/sparse-slope-h200-*.json and sparse-rest-h200-*.json.
 SLOPE, ERROR = 0.08, 0.0105
-FORM = (
-    "quality, balanced, fast, or sparsity/dense steps such as 0.8125/0, then after a colon ramp0.3, means "
-    "(without slopes) or a kernel"
-)
+FORM = "sparsity/dense steps such as 0.8125/0, then after a colon ramp0.3, means (without slopes) or a kernel"
 
 
 def sparsify(plan: Plan, options: SparseOptions | None) -> Plan:
@@ -105,21 +96,20 @@ def step_cost(sparsity: float, share: float, slope: bool = True) -> float:
 
 
 def parse_sparse(text: str) -> SparseOptions:
-    """A preset or numbers, then options after colons: `balanced:cudnn`, `0.8125/0:ramp0.2`. Raises OptionError."""
+    """Numbers, then options after colons: `0.5:cudnn`, `0.8125/0:ramp0.2`. Raises OptionError."""
     first, *settings = text.split(":")
     try:
-        values = {} if first in PRESETS else read_slashes(SparseOptions, first, "sparsity", "dense_steps", read=float)
+        values = read_slashes(SparseOptions, first, "sparsity", "dense_steps", read=float)
         values |= parse_words(SparseOptions, settings, again=True)
     except (ValueError, IndexError) as fault:
         if isinstance(fault, OptionError):
             raise
         raise _unknown(text) from fault
-    return replace(PRESETS[first], **values) if first in PRESETS else SparseOptions(**values)
+    return SparseOptions(**values)
 
 
 def _unknown(text: str) -> OptionError:
-    kernels, hint = ", ".join(SPARSE_KERNELS), meant_hint(text, PRESETS)
-    return OptionError(f"sparse {text!r} given; write {FORM} ({kernels}){hint}")
+    return OptionError(f"sparse {text!r} given; write {FORM} ({', '.join(SPARSE_KERNELS)}), or --speed with a word")
 
 
 def sparse_words(options: SparseOptions) -> str:

@@ -1,0 +1,235 @@
+"""Sampling runs of ComfyUI's own Wan models with WanCore Accelerate: one policy on the MODEL, one plan for each run.
+
+`Accelerated` is a wrapper around a sampling run (`WrappersMP.OUTER_SAMPLE`): all that stays on the model are its
+options. It makes the plan of the run, by which attention is sparse and forwards are skipped, and hooks what carries it
+out into the options of this run, which ComfyUI drops at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
+from torch import Tensor
+
+from wan_core.config import OptionError, SkipOptions, SparseOptions
+from wan_core.config.compile_cache import note_compiled
+from wan_core.ops.attention.registry import CHOSEN
+from wan_core.ops.cards import capability
+from wan_core.pipeline.memory_planning import slope_factor
+from wan_core.sampling.build import SamplerRequest, build_sampler_plan
+from wan_core.sampling.cache.magcache import find_curve
+from wan_core.sampling.cache.skipping import skip_words, with_curve
+from wan_core.sampling.native.attention import NativeAttention
+from wan_core.sampling.native.plan import WholeRun, check_native, falls, rising_words
+from wan_core.sampling.native.run import RUN, WARNING, NativeRun
+from wan_core.sampling.native.summary import advice_for, missing_kernels, report_text
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.schedules import find_part
+from wan_core.sampling.sparsity.schedule import attention_share
+from wan_core.sampling.steps import Branch
+
+from .native import compute_dtype, run_forward, tokens_of, uncompiled_model, with_room
+from .native_beside import OVERRIDE, check_sparse, check_step_cache, pause, split_earlier, words_after
+from .native_cache import cached_run
+from .native_model import STATEFUL, describe, window_schedule
+from .native_reserve import running
+
+KEY = "wancore_accelerate"
+COMPARED_FROM = 10  # steps: in shorter runs a step of ComfyUI's own costs most of what is gained
+BOTH: tuple[Branch, ...] = ("cond", "uncond")
+_compared: WeakKeyDictionary[torch.nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()  # model -> shapes of latents
+
+
+def accelerate(
+    model: ModelPatcher,
+    attention: str,
+    options: SkipOptions,
+    report: Callable[[str], None],
+    whole: WholeRun = WholeRun(),  # noqa: B008
+    compare: str = "off",
+) -> ModelPatcher:
+    """A clone of `model` whose self-attention is ours, and which skips what `options` say. attention: as for
+    `NativeAttention`. report: called after every sampling run, with what was accelerated in words. whole: what is known
+    of the run of which a sampler walks a part. compare: 'on': the last step is ComfyUI's own, and the report has its
+    time; 'auto': once for a model and a size, in runs of `COMPARED_FROM` steps and more. Raises OptionError."""
+    from comfy.ldm.modules.attention import optimized_attention
+
+    check_native(options)
+    check_sparse(model, options.sparse)
+    caches = replace(options, sparse=None) != SkipOptions()
+    if caches and (variant := describe(model).variant) in STATEFUL:
+        raise OptionError(
+            f"{variant} keeps state between its forwards, so none can be skipped: set speed to 'exact' and leave out "
+            "the step cache"
+        )
+    if options.magcache or options.taylorseer:
+        check_step_cache(model.model_options["transformer_options"])
+    clone = model.clone()
+    hooks = clone.model_options["transformer_options"]
+    earlier = split_earlier(hooks.get(OVERRIDE))
+    override = hooks[OVERRIDE] = NativeAttention(attention, **earlier, original=optimized_attention, pause=pause)
+    ours = {
+        WrappersMP.OUTER_SAMPLE: Accelerated(override, options, report, whole, compare),
+        WrappersMP.APPLY_MODEL: partial(run_forward, override),
+    }
+    for kind, wrapper in ours.items():
+        clone.remove_wrappers_with_key(kind, KEY)
+        clone.add_wrapper_with_key(kind, KEY, wrapper)
+    return clone
+
+
+def accelerated(patcher: ModelPatcher) -> Accelerated | None:
+    """What WanCore Accelerate put on a model."""
+    return next(iter(patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).get(KEY, [])), None)
+
+
+def skipping_words(patcher: ModelPatcher, options: SkipOptions) -> str:
+    """What `options` do on a model, or why a run of 10 steps or more will be refused."""
+    model = describe(patcher)
+    curve = None if model.task is None or not options.magcache else find_curve(model.path, model.task.name)
+    try:
+        own, note = with_curve(options, curve, model.name)
+    except OptionError as refused:  # by the sampler: the cache is off for few steps and distilled files, whatever it is
+        own, note = options, str(refused)
+    return skip_words(own) + f" ({note})" * bool(note)
+
+
+class Accelerated:
+    """Called around every sampling run of one model."""
+
+    def __init__(
+        self,
+        override: NativeAttention,
+        options: SkipOptions,
+        report: Callable[[str], None],
+        whole: WholeRun,
+        compare: str,
+    ) -> None:
+        self.override, self.options, self.report = override, options, report
+        self.whole, self.compare = whole, compare
+        self.pace: list[float] = []  # seconds of a forward in the last run that skipped some
+
+    def __call__(
+        self,
+        executor: Any,
+        noise: Tensor,
+        latent: Tensor,
+        sampler: Any,
+        sigmas: Tensor,
+        denoise_mask: Tensor | None = None,
+        callback: Callable[..., None] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        guider = executor.class_obj
+        hooks = guider.model_options["transformer_options"]  # this run's own copy
+        run, plan = self._begin(guider, sampler, sigmas.tolist(), noise.shape, denoise_mask is not None)
+        hooks[RUN] = run
+        # Here, so that what asks for memory comes after a context windows node's, which says the size of one window.
+        if run.sparse is not None:
+            prepare = partial(_prepare, run.sparse)
+            add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, prepare, guider.model_options, is_model_options=True)
+        cache = None
+        if plan is not None and any(step.skipped for step in plan.steps):
+            check_step_cache(hooks)
+            cache = cached_run(guider, plan, run.part, noise.shape, self._branches(guider, sampler))
+
+        def stepped(step: int, *arguments: Any) -> None:
+            run.pass_step(step, wait)
+            if callback is not None:
+                callback(step, *arguments)
+
+        def wait() -> None:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+
+        try:
+            result = executor(noise, latent, sampler, sigmas, denoise_mask, stepped, *args, **kwargs)
+        finally:
+            if cache is not None:
+                run.note(f"step cache ({skip_words(replace(self.options, sparse=None))}): {cache.finish(self.pace)}")
+                run.skipped = cache.reused, cache.forwards
+        wait()
+        run.end()
+        self._end(guider, run, plan, noise.shape)
+        return result
+
+    def _branches(self, guider: Any, sampler: Any) -> tuple[str, ...]:
+        """The names of the prompts that run."""
+        return running(guider, solver_of(sampler).endswith("_cfg_pp"))
+
+    def _begin(
+        self, guider: Any, sampler: Any, sigmas: list[float], shape: Sequence[int], image: bool
+    ) -> tuple[NativeRun, Plan | None]:
+        """The run of a sampler and its plan; None where nothing is left out. image: the run starts from one (5B).
+        Raises OptionError."""
+        plan, sparsities = None, ()
+        if self.options != SkipOptions() and len(sigmas) > 1:
+            names = self._branches(guider, sampler)
+            request = SamplerRequest(
+                sigmas=tuple(sigmas),
+                whole=self.whole,
+                solver=solver_of(sampler),
+                guidance=guider.cfg if names[1:] else 1.0,
+                branches=BOTH if names[1:] else BOTH[:1],
+                skip=self.options,
+                windows=window_schedule(guider.model_options),
+                image=image,
+            )
+            plan, part = build_sampler_plan(request, describe(guider.model_patcher))
+            if plan.sparse is not None:
+                sparsities = (*(0.0 for _ in range(part.first)), *(step.sparsity for step in plan.steps))
+        else:
+            shift = getattr(guider.model_patcher.get_model_object("model_sampling"), "shift", 1.0)
+            known = self.whole != WholeRun() and falls(sigmas)
+            part = self.whole.place(sigmas, shift) if known else find_part(sigmas, shift)
+        compared = _compared.setdefault(guider.model_patcher.model, set())
+        open_question = self.compare == "auto" and tuple(shape) not in compared
+        now = self.compare == "on" or (open_question and part.total >= COMPARED_FROM)
+        run = NativeRun(part, sparsities, now, None if plan is None else plan.sparse)
+        run.offers, run.faster = open_question and not now, self.options != SkipOptions()
+        check_sparse(guider.model_patcher, run.sparse)
+        if self.options.magcache or self.options.taylorseer:
+            notes = [rising_words(sigmas)] if plan is None else plan.notes
+            if plan is None or not any(step.skipped for step in plan.steps):
+                run.note("; ".join([f"{WARNING}step cache: every step is computed", *notes]))
+        return run, plan
+
+    def _end(self, guider: Any, run: NativeRun, plan: Plan | None, shape: Sequence[int]) -> None:
+        """Report what was accelerated."""
+        patcher = guider.model_patcher
+        if run.before:
+            _compared.setdefault(patcher.model, set()).add(tuple(shape))
+        for note in () if plan is None else plan.notes:
+            if not any(note in other for other in run.notes):
+                run.note(note)
+        run.notes += words_after(patcher, guider.model_options["transformer_options"], run)
+        dit = uncompiled_model(patcher.model.diffusion_model)
+        card = capability(patcher.load_device)
+        kernels = missing_kernels(card) if self.override.attention in CHOSEN else []
+        each = patcher.model_size() / sum(one.numel() for one in dit.parameters())
+        share = attention_share(dit, tokens_of(dit, shape))
+        note_compiled()
+        self.report(report_text(run, share, advice_for(run, kernels, card, each)))
+
+
+def solver_of(sampler: Any) -> str:
+    """The name of a SAMPLER's function, as ComfyUI lists it."""
+    return getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_")
+
+
+def _prepare(
+    sparse: SparseOptions | None, executor: Any, model: Any, shape: Sequence[int], *args: Any, **kwargs: Any
+) -> Any:
+    """A wrapper of PREPARE_SAMPLING: ComfyUI frees memory for the slopes of sparse attention too."""
+    dit = model.model.diffusion_model
+    factor = slope_factor(dit.num_heads, dit.dim // dit.num_heads, sparse)
+    nbytes = int(factor * tokens_of(dit, shape) * dit.dim) * compute_dtype(model).itemsize
+    return executor(model, with_room(shape, model, nbytes), *args, **kwargs)
