@@ -1,4 +1,4 @@
-"""Nodes that measure: a video against that of the full run, and a report card of the speed presets, with their seconds
+"""Nodes that measure: a video against that of the full run, and a report card of the words of speed, with their seconds
 and quality on this model and machine."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ OWN_SIZE = "0: {own}, of the embedded model its own."
 
 
 class WanCoreReportCard(io.ComfyNode):
-    """Measure the speed presets on a model."""
+    """Measure the words of speed on a model."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -101,7 +101,7 @@ class WanCoreReportCard(io.ComfyNode):
             "WanCoreReportCard",
             "WanCore Report Card",
             aliases="benchmark, speed test, report card, quality",
-            description="Makes three videos in full and with each speed preset, and writes seconds, memory and the "
+            description="Makes three videos in full and at each word of speed, and writes seconds, memory and the "
             "distance from the full run as a Markdown file and a picture that can be posted.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader, with LoRAs if there are any."),

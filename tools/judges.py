@@ -227,11 +227,11 @@ def rows_of(judge: Judge, measured: Measured, options: argparse.Namespace) -> li
     wanted = ("psnr", "psnr_se", "psnr_worst", "ssim", "truth", "motion", "look", "forwards", "saved")
     rows = []
     for row in measured.rows():
-        preset = row["name"].removeprefix("speed:")
-        compared = {"psnr", "psnr_se", "psnr_worst", "ssim", "saved"} if preset == FULL else ()
+        word = row["name"].removeprefix("speed:")
+        compared = {"psnr", "psnr_se", "psnr_worst", "ssim", "saved"} if word == FULL else ()
         kept = {key: row[key] for key in wanted if key in row and key not in compared}
         rows.append(
-            {"name": f"{judge.name}: {preset}", **about, "samples": row["samples"], "seconds": row["seconds"], **kept}
+            {"name": f"{judge.name}: {word}", **about, "samples": row["samples"], "seconds": row["seconds"], **kept}
         )
     return rows
 

@@ -1,4 +1,4 @@
-"""The report card of a model on a machine: prompts x (full run, speed presets), as one Markdown file and one picture.
+"""The report card of a model on a machine: prompts x (full run, words of speed), as one Markdown file and one picture.
 
 Finished videos are kept in a folder until the card is written, so that a card that was broken off goes on there.
 """

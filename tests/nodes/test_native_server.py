@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.comfyui import ComfyUI, Graph, Run, find_newer_comfyui, make_base
 from tools.embedded_graphs import CAPTION, TINY, node
+from tools.soak_prompts import numbers
 from wan_core.checkpoint.random import random_module
 from wan_core.models.wan.config import DiTConfig
 
@@ -94,9 +95,28 @@ def test_a_graph_of_two_experts_with_the_node_in_it(comfy: ComfyUI) -> None:
         )
         assert watched.outputs[f"fast{expert}"]["text"] == ["attention: sdpa"]
     assert comfy.log().count(text.splitlines()[-1]) == 2
-    sparse = latents(comfy, comfy.run(graph(SPARSE)))
+    watched = comfy.watch(graph(SPARSE))
+    sparse = latents(comfy, watched)
     assert (sparse - plain).abs().max() > 1e-3 * plain.abs().max()
+    said = [e["data"] for e in watched.events if e["type"] == "text" and e["node"] == "fast1"]
+    assert "speed balanced: sparse 0.5/0" in said[0] and "skipped" not in said[0]
     assert comfy.run(graph(SPARSE)).cached
+
+
+def test_a_word_in_20_steps_skips_forwards_and_reads_fewer_keys(comfy: ComfyUI) -> None:
+    nodes = graph(SPARSE)
+    for index in range(2):
+        steps = {"steps": 20, "start_at_step": 10 * index, "end_at_step": 10 + 10 * index}
+        nodes[f"sample{index}"]["inputs"] |= steps
+    watched = comfy.watch(nodes)
+    latents(comfy, watched)
+    for expert in "01":
+        [text] = [e["data"] for e in watched.events if e["type"] == "text" and e["node"] == f"fast{expert}"]
+        assert re.search(r"\d+ of (10|20) forwards skipped, attention reads \d+ % of the keys", text), text
+        assert (
+            "step cache (speed balanced): " in text and "speed balanced: magcache 0.24/1/0.1, order 2, sparse" in text
+        )
+        assert "left out: speed balanced" in watched.outputs[f"fast{expert}"]["text"][0]
 
 
 def test_a_run_of_ten_steps_is_compared_once(comfy: ComfyUI) -> None:
@@ -138,7 +158,7 @@ def test_a_plan_has_the_settings_of_both_samplers(comfy: ComfyUI) -> None:
     alone = {name: one for name, one in prompt.items() if name.startswith(("load", "shift", "fast", "size", "plan"))}
     run = comfy.run(alone)
     assert run.ok and "20 high-noise, 20 low-noise" in run.outputs["plan"]["text"][0], run.status
-    alone["seer"] = node("WanCoreTaylorSeer", interval=2, order=2, retention=0.2)
+    alone["seer"] = node("WanCoreSkipping", **numbers("taylorseer"))
     alone["plan"]["inputs"] |= {"skipping": ["seer", 0]}
     message = comfy.run(alone).message("execution_error")["exception_message"]
     assert "positive and skipping are for models of the WanCore Model Loader" in message

@@ -277,7 +277,7 @@ COMMANDS: dict[str, Command] = {
         run_quality,
     ),
     "report-card": (
-        "measure seconds and quality of the speed presets on this model and machine, for posting",
+        "measure seconds and quality of the words of speed on this model and machine, for posting",
         add_card_options,
         run_card,
     ),
