@@ -114,8 +114,7 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
 
 
 def _attention_modules(official: Mapping[str, str]) -> dict[str, str]:
-    """Module in the file -> official module, for those that have linears: `blocks.0.self_attn` of
-    `blocks.0.self_attn.q.weight`."""
+    """Module in the file -> official module, of those with linears: `blocks.0.self_attn` of `...self_attn.q.weight`."""
     pairs = ((theirs.rsplit(".", 2), ours.rsplit(".", 2)) for theirs, ours in official.items())
     return {theirs[0]: ours[0] for theirs, ours in pairs if len(theirs) == len(ours) == 3}
 

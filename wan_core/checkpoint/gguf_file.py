@@ -231,8 +231,7 @@ def _first_value(cursor: Cursor, metadata: dict[str, object]) -> int:
 
 
 def _placed(stored: list[Stored], metadata: dict[str, object], cursor: Cursor, available: int) -> list[Stored]:
-    """The tensors with their sizes in bytes and their original shapes. Checks that each lies inside the file and
-    overlaps no other."""
+    """The tensors with sizes in bytes and original shapes, each checked to lie inside the file and overlap no other."""
     unknown = sorted(
         {OTHERS.get(e.code, f"number {e.code}") for e in stored if e.code not in PLAIN and e.code not in PACKED}
     )

@@ -74,8 +74,7 @@ def hf_text_names(names: Collection[str]) -> dict[str, str] | None:
 
 
 def gguf_text_names(names: Collection[str]) -> dict[str, str] | None:
-    """The official name of every tensor of a T5 encoder as llama.cpp's converter calls them; None if this is another
-    layout."""
+    """The official names of the tensors of a T5 encoder in llama.cpp's layout; None if this is another layout."""
     return _translated(names, _GGUF_BLOCK, 2) if "enc.blk.0.attn_q.weight" in names else None
 
 

@@ -247,8 +247,7 @@ class _Conversion:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether weights that stay packed are read in many threads, as plain tensors are, instead of copied from the
-        mapped file."""
+        """Whether weights that stay packed are read in many threads, as plain ones are, not copied from the mapping."""
         return self.device.type == self.work.type
 
     def read(self, loras: Merge | None, only: Collection[str] | None = None) -> Generator[tuple[str, Tensor]]:

@@ -274,8 +274,7 @@ def _weights_in(files: list[Path]) -> Path | list[Path] | None:
 
 
 def _complete_shards(weights: list[Path]) -> list[Path] | None:
-    """`weights` if they are the shards of one model; an error if some of those are missing; None if they are not
-    shards."""
+    """`weights` if they are the shards of one model; None if they are none. Raises an error if some are missing."""
     matches = [_SHARD.fullmatch(f.name) for f in weights]
     series = {(m[1], m[3], m[4]) for m in matches if m}
     if not all(matches) or len(series) != 1:

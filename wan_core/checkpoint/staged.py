@@ -84,8 +84,7 @@ def default_threads(processes: int = 1) -> int:
 def reading(
     checkpoint: Checkpoint, names: Sequence[str], device: torch.device, how: Reading = USUAL
 ) -> Iterator[Callable[[str], Tensor]]:
-    """A function that reads tensors of `checkpoint`, in the order of `names`: ahead, in threads, or from the mapped
-    file."""
+    """A function that reads tensors of `checkpoint` in the order of `names`: ahead, in threads, or from the mapping."""
     if how.staged and (device.type == "cuda" or not how.mapped):
         with Feed(checkpoint, names, device, how) as feed:
             yield feed.read

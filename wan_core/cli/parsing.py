@@ -146,8 +146,7 @@ def add_options(
     names: Iterable[str] = (),
     **changed: Any,
 ) -> None:
-    """The options of a dataclass that have a help text, or those of `names`. changed: other arguments of argparse for
-    an option."""
+    """The options of a dataclass that have a help text, or those of `names`. changed: other arguments for argparse."""
     for name in names or table(kind):
         one = table(kind)[name]
         if one.help is not None:

@@ -164,8 +164,7 @@ def can_be_a_path(text: str) -> bool:
 
 
 def is_finished(video: ListedVideo) -> bool:
-    """Whether the file is there, holds this video, and is as it was written. Raises OptionError where another has its
-    name."""
+    """Whether the file is there, is whole and holds this video. Raises OptionError where another video has its name."""
     return os.path.lexists(video.out) and damage_of(video) is None
 
 

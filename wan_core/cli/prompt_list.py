@@ -45,8 +45,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def makers_of(options: argparse.Namespace, loaded: LoadOptions) -> ListMakers:
-    """This process, groups of GPUs, or a cluster: each maker has one device, or as many as the mesh needs. Raises
-    OptionError."""
+    """This process, groups of GPUs, or a cluster: each maker has as many devices as the mesh. Raises OptionError."""
     from wan_core.workers.options import group_size
 
     mesh = options.mesh.strip().lower()

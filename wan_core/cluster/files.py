@@ -64,8 +64,7 @@ def media_of(request: Mapping[str, Any], known: Collection[str] = ()) -> dict[st
 
 
 def put(media: Mapping[str, bytes], folder: str | Path) -> dict[str, str]:
-    """Write files that came from another host, each content once, into a folder: their paths there -> those here.
-    Raises OSError."""
+    """Write another host's files, each content once, into a folder: their paths there -> those here. Raises OSError."""
     here: dict[str, str] = {}
     for path, content in media.items():
         place = Path(folder, hashlib.sha256(content).hexdigest()[:16] + Path(path).suffix)

@@ -67,8 +67,7 @@ class Reserved:
         remove_placement_group(self.group)
 
     def wait(self, timeout: float, check: Callable[[], None] = lambda: None) -> None:
-        """Until Ray has placed it. `check` is called now and then and may raise. Raises OptionError after
-        `timeout` seconds."""
+        """Until Ray has placed it. `check` is called now and then; may raise. OptionError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.is_ready():
             check()
@@ -82,8 +81,7 @@ class Reserved:
 
 
 def spread(wanted: Wanted) -> tuple[int, ...]:
-    """How many ranks of one video each node gets: equally many, on as few nodes as can have them. Raises
-    OptionError."""
+    """How many ranks of one video each node gets: equally many, on as few nodes as possible. Raises OptionError."""
     found = nodes(wanted.kind)
     count = wanted.count or sum(node.has for node in found)
     for number in range(1, len(found) + 1):

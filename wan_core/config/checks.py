@@ -101,8 +101,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_size(width: int, height: int, frames: int, *, multiple: int, temporal: int = 4) -> None:
-    """Raise OptionError unless width and height are multiples of `multiple` pixels, not too many, and frames is
-    temporal * n + 1."""
+    """Raise OptionError unless width and height are multiples, not too many pixels, and frames are temporal * n + 1."""
     if width < multiple or height < multiple or width % multiple or height % multiple:
         nearest = [max(multiple, round(v / multiple) * multiple) for v in (width, height)]
         raise OptionError(

@@ -112,8 +112,7 @@ def is_complete(file: ModelFile, size: int) -> bool:
 
 
 def download_hint(name: str | Path) -> str:
-    """`; `wancore models TASK --download` downloads it` for a file of the table, for the end of a message; else
-    nothing."""
+    """`; `wancore models TASK --download` downloads it` for a file of the table, to end a message; else nothing."""
     file = next((one for one in model_files() if one.name == Path(name).name), None)
     if file is None:
         return ""

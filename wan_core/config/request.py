@@ -69,8 +69,7 @@ class NagOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ControlOptions:
-    """How much a control video counts (VACE), 1 as trained, and from which share of the run to which. Raises
-    OptionError."""
+    """How much a control video counts (VACE), 1 as trained, and in which share of the run. Raises OptionError."""
 
     scale: float = option(
         1.0,

@@ -119,8 +119,7 @@ class Checked:
 
 
 def stated(options: Any, always: Container[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass by name: those without a default, those in `always`, and others where they are not at
-    their default."""
+    """The fields of a dataclass by name: those without a default, those in `always`, and those not at their default."""
     values = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
     return {name: value for name, (value, default) in values.items() if name in always or value != default}
 

@@ -169,8 +169,7 @@ def compilations() -> int:
 
 
 def optimize_vae(vae: VideoVAE, device: torch.device, ranks: RankMesh | None = None) -> VideoVAE:
-    """On a GPU the convolutions run channels-last: faster, and less memory. `ranks` share the picture. In place;
-    returns `vae`."""
+    """On a GPU convolutions run channels-last: faster, less memory. `ranks` share the picture. In place."""
     if ranks is not None and not isinstance(vae, TinyVAE):
         vae.strips = None if ranks.world.size == 1 else Strips(ranks.world)
     return vae.channels_last() if device.type == "cuda" else vae

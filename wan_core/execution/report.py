@@ -223,8 +223,7 @@ WIDTH = 960  # pixels of a drawn report
 
 
 def draw_report(report: Report) -> Image.Image:
-    """A report as a picture: warnings, phases as bars of seconds with their peak memory, then settings and notes;
-    RGB."""
+    """A report as a picture: warnings, phases as bars of seconds with their peak memory, settings and notes; RGB."""
     from wan_core.media.pictures import EXPERT_COLOUR, FAINT, INK, LINE, PHASE_COLOUR, Canvas, clock
 
     facts = report.as_dict()

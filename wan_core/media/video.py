@@ -223,8 +223,7 @@ def _quarters(frame: av.VideoFrame) -> int:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The `metadata` that `write_mp4` or `write_video` stored; empty if another program wrote the file. Raises as
-    `read_video` does."""
+    """The `metadata` of `write_mp4` or `write_video`; empty for another program's file. Raises as `read_video` does."""
     with open_video(path) as container:
         metadata = {key.lower(): value for key, value in container.metadata.items()}  # COMMENT in Matroska
         comment = metadata.get("comment", "").encode("utf-8", "surrogateescape").decode("utf-8", "replace")

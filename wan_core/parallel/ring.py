@@ -40,8 +40,7 @@ class Ring:
         return self.group.index
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q [B, N, h, D] to the keys and values of all ranks: [B, N, h, D] in the dtype of the partial
-        outputs."""
+        """Attention of q [B, N, h, D] to all ranks' keys and values: [B, N, h, D] in the partial outputs' dtype."""
         return merge([self.partial(q, keys, values) for _, keys, values in self.around(k, v)])
 
     def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -35,8 +35,7 @@ class Strips:
     chunk: int = CHUNK
 
     def cut(self, rows: int, columns: int) -> Strip | None:
-        """This rank's strip of a picture of `rows` x `columns` latent cells; None if there are fewer cells than
-        ranks."""
+        """This rank's strip of a picture of `rows` x `columns` latent cells; None if there are fewer than ranks."""
         axis, cells = (3, rows) if rows > columns else (4, columns)
         if cells < self.group.size:
             return None

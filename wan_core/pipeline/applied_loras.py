@@ -32,8 +32,7 @@ from wan_core.pipeline.settings import PartToLoad
 def load_with_loras(
     part: PartToLoad, wanted: Sequence[Wanted], device: torch.device, compute: torch.device, how: Reading = USUAL
 ) -> nn.Module:
-    """Read a model to `device`, with LoRAs summed in where that is how they are applied to it. compute: where it will
-    run."""
+    """Read a model to `device`, with LoRAs summed in where that is how they are applied. compute: where it will run."""
     return part.load(device, merging(merged_of(part, wanted), compute), how)
 
 

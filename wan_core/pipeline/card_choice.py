@@ -55,8 +55,7 @@ def card_choices(card: Capability, gib: float, runs: Runs) -> tuple[Choice, ...]
 
 
 def runs_on(device: torch.device) -> Runs:
-    """What runs on `device`, from what each kernel says of itself. INT8 without comfy-kitchen runs too slowly to be
-    chosen."""
+    """What runs on `device`, as each kernel says. INT8 without comfy-kitchen runs too slowly to be chosen."""
 
     def runs(kind: str, name: str) -> bool:
         if kind == "attention":
@@ -162,8 +161,7 @@ def task_memory(
 
 
 def with_media(plan: Plan, task: Task, dit: DiTConfig, seconds: float) -> Plan:
-    """`plan` with all that the family of a task may have: pictures in front of its video, so many `seconds` of
-    sound."""
+    """`plan` with all that a task's family may have: pictures in front of its video, so many `seconds` of sound."""
     family, (B, C, T, Y, X) = family_of(task), plan.latent_shape
     if not family.driven:
         return plan

@@ -55,8 +55,7 @@ LEAD = 8
 
 
 class ClipRun:
-    """One long video: a run whose stages media, denoise and decode repeat for each clip. keep: the folder of kept
-    clips."""
+    """One long video: media, denoise and decode repeat for each clip. keep: the folder of kept clips."""
 
     def __init__(self, run: Run, keep: Path | None) -> None:
         self.run, self.job = run, run.job

@@ -146,8 +146,7 @@ def images_shape(config: VAEConfig, latents: Tensor) -> tuple[int, int, int, int
 
 
 def fits_in_memory(run: Callable[[], None], retry: bool) -> bool:
-    """Whether `run` had enough memory. retry: False raises instead; ranks that share a picture cannot begin again
-    alone."""
+    """Whether `run` had enough memory. retry: False raises: ranks that share a picture cannot begin again alone."""
     try:
         run()
         return True

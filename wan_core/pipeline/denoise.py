@@ -136,8 +136,7 @@ def sample_latents(
 
 
 class Timed:
-    """`owner`, which begins the run of an expert when it is acquired: nothing is left of the run before, and its steps
-    are timed."""
+    """`owner`, which begins a run of an expert when it is acquired, clean of the run before, and times its steps."""
 
     def __init__(self, owner: Owner, clock: StepClock) -> None:
         self.owner, self.clock = owner, clock

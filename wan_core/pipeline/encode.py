@@ -161,8 +161,7 @@ def clip_media(run: Run, clip: Clip, whole: Media | None, carried: Tensor | None
 
 
 def anchored(run: Run, clip: Clip, latents: Tensor | None) -> dict[str, Tensor]:
-    """What a clip is given that begins with an anchor. latents: the newest ones of the video before it; None: there
-    are none."""
+    """What a clip that begins with an anchor is given. latents: the newest before it; None: there are none."""
     pictures = first_frames(run)
     media = {"anchor": pictures["image"]}
     if latents is not None:

@@ -107,8 +107,7 @@ class FirstUse:
 
 
 def begin_first_use(settings: ModelSettings, plan: Plan | None, ranks: RankMesh) -> FirstUse | None:
-    """Begin to prepare the kernels of this rank for `plan`; None: of any size. Returns None where there is nothing
-    to prepare."""
+    """Begin to prepare this rank's kernels for `plan`; None: of any size. None where there is nothing to prepare."""
     if not prepares(settings):
         return None
     device = settings.device

@@ -66,8 +66,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Models:
-    """Everything a run needs, held by `residency`; `high` and `low` are one module where a task has a single
-    transformer."""
+    """Everything a run needs, held by `residency`. `high` and `low` are one module where there is one transformer."""
 
     settings: ModelSettings
     residency: Residency
@@ -139,8 +138,7 @@ class Models:
         return self.settings.compile != "off" and compilations() == 0
 
     def wait_for_kernels(self, report: Report) -> None:
-        """Wait until kernels are prepared, which began beside loading. Call it where no rank waits for another on a
-        GPU."""
+        """Wait for kernels that are prepared beside loading. Call it where no rank waits for another on a GPU."""
         if self.first_use is not None:
             self.first_use.wait(report)
 
@@ -347,8 +345,7 @@ def finish(
     *,
     ranks: RankMesh | None = None,
 ) -> nn.Module:
-    """Optimise a model that was loaded, in place, for where it will run. Again with
-    other `ranks`: those share it from now on."""
+    """Optimise a loaded model, in place, for where it will run. Again with other `ranks`: they share it from now on."""
     if isinstance(model, WanModel):
         if ranks is not None:
             check_lse(settings.attend.gives_lse, settings.attention, ranks.mesh)

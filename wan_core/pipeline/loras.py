@@ -150,8 +150,7 @@ MERGE = "merge it while they are read (--lora-mode merge)"
 
 
 def check_packed(wanted: Iterable[Wanted], config: DiTConfig, do: str = MERGE) -> None:
-    """Raise OptionError where a LoRA has to be summed into weights that stay packed, which they do not allow. do: what
-    helps."""
+    """Raise OptionError where a LoRA would have to be summed into weights that stay packed. do: what helps."""
     linears = {f"{name}.weight" for name in config.quantized_names()}
     for one in wanted:
         sums = [
@@ -166,8 +165,7 @@ def check_packed(wanted: Iterable[Wanted], config: DiTConfig, do: str = MERGE) -
 
 
 def merging(wanted: Iterable[Wanted], device: torch.device) -> Merge | None:
-    """The changes to sum into weights while they are read; None where there are none. A strength of 0 changes
-    nothing."""
+    """The changes to sum into weights while they are read; None where there are none. Strength 0 changes nothing."""
     changes: dict[str, tuple[tuple[Change, float], ...]] = {}
     attention: dict[str, bytes] = {}
     for one in (one for one in wanted if one.strength):

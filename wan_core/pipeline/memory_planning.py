@@ -137,8 +137,7 @@ def check_host(parts: Mapping[str, PartToLoad], available: int | None) -> None:
 
 
 def host_room(limit_gib: float | None = None, waiting: int = 0) -> int | None:
-    """Bytes of host memory for weights, at most the limit; None: not known. waiting: of weights that are there
-    already."""
+    """Bytes of host memory for weights, up to the limit; None: not known. waiting: of weights that are there now."""
     available = available_bytes()
     available = None if available is None else available + waiting
     if limit_gib is None:
@@ -173,8 +172,7 @@ class MemoryPlanner:
     layers: range | None = None  # the blocks of a transformer that this rank holds; None: all
 
     def plan(self, plan: Plan | None, held: Residency | None = None) -> MemoryPlan:
-        """plan: None is the task's own size. held: what an earlier plan has put on the device; that stays if `plan`
-        fits."""
+        """plan: None is the task's own size. held: what an earlier plan put on the device; it stays if `plan` fits."""
         settings, options = self.settings, self.options
         loras, itemsize = lora_bytes(settings.attached_loras), settings.dtype.itemsize
         beside = beside_plan(settings.recognised, plan, settings.per_token(), itemsize, loras)

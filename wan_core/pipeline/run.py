@@ -103,8 +103,7 @@ class RunOwner(ABC):
         there is none."""
 
     def relieve(self, name: str) -> bool:
-        """Memory ran out with the model `name`: make room, and say so; False where there is none. Finished steps
-        stay."""
+        """Memory ran out with the model `name`: make room, and say so; False if there is none. Steps are not lost."""
         cheaper = None if self.relieved else self.make_room(name)
         if cheaper is None:
             return False
@@ -116,8 +115,7 @@ class RunOwner(ABC):
 
 
 class OwnMemory(RunOwner):
-    """Models under a `Residency`. With ranks, out of memory is an error: the others would wait for the step that this
-    one repeats."""
+    """Models under a `Residency`. With ranks, out of memory is an error: the others would wait for a repeated step."""
 
     def __init__(self, models: Models, report: Report) -> None:
         super().__init__(report)
@@ -148,8 +146,7 @@ class OwnMemory(RunOwner):
 
 @dataclass(frozen=True)
 class Run:
-    """One request on models that are placed for it. report: of this run, and of loading before it. memory: its owner of
-    the models."""
+    """One request on models placed for it. report: of this run and of loading. memory: its owner of the models."""
 
     models: Models
     job: Job
@@ -200,8 +197,7 @@ def begin(models: Models, job: Job, report: Report) -> Run:
 
 
 def guidance_mode(asked: str, plan: Plan, ranks: RankMesh | None, streamed: bool = False) -> tuple[str, str]:
-    """How the guidance branches of `plan` run, and why, for the report. streamed: blocks come from host memory for
-    every forward."""
+    """How the guidance branches of `plan` run, and why. streamed: blocks come from host memory for every forward."""
     if ranks is not None and plan.guided and ranks.cfg.size > 1:
         return "parallel", "each branch has ranks of its own"
     if ranks is not None and plan.guided and ranks.layers.size > 1:

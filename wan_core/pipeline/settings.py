@@ -157,8 +157,7 @@ class ModelSettings:
         return [f"{name}: {one.words(parts[name].lora_words)}" for name, wanted in loras.items() for one in wanted]
 
     def per_token(self) -> float:
-        """Bytes of activations over 2 L C, as `planning.factor`. Without fused kernels a GPU takes what plain torch
-        does."""
+        """Bytes of activations over 2 L C, as `planning.factor`. Without fused kernels those of plain torch."""
         config, itemsize = self.recognised.dit, self.dtype.itemsize
         kind = "cuda" if fused.why_not(self.device) is None else "cpu"
         return factor(config, itemsize=itemsize, device=kind, compile=self.compile, precision=self.precision)

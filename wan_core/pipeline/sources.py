@@ -227,8 +227,7 @@ def embedded_variant(task: str | None, image: bool) -> str:
 def recognise(
     source: str | Path | Checkpoint, kind: Kind, load: Callable[..., nn.Module], family: str | None = None
 ) -> Part:
-    """Read the file's header and check that it is a whole model of `kind`. family: of a transformer, where a task was
-    named."""
+    """Read a file's header and check that it is a whole model of `kind`. family: of a transformer with a named task."""
     checkpoint = open_checkpoint(source)
     detected = detect(checkpoint, kind, family)
     infos = [checkpoint.tensors[name] for name in detected.names.values()]

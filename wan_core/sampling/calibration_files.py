@@ -35,8 +35,7 @@ T = TypeVar("T", bound=Measured)
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationFiles(Generic[T]):
-    """The files of one kind of `Measured`. what: what messages call one. digits: to which numbers of a field are
-    rounded."""
+    """The files of one kind of `Measured`. what: what messages call one. digits: how numbers of a field are rounded."""
 
     kind: type[T]
     what: str

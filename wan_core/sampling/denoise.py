@@ -216,8 +216,7 @@ def last_runs(phase: tuple[Step, ...], batched: bool) -> tuple[int, int]:
 
 
 class FiniteWatch:
-    """Finds the first non-finite latents without making the host wait: flags travel to pinned memory on their own
-    time."""
+    """Finds the first non-finite latents without making the host wait: flags travel to pinned memory meanwhile."""
 
     def __init__(self, steps: int, device: torch.device, together: bool) -> None:
         """together: several ranks watch the same latents and must stop at the same step, or some would wait for the

@@ -207,15 +207,13 @@ def nag_numbers(nag: NagOptions, device: torch.device) -> Tensor:
 
 
 def stack_text(rows: list[Tensor], batch: int) -> Tensor:
-    """Text rows [1 or B, S_i, D] of the branches -> [branches * B, max S, D]; zero rows at the end, as the model
-    itself pads."""
+    """Text rows [1 or B, S_i, D] of the branches -> [branches * B, max S, D], padded with zeros as the model does."""
     longest = max(r.shape[1] for r in rows)
     return torch.cat([F.pad(r, (0, 0, 0, longest - r.shape[1])).expand(batch, -1, -1) for r in rows])
 
 
 def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
-    """The transformer's input [B, C_in, T, Y, X] and its timesteps: [B], or [B, T] where the first latent frames are
-    known."""
+    """The transformer's input [B, C_in, T, Y, X] and its timesteps: [B], or [B, T] with known first latent frames."""
     B, _, T = x.shape[:3]
     if conditioning.concat is not None:
         x = torch.cat([x, conditioning.concat.to(x).expand(B, -1, -1, -1, -1)], dim=1)

@@ -106,8 +106,7 @@ def check_switch(distilled: Sequence[Path]) -> list[str]:
 
 
 def check_phases(plan: Plan, motion: MotionOptions, phases: Sequence[tuple[Expert, bool]]) -> None:
-    """Raise OptionError unless each phase has a step: guided ones, those of the high-noise expert, of the low-noise
-    one."""
+    """Raise OptionError unless each phase has a step: guided, of the high-noise expert, of the low-noise one."""
     wanted = [("high", True), ("high", False), *([("low", False)] if plan.boundary > 0 else [])]
     if list(phases) != wanted:
         words = {("high", True): "guided", ("high", False): "high-noise", ("low", False): "low-noise"}

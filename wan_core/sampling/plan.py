@@ -314,8 +314,7 @@ def make_plan(
 def _schedule(
     solver: str, steps: int, shift: float, own_schedule: tuple[list[float], list[float]] | None, window: Window | None
 ) -> tuple[list[float], list[float], Window | None]:
-    """(sigmas, timesteps) of the whole schedule, `own_schedule` or the solver's, and the window in it. Raises
-    OptionError."""
+    """(sigmas, timesteps) of the whole schedule, `own_schedule` or the solver's, and its window. Raises OptionError."""
     whole, within = (steps, None) if window is None else window.within(steps)
     if own_schedule is None:
         if whole > MAX_STEPS:

@@ -98,8 +98,7 @@ def preset_plan(
     sigmas: Sequence[float] | None = None,
     window: Window | None = None,
 ) -> Plan:
-    """The plan of `make_plan`. Numbers that are None come from a preset (see `find_preset`), else from the task. Raises
-    OptionError."""
+    """The plan of `make_plan`. Numbers that are None come from a preset, else from the task. Raises OptionError."""
     if sigmas is not None and numbers.shift is not None:
         raise OptionError(f"shift {numbers.shift:g} given, and sigmas, which have a shift already: leave the shift out")
     own = numbers.preset == "auto" and task.distilled

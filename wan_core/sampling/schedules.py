@@ -34,8 +34,7 @@ def shifted(sigma: float, shift: float) -> float:
 
 
 def unipc_schedule(steps: int, shift: float) -> tuple[list[float], list[float]]:
-    """(sigmas [steps + 1] ending in 0, timesteps [steps]) of the official UniPC scheduler, which truncates timesteps to
-    integers."""
+    """(sigmas [steps + 1] to 0, timesteps [steps]) of the official UniPC scheduler, which truncates timesteps."""
     even = [SIGMA_MAX_UNIPC * (1 - i / steps) for i in range(steps)]
     sigmas = [shifted(s, shift) for s in even]
     return [*map(float32, sigmas), 0.0], [float(int(s * 1000)) for s in sigmas]
@@ -86,8 +85,7 @@ def heun_forwards(rows: Sequence[Row]) -> list[Row]:
 
 
 def from_one(steps: int) -> list[float]:
-    """1, ..., 1 / steps, bit for bit as numpy's linspace(1, 0, steps + 1): the last bit can change a truncated
-    timestep."""
+    """1, ..., 1 / steps, bit for bit numpy's linspace(1, 0, steps + 1): the last bit can change a timestep."""
     return [1 + i * (-1 / steps) for i in range(steps)]
 
 

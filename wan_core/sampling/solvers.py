@@ -109,8 +109,7 @@ def lcm(x: Tensor, velocity: Tensor, i: int, sigmas: Sequence[float], history: H
 
 
 def _unipc_base(x: Tensor, x0: Tensor, sigma: float, sigma_next: float) -> tuple[Tensor, float, float]:
-    """The first-order exponential-integrator step, the weight of x0 and of higher-order terms, and the step h in
-    lambda."""
+    """The first-order exponential-integrator step, weights of x0 and of higher-order terms, the step h in lambda."""
     h = log_snr(sigma_next) - log_snr(sigma)
     x0_weight = -(1 - sigma_next) * expm1(-h)
     return x * (sigma_next / sigma) + x0 * x0_weight, x0_weight, h

@@ -26,8 +26,7 @@ NEW = History()
 
 @dataclass(frozen=True)
 class Leftover:
-    """The end of a run whose noise is left over: its noisy sample, normalised [B, C, T, Y, X], and its solver's
-    history."""
+    """The end of a run whose noise is left over: its noisy sample, normalised [B, C, T, Y, X], and solver history."""
 
     x: Tensor
     sigma: float

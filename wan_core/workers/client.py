@@ -85,8 +85,7 @@ class WorkerEngine:
         return sent | {"files": stamps(model_paths(sent["models"])), "mesh": self.workers.options.mesh}, tensors
 
     def generate(self, options: LoadOptions, request: Request, watch: Watch = SILENT) -> Result:
-        """Rank 0, on this host, writes the latents that are kept. What the ranks would refuse is refused before they
-        start."""
+        """Rank 0, on this host, writes kept latents. What the ranks would refuse is refused before they start."""
         if self.workers.options.here and not self.workers.is_running:
             job = check_request(options, request, torch.device(self.workers.options.devices[0]))
             if watch.must_keep:

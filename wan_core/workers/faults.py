@@ -84,8 +84,7 @@ def _device_memory() -> str:
 
 
 def write_error_file(failure: Mapping[str, Any]) -> None:
-    """Write a failure to the file that torch's elastic launcher reads when this process ends; see
-    `supervisor._failure`."""
+    """Write a failure to the file that torch's launcher reads when this process ends; see `supervisor._failure`."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"timestamp": str(int(time.time())), "py_callstack": traceback.format_exc()}

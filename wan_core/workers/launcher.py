@@ -35,8 +35,7 @@ OnEvent = Callable[[dict[str, Any], dict[str, Tensor]], None]
 
 
 class WorkerError(UserError):
-    """A rank failed, hung or could not start; the message says which one, where and why. The next request starts all
-    ranks again."""
+    """A rank failed, hung or could not start: which one, where and why. The next request starts all ranks again."""
 
 
 class Workers:
@@ -137,8 +136,7 @@ class Workers:
                     self._interrupt(processes, number)
 
     def _wait(self, processes: WorkerProcesses, number: int, on_event: OnEvent, poll: Callable[[], None]) -> Frame:
-        """The frame that ends the request. Raises WorkerError if the ranks end or hang, and what the callbacks
-        raise."""
+        """The frame that ends the request. Raises WorkerError if ranks end or hang, and what the callbacks raise."""
         while True:
             begin = time.monotonic()
             try:

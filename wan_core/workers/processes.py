@@ -123,8 +123,7 @@ class WorkerProcesses:
         self.statuses = [{**status, **fresh} for status in self.statuses]
 
     def connect(self, timeout: float, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for the connection to rank 0. `check` is called ten times a second and may raise. Raises
-        TimeoutError."""
+        """Wait for the connection to rank 0. `check` is called ten times a second, may raise. Raises TimeoutError."""
         self.channel = channel = self.listener.accept(timeout, check)
         self.last_frame = time.monotonic()
         threading.Thread(target=self._receive, args=(channel,), daemon=True).start()

@@ -128,8 +128,7 @@ class Heartbeat:
             os._exit(EXIT_FAILED)
 
     def _read_all(self, store: Store) -> list[dict[str, Any]]:
-        """The last entry of each rank that has published one, with the seconds since its last heartbeat and since its
-        last progress."""
+        """The last entry of each rank that published one, with seconds since its last heartbeat and last progress."""
         now = time.monotonic()
         for rank in range(self.size):
             entry = self._read(store, str(rank), ENTRY)

@@ -109,8 +109,7 @@ def for_text_encoder(name: str) -> bool:
 
 
 def is_lora(names: Collection[str]) -> bool:
-    """Whether a file with these tensor names is a LoRA, or of another kind that changes a model, rather than a
-    model."""
+    """Whether a file with these tensor names is a LoRA, or another kind that changes a model, and not a model."""
     parsed = [one for one in map(parse_name, names) if one is not None]
     if any(one.spelled not in ("alpha", "rescale", *GLORA) for one in parsed):
         return True

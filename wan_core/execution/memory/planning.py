@@ -180,8 +180,7 @@ def cap_memory(device: torch.device, gib: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """Where an earlier plan has put weights that are loaded. together: models stay beside each other where there is
-    room."""
+    """Where an earlier plan put weights that are loaded. together: models stay beside each other where they fit."""
 
     policy: Policy
     resident_blocks: int | None  # where blocks stream

@@ -126,8 +126,7 @@ class Residency:
                 torch.cuda.synchronize(self.device)
 
     def prefetch(self, name: str, other: str, runs: int) -> None:
-        """The next `runs` runs of the blocks of `name` are the last before `other` is used: copy its weights behind
-        them."""
+        """The next `runs` runs of the blocks of `name` are the last before `other`: copy its weights behind them."""
         waiting = self.host_weights
         if self.policy != "resident" and name != other and name in waiting and other in waiting:
             self.stages[waiting[name].layout].hand_over(waiting[other], runs)

@@ -273,7 +273,6 @@ class Stage(BlockWeights):
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
-        """Weights are plain tensors, whatever mode the caller is in: tensors of inference mode are others to a
-        compiler."""
+        """Weights are plain tensors in any mode of the caller: a compiler sees tensors of inference mode as others."""
         with torch.inference_mode(False), torch.no_grad():
             yield

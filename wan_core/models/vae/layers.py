@@ -46,8 +46,7 @@ class Still:
         return Still(self.start, self.stop, self.since + frames)
 
     def halved(self) -> Still:
-        """Where the output of temporal downsampling stands still: frame 0, then one frame of three, every second
-        frame."""
+        """Where the output of temporal downsampling stands still: frame 0, then one of three, every second one."""
         return Still((self.start + 1) // 2, (self.stop + 1) // 2, (self.since + 3) // 2)
 
 
@@ -241,8 +240,7 @@ def norm_silu_extend(norm: RMSNorm, conv: CausalConv3d, x: Tensor, chunk: Chunk,
 
 
 class AttentionBlock(nn.Module):
-    """Single-head self-attention over the Y*X positions of each frame. `attend` of q, k, v [B, 1, Y*X, C] may be
-    replaced."""
+    """Single-head self-attention in each frame's Y*X positions. `attend` of q, k, v [B, 1, Y*X, C] may be replaced."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

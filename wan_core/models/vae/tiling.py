@@ -63,8 +63,7 @@ class Tile:
 
 
 def tile_starts(length: int, tile: int, overlap: int) -> list[int]:
-    """First cells of tiles of `tile` cells that cover `length` cells, evenly spaced, overlapping by at least
-    `overlap`."""
+    """First cells of tiles of `tile` cells over `length` cells, evenly spaced, overlapping by at least `overlap`."""
     if length <= tile:
         return [0]
     count = -(-(length - overlap) // (tile - overlap))

@@ -64,8 +64,7 @@ class DownStage(nn.Module):
 
 
 class UpStage(nn.Module):
-    """A stage of the 2.2 decoder: residual blocks, then (except in the last stage) upsampling and a repeating
-    shortcut."""
+    """A stage of the 2.2 decoder: residual blocks, then (not in the last) upsampling and a repeating shortcut."""
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, time: int, space: int) -> None:
         super().__init__()

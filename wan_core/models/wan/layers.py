@@ -139,8 +139,7 @@ class CrossAttention(AttentionLayer):
 
 
 def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: TokenBias) -> Tensor:
-    """Attention of q [B, L, H, D] to text, with a bias; some tokens at a time, whose bias is made of that of their
-    frames."""
+    """Attention of q [B, L, H, D] to text, with a bias that is made for some tokens at a time of their frames'."""
     if torch.compiler.is_compiling():
         return biased(q, k, v, bias.rows[:, bias.frames])
     parts = zip(q.split(NAG_TOKENS, 1), bias.frames.split(NAG_TOKENS), strict=True)
@@ -313,8 +312,7 @@ class Head(nn.Module):
 
 
 def timestep_embedding(timestep: Tensor, dim: int) -> Tensor:
-    """Sinusoids of `timestep` [...] in 0..1000: float32 [..., dim], cosines first. In float64: 999 and 1000 must
-    differ."""
+    """Sinusoids of `timestep` [...], 0..1000: float32 [..., dim], cosines first. In float64: 999 is not 1000."""
     half = dim // 2
     exponent = torch.arange(half, dtype=torch.float64, device=timestep.device) / half
     angle = timestep.double()[..., None] * 10000.0**-exponent

@@ -137,8 +137,7 @@ class WanModel(nn.Module):
         return self.blocks[layer](tokens, inputs.modulation, inputs.rope, kv, call, inputs.bias)
 
     def own_attention(self, attend: Attention) -> Attention:
-        """The self-attention of this family, made of the backend `attend`, or itself if it is that. Ranks exchange
-        tokens around it."""
+        """The family's self-attention, of the backend `attend`, or that itself. Ranks exchange tokens around it."""
         return attend
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:

@@ -69,8 +69,7 @@ class PreparedText(NamedTuple):
 
 
 class TokenBias(NamedTuple):
-    """What cross-attention adds to its scores: the row of `rows` [B, T, S] that `frames`, int64 [L], names for a
-    token."""
+    """What cross-attention adds to its scores: the row of `rows` [B, T, S] that `frames`, int64 [L], names."""
 
     frames: Tensor
     rows: Tensor

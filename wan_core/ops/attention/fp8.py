@@ -227,8 +227,7 @@ def _softmax_scales(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _run_cudnn(qkv: tuple[Quantized, Quantized, Quantized], with_lse: bool) -> tuple[Tensor, Tensor]:
-    """FP8 data with scales [1] -> (FP8 [B, L, H, D] under v's scale, log-sum-exp float32 [B, H, L], empty unless
-    `with_lse`)."""
+    """FP8, scales [1] -> (FP8 [B, L, H, D] under v's scale, log-sum-exp float32 [B, H, L], empty if not asked for)."""
     import cudnn  # pyright: ignore[reportMissingImports]
 
     q, k, v = (x.data if x.data.stride(-1) == 1 else x.data.contiguous() for x in qkv)

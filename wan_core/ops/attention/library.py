@@ -34,8 +34,7 @@ class Library:
     before: Callable[[], None] | None = None
 
     def why_not(self) -> str | None:
-        """None where it can be imported, else the reason and what to do. Imports once per process: some take
-        seconds."""
+        """None where it can be imported, else why not, and what to do. Imports once per process: some take seconds."""
         with _importing:
             return _probed(self)
 

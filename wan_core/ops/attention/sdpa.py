@@ -49,8 +49,7 @@ def sdpa_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention by cuDNN's kernel, called by name: it raises where cuDNN cannot run, and does not fall back to a slower
-    kernel."""
+    """Attention by cuDNN's kernel, called by name: it raises where that cannot run, and takes no slower kernel."""
     return aten._scaled_dot_product_cudnn_attention(*_heads_first(q, k, v), None, False)[0].transpose(1, 2)
 
 

@@ -22,8 +22,7 @@ from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 
 def quantize_heads_first(x: Tensor, block: int, mean: Tensor | None = None) -> Blocked:
-    """Queries or keys x [B, L, H, D], less `mean` [B, 1, H, D] if given, times the Hadamard matrix, in E4M3 with one
-    scale."""
+    """Queries or keys x [B, L, H, D], less `mean` [B, 1, H, D], times the Hadamard matrix, in E4M3 with one scale."""
     blocked = fused.hadamard_fp8(x, reference.length_scale(x, 1.0 if mean is None else 2.0), mean, block)
     assert isinstance(blocked, Blocked)
     return blocked

@@ -100,8 +100,7 @@ def missing_triton() -> str | None:
 
 
 def runs_kernel(x: Tensor, fmt: Format | None = None) -> bool:
-    """Whether a kernel processes x [..., C] and can write its result as `fmt`. `residual` and `residual_norm` then
-    overwrite x."""
+    """Whether a kernel takes x [..., C] and writes `fmt`. Then `residual` and `residual_norm` overwrite x."""
     if _Choice.kernels != "triton" or x.dtype != torch.bfloat16 or not x.is_cuda or not 32 <= x.shape[-1] <= MAX_ROW:
         return False
     if x.device not in _Choice.devices:

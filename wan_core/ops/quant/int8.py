@@ -179,8 +179,7 @@ def row_format(k: int) -> str:
 
 
 class Int8Linear(QuantLinear):
-    """INT8 with a scale for every output channel and every row of activations, both rotated: `int8_tensorwise` with
-    ConvRot."""
+    """INT8, a scale for every output channel and row of activations, both rotated: `int8_tensorwise` with ConvRot."""
 
     storage = torch.int8
 

@@ -76,8 +76,7 @@ def decode_nvfp4(data: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, K], K a multiple of 16 -> the arguments of `decode_nvfp4`. The tensor's scale makes the largest group scale
-    448."""
+    """x [N, K], K a multiple of 16 -> the arguments of `decode_nvfp4`. The largest scale of a group is 448."""
     values = x.float().unflatten(1, (-1, 16))
     amax = values.abs().amax(-1)  # [N, G]
     scale = (amax.amax() / (FP8_MAX * FP4_MAX)).clamp(min=1e-30)

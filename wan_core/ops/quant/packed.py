@@ -162,8 +162,7 @@ def _parts(module: nn.Module) -> dict[str, Tensor]:
 def put_packed(
     model: nn.Module, weights: Iterable[tuple[str, Packed]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Replace the named modules by packed ones on the meta device. dtype: of their outputs. device: where they will
-    compute."""
+    """Replace the named modules by packed ones on meta. dtype: of their outputs. device: where they will compute."""
     for name, packed in weights:
         parent, _, last = name.rpartition(".")
         old = model.get_submodule(name)

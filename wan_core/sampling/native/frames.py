@@ -83,8 +83,7 @@ class FrameKeys:
 
 @functools.lru_cache(maxsize=128)
 def nearest_forced(queries: Tiles, keys: Tiles, frame: int) -> Tensor:
-    """bool [r, n]: for each block of the queries of `frame`, what the block of keys reads in which most of its tokens
-    are."""
+    """bool [r, n]: for each block of the queries of `frame`, what the block of keys with most of its tokens reads."""
     count = len(queries.order)
     of = keys.inverse[queries.order + frame * count] // keys.block
     rows = torch.arange(count, device=of.device) // queries.block

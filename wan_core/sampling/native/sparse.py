@@ -99,8 +99,7 @@ class NativeSparse:
         k: Tensor,
         v: Tensor,
     ) -> Attend | None:
-        """Prepare sparse attention for one frame of queries, see `prepare`. The first frame of a layer has no other
-        tokens."""
+        """Prepare sparse attention for one frame of queries, see `prepare`. A layer's first has no other tokens."""
         options, length = self.options, k.shape[1]
         if not forward.by_frames or (options.kernel != "auto" and KERNELS[options.kernel].fp8):
             return None

@@ -95,8 +95,7 @@ def find_task(name: str) -> Task:
 
 
 def image_task(latent_channels: int) -> Task:
-    """The first task that takes an image and works on latents of so many channels: where only the VAE is known. Raises
-    OptionError."""
+    """The first task with an image and latents of so many channels: where only the VAE is known. Raises OptionError."""
     for task in TASKS.values():
         if task.image != "none" and not task.driven_by and task.vae.z_dim == latent_channels:
             return task

@@ -105,8 +105,7 @@ class Choice(NamedTuple):
 
 
 class Assembled(NamedTuple):
-    """A tensor of a layout that the file stores in parts, which are joined along the first axis, or in another
-    `shape`."""
+    """A tensor that a layout stores in parts, which are joined along the first axis, or in another `shape`."""
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
@@ -210,8 +209,7 @@ class Family(ABC):
         return plain.read_config(shapes, metadata)
 
     def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
-        """The task that a transformer was trained for; here the family's first, of one transformer. Raises
-        OptionError."""
+        """The task that a transformer was trained for; here the family's first, of one file. Raises OptionError."""
         if not clues.alone:
             raise OptionError(f"{self.tasks[0].name} is one transformer for all steps: leave the second file out")
         return Choice(self.tasks[0])
@@ -251,8 +249,7 @@ class Family(ABC):
     # ---------------------------------------------------------------------------------------------------------- request
 
     def check_request(self, request: Request, task: Task) -> None:
-        """Raise OptionError for media and pictures that a task does not take or that cannot be read, and where some are
-        missing."""
+        """Raise OptionError for media that a task does not take or that cannot be read, and where some are missing."""
         self.check_fields(request, task)
         if request.denoise is not None and request.from_video is None:
             raise OptionError(
@@ -355,8 +352,7 @@ class Family(ABC):
         return {} if picture is None else {"image": picture}
 
     def with_settings(self, request: Request, inputs: Inputs, pose_context: Tensor | None) -> Inputs:
-        """The fields of `Conditioning` of a clip with what the request says beside media. pose_context: text rows of
-        `pose_prompt`."""
+        """The fields of `Conditioning` with settings of a request. pose_context: text rows of `pose_prompt`."""
         return inputs
 
     @abstractmethod
@@ -385,6 +381,5 @@ class Family(ABC):
         return None
 
     def clip_lead(self, vae: VideoVAE, media: Mapping[str, Tensor], clip: Clip) -> Tensor:
-        """Un-normalised latents that are decoded before those of a clip, whose frames are left out. For families with
-        `leads`."""
+        """Un-normalised latents to decode before a clip's; their frames are left out. For families with `leads`."""
         raise NotImplementedError

@@ -39,8 +39,7 @@ def shape_of(shapes: Shapes, name: str, axes: int) -> tuple[int, ...]:
 
 
 def number(metadata: Mapping[str, str], key: str, default: float) -> float:
-    """The positive number that `metadata` gives for `key`, by itself or in its `config`. Raises UserError for anything
-    else."""
+    """The positive number that `metadata` has for `key`, itself or in `config`. Raises UserError for anything else."""
     said = metadata.get(key, json.dumps(transformer_settings(metadata).get(key, default)))
     try:
         value = json.loads(said[:40])

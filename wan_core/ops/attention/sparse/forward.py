@@ -78,8 +78,7 @@ class SparseForward(SparseState):
         return out
 
     def attend_lse(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The result of `attend`, and the log-sum-exp float32 [B, H, L] of all keys, including those that means
-        replace."""
+        """What `attend` gives, and the log-sum-exp float32 [B, H, L] of all keys, those that means replace included."""
         assert self.others is None, "the log-sum-exp of tokens beside the video's is not computed"
         layer, rule, block = call.layer, self.rule, self.block
         if not q.numel():

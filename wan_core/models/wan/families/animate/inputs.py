@@ -64,8 +64,7 @@ def reference_and_clip(
 def comfy_extras(
     encode: Callable[[Tensor], Tensor], media: Mapping[str, Tensor], clip: Clip, vae: VAEConfig
 ) -> dict[str, Tensor]:
-    """The media of a clip of Animate or Animate-2 as ComfyUI's CONDITIONING carries them. encode: as of
-    `reference_and_clip`."""
+    """The media of a clip of Animate or Animate-2 as CONDITIONING carries them. encode: as of `reference_and_clip`."""
     image, unknown = reference_and_clip(encode, media, clip, vae)
     extras = {"concat_latent_image": image, "concat_mask": unknown, "pose_video_latent": encode(media["pose_video"])}
     return extras | ({"face_video_pixels": media["face_video"]} if "face_video" in media else {})

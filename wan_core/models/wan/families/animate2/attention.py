@@ -180,8 +180,7 @@ AT_ONCE = 8192  # tokens of driven frames that are merged at a time
 
 @dataclass(frozen=True)
 class Recording:
-    """`AttentionCall.own` of the pass over the driving video: keeps the keys and values of every layer, values times
-    `factor`."""
+    """`AttentionCall.own` of the pass over the driving video: keeps keys, and values times `factor`, of every layer."""
 
     form: Form = FORMS[0]
     factor: float = 1.0

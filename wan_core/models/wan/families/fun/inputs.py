@@ -114,8 +114,7 @@ def control_inputs(
 def camera_inputs(
     task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
 ) -> Inputs:
-    """The fields of `Conditioning` that the media of a clip of Fun camera give. Source: VideoX-Fun's
-    pipeline_wan2_2_fun_control.py."""
+    """The fields of `Conditioning` of a clip of Fun camera. Source: VideoX-Fun's pipeline_wan2_2_fun_control.py."""
     rays, first = media["camera"], media.get("carried", media.get("image"))
     stride = vae.config.spatial_stride
     like = rays.new_zeros(1, vae.config.z_dim, rays.shape[2], rays.shape[3] // stride, rays.shape[4] // stride)

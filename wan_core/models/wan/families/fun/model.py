@@ -80,8 +80,7 @@ class FunControlModel(WanModel):
         info: ForwardInfo = SINGLE_FORWARD,
         **inputs: Any,
     ) -> Tensor:
-        """The forward of the base class. A reference is one more frame in front of the video, and is cut off at the
-        end."""
+        """The base class's forward. A reference is one more frame in front of the video, and is cut off at the end."""
         referred = (
             own_inputs(context, OwnTokens).tokens if isinstance(context, PreparedText) else inputs.get("reference")
         )

@@ -25,8 +25,7 @@ from wan_core.models.wan.families.s2v.model import LEAST_MOTION
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
-    """The fields of `Conditioning` that ComfyUI's WanSoundImageToVideo and WanSoundImageToVideoExtend give. Raises
-    OptionError."""
+    """The fields of `Conditioning` of ComfyUI's WanSoundImageToVideo and its Extend. Raises OptionError."""
     samples, inputs = latent["samples"], {}
     T, Y, X = samples.shape[2:]
     if latent.get("noise_mask") is not None:

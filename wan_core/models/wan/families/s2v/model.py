@@ -159,8 +159,7 @@ def groups(modulation: Tensor, still: Tensor, video: int, length: int) -> Tensor
 
 
 def check_sizes(sound: Sound, x: Tensor, rows: int, config: S2VConfig) -> None:
-    """Raise ValueError where what drives the video does not fit latents x [B, 16, T, Y, X], or there are `rows` of
-    modulation."""
+    """Raise ValueError where what drives the video does not fit latents x [B, 16, T, Y, X] or `rows` of modulation."""
     T, Y, X = x.shape[2:]
     if rows != 1:
         raise ValueError(f"timesteps for {rows} latent frames given; this model takes one timestep for a video")

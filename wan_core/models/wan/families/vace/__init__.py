@@ -157,8 +157,7 @@ class VaceFamily(ControlledFamily):
         return {**main, **blocks, **projections, "vace_patch_embedding": "vace_patch_embedding"}
 
     def read_config(self, shapes: Shapes, metadata: Mapping[str, str]) -> VaceConfig:
-        """The transformer that official `shapes` describe. Its VACE blocks are spread evenly over its blocks. Raises
-        UserError."""
+        """The transformer of official `shapes`, its VACE blocks spread evenly over its blocks. Raises UserError."""
         wan, blocks = plain.read_config(shapes, metadata), vace_block_count(shapes)
         vace = with_vace(wan, max(1, -(-wan.num_layers // max(1, blocks))), plain.shape_of(shapes, PATCHES[0], 5)[1])
         if vace.vace_blocks != blocks:
@@ -166,8 +165,7 @@ class VaceFamily(ControlledFamily):
         return vace
 
     def choose(self, dit: DiTConfig, clues: Clues) -> Choice:
-        """The task of an architecture. An expert of Wan 2.2 has the tensors of Wan 2.1 14B: a second file, or the name,
-        tells."""
+        """The task of an architecture. Experts of 2.2 have the tensors of 2.1 14B: a second file, or a name, tells."""
         if not clues.alone:
             return Choice(EXPERTS)
         if dit.dim == VACE_1_3B.dim:

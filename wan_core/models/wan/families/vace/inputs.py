@@ -126,8 +126,7 @@ def control_of_media(
 
 
 def mask_channels(changes: Tensor, frames: int, stride: int) -> Tensor:
-    """A mask of video frames [F, H, W] as that of so many latent frames [64, T, Y, X]: the pixels of a latent are its
-    channels."""
+    """A mask of frames [F, H, W] as that of latents [64, T, Y, X]: the pixels of a latent are its channels."""
     blocks = changes.unflatten(2, (-1, stride)).unflatten(1, (-1, stride))  # [F, Y, 8, X, 8]
     blocks = blocks.permute(2, 4, 0, 1, 3).flatten(0, 1)
     return F.interpolate(blocks[None], size=(frames, *blocks.shape[2:]), mode="nearest-exact")[0]
@@ -136,6 +135,5 @@ def mask_channels(changes: Tensor, frames: int, stride: int) -> Tensor:
 def comfy_extras(
     encode: Callable[[Tensor], Tensor], media: Mapping[str, Tensor], clip: Clip, vae: VAEConfig
 ) -> dict[str, Tensor]:
-    """The media of a clip as ComfyUI's CONDITIONING carries them, one of each list. encode, media: as of
-    `control_of_media`."""
+    """The media of a clip as CONDITIONING carries them, one of each list. encode, media: as of `control_of_media`."""
     return dict(zip(("vace_frames", "vace_mask"), control_of_media(encode, media, clip, vae), strict=True))

@@ -69,8 +69,7 @@ def _by_size(tasks: list[Task], clues: Clues) -> Choice:
 
 
 def _by_release(tasks: list[Task], clues: Clues) -> Choice:
-    """A second expert means 2.2. One file alone is what its name says; 2.2, as any other expert, where it says
-    nothing."""
+    """A second expert means 2.2. One file alone is what its name says; 2.2, as any expert, where it says nothing."""
     experts, single = (next(task for task in tasks if task.two_experts is two) for two in (True, False))
     if not clues.alone:
         return Choice(experts)

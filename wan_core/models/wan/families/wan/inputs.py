@@ -80,8 +80,7 @@ def image_channels(
     frames: int,
     keyframes: Mapping[int, Tensor] = NO_KEYFRAMES,
 ) -> Tensor:
-    """The 4 mask and C image channels of I2V: [1, 4 + C, T, Y, X], float32, normalised. first, last, keyframes: see
-    `known_frames`."""
+    """The 4 mask and C image channels of I2V: [1, 4 + C, T, Y, X], float32, normalised; see `known_frames`."""
     video, unknown = known_frames(first, last, frames, keyframes)
     latents = vae.encode(video)
     return join_image(latents, frame_mask(unknown, latents), vae.config)
