@@ -68,14 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Modules by name, in whatever folder. Tests of the first ones fork this process: a copy is smaller the less has been
 # done in it. The longest of the others follow, so that no process waits for one at the end.
-FIRST = (
-    "test_launcher_faults",
-    "test_launcher_parts",
-    "test_parallel",
-    "test_launcher_hosts",
-    "test_launcher_sockets",
-    "test_launcher",
-)
+FIRST = ("test_launcher_faults", "test_launcher_parts", "test_parallel", "test_parallel_sparse", "test_launcher_hosts",
+         "test_launcher_sockets", "test_launcher")  # fmt: skip
 THEN = ("test_attention", "test_stream", "test_quality", "test_lora")
 
 

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar, cast
 from unittest import mock
 
@@ -16,14 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import animate_references, control_references
-from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
-from tests.denoised import denoise
+from tests import control_references
+from tests.animate_references import ANIMATE2, TINY_ANIMATE
 from tests.exchanges import exchanges
 from tests.s2v_references import S2V
-from tests.s2v_references import draw_inputs as draw_sound
 from wan_core.checkpoint import load_dit, open_checkpoint
-from wan_core.checkpoint.random import random_module
 from wan_core.cli import build_parser
 from wan_core.cli.generate import load_options_of, request_of
 from wan_core.config import (
@@ -37,16 +33,10 @@ from wan_core.execution.optimize import compile_blocks, optimize
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.layers import AttentionBlock
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.wan.config import T2V_A14B, DiTConfig
+from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
-from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
-from wan_core.ops.attention.sparse.forward import SparseAttention, SparseBehindFp8, SparseForward
-from wan_core.ops.attention.sparse.kernels import KERNELS
-from wan_core.ops.attention.sparse.routing import Route, Rule
-from wan_core.ops.attention.tiles import make_tiles
-from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.chords import BEGINNINGS, TimeStretch
 from wan_core.parallel.conditioning import SplitBranches
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
@@ -54,16 +44,10 @@ from wan_core.parallel.sequence import ShardedAttention, ShardedTokens, check_ls
 from wan_core.parallel.vae import Strips
 from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.magcache import Curve
 from wan_core.sampling.cache.residual import Program, ResidualCache
-from wan_core.sampling.cache.skipping import leave_out
-from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.plan import Plan, make_plan
+from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import History
-from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 from wan_core.workers.rank import BetweenBlocks, Rank, agreements
 
 CPU = torch.device("cpu")
@@ -321,95 +305,6 @@ FAMILIES: dict[str, DiTConfig] = {
 }  # fmt: skip
 
 
-def family_model(name: str, grid: tuple[int, ...], motion: bool) -> tuple[WanModel, dict[str, Tensor]]:
-    """A tiny model, and what drives or controls it. motion: of S2V, the frames before."""
-    config = FAMILIES[name]
-    model = load_dit(draw_weights(config), family=config.family, metadata={"num_heads": config.num_heads})
-    if config is S2V:
-        return model, draw_sound(config, grid, motion=19 if motion else None)
-    references = control_references if name in control_references.CONFIGS else animate_references
-    return model, references.draw_inputs(config, grid)
-
-
-@torch.no_grad()
-def family_forward(mesh: str, name: str, grid: tuple[int, ...], motion: bool = True, **changed) -> tuple[float, float]:
-    """The difference of a sharded forward and a whole one, and how much driving or control changes it."""
-    model, inputs = family_model(name, grid, motion)
-    inputs |= changed
-    x, time, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
-    attend = BACKENDS["math"].load()
-    optimize(model, attend=attend)
-    uncontrolled = {"image": inputs["image"]} if "image" in inputs else {}
-    whole, free = of_one(mesh, lambda: (model(x, time, context, **inputs), model(x, time, context, **uncontrolled)))
-    optimize(model, attend=attend, ranks=ranks_of(mesh))
-    return relative(model(x, time, context, **inputs), whole), relative(free, whole)
-
-
-@torch.no_grad()
-def family_run(mesh: str, name: str, how: str, grid: tuple[int, ...]) -> tuple[float, float]:
-    """The difference of a sharded run and a whole one with MagCache, sparse steps or control of a part, and to full."""
-    model, inputs = family_model(name, grid, True)
-    x, _, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
-    conditioning = Conditioning(
-        cond=context, uncond=context.flip(1), concat=x[:, 16:] if x.shape[1] > 16 else None, inputs=inputs,
-        uncond_inputs={"audio": torch.zeros_like(inputs["audio"])} if "audio" in inputs else {},
-    )  # fmt: skip
-    steps = 10 if how == "magcache" else 4  # a step cache takes ten
-    plan = make_plan(task="t2v-14B", steps=steps, guidance_high=2.0, guidance_low=2.0)
-    curve = Curve(
-        task=plan.name, source="flat", high_steps=steps, shift=plan.shift, boundary=0.0, solver=plan.solver,
-        samples=None, cond=(1.0,) * steps, uncond=(1.0,) * steps,
-    )  # fmt: skip
-    skip = SkipOptions(magcache=MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2))
-    if how == "part":
-        changed = replace(plan, steps=tuple(replace(s, control=(float(s.index < 2),)) for s in plan.steps))
-    else:
-        changed = leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, parse_sparse("0.9/0:ramp0"))
-
-    def run(walked: Plan) -> Tensor:
-        return denoise(walked, lambda _: model, conditioning, x[:, :16])
-
-    attend = BACKENDS["math"].load()
-    optimize(model, attend=attend)
-    full, whole = of_one(mesh, lambda: (run(plan), run(changed)))
-    optimize(model, attend=attend, ranks=ranks_of(mesh))
-    return relative(run(changed), whole), relative(full, whole)
-
-
-@torch.no_grad()
-def sharded_vace(mesh: str, path: str) -> tuple[float, list[str]]:
-    """A VACE file with sharded weights: its difference to the whole model, and the matrices that are not sharded."""
-    from torch.distributed.tensor import DTensor
-
-    model, whole = load_sharded_dit(Path(path), ranks_of(mesh), torch.float32), load_dit(Path(path))
-    inputs = control_references.draw_inputs(whole.config, (1, 2, 3, 2))
-    inputs["control"] = control_references.contexts(inputs["control"])
-    x, time, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
-    whole_parameters = [
-        name
-        for name, parameter in model.named_parameters()
-        if "blocks." in name and parameter.ndim == 2 and not isinstance(parameter, DTensor)
-    ]
-    optimize(model, attend=BACKENDS["math"].load(), ranks=ranks_of(mesh))
-    return relative(model(x, time, context, **inputs), whole(x, time, context, **inputs)), whole_parameters
-
-
-@torch.no_grad()
-def sparse_sound(mesh: str) -> tuple[float, float]:
-    """The differences of one sparse forward of S2V: sharded and whole, sparse and dense."""
-    model = load_dit(draw_weights(S2V), metadata={"num_heads": S2V.num_heads})
-    inputs = draw_sound(S2V, (1, 3, 8, 9))
-    x, time, context = (inputs.pop(name) for name in ("x", "timestep", "context"))
-    attend, outputs = BACKENDS["math"].load(), []
-    dense = optimize(model, attend=attend)(x, time, context, **inputs)
-    for ranks in (None, ranks_of(mesh)):
-        optimize(model, attend=attend, ranks=ranks)
-        tiles = SparseTiles(model, SparseOptions(sparsity=0.7, kernel="math"), (3, 8, 9))
-        with in_tiles(model, tiles):
-            outputs.append(model(x, time, context, info=ForwardInfo(sparsity=0.7), **inputs))
-    return relative(outputs[1], outputs[0]), relative(outputs[0], dense)
-
-
 def sharded_weights(mesh: str) -> tuple[int, list[str]]:
     """Bytes of the blocks' weights that this rank holds in parts, and names of those whose parts are not the whole."""
     from torch.distributed.tensor import DTensor
@@ -424,42 +319,6 @@ def sharded_weights(mesh: str) -> tuple[int, list[str]]:
         if not torch.equal(full, wanted[name]) or isinstance(parameter, DTensor) != name.startswith("blocks."):
             changed.append(name)
     return local_bytes, changed
-
-
-@torch.no_grad()
-def gpu_attention(mesh: str, backend: str, heads: int, tokens: int, device: str = "cuda") -> tuple[float, float]:
-    """Mean errors against fp32 of a backend in bf16 over one sequence: whole, and sharded."""
-    ranks = ranks_of(mesh, device)
-    generator = torch.Generator(ranks.device).manual_seed(0)
-    shape = (3, 1, tokens, heads, 128)
-    q, k, v = torch.randn(shape, generator=generator, device=ranks.device).bfloat16()
-    k += 3  # a mean that FP8 has to take off
-    exact = BACKENDS["sdpa"].load()(q.float(), k.float(), v.float())
-    lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
-    mine = shard_of(ranks, lengths)
-    sharded = sharded_attention(ranks, backend)
-    out = sharded(q[:, mine], k[:, mine], v[:, mine], AttentionCall(lengths=lengths))
-    out = gather_parts(out, lengths, ranks.sequence, 1)
-    return tuple(float((x.float() - exact).norm() / exact.norm()) for x in (sharded.dense(q, k, v), out))
-
-
-@torch.no_grad()
-def gpu_forward(mesh: str, precision: str, attention: str, compile: str = "off") -> tuple[float, float, float]:
-    """`fp8_forward` of two blocks at full width with random weights, as a user's options hold and run them."""
-    ranks = ranks_of(mesh, "cuda")
-    config = replace(T2V_A14B, num_layers=2)
-    quantization = find_quantization(precision, ranks.device)
-    generator = torch.Generator(ranks.device).manual_seed(0)
-    x = torch.randn(1, 16, 5, 30, 52, generator=generator, device=ranks.device)  # 1950 tokens: some ranks have one more
-    text = torch.randn(1, 20, config.text_dim, generator=generator, device=ranks.device).bfloat16()
-    time = torch.tensor([700.0], device=ranks.device)
-    exact_model = random_module(config, device=ranks.device, dtype=torch.bfloat16)
-    exact = optimize(exact_model, attend=BACKENDS["sdpa"].load())(x, time, text)
-    model = random_module(config, device=ranks.device, dtype=torch.bfloat16, quantization=quantization)
-    attend = BACKENDS[attention].load()
-    whole = optimize(model, attend=attend, compile=compile)(x, time, text)
-    sharded = optimize(model, attend=attend, compile=compile, ranks=ranks)(x, time, text)
-    return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))
 
 
 @torch.no_grad()
@@ -492,124 +351,6 @@ def cached_tokens(mesh: str) -> tuple[int, int, bool]:
     lengths, _ = shard_lengths(5 * 5 * 7, 1, ranks.mesh.shards)
     runners_after = [type(runner) for runner in model.runners.runners]
     return cache.kept["cond"].buffer.shape[2], lengths[ranks.shard], runners_after == [ShardedTokens]
-
-
-@torch.no_grad()
-def sparse_attention(
-    mesh: str,
-    grid: tuple[int, int, int],
-    block: int,
-    keep: float = 0.25,
-    heads: int = 3,
-    fp8: bool = False,
-    slope: bool = True,
-) -> tuple[float, int]:
-    """The difference between sparse attention of all ranks and of one, and how many rows of this rank's blocks
-    read nothing of some rank's keys. Twice with other numbers. fp8: numbers that go around in FP8; one rank has the
-    same, widened."""
-    ranks, tokens = ranks_of(mesh), grid[0] * grid[1] * grid[2]
-    drawn = torch.randn(2, 3, 2, tokens, heads, 16, generator=torch.Generator().manual_seed(tokens))
-    drawn[:, 1, :, : tokens // 3] *= 2  # the keys of some ranks stand out
-    tiles, rule = make_tiles(grid, block, CPU), Rule(keep)
-    states = [SparseForward(KERNELS["math"], [], tiles, rule, slope=slope) for _ in range(2)]
-    choose, routes = SparseForward.route, list[Route]()
-
-    def noted(state: SparseForward, *arguments: object) -> Route:
-        route = choose(state, *arguments)
-        if state is states[1]:
-            routes.append(route)
-        return route
-
-    inside = SparseBehindFp8() if fp8 else SparseAttention()
-    sharded = sharded_attention(ranks, "math-fp8" if fp8 else "math", inside)
-    lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards, rings=ranks.mesh.ring, block=block)
-    alone, split = AttentionCall(0, states[0]), AttentionCall(0, states[1], lengths)
-    mine = shard_of(ranks, lengths)
-    worst, unit = 0.0, torch.ones(1)
-    for qkv in drawn:
-        quantized = [Quantized(x.to(FP8), unit) for x in qkv]
-        with mock.patch.object(SparseForward, "route", noted):
-            if fp8:
-                whole = inside.quantized(*quantized, alone).data.float()
-                out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in quantized), split).data.float()
-            else:
-                whole = inside(*qkv, alone)
-                out = sharded(*qkv[:, :, mine], split)
-        gathered = gather_parts(out, lengths, ranks.sequence, 1)
-        # FP8 may round the other way, which is a step of an eighth: the mean error tells more than the largest.
-        error = (gathered - whole).norm() / whole.norm() if fp8 else (gathered - whole).abs().max()
-        worst = max(worst, float(error))
-    return worst, unread(routes, group_lengths(sharded, split), block)
-
-
-def unread(routes: list[Route], lengths: list[int], block: int) -> int:
-    """Rows that read nothing of some rank's keys."""
-    blocks, count = [-(-length // block) for length in lengths], 0
-    for route in routes:
-        count += sum(int(route.part(sum(blocks[:rank]), blocks[rank])[1].sum()) for rank in range(len(blocks)))
-    return count
-
-
-@torch.no_grad()
-def sparse_forward(
-    mesh: str,
-    grid: tuple[int, int, int],
-    attention: str,
-    device: str = "cpu",
-    precision: str = "fp32",
-    kernel: str = "auto",
-    compile: str = "off",
-    apart: bool = False,
-) -> tuple[float, float]:
-    """Mean errors of one forward that reads half of the blocks, against the same in plain numbers on one rank: of one
-    rank with the backend `attention`, and of all. Two blocks of random weights. apart: frames have a timestep each."""
-    ranks = ranks_of(mesh, device)
-    quantization = find_quantization(precision, ranks.device)
-    config = replace(T2V_A14B, num_layers=2)
-    if device == "cpu":
-        config = replace(config, dim=64, ffn_dim=96, num_heads=4, text_dim=8, text_len=6, freq_dim=16)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    generator = torch.Generator(ranks.device).manual_seed(0)
-    x = torch.randn(1, 16, grid[0], 2 * grid[1], 2 * grid[2], generator=generator, device=ranks.device)
-    text = torch.randn(1, 5, config.text_dim, generator=generator, device=ranks.device).to(dtype)
-    time = torch.linspace(0, 900, grid[0], device=ranks.device)[None] if apart else torch.tensor([700.0]).to(x.device)
-
-    def run(model: WanModel, kernel: str) -> Tensor:
-        options = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, kernel=kernel)
-        with in_tiles(model, SparseTiles(model, options, grid)):
-            return model(x, time, text, ForwardInfo(sparsity=0.5)).float()
-
-    plain = random_module(config, device=ranks.device, dtype=dtype)
-    exact = run(optimize(plain, attend=BACKENDS["sdpa"].load()), "auto")
-    model = random_module(config, device=ranks.device, dtype=dtype, quantization=quantization)
-    attend = BACKENDS[attention].load()
-    whole = run(optimize(model, attend=attend, compile=compile), kernel)
-    sharded = run(optimize(model, attend=attend, compile=compile, ranks=ranks), kernel)
-    return tuple(float((output - exact).norm() / exact.norm()) for output in (whole, sharded))
-
-
-@torch.no_grad()
-def sparse_counts(mesh: str, attention: str, tokens: tuple[int, int, int]) -> dict[str, tuple[int, int, int]]:
-    """What one forward of two blocks costs this rank, dense and sparse: bytes that it sends, how often blocks are
-    chosen, and for how many rows (of all heads)."""
-    ranks, measured = ranks_of(mesh), {}
-    config = replace(T2V_A14B, num_layers=2, dim=64, ffn_dim=96, num_heads=4, text_dim=8, text_len=6, freq_dim=16)
-    model = random_module(config, device=CPU, dtype=torch.float32)
-    optimize(model, attend=BACKENDS[attention].load(), ranks=ranks)
-    x, text = torch.randn(1, 16, tokens[0], 2 * tokens[1], 2 * tokens[2]), torch.randn(1, 5, config.text_dim)
-    choose = SparseForward.route
-    for name, sparsity in (("dense", 0.0), ("sparse", 0.5)):
-        counts, rows = {"bytes": 0}, []
-
-        def counted(*arguments, rows=rows):
-            rows.append(arguments[2].shape[:3].numel())
-            return choose(*arguments)
-
-        tiles = SparseTiles(model, SparseOptions(sparsity=0.5, dense_steps=0, ramp=0), tokens)
-        with in_tiles(model, tiles), exchanges(counts), mock.patch.object(SparseForward, "route", counted):
-            model(x, torch.tensor([700.0]), text, ForwardInfo(sparsity=sparsity))
-        measured[name] = counts["bytes"], len(rows), sum(rows)
-    return measured | {"block": tiles.block}
 
 
 def questions(mesh: str, arguments: list[str]) -> tuple[list[int], int]:

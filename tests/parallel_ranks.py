@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import math
 import os
 import re
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 120.0
 GRACE = 10.0  # for other ranks' answers, after the fault of one
 LEAVE = "leave"
+CHECKS = ("parallel_checks", "parallel_families", "parallel_first_use", "parallel_loading", "parallel_sparse")
 
 
 def free_port() -> int:
@@ -45,9 +47,8 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
 
     torch.set_num_threads(1)
     import parallel_checks
-    import parallel_first_use
-    import parallel_loading
 
+    modules = [importlib.import_module(name) for name in CHECKS]
     gc.freeze()  # what is imported stays
 
     stands = open(trace, "w")  # noqa: SIM115 - for as long as this process lives
@@ -60,7 +61,6 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    modules = (parallel_checks, parallel_first_use, parallel_loading)
     checks = {name: check for module in modules for name, check in vars(module).items()}
     while (asked := pipe.recv()) is not None:
         name, arguments, environment = asked
@@ -85,8 +85,7 @@ class Ranks:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
         # What several ranks compile with is imported once; not where it may ask a GPU's driver, which no copy can use.
         compiler = [] if torch.cuda.is_available() else ["functorch.compile"]
-        checks = ["parallel_checks", "parallel_first_use", "parallel_loading"]
-        context.set_forkserver_preload([*checks, "sentencepiece", *compiler])
+        context.set_forkserver_preload([*CHECKS, "sentencepiece", *compiler])
         pairs = [context.Pipe() for _ in range(self.most)]
         self.size = 0  # of the world that they form
         self.pipes = [ours for ours, _ in pairs]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.test_checkpoint import DIT, LOADERS, Model, model, official_file, refusal
+from tests.checkpoint.small_models import DIT, LOADERS, Model, model, official_file, refusal
 from wan_core.checkpoint import (
     detect,
     load_dit,

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import parallel_checks
 import parallel_loading
+import pytest
+import torch
 from parallel_ranks import Ranks
 
 from wan_core.ops.attention.registry import BACKENDS

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks import their checks by these names, and so must we
-from parallel_ranks import Ranks
 
 from wan_core.config import LoadOptions, Request, compile_cache
 from wan_core.config.compile_cache import one_goes_first
@@ -30,13 +25,6 @@ from wan_core.pipeline.sources import find_models
 
 CPU = torch.device("cpu")
 INT8 = Quantization(Int8Linear, CPU)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    started = Ranks(4)
-    yield started
-    started.close()
 
 
 @pytest.mark.parametrize(

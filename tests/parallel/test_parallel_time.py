@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import parallel_checks
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks import their checks by these names, and so must we
-import parallel_checks
-from parallel_ranks import Ranks
 
 from tests.workers.test_agreements import REPORTED
 from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
@@ -25,13 +20,6 @@ from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import sparsify
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    started = Ranks(4)
-    yield started
-    started.close()
 
 
 def one_process(starts: tuple[int, ...], sigmas: tuple[float, ...]) -> Tensor:
