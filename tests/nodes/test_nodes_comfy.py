@@ -6,16 +6,15 @@ import io
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from tests.comfyui import Client, ComfyUI, Refused, Run, find_comfyui, make_base
+from tests.nodes.comfy_files import BROKEN, FAULTS, assert_comes_true, broken_libraries, make_files
 from tools.embedded_graphs import (
     CAPTION,
     SMALL,
@@ -26,52 +25,11 @@ from tools.embedded_graphs import (
     small,
     text_to_video,
 )
-from wan_core.checkpoint import save
-from wan_core.checkpoint.random import random_module
 from wan_core.media.video import read_video
-from wan_core.models.vae.config import VAE_22
-from wan_core.models.wan.config import DiTConfig
-from wan_core.pipeline.embedded import parse_caption
-from wan_lab.metrics import judge
-from wan_lab.shapes import draw
 
 pytestmark = pytest.mark.comfy
 
 SCHEMAS = Path(__file__).parent / "node_schemas.json"
-
-# A second pack, for what cannot be had otherwise: a VAE that runs out of memory.
-FAULTS = """
-import copy
-import torch
-
-class Short:
-    def __init__(self, vae, always):
-        self.vae, self.config, self.strips, self.always = vae, vae.config, vae.strips, always
-    def decode_stream(self, latents, tile=None, **how):
-        if tile is None or self.always:
-            raise torch.cuda.OutOfMemoryError("no memory left, says the test")
-        return self.vae.decode_stream(latents, tile=tile, **how)
-
-class ShortPatcher:
-    def __init__(self, patcher, always):
-        self.patcher, self.always = patcher, always
-    def use(self, memory):
-        return Short(self.patcher.use(memory), self.always)
-    def __getattr__(self, name):
-        return getattr(self.patcher, name)
-
-class ShortOfMemory:
-    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("VAE",)
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"vae": ("VAE",), "always": ("BOOLEAN", {"default": True})}}
-    def run(self, vae, always):
-        short = copy.copy(vae)
-        short.patcher = ShortPatcher(vae.patcher, always)
-        return (short,)
-
-NODE_CLASS_MAPPINGS = {"ShortOfMemory": ShortOfMemory}
-"""
 
 
 @pytest.fixture(scope="session")
@@ -83,49 +41,6 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     server = ComfyUI(checkout, base, broken_libraries(base))
     yield server
     server.stop()
-
-
-BROKEN = ("transformer_engine", "flash_attn_interface", "cudnn")  # what speeds the engine up and ComfyUI never imports
-
-
-def broken_libraries(base: Path) -> dict[str, str]:
-    """An environment in which optional libraries are installed and raise when imported, as a wrong build does."""
-    for name in BROKEN:
-        (base / "site" / name).mkdir(parents=True)
-        (base / "site" / name / "__init__.py").write_text(f"raise RuntimeError('{name} is broken, says the test')\n")
-    return {"PYTHONPATH": str(base / "site")}
-
-
-def make_files(base: Path) -> None:
-    """A model file large enough to see in the server's memory, one that is none, and a picture."""
-    folder = base / "models" / "diffusion_models"
-    folder.mkdir(parents=True)
-    config = DiTConfig(
-        in_channels=16, out_channels=16, dim=1024, ffn_dim=4096, num_heads=8, num_layers=4, text_dim=64, text_len=32
-    )
-    large = random_module(config, device=torch.device("cpu"), dtype=torch.bfloat16, seed=0)
-    save(large, folder / "large.safetensors", torch.bfloat16)
-    (folder / "broken.safetensors").write_bytes(b"not a model at all")
-    make_ti2v(base)
-    first = draw([parse_caption(CAPTION)], seed=3)[0, :, 0]
-    Image.fromarray(((first + 1) * 127.5).byte().permute(1, 2, 0).numpy()).save(base / "input" / "first.png")
-
-
-def make_ti2v(base: Path) -> None:
-    """TI2V-5B in miniature: one transformer of 48 channels and a 2.2 VAE, with random weights."""
-    dit = DiTConfig(
-        in_channels=48, out_channels=48, dim=64, ffn_dim=96, num_heads=2, num_layers=2, text_dim=64, text_len=32
-    )
-    vae = replace(VAE_22, encoder_dim=16, decoder_dim=16, dim_mult=(1, 1, 1, 1), num_res_blocks=1)
-    for config, name in ((dit, "diffusion_models/ti2v.safetensors"), (vae, "vae/ti2v.safetensors")):
-        path = base / "models" / name
-        path.parent.mkdir(exist_ok=True)
-        save(random_module(config, device=torch.device("cpu"), dtype=torch.float32, seed=0), path)
-
-
-def assert_comes_true(path: Path) -> None:
-    verdict = judge(torch.from_numpy(read_video(path)), CAPTION)
-    assert verdict.all_true, verdict
 
 
 def count(server: ComfyUI, text: str) -> int:
@@ -329,19 +244,6 @@ def test_bad_input_is_refused_at_its_node(comfy: ComfyUI, where: str, inputs: di
     assert message in errors[0]["details"] + errors[0]["message"]
 
 
-def test_what_only_shows_while_running_names_its_node(comfy: ComfyUI) -> None:
-    """Latents of the other VAE, and an image for a model that takes none."""
-    graph = small()
-    graph["size"]["inputs"] |= {"latent_type": "Wan 2.2 VAE (TI2V-5B)", "width": 64, "height": 64}
-    run = comfy.run(graph)
-    error = run.message("execution_error")
-    assert error["node_id"] == "sampler" and "latents of [1, 48, 2, 4, 4]" in error["exception_message"]
-    graph = image_to_video() | {"model": loaders()["model"]}
-    run = comfy.run(graph)
-    error = run.message("execution_error")
-    assert error["node_id"] == "sampler" and "takes no image" in error["exception_message"]
-
-
 def test_interruption_takes_effect_within_a_step_and_the_next_prompt_works(comfy: ComfyUI) -> None:
     client = Client(comfy.port)
     prompt = comfy.queue(small(steps=1000, seed=77, solver="euler"), client.name)
@@ -407,16 +309,6 @@ def test_free_gives_memory_back_and_models_return_when_used(comfy: ComfyUI) -> N
     assert comfy.run(graph).ok
     assert count(comfy, "WanCore loaded the transformer") == loads + 1
     comfy.post("/free", {"unload_models": True, "free_memory": True})
-
-
-def test_another_model_replaces_the_last_one_at_once(comfy: ComfyUI) -> None:
-    """A loader that a graph no longer names is dropped, and what it held with it, not at the next collection."""
-    graph = small(seed=5)
-    graph |= {"model": loaders("large.safetensors", "none")["model"]}
-    assert comfy.run(graph).ok
-    loaded = comfy.resident_bytes()
-    assert comfy.run(small(seed=5)).ok
-    assert loaded - comfy.resident_bytes() > LARGE
 
 
 def test_an_expert_that_streams_makes_the_same_video(comfy: ComfyUI) -> None:

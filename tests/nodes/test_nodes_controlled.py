@@ -16,7 +16,7 @@ from tests.animate_references import draw_weights
 from tests.comfy_control_clip import VACE
 from tests.comfyui import ComfyUI, Graph, make_base, saved_latents, serving
 from tests.nodes.test_nodes_driven import smooth
-from tests.nodes.test_workflows import api_form
+from tests.nodes.workflow_pages import api_form
 from tests.pipeline.test_clips import HEIGHT, WIDTH, drawn
 from tools.embedded_graphs import node
 from wan_core.checkpoint.save import write_safetensors

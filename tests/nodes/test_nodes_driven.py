@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.animate_references import draw_weights
 from tests.comfyui import ComfyUI, Graph, make_base, serving
 from tests.nodes.test_nodes_wan21 import write_vision
-from tests.nodes.test_workflows import api_form
 from tests.nodes.unrolled_loop import of_kind, unrolled
+from tests.nodes.workflow_pages import api_form
 from tests.pipeline.test_clips import CONFIGS, HEIGHT, WIDTH, drawn
 from tools.embedded_graphs import node
 from wan_core.checkpoint.save import write_safetensors

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
 from tests.gguf_files import llama_name, matrices, tokenizer_notes, write
-from tests.nodes.test_nodes_comfy import assert_comes_true
+from tests.nodes.comfy_files import assert_comes_true
 from tests.nodes.test_nodes_precisions import LOOK, facts_of, looked_at
 from tools.embedded_graphs import node, text_to_video
 from wan_core.checkpoint import load_dit, load_text_encoder

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from tests.comfyui import Client, ComfyUI, Graph, Refused, find_comfyui, make_base, serving
-from tests.nodes.test_workflows import api_form, caption_behind, on_cpu_workers
+from tests.nodes.test_workflows import caption_behind, on_cpu_workers
+from tests.nodes.workflow_pages import api_form
 from tools.embedded_graphs import node, small, text_to_video
 from tools.processes import below, ranks_below, wait_until_gone
 from wan_core.media.video import read_video

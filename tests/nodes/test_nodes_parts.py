@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.comfyui import Client, ComfyUI, Graph, make_base, saved_latents, serving
-from tests.nodes.test_workflows import api_form
+from tests.nodes.workflow_pages import api_form
 from tools.embedded_graphs import TINY_I2V, loaders, node, sampler
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.pipeline.sources import TINY

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.comfyui import ComfyUI, Graph, Refused, Run, find_comfyui, make_base
-from tests.nodes.test_nodes_comfy import assert_comes_true, make_ti2v
+from tests.nodes.comfy_files import assert_comes_true, make_ti2v
 from tools.embedded_graphs import node, small, text_to_video
 
 pytestmark = pytest.mark.comfy

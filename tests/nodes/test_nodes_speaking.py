@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests import s2v_loop as loop
 from tests.animate_references import draw_weights
 from tests.comfyui import ComfyUI, Graph, make_base, serving
-from tests.nodes.test_workflows import api_form
+from tests.nodes.workflow_pages import api_form
 from tests.pipeline.test_sound_clips import write_wav
 from tools.embedded_graphs import node
 from wan_core.checkpoint.save import write_safetensors

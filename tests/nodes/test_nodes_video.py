@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.comfyui import ComfyUI, Graph, make_base, serving
-from tests.nodes.test_nodes_comfy import FAULTS, assert_comes_true
+from tests.nodes.comfy_files import FAULTS, assert_comes_true
 from tools.embedded_graphs import SMALL, node, text_to_video
 from wan_core.media.video import read_video
 

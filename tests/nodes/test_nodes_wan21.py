@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.comfyui import ComfyUI, Graph, make_base, saved_latents, serving
-from tests.nodes.test_workflows import api_form
+from tests.nodes.workflow_pages import api_form
 from tests.pipeline.test_wan21 import IMAGE_TO_VIDEO, written
 from tools.embedded_graphs import node
 from wan_core.checkpoint.save import write_safetensors

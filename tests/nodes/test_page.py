@@ -14,7 +14,7 @@ import pytest
 
 from tests.browser import Browser, find_browser
 from tests.comfyui import ComfyUI, find_comfyui, make_base
-from tests.nodes.test_workflows import page_form
+from tests.nodes.workflow_pages import page_form
 from wan_core.pipeline.sources import TINY
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]

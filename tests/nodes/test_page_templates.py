@@ -18,7 +18,7 @@ from PIL import Image
 from tests.browser import Browser, find_browser
 from tests.comfyui import ComfyUI, find_comfyui, make_base
 from tests.nodes.test_page import SETTINGS
-from tests.nodes.test_workflows import TITLES, api_form, graphs, page_form
+from tests.nodes.workflow_pages import TITLES, api_form, graphs, page_form
 from tools.workflows import all_nodes, files_of
 from wan_core.media.mp4 import write_mp4
 

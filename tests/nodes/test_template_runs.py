@@ -16,7 +16,8 @@ from benchmarks.comfyui import Graph
 from benchmarks.templates.expand import expand
 from benchmarks.templates.run import Templates, observed
 from tests.comfyui import ComfyUI, find_comfyui, find_newer_comfyui, make_base
-from tests.nodes.test_workflows import BOXES, api_form, on_cpu_workers, page_form
+from tests.nodes.test_workflows import BOXES, on_cpu_workers
+from tests.nodes.workflow_pages import api_form, page_form
 from tests.pipeline.test_sound_clips import write_wav
 from tests.stand_ins import TRANSFORMERS, WRITERS
 from tools.workflows import all_nodes, files_of, known_files
