@@ -24,9 +24,8 @@ from wan_core.pipeline.decode import decode_images
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.magcache import CURVE_FILES, curve_path
+from wan_core.sampling.cache.magcache import CURVE_FILES, curve_path, parse_magcache
 from wan_core.sampling.cache.skipping import check_cacheable, leave_out
-from wan_core.sampling.cache.speed import WORDS
 from wan_core.sampling.calibration_files import is_embedded
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Ready
@@ -69,9 +68,9 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     if older is not None:
         show(f"the older {out.name} is kept as {older}")
     CURVE_FILES.write(curve, out)
-    for name, word in WORDS.items():
-        options = SkipOptions(magcache=word.many.magcache)
-        print(f"{name:<10} {leave_out(plan, options, curve).forward_words()}")
+    for numbers in ("0.12/2/0.2", "0.24/2/0.1"):
+        options = SkipOptions(magcache=parse_magcache(numbers))
+        print(f"{numbers:<10} {leave_out(plan, options, curve).forward_words()}")
     print(out)
     return 0
 

@@ -25,7 +25,7 @@ from wan_core.ops.cards import capability
 from wan_core.pipeline.memory_planning import slope_factor
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.cache.magcache import find_curve
-from wan_core.sampling.cache.skipping import skip_words, with_curve
+from wan_core.sampling.cache.skipping import check_curve, skip_words
 from wan_core.sampling.native.attention import NativeAttention
 from wan_core.sampling.native.plan import WholeRun, check_native, falls, rising_words
 from wan_core.sampling.native.run import RUN, WARNING, NativeRun
@@ -92,13 +92,13 @@ def accelerated(patcher: ModelPatcher) -> Accelerated | None:
 
 def skipping_words(patcher: ModelPatcher, options: SkipOptions) -> str:
     """What `options` do on a model, or why a run of 10 steps or more will be refused."""
-    model = describe(patcher)
-    curve = None if model.task is None or not options.magcache else find_curve(model.path, model.task.name)
-    try:
-        own, note = with_curve(options, curve, model.name)
-    except OptionError as refused:  # by the sampler: the cache is off for few steps and distilled files, whatever it is
-        own, note = options, str(refused)
-    return skip_words(own) + f" ({note})" * bool(note)
+    model, refusal = describe(patcher), ""
+    if options.magcache is not None:
+        try:
+            check_curve(model.task and find_curve(model.path, model.task.name), model.name)
+        except OptionError as refused:  # by the sampler: the cache is off for few steps and distilled files
+            refusal = f" ({refused})"
+    return skip_words(options) + refusal
 
 
 class Accelerated:

@@ -103,7 +103,7 @@ def test_a_graph_of_two_experts_with_the_node_in_it(comfy: ComfyUI) -> None:
     assert comfy.run(graph(SPARSE)).cached
 
 
-def test_a_word_in_20_steps_skips_forwards_and_reads_fewer_keys(comfy: ComfyUI) -> None:
+def test_a_word_in_20_steps_skips_forwards(comfy: ComfyUI) -> None:
     nodes = graph(SPARSE)
     for index in range(2):
         steps = {"steps": 20, "start_at_step": 10 * index, "end_at_step": 10 + 10 * index}
@@ -112,10 +112,8 @@ def test_a_word_in_20_steps_skips_forwards_and_reads_fewer_keys(comfy: ComfyUI) 
     latents(comfy, watched)
     for expert in "01":
         [text] = [e["data"] for e in watched.events if e["type"] == "text" and e["node"] == f"fast{expert}"]
-        assert re.search(r"\d+ of (10|20) forwards skipped, attention reads \d+ % of the keys", text), text
-        assert (
-            "step cache (speed balanced): " in text and "speed balanced: magcache 0.24/1/0.1, order 2, sparse" in text
-        )
+        assert re.search(r"\d+ of (10|20) forwards skipped", text), text
+        assert "step cache (speed balanced): " in text and "speed balanced: taylorseer 2/1/0.25" in text
         assert "left out: speed balanced" in watched.outputs[f"fast{expert}"]["text"][0]
 
 

@@ -21,7 +21,6 @@ from wan_core.sampling.cache.magcache import (
     parse_magcache,
 )
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards
-from wan_core.sampling.cache.speed import HALF_OF_STEPS, TWO_IN_A_ROW
 from wan_core.sampling.plan import make_plan
 
 
@@ -34,7 +33,7 @@ def test_ways_to_write_the_same():
 
 
 def test_it_switches_itself_off_and_says_so(tmp_path):
-    options = SkipOptions(magcache=TWO_IN_A_ROW)
+    options = SkipOptions(magcache=parse_magcache("0.24/2/0.1"))
     few = leave_out(make_plan(steps=9), options, CURVES["t2v-A14B"])
     assert few.saved == 0 and "fewer than 10" in few.table()
     assert leave_out(make_plan(steps=10), options, CURVES["t2v-A14B"]).saved > 0
@@ -59,26 +58,12 @@ def test_a_curve_beside_the_checkpoint_comes_first(tmp_path):
     CURVE_FILES.write(mine, curve_path(folder, "t2v-A14B"))
     assert find_curve(folder, "t2v-A14B") == mine
     with pytest.raises(OptionError, match="calibrate"):
-        leave_out(make_plan(), SkipOptions(magcache=replace(TWO_IN_A_ROW, threshold=0.1)), None)
+        leave_out(make_plan(), SkipOptions(magcache=parse_magcache("0.1/2/0.1")), None)
 
 
-@pytest.mark.parametrize("preset", [HALF_OF_STEPS, TWO_IN_A_ROW])
-@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B"])
-def test_a_word_without_a_curve_computes_nearly_the_same_steps(task, preset):
-    """TaylorSeer takes the place of the MagCache of a word, for any number of steps. Other numbers are refused."""
-    options = SkipOptions(magcache=preset)
-    for steps in range(10, 61, 5):
-        plan = make_plan(task=task, steps=steps)
-        curved, without = leave_out(plan, options, CURVES[task]), leave_out(plan, options, None)
-        differing = sum(bool(a.skipped) != bool(b.skipped) for a, b in zip(curved.steps, without.steps, strict=True))
-        assert differing <= max(2, steps // 12) and abs(curved.saved - without.saved) <= 0.08
-        [note] = without.notes
-        assert (
-            note.startswith(f"MagCache has no curve for {task}: taylorseer ") and without.unskipped == curved.unskipped
-        )
-    own = SkipOptions(magcache=replace(preset, threshold=0.1))
-    with pytest.raises(OptionError, match=f"none for {task}"):
-        leave_out(plan, own, None)
+def test_without_a_curve_magcache_says_what_needs_none(capsys):
+    assert main(["plan", "--task", "t2v-14B", "--steps", "20", "--magcache", "0.12/2/0.2"]) != 0
+    assert "use taylorseer or a word of speed, which need none" in capsys.readouterr().err
 
 
 def test_models_in_one_folder_have_curves_of_their_own(tmp_path):

@@ -57,12 +57,12 @@ def test_step_distilled_weights_have_the_words_of_few_steps() -> None:
 
 def test_a_solver_that_no_cache_fits_runs_every_step() -> None:
     plan = at("balanced", 20, solver="heun")
-    assert plan.forwards == plan.unskipped and plan.sparse is not None
+    assert plan.forwards == plan.unskipped and "no step is forecast: the solver is heun" in plan.notes
 
 
 def test_a_solver_of_two_forwards_a_step_has_the_words_of_its_steps() -> None:
     assert at("fast", 6, solver="heun").sparse == WORDS["fast"].few.sparse
-    assert at("fast", 10, solver="heun").sparse == WORDS["fast"].many.sparse
+    assert at("fast", 10, solver="heun").sparse is None
 
 
 def test_a_word_and_settings_are_refused() -> None:

@@ -34,7 +34,7 @@ from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.plan import Plan
 
 TASK, HEAD_DIM = "t2v-A14B", 128
-CACHE = "magcache:0.24/1/0.1:order2"
+CACHE = "speed:balanced"
 Runs = Callable[[str, str], bool]
 """(kind, name) -> whether it runs: kind is "attention", "precision" or "kernels" (name "fused")."""
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wan_core.config import EXACT, OptionError, SkipOptions, TaylorSeerOptions
+from wan_core.config import EXACT, OptionError, SkipOptions
 from wan_core.config.file_names import file_says
 from wan_core.config.printing import command
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import check_sparse
 from wan_core.sampling.cache.magcache import Curve, find_curve, skip_magcache
 from wan_core.sampling.cache.policies import skip_taylorseer
-from wan_core.sampling.cache.speed import HALF_OF_STEPS, MIN_STEPS, PRECISION, TWO_IN_A_ROW, at_speed
+from wan_core.sampling.cache.speed import MIN_STEPS, PRECISION, at_speed
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.plan import Plan, cut_plan
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
@@ -67,9 +67,9 @@ def apply_policies(
     word, (options, distilled) = options.speed, for_run(options, plan.count, (checkpoint, low, *loras))
     if word != EXACT:
         plan = replace(plan, speed=word, notes=(*plan.notes, f"speed {word}: {skip_words(options)}; {PRECISION}"))
-    if word != EXACT and options.magcache is not None and plan.solver.removeprefix("ComfyUI ") in UNCACHED:
+    if word != EXACT and options.taylorseer is not None and plan.solver.removeprefix("ComfyUI ") in UNCACHED:
         plan = replace(plan, notes=(*plan.notes, f"no step is forecast: the solver is {plan.solver}"))
-        options = replace(options, magcache=None)
+        options = replace(options, taylorseer=None)
     if plan.task and not of_sampler and options.sparse is not None and options.sparse.sparsity:
         check_sparse(plan.task)
     plan = sparsify(plan, options.sparse)
@@ -93,30 +93,22 @@ def check_cacheable(solver: str, name: str) -> None:
         raise OptionError(f"{name} does not fit the solver {solver}, {UNCACHED[solver]}: leave one of them out")
 
 
-def with_curve(options: SkipOptions, curve: Curve | None, task: str) -> tuple[SkipOptions, str]:
-    """`options`, if MagCache has the curve that it needs, and a note. Without a curve the MagCache of a word of `speed`
-    becomes the TaylorSeer that computes as often, which the note says: on models with a curve, both compute the same
-    steps but for a few of the last, whatever the order of their forecasts. Raises OptionError for other numbers."""
-    cache = options.magcache
-    if cache is None or curve is not None:
-        return options, ""
-    if all(replace(cache, order=of_word.order) != of_word for of_word in (HALF_OF_STEPS, TWO_IN_A_ROW)):
+def check_curve(curve: Curve | None, task: str) -> Curve:
+    """The curve that MagCache needs. Raises OptionError where there is none."""
+    if curve is None:
         raise OptionError(
-            f"MagCache needs a curve, and there is none for {task}: run `{command('calibrate')}`, or use taylorseer, "
-            "which needs no curve, or a word of speed, which does without one"
+            f"MagCache needs a curve, and there is none for {task}: run `{command('calibrate')}`, or use taylorseer or "
+            "a word of speed, which need none"
         )
-    seer = TaylorSeerOptions(interval=cache.max_skips + 1, order=cache.order, retention=cache.retention)
-    policy = skip_words(SkipOptions(taylorseer=seer))
-    note = f"MagCache has no curve for {task}: {policy} runs in its place, whose steps are nearly the same"
-    return replace(options, magcache=None, taylorseer=seer), note
+    return curve
 
 
 def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
     """`plan` with the step cache of `options`; its notes say what was decided.
 
     curve: for MagCache. distilled: what says that a file is step-distilled, or "". Step caches are switched off for
-    step-distilled weights and below 10 steps, because consecutive steps differ too much. MagCache without a curve is
-    another cache or refused, as `with_curve` says. Raises OptionError.
+    step-distilled weights and below 10 steps, because consecutive steps differ too much. Raises OptionError if MagCache
+    has no curve.
     """
     if options is None:
         return plan
@@ -129,10 +121,8 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
         note = f"{name} is off: {f'{distilled}; if it is not, change that' if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
-    options, note = with_curve(options, curve, plan.name)
-    plan = replace(plan, notes=(*plan.notes, note)) if note else plan
-    if options.magcache and curve is not None:
-        return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)
+    if options.magcache is not None:
+        return replace(skip_magcache(plan, options.magcache, check_curve(curve, plan.name)), unskipped=full)
     assert options.taylorseer is not None
     return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
 

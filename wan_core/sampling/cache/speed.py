@@ -1,22 +1,16 @@
 """What each word of `speed` does in a run: one table, with the reason of each row. Without torch.
 
-dB is PSNR against the full run on the embedded model, mean and worst clip, float32, unseen seeds (docs/log.md).
+dB is PSNR against the full run, mean / worst clip, on the test bed in 40 steps (docs/quality.md). There TaylorSeer of
+order 1 is nearer than MagCache at as many forwards, and any share of sparse attention loses 17 to 25 dB.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from wan_core.config import EXACT, MagCacheOptions, SkipOptions, SparseOptions
+from wan_core.config import EXACT, SkipOptions, SparseOptions, TaylorSeerOptions
 
 MIN_STEPS = 10  # below, consecutive steps differ too much for a step cache
-
-# Forecasts instead of the last residual, and at most one skip in a row: on the embedded model the best setting at equal
-# savings (benchmarks/results/quality-*.json, docs/caching.md). Order 2 stores three residuals of each branch.
-HALF_OF_STEPS = MagCacheOptions(threshold=0.24, max_skips=1, retention=0.1, order=2)
-TWO_IN_A_ROW = replace(HALF_OF_STEPS, max_skips=2)
-HALF = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0)
-THIRD = SparseOptions(sparsity=0.6875, dense_steps=0, ramp=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,22 +22,30 @@ class Word:
     why: str
 
 
+def _every(interval: int, retention: float) -> SkipOptions:
+    return SkipOptions(taylorseer=TaylorSeerOptions(interval=interval, order=1, retention=retention))
+
+
+def _share(sparsity: float) -> SkipOptions:
+    return SkipOptions(sparse=SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0))
+
+
 WORDS = {
     EXACT: Word(many=SkipOptions(), few=SkipOptions(), why="nothing is left out"),
     "careful": Word(
-        many=SkipOptions(magcache=HALF_OF_STEPS),
+        many=_every(2, 0.4),
         few=SkipOptions(),  # sparse attention saves nothing above 78 % of the keys
-        why="44 of 80 forwards: text 51.8 / 43.3, image 58.3 / 54.4",
+        why="56 of 80 forwards: text 39.6 / 33.1, image 49.7 / 45.0",
     ),
     "balanced": Word(
-        many=SkipOptions(magcache=HALF_OF_STEPS, sparse=replace(THIRD, ramp=0.3)),
-        few=SkipOptions(sparse=HALF),
-        why="44 of 80 forwards: text 45.6 / 32.2, image 49.5 / 42.7; four steps 49.0 / 34.6",
+        many=_every(2, 0.25),
+        few=_share(0.5),
+        why="50 of 80 forwards: text 37.3 / 28.8, image 45.7 / 39.3; four steps, embedded model 49.0 / 34.6",
     ),
     "fast": Word(
-        many=SkipOptions(magcache=TWO_IN_A_ROW, sparse=replace(THIRD, ramp=0.3)),
-        few=SkipOptions(sparse=THIRD),
-        why="34 of 80 forwards: text 41.9 / 38.1; four steps 45.8 / 33.8",
+        many=_every(3, 0.2),
+        few=_share(0.6875),
+        why="38 of 80 forwards: text 28.8 / 19.8, image 39.3 / 31.3; four steps, embedded model 45.8 / 33.8",
     ),
 }
 
