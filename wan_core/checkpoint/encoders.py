@@ -120,11 +120,6 @@ def load_vision(
     return module.requires_grad_(False).eval()
 
 
-def huggingface_names(layers: int) -> dict[str, str]:
-    """Our parameter -> its name in Hugging Face's layout, of an encoder whose first `layers` layers run."""
-    return {ours: theirs for ours, (theirs, _) in _names(*_LAYOUTS["huggingface"], layers)}
-
-
 def find_vision_file(path: str | os.PathLike[str]) -> tuple[Checkpoint, FoundVision]:
     """Open a file or folder and recognise it by its header. Raises CheckpointError."""
     checkpoint = open_checkpoint(Path(path))

@@ -31,7 +31,7 @@ from wan_core.execution.report import Report
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import Job, check_request, make_job
 from wan_core.pipeline.clips import ClipRun, kept_steps, remove_kept
-from wan_core.pipeline.decode import WriteFrames, decode_latents
+from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.denoise import sample
 from wan_core.pipeline.encode import encode_media, encode_start, encode_text
 from wan_core.pipeline.first_use import forward_each_kind
@@ -114,7 +114,10 @@ class Pipeline:
         write_frames = None if watch.write is None else partial(watch.write, fps=job.fps, settings=report.settings)
         watch.planned(job.plan)
         if not job.alone:
-            return generate_clips(run, watch, write_frames)
+            clips = ClipRun(run, watch.keep_clips)
+            latents = clips.make(watch, write_frames)  # those of all clips in order
+            kept = () if clips.kept is None else tuple(clips.kept.own)
+            return Result(clips.frames, latents, job.fps, job.plan, report, kept)
         watch.phase("text")
         conditioning, start = self.encode(run), encode_start(run)
         if self.models.compiles:
@@ -170,14 +173,6 @@ class Pipeline:
             with run.report.phase(f"warm up {expert}"):
                 retried(run.memory, expert, forward, expert)
         note_compiled()
-
-
-def generate_clips(run: Run, watch: Watch, write: WriteFrames | None) -> Result:
-    """Generate a long video clip by clip. The latents of the result are those of all clips in order."""
-    clips = ClipRun(run, watch.keep_clips)
-    latents = clips.make(watch, write)
-    kept = () if clips.kept is None else tuple(clips.kept.own)
-    return Result(clips.frames, latents, run.job.fps, run.job.plan, run.report, kept)
 
 
 def saving(run: Run, watch: Watch) -> Watch:
