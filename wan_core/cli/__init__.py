@@ -92,8 +92,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def report_faults(name: str, run: Callable[[], int]) -> int:
-    """Call `run` and return its exit code. User errors and out of memory print one line on stderr that begins with
-    `name`, what the user called."""
+    """Call `run` and return its exit code. User errors and out of memory print a line that begins with `name`."""
     try:
         return run()
     except BrokenPipeError:

@@ -179,8 +179,7 @@ def _lora(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _from_metadata_and_name(metadata: Mapping[str, str], path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Expert and number of distilled steps, as the file's metadata or name gives them where they are not `known`, and
-    the metadata itself."""
+    """The metadata, and the expert and distilled steps that it or the name gives where they are not `known`."""
     about: dict[str, Any] = {}
     expert = expert_of(LoraOptions(path=str(path)), metadata)
     if expert is not None:

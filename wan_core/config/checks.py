@@ -72,8 +72,7 @@ def check_range(name: str, value: float, low: float, high: float, advice: str = 
 
 
 def check_file_size(path: str | os.PathLike[str], limit: int) -> None:
-    """Raise OptionError for a pipe or a device, which may never end, and for a file of more than `limit` bytes, OSError
-    if there is none."""
+    """Raise OptionError for a pipe, a device or a file of more than `limit` bytes, OSError if there is none."""
     status = Path(path).stat()
     size = status.st_size
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):

@@ -74,8 +74,7 @@ def files_for(task: str, chosen: Collection[str] = ()) -> list[ModelFile]:
 
 
 def models_root(folder: Path) -> Path | None:
-    """ComfyUI's models folder in `folder`, which may be that, ComfyUI's own folder, or a download of Comfy-Org; None
-    where there is none."""
+    """ComfyUI's models folder in `folder`: that, ComfyUI's own, or a download of Comfy-Org; None: there is none."""
     for root in (folder, folder / "models", folder / "split_files"):
         if all(any((root / name).is_dir() for name in names) for names in (TRANSFORMERS, TEXT_ENCODERS)):
             return root

@@ -283,8 +283,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes, *, tidy: bool = Tr
 
 
 def keep_old(path: Path) -> Path | None:
-    """A copy of the file `path` as NAME.bak, or with a number where that exists. None where there is nothing to keep.
-    Raises OSError."""
+    """A copy of `path` as NAME.bak, or with a number where that exists. None: nothing is there. Raises OSError."""
     if not path.exists():
         return None
     kept = next(name for name in numbered(path.with_name(f"{path.name}.bak")) if not os.path.lexists(name))

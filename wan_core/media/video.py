@@ -252,8 +252,7 @@ def load_image(path: str | os.PathLike[str], size: tuple[int, int] | None = None
 
 
 def picture_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """(width, height) of the picture that `load_image` gives. Decodes it once, so that damage is found now. Raises as
-    `load_image` does."""
+    """(width, height) of what `load_image` gives. Decodes it once, to find damage now. Raises as `load_image` does."""
     with open_picture(path) as file:
         return _to_rgb(file).size
 

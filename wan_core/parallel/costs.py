@@ -207,8 +207,7 @@ def forward_seconds(
     fp8_attention: bool = False,
     read: float = 1.0,
 ) -> float:
-    """Estimated seconds of one branch's forward on `mesh`, with attention that reads a share `read` of the blocks;
-    1: all, by the dense kernel."""
+    """Estimated seconds of one branch's forward on `mesh`. read: share of blocks; 1: all, by the dense kernel."""
     L, C, N, H, R, U = tokens, config.dim, config.ffn_dim, config.num_heads, mesh.ring, mesh.ulysses
     shard = -(-L // mesh.shards)
     channels = -(-H // U) * config.head_dim  # of the rank with the most heads, during attention

@@ -66,8 +66,7 @@ class Strip:
         return gather_parts(strip, [count * scale for count in self.cells], self.group, self.axis)
 
     def widen(self, x: Tensor, more: int) -> Tensor:
-        """x [..., Y, X] with so many positions of the neighbours on both sides; zeros at the picture's edge, as a
-        convolution's padding."""
+        """x [..., Y, X] with so many positions of both neighbours; zeros at the edge, as a convolution pads."""
         axis, me, last = self.axis - 5, self.group.index, self.group.size - 1
         # The previous rank gets this rank's first positions, the next rank its last ones: as many as arrive.
         first, final = x.narrow(axis, 0, more), x.narrow(axis, x.shape[axis] - more, more)

@@ -172,8 +172,7 @@ def check_request(options: LoadOptions, request: Request, device: torch.device, 
 
 
 class ListCheck:
-    """Checks the requests of a list. Headers of models are read once, and requests that differ by prompt and seed alone
-    are checked once."""
+    """Checks a list's requests. Headers are read once; requests that differ by prompt and seed are checked once."""
 
     def __init__(self, options: LoadOptions, device: torch.device) -> None:
         self.options, self.device = options, device
@@ -195,8 +194,7 @@ class ListCheck:
 
 
 def make_job(request: Request, facts: ModelFacts) -> Job:
-    """Fill in what `request` leaves open and check all of it. Raises OptionError. A MagCache curve may lie beside the
-    high-noise expert's file."""
+    """Fill in what `request` leaves open and check all of it. Raises OptionError. A curve may lie beside the files."""
     task, vae = facts.task, facts.vae
     assert facts.dit is not None
     if request.from_video is not None:

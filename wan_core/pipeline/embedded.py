@@ -68,8 +68,7 @@ def parse_caption(text: str) -> Scene:
 
 
 def unknown_to(task: Task, prompts: Sequence[str], width: int, height: int, frames: int) -> list[str]:
-    """Sentences about what the embedded model is asked for and never saw; none for other models. frames: that one
-    forward sees at most."""
+    """What the embedded model is asked for and never saw; nothing for others. frames: that one forward sees."""
     if task.release != "embedded":
         return []
     notes = []

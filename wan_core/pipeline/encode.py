@@ -199,8 +199,7 @@ def first_frames(run: Run) -> dict[str, Tensor]:
 
 
 def keyframes(run: Run, clip: Clip) -> dict[str, Tensor]:
-    """The keyframes of a clip, as `keyframes_of` takes them; those among the frames that are carried over were known
-    in the clip before."""
+    """The keyframes of a clip for `keyframes_of`; those among carried frames were known in the clip before."""
     size, begin = (run.job.width, run.job.height), clip.first + clip.carried
     within = [one for one in run.job.request.keyframes or () if begin <= one.frame < clip.end]
     pictures = [picture for one in within if (picture := read_picture(run, one.path, size)) is not None]

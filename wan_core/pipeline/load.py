@@ -250,8 +250,7 @@ class Placement:
         return load_with_loras(part, loras, self.residency.load_device, settings.device, how)
 
     def add(self, name: str, model: nn.Module, report: Report) -> ModelLoras | None:
-        """Attach the LoRAs of a model that was read, optimise it, and give it to the residency. Returns its LoRAs; None
-        where it has none."""
+        """Attach the LoRAs of a model that was read, optimise it, give it to the residency. Returns its LoRAs."""
         settings, part, loras = self.settings, self.settings.parts[name], self.settings.loras.get(name, ())
         applied = ModelLoras(settings.device, merged_of(part, loras)) if loras else None
         if part.lora_mode == "attach" and applied is not None:

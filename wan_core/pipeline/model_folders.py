@@ -46,8 +46,7 @@ RELEASES = (  # repositories of whole releases on Hugging Face
 
 
 def parts_in(options: LoadOptions, *, transformers_only: bool) -> dict[str, Path]:
-    """Part -> file or folder, of what `options.model` names. Parts that are absent have no key. Raises OptionError, or
-    CheckpointError."""
+    """Part -> file or folder in `options.model`; absent parts have no key. Raises OptionError, CheckpointError."""
     assert options.model is not None
     folder = Path(options.model)
     if not folder.is_dir():

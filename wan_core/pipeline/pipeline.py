@@ -176,8 +176,7 @@ class Pipeline:
 
 
 def saving(run: Run, watch: Watch) -> Watch:
-    """`watch`, whose `latents` also writes finished latents to `keep_latents`, and `kept` is told; a warning says where
-    that is not possible."""
+    """`watch`, whose `latents` also writes to `keep_latents` and calls `kept`; a warning where that fails."""
     path = watch.keep_latents
 
     def save(latents: Tensor) -> None:

@@ -99,8 +99,7 @@ class RunOwner(ABC):
 
     @abstractmethod
     def make_room(self, name: str) -> str | None:
-        """Go over to the next plan that takes less device memory, and bring the model `name` back. In words; None where
-        there is none."""
+        """Go over to the next plan with less device memory, and bring `name` back. In words; None: there is none."""
 
     def relieve(self, name: str) -> bool:
         """Memory ran out with the model `name`: make room, and say so; False if there is none. Steps are not lost."""

@@ -64,8 +64,7 @@ class PartToLoad:
 
     @property
     def decoded_bytes(self) -> int:
-        """Host memory in bytes when the weights stay in the mapped file: only unquantised blocks (`keep_blocks`) are
-        decoded to memory."""
+        """Host memory where weights stay in the mapped file: only unquantised blocks (`keep_blocks`) are decoded."""
         if self.quantization is None:
             return 0
         return self.part.decoded_parameters(self.quantization) * self.dtype.itemsize
@@ -77,8 +76,7 @@ class PartToLoad:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Bytes of the units of a transformer or a text encoder, which are copied to the device as one: the rest first,
-        then every block."""
+        """Bytes of what is copied to the device as one: a transformer's or text encoder's rest, then every block."""
         config = self.part.config
         if isinstance(config, TextConfig):
             outside = config.vocab_size * config.dim * self.dtype.itemsize

@@ -48,15 +48,13 @@ def dpmpp_schedule(steps: int, shift: float) -> tuple[list[float], list[float]]:
 
 
 def euler_schedule(steps: int, shift: float) -> tuple[list[float], list[float]]:
-    """(sigmas [steps + 1], timesteps [steps]) from 1 to 0 with fractional timesteps: 4 steps at shift 5 give 1000,
-    937.5, 833.3, 625."""
+    """(sigmas [steps + 1], timesteps [steps]), fractional: 4 steps at shift 5 give 1000, 937.5, 833.3, 625."""
     sigmas = [float32(shifted(even, shift)) for even in from_one(steps)]
     return [*sigmas, 0.0], [float32(sigma * 1000) for sigma in sigmas]
 
 
 def given_schedule(sigmas: Sequence[float]) -> tuple[list[float], list[float]]:
-    """(sigmas, timesteps) of sigmas that a user gives: at least two, falling, the first at most 1, the last at least 0.
-    Raises OptionError."""
+    """(sigmas, timesteps) of a user's sigmas: at least two, falling, within 1 to 0. Raises OptionError."""
     falling = all(high > low for high, low in pairwise(sigmas))
     if len(sigmas) < 2 or not falling or not 0 <= sigmas[-1] < sigmas[0] <= 1:
         shown = ", ".join(f"{sigma:.4g}" for sigma in sigmas[:8])
@@ -73,8 +71,7 @@ Row = tuple[float, float, float, bool]
 
 
 def heun_forwards(rows: Sequence[Row]) -> list[Row]:
-    """`rows` of a schedule with a second forward after each that does not end at 0: it predicts where that one ended,
-    and ends there too."""
+    """`rows` of a schedule, each that does not end at 0 followed by a forward where it ended, which ends there too."""
     forwards: list[Row] = []
     for row in rows:
         forwards.append(row)

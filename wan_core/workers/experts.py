@@ -14,8 +14,7 @@ from wan_core.sampling.plan import Plan
 
 
 class LoadedExperts:
-    """One or two transformers, loaded with the other ranks and shared with them over a mesh that may change. `notes`:
-    what loading them noted."""
+    """Transformers that ranks load together and share over a mesh that may change. `notes`: of loading."""
 
     def __init__(self, options: LoadOptions, found: Parts, plan: Plan, ranks: RankMesh) -> None:
         report = Report(ranks.device)

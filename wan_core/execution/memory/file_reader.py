@@ -239,8 +239,7 @@ class MappedFiles:
 
 
 def changed_pages(tensor: Tensor) -> bool:
-    """Whether any of the tensor's memory was written since it was mapped: its pages are this process's own then, and no
-    longer the file's."""
+    """Whether any of a tensor's memory was written since it was mapped, and is no longer the file's."""
     first, last = tensor.data_ptr() // PAGE, (tensor.data_ptr() + tensor.nbytes - 1) // PAGE
     with PAGES.open("rb", buffering=0) as file:
         file.seek(8 * first)

@@ -102,8 +102,7 @@ class Unit:
             self.memory.lock()
 
     def copy_to(self, flat: Tensor, start: int, stop: int) -> None:
-        """Bytes start..stop, which lie between tensors, to the same place of `flat`, on the current stream; without
-        those of `in_file`."""
+        """Bytes start..stop, between tensors, to their place in `flat`, on the current stream; without `in_file`."""
         if self.memory is not None:
             flat[start:stop].copy_(self.memory.bytes[start:stop], non_blocking=True)
             return

@@ -169,8 +169,7 @@ def limited(gib: float) -> int:
 
 
 def cap_memory(device: torch.device, gib: float) -> None:
-    """Make this process fail where a card of so many GiB would: allocations beyond it are refused. The card is not
-    smaller to other processes."""
+    """Make this process fail where a card of so many GiB would. The card is not smaller to other processes."""
     _, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, limited(gib) / total), device)
 

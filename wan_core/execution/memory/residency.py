@@ -118,8 +118,7 @@ class Residency:
                 stage.leave_device()
 
     def forget_copies(self, name: str) -> None:
-        """Discard every copy of its weights on the device: those in host memory are about to change, and no copy reads
-        them any more."""
+        """Discard every copy of its weights on the device: those in host memory are about to change."""
         if self.policy != "resident":
             self.stages[self.host_weights[name].layout].leave_device()
             if self.device.type == "cuda":

@@ -54,8 +54,7 @@ class DiTConfig:
         return self.tokens(frames, rows, columns)
 
     def modules_of(self, layer: int) -> tuple[str, ...]:
-        """Names of the blocks that run with block `layer`: itself, then those that a family has beside it. Their
-        weights travel as one."""
+        """Names of the blocks that run with block `layer`, itself first. Their weights travel as one."""
         return (f"blocks.{layer}",)
 
     def quantized_names(self, keep_blocks: int = 0) -> frozenset[str]:

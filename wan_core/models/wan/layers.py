@@ -45,8 +45,7 @@ class RMSNorm(nn.Module):
 
 
 class AttentionLayer(nn.Module):
-    """The parameters of self- and cross-attention. `attend` is a seam: any `Attention` (backends, sparse attention,
-    attention over several ranks)."""
+    """The parameters of self- and cross-attention. `attend` is a seam: backends, sparse attention, ranks."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -249,8 +248,7 @@ class Block(nn.Module):
 
 
 class BlockParts(NamedTuple):
-    """The parts of a block around attention, as functions of a block: one pair serves all blocks, so that what is
-    compiled for one is used by all."""
+    """A block's parts around attention, as functions of a block: what is compiled for one serves all blocks."""
 
     before: Callable[[Block, Tensor, Tensor, Tensor], QKV]
     after: Callable[[Block, Tensor, Tensor, Tensor, tuple[Tensor, ...], TokenBias | None], Tensor]

@@ -118,8 +118,7 @@ def final_lse(
     tail: Tensor | None = None,
     pooled: Pooled | None = None,
 ) -> Tensor:
-    """The log-sum-exp, float32 [B, H, L], of what `finish` returns for the same arguments: attention to other keys is
-    merged with it by that."""
+    """The log-sum-exp, float32 [B, H, L], of what `finish` returns: attention to other keys is merged by it."""
     tokens = q.shape[1]
     log_sums = lse[..., :tokens].float()
     if pads:

@@ -79,8 +79,7 @@ class Fp8RowLinear(Fp8Linear):
 
 
 class Fp8TensorLinear(Fp8Linear):
-    """One scale for all activations and one for the weight: the fastest product, but finding the largest number is a
-    pass of its own."""
+    """One scale for all activations and one for the weight: the fastest product, after a pass for the maximum."""
 
     activations = "tensor"
     takes_fp8 = True
@@ -106,8 +105,7 @@ class Fp8TensorLinear(Fp8Linear):
 
 
 class Fp8BlockLinear(Fp8Linear):
-    """A scale for every 128 inputs of a row of activations and every 128 x 128 weights. The GPU product is Transformer
-    Engine's (`te-block`)."""
+    """A scale for 128 inputs of a row and for 128 x 128 weights. On a GPU it is Transformer Engine's (`te-block`)."""
 
     activations = "block"
     fmt = "block"

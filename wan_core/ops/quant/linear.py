@@ -163,8 +163,7 @@ def move_attached(linear: LowRank, device: torch.device) -> None:
 
 
 def is_attached(name: str) -> bool:
-    """Whether a tensor of this name belongs to an attached LoRA. Such tensors stay on the device that computes, also
-    where weights stream."""
+    """Whether a tensor of this name is an attached LoRA's: on the device also where weights stream."""
     return name.endswith((".lora_up", ".lora_down"))
 
 

@@ -233,8 +233,7 @@ def check_native(options: SkipOptions) -> None:
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
-    """The plans of samplers that follow each other as one plan, its steps counted from 0. Two are those of the high-
-    and the low-noise expert."""
+    """The plans of samplers in a row as one, its steps counted from 0. Two are those of both experts."""
     steps = [step for plan in plans for step in plan.steps]
     if len(plans) == 2:
         count = len(plans[0].steps)

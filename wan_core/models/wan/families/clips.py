@@ -12,8 +12,7 @@ PER_LATENT = 4  # video frames of a latent frame, but for the first
 
 
 class Clip(NamedTuple):
-    """frames: of the clip, from the frame `first` of the padded video on. carried: so many of them are the last frames
-    of the clip before."""
+    """frames: from the frame `first` of the padded video on. carried: so many are the last ones of the clip before."""
 
     number: int  # from 0
     first: int

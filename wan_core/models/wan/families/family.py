@@ -325,8 +325,7 @@ class Family(ABC):
         return LongVideo(clips, rules.leading, rules.anchored)
 
     def clip_rules(self, task: Task, svi: bool = False) -> ClipRules:
-        """How a long video is cut, by the family's rule or as SVI 2.0 Pro does. Raises OptionError for a task that SVI
-        was not trained for."""
+        """How a long video is cut, as the family or SVI 2.0 Pro does. Raises OptionError for a task without SVI."""
         if svi:
             raise OptionError(f"--svi given for {task.name}: SVI 2.0 Pro is for image-to-video of Wan 2.2 A14B alone")
         return self.clips

@@ -169,8 +169,7 @@ def with_bias(*modules: str) -> tuple[str, ...]:
 
 
 def parameter_names(names: Collection[str], num_layers: int) -> list[str]:
-    """Every official parameter name of a transformer of `num_layers` blocks; those of the image features too, where
-    `names` has any of them."""
+    """Every official parameter name of `num_layers` blocks; image features too, where `names` has some of theirs."""
     image = takes_features(names)
     top, block = (_ALL_TOP, _ALL_BLOCK) if image else (_TOP_PARAMETERS, _BLOCK_PARAMETERS)
     return [*top, *(f"blocks.{n}.{name}" for n in range(num_layers) for name in block)]

@@ -53,8 +53,7 @@ class SparseForward(SparseState):
 
     @property
     def others(self) -> slice | None:
-        """Tokens that a family adds to the video's; they stand last in the order of the tiles and read all keys. None:
-        there are none."""
+        """Tokens that a family adds to the video's: last in the order, they read all keys. None: there are none."""
         video = prod(self.tiles.grid)
         return slice(video, None) if len(self.tiles.order) > video else None
 

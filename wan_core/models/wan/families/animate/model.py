@@ -70,8 +70,7 @@ class Activation(nn.Module):
 
 
 class Blur(nn.Module):
-    """A low-pass filter before a convolution that leaves every other pixel out. Files may hold its kernel, which is the
-    same in all of them."""
+    """A low-pass filter before a convolution with a stride of two. Files may hold its kernel, the same in all."""
 
     def __init__(self, padding: int) -> None:
         super().__init__()
@@ -238,8 +237,7 @@ class AnimateModel(ImageWanModel):
         return prepared._replace(own=Driving(pose, None if face is None else self.prepare_face(face), len(context)))
 
     def prepare_face(self, face: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pixels [B, 3, F, S, S] -> keys and values [B, T, N, H, D] for every fuser. The reference frame has no face:
-        its tokens are zeros."""
+        """Pixels [B, 3, F, S, S] -> keys and values [B, T, N, H, D] for every fuser; zeros for the reference frame."""
         size = self.config.face_size
         if face.ndim != 5 or (face.shape[1], *face.shape[3:]) != (3, size, size):
             raise ValueError(

@@ -29,8 +29,7 @@ Extras = Mapping[str, Any]
 
 
 def read_control(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> Inputs:
-    """The fields of `Conditioning` that ComfyUI's Wan22FunControlToVideo gives, and for Wan 2.1 WanFunControlToVideo.
-    Raises OptionError."""
+    """The fields of `Conditioning` of Wan22FunControlToVideo, for 2.1 WanFunControlToVideo. Raises OptionError."""
     samples, image = latent["samples"], extras.get("concat_latent_image")
     if image is None:
         raise OptionError(f"{task.name} follows a control video: connect {task.driven_by}")
@@ -100,8 +99,7 @@ def check_size(latents: Tensor, channels: int, samples: Tensor) -> None:
 def control_inputs(
     task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
 ) -> Inputs:
-    """The fields of `Conditioning` that the media of a clip of Fun control give. Source: VideoX-Fun's
-    pipeline_wan2_2_fun_control.py."""
+    """The fields of `Conditioning` of a clip of Fun control. Source: VideoX-Fun's pipeline_wan2_2_fun_control.py."""
     control = vae.normalise(vae.encode(media["control_video"]))
     masked = task.in_channels > 3 * vae.config.z_dim
     fields: Inputs = {"concat": torch.cat([control, start_channels(vae, media, control, masked=masked)], 1)}

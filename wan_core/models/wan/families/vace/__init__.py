@@ -181,8 +181,7 @@ class VaceFamily(ControlledFamily):
         return VaceModel
 
     def prepared_bytes(self, config: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
-        """Bytes of the text of both prompts in VACE blocks, of the control video, its chain and what that adds, for
-        latents [B, C, T, Y, X]."""
+        """Bytes of both prompts' text in VACE blocks, the control video and its chain, for latents [B, C, T, Y, X]."""
         assert isinstance(config, VaceConfig)
         B, _, T, Y, X = latents
         text = 2 * 2 * config.vace_blocks * config.context_len * config.dim

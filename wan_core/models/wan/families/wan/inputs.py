@@ -26,8 +26,7 @@ NO_KEYFRAMES: Mapping[int, Tensor] = MappingProxyType({})
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
-    """The fields of `Conditioning` that ComfyUI's CONDITIONING (`extras`) and LATENT give. Raises OptionError for what
-    does not fit the task."""
+    """The fields of `Conditioning` of ComfyUI's CONDITIONING (`extras`) and LATENT. Raises OptionError."""
     samples, fields = latent["samples"], {}
     image, unknown = extras.get("concat_latent_image"), extras.get("concat_mask")
     if task.image == "channels":
