@@ -8,6 +8,7 @@ out into the options of this run, which ComfyUI drops at its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
 
-from wan_core.config import OptionError, SkipOptions, SparseOptions
+from wan_core.config import EXACT, OptionError, SkipOptions, SparseOptions
 from wan_core.config.compile_cache import note_compiled
 from wan_core.ops.attention.registry import CHOSEN
 from wan_core.ops.cards import capability
@@ -27,12 +28,13 @@ from wan_core.sampling.build import SamplerRequest, build_sampler_plan
 from wan_core.sampling.cache.magcache import find_curve
 from wan_core.sampling.cache.skipping import check_curve, skip_words
 from wan_core.sampling.native.attention import NativeAttention
-from wan_core.sampling.native.plan import WholeRun, check_native, falls, rising_words
+from wan_core.sampling.native.plan import Part, WholeRun, check_native, falls, rising_words
 from wan_core.sampling.native.run import RUN, WARNING, NativeRun
 from wan_core.sampling.native.summary import advice_for, missing_kernels, report_text
+from wan_core.sampling.next_speed import next_speed
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.schedules import find_part
-from wan_core.sampling.sparsity.schedule import attention_share
+from wan_core.sampling.sparsity.schedule import attention_share, with_costs
 from wan_core.sampling.steps import Branch
 
 from .native import compute_dtype, run_forward, tokens_of, uncompiled_model, with_room
@@ -41,6 +43,7 @@ from .native_cache import cached_run
 from .native_model import STATEFUL, describe, window_schedule
 from .native_reserve import running
 
+Planned = Callable[[SkipOptions], tuple[Plan, Part]]
 KEY = "wancore_accelerate"
 COMPARED_FROM = 10  # steps: in shorter runs a step of ComfyUI's own costs most of what is gained
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
@@ -130,7 +133,8 @@ class Accelerated:
     ) -> Any:
         guider = executor.class_obj
         hooks = guider.model_options["transformer_options"]  # this run's own copy
-        run, plan = self._begin(guider, sampler, sigmas.tolist(), noise.shape, denoise_mask is not None)
+        planned = partial(self._planned, guider, sampler, sigmas.tolist(), denoise_mask is not None)
+        run, plan = self._begin(guider, planned, sigmas.tolist(), noise.shape)
         hooks[RUN] = run
         # Here, so that what asks for memory comes after a context windows node's, which says the size of one window.
         if run.sparse is not None:
@@ -158,32 +162,37 @@ class Accelerated:
                 run.skipped = cache.reused, cache.forwards
         wait()
         run.end()
-        self._end(guider, run, plan, noise.shape)
+        self._end(guider, run, plan, noise.shape, planned)
         return result
 
     def _branches(self, guider: Any, sampler: Any) -> tuple[str, ...]:
         """The names of the prompts that run."""
         return running(guider, solver_of(sampler).endswith("_cfg_pp"))
 
+    def _planned(
+        self, guider: Any, sampler: Any, sigmas: list[float], image: bool, options: SkipOptions
+    ) -> tuple[Plan, Part]:
+        """The plan of a run with `options`, and where it is in the whole run. image: it starts from one (5B)."""
+        names = self._branches(guider, sampler)
+        request = SamplerRequest(
+            sigmas=tuple(sigmas),
+            whole=self.whole,
+            solver=solver_of(sampler),
+            guidance=guider.cfg if names[1:] else 1.0,
+            branches=BOTH if names[1:] else BOTH[:1],
+            skip=options,
+            windows=window_schedule(guider.model_options),
+            image=image,
+        )
+        return build_sampler_plan(request, describe(guider.model_patcher))
+
     def _begin(
-        self, guider: Any, sampler: Any, sigmas: list[float], shape: Sequence[int], image: bool
+        self, guider: Any, planned: Planned, sigmas: list[float], shape: Sequence[int]
     ) -> tuple[NativeRun, Plan | None]:
-        """The run of a sampler and its plan; None where nothing is left out. image: the run starts from one (5B).
-        Raises OptionError."""
+        """The run of a sampler and its plan; None where nothing is left out. Raises OptionError."""
         plan, sparsities = None, ()
         if self.options != SkipOptions() and len(sigmas) > 1:
-            names = self._branches(guider, sampler)
-            request = SamplerRequest(
-                sigmas=tuple(sigmas),
-                whole=self.whole,
-                solver=solver_of(sampler),
-                guidance=guider.cfg if names[1:] else 1.0,
-                branches=BOTH if names[1:] else BOTH[:1],
-                skip=self.options,
-                windows=window_schedule(guider.model_options),
-                image=image,
-            )
-            plan, part = build_sampler_plan(request, describe(guider.model_patcher))
+            plan, part = planned(self.options)
             if plan.sparse is not None:
                 sparsities = (*(0.0 for _ in range(part.first)), *(step.sparsity for step in plan.steps))
         else:
@@ -194,7 +203,7 @@ class Accelerated:
         open_question = self.compare == "auto" and tuple(shape) not in compared
         now = self.compare == "on" or (open_question and part.total >= COMPARED_FROM)
         run = NativeRun(part, sparsities, now, None if plan is None else plan.sparse)
-        run.offers, run.faster = open_question and not now, self.options != SkipOptions()
+        run.offers = open_question and not now
         check_sparse(guider.model_patcher, run.sparse)
         if self.options.magcache or self.options.taylorseer:
             notes = [rising_words(sigmas)] if plan is None else plan.notes
@@ -202,7 +211,23 @@ class Accelerated:
                 run.note("; ".join([f"{WARNING}step cache: every step is computed", *notes]))
         return run, plan
 
-    def _end(self, guider: Any, run: NativeRun, plan: Plan | None, shape: Sequence[int]) -> None:
+    def _next(self, patcher: ModelPatcher, run: NativeRun, shape: Sequence[int], planned: Planned) -> str:
+        """What the next word of speed would save of a run, see `next_speed`; empty where settings are one's own."""
+        if replace(self.options, speed=EXACT) != SkipOptions() or run.part.steps < 2:
+            return ""
+        config = describe(patcher).config
+
+        def at(word: str) -> Plan:
+            return with_costs(planned(SkipOptions(speed=word))[0], config, tuple(shape[2:]))
+
+        with suppress(OptionError):  # of a word that does not fit this model or sampler
+            plan = at(self.options.speed)
+            timed = plan.steps[:-1] if run.before else plan.steps  # without the step that was compared
+            each = (run.seconds - run.before) / max(1.0, sum(step.forwards * step.cost for step in timed))
+            return next_speed(plan, self.options.speed, at, dict.fromkeys(plan.experts, each))
+        return ""
+
+    def _end(self, guider: Any, run: NativeRun, plan: Plan | None, shape: Sequence[int], planned: Planned) -> None:
         """Report what was accelerated."""
         patcher = guider.model_patcher
         if run.before:
@@ -217,7 +242,8 @@ class Accelerated:
         each = patcher.model_size() / sum(one.numel() for one in dit.parameters())
         share = attention_share(dit, tokens_of(dit, shape))
         note_compiled()
-        self.report(report_text(run, share, advice_for(run, kernels, card, each)))
+        advice = self._next(patcher, run, shape, planned), advice_for(run, kernels, card, each)
+        self.report(report_text(run, share, "; ".join(filter(None, advice))))
 
 
 def solver_of(sampler: Any) -> str:

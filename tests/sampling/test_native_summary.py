@@ -91,19 +91,18 @@ HOPPER, ADA = (9, 0), (8, 9)
 
 
 @pytest.mark.parametrize(
-    ("steps", "kernels", "card", "bytes_each", "cache", "message"),
+    ("steps", "kernels", "card", "bytes_each", "message"),
     [
-        (20, ["flash4"], HOPPER, 2.0, False, "pip install --pre flash-attn-4"),
-        (20, [], HOPPER, 2.0, False, "speed 'careful' skips about half of the forwards; a four-step LoRA"),
-        (20, [], HOPPER, 2.0, True, "a four-step LoRA (lightx2v) needs 4 steps in place of 20"),
-        (4, [], ADA, 2.0, False, "the FP8 file of this model"),
-        (4, [], ADA, 1.0, False, None),
-        (4, [], (8, 6), 2.0, False, None),
-        (4, [], None, 2.0, False, None),
+        (20, ["flash4"], HOPPER, 2.0, "pip install --pre flash-attn-4"),
+        (20, [], HOPPER, 2.0, "a four-step LoRA (lightx2v) needs 4 steps in place of 20"),
+        (4, [], ADA, 2.0, "the FP8 file of this model"),
+        (4, [], ADA, 1.0, None),
+        (4, [], (8, 6), 2.0, None),
+        (4, [], None, 2.0, None),
     ],
 )
 def test_what_would_help_next(
-    steps: int, kernels: list[str], card: tuple[int, int] | None, bytes_each: float, cache: bool, message: str | None
+    steps: int, kernels: list[str], card: tuple[int, int] | None, bytes_each: float, message: str | None
 ) -> None:
-    advice = advice_for(run_of(steps, faster=cache), kernels, card, bytes_each)
+    advice = advice_for(run_of(steps), kernels, card, bytes_each)
     assert advice == message if message is None else str(advice).startswith(message)

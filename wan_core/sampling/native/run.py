@@ -47,7 +47,6 @@ class NativeRun:
         self.notes: list[str] = []
         self.began = 0.0  # when its first forward did; 0: none did
         self.seconds = 0.0  # from there to the end
-        self.faster = False  # whether a word of speed or settings that leave something out were given
         self.skipped = (0, 0)  # by a step cache: how many of how many forwards
         self.outer: Any = None  # the attention override of another node that is called in place of ours
         self._taken: Counter[str] = Counter()

@@ -82,10 +82,7 @@ def advice_for(run: NativeRun, kernels: Sequence[str], card: Capability | None, 
     if better is not None:
         return f"{INSTALLED_BY[better]} ({BACKENDS[better].summary}): faster attention, the same video"
     if run.part.total > FEW_STEPS:
-        lora = f"a four-step LoRA (lightx2v) needs 4 steps in place of {run.part.total}"
-        return (
-            lora if run.faster or run.part.total < 10 else f"speed 'careful' skips about half of the forwards; {lora}"
-        )
+        return f"a four-step LoRA (lightx2v) needs 4 steps in place of {run.part.total}"
     if bytes_each > 1.5 and card is not None and card >= FP8_SINCE:
         return "the FP8 file of this model (fp8_scaled) takes half the memory and is faster on this card"
     return None
