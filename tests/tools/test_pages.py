@@ -40,7 +40,7 @@ def test_every_node_has_a_row_and_a_help_page() -> None:
     assert sorted(rows) == sorted(nodes), "docs/nodes.md needs one row a node"
 
 
-NODE = re.compile(r"\bWanCore (?:from [A-Z]+|[A-Z][\w-]*)(?: (?:[A-Z0-9][\w-]*|to|for|with|over))*")
+NODE = re.compile(r"\bWanCore (?:from [A-Z]+|[A-Z][\w-]*)(?: (?:[A-Z0-9][\w-]*|to|for|with|over|and))*")
 
 
 @pytest.mark.parametrize("page", [one for one in PAGES if one.name != "CHANGELOG.md"], ids=lambda page: page.name)
