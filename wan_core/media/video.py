@@ -28,20 +28,14 @@ GROWTH = 8  # frames for which room is made at once while a video is read
 
 
 def read_video(
-    path: str | os.PathLike[str],
-    *,
-    max_frames: int | None = None,
-    max_frame: int = MAX_FRAME,
-    max_pixels: int = MAX_VIDEO,
+    path: str | os.PathLike[str], *, max_frame: int = MAX_FRAME, max_pixels: int = MAX_VIDEO
 ) -> NDArray[np.uint8]:
-    """The frames of an MP4, MOV, MKV, WebM, AVI or GIF file: uint8 [F, H, W, 3], at most `max_frames` of them, turned
-    as the file says (videos of phones), with square pixels.
+    """The frames of an MP4, MOV, MKV, WebM, AVI or GIF file: uint8 [F, H, W, 3], turned as the file says (videos of
+    phones), with square pixels.
 
     Raises OptionError if the file is missing, not a video, damaged, or has more than `max_frame` pixels in a frame or
     `max_pixels` in all.
     """
-    if max_frames is not None and max_frames < 1:
-        raise OptionError(f"max_frames {max_frames} is not allowed; use 1 or more, or leave it out")
     video, count = np.empty((0, 0, 0, 3), np.uint8), 0
     with open_video(path) as container:
         aspect = _pixel_aspect(path, container)
@@ -51,8 +45,6 @@ def read_video(
                 video.resize((count + GROWTH, height, width, 3), refcheck=False)
             video[count] = _shown(frame, aspect)
             count += 1
-            if count == max_frames:
-                break
     if not count:
         raise OptionError(f"cannot read {path} as a video (it holds no frames)")
     video.resize((count, *video.shape[1:]), refcheck=False)
