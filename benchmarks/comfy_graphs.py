@@ -121,7 +121,7 @@ def native_graph(
     return graph | {"save": save}
 
 
-def accelerated_graph(job: Job, attention: str) -> Graph:
+def accelerated_graph(job: Job, attention: str, speed: str = "exact") -> Graph:
     """The template as the page's command changes it: our node for native models behind each loader chain, and our
     decoder in the place of VAE Decode and Create Video."""
     graph = native_graph(job, accelerate={"speed": "exact", "attention": attention, "compare": "off"})

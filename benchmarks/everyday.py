@@ -94,10 +94,14 @@ NATIVE_CACHE = Side(
 )
 OURS = Side("ours, auto", our_graph)
 OURS_FP8 = Side("ours, cudnn-fp8", lambda job: our_graph(job, "cudnn-fp8"))
-WORDS = tuple(Side(f"ours, {word}", lambda job, word=word: our_graph(job, "fast", speed=word)) for word in SPEEDS[1:])
+WORDS = tuple(Side(f"ours, {word}", lambda job, word=word: our_graph(job, speed=word)) for word in SPEEDS[1:])
 ACCELERATED = (
     Side("native, accelerated, auto", lambda job: accelerated_graph(job, "auto")),
     Side("native, accelerated, cudnn-fp8", lambda job: accelerated_graph(job, "cudnn-fp8")),
+    *(
+        Side(f"native, accelerated, {word}", lambda job, word=word: accelerated_graph(job, "auto", word))
+        for word in SPEEDS[1:]
+    ),
 )
 SIDES = (
     NATIVE_KITCHEN,  # the faster peer first: the rows after it are compared with it

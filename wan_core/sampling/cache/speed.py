@@ -40,12 +40,12 @@ WORDS = {
     "balanced": Word(
         many=_every(2, 0.25),
         few=_share(0.5),
-        why="50 of 80 forwards: text 37.3 / 28.8, image 45.7 / 39.3; four steps, embedded model 49.0 / 34.6",
+        why="50 of 80 forwards: text 37.3 / 28.8, image 45.7 / 39.3; four steps, embedded model 45.1 / 23.5",
     ),
     "fast": Word(
         many=_every(3, 0.2),
         few=_share(0.6875),
-        why="38 of 80 forwards: text 28.8 / 19.8, image 39.3 / 31.3; four steps, embedded model 45.8 / 33.8",
+        why="38 of 80 forwards: text 28.8 / 19.8, image 39.3 / 31.3; four steps, embedded model 44.6 / 23.4",
     ),
 }
 
