@@ -12,6 +12,7 @@ from torch import Tensor
 from wan_core.config import SkipOptions
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
 from wan_core.sampling.cache.arguments import SkipArguments
+from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.cache.speed import attention_at_speed
 from wan_core.sampling.native.attention import COMFYUI
 from wan_core.sampling.native.plan import WholeRun
@@ -20,7 +21,7 @@ from wan_core.sampling.sparsity.run import check_kernel
 
 from . import host
 from .schema import ADVANCED, output, schema, widgets
-from .skipping import measured_files, skipping_input
+from .skipping import skipping_input
 
 
 class WanCoreAccelerate(io.ComfyNode):
@@ -79,10 +80,6 @@ class WanCoreAccelerate(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
-        return measured_files()
-
-    @classmethod
     def validate_inputs(cls, attention: str | None = None) -> bool:
         """Whether this device has the kernel; whether it takes the model is known when the node runs."""
         if attention not in (None, COMFYUI, *CHOSEN):
@@ -112,6 +109,6 @@ class WanCoreAccelerate(io.ComfyNode):
             check_kernel(options.sparse, "sdpa" if name == COMFYUI else name, place[0], head_dim, 1 << 16)
         accelerated = host.accelerate(model, attention, options, host.reporter(), whole, compare)
         if options != SkipOptions():
-            lines.append(f"left out: {host.skipping_words(accelerated, options)}")
+            lines.append(f"left out: {skip_words(options)}")
         lines += host.words_before(accelerated)
         return io.NodeOutput(accelerated, ui=ui.PreviewText("\n".join(lines)))

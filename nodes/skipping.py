@@ -26,12 +26,6 @@ def skipping_input() -> Any:
     )
 
 
-def measured_files() -> list[tuple[str, int]]:
-    """What was measured of models and lies beside them, which settings take: for `fingerprint_inputs`, so that a node
-    runs again when a file changes."""
-    return host.stamps("diffusion_models", CURVE_FILES.suffix)
-
-
 class WanCoreSkipping(io.ComfyNode):
     """Which forwards and which keys of attention need not be computed, by numbers."""
 
@@ -53,11 +47,11 @@ class WanCoreSkipping(io.ComfyNode):
                     options=[*CACHES],
                     default="none",
                     tooltip="magcache: skips a step while a curve that was measured for the model says that it changes "
-                    "little. taylorseer: computes every n-th step, and needs no curve.",
+                    "little, with the WanCore Sampler only. taylorseer: computes every n-th step.",
                 ),
                 *widgets(MagCacheOptions, "threshold", "max_skips"),
-                *widgets(TaylorSeerOptions, "interval"),
-                *widgets(MagCacheOptions, "order", "retention", "rule"),
+                *widgets(TaylorSeerOptions, "interval", "order"),
+                *widgets(MagCacheOptions, "retention"),
                 *widgets(SparseOptions),
             ],
             outputs=[output(SKIPPING, "skipping", "For the sampler, the plan preview and WanCore Accelerate.")],
@@ -65,7 +59,8 @@ class WanCoreSkipping(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
-        return measured_files()
+        """The curves beside the models, so that the node runs again when one changes."""
+        return host.stamps("diffusion_models", CURVE_FILES.suffix)
 
     @classmethod
     def execute(cls, cache: str, **numbers: Any) -> io.NodeOutput:

@@ -84,7 +84,6 @@ def numbers(cache: str, sparsity: float = 0.0) -> dict[str, Any]:
     cached = {"cache": cache, "threshold": 0.24, "max_skips": 1, "interval": 2, "order": 2, "retention": 0.1}
     return {
         **cached,
-        "rule": "joint",
         "sparsity": sparsity,
         "dense_steps": 0.0,
         "ramp": 0.3,

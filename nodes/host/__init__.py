@@ -28,7 +28,7 @@ from .native_model import (
     window_schedule,
 )
 from .native_reserve import skip_layer_ranges
-from .native_run import accelerate, accelerated, skipping_words
+from .native_run import accelerate, accelerated
 from .native_vae import decode_native_to, make_interruptible, native_vae_config
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 from .remote import CLUSTER, Remote

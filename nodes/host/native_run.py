@@ -25,8 +25,7 @@ from wan_core.ops.attention.registry import CHOSEN
 from wan_core.ops.cards import capability
 from wan_core.pipeline.memory_planning import slope_factor
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
-from wan_core.sampling.cache.magcache import find_curve
-from wan_core.sampling.cache.skipping import check_curve, skip_words
+from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.native.attention import NativeAttention
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, falls, rising_words
 from wan_core.sampling.native.run import RUN, WARNING, NativeRun
@@ -72,7 +71,7 @@ def accelerate(
             f"{variant} keeps state between its forwards, so none can be skipped: set speed to 'exact' and leave out "
             "the step cache"
         )
-    if options.magcache or options.taylorseer:
+    if options.taylorseer:
         check_step_cache(model.model_options["transformer_options"])
     clone = model.clone()
     hooks = clone.model_options["transformer_options"]
@@ -91,17 +90,6 @@ def accelerate(
 def accelerated(patcher: ModelPatcher) -> Accelerated | None:
     """What WanCore Accelerate put on a model."""
     return next(iter(patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).get(KEY, [])), None)
-
-
-def skipping_words(patcher: ModelPatcher, options: SkipOptions) -> str:
-    """What `options` do on a model, or why a run of 10 steps or more will be refused."""
-    model, refusal = describe(patcher), ""
-    if options.magcache is not None:
-        try:
-            check_curve(model.task and find_curve(model.path, model.task.name), model.name)
-        except OptionError as refused:  # by the sampler: the cache is off for few steps and distilled files
-            refusal = f" ({refused})"
-    return skip_words(options) + refusal
 
 
 class Accelerated:
@@ -205,7 +193,7 @@ class Accelerated:
         run = NativeRun(part, sparsities, now, None if plan is None else plan.sparse)
         run.offers = open_question and not now
         check_sparse(guider.model_patcher, run.sparse)
-        if self.options.magcache or self.options.taylorseer:
+        if self.options.taylorseer:
             notes = [rising_words(sigmas)] if plan is None else plan.notes
             if plan is None or not any(step.skipped for step in plan.steps):
                 run.note("; ".join([f"{WARNING}step cache: every step is computed", *notes]))

@@ -61,10 +61,10 @@ class World:
 
 
 def policies() -> dict[str, dict[str, Any]]:
-    from wan_core.config import MagCacheOptions, TaylorSeerOptions
+    from wan_core.config import TaylorSeerOptions
 
     return {
-        "magcache": {"magcache": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)},
+        "careful": {"taylorseer": TaylorSeerOptions(interval=2, order=1, retention=0.4)},
         "taylorseer": {"taylorseer": TaylorSeerOptions(interval=2, order=2, retention=0.1)},
     }
 
@@ -76,10 +76,9 @@ def every_second() -> dict[str, Any]:
 
 
 def never() -> list[dict[str, Any]]:
-    from wan_core.config import MagCacheOptions, TaylorSeerOptions
+    from wan_core.config import TaylorSeerOptions
 
     return [
-        {"magcache": MagCacheOptions(threshold=0, max_skips=2, retention=0.1)},
         {"taylorseer": TaylorSeerOptions(interval=1)},
     ]
 

@@ -39,7 +39,7 @@ def small(**sampling: Any) -> Graph:
 
 
 MAG = {"cache": "magcache", "threshold": 10.0, "max_skips": 2, "interval": 2, "order": 1, "retention": 0.2,
-       "rule": "joint", "sparsity": 0.0, "dense_steps": 0.0, "ramp": 0.0, "slope": True, "kernel": "auto"}  # fmt: skip
+       "sparsity": 0.0, "dense_steps": 0.0, "ramp": 0.0, "slope": True, "kernel": "auto"}  # fmt: skip
 
 
 def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
@@ -56,8 +56,8 @@ def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
     run = comfy.run(graph)
     assert run.ok, run.status
     table, report = (run.outputs[key]["text"][0] for key in ("table", "words"))
-    assert "forecast" in table and "% of keys" in table and "% saved" in table
-    assert "of 24 (" in report and "magcache 10/2/0.2, order 1, sparse 0.5" in report
+    assert "reuse" in table and "% of keys" in table and "% saved" in table
+    assert "of 24 (" in report and "magcache 10/2/0.2, sparse 0.5" in report
     assert "% saved" in run.outputs["sampler"]["text"][0] and "saved" not in run.outputs["full"]["text"][0]
     text = run.outputs["compare"]["text"][0]
     assert "PSNR" in text and "equal" not in text and "caption" not in text

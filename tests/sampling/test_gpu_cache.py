@@ -23,10 +23,9 @@ from wan_core.sampling.plan import make_plan
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 CURVE = find_curve(None, "t2v-A14B")
-MAG = MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)
+MAG = MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1)
 SETTINGS = {
     "magcache": SkipOptions(magcache=MAG),
-    "published": SkipOptions(magcache=MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, rule="published")),
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=2)),
 }
 

@@ -25,7 +25,7 @@ from wan_core.sampling.schedules import euler_schedule, float32
 
 CURVE = find_curve(None, "t2v-A14B")
 POLICIES = (
-    SkipOptions(magcache=MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=2)),
+    SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.4)),
     SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.2)),
 )
 NUMBERS = {"name": "t2v-A14B", "solver": "euler", "guidance": 4.0, "branches": ("cond", "uncond")}
@@ -156,7 +156,7 @@ def test_a_branch_is_skipped_only_where_its_slots_hold_what_the_plan_expects() -
 
 
 def test_what_only_our_own_loop_can_do_is_refused() -> None:
-    with pytest.raises(OptionError, match="joint"):
-        check_native(SkipOptions(magcache=replace(POLICIES[0].magcache, rule="published")))
+    with pytest.raises(OptionError, match="take taylorseer"):
+        check_native(SkipOptions(magcache=MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2)))
     for policy in POLICIES:
         check_native(policy)

@@ -33,8 +33,6 @@ CURVE = find_curve(None, "t2v-A14B")
 MAG = {"threshold": 0.24, "max_skips": 2, "retention": 0.1}
 SETTINGS = {
     "magcache": SkipOptions(magcache=MagCacheOptions(**MAG)),
-    "published": SkipOptions(magcache=MagCacheOptions(**MAG | {"threshold": 0.05}, rule="published")),
-    "magcache order 1": SkipOptions(magcache=MagCacheOptions(**MAG, order=1)),
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.1)),
     "taylorseer 1.5": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=1.5, retention=0.1)),
 }
@@ -112,7 +110,7 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched):
         same = leave_out(plan, options, CURVE)
         assert same.forwards == plan.forwards
         assert torch.equal(run(same, batched=batched), exact), options
-    for name in ("magcache", "taylorseer", "magcache order 1"):
+    for name in ("magcache", "taylorseer"):
         skipping = leave_out(plan, SETTINGS[name], CURVE)
         first = next(s.index for s in skipping.steps if s.skipped)
         equal = [torch.equal(a, b) for a, b in zip(path(plan, batched), path(skipping, batched), strict=True)]
@@ -286,7 +284,7 @@ def test_the_second_of_two_videos_equals_that_of_another_process(tmp_path):
         size = ["--steps", "10", "--frames", "5", "--size", "64x48" if second else "48x64", "--seed", str(int(second))]
         prompt = f"a red circle moving {'right' if second else 'left'} on a blue background"
         keep = ["--out", str(tmp_path / "x.mp4"), "--save-latents", str(out), "--device", "cpu"]
-        cache = ["--magcache", "10/2/0.2", "--magcache-order", "1"]
+        cache = ["--taylorseer", "3/1/0.2"]
         return ["generate", "--model", "tiny", *cache, *size, "--prompt", prompt, *keep, "--overwrite"]
 
     fresh, row = tmp_path / "fresh.safetensors", tmp_path / "row.safetensors"
@@ -309,7 +307,7 @@ def test_one_pipeline_makes_the_same_video_again(tiny_assets):
 
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     caption = "a red circle moving right on a blue background"
-    cached = Request(prompt=caption, width=64, height=48, frames=5, steps=12, skip=SETTINGS["magcache order 1"])
+    cached = Request(prompt=caption, width=64, height=48, frames=5, steps=12, skip=SETTINGS["taylorseer"])
     first = pipe.generate(cached)
     assert any(note.startswith("forwards: ") and "saved" in note for note in first.report.notes)
     pipe.generate(

@@ -19,13 +19,9 @@ SETTINGS = (
     "speed:careful",
     "speed:balanced",
     "speed:fast",
-    "magcache:0.06/1/0.2:order2",
     "magcache:0.24/1/0.1",
-    "magcache:0.24/1/0.1:order1",
     "magcache:0.24/2/0.1",
-    "magcache:0.24/2/0.1:order2",
     "magcache:0.12/2/0.2",
-    "magcache:0.12/2/0.2:published",
     "taylorseer:2/1/0.1",
     "taylorseer:3/2",
     "sparse:0.5/0",
@@ -45,7 +41,7 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--setting",
         action="append",
-        help="a setting to compare with the full run, repeatable: speed:balanced, magcache:0.12/2/0.2:order1, "
+        help="a setting to compare with the full run, repeatable: speed:balanced, magcache:0.12/2/0.2, "
         "taylorseer:2/1/0.2, sparse:0.8125/0, several joined by + "
         "(default: one of each kind)",
     )

@@ -33,7 +33,6 @@ from wan_core.config.request import (
 )
 from wan_core.config.skipping import (
     EXACT,
-    MAGCACHE_RULES,
     SPEEDS,
     MagCacheOptions,
     SkipOptions,
@@ -47,7 +46,6 @@ __all__ = [
     "GUIDANCE_MODES",
     "LORA_EXPERTS",
     "LORA_MODES",
-    "MAGCACHE_RULES",
     "PRECISIONS",
     "QUANTIZED",
     "RANDOM_SEED",

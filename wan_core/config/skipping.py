@@ -10,13 +10,12 @@ from wan_core.config.table import Checked, option
 
 EXACT = "exact"
 SPEEDS = (EXACT, "careful", "balanced", "fast")
-MAGCACHE_RULES = ("joint", "published")
 ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
 RETENTION = {
     "low": 0,
     "high": 1,
     "tip": "Share of each expert's steps, from its first one, that are always computed.",
-    "shown": 0.1,
+    "shown": 0.2,
     "step": 0.05,
     "digits": 0.001,
     "advanced": True,
@@ -27,9 +26,8 @@ RETENTION = {
 class MagCacheOptions(Checked):
     """Reuse the residual of the transformer's blocks while a measured curve says that its magnitude changes little.
 
-    Published as E012K2R20: threshold 0.12, at most 2 skips in a row, 20 % retained. rule: "joint" decides for both
-    guidance branches, "published" for each. order: of the forecast of a skipped step, 0 the last residual, 1.5 the mean
-    of 1 and 2. `wan_core.sampling.cache.magcache` has the rules and their source. Raises OptionError.
+    Published as E012K2R20: threshold 0.12, at most 2 skips in a row, 20 % retained. `wan_core.sampling.cache.magcache`
+    has the rule and its source. Raises OptionError.
     """
 
     threshold: float = option(
@@ -38,7 +36,7 @@ class MagCacheOptions(Checked):
         tip="magcache: accumulated error of the residual's magnitude at which a step is computed again.",
         low=0,
         high=10,
-        shown=0.24,
+        shown=0.12,
         step=0.01,
         digits=0.0001,
     )
@@ -48,26 +46,10 @@ class MagCacheOptions(Checked):
         high=50,
         advice="published values are 2 to 4",
         tip="magcache: maximum number of steps skipped in a row.",
-        shown=1,
+        shown=2,
     )
     retention: float = option(
         name="magcache retention", advice="a share of the steps; published values: 0.1 to 0.4", **RETENTION
-    )
-    rule: str = option(
-        "joint",
-        name="magcache rule",
-        choices=MAGCACHE_RULES,
-        tip="magcache, joint: one decision for both guidance branches. published: one decision for each branch, as in "
-        "the paper, for comparison.",
-        advanced=True,
-    )
-    order: float = option(
-        0,
-        **ORDER,
-        tip="What a skipped step uses. 0: the last residual, as published. 1 or 2: a forecast from the last "
-        "residuals, closer to the full run, with more memory.",
-        shown=2,
-        advanced=True,
     )
 
 
@@ -83,7 +65,14 @@ class TaylorSeerOptions(Checked):
         tip="taylorseer: compute every n-th step; 1 computes all steps.",
         shown=2,
     )
-    order: float = option(1, **ORDER)
+    order: float = option(
+        1,
+        **ORDER,
+        tip="taylorseer: what a skipped step uses. 0: the last residual. 1 or 2: a forecast from the last residuals, "
+        "closer to the full run, with more memory.",
+        shown=1,
+        advanced=True,
+    )
     retention: float = option(0.2, name="taylorseer retention", low=0, high=1, advice="a share of the steps")
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from wan_core.config import (
     EXACT,
-    MAGCACHE_RULES,
     SPEEDS,
     OptionError,
     SkipOptions,
     TaylorSeerOptions,
 )
-from wan_core.config.table import from_values, number, option, parse_slashes
+from wan_core.config.table import from_values, option, parse_slashes
 from wan_core.sampling.cache.magcache import parse_magcache
 from wan_core.sampling.sparsity.schedule import parse_sparse
 
@@ -36,16 +35,8 @@ class SkipArguments:
     )
     magcache: str | None = option(
         None,
-        help="step cache, threshold/skips in a row/retention: 0.24/1/0.1; 0.12/2/0.2 (published as E012K2R20)",
+        help="step cache, threshold/skips in a row/retention: 0.12/2/0.2 (published as E012K2R20)",
         metavar="T/K/R",
-    )
-    magcache_rule: str | None = option(
-        None,
-        choices=MAGCACHE_RULES,
-        help="joint: one decision for both guidance branches (default); published: one for each, as in the paper",
-    )
-    magcache_order: float | None = option(
-        None, choices=(0, 1, 1.5, 2), help="order of the forecast; 0 reuses the last residual", parse=number
     )
     taylorseer: str | None = option(
         None,
@@ -61,12 +52,7 @@ class SkipArguments:
 
     def options(self) -> SkipOptions | None:
         """None if nothing is given. Raises OptionError."""
-        order, rule = self.magcache_order, self.magcache_rule
-        if self.magcache is None and (order is not None or rule is not None):
-            raise OptionError("--magcache-rule and --magcache-order need --magcache: give it too, or omit them")
         policies: dict[str, Any] = {"speed": self.speed}
-        if self.magcache is not None:
-            policies["magcache"] = parse_magcache(self.magcache, rule=rule or "joint", order=order or 0)
         for name, parse in PARSERS.items():
             if (text := getattr(self, name)) is not None:
                 policies[name] = parse(text)
@@ -78,6 +64,7 @@ SEER_FORM = "taylorseer: interval/order/retention such as 2/1/0.2"
 
 
 PARSERS = {
+    "magcache": parse_magcache,
     "taylorseer": lambda text: parse_slashes(TaylorSeerOptions, text, SEER_FORM),
     "sparse": parse_sparse,
 }
@@ -91,7 +78,7 @@ def skip_options(values: Mapping[str, Any]) -> SkipOptions | None:
 def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
-    The parts are `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2` and `sparse:0.8125/0:ramp0`; `full` is
+    The parts are `magcache:0.12/2/0.2`, `taylorseer:2/1/0.2` and `sparse:0.8125/0:ramp0`; `full` is
     the run without any of them, `speed:balanced` a word of `speed`.
     """
     if text == "full":
@@ -99,15 +86,7 @@ def parse_setting(text: str) -> SkipOptions | None:
     values: dict[str, Any] = {}
     for part in text.split("+"):
         name, _, value = part.partition(":")
-        if name == "magcache" and value:
-            value, *settings = value.split(":")
-            for word in settings:
-                rule = word in MAGCACHE_RULES
-                field = "magcache_rule" if rule else "magcache_order"
-                if field in values or not (rule or word in ("order0", "order1", "order1.5", "order2")):
-                    raise _unknown(text)
-                values[field] = word if rule else number(word.removeprefix("order"))
-        if not value or name in values or name not in ("magcache", "speed", *PARSERS):
+        if not value or name in values or name not in ("speed", *PARSERS):
             raise _unknown(text)
         values[name] = value
     return skip_options(values)
@@ -115,6 +94,6 @@ def parse_setting(text: str) -> SkipOptions | None:
 
 def _unknown(text: str) -> OptionError:
     return OptionError(
-        f"setting {text!r} is not known, or repeats a part; write speed:balanced, magcache:0.24/1/0.1:order2, "
+        f"setting {text!r} is not known, or repeats a part; write speed:balanced, magcache:0.12/2/0.2, "
         "taylorseer:2/1/0.2, sparse:0.8125/0, or several joined by +"
     )

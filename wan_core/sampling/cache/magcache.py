@@ -2,13 +2,12 @@
 
 A reused residual is too large or too small by the product of the ratios since it was computed. A step may be skipped
 while the sum of |1 - product| over the steps since then stays below `threshold`, and at most `max_skips` steps are
-skipped in a row. By the rule `joint` (default) a step is skipped if both guidance branches allow it; `published` is the
-rule that settings such as E012K2R20 were published with.
+skipped in a row. Each guidance branch decides for itself, as settings such as E012K2R20 were published.
 
 The residual is the sum that all blocks add to the tokens. For each step t and branch a curve holds the mean over tokens
 of ||residual_t|| / ||residual_(t-1)||, measured once per model (`python -m wan_core calibrate`); it depends little on
 the prompt. At the change of expert the ratio compares two different models and has no meaning (0.655 for text-to-video
-A14B): `Curve.for_plan` gives None there. A curve is a small JSON file. Published curves are in `assets/curves`, a
+A14B). A curve is a small JSON file. Published curves are in `assets/curves`, a
 calibrated one lies beside its checkpoint.
 
 Source: Ma et al., "MagCache: Fast Video Generation with Magnitude-Aware Cache", 2025, arXiv:2506.09045, and
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isfinite
 from pathlib import Path
@@ -28,15 +27,14 @@ from wan_core.config import MagCacheOptions, OptionError
 from wan_core.models.wan.families import find_task
 from wan_core.sampling.calibration_files import ASSETS, CalibrationFiles, Measured
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.steps import Branch, Expert, Step
+from wan_core.sampling.steps import Branch, Step
 
 PUBLISHED = ASSETS / "curves"
-Ratios = Mapping[Branch, Sequence["float | None"]]
 _NUMBERS = re.compile(r"([\d.]+)/(\d+)/([\d.]+)")
 _NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
 
 
-def parse_magcache(text: str, *, rule: str = "joint", order: float = 0) -> MagCacheOptions:
+def parse_magcache(text: str) -> MagCacheOptions:
     """`threshold/skips/retention` such as 0.12/2/0.2, or the same as E012K2R20. Raises OptionError."""
     numbers, name = _NUMBERS.fullmatch(text), _NAME.fullmatch(text)
     try:
@@ -51,16 +49,12 @@ def parse_magcache(text: str, *, rule: str = "joint", order: float = 0) -> MagCa
             f"magcache {text!r} given; use threshold/skips in a row/retention such as 0.12/2/0.2 (published as "
             "E012K2R20), or --speed with a word"
         ) from None
-    return MagCacheOptions(threshold=threshold, max_skips=skips, retention=retention, rule=rule, order=order)
+    return MagCacheOptions(threshold=threshold, max_skips=skips, retention=retention)
 
 
 def skip_magcache(plan: Plan, options: MagCacheOptions, curve: Curve) -> Plan:
     """`plan` with the steps marked that MagCache skips."""
-    if options.rule == "joint":
-        skipped = joint_rule(plan, options, curve.for_plan(plan))
-    else:
-        skipped = published_rule(plan, options, curve)
-    return mark(plan, skipped, options.order)
+    return mark(plan, published_rule(plan, options, curve), order=0)
 
 
 def mark(plan: Plan, skipped: Sequence[tuple[Branch, ...]], order: float) -> Plan:
@@ -106,25 +100,8 @@ class Drift:
         return self.error < options.threshold and self.steps <= options.max_skips
 
 
-def joint_rule(plan: Plan, options: MagCacheOptions, ratios: Ratios) -> list[tuple[Branch, ...]]:
-    """The branches that each step skips by the rule `joint`: all of them or none. The first `retention` share of each
-    expert's steps (at least one) and the last step of the video are computed; the state is reset between experts."""
-    skipped: list[tuple[Branch, ...]] = []
-    for phase in plan.phases:
-        drifts: dict[Branch, Drift] = {}  # for branches with a residual of this expert
-        keep = retained(len(phase), options.retention)
-        for at, step in enumerate(phase):
-            drifts = {branch: drift.after(ratios[branch][step.index]) for branch, drift in drifts.items()}
-            may_skip = at >= keep and not step.finishes
-            skip = may_skip and all(b in drifts and drifts[b].allows(options) for b in step.branches)
-            if not skip:
-                drifts |= {branch: Drift() for branch in step.branches}
-            skipped.append(step.branches if skip else ())
-    return skipped
-
-
 def published_rule(plan: Plan, options: MagCacheOptions, curve: Curve) -> list[tuple[Branch, ...]]:
-    """The branches that each step skips by the rule `published`: each branch decides separately, errors continue over
+    """The branches that each step skips: each branch decides separately, errors continue over
     the boundary, retention counts forwards (conditional, unconditional, ...), image-to-video computes all high-noise
     steps, and the last step may be skipped. Differences to the publication: a branch without a residual of the running
     expert is computed; where a step has one branch, the residual of the other ages by that step.
@@ -154,7 +131,7 @@ BRANCHES: tuple[Branch, ...] = ("cond", "uncond")
 
 
 def _eligible(plan: Plan, count: int, retention: float) -> bool:
-    """Whether the rule `published` allows skipping forward number `count`, by retention alone."""
+    """Whether retention allows skipping forward number `count`."""
     forwards = 2 * len(plan.steps)
     if len(plan.steps_of_experts) == 1:
         return count >= int(forwards * retention)
@@ -192,24 +169,6 @@ class Curve(Measured):
     @property
     def steps(self) -> int:
         return len(self.cond)
-
-    def phase(self, expert: Expert, branch: Branch) -> tuple[float, ...]:
-        """The ratios between consecutive steps of one expert: one fewer than its steps."""
-        ratios = getattr(self, branch)
-        return ratios[1 : self.high_steps] if expert == "high" else ratios[self.high_steps + 1 :]
-
-    def for_plan(self, plan: Plan) -> dict[Branch, tuple[float | None, ...]]:
-        """A ratio for every step of `plan`, resampled within each expert. None at the first step of an expert, and for
-        all steps of an expert without ratios."""
-        resampled: dict[Branch, tuple[float | None, ...]] = {}
-        for branch in ("cond", "uncond"):
-            ratios: list[float | None] = []
-            for steps in plan.steps_of_experts:
-                curve = self.phase(steps[0].expert, branch)
-                count = len(steps) - 1
-                ratios += [None, *(nearest(curve, count) if curve else [None] * count)]
-            resampled[branch] = tuple(ratios)
-        return resampled
 
 
 def nearest(values: Sequence[float], count: int) -> list[float]:

@@ -132,7 +132,6 @@ def skip_words(options: SkipOptions) -> str:
     settings: list[str] = []
     if cache := options.magcache:
         settings.append(f"magcache {slashes(cache, 'threshold', 'max_skips', 'retention')}")
-        settings += [f"rule {cache.rule}"] * (cache.rule != "joint") + [f"order {cache.order:g}"] * (cache.order > 0)
     if seer := options.taylorseer:
         settings.append(f"taylorseer {slashes(seer)}")
     settings += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]

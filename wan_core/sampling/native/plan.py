@@ -226,10 +226,8 @@ def with_evaluations(plan: Plan, solver: str, sigmas: Sequence[float] | None) ->
 
 def check_native(options: SkipOptions) -> None:
     """Raises OptionError for what only this engine's own loop can do."""
-    if options.magcache is not None and options.magcache.rule != "joint":
-        raise OptionError(
-            "the rule 'published' counts forwards of the WanCore sampler: choose 'joint' for another sampler"
-        )
+    if options.magcache is not None:
+        raise OptionError("MagCache counts forwards of the WanCore sampler: take taylorseer for another sampler")
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
