@@ -326,4 +326,4 @@ def test_one_pipeline_makes_the_same_video_again(tiny_assets):
     assert torch.equal(first.latents, again.latents) and not torch.equal(first.latents, full.latents)
     fresh = Pipeline.load(LoadOptions(model="tiny", device="cpu")).generate(cached)
     assert torch.equal(first.latents, fresh.latents)
-    assert "magcache" in first.report.settings["skipping"] and "skipping" not in full.report.settings
+    assert "taylorseer" in first.report.settings["skipping"] and "skipping" not in full.report.settings
