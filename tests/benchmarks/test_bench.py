@@ -122,21 +122,3 @@ def test_a_compiled_peer_reports_what_its_first_run_cost(monkeypatch: pytest.Mon
     assert compiled["ratio"] == 1 and compiled["error"] <= 1e-4
     assert "compilations" not in eager and "compilations" not in ours
     assert eager["ratio"] == pytest.approx(compiled["seconds"] / eager["seconds"], rel=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["single", "--setup", "fp9"], "plain torch"),
-        (["single", "--setup", "fp9/sdpa"], "fp8-tensor"),
-        (["single", "--setup", "fp8/flash9"], "flash4"),
-        (["single", "--setup", "fp8/sdpa/fast"], "/compile"),
-        (["small", "--setup", "fp8/sdpa"], "--setup means nothing"),
-        (["single", "--runs", "0"], "at least 1"),
-        (["single", "--size", "64"], "WIDTHxHEIGHT"),
-    ],
-)
-def test_bad_options_are_one_readable_line(arguments, says, capsys) -> None:
-    assert bench_main([*arguments, "--device", "cpu"]) == 2
-    err = capsys.readouterr().err
-    assert says in err and "Traceback" not in err

@@ -6,13 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from benchmarks.__main__ import main
 from benchmarks.official import reseeded
-from benchmarks.options import TEMPLATE_PARTS
 from benchmarks.templates.our_sampler import with_our_sampler
-from benchmarks.templates.run import TEMPLATES, observed, with_euler, with_steps
+from benchmarks.templates.run import observed, with_euler, with_steps
 
 SCHEMAS = json.loads((Path(__file__).parents[1] / "nodes" / "node_schemas.json").read_text(encoding="utf-8"))
 GIVEN = {"positive": ["p", 0], "negative": ["p", 1], "latent_image": ["p", 2], "model": ["shift", 0], "cfg": 1}
@@ -42,7 +38,7 @@ def test_our_sampler_gets_the_seed_the_solver_and_the_sigmas_of_the_one_that_it_
         link = graph[f"from {name}"]["inputs"]
         assert link == {"model": ["shift", 0], "precision": "fp8", "attention": "auto", "residency": "auto",
                         "workers": ["launcher", 0]}  # fmt: skip
-        assert graph[name]["inputs"]["skipping"] == ["sparse", 0] and graph[name]["inputs"]["guidance_high"] == 1
+        assert graph[name]["inputs"]["speed"] == "balanced" and graph[name]["inputs"]["guidance_high"] == 1
     for one in graph.values():
         if one["class_type"] in SCHEMAS:
             assert one["inputs"].keys() <= {item["name"] for item in SCHEMAS[one["class_type"]]["inputs"]}
@@ -55,12 +51,3 @@ def test_steps_seeds_and_solvers_of_all_samplers_change() -> None:
     assert graph["custom"]["inputs"]["noise_seed"] == graph["k"]["inputs"]["seed"] == 5
     assert graph["scheduler"]["inputs"]["steps"] == graph["k"]["inputs"]["steps"] == 2
     assert graph["chosen"]["inputs"]["sampler_name"] == graph["k"]["inputs"]["sampler_name"] == "euler"
-
-
-def test_templates_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(TEMPLATE_PARTS.values()) <= TEMPLATES.keys()
-    (tmp_path / "main.py").touch()
-    checkout = ["--checkout", str(tmp_path), "--device", "cpu"]
-    for wrong in (["--setting", "animate3"], ["--setting", "animate2", "--setup", "theirs"]):
-        assert main(["templates", *checkout, *wrong]) == 2
-        assert f"{wrong[-1]!r} given" in capsys.readouterr().err

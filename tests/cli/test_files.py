@@ -16,7 +16,6 @@ import torch
 
 from tests import forked
 from tools.processes import below
-from wan_core.checkpoint import load_dit
 from wan_core.cli import main
 from wan_core.cli.generate import VideoWriting
 from wan_core.cli.progress import ProgressLine
@@ -49,15 +48,6 @@ def test_existing_files_get_a_number_or_are_replaced(tmp_path: Path, capsys: pyt
     assert main([*GENERATE, *files, "--seed", "5", "--overwrite"]) == 0
     assert sorted(contents(tmp_path)) == sorted(after)
     assert np.array_equal(read_video(out), read_video(tmp_path / "x-1.mp4"))
-
-
-def test_quantize_writes_to_a_new_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "q.safetensors"
-    out.write_bytes(b"weights of the user")
-    assert main(["quantize", str(TINY / "t2v_high.safetensors"), str(out), "--device", "cpu"]) == 0
-    assert out.read_bytes() == b"weights of the user"
-    assert capsys.readouterr().out.strip() == str(tmp_path / "q-1.safetensors")
-    load_dit(tmp_path / "q-1.safetensors")
 
 
 def test_calibrate_keeps_the_older_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,13 +70,6 @@ def test_a_graph_an_interruption_and_a_killed_node(comfy: ComfyUI, nodes: Nodes)
     assert comfy.run(on_cluster(small(seed=80), nodes)).ok
 
 
-def test_addresses_that_comfyui_was_not_started_with(comfy: ComfyUI, nodes: Nodes) -> None:
-    from tests.comfyui import Refused
-
-    with pytest.raises(Refused, match="WANCORE_CLUSTERS"):
-        comfy.run(on_cluster(small(), nodes, cluster="elsewhere:6379"))
-
-
 def test_a_lost_head(comfy: ComfyUI, nodes: Nodes, mortal: Nodes) -> None:
     """ComfyUI outlives it: the graph ends with an error after a minute, and others run here and on another cluster."""
     mortal.have(2)

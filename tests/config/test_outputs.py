@@ -172,10 +172,3 @@ def test_devices_and_pipes_are_written_as_they_are(tmp_path: Path) -> None:
         write_text(outputs.add("--latents", pipe), "text")
     reader.join()
     assert read == ["text"] and names(tmp_path) == ["pipe"] and write_text("/dev/null", "x").is_char_device()
-
-
-@pytest.mark.parametrize("name", ["x" * 200 + ".json", "ü" * 120 + ".json", "a\udcffb.json", "-", ".hidden"])
-def test_names_of_all_kinds(tmp_path: Path, name: str) -> None:
-    with Outputs({}) as outputs:
-        assert write_text(outputs.add("--report", tmp_path / name), "x").read_text() == "x"
-    assert [os.fsencode(name_on_disk) for name_on_disk in os.listdir(tmp_path)] == [os.fsencode(name)]

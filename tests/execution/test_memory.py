@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +19,7 @@ from wan_core.execution.memory.planning import (
     vae_bytes,
 )
 from wan_core.execution.memory.residency import Residency, tensors_of
-from wan_core.execution.memory.streaming import Stage, spread, stage_bytes
+from wan_core.execution.memory.streaming import Stage, stage_bytes
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.config import T2V_A14B, DiTConfig
 from wan_core.ops.quant.fp8 import Fp8RowLinear
@@ -95,15 +93,6 @@ def test_what_is_chosen_fits_and_nothing_better_would(gib, fp8, shape, batched, 
     assert plan.resident_blocks == 0 or resident_bytes + activations.denoise <= plan.room
     if plan.resident_blocks < plan.blocks - 3:
         assert stage_bytes(list(sizes.units), plan.resident_blocks + 1) + activations.denoise > plan.room
-
-
-@given(blocks=st.integers(1, 60), data=st.data())
-def test_streamed_blocks_lie_evenly_apart(blocks, data):
-    resident = data.draw(st.integers(0, blocks))
-    positions = spread(blocks, resident)
-    assert len(positions) == len(set(positions)) == blocks - resident and all(0 <= i < blocks for i in positions)
-    gaps = {b - a for a, b in itertools.pairwise(positions)}
-    assert not gaps or max(gaps) - min(gaps) <= 1
 
 
 @pytest.mark.parametrize("resident", [None, 0, 2, 5])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wan_core.media.fit import averaged, fit_with_bars, fitted_box, interpolated
+from wan_core.media.fit import fit_with_bars, fitted_box, interpolated
 
 LARGER = [[0, 15, 31, 48, 63], [53, 67, 84, 101, 115], [116, 130, 147, 164, 178], [168, 183, 199, 216, 231]]
 SMALLER = [[24, 52, 80], [150, 178, 206]]
@@ -20,15 +20,6 @@ def test_interpolation_equals_opencvs() -> None:
     picture = np.arange(3 * 4 * 3, dtype=np.uint8).reshape(3, 4, 3) * 7
     assert interpolated(picture, (5, 4))[..., 0].tolist() == LARGER
     assert interpolated(picture, (3, 2))[..., 0].tolist() == SMALLER
-
-
-@pytest.mark.parametrize(("size", "wanted"), [((16, 16), (8, 4)), ((30, 20), (7, 9)), ((9, 7), (9, 7))])
-def test_averages_are_sums_over_areas(size: tuple[int, int], wanted: tuple[int, int]) -> None:
-    """Every pixel repeated, so that areas fall on whole ones."""
-    (width, height), (columns, rows) = size, wanted
-    picture = drawn(height, width)
-    fine = picture.repeat(rows, 0).repeat(columns, 1).reshape(rows, height, columns, width, 3).mean((1, 3))
-    assert np.abs(averaged(picture, wanted) - fine).max() <= 0.5 + 1e-9
 
 
 @pytest.mark.parametrize("by_area", [False, True])

@@ -93,13 +93,3 @@ def test_wrong_shapes_and_strange_tensors_are_named(weights):
         wan_core.load_dit(weights | {"face_adapter.fuser_blocks.1.q_norm.weight": torch.ones(24)})
     with pytest.raises(CheckpointError, match="not those of a transformer of the family wan"):
         wan_core.load_dit({name: value for name, value in weights.items() if "face" in name}, family="wan")
-
-
-def test_a_part_that_diffusers_splits_may_not_be_missing():
-    state = diffusers_model(TINY).state_dict()
-    for gone in ("face_adapter.0.to_v.weight", "face_adapter.0.to_k.bias", "motion_encoder.conv_in.act_fn.bias"):
-        with pytest.raises(CheckpointError, match=r"missing|unexpected"):
-            wan_core.load_dit({name: value for name, value in state.items() if name != gone})
-    wrong = state | {"face_adapter.0.to_v.weight": state["face_adapter.0.to_v.weight"][:-1]}
-    with pytest.raises(CheckpointError, match=r"to_k|to_v|linear1_kv"):
-        wan_core.load_dit(wrong)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from wan_core.config import OptionError
-from wan_core.models.vae.config import VAE_21, VAE_22
-from wan_core.models.wan.families import FAMILIES, TASKS, check_keys, family_of, find_task, image_task
+from wan_core.models.wan.families import FAMILIES, check_keys, family_of, find_task
 
 LATENTS = torch.zeros(1, 16, 3, 4, 6)
 IMAGE = {"concat_latent_image": torch.ones_like(LATENTS), "concat_mask": torch.ones(1, 4, 3, 4, 6)}
@@ -61,13 +60,3 @@ def test_what_a_model_would_not_see_is_refused() -> None:
     check_keys(FAMILIES["wan"], "positive", {**neutral, **IMAGE, "clip_vision_output": seen()})
     with pytest.raises(OptionError, match="`negative` carries vace_frames, area, which this model does not take"):
         check_keys(FAMILIES["wan"], "negative", {"vace_frames": [LATENTS], "area": (1, 1, 0, 0)})
-
-
-def test_every_task_says_whose_latents_it_works_on() -> None:
-    for task in TASKS.values():
-        assert task.full_size is None or task.full_size.out_channels == task.vae.z_dim
-        assert task.full_size is None or task.full_size.in_channels == task.in_channels
-        assert task.full_size is None or task.full_size.image_dim == task.image_dim
-    assert image_task(VAE_21.z_dim).image == "channels" and image_task(VAE_22.z_dim).image == "first frame"
-    with pytest.raises(OptionError, match="latents of 8 channels"):
-        image_task(8)

@@ -66,14 +66,3 @@ def test_it_begins_when_the_server_is_up_and_only_for_a_gpu(
         module.prepare_when_up()
         assert len(hooks) == expected
     assert not module.background.threads
-
-
-def test_work_that_may_wait_begins_when_nothing_is_busy(module: ModuleType) -> None:
-    background, free, seen = module.Background(), threading.Event(), []
-    background.start("later", lambda: seen.append("later"), 0.0, lambda: not free.wait(0.01))
-    background.start("first", lambda: seen.append("first"))
-    background.wait("first")
-    assert seen == ["first"]
-    free.set()
-    background.wait("later")
-    assert seen == ["first", "later"]

@@ -97,10 +97,3 @@ def test_the_steps_are_those_that_were_distilled(pipe: Pipeline) -> None:
         (s.timestep, s.sigma, s.expert) for s in TRAINED.steps
     ]
     assert plan.forwards == 4 and plan.solver == "euler"
-
-
-def test_few_steps_without_what_they_need_are_pointed_out(pipe: Pipeline) -> None:
-    assert pipe.prepare(FOUR).job.plan.notes == ("preset 4-step: asked for",)
-    bare = Pipeline.load(LoadOptions(model="tiny", device="cpu"))  # for no request: nothing asked for LoRAs
-    (warning,) = bare.prepare(FOUR).job.plan.warnings
-    assert warning.startswith("4 steps, and no file says by its metadata or name that it is step-distilled")

@@ -77,17 +77,6 @@ def test_the_advice_fits_and_nothing_more_does(family, vae, size, batch, fields,
         assert not fits(5) and ("fewer videos" in str(refused.value)) == fits(frames, 1)
 
 
-@given(family=st.sampled_from(sorted(FAMILIES)), size=SIZES, field=st.sampled_from(FIELDS), which=st.integers(0, 2))
-def test_more_of_anything_takes_no_less(family, size, field, which):
-    larger = [side + 32 * (place == which) for place, side in enumerate(size)]
-
-    def peak(*size: int, batch: int = 1, given: tuple[str, ...] = ()) -> int:
-        return peak_bytes(FAMILIES[family], VAE_21, *size, batch=batch, given=given)
-
-    least = peak(*size)
-    assert peak(*larger, given=(field,)) >= peak(*size, given=(field,)) >= least < peak(*size, batch=2)
-
-
 # ------------------------------------------------------------------------------------------------------------- measured
 
 WIDTH, HEIGHT, FRAMES = 384, 384, 21

@@ -104,10 +104,3 @@ def test_host_memory_of_the_run_before_is_used_again_for_the_same_size_alone() -
     fresh = {size: plan_of("fp8", size, 24, host_bytes) for size in SIZES}
     assert again["720p"] == before != fresh["720p"] and again["480p"] == fresh["480p"]
     assert fresh["720p"].form is not None and fresh["720p"].form.form.fp8
-
-
-@pytest.mark.parametrize(("precision", "size"), TABLE)
-def test_a_larger_card_never_copies_more(precision: str, size: str) -> None:
-    plans = [plan_of(precision, size, card) for card in range(14, 142)]
-    fitting = [plan.copied for plan in plans if plan.denoise <= plan.room and plan.exact]
-    assert len(fitting) > 100 and fitting == sorted(fitting, reverse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -77,14 +76,6 @@ def test_a_warm_up_that_runs_out_of_memory_goes_on():
     pipe.models.residency.models["low"].blocks[2].register_forward_pre_hook(fail)
     pipe.warm_up(request)
     assert failed and any("out of memory, going on" in note for note in pipe.report.notes)
-
-
-def test_a_pipeline_that_compiles_sets_the_folders(monkeypatch, tmp_path):
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    Pipeline.load(LoadOptions(model="tiny", device="cpu"))
-    assert "TRITON_CACHE_DIR" not in os.environ
-    Pipeline.load(LoadOptions(model="tiny", device="cpu", compile="blocks"))
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "cache" / "triton")
 
 
 @pytest.mark.parametrize("precision", ["checkpoint", "fp8-weights"])

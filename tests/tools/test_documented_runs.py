@@ -37,7 +37,6 @@ from tests.documented import (
 from tests.documented_runs import COMFY_ORG, ROWS, SECTION, make_page, paths_after, run, write_weights
 from tests.stand_ins import config_of
 from wan_core.cli import main
-from wan_core.cli.inspect import inspect
 
 pytestmark = pytest.mark.documented
 
@@ -213,10 +212,3 @@ def test_every_model_is_found_in_the_models_folder(task: str, enter: Enter, capf
     """`--model ComfyUI/models --task TASK` finds the files by itself."""
     enter("commands.md")
     run([*example(task), "--model", "ComfyUI/models", "--task", task, "--out", "found.mp4"], capfd)
-
-
-def test_every_file_of_the_tables_is_described(weights: Path) -> None:
-    """`wancore inspect FILE` says what a file is, and of a folder what is in it."""
-    paths = [weights / folder_of(name) / name for row in ROWS for name in row if folder_of(name) != "loras"]
-    paths += [weights / name.partition("/")[2] for name in releases_of(SECTION)]
-    assert {path.name: inspect(path)["problems"] for path in paths} == {path.name: [] for path in paths}

@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("web/docs/**/*.md")])
-READMES = ("README.md", "README.zh.md")
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
@@ -55,15 +54,6 @@ def test_nodes_and_templates_that_a_page_names_are_there(page: Path) -> None:
     assert [
         name for name in re.findall(r"(?<!\*)\*((?:Wan 2\.2 (?!VAE)|Toy )[^*]*)\*", text) if name not in titles
     ] == []
-
-
-@pytest.mark.parametrize("name", READMES)
-def test_a_readme_is_short_and_says_first_what_was_never_tried(name: str) -> None:
-    """Two screens of text; the notice and what is exact stand before what changes the video."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 130
-    notice, table, block = (text.index(part) for part in ("> **Alpha", "<!-- bench:gains", "make demo\nmake test\n"))
-    assert notice < table < block and text[:notice].count("\n") < 12
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -9,18 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.tiny.clips import HELD_OUT, TRAINED, Drawing, Size, image_rows
 from tools.tiny.experts import T2V, adopt, initialise
 from tools.tiny.vae import CONFIG
-from tools.tiny.words import TEXT_LEN, train_tokenizer
+from tools.tiny.words import TEXT_LEN
 from tools.train_tiny import main
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae, save
-from wan_core.models.text.tokenizer import Tokenizer
-from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.wan.families.wan.inputs import image_channels
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.sources import TINY_LORAS
-from wan_lab.shapes import SCENES, draw
 
 SMALL = ["--device", "cpu", "--size", "32", "--frames", "5"]
 
@@ -88,32 +83,3 @@ def test_experts_go_on_from_finished_ones_with_more_blocks(trained: Path, tmp_pa
     assert (trained / "text_encoder.safetensors").read_bytes() == before
     assert not (tmp_path / "text_encoder.safetensors").exists()
     assert (tmp_path / "t2v_low.safetensors").is_file()
-
-
-def test_the_tokenizer_is_the_same_every_time_and_knows_every_word():
-    proto = train_tokenizer()
-    assert train_tokenizer() == proto
-    tokenizer = Tokenizer(proto)
-    for scene in SCENES[::7]:
-        assert len(tokenizer.encode(scene.caption)) == len(scene.caption.split()) + 1
-        assert tokenizer.encode(scene.caption.upper()) == tokenizer.encode(scene.caption)
-    assert tokenizer.encode("") == [Tokenizer.eos_id]
-
-
-def test_nothing_held_out_is_drawn():
-    assert not set(TRAINED) & set(HELD_OUT)
-    assert len(TRAINED) + len(HELD_OUT) == 1120
-    clips, scene = Drawing(Size(5, 32, 32), torch.device("cpu"), seed=0).draw(20)
-    again, _ = Drawing(Size(5, 32, 32), torch.device("cpu"), seed=0).draw(20)
-    assert torch.equal(clips, again)
-    assert scene.max() < len(TRAINED)
-
-
-def test_image_rows_are_the_pipelines_channels():
-    vae = VideoVAE(CONFIG)
-    clips = draw(SCENES[:2], seed=0, frames=9, height=32, width=32)
-    with torch.no_grad():
-        ours = image_rows(vae, clips, torch.tensor([False, True]))
-        first_only = image_channels(vae, clips[:1, :, :1], None, 9)
-        both = image_channels(vae, clips[1:, :, :1], clips[1:, :, -1:], 9)
-    torch.testing.assert_close(ours, torch.cat([first_only, both]), atol=1e-5, rtol=1e-4)

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from wan_core.workers import processes
-from wan_core.workers.faults import describe_failure, describe_fault
 from wan_core.workers.options import WorkerOptions
 
 
@@ -60,15 +58,3 @@ def test_ranks_do_not_take_comfyuis_allocator(
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value_of_host)
     assert processes.rank_environment().get("PYTORCH_CUDA_ALLOC_CONF") == value_of_rank
-
-
-def test_out_of_memory_says_who_holds_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault, identity = torch.OutOfMemoryError("Tried to allocate 2 GiB."), {"rank": 0, "host": "h", "pid": 1}
-    assert describe_fault(fault, identity, "denoise")["text"] == "Tried to allocate 2 GiB."  # no GPU in use
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 * 2**30, 24 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 8 * 2**30)
-    message = (
-        "ran out of memory in denoise: of 24.0 GiB it held 8.0, CUDA and other programs 15.0: Tried to allocate 2 GiB."
-    )
-    assert message in describe_failure(describe_fault(fault, identity, "denoise"))
