@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import torch
 from PIL import Image
 
-from benchmarks.measure import compile_counts, resident_bytes
+from benchmarks.measure import compile_counts
+from tools.processes import resident
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
 
@@ -32,7 +34,7 @@ def growth(device: torch.device, residency: str, videos: int, folder: Path) -> t
         picture = {"image": str(image)} if task == "i2v" else {}
         pipes[task].generate(Request(prompt=f"a red circle, number {number}", seed=number, **size, **picture))
         on_device.append(torch.cuda.memory_allocated(device) if cuda else live_bytes())
-        on_host.append(resident_bytes())
+        on_host.append(resident(os.getpid()))
         graphs.append(compile_counts()[0])
     more_host = max(on_host[ONCE:]) - on_host[ONCE - 1]
     return max(on_device[ONCE:]) - max(on_device[:ONCE]), more_host, graphs[-1] - graphs[ONCE - 1]
