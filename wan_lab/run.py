@@ -69,8 +69,8 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
         show(f"the older {out.name} is kept as {older}")
     CURVE_FILES.write(curve, out)
     for numbers in ("0.12/2/0.2", "0.24/2/0.1"):
-        options = SkipOptions(magcache=parse_magcache(numbers))
-        print(f"{numbers:<10} {leave_out(plan, options, curve).forward_words()}")
+        skip = SkipOptions(magcache=parse_magcache(numbers))
+        print(f"{numbers:<10} {leave_out(plan, skip, curve).forward_words()}")
     print(out)
     return 0
 

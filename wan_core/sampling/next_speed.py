@@ -16,7 +16,9 @@ def next_speed(plan: Plan, speed: str, planned: Callable[[str], Plan], seconds: 
     """The next word of `speed` that would save time in the run of `plan`, and what it would change, in a line; empty
     where none would. planned: the plan of the run at a word. seconds: of a forward of each expert in that run."""
     now = plan.estimate(seconds)
-    for word in SPEEDS[SPEEDS.index(speed) + 1 :] if now else ():
+    if not now:
+        return ""
+    for word in SPEEDS[SPEEDS.index(speed) + 1 :]:
         other = planned(word)
         then = other.estimate(seconds)
         if then is None or now - then < max(0.1, LEAST_SAVED * now):
