@@ -64,6 +64,20 @@ def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
     assert len(run.outputs["pair"]["images"]) == 5
 
 
+@pytest.mark.parametrize(
+    ("steps", "says"), [(4, "speed balanced: sparse 0.5/0"), (12, "speed balanced: taylorseer 2/1/")]
+)
+def test_a_word_of_the_sampler_reaches_the_plan_and_the_report(comfy: ComfyUI, steps: int, says: str) -> None:
+    graph = small(steps=steps, speed="balanced")
+    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], latent=["size", 0])
+    graph["show"] = node("WanCoreReport", report=["decode", 1])
+    graph |= {"words": node("PreviewAny", source=["show", 1]), "table": node("PreviewAny", source=["plan", 1])}
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    report, table = (run.outputs[key]["text"][0] for key in ("words", "table"))
+    assert says in table and "speed: balanced" in report and "forwards: 24 of 24" not in report
+
+
 def test_taylorseer_runs_and_a_word_beside_numbers_is_refused(comfy: ComfyUI) -> None:
     graph = small(skipping=["skip", 0]) | {"skip": node("WanCoreSkipping", **{**MAG, "cache": "taylorseer"})}
     graph["show"] = node("WanCoreReport", report=["decode", 1])
