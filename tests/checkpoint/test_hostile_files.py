@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import resource
+import struct
 import tempfile
 import time
 import zipfile
@@ -36,7 +37,9 @@ from tools.hostile.lora import LORA_MODEL
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora
+from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS
 from wan_core.checkpoint.save import write_safetensors
+from wan_core.config.limits import MAX_TENSORS
 
 SECONDS = 5.0  # for one example; the slowest takes a tenth of it on an idle core
 HEADROOM = 768 * 2**20  # of address space, above what the process has already
@@ -210,3 +213,15 @@ def test_a_product_that_claims_to_be_huge_is_not_made():
     }
     with pytest.raises(CheckpointError, match="another shape"):
         read_lora(state, expected_shapes(LORA_MODEL))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (struct.pack("<IQQ", 3, MAX_TENSORS + 1, 0), "it claims"),
+        (struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"x", MAX_DIMENSIONS + 1), "axes"),
+        (struct.pack("<IQQ", 9, 0, 0), "GGUF version 9"),
+    ],
+)
+def test_a_gguf_header_beyond_the_limits_is_refused_before_its_lists_are_read(content: bytes, said: str) -> None:
+    assert said in str(survives(b"GGUF" + content, "m.gguf"))
