@@ -263,12 +263,13 @@ def test_a_mesh_that_cannot_run_a_request_is_refused_before_anything_is_loaded(
     part = SimpleNamespace(precision=None)
     models = SimpleNamespace(dit=T2V_A14B, high=part, low=part)
     options = LoadOptions(model="tiny", precision="fp32", attention=attention)
-    plan = replace(make_plan(steps=2), sparse=None if sparse is None else SparseOptions(sparsity=0.5, **sparse))
+    chosen = None if sparse is None else SparseOptions(sparsity=0.5, **sparse)
+    plan = replace(make_plan(steps=2), sparse=chosen, latent_shape=(1, 16, tokens, 2, 2))
     if message is None:
-        assert str(jobs.choose(options, models, (1, 16, tokens, 2, 2), plan).mesh) == mesh
+        assert str(jobs.choose(options, models, plan).mesh) == mesh
         return
     with pytest.raises(UserError, match=message):
-        jobs.choose(options, models, (1, 16, tokens, 2, 2), plan)
+        jobs.choose(options, models, plan)
 
 
 def test_the_estimate_is_what_was_measured():
