@@ -89,7 +89,7 @@ def check_variants(it: World) -> None:
             extra = {**extra, "face_video_pixels": world.rows(1, 3, 4, 8, 8)}
         sigmas = [1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.2, 0.0]
         plain = sample(model, sigmas, extra, size=size)
-        assert (sample(it.cached(model, **never()[1]), sigmas, extra, size=size) == plain).all(), name
+        assert (sample(it.cached(model, **never()[0]), sigmas, extra, size=size) == plain).all(), name
         seen: list[Any] = []
         fast = it.cached(model, **every_second())
         latents = sample(fast, sigmas, extra, size=size, callback=lambda i, x0, x, n, seen=seen: seen.append((x0, x)))
@@ -120,7 +120,7 @@ def check_windows(it: World) -> None:
 
     model = windowed("standard_static")
     plain = sample(model, EULER, size=size)
-    assert (sample(it.cached(model, **never()[1]), EULER, size=size) == plain).all()
+    assert (sample(it.cached(model, **never()[0]), EULER, size=size) == plain).all()
     states: list[int] = []
     with it.runs() as runs:
         fast = it.cached(model, **policies()["taylorseer"])
@@ -182,7 +182,7 @@ def check_samplers(it: World) -> None:
     it.cache.keep_blocks = lambda *arguments: sigmas.append(float(arguments[3]["sigmas"][0])) or keep(*arguments)
     for sampler in expected:
         plain = sample(model, EULER, sampler=sampler)
-        assert (sample(it.cached(model, **never()[1]), EULER, sampler=sampler) == plain).all(), sampler
+        assert (sample(it.cached(model, **never()[0]), EULER, sampler=sampler) == plain).all(), sampler
         fast = sample(it.cached(model, **every_second()), EULER, sampler=sampler)
         assert fast.isfinite().all() and world.error(fast, plain) < 0.6, (sampler, world.error(fast, plain))
         assert it.counts() == expected[sampler], (sampler, it.said[-1])
@@ -206,7 +206,7 @@ def check_conditions(it: World) -> None:
     guided = slg.result[0]
     plain = sample(guided, EULER)
     assert (plain != sample(model, EULER)).any()
-    assert (sample(it.cached(guided, **never()[1]), EULER) == plain).all()
+    assert (sample(it.cached(guided, **never()[0]), EULER) == plain).all()
     with it.runs() as runs:
         states: list[int] = []
         count = lambda *_: states.append(len(runs[-1].states))  # noqa: E731
@@ -291,7 +291,7 @@ def check_pose_cache(it: World) -> None:
             first = sample(model, EULER, inputs, size=size)  # its first step has keys and values before they were kept
             close(first, plain := sample(model, EULER, inputs, size=size))
             assert sum(runs) == 1 and cache.filled(len(model.model.diffusion_model.blocks)), (part, newer, sum(runs))
-            assert (sample(it.cached(model, **never()[1]), EULER, inputs, size=size) == plain).all(), (part, newer)
+            assert (sample(it.cached(model, **never()[0]), EULER, inputs, size=size) == plain).all(), (part, newer)
             close(sample(world.Accelerated(it.pack)(model), EULER, inputs, size=size), plain)
             latents = sample(it.cached(model, **every_second()), EULER, inputs, size=size)
             skipped, forwards = it.counts()

@@ -224,6 +224,18 @@ def test_all_gpus_in_the_place_of_the_samplers(templates: Templates, page: Brows
     page.wait(f"{STATE.replace('return', 'const now =')} return now === {before!r}")
 
 
+def test_the_sampler_on_all_gpus_takes_the_word_of_accelerate(templates: Templates, page: Browser) -> None:
+    page.script(LOAD, templates.workflow("video_wan2_2_14B_t2v"), "word")
+    page.script(COMMAND, "WanCore.Accelerate")
+    page.script(
+        "for (const graph of [app.rootGraph, ...app.rootGraph.subgraphs.values()]) for (const node of graph.nodes)"
+        " if (node.type === 'WanCoreAccelerate') node.widgets.find((one) => one.name === 'speed').value = 'fast'"
+    )
+    page.script(COMMAND, "WanCore.AllGpus")
+    [sampler] = [one for one in page.script(PROMPT).values() if one["class_type"] == "WanCoreSampler"]
+    assert sampler["inputs"]["speed"] == "fast"
+
+
 def test_it_is_offered_once_and_not_where_it_is_switched_off(templates: Templates, page: Browser) -> None:
     def opened(setting: bool) -> str | None:
         templates.server.post("/api/settings", {"WanCore.Accelerate.Offer": setting})

@@ -1,6 +1,6 @@
 // What the commands of accelerate.js do to a graph, and what takes it back.
 import { ACCELERATE, INSIDE, NEVER, OUTSIDE, freePlace, linkInto, linksFrom } from "./models.js";
-import { SAMPLER, SOLVERS, valueOf } from "./gpus.js";
+import { SAMPLER, SOLVERS, accelerateBefore, valueOf } from "./gpus.js";
 import { TO_VIDEO, linkTo } from "./videos.js";
 
 const ALWAYS = 0; // the mode of a node that runs
@@ -89,6 +89,8 @@ export function distribute({ graph, first, last, models }, launcher) {
   copy(graph, first, "cfg", added, "guidance_high");
   copy(graph, last, "cfg", added, "guidance_low");
   for (const name of ["steps", "shift", "boundary"]) set(added, name, 0); // those of `sigmas` and of the model
+  const accelerate = accelerateBefore(graph, first);
+  if (accelerate) for (const name of ["speed", "skipping"]) copy(graph, accelerate, name, added);
   set(added, "preset", "none");
   set(added, "solver", SOLVERS[valueOf(first, "sampler_name")]);
   handOver(graph, last, added);

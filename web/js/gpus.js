@@ -48,11 +48,14 @@ function unfit(graph, first, last) {
   return other ? `its ${other} is another than that of ${titleOf(first)}` : null;
 }
 
-// The link that brings a sampler its model, from before WanCore Accelerate.
-function modelLink(graph, node) {
-  const link = linkTo(graph, node, "model"), source = link && graph.getNodeById(link.origin_id);
-  return source?.type === ACCELERATE ? linkTo(graph, source, "model") : link;
+// WanCore Accelerate before a sampler; null: there is none.
+export function accelerateBefore(graph, node) {
+  const source = graph.getNodeById(linkTo(graph, node, "model")?.origin_id);
+  return source?.type === ACCELERATE ? source : null;
 }
+
+// The link that brings a sampler its model, from before WanCore Accelerate.
+const modelLink = (graph, node) => linkTo(graph, accelerateBefore(graph, node) ?? node, "model");
 
 // What the command would do: { runs: [{ graph, first, last, models }], refused: why it does nothing }. models: links, of
 // both experts or of the one. Either every sampler of a Wan model is replaced or none is.
@@ -62,8 +65,8 @@ export function onAllGpus(root) {
     const { graph } = place;
     for (const last of place.on ? graph.nodes : []) {
       if (!isSampler(last) || !isOn(last)) continue;
-      const origin = place.origin(last, (last.inputs ?? []).findIndex((one) => one.type === "MODEL"));
-      if (refusal(trace(origin), place, last)) continue; // another model's
+      const traced = trace(place.origin(last, (last.inputs ?? []).findIndex((one) => one.type === "MODEL")));
+      if (!traced.accelerated && refusal(traced, place, last)) continue; // another model's
       if (last.type !== "KSampler" && last.type !== "KSamplerAdvanced") {
         refused.add(`${titleOf(last)} is no sampler that WanCore Sampler stands in for`);
         continue;
