@@ -113,8 +113,7 @@ def plan_of(
         part=window_of(**values),
         skip=skipping,
         image=image,
-        cut=False,
-        **length,
+        **{"cut": False, **length},
     )
     return build_plan(request, model.facts)
 

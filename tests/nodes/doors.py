@@ -29,7 +29,7 @@ def answer(plan_of: Any, task: str, values: dict, skip: dict | None, length: dic
     try:
         model = SimpleNamespace(facts=facts, shift=None)
         options = unpack(SkipOptions, skip)
-        return plan_of(model, values, options, **length).plan.as_dict()
+        return plan_of(model, values, options, **length).as_dict()
     except UserError as fault:
         return str(fault)
 

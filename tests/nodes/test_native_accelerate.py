@@ -103,13 +103,17 @@ def test_a_run_that_ends_early_leaves_nothing(checked: dict[str, Any], name: str
 def test_context_windows(checked: dict[str, Any]) -> None:
     run = checked["context"]
     assert run["changes"] > 1e-3 and run["dense"] <= SAME and run["sparse"] <= SAME
-    assert run["words"] == [said("18 by sdpa", 18), said("18 by sparse attention (math)", 18)]
+    dense, sparse = run["words"]
+    assert dense == said("18 by sdpa", 18)
+    assert sparse.startswith(said("18 by sparse attention (math)", 18)) and "sparse attention: " in sparse
 
 
 def test_conditions_on_two_devices(checked: dict[str, Any]) -> None:
     for name, by in (("dense", "sdpa"), ("sparse", "sparse attention (math)")):
         run = checked["devices"][name]
-        assert run["error"] <= SAME and run["words"] == [said(f"9 by {by}", 9), said(f"18 by {by}", 18)]
+        assert run["error"] <= SAME and len(run["words"]) == 2
+        for line, calls in zip(run["words"], (9, 18), strict=True):
+            assert line.startswith(said(f"{calls} by {by}", calls))
 
 
 def test_refusals(checked: dict[str, Any]) -> None:

@@ -39,7 +39,8 @@ def sparsify(plan: Plan, options: SparseOptions | None) -> Plan:
     sparsities = step_sparsities(options, len(plan.steps))
     steps = tuple(replace(step, sparsity=sparsities[step.index]) for step in plan.steps)
     dense = sparsities.count(0.0)
-    note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
+    begins = f", from step {dense} on" if dense else ""
+    note = f"sparse attention: {sparse_words(options)}{begins}" if dense < len(steps) else ""
     notes = (*plan.notes, note) if note else plan.notes
     return replace(plan, steps=steps, sparse=options, notes=notes)
 
