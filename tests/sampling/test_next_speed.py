@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from wan_core.config import SkipOptions
+import pytest
+
+from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.next_speed import next_speed
 from wan_core.sampling.plan import Plan, make_plan
@@ -26,3 +28,14 @@ def test_nothing_is_said_where_nothing_is_saved_or_measured() -> None:
     assert next_speed(at("fast"), "fast", at, {"high": 1.0, "low": 1.0}) == ""
     assert next_speed(at("exact"), "exact", at, {"high": 1.0}) == ""  # no forward of the other expert was timed
     assert next_speed(at("exact", 4), "exact", lambda _: at("exact", 4), {"high": 1.0, "low": 1.0}) == ""
+
+
+def test_words_that_a_model_does_not_take_are_passed_over():
+    """Said after a run, whose latents an error would lose."""
+
+    def planned(word: str) -> Plan:
+        return skip_forwards(make_plan(task="animate2-14B-distilled", steps=4), SkipOptions(speed=word), None)
+
+    with pytest.raises(OptionError, match=r"speed balanced: sparse attention: .*careful and exact read all"):
+        planned("balanced")
+    assert next_speed(planned("exact"), "exact", planned, {"high": 1.0}) == ""

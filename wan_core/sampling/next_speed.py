@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from wan_core.config import SPEEDS
+from wan_core.config import SPEEDS, UserError
 from wan_core.media.pictures import clock
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Expert
@@ -19,7 +19,10 @@ def next_speed(plan: Plan, speed: str, planned: Callable[[str], Plan], seconds: 
     if not now:
         return ""
     for word in SPEEDS[SPEEDS.index(speed) + 1 :]:
-        other = planned(word)
+        try:
+            other = planned(word)
+        except UserError:  # this model or solver has no such word
+            continue
         then = other.estimate(seconds)
         if then is None or now - then < max(0.1, LEAST_SAVED * now):
             continue

@@ -71,7 +71,12 @@ def apply_policies(
         plan = replace(plan, notes=(*plan.notes, f"no step is forecast: the solver is {plan.solver}"))
         options = replace(options, taylorseer=None)
     if plan.task and not of_sampler and options.sparse is not None and options.sparse.sparsity:
-        check_sparse(plan.task)
+        try:
+            check_sparse(plan.task)
+        except OptionError as fault:
+            raise (
+                fault if word == EXACT else OptionError(f"speed {word}: {fault}; careful and exact read all")
+            ) from None
     plan = sparsify(plan, options.sparse)
     if plan.solver == "ComfyUI lcm" and replace(options, sparse=None) != SkipOptions():
         check_cacheable("lcm", "the step cache")
