@@ -15,7 +15,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +27,7 @@ from benchmarks.rows import Row
 
 ROOT = Path(__file__).parents[1]
 PROCESSES = 3
+NOTHING_CHOSEN = 5  # pytest's exit status
 
 
 def tests_rows(
@@ -52,14 +53,28 @@ def marked_files(mark: str, where: Sequence[str]) -> list[str]:
 
 
 def run_tests(setting: str, mark: str, files: Sequence[str], details: dict[str, Any]) -> Iterator[Row]:
-    """Rows of the files, again as each test ends."""
+    """Rows of the files, again as each test ends: all tests side by side, then those that are marked `alone`."""
     rows: dict[str, Row] = {}
     details["over"] = False
+    for tests, processes in ((f"({mark}) and not alone", PROCESSES), (f"({mark}) and alone", 0)):
+        code, said = yield from run_pytest(tests, files, rows, processes)
+        if code not in (0, 1, NOTHING_CHOSEN):
+            yield {"name": setting, "size": "", "failed": f"pytest ended with {code}: {said}"}
+            return
+    details["over"] = True
+    if not rows:
+        yield {"name": setting, "size": "", "failed": f"no test below {', '.join(files)} is {mark}"}
+
+
+def run_pytest(
+    mark: str, files: Sequence[str], rows: dict[str, Row], processes: int
+) -> Generator[Row, None, tuple[int, str]]:
+    """Rows of the files as each test of the mark ends. Returns pytest's exit status and the end of what it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     with TemporaryDirectory() as folder:
         read, write = os.pipe()
         command = [sys.executable, "-m", "pytest", "-q", "-m", mark, *files, "-p", "benchmarks.test_lines"]
-        command += ["-n", str(PROCESSES), "--dist", "worksteal"] if find_spec("xdist") else []
+        command += ["-n", str(processes), "--dist", "worksteal"] if find_spec("xdist") else []
         printed = Path(folder, "printed")
         with printed.open("w") as output:
             tests = subprocess.Popen(
@@ -70,11 +85,7 @@ def run_tests(setting: str, mark: str, files: Sequence[str], details: dict[str, 
         with os.fdopen(read) as lines:
             for line in lines:
                 yield file_row(rows, json.loads(line))
-        code = tests.wait()
-        details["over"] = code in (0, 1)
-        if not rows or code not in (0, 1):
-            said = printed.read_text(errors="replace").strip()[-300:]
-            yield {"name": setting, "size": "", "failed": f"pytest ended with {code}: {said}"}
+        return tests.wait(), printed.read_text(errors="replace").strip()[-300:]
 
 
 def file_row(rows: dict[str, Row], test: dict[str, Any]) -> Row:

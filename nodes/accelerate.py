@@ -11,7 +11,6 @@ from torch import Tensor
 
 from wan_core.config import SkipOptions
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
-from wan_core.sampling.cache.arguments import SkipArguments
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.cache.speed import attention_at_speed
 from wan_core.sampling.native.attention import COMFYUI
@@ -39,7 +38,7 @@ class WanCoreAccelerate(io.ComfyNode):
             "each. After a run it shows what it accelerated and what it left to ComfyUI.",
             inputs=[
                 io.Model.Input("model", tooltip="A Wan model from any loader, with or without LoRAs."),
-                *widgets(SkipArguments, "speed", speed={"optional": False}),
+                *widgets(SkipOptions, "speed", speed={"optional": False}),
                 io.Combo.Input(
                     "attention",
                     options=[*CHOSEN, COMFYUI, *BACKENDS],

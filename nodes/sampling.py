@@ -28,7 +28,6 @@ from wan_core.pipeline.embedded import unknown_to
 from wan_core.pipeline.loras import lora_words, notes_of
 from wan_core.pipeline.settings import compute_dtype
 from wan_core.pipeline.sources import recognise
-from wan_core.sampling.cache.arguments import SkipArguments
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
@@ -157,7 +156,7 @@ class WanCoreSampler(io.ComfyNode):
                     "time and in the picture. reference: as the released model was trained. comfyui: as ComfyUI's own "
                     "sampling has them.",
                 ),
-                *widgets(SkipArguments, "speed"),
+                *widgets(SkipOptions, "speed"),
             ],
             outputs=[
                 output(io.Latent, "latent_out", "Finished, for any VAE Decode."),

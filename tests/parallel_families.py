@@ -19,6 +19,7 @@ from wan_core.checkpoint.random import random_module
 from wan_core.config import (
     MagCacheOptions,
     SkipOptions,
+    SparseOptions,
 )
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import T2V_A14B
@@ -33,7 +34,7 @@ from wan_core.sampling.cache.magcache import Curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan, make_plan
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+from wan_core.sampling.sparsity.schedule import sparsify
 
 
 def family_model(name: str, grid: tuple[int, ...], motion: bool) -> tuple[WanModel, dict[str, Tensor]]:
@@ -79,7 +80,9 @@ def family_run(mesh: str, name: str, how: str, grid: tuple[int, ...]) -> tuple[f
     if how == "part":
         changed = replace(plan, steps=tuple(replace(s, control=(float(s.index < 2),)) for s in plan.steps))
     else:
-        changed = leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, parse_sparse("0.9/0:ramp0"))
+        changed = (
+            leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, SparseOptions.parse("0.9/0:ramp0"))
+        )
 
     def run(walked: Plan) -> Tensor:
         return denoise(walked, lambda _: model, conditioning, x[:, :16])

@@ -21,7 +21,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,8 @@ from wan_core.config import SPEEDS, LoadOptions, Request
 from wan_core.media.pictures import save_picture
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY_DRIVEN, for_request
-from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.settings import parse_setting
+from wan_lab.compare import truth
 from wan_lab.pictures import draw_quality
 from wan_lab.results import envelope, result_path, write_result
 from wan_lab.run import FULL, Measured, measure_quality
@@ -152,25 +153,61 @@ def parser() -> argparse.ArgumentParser:
 def measured_parts(judge: Judge, options: argparse.Namespace) -> Iterator[Measured]:
     """Every clip in full and in each setting, a batch at a time."""
     names = options.setting or [f"speed:{name}" for name in SPEEDS[1:]]
-    settings = {FULL: None, **{name: parse_setting(name) for name in names}}
-    width, height = judge.size
-    frames: dict[str, Any] = {} if judge.frames is None else {"frames": judge.frames}
-    how: dict[str, Any] = {"preset": f"{judge.steps}-step"} if judge.steps else {"steps": options.steps}
-    base = Request(prompt="", width=width, height=height, **how, **frames)
-    if judge.part:
-        yield from testbed_parts(judge, options, settings)
-        return
-    about = {"judge": judge.name, "steps": judge.steps or options.steps, "size": judge.size, **numbers(options)}
-    loading = {"model": "tiny", "device": options.device, "task": judge.task}
-    pipe = Pipeline.load(for_request(LoadOptions(**numbers(options), **loading), base))
-    rounded = LoadOptions(precision=ROUNDED, **loading)
-    pipes = {ROUNDED: Pipeline.load(for_request(rounded, base))} if options.rounded else {}
-    samples = choose_samples(None, options.count, options.seed, tiny=True)
-    settings = {**dict.fromkeys(pipes), **settings}
+    material = testbed(judge, options) if judge.part else embedded(judge, options)
+    base, samples = material.base, material.samples
+
+    def load(**how: Any) -> Pipeline:
+        return Pipeline.load(for_request(LoadOptions(device=options.device, **material.model, **how), base))
+
+    pipe, pipes = load(**numbers(options)), {ROUNDED: load(precision=ROUNDED)} if options.rounded else {}
+    settings = {FULL: None, **dict.fromkeys(pipes), **{name: parse_setting(name) for name in names}}
+    about = {**material.about, **numbers(options)}
     with kept(options) as folder:  # the full run that warms up is used
         full_run = FullRuns(folder, about).run
         for some in batches_of(samples, options.batch):
-            yield measure_quality(pipe, base, some, settings, len(some), pipes=pipes, full_run=full_run)
+            yield measure_quality(
+                pipe, base, some, settings, len(some), pipes=pipes, full_run=full_run, judged=material.judged
+            )
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a judge makes: options of its model, what all clips share, the clips, all that decides the full runs but
+    precision and attention, and whether frames show a caption (None: as for the embedded model)."""
+
+    model: dict[str, Any]
+    base: Request
+    samples: Sequence[Sample]
+    about: dict[str, Any]
+    judged: Callable[[Tensor, str], bool | None] = truth
+
+
+def embedded(judge: Judge, options: argparse.Namespace) -> Material:
+    width, height = judge.size
+    how: dict[str, Any] = {"preset": f"{judge.steps}-step"} if judge.steps else {"steps": options.steps}
+    how |= {} if judge.frames is None else {"frames": judge.frames}
+    about = {"judge": judge.name, "steps": judge.steps or options.steps, "size": judge.size}
+    samples = choose_samples(None, options.count, options.seed, tiny=True)
+    base = Request(prompt="", width=width, height=height, **how)
+    return Material({"model": "tiny", "task": judge.task}, base, samples, about)
+
+
+def testbed(judge: Judge, options: argparse.Namespace) -> Material:
+    """The test bed at one of the two sizes that it was trained on."""
+    from tools.testbed.folders import SAMPLES
+    from tools.testbed.full_runs import digest
+    from tools.testbed.scenes import parse_world, shows_colours
+
+    folder = options.testbed / judge.part
+    width, height = judge.size
+    sides = {"width": width, "height": height, "frames": judge.frames, "steps": options.steps}
+    return Material(
+        {"model": str(folder), "vae_precision": "fp32"},
+        Request(prompt="", negative_prompt="", **sides),
+        read_samples(folder / SAMPLES, options.count, options.seed),
+        {**sides, "guidance_high": None, "guidance_low": None, "weights": digest(folder)},
+        lambda frames, caption: shows_colours(frames, parse_world(caption)),
+    )
 
 
 def batches_of(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
@@ -183,32 +220,6 @@ def kept(options: argparse.Namespace) -> Iterator[Path]:
     """The folder of full runs."""
     with tempfile.TemporaryDirectory() as temporary:
         yield options.keep or Path(temporary)
-
-
-def testbed_parts(judge: Judge, options: argparse.Namespace, settings: dict[str, Any]) -> Iterator[Measured]:
-    """The test bed at one of the two sizes that it was trained on."""
-    from tools.testbed.folders import SAMPLES
-    from tools.testbed.full_runs import digest
-    from tools.testbed.scenes import parse_world, shows_colours
-
-    folder = options.testbed / judge.part
-    loading = {"model": str(folder), "device": options.device, "vae_precision": "fp32"}
-    pipe = Pipeline.load(LoadOptions(**numbers(options), **loading))
-    pipes = {ROUNDED: Pipeline.load(LoadOptions(precision=ROUNDED, **loading))} if options.rounded else {}
-    settings = {**dict.fromkeys(pipes), **settings}
-    width, height = judge.size
-    sides = {"width": width, "height": height, "frames": judge.frames, "steps": options.steps}
-    base = Request(prompt="", negative_prompt="", **sides)
-    about = {**sides, "guidance_high": None, "guidance_low": None, **numbers(options), "weights": digest(folder)}
-    samples = read_samples(folder / SAMPLES, options.count, options.seed)
-
-    def judged(frames: Tensor, caption: str) -> bool:
-        return shows_colours(frames, parse_world(caption))
-
-    with kept(options) as keep:
-        full_run = FullRuns(keep, about).run
-        for some in batches_of(samples, options.batch):
-            yield measure_quality(pipe, base, some, settings, len(some), pipes=pipes, full_run=full_run, judged=judged)
 
 
 def numbers(options: argparse.Namespace) -> dict[str, str]:

@@ -49,7 +49,6 @@ SHOWN = {  # suite -> the columns of a table that shows a whole result; of other
     "streaming": "name size seconds slowdown resident_blocks peak_gib plan_error host_gib",
     "startup": "name size seconds ratio gb_s host_gib",
     "quality": "name saved forwards psnr psnr_worst ssim perceptual flicker truth look motion seconds ratio",
-    "judges": "name size samples psnr psnr_se psnr_worst truth read forwards",
 }
 NOT_SHOWN = ("why_not", "failed", "commit")  # the first two stand in place of numbers
 BLOCKS = 40  # of an expert of A14B
@@ -73,7 +72,7 @@ class Table:
 
 
 FIRST_SEED = "on, new seed: "
-STILL_THERE = "(?!.*bounded)"  # settings that were removed since are in the results alone
+STILL_THERE = "(?!.*(bounded|cache and sparse))"  # settings that were removed since are in the results alone
 PHASES = "samplers decode save"
 TABLES = {
     "four-steps": Table(
@@ -127,11 +126,6 @@ TABLES = {
         rows="(?!te-fp8)",
         size="1280x720x81",
         columns="name seconds ratio tflops error offset outliers sinks structured",
-    ),
-    "skipping": Table(
-        result="techniques-t2v-40-x86_64-cpu",
-        rows="magcache:[a-z]+([+]sparse:[a-z]+)?$|sparse:[a-z]+(:slope:error)?$|taylorseer",
-        columns="name forwards psnr psnr_se psnr_worst ssim truth",
     ),
     "words": Table(
         result="judges-h100",

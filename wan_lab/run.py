@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.config import OptionError, Request, SkipOptions
+from wan_core.config import MagCacheOptions, OptionError, Request, SkipOptions
 from wan_core.config.outputs import Outputs, keep_old
 from wan_core.execution.report import Report
 from wan_core.media.mp4 import write_mp4
@@ -23,8 +23,8 @@ from wan_core.models.wan.families import family_of
 from wan_core.pipeline.decode import decode_images
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.magcache import CURVE_FILES, curve_path, parse_magcache
+from wan_core.sampling.cache.magcache import CURVE_FILES, curve_path
+from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import check_cacheable, leave_out
 from wan_core.sampling.calibration_files import is_embedded
 from wan_core.sampling.conditioning import Conditioning
@@ -69,7 +69,7 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
         show(f"the older {out.name} is kept as {older}")
     CURVE_FILES.write(curve, out)
     for numbers in ("0.12/2/0.2", "0.24/2/0.1"):
-        skip = SkipOptions(magcache=parse_magcache(numbers))
+        skip = SkipOptions(magcache=MagCacheOptions.parse(numbers))
         print(f"{numbers:<10} {leave_out(plan, skip, curve).forward_words()}")
     print(out)
     return 0

@@ -50,12 +50,12 @@ def test_files_have_rows_as_their_tests_end(tmp_path: Path) -> None:
     path = tmp_path / "test_it.py"
     path.write_text(
         "import pytest\n\ndef test_one():\n    pass\n\ndef test_two():\n    assert 1 == 2\n\n"
-        "@pytest.mark.skip\ndef test_three():\n    pass\n"
+        "@pytest.mark.skip\ndef test_three():\n    pass\n\n@pytest.mark.alone\ndef test_four():\n    pass\n"
     )
     details: dict = {}
     *first, last = run_tests("all", "not gpu", [str(path)], details)
-    assert len(first) == 2
-    assert (last["passed"], last["skipped"], last["faults"]) == (1, 1, 1) and "assert 1 == 2" in last["failed"]
+    assert len(first) == 3
+    assert (last["passed"], last["skipped"], last["faults"]) == (2, 1, 1) and "assert 1 == 2" in last["failed"]
     assert details["over"] and last["name"].endswith("test_it.py")
     (wrong,) = run_tests("all", "not gpu", [str(tmp_path / "absent.py")], details)
     assert "pytest ended with" in wrong["failed"] and not details["over"]

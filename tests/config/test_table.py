@@ -23,7 +23,6 @@ from wan_core.config import (
     TaylorSeerOptions,
 )
 from wan_core.config.table import Option, parse_slashes, parse_words, slashes, spelled, table
-from wan_core.sampling.cache.arguments import SkipArguments
 from wan_core.workers.wire import unpack
 
 EXAMPLES: list[Any] = [
@@ -114,7 +113,7 @@ def test_words_of_short_forms_say_one_thing(example: Any, name: str) -> None:
             parse_words(kind, [word])
 
 
-@pytest.mark.parametrize("kind", [LoadOptions, Request, PlanNumbers, SkipArguments])
+@pytest.mark.parametrize("kind", [LoadOptions, Request, PlanNumbers, SkipOptions])
 def test_the_command_line_has_each_option_that_has_a_help_text(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
     parser = build_parser().commands["generate"]
     for one in table(kind).values():

@@ -14,13 +14,13 @@ from PIL import Image
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.cli import main
-from wan_core.config import SkipOptions
+from wan_core.config import MagCacheOptions, SkipOptions
 from wan_core.media.video import read_video
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.magcache import CURVE_FILES, parse_magcache
+from wan_core.sampling.cache.magcache import CURVE_FILES
+from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan
 from wan_lab.calibrate import calibrate, record
@@ -102,7 +102,7 @@ def test_the_embedded_model_brings_its_own_curve(task, tiny_assets):
     assert curve.task == task and curve.steps == 40 and curve.samples
     assert curve.high_steps == sum(s.expert == "high" for s in make_plan(task=task, steps=40).steps)
     plan = make_plan(task=task, steps=40)
-    options = [SkipOptions(magcache=parse_magcache(one)) for one in ("0.06/1/0.2", "0.24/1/0.1", "0.24/2/0.1")]
+    options = [SkipOptions(magcache=MagCacheOptions.parse(one)) for one in ("0.06/1/0.2", "0.24/1/0.1", "0.24/2/0.1")]
     saved = [leave_out(plan, one, curve).saved for one in options]
     assert saved == sorted(saved) and saved[1] >= 0.25 and saved[2] >= 0.35
 

@@ -20,7 +20,7 @@ from wan_core.pipeline.embedded import parse_caption
 from wan_lab.metrics import judge
 from wan_lab.shapes import draw
 
-# A second pack, for what cannot be had otherwise: a VAE that runs out of memory.
+# A pack whose node gives a VAE that runs out of memory, as no file can.
 FAULTS = """
 import copy
 import torch

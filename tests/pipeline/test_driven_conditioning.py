@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
-from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
+from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import find_task, image_task
 from wan_core.models.wan.families.animate2 import ANIMATE2_14B, DISTILLED_LOG_SCALE
@@ -21,7 +21,7 @@ from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import Plan, make_plan
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify, with_costs
+from wan_core.sampling.sparsity.schedule import sparsify, with_costs
 from wan_core.workers.wire import unpack
 
 T, Y, X = 3, 4, 6
@@ -92,7 +92,7 @@ def test_animate2_is_told_its_driving_video(experts):
 
 
 def test_what_they_cannot_do_is_refused(experts):
-    sparse = sparsify(plan_of(), parse_sparse("0.5/0:ramp0"))
+    sparse = sparsify(plan_of(), SparseOptions.parse("0.5/0:ramp0"))
     distilled = replace(experts["animate2"], task=find_task("animate2-14B-distilled"))
     with pytest.raises(OptionError, match="sparse attention: distilled weights of Animate-2"):
         join(prompt_rows(1), prompt_rows(2), LATENT, distilled, sparse)

@@ -15,7 +15,7 @@ import torch
 
 from wan_core.checkpoint import load_dit
 from wan_core.cli import main
-from wan_core.config import LoadOptions, Request
+from wan_core.config import LoadOptions, Request, SparseOptions
 from wan_core.execution.memory import planning
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import GIB
@@ -28,9 +28,8 @@ from wan_core.pipeline import memory_planning
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.memory_planning import MemoryPlanner, beside_plan
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.sparsity.run import SparseTiles
-from wan_core.sampling.sparsity.schedule import parse_sparse
 from wan_lab.driving import follows
 from wan_lab.metrics import judge
 from wan_lab.run import measure_quality
@@ -56,7 +55,7 @@ def test_look_and_motion_are_right_in_full_and_with_caches_and_sparse_attention(
 @pytest.mark.parametrize("part", ["driven", "i2v_high"])
 def test_a_first_frame_that_is_given_is_not_read_in_whole(tiny_assets: Path, part: str) -> None:
     model = load_dit(tiny_assets / f"{part}.safetensors")
-    tiles = SparseTiles(model, parse_sparse("0.75/0"), (6, 6, 6))
+    tiles = SparseTiles(model, SparseOptions.parse("0.75/0"), (6, 6, 6))
     like = (torch.zeros(1, 216, 2), torch.zeros(1, 1, 6, 2), torch.zeros(216, 1, 1, 2))
     arranged, _ = tiles.arranged(BlockInputs(*like, PreparedText(()), ForwardInfo(), (6, 6, 6)))
     first = (arranged.inverse[:36] // arranged.block).unique()

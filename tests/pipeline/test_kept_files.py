@@ -58,11 +58,12 @@ def in_time() -> Iterator[None]:
 class Kind:
     """A kind of file. write(folder, what): the file, for `what` "mine", "swapped" (a file of the same run for something
     else), "another's" (of another run) or "nan"; None where there is none. read: what a later run takes it for, or
-    REFUSED, or ANOTHER, where a user names the file and it is what it says. old: the same without a checksum counts."""
+    REFUSED, or ANOTHER, where a user names the file and it is what it says. unsealed: without a checksum it counts,
+    too."""
 
     write: Callable[[Path, str], Path | None]
     read: Callable[[Path], Any]
-    old: bool = True
+    unsealed: bool = True
     named: bool = False
 
 
@@ -131,8 +132,8 @@ def read_listed(path: Path) -> Any:
 
 
 KINDS = {
-    "clip": Kind(write_clip, read_clip, old=False),
-    "latents": Kind(write_latents, read_latents, named=True),
+    "clip": Kind(write_clip, read_clip, unsealed=False),
+    "latents": Kind(write_latents, read_latents, unsealed=False, named=True),
     "curve": Kind(write_curve, lambda path: find_curve(path.with_name("high.safetensors"), "t2v-A14B")),
     "listed video": Kind(write_video, read_listed),
 }
@@ -162,7 +163,7 @@ def header(path: Path) -> None:
 
 
 def without_checksum(path: Path) -> None:
-    """Earlier releases wrote it so: the field has another name of the same length in files whose sizes are stored."""
+    """As one writes it by hand: the field has another name of the same length in files whose sizes are stored."""
     content = path.read_bytes()
     if path.suffix == ".json":
         lines = [line for line in content.splitlines() if SEAL.encode() not in line]
@@ -177,7 +178,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
     "zeroed": zeroed,
     "two bytes": two_bytes,
     "header": header,
-    "old version": without_checksum,
+    "no checksum": without_checksum,
     "folder": lambda path: (path.unlink(), path.mkdir())[0],
     "pipe": lambda path: (path.unlink(), os.mkfifo(path))[0],
 }
@@ -217,7 +218,7 @@ def test_a_damaged_file_counts_for_what_it_was_or_for_nothing(kind: str, way: st
     mine.write_text("of the user")
     found, words = taken_for(each, path)
     assert words.isprintable() and len(words) < 500
-    if way == "old version" and each.old:
+    if way == "no checksum" and each.unsealed:
         assert found == expected
     elif way in ("swapped", "another's") and each.named:
         assert found == ANOTHER

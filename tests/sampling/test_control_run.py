@@ -11,6 +11,7 @@ import torch
 from tests.control_references import CONFIGS, contexts, draw_inputs
 from tests.denoised import denoise
 from tests.sampling.family_runs import GRIDS, conditioned, difference, plan_for, prepared_model, run
+from wan_core.config import SparseOptions
 from wan_core.execution.memory.host_weights import ALIGNMENT, HostWeights
 from wan_core.execution.memory.planning import beside_weights, unit_bytes
 from wan_core.models.vae.config import VAE_21
@@ -23,7 +24,7 @@ from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.pipeline.model_parts import matrix_parameters
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+from wan_core.sampling.sparsity.schedule import sparsify
 
 
 @pytest.fixture(params=CONFIGS)
@@ -44,7 +45,7 @@ def test_two_experts_each_prepare_their_own(name):
 def test_vace_blocks_choose_for_themselves():
     """Each of 4 blocks, and each of 2 VACE blocks for each of 2 control videos, makes a choice of its own."""
     model, drawn = prepared_model("vace"), draw_inputs(CONFIGS["vace"], (1, *GRIDS["vace"]))
-    options = sparsify(plan_for("vace"), parse_sparse("0.9/0:ramp0")).sparse
+    options = sparsify(plan_for("vace"), SparseOptions.parse("0.9/0:ramp0")).sparse
     assert options is not None
     choose, routes = SparseForward.route, []
     noted = mock.patch.object(SparseForward, "route", lambda *of: routes.append(choose(*of)) or routes[-1])

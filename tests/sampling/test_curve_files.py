@@ -10,29 +10,31 @@ import pytest
 from tests.sampling.test_magcache import CURVES
 from wan_core.cli import main
 from wan_core.config import (
+    MagCacheOptions,
     OptionError,
     SkipOptions,
 )
-from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.magcache import (
     CURVE_FILES,
     curve_path,
     find_curve,
-    parse_magcache,
 )
+from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards
 from wan_core.sampling.plan import make_plan
 
 
 def test_ways_to_write_the_same():
-    assert parse_magcache("0.12/2/0.2") == parse_magcache("E012K2R20") == parse_magcache("e012k2r20")
+    assert (
+        MagCacheOptions.parse("0.12/2/0.2") == MagCacheOptions.parse("E012K2R20") == MagCacheOptions.parse("e012k2r20")
+    )
     for bad in ("", "0.12", "0.1/2", "slow", "0.1/x/0.2", "1.2.3/2/0.2", "99/2/0.2", "0.1/2/1.5"):
-        with pytest.raises(OptionError, match=r"use |allowed are"):
-            parse_magcache(bad)
+        with pytest.raises(OptionError, match=r"write |allowed are"):
+            MagCacheOptions.parse(bad)
 
 
 def test_it_switches_itself_off_and_says_so(tmp_path):
-    options = SkipOptions(magcache=parse_magcache("0.24/2/0.1"))
+    options = SkipOptions(magcache=MagCacheOptions.parse("0.24/2/0.1"))
     few = leave_out(make_plan(steps=9), options, CURVES["t2v-A14B"])
     assert few.saved == 0 and "fewer than 10" in few.table()
     assert leave_out(make_plan(steps=10), options, CURVES["t2v-A14B"]).saved > 0
@@ -57,7 +59,7 @@ def test_a_curve_beside_the_checkpoint_comes_first(tmp_path):
     CURVE_FILES.write(mine, curve_path(folder, "t2v-A14B"))
     assert find_curve(folder, "t2v-A14B") == mine
     with pytest.raises(OptionError, match="calibrate"):
-        leave_out(make_plan(), SkipOptions(magcache=parse_magcache("0.1/2/0.1")), None)
+        leave_out(make_plan(), SkipOptions(magcache=MagCacheOptions.parse("0.1/2/0.1")), None)
 
 
 def test_without_a_curve_magcache_says_what_needs_none(capsys):

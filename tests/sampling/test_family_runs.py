@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampling.family_runs import CONFIGS, DRIVEN, conditioned, difference, plan_for, prepared_model, run
-from wan_core.config import MagCacheOptions, SkipOptions, TaylorSeerOptions
+from wan_core.config import MagCacheOptions, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.execution.memory.residency import Residency
 from wan_core.sampling.cache.magcache import Curve, skip_magcache
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+from wan_core.sampling.sparsity.schedule import sparsify
 
 SKIP = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
 
@@ -88,7 +88,7 @@ def test_the_order_of_tiles_changes_nothing(name, kind, grid):
     Every block is read: because all are chosen, or in dense steps of a sparse phase."""
     model, plan = prepared_model(name), plan_for(name, steps=3)
     grid = None if name in DRIVEN else grid
-    everything = sparsify(plan, parse_sparse(f"{kind}:ramp0"))
+    everything = sparsify(plan, SparseOptions.parse(f"{kind}:ramp0"))
     assert everything.sparse is not None
     assert difference(run(model, name, everything, grid=grid), run(model, name, plan, grid=grid)) < 1e-4
 
@@ -96,6 +96,6 @@ def test_the_order_of_tiles_changes_nothing(name, kind, grid):
 def test_sparse_attention_reads_less(name):
     model, plan = prepared_model(name), plan_for(name)
     whole = run(model, name, plan)
-    latents = run(model, name, sparsify(plan, parse_sparse("0.9/0:ramp0")))
+    latents = run(model, name, sparsify(plan, SparseOptions.parse("0.9/0:ramp0")))
     assert 1e-5 < difference(latents, whole) < 0.5
     assert torch.equal(run(model, name, plan), whole)  # nothing stays behind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from statistics import median
@@ -72,7 +71,7 @@ def test_an_interruption_takes_the_blocks_ahead(model: WanModel) -> None:
     assert took < 1 or block > ALONE, times
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other tests compute on the card: run it by itself")
+@pytest.mark.alone
 def test_pacing_costs_nothing(model: WanModel) -> None:
     """In turns, the median of five each: single runs differ by as much as the card's temperature changes."""
     for _ in range(2):

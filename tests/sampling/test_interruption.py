@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.denoised import denoise
 from tests.streamed_experts import LAYERS, experts, streaming
-from wan_core.config import MagCacheOptions, TaylorSeerOptions
+from wan_core.config import MagCacheOptions, SparseOptions, TaylorSeerOptions
 from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.swap import Quantization
@@ -19,7 +19,7 @@ from wan_core.sampling.cache.magcache import find_curve, skip_magcache
 from wan_core.sampling.cache.policies import skip_taylorseer
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import Plan, make_plan
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+from wan_core.sampling.sparsity.schedule import sparsify
 
 CPU = torch.device("cpu")
 CURVE = find_curve(None, "t2v-A14B")
@@ -29,7 +29,7 @@ PLANS = {
     "full": FULL,
     "taylorseer": skip_taylorseer(FIVE, TaylorSeerOptions(interval=2, order=1, retention=0.1)),
     "magcache": skip_magcache(FIVE, MagCacheOptions(threshold=0.5, max_skips=2, retention=0.1), CURVE),
-    "sparse": sparsify(make_plan(steps=2), parse_sparse("0.5/0:ramp0")),
+    "sparse": sparsify(make_plan(steps=2), SparseOptions.parse("0.5/0:ramp0")),
 }
 CACHES = ("taylorseer", "magcache")
 

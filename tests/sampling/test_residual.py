@@ -18,6 +18,7 @@ from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
 from wan_core.config import (
     MagCacheOptions,
     SkipOptions,
+    SparseOptions,
     TaylorSeerOptions,
 )
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place
@@ -27,7 +28,7 @@ from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import SOLVERS, History
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+from wan_core.sampling.sparsity.schedule import sparsify
 
 CURVE = find_curve(None, "t2v-A14B")
 MAG = {"threshold": 0.24, "max_skips": 2, "retention": 0.1}
@@ -213,7 +214,7 @@ FAULTY = {name: (options, None) for name, options in SETTINGS.items()} | {
 def faulty_plan(name, steps):
     options, sparse = FAULTY[name]
     plan = leave_out(make_plan(steps=steps, solver="euler"), options, CURVE)
-    return plan if sparse is None else sparsify(plan, parse_sparse(sparse))
+    return plan if sparse is None else sparsify(plan, SparseOptions.parse(sparse))
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from wan_core.config import OptionError, SparseOptions
 from wan_core.pipeline.sources import RANDOM
-from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_words
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import (
     ERROR,
     SLOPE,
     attention_share,
-    parse_sparse,
     sparsify,
     step_cost,
     with_costs,
@@ -53,7 +52,7 @@ OPTIONS = st.builds(
 )
 def test_what_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match=r"given|not known"):
-        parse_sparse(text)
+        SparseOptions.parse(text)
 
 
 @given(OPTIONS, st.integers(1, 60))
@@ -90,7 +89,7 @@ def test_the_estimate_counts_what_is_read() -> None:
     assert pytest.approx((40.3 - 28.8) / 145.4, abs=0.012) == SLOPE + ERROR  # ms of a layer, beyond means alone
     dense = make_plan(steps=40)
     for name, before in (("0.5/0.1", 1.0), ("0.8125/0", 0.85), ("0.875/0", 0.65)):
-        plan = with_costs(sparsify(dense, parse_sparse(name)), A14B, (21, 90, 160))
+        plan = with_costs(sparsify(dense, SparseOptions.parse(name)), A14B, (21, 90, 160))
         estimated = plan.estimate({"high": 1.0, "low": 1.0})
         assert estimated is not None
         assert estimated < before * 80

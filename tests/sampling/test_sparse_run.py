@@ -28,13 +28,13 @@ from wan_core.ops.kernels.formats import Quantized
 from wan_core.pipeline import pipeline
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity import run as sparsity_run
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
-from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+from wan_core.sampling.sparsity.schedule import sparsify
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def run(experts: dict[str, WanModel], plan: Plan, batched: bool = False) -> torc
 
 
 def sparse_plan(text: str, steps: int = 6) -> Plan:
-    return sparsify(make_plan(task="t2v-tiny", steps=steps), parse_sparse(f"{text}:ramp0"))
+    return sparsify(make_plan(task="t2v-tiny", steps=steps), SparseOptions.parse(f"{text}:ramp0"))
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -82,7 +82,7 @@ def test_a_step_that_is_skipped_uses_residuals_in_the_order_of_tiles(experts: di
     """Everything read, and dense steps beside sparse ones: caches give what they give without tiles."""
     options = parse_setting("taylorseer:2/1/0.2")
     cached = leave_out(make_plan(task="t2v-tiny", steps=12), options, None)
-    tiled = sparsify(cached, parse_sparse("0.001/0.5:ramp0"))
+    tiled = sparsify(cached, SparseOptions.parse("0.001/0.5:ramp0"))
     assert any(step.skipped for step in tiled.steps if step.sparsity)
     assert difference(run(experts, tiled), run(experts, cached)) < 1e-4
 
@@ -97,7 +97,7 @@ def test_a_kernel_that_cannot_run_is_refused_before_weights_are_read(monkeypatch
 def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) -> None:
     """Who calls holds them until the blocks are done: a copy would be the largest tensor of a forward, twice."""
     model = experts["high"]
-    tiles = SparseTiles(model, parse_sparse("0.5/0"), (3, 5, 7))
+    tiles = SparseTiles(model, SparseOptions.parse("0.5/0"), (3, 5, 7))
     tokens = torch.randn(2, 105, 8)
     before, seen = tokens.clone(), []
 
@@ -158,7 +158,7 @@ def test_modulation_by_frame_stays_with_its_tokens(experts: dict[str, WanModel])
     step = sparse_plan("0.001/0").steps[0]
     with torch.no_grad():
         dense = model(x, times, text)
-        with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), (3, 5, 7))):
+        with in_tiles(model, SparseTiles(model, SparseOptions.parse("0.001/0"), (3, 5, 7))):
             output = model(x, times, text, ForwardInfo(sparsity=step.sparsity))
     assert difference(output, dense) < 1e-4
 

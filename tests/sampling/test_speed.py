@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from wan_core.config import EXACT, SPEEDS, LoadOptions, OptionError, Request, SkipOptions
+from wan_core.config import EXACT, SPEEDS, LoadOptions, MagCacheOptions, OptionError, Request, SkipOptions
 from wan_core.ops import cards
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.pipeline import LocalEngine
-from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.cache.speed import WORDS
 from wan_core.sampling.plan import Plan, make_plan
@@ -67,7 +66,7 @@ def test_a_solver_of_two_forwards_a_step_has_the_words_of_its_steps() -> None:
 
 def test_a_word_and_settings_are_refused() -> None:
     with pytest.raises(OptionError, match="speed fast and magcache given"):
-        skip_options({"speed": "fast", "magcache": "0.24/1/0.1"})
+        SkipOptions(speed="fast", magcache=MagCacheOptions.parse("0.24/1/0.1"))
 
 
 @pytest.fixture

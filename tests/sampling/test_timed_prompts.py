@@ -32,7 +32,6 @@ from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.control import with_nag
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
-from wan_core.sampling.sparsity.schedule import parse_sparse
 from wan_core.sampling.texts import TimedText, first_latent, text_of_frames
 
 DATA = Path(__file__).parents[1] / "models" / "data" / "prompt_relay.safetensors"
@@ -139,7 +138,7 @@ def test_tiles_keep_the_frames_of_tokens():
     model, x, time = small_dit(), draw_noise(5, (1, 16, 7, 16, 16)), torch.full((1,), 900.0)
     text = model.prepare_text(TEXT.cond)._replace(bias=-torch.nn.functional.pad(PENALTY, (0, 3)))
     expected = model(x, time, text)
-    with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), (7, 8, 8))):
+    with in_tiles(model, SparseTiles(model, SparseOptions.parse("0.001/0"), (7, 8, 8))):
         output = model(x, time, text, ForwardInfo(sparsity=0.001))
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
     assert not torch.allclose(expected, model(x, time, text._replace(bias=None)), atol=1e-3)

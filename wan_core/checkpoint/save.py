@@ -8,7 +8,6 @@ settings of the run) and a checksum.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -34,8 +33,6 @@ from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
-
-log = logging.getLogger(__name__)
 
 
 def save(
@@ -118,12 +115,11 @@ def try_to_save_latents(path: str | Path, latents: Tensor, fps: int, settings: M
     return None
 
 
-def load_latents(path: str | Path, *, needs_seal: bool = False) -> tuple[Tensor, int, dict[str, Any]]:
+def load_latents(path: str | Path) -> tuple[Tensor, int, dict[str, Any]]:
     """(latents float32 [B, C, T, Y, X], fps, settings). Raises CheckpointError or DamagedFile if the file is not one of
-    `save_latents`, or not as it was written, or its values are not finite. needs_seal: refuse one without a checksum,
-    which earlier releases wrote; otherwise a warning is logged."""
+    `save_latents`, or not as it was written, or its values are not finite."""
     with naming(short_path(Path(path))):
-        check_latents_file(Path(path), needs_seal)
+        check_latents_file(Path(path))
         opened = open_checkpoint(path)
         info = opened.tensors.get("latents")
         if info is None or len(info.shape) != 5 or info.packing or not info.dtype.is_floating_point:
@@ -140,17 +136,15 @@ def load_latents(path: str | Path, *, needs_seal: bool = False) -> tuple[Tensor,
     return latents, fps, settings
 
 
-def check_latents_file(path: Path, needs_seal: bool) -> None:
+def check_latents_file(path: Path) -> None:
     """Raise CheckpointError or OptionError if a file is missing, too large, or not as it was written."""
     try:
         check_file_size(path, 4 * MAX_LATENTS + MAX_HEADER)
         sealed = check_seal(path)
     except OSError as fault:
         raise CheckpointError(f"cannot be read ({fault.strerror})") from fault
-    if not sealed and needs_seal:
-        raise CheckpointError("it has no checksum: an earlier release wrote it")
     if not sealed:
-        log.warning("%s has no checksum: an earlier release wrote it, and whether it is damaged is not known", path)
+        raise CheckpointError("it has no checksum, which finished latents have: whether it is damaged is not known")
 
 
 def _settings(metadata: Mapping[str, str]) -> tuple[int, dict[str, Any]]:

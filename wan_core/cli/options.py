@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan_core.cli.parsing import add_options, argument
-from wan_core.config import Keyframe, LoadOptions, LoraOptions, OptionError, PlanNumbers, Request
+from wan_core.config import Keyframe, LoadOptions, LoraOptions, OptionError, PlanNumbers, Request, SkipOptions
 from wan_core.config.checks import near_file
 from wan_core.config.limits import MAX_JSON
 from wan_core.config.model_files import download_hint
 from wan_core.config.outputs import Outputs
-from wan_core.config.table import table
+from wan_core.config.table import from_values, table
 from wan_core.models.wan.families import TASKS
 from wan_core.models.wan.families.family import NEGATIVE_SOURCE
-from wan_core.sampling.cache.arguments import SkipArguments, skip_options
 from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES as PRESETS
 from wan_core.sampling.schedules import Window
@@ -134,7 +133,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     changed = {"solver": {"choices": tuple(SCHEDULES)}, "preset": {"choices": PRESETS}}
     add_options(group, PlanNumbers, names[guidance:], **changed)
     group = parser.add_argument_group("step caching and sparse attention (default: off)")
-    add_options(group, SkipArguments)
+    add_options(group, SkipOptions)
 
 
 def add_overwrite_option(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +199,13 @@ def values_of(options: argparse.Namespace) -> dict[str, Any]:
         values |= {"guidance_high": options.guidance, "guidance_low": options.guidance}
     if isinstance(values.get("size"), tuple):
         values["width"], values["height"] = options.size
-    return values | {"skip": skip_options(values)}
+    return values | {"skip": skip_of(options)}
+
+
+def skip_of(options: argparse.Namespace) -> SkipOptions | None:
+    """None where every forward runs. Raises OptionError."""
+    skip = from_values(SkipOptions, vars(options))
+    return None if skip == SkipOptions() else skip
 
 
 # ------------------------------------------------------------------------------------------------------- several GPUs

@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.cli.generate import load_options_of, watching
-from wan_core.cli.options import add_model_options, add_overwrite_option, add_plan_options, outputs_of, values_of
+from wan_core.cli.options import (
+    add_model_options,
+    add_overwrite_option,
+    add_plan_options,
+    outputs_of,
+    skip_of,
+    values_of,
+)
 from wan_core.cli.progress import ProgressLine
 from wan_core.config import OptionError, Request
 from wan_core.config.checks import parse_size
 from wan_core.config.table import from_values
-from wan_core.sampling.cache.arguments import skip_options
 
 # The default settings of `quality`: the words of speed, what they consist of, MagCache as published, TaylorSeer.
 SETTINGS = (
@@ -130,7 +136,7 @@ def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
 
 def _request(options: argparse.Namespace) -> Request:
     """What all samples share except for caption and seed. Raises OptionError."""
-    if skip_options(vars(options)) is not None:
+    if skip_of(options) is not None:
         raise OptionError(f"{options.command} measures the full run: omit options for step caching and sparsity")
     width, height = parse_size(options.size) if options.size else (None, None)
     return from_values(Request, values_of(options), prompt="", width=width, height=height)

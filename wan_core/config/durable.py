@@ -59,7 +59,7 @@ def seal(path: Path) -> None:
 
 
 def check_seal(path: Path) -> bool:
-    """Whether a file has a checksum; files of earlier releases, and of other programs, have none. Raises DamagedFile
+    """Whether a file has a checksum; files of other programs have none. Raises DamagedFile
     where it does not fit the file, or `path` is no file; OSError for one that cannot be read."""
     if not S_ISREG(path.stat().st_mode):
         raise DamagedFile(f"{path} is no file, but a folder, a pipe or a device")

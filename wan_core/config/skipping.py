@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from wan_core.config.checks import OptionError, check_choice
 from wan_core.config.sparse import SparseOptions
-from wan_core.config.table import Checked, option
+from wan_core.config.table import Checked, option, parse_slashes
 
+MAGCACHE_NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
 EXACT = "exact"
 SPEEDS = (EXACT, "careful", "balanced", "fast")
 ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
@@ -52,6 +54,16 @@ class MagCacheOptions(Checked):
         name="magcache retention", advice="a share of the steps; published values: 0.1 to 0.4", **RETENTION
     )
 
+    @classmethod
+    def parse(cls, text: str) -> MagCacheOptions:
+        """`threshold/skips/retention` such as 0.12/2/0.2, or the same as E012K2R20. Raises OptionError."""
+        name = MAGCACHE_NAME.fullmatch(text)
+        numbers = f"{name[1]}.{name[2]}/{name[3]}/0.{name[4]}" if name else text
+        return parse_slashes(
+            cls, numbers, "magcache: threshold/skips in a row/retention such as 0.12/2/0.2 (published as E012K2R20), "
+            "or --speed with a word",
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaylorSeerOptions(Checked):
@@ -75,16 +87,44 @@ class TaylorSeerOptions(Checked):
     )
     retention: float = option(0.2, name="taylorseer retention", low=0, high=1, advice="a share of the steps")
 
+    @classmethod
+    def parse(cls, text: str) -> TaylorSeerOptions:
+        """`interval/order/retention`, of which the last two may be missing. Raises OptionError."""
+        return parse_slashes(cls, text, "taylorseer: interval/order/retention such as 2/1/0.2")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SkipOptions:
     """Step caching and sparse attention of a generation: a word of `speed` (`wan_core.sampling.cache.speed` says what
     it does in a run), or settings. At most one step cache may be set. Raises OptionError."""
 
-    magcache: MagCacheOptions | None = None
-    taylorseer: TaylorSeerOptions | None = None
-    sparse: SparseOptions | None = None
-    speed: str = EXACT
+    speed: str = option(
+        EXACT,
+        choices=SPEEDS,
+        help="from 10 steps on careful forecasts 30 %% of the steps, balanced 38, fast 53; below, and with "
+        "step-distilled weights: 8-bit attention alone, half of attention's keys, a third. All take 8-bit attention "
+        "where --attention is auto (default %(default)s: nothing is left out)",
+        tip="exact leaves nothing out. From 10 steps on, careful forecasts 30 % of the steps, balanced 38, fast 53. "
+        "Below, and with step-distilled weights, careful leaves nothing out, balanced reads half of attention's keys, "
+        "fast a third. All but exact take the card's 8-bit attention where attention is auto.",
+        added=True,
+    )
+    magcache: MagCacheOptions | None = option(
+        None,
+        help="step cache, threshold/skips in a row/retention: 0.12/2/0.2 (published as E012K2R20)",
+        metavar="T/K/R",
+    )
+    taylorseer: TaylorSeerOptions | None = option(
+        None,
+        help="compute every N-th step, forecast the others; interval/order/retention: 2/1/0.2",
+        metavar="N[/ORDER[/R]]",
+    )
+    sparse: SparseOptions | None = option(
+        None,
+        help="block-sparse self-attention: sparsity/share of dense steps such as 0.8125/0; then after colons ramp0.3, "
+        "means or a kernel (docs/sparse.md)",
+        metavar="S/D",
+    )
 
     def __post_init__(self) -> None:
         check_choice("speed", self.speed, SPEEDS)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wan_core.config.table import check, option
+from wan_core.config.checks import OptionError
+from wan_core.config.table import Checked, option, parse_words, read_slashes, slashes, spelled
 
 SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math", "triton", "triton-int8")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseOptions:
+class SparseOptions(Checked):
     """Block-sparse self-attention: every query block reads only selected key blocks. Raises OptionError.
 
     dense_steps, ramp: shares of the run, from its first step, that read all blocks, and twice as many as later steps.
@@ -66,5 +67,20 @@ class SparseOptions:
         words={name: name for name in SPARSE_KERNELS},
     )
 
-    def __post_init__(self) -> None:
-        check(self)
+    @classmethod
+    def parse(cls, text: str) -> SparseOptions:
+        """Numbers, then options after colons: `0.5:cudnn`, `0.8125/0:ramp0.2`. Raises OptionError."""
+        first, *settings = text.split(":")
+        try:
+            values = read_slashes(cls, first, "sparsity", "dense_steps", read=float)
+            values |= parse_words(cls, settings, again=True)
+        except ValueError as fault:
+            raise OptionError(
+                f"sparse {text!r} given; write sparsity/dense steps such as 0.8125/0, then after a colon ramp0.3, "
+                f"means (without slopes) or a kernel ({', '.join(SPARSE_KERNELS)}), or --speed with a word"
+            ) from fault
+        return cls(**values)
+
+    def words(self) -> str:
+        """The form that `parse` reads: `0.75/0.1:ramp0.2`."""
+        return ":".join([slashes(self, "sparsity", "dense_steps"), *spelled(self, "ramp", "slope", "kernel")])

@@ -30,7 +30,7 @@ from wan_core.pipeline.memory_planning import beside_plan
 from wan_core.pipeline.settings import PartToLoad, compute_dtype
 from wan_core.pipeline.sources import find_models
 from wan_core.sampling.build import ModelFacts
-from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.plan import Plan
 
 TASK, HEAD_DIM = "t2v-A14B", 128

@@ -224,7 +224,7 @@ class KeptClips:
             if not os.path.lexists(path):
                 return None
             try:
-                latents, _, settings = load_latents(path, needs_seal=True)
+                latents, _, settings = load_latents(path)
             except (UserError, OSError) as fault:
                 self.warn(f"clip {clip.number + 1} was finished by an earlier run, and is made again: {fault}")
                 self.own += [path] * path.is_file()  # by its name

@@ -64,7 +64,7 @@ class KeptSteps:
         if not os.path.lexists(self.path):
             return None
         try:
-            tensor, _, settings = load_latents(self.path, needs_seal=True)
+            tensor, _, settings = load_latents(self.path)
             numbers = [int(number) for number in settings["numbers"]]
             index, past, start, _ = numbers
             expected = (shape[0] * (1 + past + start), *shape[1:])

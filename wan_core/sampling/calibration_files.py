@@ -62,8 +62,8 @@ class CalibrationFiles(Generic[T]):
 
     def read(self, path: Path, tasks: Sequence[str] = ()) -> T:
         """Raises OptionError if `path` is no such file, is not as it was written, or was measured for none of `tasks`,
-        if there are some; the last of them is the model's. A file without a checksum came with this package, or is of
-        an earlier release."""
+        if there are some; the last of them is the model's. A file without a checksum came with this package, or was
+        written by hand."""
         try:
             check_file_size(path, MAX_JSON)
             sealed = check_seal(path)

@@ -17,7 +17,6 @@ MagCache4Wan2.2.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isfinite
@@ -30,26 +29,6 @@ from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Branch, Step
 
 PUBLISHED = ASSETS / "curves"
-_NUMBERS = re.compile(r"([\d.]+)/(\d+)/([\d.]+)")
-_NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
-
-
-def parse_magcache(text: str) -> MagCacheOptions:
-    """`threshold/skips/retention` such as 0.12/2/0.2, or the same as E012K2R20. Raises OptionError."""
-    numbers, name = _NUMBERS.fullmatch(text), _NAME.fullmatch(text)
-    try:
-        if numbers:
-            threshold, skips, retention = float(numbers[1]), int(numbers[2]), float(numbers[3])
-        elif name:
-            threshold, skips, retention = float(f"{name[1]}.{name[2]}"), int(name[3]), int(name[4]) / 100
-        else:
-            raise ValueError
-    except ValueError:
-        raise OptionError(
-            f"magcache {text!r} given; use threshold/skips in a row/retention such as 0.12/2/0.2 (published as "
-            "E012K2R20), or --speed with a word"
-        ) from None
-    return MagCacheOptions(threshold=threshold, max_skips=skips, retention=retention)
 
 
 def skip_magcache(plan: Plan, options: MagCacheOptions, curve: Curve) -> Plan:

@@ -16,7 +16,7 @@ from wan_core.sampling.cache.policies import skip_taylorseer
 from wan_core.sampling.cache.speed import MIN_STEPS, PRECISION, at_speed
 from wan_core.sampling.control import with_passes
 from wan_core.sampling.plan import Plan, cut_plan
-from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
+from wan_core.sampling.sparsity.schedule import sparsify
 
 # Solvers whose forwards do not follow one another as a cache expects, and why.
 UNCACHED = {
@@ -139,6 +139,6 @@ def skip_words(options: SkipOptions) -> str:
         settings.append(f"magcache {slashes(cache, 'threshold', 'max_skips', 'retention')}")
     if seer := options.taylorseer:
         settings.append(f"taylorseer {slashes(seer)}")
-    settings += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
+    settings += [] if options.sparse is None else [f"sparse {options.sparse.words()}"]
     settings += [f"speed {options.speed}"] * (options.speed != EXACT)
     return ", ".join(settings) or "nothing is left out"

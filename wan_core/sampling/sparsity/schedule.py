@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from wan_core.config import SPARSE_KERNELS, OptionError, SparseOptions
-from wan_core.config.table import parse_words, read_slashes, slashes, spelled
+from wan_core.config import SparseOptions
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.sampling.plan import Plan
@@ -29,7 +28,6 @@ KERNEL, CHOICE = 1.16, 0.006
 # The same for the slope of unselected blocks, 0.43 s of a forward at 720p, and for the choice by error: from
 # benchmarks/results/archive/sparse-slope-h200-*.json and sparse-rest-h200-*.json.
 SLOPE, ERROR = 0.08, 0.0105
-FORM = "sparsity/dense steps such as 0.8125/0, then after a colon ramp0.3, means (without slopes) or a kernel"
 
 
 def sparsify(plan: Plan, options: SparseOptions | None) -> Plan:
@@ -40,7 +38,7 @@ def sparsify(plan: Plan, options: SparseOptions | None) -> Plan:
     steps = tuple(replace(step, sparsity=sparsities[step.index]) for step in plan.steps)
     dense = sparsities.count(0.0)
     begins = f", from step {dense} on" if dense else ""
-    note = f"sparse attention: {sparse_words(options)}{begins}" if dense < len(steps) else ""
+    note = f"sparse attention: {options.words()}{begins}" if dense < len(steps) else ""
     notes = (*plan.notes, note) if note else plan.notes
     return replace(plan, steps=steps, sparse=options, notes=notes)
 
@@ -94,25 +92,3 @@ def step_cost(sparsity: float, share: float, slope: bool = True) -> float:
     if sparsity == 0:
         return 1.0
     return round(1 - share + share * (KERNEL * (1 - sparsity) + CHOICE + beyond_means(slope)), 4)
-
-
-def parse_sparse(text: str) -> SparseOptions:
-    """Numbers, then options after colons: `0.5:cudnn`, `0.8125/0:ramp0.2`. Raises OptionError."""
-    first, *settings = text.split(":")
-    try:
-        values = read_slashes(SparseOptions, first, "sparsity", "dense_steps", read=float)
-        values |= parse_words(SparseOptions, settings, again=True)
-    except (ValueError, IndexError) as fault:
-        if isinstance(fault, OptionError):
-            raise
-        raise _unknown(text) from fault
-    return SparseOptions(**values)
-
-
-def _unknown(text: str) -> OptionError:
-    return OptionError(f"sparse {text!r} given; write {FORM} ({', '.join(SPARSE_KERNELS)}), or --speed with a word")
-
-
-def sparse_words(options: SparseOptions) -> str:
-    """The options in the form that `parse_sparse` reads: `0.75/0.1:ramp0.2`."""
-    return ":".join([slashes(options, "sparsity", "dense_steps"), *spelled(options, "ramp", "slope", "kernel")])
