@@ -163,7 +163,7 @@ def header(path: Path) -> None:
 
 
 def without_checksum(path: Path) -> None:
-    """As one writes it by hand: the field has another name of the same length in files whose sizes are stored."""
+    """Rename the field to another of the same length, as in a file that somebody wrote by hand."""
     content = path.read_bytes()
     if path.suffix == ".json":
         lines = [line for line in content.splitlines() if SEAL.encode() not in line]
