@@ -88,12 +88,11 @@ CASES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "frames": ("video", lambda: media.video("avi", 512, 512, 17, "mpeg4"), "more than 16 frames of 512x512"),
     "latents": (
         "latents",
-        lambda: texts._claimed(1, 16, 1, 3000, 3000, dtype=torch.float8_e4m3fn),
+        lambda: texts.claimed(torch.zeros(1, 16, 1, 3000, 3000, dtype=torch.float8_e4m3fn)),
         f"144000000 numbers: 1 to {MAX_LATENTS}",
     ),
-    "settings": ("latents", lambda: texts._claimed(1, 16, 1, 4, 4, settings="[]"), "settings of list"),
-    "infinite": ("latents", lambda: texts.stored({"latents": torch.full((1, 16, 1, 4, 4), float("inf"))},
-                                                 {"fps": "8", "settings": "{}"}), "not finite"),
+    "settings": ("latents", lambda: texts.claimed(torch.zeros(1, 16, 1, 4, 4), "[]"), "settings of list"),
+    "infinite": ("latents", lambda: texts.claimed(torch.full((1, 16, 1, 4, 4), float("inf"))), "not finite"),
 }  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch
 from tools.hostile.changes import damaged, edited
 from tools.hostile.checkpoints import joined, split, stored, weights
 from wan_core.checkpoint import open_checkpoint
+from wan_core.config.durable import SEAL, UNSEALED, seal
 from wan_core.pipeline.sources import TINY
 
 # ---------------------------------------------------------------------------------------------------------------- JSON
@@ -101,11 +104,26 @@ TOKENIZER_BOMBS: tuple[Callable[[], bytes], ...] = (
 # -------------------------------------------------------------------------------------------------------------- latents
 
 
+def sealed(content: bytes) -> bytes:
+    """Content with the checksum that fits it, which whoever forges a file can compute too; as it is where the place
+    for one is gone."""
+    if f'"{SEAL}":"{UNSEALED}"'.encode() not in content.replace(b" ", b""):
+        return content
+    with TemporaryDirectory() as folder:
+        (path := Path(folder) / "x").write_bytes(content)
+        seal(path)
+        return path.read_bytes()
+
+
+def claimed(value: torch.Tensor, settings: str = "{}", fps: str = "8", name: str = "latents") -> bytes:
+    """A file with the checksum and the metadata of finished latents, whatever its tensor holds."""
+    return sealed(stored({name: value}, {SEAL: UNSEALED, "fps": fps, "settings": settings}))
+
+
 @cache
 def base_latents() -> bytes:
     torch.manual_seed(0)
-    latents = torch.randn(1, 16, 2, 4, 4)
-    return stored({"latents": latents}, {"fps": "8", "settings": json.dumps({"prompt": "a red circle", "seed": 3})})
+    return claimed(torch.randn(1, 16, 2, 4, 4), json.dumps({"prompt": "a red circle", "seed": 3}))
 
 
 def latents(random: Random) -> bytes:
@@ -113,29 +131,23 @@ def latents(random: Random) -> bytes:
     if what < 0.35:
         return damaged(random, base_latents())
     header, values = split(base_latents())
+    header["__metadata__"][SEAL] = UNSEALED
     if what < 0.5:
-        return joined(edited(random, header, random.choice((1, 2, 3))), values)
+        return sealed(joined(edited(random, header, random.choice((1, 2, 3))), values))
     if what < 0.7:
         texts = ("", "0", "-1", "1.5", "9" * 5000, "1e9", "{}", "[]", "null", "[" * 99999, "NaN", '{"a": 1}', "8")
         header["__metadata__"][random.choice(("fps", "settings"))] = random.choice(texts)
-        return joined(header, values)
+        return sealed(joined(header, values))
     shape = [random.choice((n, n, 0, 1, 3, 16)) for n in (1, 16, 2, 4, 4)][: random.choice((5, 5, 5, 4))]
     kinds = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.float64, torch.float8_e4m3fn)
     value = torch.full(shape, random.choice((0.0, 1.0, 1e30, float("nan"), float("inf")))).to(random.choice(kinds))
-    name = random.choice(("latents", "latents", "latents", "latent", "latents.weight"))
-    return stored({name: value}, header["__metadata__"])
-
-
-def _claimed(*shape: int, settings: str = "{}", dtype: torch.dtype = torch.float32) -> bytes:
-    return stored({"latents": torch.zeros(shape, dtype=dtype)}, {"fps": "8", "settings": settings})
+    return claimed(value, name=random.choice(("latents", "latents", "latents", "latent", "latents.weight")))
 
 
 LATENTS_BOMBS: tuple[Callable[[], bytes], ...] = (
-    lambda: _claimed(1, 16, 1, 4096, 2049, dtype=torch.float8_e4m3fn),
-    lambda: _claimed(1, 1, 1, 1, 1),
-    lambda: _claimed(1, 16, 0, 4, 4),
-    lambda: stored(
-        {"latents": torch.zeros(1, 16, 2, 4, 4)}, {"fps": "8", "settings": '{"a":"' + "x" * 5_000_000 + '"}'}
-    ),
-    lambda: stored({"latents": torch.zeros(1, 16, 2, 4, 4)}, {"fps": "8", "settings": "[" * 200_000}),
+    lambda: claimed(torch.zeros(1, 16, 1, 4096, 2049, dtype=torch.float8_e4m3fn)),
+    lambda: claimed(torch.zeros(1, 1, 1, 1, 1)),
+    lambda: claimed(torch.zeros(1, 16, 0, 4, 4)),
+    lambda: claimed(torch.zeros(1, 16, 2, 4, 4), '{"a":"' + "x" * 5_000_000 + '"}'),
+    lambda: claimed(torch.zeros(1, 16, 2, 4, 4), "[" * 200_000),
 )
