@@ -1,4 +1,4 @@
-"""Graphs in API form that make videos with the embedded model, and a LoRA for it: for `tools.soak` and the tests."""
+"""Graphs in API form that make videos with the embedded model, and a LoRA for it: for the tests in a ComfyUI."""
 
 from __future__ import annotations
 

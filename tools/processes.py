@@ -1,5 +1,5 @@
-"""Processes as /proc shows them: which descend from which, what one holds (memory, open files, threads, shared memory),
-and partial files in a folder."""
+"""Processes as /proc shows them: which descend from which, what one holds (memory, open files, threads), and partial
+files in a folder."""
 
 from __future__ import annotations
 
@@ -28,15 +28,6 @@ def resident(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
-def mapped_memory(pid: int) -> set[Path]:
-    """Its shared memory that has a name: files in /dev/shm."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:  # it ended meanwhile
-        return set()
-    return {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
-
-
 def look(pid: int) -> State:
     files = Counter[str]()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -49,14 +40,8 @@ def look(pid: int) -> State:
 
 
 def hidden(base: Path) -> set[Path]:
-    """Partial files and claims anywhere, and whatever is in the folder for temporary files, but the module that torch
-    writes there while it is imported and deletes at its end."""
-    found: set[Path] = set()
-    for folder, folders, files in os.walk(base):  # which passes over what is deleted meanwhile
-        temporary = Path(folder).is_relative_to(base / "tmp")
-        found |= {Path(folder, name) for name in files if temporary or PARTIAL.search(name)}
-        found |= {Path(folder, name) for name in folders if PARTIAL.search(name)}
-    return {path for path in found if path.name != "_remote_module_non_scriptable.py"}
+    """Partial files and claims anywhere below a folder."""
+    return {path for path in base.rglob("*") if PARTIAL.search(path.name)}
 
 
 # --------------------------------------------------------------------------------------------------------- descendants

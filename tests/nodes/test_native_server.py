@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.comfyui import ComfyUI, Graph, Run, find_newer_comfyui, make_base
+from tests.nodes.comfy_files import MAGCACHE
 from tools.embedded_graphs import CAPTION, TINY, node
-from tools.soak_prompts import numbers
 from wan_core.checkpoint.random import random_module
 from wan_core.models.wan.config import DiTConfig
 
@@ -156,7 +156,7 @@ def test_a_plan_has_the_settings_of_both_samplers(comfy: ComfyUI) -> None:
     alone = {name: one for name, one in prompt.items() if name.startswith(("load", "shift", "fast", "size", "plan"))}
     run = comfy.run(alone)
     assert run.ok and "20 high-noise, 20 low-noise" in run.outputs["plan"]["text"][0], run.status
-    alone["seer"] = node("WanCoreSkipping", **numbers("taylorseer"))
+    alone["seer"] = node("WanCoreSkipping", **{**MAGCACHE, "cache": "taylorseer"})
     alone["plan"]["inputs"] |= {"skipping": ["seer", 0]}
     message = comfy.run(alone).message("execution_error")["exception_message"]
     assert "positive and skipping are for models of the WanCore Model Loader" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tools.embedded_graphs import (
     small,
     text_to_video,
 )
+from tools.processes import State, hidden, look, wait_until
 from wan_core.media.video import read_video
 
 pytestmark = pytest.mark.comfy
@@ -244,9 +246,10 @@ def test_bad_input_is_refused_at_its_node(comfy: ComfyUI, where: str, inputs: di
     assert message in errors[0]["details"] + errors[0]["message"]
 
 
-def test_interruption_takes_effect_within_a_step_and_the_next_prompt_works(comfy: ComfyUI) -> None:
+def interrupted(comfy: ComfyUI, seed: int) -> tuple[Run, int]:
+    """A run of 1,000 steps that is interrupted in its third; the steps that it reached."""
     client = Client(comfy.port)
-    prompt = comfy.queue(small(steps=1000, seed=77, solver="euler"), client.name)
+    prompt = comfy.queue(small(steps=1000, seed=seed, solver="euler"), client.name)
     reached = 0
     for event in client.events():
         if event["type"] == "progress" and event["data"]["node"] == "sampler":
@@ -256,24 +259,36 @@ def test_interruption_takes_effect_within_a_step_and_the_next_prompt_works(comfy
         elif event["type"] == "execution_interrupted":
             break
     client.close()
-    run = comfy.wait(prompt)
+    return comfy.wait(prompt), reached
+
+
+def test_interruption_takes_effect_within_a_step_and_the_next_prompt_works(comfy: ComfyUI) -> None:
+    run, reached = interrupted(comfy, 77)
     assert not run.ok and run.message("execution_interrupted")["node_id"] == "sampler"
     assert reached < 200  # of 1000: those that ran while the request was on its way
     assert comfy.run(small(seed=78)).ok
 
 
-def test_many_prompts_load_once_and_keep_memory_flat(comfy: ComfyUI) -> None:
+def test_many_prompts_load_once_and_leave_nothing(comfy: ComfyUI) -> None:
+    """Every fifth is interrupted. Memory, open files, threads and partial files stay as they were."""
     assert comfy.run(small(seed=1000)).ok
+    pid, early = comfy.process.pid, State(Counter(), 0)
     loads, memory = count(comfy, "WanCore loaded"), []
     encoded = count(comfy, "WanCore encoded the text")
     for seed in range(25):
         graph = small(seed=seed)
         graph["text"]["inputs"]["positive"] = CAPTION if seed % 2 else "a green star moving up on a white background"
         assert comfy.run(graph).ok
+        if seed % 5 == 4:
+            assert not interrupted(comfy, 1000 + seed)[0].ok
+        early = look(pid) if seed == 9 else early
         memory.append(comfy.resident_bytes())
     assert count(comfy, "WanCore loaded") == loads
     assert count(comfy, "WanCore encoded the text") == encoded + 1  # the star, once; everything else was known
     assert memory[-1] - memory[4] < 24 * 2**20, memory
+    wait_until(lambda: look(pid).threads <= early.threads, 10, "threads are left over")
+    wait_until(lambda: look(pid).files.total() <= early.files.total(), 10, "open files are left over")
+    assert not hidden(comfy.base)
 
 
 def test_out_of_memory_in_decode_leaves_the_latents_usable(comfy: ComfyUI) -> None:

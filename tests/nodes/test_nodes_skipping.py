@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.comfyui import ComfyUI, Graph, make_base, serving
+from tests.nodes.comfy_files import MAGCACHE
 from tools.embedded_graphs import SMALL, TINY, loaders, node, sampler
 from wan_core.pipeline.sources import TINY as FILES
 from wan_core.sampling.cache.magcache import CURVE_FILES, find_curve
@@ -38,13 +39,9 @@ def small(**sampling: Any) -> Graph:
     }
 
 
-MAG = {"cache": "magcache", "threshold": 10.0, "max_skips": 2, "interval": 2, "order": 1, "retention": 0.2,
-       "sparsity": 0.0, "dense_steps": 0.0, "ramp": 0.0, "slope": True, "kernel": "auto"}  # fmt: skip
-
-
 def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
     graph = small(skipping=["skip", 0])
-    graph["skip"] = node("WanCoreSkipping", **{**MAG, "sparsity": 0.5})
+    graph["skip"] = node("WanCoreSkipping", **{**MAGCACHE, "sparsity": 0.5})
     graph["plan"] = node("WanCorePlanPreview", model=["model", 0], skipping=["skip", 0])
     graph["table"] = node("PreviewAny", source=["plan", 1])
     graph["report"] = node("WanCoreReport", report=["decode", 1])
@@ -79,7 +76,7 @@ def test_a_word_of_the_sampler_reaches_the_plan_and_the_report(comfy: ComfyUI, s
 
 
 def test_taylorseer_runs_and_a_word_beside_numbers_is_refused(comfy: ComfyUI) -> None:
-    graph = small(skipping=["skip", 0]) | {"skip": node("WanCoreSkipping", **{**MAG, "cache": "taylorseer"})}
+    graph = small(skipping=["skip", 0]) | {"skip": node("WanCoreSkipping", **{**MAGCACHE, "cache": "taylorseer"})}
     graph["show"] = node("WanCoreReport", report=["decode", 1])
     graph["words"] = node("PreviewAny", source=["show", 1])
     run = comfy.run(graph)
@@ -91,7 +88,7 @@ def test_taylorseer_runs_and_a_word_beside_numbers_is_refused(comfy: ComfyUI) ->
 
 
 def test_a_sparse_kernel_that_cannot_run_is_refused_before_any_step(comfy: ComfyUI) -> None:
-    sparse = {**MAG, "cache": "none", "sparsity": 0.5, "dense_steps": 1.0, "kernel": "cudnn"}  # no step is sparse
+    sparse = {**MAGCACHE, "cache": "none", "sparsity": 0.5, "dense_steps": 1.0, "kernel": "cudnn"}  # no step is sparse
     graph = small(skipping=["skip", 0]) | {"skip": node("WanCoreSkipping", **sparse)}
     graph["show"] = node("WanCoreReport", report=["decode", 1])
     run = comfy.run(graph)
@@ -103,7 +100,7 @@ def test_a_curve_beside_the_model_is_used_and_read_again_when_it_changes(comfy: 
     curve = find_curve(None, "t2v-A14B")
     assert curve is not None
     CURVE_FILES.write(curve, path)
-    graph = loaders("mine_high.safetensors", "mine_low.safetensors") | {"c": node("WanCoreSkipping", **MAG)}
+    graph = loaders("mine_high.safetensors", "mine_low.safetensors") | {"c": node("WanCoreSkipping", **MAGCACHE)}
     graph["plan"] = node("WanCorePlanPreview", model=["model", 0], skipping=["c", 0])
     try:
         run = comfy.run(graph)
@@ -116,7 +113,7 @@ def test_a_curve_beside_the_model_is_used_and_read_again_when_it_changes(comfy: 
 
 
 def test_the_embedded_model_s_own_curve_is_found(comfy: ComfyUI) -> None:
-    graph = {"model": loaders()["model"], "c": node("WanCoreSkipping", **MAG)}
+    graph = {"model": loaders()["model"], "c": node("WanCoreSkipping", **MAGCACHE)}
     graph["plan"] = node("WanCorePlanPreview", model=["model", 0], skipping=["c", 0])
     run = comfy.run(graph)
     assert run.ok, run.status

@@ -100,9 +100,9 @@ def test_every_option_is_known(capsys: pytest.CaptureFixture[str]) -> None:
 OTHERS = {  # options of others -> whose
     "--num-cpus": "ray",
     "--num-gpus": "ray",
-    "--cpu": "ComfyUI", "--cache-classic": "ComfyUI", "--cache-none": "ComfyUI", "--use-sage-attention": "ComfyUI",
+    "--cpu": "ComfyUI", "--cache-none": "ComfyUI", "--use-sage-attention": "ComfyUI",
     "--on-cpu": "benchmarks/ladder.py", "--dry-run": "benchmarks/ladder.py",
-    "--worker-prompts": "tools/soak.py", "--keep": "tools/fuzz.py",
+    "--keep": "tools/fuzz.py",
 }  # fmt: skip
 
 
