@@ -3,13 +3,13 @@
     python -m tools.train_tiny vae    --out runs/tiny --minutes 8
     python -m tools.train_tiny t2v    --out runs/tiny --minutes 9
     python -m tools.train_tiny i2v    --out runs/tiny --minutes 6
-    python -m tools.train_tiny eval   --out runs/tiny
 
 A phase reads what the phases before it left in --init (the same folder as --out unless given), and goes on from its
 own `resume_*.pt` if there is one, else from its own finished part. A text encoder that is in --init without its
 `resume_text.pt` stays as it is. --minutes limits the whole command; the learning rate reaches zero when they are
 over. Transformers are trained on several sizes in turn. The miniature of Animate-2 was trained by
-`driven` of commit 35959e36. On a CPU, try `--device cpu --steps 3 --batch 2 --size 32 --frames 5`.
+`driven` of commit 35959e36. How often held-out captions come true, `wancore quality --model tiny` says of the parts in
+`wan_core/assets/tiny`. On a CPU, try `--device cpu --steps 3 --batch 2 --size 32 --frames 5`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from pathlib import Path
 import torch
 
 from tools.tiny.clips import Size
-from tools.tiny.evaluate import evaluate
 from tools.tiny.experts import ROUND, Training, train_i2v, train_t2v
 from tools.tiny.vae import train_vae
-from tools.tiny.words import train_tokenizer
 
 DEFAULTS = {  # phase: batch, learning rate, clips kept
     "vae": (8, 7e-4, 4096),
@@ -36,9 +34,6 @@ DEFAULTS = {  # phase: batch, learning rate, clips kept
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.phase == "tokenizer":
-        (options.out / "spiece.model").write_bytes(train_tokenizer())
-        return
     init = options.init or options.out
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = [replace(size, frames=options.frames) for size in options.size or ()]
@@ -48,21 +43,6 @@ def main(arguments: list[str] | None = None) -> None:
         torch.backends.cudnn.benchmark = True  # every shape recurs thousands of times
         torch.backends.cudnn.benchmark_limit = 5
         torch.backends.cuda.enable_cudnn_sdp(False)  # the flash kernel suits heads of 32 and 64 as well
-    if options.phase == "eval":
-        torch.set_float32_matmul_precision("highest")
-        evaluate(
-            init,
-            options.out,
-            sizes=sizes or [Size()],
-            device=device,
-            samples=options.samples,
-            steps=options.steps or 20,
-            solver=options.solver,
-            guidances=options.guidance,
-            batch=options.batch or 128,
-            seed=options.seed,
-        )
-        return
     batch, lr, bank = DEFAULTS[options.phase]
     common = {
         "device": device,
@@ -105,40 +85,26 @@ def parser() -> argparse.ArgumentParser:
     shared.add_argument("--frames", type=int, default=17, help="4n + 1 (default 17)")
     shared.add_argument("--batch", type=int)
     shared.add_argument("--seed", type=int, default=0)
+    shared.add_argument("--steps", type=int, help="stop after so many, not by time")
+    shared.add_argument("--minutes", type=float, default=9.0, help="wall time of the whole command (default 9)")
+    shared.add_argument("--lr", type=float, help="peak learning rate (default 7e-4 for the VAE, else 2e-3)")
+    shared.add_argument("--bank", type=int, help="clips kept on the device")
     shared.add_argument(
-        "--steps", type=int, help="training: stop after so many, not by time; eval: sampling steps (20)"
-    )
-
-    training = argparse.ArgumentParser(add_help=False, parents=[shared])
-    training.add_argument("--minutes", type=float, default=9.0, help="wall time of the whole command (default 9)")
-    training.add_argument("--lr", type=float, help="peak learning rate (default 7e-4 for the VAE, else 2e-3)")
-    training.add_argument("--bank", type=int, help="clips kept on the device")
-    training.add_argument(
         "--bf16",
         action=argparse.BooleanOptionalAction,
         help="bf16 in blocks and convolutions (default on a GPU: transformers yes, VAE if much faster)",
     )
-
     top = argparse.ArgumentParser(
         prog="train_tiny", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     phases = top.add_subparsers(dest="phase", required=True)
-    phases.add_parser("tokenizer", parents=[shared], help="write spiece.model, to look at: t2v makes its own")
-    vae = phases.add_parser("vae", parents=[training], help="the video VAE")
+    vae = phases.add_parser("vae", parents=[shared], help="the video VAE")
     vae.add_argument("--checks", type=int, default=112, help="held-out clips measured at the end")
-    experts = {
-        "t2v": "text encoder and text-to-video experts",
-        "i2v": "image-to-video experts",
-    }
-    for name, what in experts.items():
-        phase = phases.add_parser(name, parents=[training], help=what)
+    for name, what in {"t2v": "text encoder and text-to-video experts", "i2v": "image-to-video experts"}.items():
+        phase = phases.add_parser(name, parents=[shared], help=what)
         phase.add_argument(
             "--compile", action="store_true", help="compile the blocks: a minute at the start, faster steps"
         )
-    evaluation = phases.add_parser("eval", parents=[shared], help="how often held-out captions come out right")
-    evaluation.add_argument("--samples", type=int, default=330)
-    evaluation.add_argument("--solver", default="unipc")
-    evaluation.add_argument("--guidance", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     return top
 
 

@@ -1,7 +1,7 @@
 """The embedded model through the whole pipeline: what the caption says is what the frames show.
 
-The full evaluation, more than 200 held-out captions and seeds, is in benchmarks/results/embedded-*.json (written by
-`python -m tools.train_tiny eval`); here a sample of it that a CPU makes in seconds.
+The full evaluation, more than 200 held-out captions and seeds, is in benchmarks/results/embedded-*.json; here a sample
+of it that a CPU makes in seconds.
 """
 
 from __future__ import annotations
