@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
+from benchmarks import own_tests
 from benchmarks.__main__ import main
 from benchmarks.own_tests import run_tests
 from benchmarks.videos import Making
@@ -46,7 +48,9 @@ def test_a_list_of_the_embedded_model(tmp_path: Path) -> None:
     assert failed["name"] == "wrong" and "steps" in failed["failed"]
 
 
-def test_files_have_rows_as_their_tests_end(tmp_path: Path) -> None:
+def test_files_have_rows_as_their_tests_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_tests, "PROCESSES", 1)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")  # seconds of each process
     path = tmp_path / "test_it.py"
     path.write_text(
         "import pytest\n\ndef test_one():\n    pass\n\ndef test_two():\n    assert 1 == 2\n\n"
