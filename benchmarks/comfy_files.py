@@ -44,7 +44,7 @@ SMALL_VAE = {"encoder_dim": 8, "decoder_dim": 8}
 
 
 def write_files(models: Path, device: torch.device, task: str, layers: int | None = None) -> None:
-    """The files of a models folder that the template of `task` (i2v or t2v) reads, and pictures to begin with beside
+    """The files of a models folder that the template of `task` (i2v or t2v) reads, and a picture to begin with beside
     it. On a GPU with room all are made at once: most of the time goes into copying."""
     cuda = device.type == "cuda"
     at_once = cuda and torch.cuda.get_device_properties(device).total_memory > AT_ONCE
@@ -54,8 +54,7 @@ def write_files(models: Path, device: torch.device, task: str, layers: int | Non
         tasks += [pool.submit(write_text_encoder, models, device)] if cuda else []
         for one in tasks:
             one.result()
-    for number in range(8):
-        write_image(models.parent, number, f"start{number or ''}.png")
+    write_image(models.parent)
     make_room(device)
     if cuda:
         os.sync()
@@ -182,16 +181,16 @@ def write_vae(models: Path, device: torch.device) -> None:
     save(module, path)
 
 
-def write_image(base: Path, seed: int = 0, name: str = IMAGE, side: int = 640) -> None:
+def write_image(base: Path, side: int = 640) -> None:
     """A square picture of soft colours, as smooth as a photograph out of focus."""
     from PIL import Image
 
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     coarse = torch.rand(1, 3, 10, 10, generator=draw)
     pixels = nn.functional.interpolate(coarse, (side, side), mode="bicubic").clamp(0, 1)[0].permute(1, 2, 0)
     folder = base / "input"
     folder.mkdir(parents=True, exist_ok=True)
-    Image.fromarray((pixels * 255).byte().numpy()).save(folder / name)
+    Image.fromarray((pixels * 255).byte().numpy()).save(folder / IMAGE)
 
 
 def as_fp8(values: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.comfy_files import EXPERTS, IMAGE, TEXT, VAE, expert_file, lora_file
 from benchmarks.comfyui import Graph, node
+from wan_core.config import EXACT
 
 NEGATIVE = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留"
@@ -61,123 +62,68 @@ def native_graph(
     models, behind each loader chain; links in it are ids of nodes in the same graph. gpus: of ComfyUI's
     node MultiGPU CFG Split, which must come after nodes that change the model. patch: class and inputs of one more node
     that changes the model."""
-    graph: Graph = {}
-    steps, half = job.total_steps, job.total_steps // 2
-    for expert in EXPERTS:
-        file = expert_file("i2v", expert, job.layers)
-        graph[f"loaders.{expert}"] = node("UNETLoader", unet_name=file, weight_dtype="default")
-        model: list[Any] = [f"loaders.{expert}", 0]
-        if job.four_steps:
-            inputs = {"lora_name": lora_file("i2v", expert), "strength_model": 1.0, "model": model}
-            graph[f"loaders.lora_{expert}"] = node("LoraLoaderModelOnly", **inputs)
-            model = [f"loaders.lora_{expert}", 0]
-        if attention is not None:
-            graph[f"loaders.attention_{expert}"] = node("ModelAttentionBackend", model=model, attention=attention)
-            model = [f"loaders.attention_{expert}", 0]
-        if patch is not None:
-            graph[f"loaders.patch_{expert}"] = node(patch[0], model=model, **patch[1])
-            model = [f"loaders.patch_{expert}", 0]
-        graph[f"loaders.shift_{expert}"] = node("ModelSamplingSD3", model=model, shift=job.shift)
-        if accelerate is not None:
-            model = [f"loaders.shift_{expert}", 0]
-            graph[f"loaders.accelerate_{expert}"] = node("WanCoreAccelerate", model=model, **accelerate)
-        if gpus > 1:
-            model = [f"loaders.shift_{expert}", 0]
-            graph[f"loaders.gpus_{expert}"] = node("MultiGPU_WorkUnits", model=model, max_gpus=gpus)
-    last = "gpus" if gpus > 1 else "shift" if accelerate is None else "accelerate"
-    graph |= native_conditioning(job)
-    both = {
-        "noise_seed": job.seed,
-        "steps": steps,
-        "cfg": job.guidance,
-        "sampler_name": "euler",
-        "scheduler": "simple",
-        "positive": ["image", 0],
-        "negative": ["image", 1],
-    }
-    graph["samplers.high"] = node(
-        "KSamplerAdvanced",
-        **both,
-        model=[f"loaders.{last}_high", 0],
-        latent_image=["image", 2],
-        add_noise="enable",
-        start_at_step=0,
-        end_at_step=half,
-        return_with_leftover_noise="enable",
-    )
-    graph["samplers.low"] = node(
-        "KSamplerAdvanced",
-        **both,
-        model=[f"loaders.{last}_low", 0],
-        latent_image=["samplers.high", 0],
-        add_noise="disable",
-        start_at_step=half,
-        end_at_step=10000,
-        return_with_leftover_noise="disable",
-    )
+    graph, steps, half = native_conditioning(job), job.total_steps, job.total_steps // 2
+    both = {"noise_seed": job.seed, "steps": steps, "cfg": job.guidance, "sampler_name": "euler", "scheduler": "simple"}
+    both |= {"positive": ["image", 0], "negative": ["image", 1]}
+    for expert, latent, begin, end in (("high", ["image", 2], 0, half), ("low", ["samplers.high", 0], half, 10000)):
+        model, first = f"loaders.{expert}", "enable" if expert == "high" else "disable"
+        graph[model] = node("UNETLoader", unet_name=expert_file("i2v", expert, job.layers), weight_dtype="default")
+        lora = {"lora_name": lora_file("i2v", expert), "strength_model": 1.0}
+        for name, kind, inputs in (
+            ("lora", "LoraLoaderModelOnly", lora if job.four_steps else None),
+            ("attention", "ModelAttentionBackend", attention and {"attention": attention}),
+            ("patch", *(patch or ("", None))),
+            ("shift", "ModelSamplingSD3", {"shift": job.shift}),
+            ("accelerate", "WanCoreAccelerate", accelerate),
+            ("gpus", "MultiGPU_WorkUnits", {"max_gpus": gpus} if gpus > 1 else None),
+        ):
+            if inputs is not None:
+                graph[f"loaders.{name}_{expert}"] = node(kind, model=[model, 0], **inputs)
+                model = f"loaders.{name}_{expert}"
+        graph[f"samplers.{expert}"] = node(
+            "KSamplerAdvanced", **both, model=[model, 0], latent_image=latent, start_at_step=begin, end_at_step=end,
+            add_noise=first, return_with_leftover_noise=first,
+        )  # fmt: skip
     graph["decode"] = node("VAEDecode", samples=["samplers.low", 0], vae=["loaders.vae", 0])
     graph["save.create"] = node("CreateVideo", images=["decode", 0], fps=16.0)
-    save = node("SaveVideo", video=["save.create", 0], filename_prefix="native", format="auto", codec="auto")
-    return graph | {"save": save}
+    return graph | {"save": save_video(["save.create", 0], "native")}
 
 
-def accelerated_graph(job: Job, attention: str, speed: str = "exact") -> Graph:
+def save_video(video: list[Any], name: str) -> dict[str, Any]:
+    return node("SaveVideo", video=video, filename_prefix=name, format="auto", codec="auto")
+
+
+def accelerated_graph(job: Job, attention: str, speed: str = EXACT) -> Graph:
     """The template as the page's command changes it: our node for native models behind each loader chain, and our
     decoder in the place of VAE Decode and Create Video."""
     graph = native_graph(job, accelerate={"speed": "exact", "attention": attention, "compare": "off"})
-    created, decoded = graph.pop("save.create")["inputs"], graph["decode"]["inputs"]
-    graph["decode"] = node(
-        "WanCoreDecodeToVideo",
-        vae=decoded["vae"],
-        latent=decoded["samples"],
-        fps=created["fps"],
-        encoder="all cores",
-    )
+    fps, decoded = graph.pop("save.create")["inputs"]["fps"], graph["decode"]["inputs"]
+    links = {"vae": decoded["vae"], "latent": decoded["samples"]}
+    graph["decode"] = node("WanCoreDecodeToVideo", **links, fps=fps, encoder="all cores")
     graph["save"]["inputs"]["video"] = ["decode", 0]
     return graph
 
 
 def native_conditioning(job: Job) -> Graph:
-    graph: Graph = {
+    size = {"width": job.width, "height": job.height, "length": job.frames, "batch_size": 1}
+    links = {"positive": ["text", 0], "negative": ["text.negative", 0], "start_image": ["image.load", 0]}
+    return {
         "loaders.text": node("CLIPLoader", clip_name=TEXT, type="wan", device="default"),
         "loaders.vae": node("VAELoader", vae_name=VAE),
         "text": node("CLIPTextEncode", text=job.prompt, clip=["loaders.text", 0]),
         "text.negative": node("CLIPTextEncode", text=NEGATIVE, clip=["loaders.text", 0]),
+        "image.load": node("LoadImage", image=job.image),
+        "image": node("WanImageToVideo", **size, **links, vae=["loaders.vae", 0]),
     }
-    size = {"width": job.width, "height": job.height, "length": job.frames, "batch_size": 1}
-    graph["image.load"] = node("LoadImage", image=job.image)
-    graph["image"] = node(
-        "WanImageToVideo",
-        **size,
-        positive=["text", 0],
-        negative=["text.negative", 0],
-        vae=["loaders.vae", 0],
-        start_image=["image.load", 0],
-    )
-    return graph
 
 
-def our_graph(
-    job: Job,
-    attention: str = "auto",
-    lora_mode: str = "auto",
-    devices: str | None = None,
-    **sampler: Any,
-) -> Graph:
+def our_graph(job: Job, attention: str = "auto", devices: str | None = None, **sampler: Any) -> Graph:
     """The same video with our nodes. devices: of WanCore Launcher; None: there is none. sampler: more inputs of the
     sampler."""
-    both = {expert: expert_file("i2v", expert, job.layers) for expert in EXPERTS}
+    files = {expert: expert_file("i2v", expert, job.layers) for expert in EXPERTS}
+    model = {"precision": "checkpoint", "attention": attention, "residency": "auto", "compile": "off", "keep_blocks": 0}
     graph: Graph = {
-        "loaders.model": node(
-            "WanCoreModelLoader",
-            **both,
-            precision="checkpoint",
-            attention=attention,
-            residency="auto",
-            compile="off",
-            keep_blocks=0,
-            lora_mode=lora_mode,
-        ),
+        "loaders.model": node("WanCoreModelLoader", **files, **model, lora_mode="auto"),
         "loaders.text": node("WanCoreTextEncoderLoader", text_encoder=TEXT, precision="checkpoint"),
         "loaders.vae": node("WanCoreVAELoader", vae=VAE, precision="auto"),
         "text": node("WanCoreTextEncode", positive=job.prompt, negative=NEGATIVE, clip=["loaders.text", 0]),
@@ -186,42 +132,22 @@ def our_graph(
         for name in ("model", "text", "vae"):
             graph[f"loaders.{name}"]["inputs"]["workers"] = ["loaders.workers", 0]
         graph["loaders.workers"] = node("WanCoreLauncher", devices=devices)
-    model = ["loaders.model", 0]
+    last = "loaders.model"
     if job.four_steps:
         loras = {expert: lora_file("i2v", expert) for expert in EXPERTS}
-        graph["loaders.lora"] = node("WanCoreLoRA", **loras, strength_high=1.0, strength_low=1.0, model=model)
-        model = ["loaders.lora", 0]
+        graph["loaders.lora"] = node("WanCoreLoRA", **loras, strength_high=1.0, strength_low=1.0, model=[last, 0])
+        last = "loaders.lora"
     size = {"width": job.width, "height": job.height, "frames": job.frames}
+    links = {"positive": ["text", 0], "negative": ["text", 1], "first_image": ["image.load", 0]}
     graph["image.load"] = node("LoadImage", image=job.image)
-    graph["image"] = node(
-        "WanCoreImageToVideo",
-        **size,
-        positive=["text", 0],
-        negative=["text", 1],
-        vae=["loaders.vae", 0],
-        first_image=["image.load", 0],
-    )
-    graph["samplers"] = node(
-        "WanCoreSampler",
-        seed=job.seed,
-        steps=job.total_steps,
-        shift=job.shift,
-        boundary=middle(job),
-        guidance_high=job.guidance,
-        guidance_low=job.guidance,
-        solver="euler",
-        guidance_mode="auto",
-        preset="none",
-        model=model,
-        positive=["image", 0],
-        negative=["image", 1],
-        latent=["image", 2],
-        **sampler,
-    )
-    graph["decode"] = node(
-        "WanCoreDecodeToVideo", vae=["loaders.vae", 0], latent=["samplers", 0], fps=16.0, encoder="as Save Video"
-    )
-    return graph | {"save": node("SaveVideo", video=["decode", 0], filename_prefix="ours", format="auto", codec="auto")}
+    graph["image"] = node("WanCoreImageToVideo", **size, **links, vae=["loaders.vae", 0])
+    steps = {"seed": job.seed, "steps": job.total_steps, "shift": job.shift, "boundary": middle(job), "solver": "euler"}
+    guidance = {"guidance_high": job.guidance, "guidance_low": job.guidance, "guidance_mode": "auto", "preset": "none"}
+    links = {"model": [last, 0], "positive": ["image", 0], "negative": ["image", 1], "latent": ["image", 2]}
+    graph["samplers"] = node("WanCoreSampler", **steps, **guidance, **links, **sampler)
+    links = {"vae": ["loaders.vae", 0], "latent": ["samplers", 0]}
+    graph["decode"] = node("WanCoreDecodeToVideo", **links, fps=16.0, encoder="as Save Video")
+    return graph | {"save": save_video(["decode", 0], "ours")}
 
 
 def with_latents(graph: Graph) -> Graph:

@@ -5,12 +5,11 @@ weights (`--scratch`, /dev/shm keeps them in memory; files that are there are us
 ComfyUI server over its API. `--setting` takes parts of it:
 
 on       the template's switch on: a LoRA for each expert, four steps, no guidance
-fresh    the same, and each counted video has a prompt and a picture that its server has not seen
 off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
          their samplers is scaled; ours run all. `--steps 20`: all run all
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
 
-All sides of a part take turns in one server, `--runs` rounds (3 of `on` and `fresh`, 1 of the others). In each round a
+All sides of a part take turns in one server, `--runs` rounds (3 of `on`, 1 of the others). In each round a
 side makes a video of two steps that is not counted, which loads its models and kernels, and one with a new seed that
 is. A row is written after every round, its median so far.
 
@@ -103,24 +102,8 @@ ACCELERATED = (
         for word in SPEEDS[1:]
     ),
 )
-SIDES = (
-    NATIVE_KITCHEN,  # the faster peer first: the rows after it are compared with it
-    NATIVE,
-    NATIVE_SPARSE,
-    OURS,
-    OURS_FP8,
-    *WORDS,
-)
-OFF_SIDES = (
-    NATIVE,
-    NATIVE_KITCHEN,
-    NATIVE_SPARSE,
-    NATIVE_CACHE,
-    OURS,
-    OURS_FP8,
-    *WORDS,
-)
-ATTACHED = Side("ours, auto, LoRAs attached", lambda job: our_graph(job, lora_mode="attach"))
+SIDES = (NATIVE, NATIVE_KITCHEN, NATIVE_SPARSE, OURS, OURS_FP8, *WORDS)
+OFF_SIDES = (*SIDES, NATIVE_CACHE)
 
 
 def gpu_count(gpus: int | None, device: torch.device) -> int:
@@ -166,7 +149,7 @@ PEER = "the fastest native row"
 
 def check_setups(options: argparse.Namespace, several: Sequence[Side]) -> None:
     """Raise OptionError for a name that no part of the suite has. several: sides for several GPUs."""
-    known = {side.name for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED, *several)}
+    known = {side.name for side in (*SIDES, *OFF_SIDES, *ACCELERATED, *several)}
     if unknown := set(options.setup or ()) - known:
         raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(sorted(known))}")
 
@@ -205,20 +188,15 @@ def in_turns(
     label: str,
     runs: int,
     native_steps: int | None = None,
-    *,
-    fresh: bool = False,
 ) -> Iterator[Row]:
     """`runs` rounds in which every side makes the job, so that what changes meanwhile changes all of them. A row of
     each side after every round, the median so far. Native sides come first, since the others are compared with
-    them. native_steps: that native sides run, and their samplers' time is scaled; None: all. fresh: counted videos
-    have a prompt and a picture of their own."""
+    them. native_steps: that native sides run, and their samplers' time is scaled; None: all."""
     made: dict[str, list[Row]] = {side.name: [] for side in sides}
     medians: dict[str, tuple[Side, Row]] = {}
     latents: dict[str, torch.Tensor] = {}
     for seed in range(job.seed, job.seed + runs):
         one = replace(job, seed=seed)
-        if fresh:
-            one = replace(one, prompt=f"{job.prompt} Take {seed}.", image=f"start{seed}.png")
         for side in sorted(sides, key=lambda side: (side.gpus, not side.native, side.name != NATIVE.name)):
             rows = made[side.name]
             if rows and "seconds" not in rows[-1]:
@@ -270,13 +248,8 @@ def middle_row(rows: list[Row]) -> Row:
 
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    sides = (*SIDES, ATTACHED, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False))
+    sides = (*SIDES, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False))
     yield from in_turns(server, chosen(sides, options), job, "on, new seed", options.runs or 3)
-
-
-def fresh_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    sides = chosen((*SIDES, *ACCELERATED), options)
-    yield from in_turns(server, sides, job, "on, new prompt and picture", options.runs or 3, fresh=True)
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
@@ -297,7 +270,7 @@ def ratios(side: Side, row: Row, found: Sequence[tuple[Side, Row]]) -> Row:
     return first if several is None else first | {"ratio_to_native_gpus": several}
 
 
-PARTS = {"on": on_rows, "fresh": fresh_rows, "off": off_rows}
+PARTS = {"on": on_rows, "off": off_rows}
 
 
 def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:

@@ -124,7 +124,6 @@ def everyday(name: str, seconds: int, size: str, part: str, *sides: str, gpus: i
     words = f"everyday --setting {part} --size {size} --gpus {gpus}{steps} {repeated('setup', sides)} {more}"
     work = {
         "on": "four steps",
-        "fresh": "four steps, new prompt and picture",
         "off": "20 guided steps",
         "cold": "four steps, first prompt of a server",
     }[part]
@@ -164,7 +163,6 @@ JOBS: tuple[Job, ...] = (
     suite("two-gpus-tests", 330, "GPU tests", "tests --setting 'gpu tests'", gpus=2, needs=("pytest",)),
     # b. ComfyUI's own template as it is, with our node, and with our sampler
     everyday("on-640", 640, SQUARE, "on", *DOOR),
-    everyday("on-640-fresh", 760, SQUARE, "fresh", *DOOR),
     everyday("on-720", 1700, HD, "on", *DOOR),
     # c. with guidance, and what leaves out a part of the work
     everyday("off-640", 400, SQUARE, "off", KITCHEN, OUR_EXACT, OUR_FP8, *WORDS),

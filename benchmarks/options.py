@@ -58,7 +58,7 @@ ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf
 ARCHIVED += ("native", "parallel", "profile", "small-cards", "sparse", "startup", "streaming", "switch", "trajectory")
 ATTENTION_PARTS = ("kernels", "tune")
 TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
-EVERYDAY_PARTS = ("on", "fresh", "off", "cold")
+EVERYDAY_PARTS = ("on", "off", "cold")
 TEMPLATE_PARTS = {  # a setting of templates -> its template
     "animate2": "video_wan_animate2",
     "s2v": "video_wan2_2_14B_s2v",

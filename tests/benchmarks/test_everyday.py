@@ -18,9 +18,7 @@ from benchmarks.comfy_small import small_graph
 from benchmarks.comfyui import Graph
 from benchmarks.everyday import (
     ACCELERATED,
-    ATTACHED,
     OFF_SIDES,
-    SIDES,
     Side,
     everyday_rows,
     ratios,
@@ -59,7 +57,7 @@ def test_the_largest_number_of_a_matrix_is_exact_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("job", [Job(), Job(four_steps=False)])
-@pytest.mark.parametrize("make", [side.graph for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED, *SEVERAL)])
+@pytest.mark.parametrize("make", [side.graph for side in (*OFF_SIDES, *ACCELERATED, *SEVERAL)])
 def test_links_lead_somewhere_and_our_nodes_know_their_inputs(make: Any, job: Job) -> None:
     graph: Graph = make(job)
     for entry in graph.values():
@@ -107,9 +105,7 @@ def test_every_side_in_a_real_server() -> None:
     options.setup, options.steps = None, 4
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
     assert {row["name"].partition(": ")[0] for row in rows} == {"on, new seed", "off", "cold"}
-    assert {row["name"].rpartition(": ")[2] for row in rows} == {
-        side.name for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED)
-    }
+    assert {row["name"].rpartition(": ")[2] for row in rows} == {side.name for side in (*OFF_SIDES, *ACCELERATED)}
     for row in rows:
         if "Model Sparse Attention" in row["name"] and "why_not" in row:
             continue  # an older ComfyUI
