@@ -54,16 +54,6 @@ def test_parallel_steps_in_fp32_are_near_those_of_one_gpu(ranks):
     assert 1e-4 < parallel_checks.relative(answers[0][0], alone[0]) < 1
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_rank_prepares_just_what_it_will_run(ranks, tmp_path, mesh):
-    asked = {"mesh": mesh, "folder": str(tmp_path), "device": "cuda", "precision": "fp8"}
-    plain = ranks.ask("first_use_of", **asked, prepare=False)
-    for answer in ranks.ask("first_use_of", **asked, decode=True):
-        assert answer["shapes"][True] == answer["shapes"][False]
-        assert torch.equal(answer["latents"].cpu(), plain[0]["latents"].cpu())
-        assert sum("kernels: prepared in" in note for note in answer["notes"]) == 1, answer["notes"]
-
-
 @pytest.mark.parametrize("mesh", SEQUENCES)
 @pytest.mark.parametrize("backend", BACKENDS_HERE)
 @pytest.mark.parametrize(("heads", "tokens"), [(4, 4096), (5, 3001)])

@@ -19,7 +19,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -126,10 +126,9 @@ def why_not_kept() -> str | None:
 
 
 @contextmanager
-def one_goes_first(name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+def one_goes_first(name: str) -> Iterator[None]:
     """Around work that compiles `name`: one process of this host does it first, and those that come meanwhile wait,
     then do it together and find what was kept. Once it has ended without an exception, no later process waits.
-    check: called while waiting; may raise to stop.
 
     The system releases the lock of a process that ends, however it ends. Without locks or a folder nobody waits.
     """
@@ -138,7 +137,7 @@ def one_goes_first(name: str, check: Callable[[], None] = lambda: None) -> Itera
         yield
         return
     with file:
-        first = _is_first(file, check)
+        first = _is_first(file)
         yield
         if first:
             file.write(b"done")
@@ -177,7 +176,7 @@ def _opened(name: str) -> BinaryIO | None:
         return None
 
 
-def _is_first(file: BinaryIO, check: Callable[[], None]) -> bool:
+def _is_first(file: BinaryIO) -> bool:
     """Whether no process has ended the work of `file` or is at it; then its lock is taken. Else waits for the one that
     is, at most `WAITS`: it may be stopped in a debugger."""
     import fcntl  # not on Windows
@@ -194,7 +193,6 @@ def _is_first(file: BinaryIO, check: Callable[[], None]) -> bool:
         except OSError as fault:  # a file system without locks
             log.info("processes that compile the same do so at the same time: %s", fault)
             return False
-        check()
         time.sleep(LOOKS)
     log.info("another process compiles the same and has not ended after %.0f s", WAITS)
     return False

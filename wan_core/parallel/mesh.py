@@ -106,8 +106,7 @@ def even_parts(total: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, and this rank's index among them. `process` is None for a group of one rank, and in a
-    mesh that stands `apart`: exchanges then leave out the other ranks."""
+    """Ranks that communicate, and this rank's index among them. `process` is None for a group of one rank."""
 
     process: ProcessGroup | None
     ranks: tuple[int, ...]
@@ -116,9 +115,6 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-
-_GROUPS = ("cfg", "ring", "ulysses", "sequence", "layers", "time", "world", "host")
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,12 +202,6 @@ class RankMesh:
             control=control,
         )
 
-    def apart(self) -> RankMesh:
-        """The same places without the other ranks: a forward computes on a shard of the same size, and numbers that
-        have no meaning arrive at once. For what must run once before ranks wait for each other."""
-        alone = {name: replace(getattr(self, name), process=None) for name in _GROUPS}
-        return replace(self, **alone, control=None)
-
     def agree(self, value: float, *, largest: bool = True) -> float:
         """The largest (or smallest) value of all ranks, for decisions that must be the same on all."""
         if self.control is None:
@@ -263,9 +253,6 @@ def gather_parts(part: Tensor, lengths: list[int], group: Group, dim: int) -> Te
 
 def all_gather(into: Tensor, part: Tensor, group: Group) -> None:
     """Gather `part` of every rank of `group` into `into`, in the order of the ranks."""
-    if group.process is None:
-        into.view(group.size, *part.shape)[:] = part
-        return
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter up to torch 2.12
     gather(into, part, group=group.process)
 
@@ -289,7 +276,4 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def all_to_all(into: Tensor, out: Tensor, arriving: list[int], leaving: list[int], group: Group) -> None:
     """Numbers of `out` to all ranks, and theirs into `into`. Both flat; counts of numbers by rank."""
-    if group.process is None:
-        into.zero_()
-        return
     dist.all_to_all_single(into, out, arriving, leaving, group=group.process)

@@ -102,13 +102,8 @@ def _room(like: Tensor, tokens: int) -> Tensor:
 
 def pass_on(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> list[Any]:
     """Start sending and receiving, each tensor with the rank at its other end."""
-    process = group.process
-    if process is None:
-        for tensor, _ in receives:
-            tensor.zero_()
-        return []
-    operations = [dist.P2POp(dist.isend, tensor, peer, process) for tensor, peer in sends]
-    operations += [dist.P2POp(dist.irecv, tensor, peer, process) for tensor, peer in receives]
+    operations = [dist.P2POp(dist.isend, tensor, peer, group.process) for tensor, peer in sends]
+    operations += [dist.P2POp(dist.irecv, tensor, peer, group.process) for tensor, peer in receives]
     return dist.batch_isend_irecv(operations) if operations else []
 
 

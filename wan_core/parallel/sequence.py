@@ -242,7 +242,5 @@ class ShardedAttention(Attention):
     def _agree(self, x: Tensor, how: str) -> Tensor:
         """float32 x of every rank -> their "mean" or "max"."""
         group, agreed = self.ranks.sequence, x.clone()
-        if group.process is None:
-            return agreed
         dist.all_reduce(agreed, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group.process)
         return agreed.div_(group.size) if how == "mean" else agreed

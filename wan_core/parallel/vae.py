@@ -44,8 +44,7 @@ class Strips:
     def of_first(self, compute: Callable[[], Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:
         """What the first rank computes, of `shape`, on every rank, in the dtype and on the device of `like`."""
         made = compute().contiguous() if self.group.index == 0 else like.new_empty(shape)
-        if self.group.process is not None:
-            dist.broadcast(made, self.group.ranks[0], group=self.group.process)
+        dist.broadcast(made, self.group.ranks[0], group=self.group.process)
         return made
 
 

@@ -38,7 +38,7 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint, why_not_shard
 from wan_core.pipeline.applied_loras import ModelLoras, load_with_loras, merged_of
-from wan_core.pipeline.first_use import FirstUse, begin_first_use, fits_beside
+from wan_core.pipeline.first_use import FirstUse, prepares
 from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.loras import lora_files, notes_of, shared
 from wan_core.pipeline.memory_planning import (
@@ -195,13 +195,8 @@ def load_models(
     placement = place_weights(resolve_settings(parts, options, report.device, speed), options, report, plan, ranks)
     settings = placement.settings
     names = [name for name in parts.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
-    first_use = None if ranks is None else placement.prepare_kernels(plan, ranks)
-    try:
-        loaded = load_parts(names, placement.read, report.device, in_order=placement.shares, how=how)
-    except BaseException:
-        if first_use is not None:
-            first_use.end()
-        raise
+    first_use = None if ranks is None or not prepares(settings) else FirstUse(settings)
+    loaded = load_parts(names, placement.read, report.device, in_order=placement.shares, how=how)
     on_model = {name: applied for name in names if (applied := placement.add(name, loaded.pop(name), report))}
     note_models(settings, placement.residency, report, ranks)
     files = lora_files(options.loras)
@@ -220,7 +215,6 @@ class Placement:
     settings: ModelSettings
     residency: Residency
     planner: MemoryPlanner | None
-    memory: MemoryPlan | None
     waits: HostPlan
     sharded: bool
     layers: range | None
@@ -230,11 +224,6 @@ class Placement:
     def shares(self) -> bool:
         """Whether each rank reads a part of every file, and has the rest from the others."""
         return self.ranks is not None and self.residency.policy == "resident"
-
-    def prepare_kernels(self, plan: Plan | None, ranks: RankMesh) -> FirstUse | None:
-        """Begin to prepare kernels beside reading; at the size of `plan` where that fits."""
-        roomy = self.memory is None or plan is None or fits_beside(self.settings, self.memory)
-        return begin_first_use(self.settings, plan if self.shares and not self.sharded and roomy else None, ranks)
 
     def read(self, name: str, how: Reading) -> nn.Module:
         settings, ranks, part = self.settings, self.ranks, self.settings.parts[name]
@@ -292,7 +281,6 @@ def place_weights(
         settings=settings,
         residency=residency,
         planner=planner,
-        memory=memory,
         waits=waits,
         sharded=sharded,
         layers=layers,

@@ -162,11 +162,10 @@ class Pipeline:
         on_phase: called with "warm up high", "warm up low"; "compile ..." for the forward that compiles the blocks.
         """
         run = self.prepare(request)
-        known = self.models.dit_config.out_channels == 48 and request.image is not None
 
         def forward(expert: Expert) -> None:
             steps = [step for step in run.job.plan.steps if step.expert == expert]
-            forward_each_kind(self.models.expert(expert), run.job.plan, steps, self.models.device, known=known)
+            forward_each_kind(self.models.expert(expert), run.job.plan, steps, self.models.device)
 
         for expert in reversed(run.job.plan.experts):
             on_phase(f"{'compile' if self.models.compiles else 'warm up'} {expert}")
