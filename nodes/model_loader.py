@@ -123,7 +123,7 @@ class WanCoreModelLoader(io.ComfyNode):
 def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     """The experts, held by ComfyUI's memory manager and not loaded yet; both are one where there is one transformer."""
     models, attend = settings.recognised, interruptible(settings.attend)
-    settings = replace(settings, attend=attend, poll=host.check_interruption)
+    settings = replace(settings, attend=attend)
     finished = partial(finish, settings=settings, device=host.device())
     streaming = Residency(host.device(), "stream")
     names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in models.of else {"high": "transformer"}

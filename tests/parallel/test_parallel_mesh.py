@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.config import LoadOptions, OptionError, SparseOptions, UserError
-from wan_core.models.wan.config import T2V_A14B, TI2V_5B, DiTConfig
+from wan_core.models.wan.config import T2V_A14B, TI2V_5B
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_lse, math_reference
 from wan_core.ops.attention.sparse.kernels import SparseKernel
@@ -25,7 +23,6 @@ from wan_core.parallel.costs import (
     all_meshes,
     choose_mesh,
     forward_seconds,
-    layers_seconds,
     shares_read,
     step_seconds,
 )
@@ -63,50 +60,6 @@ def test_the_documented_times_are_the_estimates(row):
         assert cell == (f"{many:.2f} ({one / many:.1f})" if mesh else f"{many:.2f}")
 
 
-def slowest_link(exact: Mesh, other: Mesh, config: DiTConfig, tokens: int, **settings: Any) -> float:
-    """The speed of links, bytes/s, from which on `exact` is faster than `other`; below it `other` wins. 0: `exact` is
-    faster with any link, infinite: with none. settings: as for `step_seconds`."""
-
-    def exact_is_faster(link: float) -> bool:
-        speeds = replace(H200, link=link, network=link)
-        first, second = (step_seconds(mesh, config, tokens, speeds, **settings) for mesh in (exact, other))
-        return first < second
-
-    low, high = 1e6, 1e13
-    if exact_is_faster(low):
-        return 0.0
-    if not exact_is_faster(high):
-        return math.inf
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if exact_is_faster(middle) else (middle, high)
-    return high
-
-
-LINKS = re.findall(r"^\| `(\S+)` \| `(\S+)` \| ([\d.]+) GB/s \| ([\d.]+) GB/s \|$", PARALLEL_MD, re.MULTILINE)
-
-
-def test_the_documented_links_are_the_estimates():
-    assert len(LINKS) == 6
-    for exact, other, *documented in LINKS:
-        for cell, tokens in zip(documented, (75_600, 32_760), strict=True):
-            link = slowest_link(Mesh.parse(exact), Mesh.parse(other), T2V_A14B, tokens, **FP8)
-            assert link / 1e9 == pytest.approx(float(cell), rel=0.01)
-
-
-@given(st.floats(0.1, 9), st.floats(0, 20), st.integers(2, 8))
-def test_a_pair_of_branches_through_a_layer_pipeline(part, hop, ranks):
-    """The estimate against every rank and every link, one branch at a time."""
-    free, links, arrived = [0.0] * ranks, [0.0] * ranks, 0.0
-    for _ in range(2):
-        arrived = 0.0
-        for rank in range(ranks):
-            free[rank] = max(free[rank], arrived) + part
-            links[rank] = arrived = max(links[rank], free[rank]) + hop
-    assert layers_seconds(part, hop, ranks, 1.0) == pytest.approx(free[-1])
-    assert layers_seconds(part, hop, ranks, 0.0) == pytest.approx(2 * (ranks * part + (ranks - 1) * hop))
-
-
 @given(MESHES)
 def test_every_rank_is_in_one_row_of_each_dimension(mesh):
     sizes = {"cfg": mesh.cfg, "ring": mesh.ring, "ulysses": mesh.ulysses, "sequence": mesh.shards}
@@ -134,17 +87,6 @@ NO_MESHES += ["layers0", "time0", "time2+time2", "layers2+1x1x2", "time2+", "1x1
 def test_what_is_no_mesh_is_refused(text):
     with pytest.raises(OptionError, match="mesh"):
         Mesh.parse(text)
-
-
-def test_links_from_which_on_tokens_are_better_exchanged():
-    """With NVLink exact meshes win; over a slow link handing latents on does, and guidance on two GPUs always."""
-    tokens = 75600
-    link = slowest_link(Mesh(ulysses=4), Mesh(time=4), T2V_A14B, tokens, steps=50, paired=1.0)
-    assert 1e9 < link < H200.link
-    assert slowest_link(Mesh(cfg=2), Mesh(layers=2), T2V_A14B, tokens) == 0
-    assert slowest_link(Mesh(ulysses=2), Mesh(layers=2), T2V_A14B, tokens) < link
-    pair = [step_seconds(mesh, T2V_A14B, tokens) for mesh in (Mesh(), Mesh(layers=2))]
-    assert 1.25 < pair[0] / pair[1] < 4 / 3, "two branches on two ranks take three halves of a forward each"
 
 
 @given(MESHES)
@@ -285,21 +227,6 @@ def test_the_estimate_is_what_was_measured():
     for tokens, size in ((75_600, "1280x720x81"), (32_760, "832x480x81")):
         chosen = measured[size, choose_mesh(4, T2V_A14B, tokens, **FP8).mesh]
         assert chosen <= 1.01 * min(seconds for (of, _), seconds in measured.items() if of == size)
-
-
-def test_the_estimate_of_whole_runs_is_what_was_measured():
-    """On two H200s, by NVLink and through host memory, with the speed of the links that was measured beside them."""
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "archive" / "parallel-steps-h200-20261123.json"
-    rows = json.loads(path.read_text())["rows"]
-    links = {row.get("layers"): row["gb_s"] * 1e9 for row in rows if row["name"].startswith("link: all-to-all")}
-    runs = [row for row in rows if "tokens" in row]
-    assert len(links) == 2 and len(runs) == 10
-    for row in runs:
-        config = replace(T2V_A14B, num_layers=row.get("layers", T2V_A14B.num_layers))
-        speeds = replace(H200, link=links[row.get("layers")])
-        mesh = Mesh.parse(row.get("mesh", "1x1x1"))
-        estimate = step_seconds(mesh, config, row["tokens"], speeds, steps=row["steps"], **FP8)
-        assert 0.92 < estimate / row["seconds_per_step"] < 1.08, row["name"]
 
 
 # ------------------------------------------------------------------------------------------- sparse attention in a ring

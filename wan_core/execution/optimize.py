@@ -18,7 +18,6 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.config.compile_cache import full_disk_explained
-from wan_core.execution.interruptible import Interruptible
 from wan_core.models.vae.tiny import TinyVAE
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts
@@ -43,14 +42,12 @@ def optimize(
     compile: str = "off",
     device: torch.device | None = None,
     ranks: RankMesh | None = None,
-    poll: Callable[[], None] | None = None,
 ) -> WanModel:
     """Apply the options to `model` in place and return it; called again, the new options stand. Parameter names do not
     change. `print(model.runners)` shows the chain that it made.
 
-    device: where it will run, if its weights are elsewhere now. ranks:
-    those that share its forwards. poll: called while blocks compile; may raise to interrupt. Linears are quantised
-    where weights are read (`load_dit`), so that both precisions never exist side by side.
+    device: where it will run, if its weights are elsewhere now. ranks: those that share its forwards. Linears are
+    quantised where weights are read (`load_dit`), so that both precisions never exist side by side.
     """
     device = model.patch_embedding.weight.device if device is None else device
     attend = model.own_attention(attend)
@@ -66,7 +63,7 @@ def optimize(
         model.stage = stage_layers(len(model.blocks), ranks)
         model.runners.add(LayerStage(ranks))
     if compile == "blocks":
-        compile_blocks(model, device, poll=poll)
+        compile_blocks(model, device)
     else:
         for block in model.blocks:
             block.parts = PLAIN_PARTS
@@ -108,9 +105,7 @@ def check_compile(compile: str, device: torch.device) -> None:
         )
 
 
-def compile_blocks(
-    model: WanModel, device: torch.device, backend: str = "inductor", poll: Callable[[], None] | None = None
-) -> None:
+def compile_blocks(model: WanModel, device: torch.device, backend: str = "inductor") -> None:
     """Compile the parts of a block before and after attention: once for all blocks of both experts, whatever the
     length of the sequence. Attention itself, which depends on the layer and the step, stays as it is.
 
@@ -120,8 +115,6 @@ def compile_blocks(
     fused.prepare(device)
     allow_variants(VARIANTS)  # precisions, batch sizes and families of models are variants of the same code
     parts = compiled_parts(backend)
-    if poll is not None:
-        parts = BlockParts(Interruptible(parts.before, poll), Interruptible(parts.after, poll))
     for block in model.blocks:
         # Ranks exchange scales in the part before attention: that stays as it is too.
         agrees = block.self_attn.attend.agree is not None

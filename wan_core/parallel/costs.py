@@ -6,8 +6,7 @@
 - A ring sends keys and values while attention with the previous ones runs, and has a cost for merging.
 - Sparse attention runs its own kernel, also where it reads nearly all blocks and dense attention is faster.
 - Sparse attention reads fewer blocks, but a ring still sends all keys and values; in a ring it computes in bf16.
-- A layer pipeline hands tokens on once a forward; two branches take 1 + 1/N forwards of one GPU on N.
-- Parallel steps (time) hand latents on, and run fewer steps one after the other. Both are taken by name alone.
+- A layer pipeline and parallel steps (time) are taken by name alone.
 - The host needs a fixed time to launch a block, so small videos are not faster on many GPUs.
 
 Legend: L tokens, C channels, N channels of the feed-forward, H heads, R ring, U ulysses.
@@ -15,14 +14,12 @@ Legend: L tokens, C channels, N channels of the feed-forward, H heads, R ring, U
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.sparse.kernels import BLOCK, SMALL
-from wan_core.parallel.chords import Stretches
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL, beyond_means
@@ -132,39 +129,19 @@ def step_seconds(
     speeds: Speeds = H200,
     *,
     paired: float = 1.0,
-    steps: int = 50,
     gpus_per_host: int = 8,
     reads: Mapping[float, float] | None = None,
     fp8_linears: bool = False,
     fp8_attention: bool = False,
 ) -> float:
-    """Estimated seconds of a step with two forwards on `mesh`; with parallel steps, of the whole run over `steps`. The
-    other arguments are as in `choose_mesh`."""
-    inside = replace(mesh, time=1, layers=1)
+    """Estimated seconds of a step with two forwards on `mesh`. The other arguments are as in `choose_mesh`."""
     fp8 = {"fp8_linears": fp8_linears, "fp8_attention": fp8_attention}
     forward = sum(
-        share * forward_seconds(inside, config, tokens, speeds, gpus_per_host, **fp8, read=read)
+        share * forward_seconds(mesh, config, tokens, speeds, gpus_per_host, **fp8, read=read)
         for read, share in (reads or {1.0: 1.0}).items()
     )
-    link = speeds.link if gpus_per_host >= mesh.size else speeds.network
-    if mesh.layers > 1:
-        hop = tokens * config.dim * BYTES / link + speeds.latency
-        seconds = layers_seconds(forward / mesh.layers, hop, mesh.layers, paired)
-    else:
-        forwards = paired / mesh.cfg + (1 - paired)
-        seconds = 2 * forwards * forward + (mesh.cfg > 1) * speeds.latency
-    if mesh.time == 1:
-        return seconds
-    # Latents and velocity, float32: at most one hand-over a step that the next rank waits for.
-    moved = 2 * 4 * tokens * config.out_channels * math.prod(config.patch_size) / link + speeds.latency
-    return (seconds + moved) * Stretches.of(mesh.time, steps).forwards / steps
-
-
-def layers_seconds(part: float, hop: float, ranks: int, paired: float) -> float:
-    """Two forwards through a layer pipeline. part: seconds of a rank's blocks; hop: of handing tokens on. The second
-    branch of a pair follows the first, so it adds the slower of the two; alone, each forward takes them all."""
-    one = ranks * part + (ranks - 1) * hop
-    return paired * (one + max(part, hop)) + (1 - paired) * 2 * one
+    forwards = paired / mesh.cfg + (1 - paired)
+    return 2 * forwards * forward + (mesh.cfg > 1) * speeds.latency
 
 
 def all_meshes(gpus: int, config: DiTConfig, tokens: int, rings: bool = True) -> list[Mesh]:

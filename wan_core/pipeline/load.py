@@ -342,7 +342,6 @@ def finish(
             compile=settings.compile,
             device=device,
             ranks=ranks,
-            poll=settings.poll,
         )
     return optimize_vae(model, device, ranks) if isinstance(model, VideoVAE) else model
 

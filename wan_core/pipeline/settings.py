@@ -5,7 +5,7 @@ Everything is known before any weights are read: `resolve_settings` raises for w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +102,7 @@ class PartToLoad:
 class ModelSettings:
     """How the models of a run are held and computed. `options`: what was asked for. `parts`: by name, as in
     `recognised`. `attention`: the backend that `attend` is, in runs at the word `speed`. `loras`: of each expert, in
-    order. `poll`: called while blocks compile; may raise to interrupt."""
+    order."""
 
     options: LoadOptions
     recognised: Parts
@@ -116,7 +116,6 @@ class ModelSettings:
     speed: str
     compile: str
     loras: Mapping[str, Sequence[Wanted]]
-    poll: Callable[[], None] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
