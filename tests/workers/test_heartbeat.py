@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from wan_core.workers import faults, rank
 from wan_core.workers.control import ChannelClosed
-from wan_core.workers.rank import ENTRY, FAILED, PREFIX, Heartbeat, publish_failure
+from wan_core.workers.rank import FAILED, PREFIX, Heartbeat, publish_failure
 
 IDENTITY = {"rank": 0, "host": "h", "pid": 1, "device": "cpu"}
 FAILURE = {**IDENTITY, "rank": 1, "where": "load", "reason": "user", "type": "CheckpointError", "text": "a: not found"}
@@ -76,25 +75,6 @@ def test_a_rank_without_memory_still_sends_heartbeats(store: HashStore) -> None:
 
     sent = run(1, act, faults.EXIT_ORPHANED)
     assert [ranks[0]["heartbeat"] for ranks in sent] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("text", ["no JSON", "[1]", "{}", "[" * 100_000, '{"rank": "1", "host": "h"}', "\0"])
-def test_an_entry_that_cannot_be_read_counts_as_no_heartbeat(
-    store: HashStore, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The others are watched on, and it is logged once. A later entry that can be read counts again."""
-    entries = PrefixStore(PREFIX, store)
-    readable = {name: 0 if kind is int else "x" for name, kind in ENTRY.items()} | {"rank": 1}
-
-    def act(number: int) -> None:
-        entries.set("1", json.dumps(readable) if number == 3 else text)
-        gone_after(6)(number)
-
-    entries.set("1", text)
-    with caplog.at_level(logging.WARNING):
-        sent = run(2, act, faults.EXIT_ORPHANED)
-    assert [[status["rank"] for status in ranks] for ranks in sent] == [[0], [0], [0], [0, 1], [0, 1], [0, 1]]
-    assert len(caplog.records) == 1 and "cannot be read" in caplog.text
 
 
 def test_the_age_of_heartbeat_and_progress(store: HashStore) -> None:

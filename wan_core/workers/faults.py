@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import socket
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -60,27 +59,8 @@ def kind_of(fault: BaseException) -> str:
 
 def describe_fault(fault: BaseException, identity: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A fault as `describe_failure` expects it. identity: rank, host, pid and, if known, device of the rank."""
-    text = str(fault) or type(fault).__name__
-    return {
-        **identity,
-        "where": where,
-        "reason": kind_of(fault),
-        "type": type(fault).__name__,
-        "text": f"{_device_memory()}{text}" if isinstance(fault, torch.OutOfMemoryError) else text,
-    }
-
-
-def _device_memory() -> str:
-    """Who holds this rank's device: on a GPU it may be another program."""
-    if not torch.cuda.is_initialized():
-        return ""
-    try:
-        free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # the device is lost: the fault itself says why
-        return ""
-    mine, gib = torch.cuda.memory_reserved(), 2**30
-    others = max(0, total - free - mine)
-    return f"of {total / gib:.1f} GiB it held {mine / gib:.1f}, CUDA and other programs {others / gib:.1f}: "
+    name = type(fault).__name__
+    return {**identity, "where": where, "reason": kind_of(fault), "type": name, "text": str(fault) or name}
 
 
 def write_error_file(failure: Mapping[str, Any]) -> None:
@@ -98,17 +78,6 @@ def write_error_file(failure: Mapping[str, Any]) -> None:
 def rank_name(status: Mapping[str, Any]) -> str:
     device = f", {status['device']}" if "device" in status else ""
     return f"rank {status['rank']} on {status['host']} (process {status['pid']}{device})"
-
-
-def stopped_words(status: Mapping[str, Any]) -> str:
-    """`: its process is stopped (SIGSTOP, a debugger)`, where a rank of this host is; else nothing."""
-    if status["host"] != socket.gethostname():
-        return ""
-    try:
-        state = Path(f"/proc/{status['pid']}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return ": its process is stopped (SIGSTOP, a debugger)" if state in ("T", "t") else ""
 
 
 def place(status: Mapping[str, Any]) -> str:

@@ -23,12 +23,13 @@ from torch import Tensor
 from wan_core.config import OptionError, UserError
 from wan_core.pipeline.run import COMPILING
 from wan_core.workers.control import ChannelError
-from wan_core.workers.faults import describe_failure, explain, place, places, rank_name, stopped_words
+from wan_core.workers.faults import describe_failure, explain, place, places, rank_name
 from wan_core.workers.options import WorkerOptions
 from wan_core.workers.processes import STOP_SECONDS, Frame, WorkerProcesses
 
 POLL_SECONDS = 0.1  # between two calls of `poll`
 STOPPED_SECONDS = 1.0  # a wait of `POLL_SECONDS` that took so long: this process was stopped meanwhile (Ctrl+Z)
+STOPPED = ": it is stopped, or its machine is overloaded"
 RESTART = "All ranks were ended; the next request starts them again."
 OnEvent = Callable[[dict[str, Any], dict[str, Tensor]], None]
 """Called with every event that rank 0 sends during a request: a header with "kind" and "name", and tensors."""
@@ -213,20 +214,15 @@ class Workers:
         since_frame = now - processes.last_frame
         if since_frame > options.heartbeat_timeout:
             where = places(statuses) or "it never reported where it is"
-            why = (
-                next((stopped_words(one) for one in statuses if one["rank"] == 0), "")
-                or ": it is stopped, or its machine is overloaded"
-            )
             self._end()
-            raise WorkerError(f"rank 0 sent no heartbeat for {since_frame:.0f} s{why}; {where}. {RESTART}")
+            raise WorkerError(f"rank 0 sent no heartbeat for {since_frame:.0f} s{STOPPED}; {where}. {RESTART}")
         for status in statuses:
             # By rank 0's clock: the time since rank 0's last frame does not count against the others.
             if status["since_heartbeat"] > options.heartbeat_timeout:
-                why = stopped_words(status)
                 self._end()
                 raise WorkerError(
-                    f"{rank_name(status)} sent no heartbeat for {status['since_heartbeat']:.0f} s{why}, it was last "
-                    f"in {place(status)}; {places(statuses)}. {RESTART}"
+                    f"{rank_name(status)} sent no heartbeat for {status['since_heartbeat']:.0f} s{STOPPED}; it was "
+                    f"last in {place(status)}; {places(statuses)}. {RESTART}"
                 )
         # Ranks that waited for this request made no progress either.
         waits = [now - processes.request_start, *(status["since_progress"] + since_frame for status in statuses)]

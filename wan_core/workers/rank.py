@@ -43,9 +43,6 @@ HEARTBEAT_SECONDS = 0.5
 STORE_TIMEOUT = timedelta(seconds=60)
 READ_BYTES = 2**20  # bytes read from files that count as progress while loading
 PREFIX, FAILED = "heartbeat", "failed"  # of the keys in the store; the key of the first failure
-IDENTITY: dict[str, type] = {"rank": int, "host": str, "pid": int, "device": str}
-ENTRY: dict[str, type] = IDENTITY | {"phase": str, "step": int, "of": int, "count": int, "heartbeat": int}
-FAILURE: dict[str, type] = IDENTITY | {"where": str, "reason": str, "type": str, "text": str}
 
 
 def bytes_read() -> int:
@@ -79,7 +76,6 @@ class Heartbeat:
         self.identity, self.size, self.channel = identity, size, channel
         self.status: dict[str, Any] = {"phase": "idle", "step": 0, "of": 0, "count": 0}
         self._seen: dict[int, Seen] = {}
-        self._unreadable: set[str] = set()  # keys that were logged
         self._number = self._bytes = self._reads = 0
 
     def start(self) -> None:
@@ -121,7 +117,7 @@ class Heartbeat:
         self._number += 1
 
     def _end_if_another_failed(self, store: Store) -> None:
-        failure = self._read(store, FAILED, FAILURE)
+        failure = read_entry(store, FAILED)
         if failure is not None and failure["rank"] != self.identity["rank"]:
             write_error_file(failure)
             print(f"rank {failure['rank']} failed: {failure['text']}", file=sys.stderr, flush=True)
@@ -131,7 +127,7 @@ class Heartbeat:
         """The last entry of each rank that published one, with seconds since its last heartbeat and last progress."""
         now = time.monotonic()
         for rank in range(self.size):
-            entry = self._read(store, str(rank), ENTRY)
+            entry = read_entry(store, str(rank))
             if entry is not None:
                 last = self._seen.get(rank)
                 heartbeat = last.heartbeat if last and entry["heartbeat"] == last.entry["heartbeat"] else now
@@ -143,21 +139,10 @@ class Heartbeat:
             for seen in self._seen.values()
         ]
 
-    def _read(self, store: Store, key: str, fields: Mapping[str, type]) -> dict[str, Any] | None:
-        """The JSON object under `key`. None if there is none, or one that cannot be read, which is logged once."""
-        if not store.check([key]):
-            return None
-        text = store.get(key)
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in fields.items()):
-            return found
-        if key not in self._unreadable:
-            self._unreadable.add(key)
-            log.warning("the entry %r of the rendezvous store cannot be read and is ignored: %.100r", key, text)
-        return None
+
+def read_entry(store: Store, key: str) -> dict[str, Any] | None:
+    """The JSON object under `key`; None if there is none."""
+    return json.loads(store.get(key)) if store.check([key]) else None
 
 
 ALL_FAILED_SECONDS = 3.0  # a rank that failed waits so long for the other ranks to fail at the same request
