@@ -123,14 +123,21 @@ class Models:
         with report.phase(f"LoRAs {name}"):
             applied.apply(model, wanted, part, partial(self.residency.forget_copies, name))
 
-    def at_speed(self, speed: str) -> Models:
-        """The same models for runs at a word of `speed`; `self` is not to be used again. Raises AttentionError."""
-        settings = self.settings.at_speed(speed)
-        if settings.attention != self.settings.attention:
+    def fits(self, ranks: RankMesh) -> bool:
+        """Whether `ranks` can share these: experts that are held in parts belong to the mesh that loaded them."""
+        assert self.ranks is not None
+        loaded, mesh = self.ranks.mesh, ranks.mesh
+        return loaded == mesh or (not self.sharded and loaded.layers == mesh.layers == 1)
+
+    def at_speed(self, speed: str, ranks: RankMesh | None = None) -> Models:
+        """The same models for runs at a word of `speed`; `self` is not to be used again. ranks: those that share them
+        from now on; None: as before. Raises AttentionError."""
+        settings, ranks = self.settings.at_speed(speed), ranks or self.ranks
+        if settings.attention != self.settings.attention or ranks is not self.ranks:
             for model in self.residency.models.values():
                 if isinstance(model, WanModel):
-                    finish(model, settings, self.device, ranks=self.ranks)
-        return replace(self, settings=settings)
+                    finish(model, settings, self.device, ranks=ranks)
+        return replace(self, settings=settings, ranks=ranks)
 
     @property
     def compiles(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from wan_core.pipeline.decode import Pieces, decode_to
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.encode import encode_images
 from wan_core.pipeline.kept_steps import KeptSteps
-from wan_core.pipeline.load import Models
+from wan_core.pipeline.load import Models, load_models
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import COMPILING, OnStep, OwnMemory, Watch, guidance_mode
@@ -55,7 +55,6 @@ from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel, ring_note
 from wan_core.sampling.start import Leftover, Start
-from wan_core.workers.experts import LoadedExperts
 from wan_core.workers.rank import BetweenBlocks, Rank, agreements
 from wan_core.workers.wire import call, pack
 
@@ -176,19 +175,13 @@ class Jobs:
         mode, why = guidance_mode(plan.guidance_mode, plan, ranks)
         plan = replace(plan, guidance_mode=mode)
         with report.phase("load"):
-            make = partial(LoadedExperts, options, found, plan, ranks)
-            experts = self.hold("experts", asdict(options), make)
-            if not experts.fits(ranks):
-                del experts, self.held["experts"]
-                experts = self.hold("experts", asdict(options), make)
-            experts.arrange(ranks, plan.speed)
-        loaded = experts.models
+            loaded, notes = self.experts(options, found, plan, ranks)
         loaded.check_changes(plan)
         loaded.place(plan)
         report.settings["mesh"] = str(choice.mesh)
         report.settings["guidance_mode"] = mode
         report.notes += [f"guidance: {mode} ({why})"] * plan.guided
-        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *experts.notes]
+        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *notes]
         loaded.wait_for_kernels(report)
         self.phase("denoise", loaded)
         between = BetweenBlocks(self.rank, agreements(plan, choice.mesh, found.dit.num_layers))
@@ -210,6 +203,20 @@ class Jobs:
         with report.phase("save latents"):
             self.keep(keep, latents, fps, report, settings)
         return latents.cpu(), leftovers[0].to(torch.device("cpu")) if leftovers else None
+
+    def experts(self, options: LoadOptions, found: Parts, plan: Plan, ranks: RankMesh) -> tuple[Models, Sequence[str]]:
+        """The transformers alone, shared over `ranks`, and the notes of loading them."""
+
+        def load() -> tuple[Models, Sequence[str]]:
+            report = Report(self.rank.device)
+            return load_models(found, options, report, plan, ranks), report.notes
+
+        if "experts" in self.held and not self.held["experts"][1][0].fits(ranks):
+            del self.held["experts"]
+        loaded, notes = self.hold("experts", asdict(options), load)
+        arranged = loaded.at_speed(plan.speed, ranks), notes
+        self.held["experts"] = self.held["experts"][0], arranged
+        return arranged
 
     def decode(self, models: dict[str, Any], latents: Tensor, uint8: bool, tile: TileSpec | None) -> None:
         """Latents [B, C, T, Y, X] to pictures [F, H, W, 3], which are sent as events while others are decoded."""
