@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import mmap
 import os
-import queue
 import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,168 +37,90 @@ class Stretch(NamedTuple):
     start: int
     nbytes: int
 
-
-class Piece(NamedTuple):
-    arrival: Arrival
-    stretch: Stretch
-    target: Tensor
-    ready: Any  # event after which the target may be written
+    def read(self, flat: Tensor) -> None:
+        """Read it to its place in a unit in host memory, uint8. Raises OSError."""
+        _read_into(self.path, self.at, flat[self.start : self.start + self.nbytes])
 
 
 class Arrival:
-    """Stretches that are being read."""
+    """Stretches that are being read. pieces: their results are the events after their copies, None on a CPU."""
 
-    def __init__(self, pieces: int) -> None:
-        self.left, self.cancelled = pieces, False
-        self.events: list[Any] = []
-        self.fault: BaseException | None = None
-        self.changed = threading.Condition()
-
-    def ended(self, event: Any = None, fault: BaseException | None = None) -> None:
-        with self.changed:
-            self.left -= 1
-            self.fault = self.fault or fault
-            if event is not None:
-                self.events.append(event)
-            self.changed.notify_all()
+    def __init__(self, pieces: Sequence[Future[Any]]) -> None:
+        self.pieces = pieces
 
     def queued(self) -> list[Any]:
         """Events after the copies, once all are queued. Raises OSError where the file cannot be read."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.left == 0)
-        if self.fault is not None:
-            raise self.fault
-        return self.events
+        return [piece.result() for piece in self.pieces]
 
     def cancel(self) -> list[Any]:
         """Events after the copies that were begun; the others are not made any more."""
-        with self.changed:
-            self.cancelled = True
-            self.changed.wait_for(lambda: self.left == 0)
-        return self.events
+        begun = [piece for piece in self.pieces if not piece.cancel()]
+        wait(begun)
+        return [piece.result() for piece in begun if piece.exception() is None]
 
 
 class FileReader:
-    """Reads for one device. Threads start with the first read and end with `close`."""
+    """Reads for one device. Threads start with the first read and end with this object."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
-        self.threads: list[threading.Thread] = []
+        self.threads = ThreadPoolExecutor(THREADS, "weights")
+        self.buffers = threading.local()
 
     def read(self, stretches: Sequence[Stretch], flat: Tensor, ready: Any) -> Arrival:
         """Read them into `flat`, uint8, after the event `ready` (None: at once)."""
-        if not self.threads:
-            given = self.device, self.pieces  # not this object: it ends with its last reference, and they with it
-            self.threads = [
-                threading.Thread(target=_work, args=given, name=f"weights-{i}", daemon=True) for i in range(THREADS)
-            ]
-            for thread in self.threads:
-                thread.start()
         cut = [
             Stretch(path, at + done, start + done, min(PIECE, nbytes - done))
             for path, at, start, nbytes in stretches
             for done in range(0, nbytes, PIECE)
         ]
-        arrival = Arrival(len(cut))
-        for one in cut:
-            self.pieces.put(Piece(arrival, one, flat[one.start : one.start + one.nbytes], ready))
-        return arrival
-
-    def close(self) -> None:
-        """Let the threads end after what is queued."""
-        for _ in self.threads:
-            self.pieces.put(None)
-        self.threads = []
-
-    def __del__(self) -> None:
-        self.close()
+        given = self.device, self.buffers  # not this object: it ends with its last reference, and the threads with it
+        return Arrival([self.threads.submit(_read_piece, *given, piece, flat, ready) for piece in cut])
 
 
-# ---------------------------------------------------------------------------------------------------- in the threads
+def _read_piece(device: torch.device, local: threading.local, piece: Stretch, flat: Tensor, ready: Any) -> Any:
+    """In a thread: read a piece, and queue its copy. Returns the event after the copy."""
+    if device.type != "cuda":
+        return piece.read(flat)
+    if not hasattr(local, "buffers"):
+        local.buffers = _Buffers(device)
+    return local.buffers.read(piece, flat, ready)
 
 
-def _work(device: torch.device, pieces: queue.SimpleQueue[Piece | None]) -> None:
-    with torch.inference_mode(False), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        thread = _Thread(device)
-        while (piece := pieces.get()) is not None:
-            event = fault = None
-            try:
-                if not piece.arrival.cancelled:
-                    event = thread.read(piece)
-            except BaseException as raised:  # noqa: BLE001  (any fault: who waits for the piece raises it)
-                fault = raised
-            piece.arrival.ended(event, fault)
-            del piece
-        thread.close()
-
-
-class _Thread:
-    """What a thread has of its own: open files, a stream, buffers with the events after which they are free."""
+class _Buffers:
+    """Pinned memory of a thread, with the events after which it is free, and the stream of the copies."""
 
     def __init__(self, device: torch.device) -> None:
-        self.files: dict[str, int] = {}
+        torch.cuda.set_device(device)  # a thread's own
+        self.stream = torch.cuda.Stream(device)
+        self.memory = torch.empty(BUFFERS * PIECE, dtype=torch.uint8, pin_memory=True).split(PIECE)
+        self.copied: list[Any] = [None] * BUFFERS
         self.turn = 0
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.buffers: list[Tensor] = []
-        self.left: list[Any] = [None] * BUFFERS
-        if self.stream is not None:
-            self.buffers = list(torch.empty(BUFFERS * PIECE, dtype=torch.uint8, pin_memory=True).split(PIECE))
 
-    def read(self, piece: Piece) -> Any:
-        """Read it, and queue its copy; the event after the copy."""
-        path, at, _, nbytes = piece.stretch
-        if path not in self.files:
-            self.files[path] = os.open(path, os.O_RDONLY)
-        if self.stream is None:
-            _read_into(self.files[path], at, piece.target)
-            return None
+    def read(self, piece: Stretch, flat: Tensor, ready: Any) -> Any:
         turn, self.turn = self.turn, (self.turn + 1) % BUFFERS
-        if self.left[turn] is not None:
-            self.left[turn].synchronize()
-        buffer = self.buffers[turn][:nbytes]
-        _read_into(self.files[path], at, buffer)
+        if self.copied[turn] is not None:
+            self.copied[turn].synchronize()
+        buffer = self.memory[turn][: piece.nbytes]
+        _read_into(piece.path, piece.at, buffer)
         with torch.cuda.stream(self.stream):
-            if piece.ready is not None:
-                self.stream.wait_event(piece.ready)
-            piece.target.copy_(buffer, non_blocking=True)
-            event = torch.cuda.Event()
+            if ready is not None:
+                self.stream.wait_event(ready)
+            flat[piece.start : piece.start + piece.nbytes].copy_(buffer, non_blocking=True)
+            event = self.copied[turn] = torch.cuda.Event()
             event.record(self.stream)
-        self.left[turn] = event
         return event
 
-    def close(self) -> None:
-        for event in self.left:
-            if event is not None:
-                event.synchronize()
-        for file in self.files.values():
-            os.close(file)
 
-
-def read_stretch(stretch: Stretch, flat: Tensor) -> None:
-    """Read it to its place in a unit in host memory, uint8. Raises OSError."""
-    file = os.open(stretch.path, os.O_RDONLY)
-    try:
-        _read_into(file, stretch.at, flat[stretch.start : stretch.start + stretch.nbytes])
-    finally:
-        os.close(file)
-
-
-def _read_into(file: int, at: int, target: Tensor) -> None:
+def _read_into(path: str, at: int, target: Tensor) -> None:
     content = target.numpy().data
-    while content:
-        done = os.preadv(file, [content], at) if hasattr(os, "preadv") else _seek_and_read(file, at, content)
-        if not done:
-            raise OSError(f"the file ends at byte {at}, and {len(content)} more are needed")
-        content, at = content[done:], at + done
-
-
-def _seek_and_read(file: int, at: int, content: memoryview) -> int:
-    """Where files cannot be read at an offset: each thread has its own."""
-    os.lseek(file, at, os.SEEK_SET)
-    data = os.read(file, len(content))
-    content[: len(data)] = data
-    return len(data)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(at)
+        while content:
+            done = file.readinto(content)
+            if not done:
+                raise OSError(f"the file ends at byte {file.tell()}, and {len(content)} more are needed")
+            content = content[done:]
 
 
 MAPS, PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan_core.execution.memory.file_reader import MappedFiles, Stretch, changed_pages, read_stretch
+from wan_core.execution.memory.file_reader import MappedFiles, Stretch, changed_pages
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import is_attached
@@ -91,7 +91,7 @@ class Unit:
                     if stretch is None:
                         own.copy_(tensor)
                     else:  # sooner than page by page
-                        read_stretch(Stretch(*stretch, place.offset, place.nbytes), self.memory.bytes)
+                        Stretch(*stretch, place.offset, place.nbytes).read(self.memory.bytes)
                     tensor.data = own
                 elif tensor.device.type != "cpu":
                     tensor.data = tensor.data.cpu()
