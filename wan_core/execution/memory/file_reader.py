@@ -91,7 +91,8 @@ class _Buffers:
     """Pinned memory of a thread, with the events after which it is free, and the stream of the copies."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # a thread's own
+        if device.index is not None:
+            torch.cuda.set_device(device)  # a new thread's is the first GPU, whose memory pinning would take
         self.stream = torch.cuda.Stream(device)
         self.memory = torch.empty(BUFFERS * PIECE, dtype=torch.uint8, pin_memory=True).split(PIECE)
         self.copied: list[Any] = [None] * BUFFERS
