@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import TypeVar, cast
 from unittest import mock
 
@@ -50,14 +51,20 @@ from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import History
 from wan_core.workers.rank import BetweenBlocks, Rank, agreements
 
-CPU = torch.device("cpu")
+CPU, TIMEOUT = torch.device("cpu"), timedelta(minutes=10)
 Value = TypeVar("Value")
 CAPTION = "a red circle moving right on a blue background"
 
 
 @functools.cache
 def ranks_of(mesh: str, device: str = "cpu") -> RankMesh:
-    return RankMesh.start(Mesh.parse(mesh), "auto" if device == "cuda" else device)
+    where = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else CPU
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT, device_id=where if device == "cuda" else None)
+    return RankMesh.create(Mesh.parse(mesh), where, timeout=TIMEOUT)
 
 
 def of_one(mesh: str, work: Callable[[], Value]) -> Value:

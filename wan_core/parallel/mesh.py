@@ -143,31 +143,10 @@ class RankMesh:
         return self.sequence.index
 
     @classmethod
-    def start(
-        cls, mesh: Mesh, device: str | torch.device = "auto", *, timeout: timedelta = timedelta(minutes=10)
-    ) -> RankMesh:
-        """Join the other ranks, which torch's elastic launcher describes in the environment, and create the groups.
-
-        device: "auto" takes the GPU of the local rank, or the CPU if there is none. timeout: of one collective
-        operation. Every rank must call this with the same mesh. Raises OptionError if the number of ranks differs from
-        the mesh's.
+    def create(cls, mesh: Mesh, device: torch.device, *, timeout: timedelta) -> RankMesh:
+        """Make the groups of `mesh` in a process group that is already initialised. Every rank calls it with the same
+        mesh. timeout: of one collective operation. Raises OptionError if the number of ranks differs from the mesh's.
         """
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if device == "auto":
-            device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-        device = torch.device(device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if not dist.is_initialized():
-            nccl = device.type == "cuda"
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=timeout, device_id=device if nccl else None
-            )
-        return cls.create(mesh, device, timeout=timeout)
-
-    @classmethod
-    def create(cls, mesh: Mesh, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)) -> RankMesh:
-        """Make the groups of `mesh` in a process group that is already initialised, see `start`."""
         if dist.get_world_size() != mesh.size:
             raise OptionError(
                 f"mesh {mesh} needs {mesh.size} ranks, but {dist.get_world_size()} were started: "
