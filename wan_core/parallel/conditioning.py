@@ -27,28 +27,25 @@ def text_rank(ranks: RankMesh) -> int:
     return ranks.mesh.size - 1
 
 
-def rows_of_all(ranks: RankMesh | None, rows: Tensor | None) -> Tensor:
-    """Text rows [B, S, D] on every rank. rows: the rows on the rank with the text encoder, None on the others."""
+def text_of_all(
+    ranks: RankMesh | None, read: tuple[Tensor, Sequence[TokenCount]] | None, prompts: int
+) -> tuple[Tensor, list[TokenCount]]:
+    """Text rows [B, S, D] and token counts of so many prompts, on every rank. read: they, on the rank with the text
+    encoder; None on the others."""
     if ranks is None or ranks.world.process is None:
-        assert rows is not None
-        return rows
-    shape = torch.tensor([0] * 4 if rows is None else [*rows.shape, _DTYPES.index(rows.dtype)])
+        assert read is not None
+        return read[0], list(read[1])
+    facts = torch.zeros(4 + 2 * prompts, dtype=torch.long)  # shape and dtype of the rows, then the counts
+    if read is not None:
+        rows, counts = read[0].contiguous(), [number for count in read[1] for number in count]
+        facts = torch.tensor([*rows.shape, _DTYPES.index(rows.dtype), *counts])
     source = text_rank(ranks)
-    dist.broadcast(shape, source, group=ranks.control)
-    B, S, D, dtype = shape.tolist()
-    if rows is None:
+    dist.broadcast(facts, source, group=ranks.control)
+    B, S, D, dtype, *numbers = facts.tolist()
+    if read is None:
         rows = torch.empty(B, S, D, dtype=_DTYPES[dtype], device=ranks.device)
-    rows = rows.contiguous()
     dist.broadcast(rows, source, group=ranks.world.process)
-    return rows
-
-
-def counts_of_all(ranks: RankMesh | None, counts: Sequence[TokenCount] | None, prompts: int) -> list[TokenCount]:
-    """Token counts of so many prompts on every rank. counts: on the rank with the text encoder, None on the others."""
-    numbers = torch.tensor([(0, 0)] * prompts if counts is None else counts)
-    if ranks is not None and ranks.world.process is not None:
-        dist.broadcast(numbers, text_rank(ranks), group=ranks.control)
-    return [TokenCount(total, read) for total, read in numbers.tolist()]
+    return rows, [TokenCount(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
 def kept_of_all(ranks: RankMesh | None, kept: Tensor | None, shape: Sequence[int]) -> Tensor | None:

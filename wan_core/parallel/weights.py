@@ -34,6 +34,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import Group, RankMesh, all_gather
 
 SMALL = 1 << 16  # bytes: smaller tensors are not divided
+QUANTIZED = "sharding supports bf16 and fp32 only; FP8 weights are half as large, and mostly fit (resident)"
 
 
 def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, turn: Callable[[], None] = lambda: None) -> Checkpoint:
@@ -89,17 +90,6 @@ def _value(values: Tensor, stored: Tensor) -> Tensor:
     return values.view(stored.dtype).view(stored.shape)
 
 
-def why_not_shard(ranks: RankMesh | None, quantized: bool, compiled: bool, scaled: bool, on_disk: bool) -> str | None:
-    """Why experts cannot be sharded, as text; None if they can."""
-    if ranks is None or ranks.sequence.size == 1:
-        return "weights are sharded over the ranks of one sequence: use several GPUs, and a mesh other than 2x1x1"
-    if quantized or scaled:
-        return "sharding supports bf16 and fp32 only; FP8 weights are half as large, and mostly fit (resident)"
-    if compiled:
-        return "torch cannot compile blocks whose weights are gathered during the forward: leave compile off"
-    return None if on_disk else "sharding reads parts of files: random weights have no file"
-
-
 @torch.no_grad()
 def load_sharded_dit(
     path: Path, ranks: RankMesh, dtype: torch.dtype, family: str | None = None, turn: Callable[[], None] = lambda: None
@@ -114,7 +104,7 @@ def load_sharded_dit(
     checkpoint = open_checkpoint(path)
     detected = detect(checkpoint, "dit", family)
     if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
-        raise OptionError(f"{checkpoint.where}: {why_not_shard(ranks, True, False, True, True)}")
+        raise OptionError(f"{checkpoint.where}: {QUANTIZED}")
     model = cast(WanModel, empty_module(detected.config)).to(dtype).requires_grad_(False).eval()
     model.attention_preferences = detected.attention
     shard_blocks(model, ranks)

@@ -23,7 +23,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip, latents_of
 from wan_core.models.wan.families.media import Media, pixels_to_video
-from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
+from wan_core.parallel.conditioning import text_of_all, text_rank
 from wan_core.pipeline.decode import fits_in_memory
 from wan_core.pipeline.hearing import hear
 from wan_core.pipeline.run import Run
@@ -37,7 +37,7 @@ def encode_text(run: Run) -> Conditioning:
     """The prompts, and that of the driving video; of a long video the texts of all clips, see `text_of_clip`. The
     report says what was cut, or is not read as it may be meant. Raises OptionError where prompts of parts of the video
     would be cut."""
-    job, ranks, rows, counts = run.job, run.models.ranks, None, None
+    job, ranks, encoded_text = run.job, run.models.ranks, None
     timed = job.texts
     texts = {"prompt": timed[0].text, **{f"prompt {n}": one.text for n, one in enumerate(timed[1:], 2)}}
     if job.plan.reads_negative:
@@ -59,11 +59,10 @@ def encode_text(run: Run) -> Conditioning:
             return rows, [*map(cache.count, prompts), *map(tokenizer.count, prefixes)]
 
     if ranks is None or ranks.rank == text_rank(ranks):
-        rows, counts = retried(run.memory, "text_encoder", encode)
+        encoded_text = retried(run.memory, "text_encoder", encode)
     with run.report.phase("text"):
-        rows = rows_of_all(ranks, rows)
-        all_counts = counts_of_all(ranks, counts, len(prompts) + len(prefixes))
-        for (name, text), count in zip(texts.items(), all_counts, strict=False):
+        rows, counts = text_of_all(ranks, encoded_text, len(prompts) + len(prefixes))
+        for (name, text), count in zip(texts.items(), counts, strict=False):
             for note in prompt_notes(name, text, count):
                 run.warn(note)
     run.models.wait_for_kernels(run.report)  # what encodes pictures has no memory beside it
@@ -75,7 +74,7 @@ def encode_text(run: Run) -> Conditioning:
         uncond=by_name.get("negative prompt"),
         inputs=pose,
         later_cond=tuple(later),
-        penalty=penalties(timed, all_counts[len(prompts) :], job.plan.latent_shape[2] - job.long.leading, rows),
+        penalty=penalties(timed, counts[len(prompts) :], job.plan.latent_shape[2] - job.long.leading, rows),
     )
 
 

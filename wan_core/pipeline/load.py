@@ -36,7 +36,7 @@ from wan_core.parallel.conditioning import text_rank
 from wan_core.parallel.layers import stage_layers
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
-from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint, why_not_shard
+from wan_core.parallel.weights import QUANTIZED, load_sharded_dit, shared_checkpoint
 from wan_core.pipeline.applied_loras import ModelLoras, load_with_loras, merged_of
 from wan_core.pipeline.first_use import FirstUse, prepares
 from wan_core.pipeline.hearing import Speech
@@ -325,11 +325,18 @@ def check_parts(settings: ModelSettings, residency: Residency, sharded: bool) ->
 
 def why_not_sharded(settings: ModelSettings, ranks: RankMesh | None) -> str | None:
     """Why ranks cannot hold the experts in parts; None where they can."""
-    high, quantized = settings.parts["high"].part, settings.quantization is not None
-    reason = why_not_shard(ranks, quantized, settings.compile != "off", high.scaled, high.path is not None)
-    if reason is None and settings.all_loras:
-        reason = "LoRAs are summed into whole matrices, or attached to them: leave them out, or hold the experts whole"
-    return reason
+    high = settings.parts["high"].part
+    if ranks is None or ranks.sequence.size == 1:
+        return "weights are sharded over the ranks of one sequence: use several GPUs, and a mesh other than 2x1x1"
+    if settings.quantization is not None or high.scaled:
+        return QUANTIZED
+    if settings.compile != "off":
+        return "torch cannot compile blocks whose weights are gathered during the forward: leave compile off"
+    if high.path is None:
+        return "sharding reads parts of files: random weights have no file"
+    if settings.all_loras:
+        return "LoRAs are summed into whole matrices, or attached to them: leave them out, or hold the experts whole"
+    return None
 
 
 def finish(

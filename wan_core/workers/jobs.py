@@ -33,7 +33,7 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.parallel.chords import check_chords
-from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
+from wan_core.parallel.conditioning import text_of_all, text_rank
 from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.layers import check_layers
 from wan_core.parallel.mesh import Mesh, RankMesh
@@ -247,7 +247,7 @@ class Jobs:
 
     def text(self, models: dict[str, Any], prompts: tuple[str, ...]) -> tuple[Tensor, tuple[TokenCount, ...]]:
         """Prompts to rows [B, L, dim], zeros at the end, and their tokens. One rank has the encoder."""
-        device, rows, counts = self.rank.device, None, None
+        device, read = self.rank.device, None
         self.phase("text")
         if self.rank.rank == text_rank(self.everyone):
             dtype = compute_dtype(models["precision"], device)
@@ -262,10 +262,10 @@ class Jobs:
 
             residency = self.hold("text encoder", models, load)
             encoder = cast(TextEncoder, residency.use("text encoder"))
-            rows, counts = encoder.read(prompts)
+            read = encoder.read(prompts)
             residency.release("text encoder")
-        rows = rows_of_all(self.everyone, rows)
-        return rows.cpu(), tuple(counts_of_all(self.everyone, counts, len(prompts)))
+        rows, counts = text_of_all(self.everyone, read, len(prompts))
+        return rows.cpu(), tuple(counts)
 
     # ------------------------------------------------------------------------------------------------------- the mesh
 
