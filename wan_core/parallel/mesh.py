@@ -99,6 +99,28 @@ class Mesh:
         return {name: ranks.flatten(0, -2).tolist() for name, ranks in axes.items()}
 
 
+PAIRED = 0.9  # with a smaller share of forwards in steps with both branches, half of the ranks rests too often
+
+
+def auto_mesh(gpus: int, heads: int, *, paired: float, rings: bool, gpus_per_host: int) -> Mesh:
+    """The mesh that `auto` stands for (docs/parallel.md has what was measured). Guidance is shared first, whose halves
+    exchange one velocity a step. The other ranks divide the tokens: by Ulysses, as far as there are heads and ranks of
+    one host, and by a ring, which sends more, beyond that. A layer pipeline and parallel steps are taken by name alone.
+
+    heads: of the model. paired: the share of forwards in steps with both branches. rings: whether attention supports a
+    ring. Raises OptionError."""
+    cfg = 2 if gpus % 2 == 0 and paired >= PAIRED else 1
+    shards = gpus // cfg
+    most = min(shards, heads, gpus_per_host if rings else shards)
+    ulysses = max(size for size in range(1, most + 1) if shards % size == 0)
+    if ulysses < shards and not rings:
+        raise OptionError(
+            f"{gpus} GPUs cannot divide a model with {heads} heads: use fewer GPUs, or an attention backend that "
+            "supports a ring"
+        )
+    return Mesh(cfg, shards // ulysses, ulysses)
+
+
 def even_parts(total: int, parts: int) -> list[int]:
     """`total` as a sum of `parts` integers that differ by at most one, the larger ones first."""
     return [total // parts + (i < total % parts) for i in range(parts)]

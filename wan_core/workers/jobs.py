@@ -22,7 +22,7 @@ from torch import Tensor
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.save import try_to_save_latents
 from wan_core.checkpoint.staged import Reading
-from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
+from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize_vae
 from wan_core.execution.report import Report, device_name
@@ -30,13 +30,11 @@ from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.parallel.chords import check_chords
 from wan_core.parallel.conditioning import text_of_all, text_rank
-from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.layers import check_layers
-from wan_core.parallel.mesh import Mesh, RankMesh
+from wan_core.parallel.mesh import Mesh, RankMesh, auto_mesh
 from wan_core.parallel.sequence import check_mesh, reads_parts
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.check import check_request
@@ -118,20 +116,19 @@ class Jobs:
         assert options is not None and found is not None
         if must_keep:
             job.check_saved()
-        choice = self.choose(options, found, job.plan)
+        mesh, note = self.choose(options, found, job.plan)
 
         def load() -> Pipeline:
-            return Pipeline.load_checked(job, Report(self.rank.device), ranks=self.mesh(choice.mesh))
+            return Pipeline.load_checked(job, Report(self.rank.device), ranks=self.mesh(mesh))
 
-        pipe = self.hold("pipeline", [asdict(options), found.task.name, str(choice.mesh)], load)
+        pipe = self.hold("pipeline", [asdict(options), found.task.name, str(mesh)], load)
         pipe.checked = job
 
         def planned(plan: Plan) -> None:
-            pipe.report.notes += [f"mesh: {choice.words()}"] * (choice.seconds is not None)
-            pipe.report.notes += [choice.note] * bool(choice.note)
+            pipe.report.notes += [note] * bool(note)
             self.rank.event("plan", plan=plan)
 
-        between = BetweenBlocks(self.rank, agreements(job.plan, choice.mesh, found.dit.num_layers))
+        between = BetweenBlocks(self.rank, agreements(job.plan, mesh, found.dit.num_layers))
         step, phase = self.on_step(between), partial(self.phase, models=pipe.models)
         made = pipe.generate(
             request,
@@ -170,21 +167,21 @@ class Jobs:
         with report.phase("check files"):
             named = options.high, options.low
             found = self.hold("recognised", named, partial(find_experts, *named))
-            choice = self.choose(options, found, plan)
-        ranks = self.mesh(choice.mesh)
+            mesh, note = self.choose(options, found, plan)
+        ranks = self.mesh(mesh)
         mode, why = guidance_mode(plan.guidance_mode, plan, ranks)
         plan = replace(plan, guidance_mode=mode)
         with report.phase("load"):
             loaded, notes = self.experts(options, found, plan, ranks)
         loaded.check_changes(plan)
         loaded.place(plan)
-        report.settings["mesh"] = str(choice.mesh)
+        report.settings["mesh"] = str(mesh)
         report.settings["guidance_mode"] = mode
         report.notes += [f"guidance: {mode} ({why})"] * plan.guided
-        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *notes]
+        report.notes += [f"mesh: {mesh.describe()}", *[note] * bool(note), *notes]
         loaded.wait_for_kernels(report)
         self.phase("denoise", loaded)
-        between = BetweenBlocks(self.rank, agreements(plan, choice.mesh, found.dit.num_layers))
+        between = BetweenBlocks(self.rank, agreements(plan, mesh, found.dit.num_layers))
         leftovers: list[Leftover] = []
         latents = sample_latents(
             plan,
@@ -269,42 +266,30 @@ class Jobs:
 
     # ------------------------------------------------------------------------------------------------------- the mesh
 
-    def choose(self, options: LoadOptions, models: Parts, plan: Plan) -> MeshChoice:
-        """The mesh that the request names, or for "auto" the best one for `plan`. Raises OptionError."""
-        precision = precision_of(options.precision, models.high, self.rank.device, models.low)
-        dit = models.dit
+    def choose(self, options: LoadOptions, models: Parts, plan: Plan) -> tuple[Mesh, str]:
+        """The mesh that the request names, or for "auto" the best one for `plan`, and a remark for the user or nothing.
+        Raises OptionError."""
+        dit, device = models.dit, self.rank.device
         tokens = dit.tokens(*plan.latent_shape[2:])
-        mesh = None if self.wanted == "auto" else Mesh.parse(self.wanted)
-        if mesh is not None and mesh.size != self.rank.size:
-            raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
-        device = self.rank.device
-        backend, _ = find_attention(options.attention, dit, compute_dtype(precision, device), device, plan.speed)
+        dtype = compute_dtype(precision_of(options.precision, models.high, device, models.low), device)
+        backend, _ = find_attention(options.attention, dit, dtype, device, plan.speed)
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
-        choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)
-        check_mesh(choice.mesh, backend, tokens, plan.sparse)
-        check_layers(choice.mesh, dit, plan)
-        if choice.mesh.time > 1:
-            check_chords(plan, choice.mesh.time)
-        if choice.mesh.ring > 1 and plan.sparse is not None:
-            choice = replace(choice, note=ring_note(plan.sparse, backend, device, dit.head_dim, tokens))
-        return choice
-
-    def best(self, dit: DiTConfig, tokens: int, plan: Plan, precision: str, backend: str) -> MeshChoice:
-        """What `auto` stands for. Raises OptionError."""
-        paired = sum(step.forwards for step in plan.steps if step.computed == 2)
-        return choose_mesh(
-            self.rank.size,
-            dit,
-            tokens,
-            paired=paired / max(1, plan.forwards),
-            fp8_linears=precision in QUANTIZED and precision != "fp8-weights",
-            fp8_attention=backend.endswith("fp8"),
-            gpus_per_host=self.rank.on_host,
-            speeds=H200 if self.rank.device.type == "cuda" else None,
-            rings=BACKENDS[backend].gives_lse and reads_parts(plan.sparse),
-            reads=shares_read(plan, tokens),
-        )
+        if self.wanted == "auto":
+            paired = sum(step.forwards for step in plan.steps if step.computed == 2) / max(1, plan.forwards)
+            rings, on_host = BACKENDS[backend].gives_lse and reads_parts(plan.sparse), self.rank.on_host
+            mesh = auto_mesh(self.rank.size, dit.num_heads, paired=paired, rings=rings, gpus_per_host=on_host)
+        else:
+            mesh = Mesh.parse(self.wanted)
+            if mesh.size != self.rank.size:
+                raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
+        check_mesh(mesh, backend, tokens, plan.sparse)
+        check_layers(mesh, dit, plan)
+        if mesh.time > 1:
+            check_chords(plan, mesh.time)
+        if mesh.ring > 1 and plan.sparse is not None:
+            return mesh, ring_note(plan.sparse, backend, device, dit.head_dim, tokens)
+        return mesh, ""
 
     def mesh(self, mesh: Mesh) -> RankMesh:
         """Process groups are made once: they hold memory until the process ends."""
