@@ -174,7 +174,7 @@ def test_a_mesh_that_cannot_run_a_request_is_refused_before_anything_is_loaded(
 
 
 def test_auto_is_the_fastest_that_was_measured():
-    """Of every mesh on four H200s, to one percent."""
+    """The mesh of four GPUs is within one percent of the fastest on four H200s."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "parallel-h200-20261120.json"
     measured: dict[str, dict[str, float]] = {}
     for row in json.loads(path.read_text())["rows"]:
