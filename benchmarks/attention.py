@@ -1,19 +1,16 @@
-"""Suite `attention`: every dense attention kernel that runs here, on one layer of A14B, and the tiles of our own.
+"""Suite `attention`: every dense attention kernel that runs here, on one layer of A14B.
 
-kernels   time of each backend and of FlexAttention, all heads; `ratio` is over torch's own kernel. Errors are against
-          the formula in float32, for some queries of some heads over all keys: on normal numbers (`error`); with keys
-          that have a mean (`offset`); with four channels of q and k 12 times larger (`outliers`); with a few keys that
-          every query looks at (`sinks`)
-tune      our own kernels with every tile that fits the card, in bf16 and INT8: the fastest of each belongs into
-          `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`. `--setting int8`: only that
-          kind
+A row is the time of a backend or of FlexAttention, all heads; `ratio` is over torch's own kernel. Errors are against
+the formula in float32, for some queries of some heads over all keys: on normal numbers (`error`); with keys that have
+a mean (`offset`); with four channels of q and k 12 times larger (`outliers`); with a few keys that every query looks
+at (`sinks`).
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,14 +18,10 @@ from torch import Tensor
 
 from benchmarks.cases import parse_size
 from benchmarks.measure import make_room, measure, relative_error
-from benchmarks.options import ATTENTION_PARTS, TUNED
 from benchmarks.rows import Row, guarded
-from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.kernels import KERNELS
-from wan_core.ops.cards import capability
-from wan_core.ops.kernels.attention_tiles import Kind, Tile, candidates
 
 QUERIES, HEADS = 512, 4  # of which errors are measured
 BASE = "sdpa"
@@ -39,20 +32,12 @@ Data = tuple[Tensor, Tensor, Tensor]
 def attention_rows(
     name: str, sizes: list[str], device: torch.device, options: argparse.Namespace, details: dict[str, Any]
 ) -> Iterator[Row]:
-    cuda, runs, settings = device.type == "cuda", options.runs or 5, options.setting or ()
-    dtype, heads, dim = (torch.bfloat16, 40, 128) if cuda else (torch.float32, 2, 64)
-    kinds = [kind for kind in TUNED if kind in settings]
-    parts = [part for part in ATTENTION_PARTS if part in settings or (part == "tune" and kinds)] or ATTENTION_PARTS[:1]
+    dtype, heads, dim = (torch.bfloat16, 40, 128) if device.type == "cuda" else (torch.float32, 2, 64)
     for size in sizes:
         width, height, frames = parse_size(size)
         tokens = ((frames - 1) // 4 + 1) * (height // 16) * (width // 16)
-        data = normal(tokens, heads, dim, dtype, device)
-        for part in parts:
-            make_room(device)
-            if part == "kernels":
-                yield from kernel_rows(size, data, runs)
-            else:
-                yield from tune_rows(size, data, runs, details, kinds or TUNED)
+        make_room(device)
+        yield from kernel_rows(size, normal(tokens, heads, dim, dtype, device), options.runs or 5)
 
 
 def kernel_rows(size: str, data: Data, runs: int) -> Iterator[Row]:
@@ -91,38 +76,6 @@ def timed(attend: Attend, data: Data, checked: dict[str, Data], runs: int) -> Ro
     for label, some in checked.items():
         row[label] = relative_error(attend(*some).float(), math_reference(*(x.float() for x in some)))
     return row
-
-
-def tune_rows(size: str, data: Data, runs: int, details: dict[str, Any], kinds: Sequence[str] = TUNED) -> Iterator[Row]:
-    device, dim = data[0].device, data[0].shape[-1]
-    backends: dict[Kind, str] = {"bf16": "triton", "int8": "triton-int8"}
-    for kind, backend in ((kind, name) for kind, name in backends.items() if kind in kinds):
-        reason = BACKENDS[backend].why_not(device, data[0].dtype, dim)
-        found: dict[str, float] = {}
-        for tile in candidates(capability(device), dim, kind):
-            row = guarded(f"{kind}, {tile}", size, reason, lambda t=tile, k=kind: tuned(t, k, data, runs))
-            if "seconds" in row:
-                found[str(tile)] = row["seconds"]
-            yield row
-        if found:
-            details.setdefault("best", {})[f"{size}, {kind}"] = min(found, key=lambda name: found[name])
-
-
-@torch.no_grad()
-def tuned(tile: Tile, kind: Kind, data: Data, runs: int) -> Row:
-    from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
-
-    from wan_core.ops.kernels import triton_attention
-
-    centre = key_mean(data[1]) if kind == "int8" else None
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return triton_attention.attention(q, k, v, centre=centre, tile=tile)[0]
-
-    try:
-        return timed(attend, data, {}, runs)
-    except TritonError as fault:  # more shared memory or registers than there are
-        raise RuntimeError(str(fault)) from fault
 
 
 # ---------------------------------------------------------------------------------------------------------------- data

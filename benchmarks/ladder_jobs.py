@@ -196,7 +196,7 @@ JOBS: tuple[Job, ...] = (
     ),
     suite(
         "attention", 200, "attention kernels",
-        f"attention --setting kernels --size {HD} --size {SD}", needs=("cudnn",),
+        f"attention --size {HD} --size {SD}", needs=("cudnn",),
     ),
     suite(
         "forwards", 400, "one forward",

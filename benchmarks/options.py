@@ -28,7 +28,7 @@ SUITES: dict[str, Suite] = {
     "attention": Suite(
         "every dense attention kernel on one layer: time, and error on several kinds of data",
         ("1280x720x81", "832x480x81"),
-        takes=("setting", "runs", "steps"),
+        takes=("runs",),
     ),
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
@@ -56,8 +56,6 @@ SUITES: dict[str, Suite] = {
 # Suites that answered their question: their code is at the tag experiments-2026-11, their results are committed.
 ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf", "guidance", "int8", "rotation")
 ARCHIVED += ("native", "parallel", "profile", "small-cards", "sparse", "startup", "streaming", "switch", "trajectory")
-ATTENTION_PARTS = ("kernels", "tune")
-TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "off", "cold")
 TEMPLATE_PARTS = {  # a setting of templates -> its template
     "animate2": "video_wan_animate2",

@@ -15,12 +15,10 @@ from benchmarks.cases import parse_size
 from benchmarks.everyday import everyday_rows
 from benchmarks.official import official_rows
 from benchmarks.options import (
-    ATTENTION_PARTS,
     CPU_SIZE,
     EVERYDAY_PARTS,
     SUITES,
     TEMPLATE_PARTS,
-    TUNED,
 )
 from benchmarks.own_tests import tests_rows
 from benchmarks.peers import PEERS, peer_versions
@@ -49,7 +47,6 @@ MEASURES: dict[str, Rows] = {
 
 IN_ROUNDS = ("everyday", "tests")  # suites that give a row again: after each round, after each test
 PARTS = {
-    "attention": (*ATTENTION_PARTS, *TUNED),
     "everyday": EVERYDAY_PARTS,
     "templates": tuple(TEMPLATE_PARTS),
 }  # what `--setting` names there

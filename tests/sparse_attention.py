@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.tensors import qkv
-from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.attention.sparse.kernels import sparse_reference
 from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, expected_error
-from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes
-from wan_core.ops.kernels.blocked import final_lse, finish, pool
+from wan_core.ops.kernels.block_layout import Blocked, block_sizes
+from wan_core.ops.kernels.blocked import pool
 from wan_core.parallel.ring import Ring
 
 
@@ -21,20 +18,6 @@ def route(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, rule: R
     """The choice of blocks for q, k, v [B, L, H, D]."""
     means = known_of(k, v, block)
     return choose(expected_error(pool(q, block)[0], means), rule, forced, means.sizes)
-
-
-def int8_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `triton_int8` computes, but for bf16 probabilities: q and k, its mean removed, in INT8 with a scale for
-    every token, in float32."""
-    mean = key_mean(k).float()
-    out, lse = math_lse(_rounded(q.float()), _rounded(k.float() - mean), v.float())
-    taken = (q.float() * mean).sum(-1) * q.shape[-1] ** -0.5  # [B, L, H]
-    return out.to(q.dtype), lse + taken.transpose(1, 2)
-
-
-def _rounded(x: torch.Tensor) -> torch.Tensor:
-    unit = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return (x / unit + 0.5).floor() * unit
 
 
 def drawn(tokens: int, seed: int, batch: int = 2, heads: int = 3, dim: int = 16) -> tuple[torch.Tensor, ...]:
@@ -70,21 +53,3 @@ class LocalRing(Ring):
     def around(self, k: torch.Tensor, v: torch.Tensor):
         parts = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
         return ((rank, *part) for rank, part in enumerate(parts))
-
-
-def draw_route(tokens: int, block: int, *, counts: bool = False):
-    """q, k, v fp16 [1, L, 2, 64], a route over them, and means. counts: rows read different numbers of blocks."""
-    q, k, v = (x.half() for x in qkv(tokens, tokens, 2, 64))
-    k = k + 0.5
-    blocks = -(-tokens // block)
-    if counts:
-        chosen = random_route(tokens, block, tokens, 1, 2)
-    else:
-        chosen = route(q, k, v, block, Rule(0.5), torch.eye(blocks, dtype=torch.bool))
-    return q, k, v, chosen, Pooled(pool(k, block)[0], pool(v, block)[0], chosen.kept(blocks))
-
-
-def expected_sparse(q, k, v, route, block, pooled):
-    out, lse = sparse_reference(q.float(), k.float(), v.float(), route, block)
-    q = q.float()
-    return finish(out, lse, q, block, pooled=pooled), final_lse(lse, q, block, pooled=pooled)

@@ -123,7 +123,7 @@ TABLES = {
     ),
     "kernels": Table(
         result="attention-h200",
-        rows="(?!te-fp8)",
+        rows="(?!te-fp8|triton)",
         size="1280x720x81",
         columns="name seconds ratio tflops error offset outliers sinks structured",
     ),

@@ -19,6 +19,7 @@ from benchmarks.ladder_jobs import JOBS, Job
 from benchmarks.options import SUITES
 from benchmarks.run import check_options
 from wan_core.cli import parse
+from wan_core.config import OptionError
 
 # A suite's file as the suite itself writes it, by a program that starts in no time.
 WRITES = """
@@ -37,6 +38,11 @@ def job(name: str, program: str = WRITES, rows: object = (), code: int = 0, **mo
 
 def results(out: Path) -> dict[str, dict]:
     return {path.stem.rsplit("-", 2)[0]: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
+
+
+def test_a_setting_that_the_suite_lacks_is_refused() -> None:
+    with pytest.raises(OptionError, match="the suite everyday has on, off, cold"):
+        check_options(build_parser().parse_args(["everyday", "--setting", "tiles"]))
 
 
 @pytest.mark.parametrize("cpu", [False, True])

@@ -44,7 +44,7 @@ def kernel(request):
 
 
 def allowed(kernel) -> float:
-    return 0.12 if kernel.fp8 else 0.04 if kernel.name == "triton-int8" else 0.01
+    return 0.12 if kernel.fp8 else 0.01
 
 
 def qkv(tokens: int, heads: int = 3) -> list[torch.Tensor]:

@@ -5,16 +5,12 @@ Legend: B batch, L tokens, H heads, D head dim, n blocks.
 
 from __future__ import annotations
 
-import importlib.util
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.test_sparse import CPU, SEEDS
 from tests.sparse_attention import drawn, known_of, random_route
-from tests.tensors import run_interpreted
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.kernels import sparse_reference
 from wan_core.ops.attention.sparse.routing import expected_error
@@ -105,35 +101,3 @@ def test_the_expected_error_is_found_where_values_and_scores_scatter() -> None:
     k[:, 32:48] = k[:, 32:48].mean(1, keepdim=True)
     worth = expected_error(blocked.pool(q, 16)[0], known_of(k, v, 16))[0, 0, 0]
     assert worth[2] < worth[1] < min(worth[0], worth[3])
-
-
-# ------------------------------------------------------------------------------------------------------------- kernels
-
-ONE_PASS = """
-import torch
-from tests.sparse_attention import draw_route, expected_sparse, known_of
-from tests.tensors import relative
-from wan_core.ops.attention.sparse.kernels import sparse_triton, sparse_triton_int8
-from wan_core.ops.attention.sparse.slopes import slope_weights, slopes
-from wan_core.ops.kernels.blocked import pool
-
-for tokens, block in ((150, 32), (97, 16), (128, 32)):
-    q, k, v, route, plain = draw_route(tokens, block)
-    known = known_of(k.float(), v.float(), block)
-    weights = slope_weights(pool(q, block)[0], known, plain.kept)
-    slope = slopes(weights, known.keys, k.float(), v.float(), block)
-    without = expected_sparse(q, k, v, route, block, known.pooled(plain.kept))
-    for given in (None, slope):
-        pooled = known.pooled(plain.kept)._replace(slopes=given)
-        out, lse = expected_sparse(q, k, v, route, block, pooled)
-        if given is not None: assert relative(out, without[0]) > 0.02
-        for kernel, allowed in ((sparse_triton, 2e-3), (sparse_triton_int8, 0.05)):
-            found = kernel(q, k, v, route, block, pooled)
-            assert relative(found[0], out) < allowed and (found[1] - lse).abs().max() < 3 * allowed, (tokens, kernel)
-print("all close")
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton")
-def test_the_kernel_adds_slopes_as_the_reference_does() -> None:
-    run_interpreted(ONE_PASS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from wan_core.config.checks import OptionError
 from wan_core.config.table import Checked, option, parse_words, read_slashes, slashes, spelled
 
-SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math", "triton", "triton-int8")
+SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Dense attention by kernels of optional libraries, and by our own.
+"""Dense attention by kernels of optional libraries.
 
 FlashAttention: version 4 (flash-attn-4, kernels in the CuTe DSL for Hopper and Blackwell), 3 (flash_attn_interface,
 compiled from the `hopper` folder of its repository, Hopper only) and 2 (flash-attn, Ampere and newer). torch carries
@@ -12,9 +12,6 @@ block, K's mean removed. comfy-kitchen: q and k rotated by a Hadamard matrix, th
 int8. Source: github.com/thu-ml/SageAttention, sageattention/core.py, and github.com/Comfy-Org/comfy-kitchen,
 comfy_kitchen/sage_attention.py.
 
-Our own kernel (Triton, Ampere and newer) computes in bf16, or with q and k in INT8, whose arithmetic is here in plain
-torch, too. It has a block-sparse form with the means of unselected blocks in the same pass.
-
 Legend and layouts as in sdpa.py.
 """
 
@@ -27,7 +24,6 @@ import warnings
 import torch
 from torch import Tensor
 
-from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.library import Library
 from wan_core.ops.custom_ops import refuse_gradients
 
@@ -122,17 +118,3 @@ def why_not_kitchen() -> str | None:
     if not comfy_kitchen.int8_attention_is_available():
         return f"comfy-kitchen is installed without its compiled kernels for this GPU: {KITCHEN.install}"
     return None
-
-
-def triton(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    from wan_core.ops.kernels import triton_attention
-
-    refuse_gradients("Triton attention", q, k, v)
-    return triton_attention.attention(q, k, v)
-
-
-def triton_int8(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    from wan_core.ops.kernels import triton_attention
-
-    refuse_gradients("Triton attention", q, k, v)
-    return triton_attention.attention(q, k, v, centre=key_mean(k))

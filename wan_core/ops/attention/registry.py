@@ -21,7 +21,6 @@ from wan_core.ops.attention import dense, fp8, sdpa
 from wan_core.ops.attention.library import Library
 from wan_core.ops.attention.protocol import Attention, Dense
 from wan_core.ops.cards import AMPERE, HOPPER, TURING, Capability, capability, card_of, name_of
-from wan_core.ops.kernels import fused
 
 log = logging.getLogger(__name__)
 
@@ -136,10 +135,6 @@ BACKENDS: dict[str, Backend] = {
         Backend("int8", "comfy-kitchen's attention, q, k, v and probabilities in int8", lambda: Dense(dense.int8),
                 Needs(TURING, dtypes=HALF, head_dims=range(8, 257, 8)), dense.why_not_kitchen,
                 gives_lse=False, exact=False),
-        Backend("triton", "our own kernel, for cards without tuned ones", lambda: Dense(None, dense.triton),
-                Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
-        Backend("triton-int8", "our own kernel, queries and keys in int8", lambda: Dense(None, dense.triton_int8),
-                Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, exact=False),
         Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", fp8.cudnn_fp8,
                 Needs(HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)), CUDNN_FRONTEND.why_not, exact=False),
         Backend("math", "the formula in float32, the whole matrix in memory: for tests",

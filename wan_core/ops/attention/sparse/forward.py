@@ -97,14 +97,12 @@ class SparseForward(SparseState):
         out = finish(out, lse, queries.data, block, **how, scale=values.scale)
         return out.to(q.dtype) * values.scale.to(q.dtype), total
 
-    def _read(self, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled | None]:
-        """What the kernel gives for plain numbers, its log-sum-exp, and the means that `finish` has yet to add."""
+    def _read(self, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled]:
+        """What the kernel gives for plain numbers, its log-sum-exp, and the means that `finish` adds."""
         block = self.block
         means, queries = self.known(k, v), pool(q, block)[0]
         route = self.route(rule, queries, means)
         pooled = self.replacing(route, queries, means, k, v)
-        if self.kernel.means:
-            return *self.kernel.load()(q, k, v, route, block, pooled), None
         return *self.kernel.load()(q, k, v, route, block), pooled
 
     def attend_fp8(self, call: AttentionCall, q: Fp8, k: Fp8, v: Fp8) -> Tensor:

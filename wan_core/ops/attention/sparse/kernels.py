@@ -27,19 +27,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.config.compile_cache import full_disk_explained
-from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.library import Library
 from wan_core.ops.attention.registry import HALF, AttentionError, Implementation, Needs
 from wan_core.ops.attention.sparse.routing import Route
 from wan_core.ops.cards import AMPERE, BLACKWELL, HOPPER, capability, card_of
 from wan_core.ops.custom_ops import allow_variants
 from wan_core.ops.kernels import fused
-from wan_core.ops.kernels.block_layout import Blocked, Pooled
+from wan_core.ops.kernels.block_layout import Blocked
 
 log = logging.getLogger(__name__)
 Run = Callable[..., tuple[Tensor, Tensor]]
-"""(q, k, v [B, L, H, D], route, block) -> [B, L, H, D] and its log-sum-exp, float32 [B, H, L]. With `means` also
-(..., pooled)."""
+"""(q, k, v [B, L, H, D], route, block) -> [B, L, H, D] and its log-sum-exp, float32 [B, H, L]."""
 
 BLOCK = 128  # of every kernel
 SMALL = 4096  # tokens below which there is nothing to gain, and blocks are made smaller, in plain torch
@@ -55,13 +53,11 @@ CUDNN_SPARSE = Library(
 @dataclass(frozen=True)
 class SparseKernel(Implementation):
     """fp8: takes q, k and v as `Quantized`, laid out by heads in whole blocks, and its output goes through `finish`.
-    any_block: takes blocks of any length; else 128. counts: rows may keep different numbers. means: takes a `Pooled`
-    too, what replaces blocks that are not read, and adds it in the same pass."""
+    any_block: takes blocks of any length; else 128. counts: rows may keep different numbers."""
 
     fp8: bool = False
     any_block: bool = False
     counts: bool = True
-    means: bool = False
 
 
 KERNELS: dict[str, SparseKernel] = {
@@ -74,10 +70,6 @@ KERNELS: dict[str, SparseKernel] = {
                      Needs(HOPPER, 12, HALF, (64, 128)), CUDNN_SPARSE.why_not),
         SparseKernel("flex", "torch's FlexAttention, blocks of 128", lambda: sparse_flex,
                      Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
-        SparseKernel("triton", "our own kernel, bf16, blocks of 128", lambda: sparse_triton,
-                     Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton, means=True),
-        SparseKernel("triton-int8", "the same with q and k in int8", lambda: sparse_triton_int8,
-                     Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, means=True),
         SparseKernel("math", "the formula, blocks of any length: for tests and small videos",
                      lambda: sparse_reference, any_block=True),
     )
@@ -193,26 +185,6 @@ def why_not_fp8() -> str | None:
 def _aligned(x: Tensor) -> bool:
     outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for n, stride in outer if n > 1)
-
-
-def sparse_triton(
-    q: Tensor, k: Tensor, v: Tensor, route: Route, block: int, pooled: Pooled | None = None
-) -> tuple[Tensor, Tensor]:
-    """q, k, v [B, L, H, D] -> [B, L, H, D] and log-sum-exp float32 [B, H, L], both of the means too."""
-    from wan_core.ops.kernels import triton_attention
-
-    return triton_attention.attention(q, k, v, blocks=route.blocks, counts=route.counts, block=block, pooled=pooled)
-
-
-def sparse_triton_int8(
-    q: Tensor, k: Tensor, v: Tensor, route: Route, block: int, pooled: Pooled | None = None
-) -> tuple[Tensor, Tensor]:
-    """The same with q and k in INT8."""
-    from wan_core.ops.kernels import triton_attention
-
-    return triton_attention.attention(
-        q, k, v, centre=key_mean(k), blocks=route.blocks, counts=route.counts, block=block, pooled=pooled
-    )
 
 
 VARIANTS = 64  # lengths of queries and of keys in one process; the parts of a ring are up to three lengths of a video
