@@ -43,8 +43,7 @@ def fingerprint(*paths: Path) -> list[tuple[str, int]]:
 def words_of(part: Part, computing: str) -> str:
     size = f"{part.parameters / 1e9:.1f} billion" if part.parameters >= 1e9 else f"{part.parameters / 1e6:.2f} million"
     stored = name_of(part.stored) if part.packed is None else part.packed.fmt
-    prefers = f"; {part.prefers}" if part.prefers else ""
-    return f"{part.source}: {size} parameters, {stored}, computing in {computing}{prefers}"
+    return f"{part.source}: {size} parameters, {stored}, computing in {computing}"
 
 
 def name_of(dtype: torch.dtype) -> str:

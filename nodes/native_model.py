@@ -135,10 +135,8 @@ def _weights(model: Any, where: str) -> Checkpoint:
         saved = backup.get(PREFIX + name)
         return getattr(saved, "weight", saved) if saved is not None else _attribute(module, name)
 
-    stored_state: Mapping[str, Any] = module.state_dict()
-    # ComfyUI 0.37 and newer: which attention a module prefers. Its module holds it as JSON, the state dict as bytes.
-    preferred = {name: value for name, value in stored_state.items() if name.endswith(PREFERENCE)}
-    state = {name: value for name, value in stored_state.items() if name not in preferred}
+    # PREFERENCE, in ComfyUI 0.37 and newer: which attention a module prefers. Not a weight.
+    state = {name: value for name, value in module.state_dict().items() if not name.endswith(PREFERENCE)}
     for name, stored in state.items():
         value = current(name)
         if type(value) not in (Tensor, nn.Parameter) or value.is_meta or value.shape != stored.shape:
@@ -150,10 +148,7 @@ def _weights(model: Any, where: str) -> Checkpoint:
     # A copy: what the engine writes into its weights must not reach ComfyUI's, nor the other way round.
     kind = getattr(getattr(model.model, "model_config", None), "unet_config", {}).get("model_type")
     metadata = {"config": json.dumps({"transformer": {"model_type": kind}})}  # what tensors do not tell of every model
-    attention = {n.removesuffix(PREFERENCE): bytes(value.tolist()) for n, value in preferred.items()}
-    return Checkpoint(
-        where, None, infos, metadata, lambda name: current(name).detach().to("cpu", copy=True), attention=attention
-    )
+    return Checkpoint(where, None, infos, metadata, lambda name: current(name).detach().to("cpu", copy=True))
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

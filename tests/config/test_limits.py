@@ -51,11 +51,9 @@ CASES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "not a Wan 2.2 model",
     ),
     "prefixes of a name": ("LoRA", lora.LORA_BOMBS[-5], "20000 are of modules that this model does not have"),
-    "preference": (
+    "description": (
         "safetensors",
-        lambda: checkpoints.stored(
-            {"a.comfy_attention.config": torch.zeros(5000, dtype=torch.uint8)}, {}
-        ),
+        lambda: checkpoints.stored({"a.comfy_quant": torch.zeros(5000, dtype=torch.uint8)}, {}),
         f"at most {MAX_DESCRIPTION} bytes",
     ),
     "pickle": (

@@ -1,10 +1,8 @@
 """What ComfyUI's files say beside weights, in tensors of their own or in the metadata.
 
-**Attention preferences**, tensors named `<attention module>.comfy_attention.config`, say which attention a file asks
-ComfyUI for. ComfyUI 0.37 and newer read them from transformers and LoRAs. The tensor is uint8 [n], JSON in UTF-8: an
-object {"attention": NAME, ...}, or a list of objects of which ComfyUI takes the first that it can run. Names in use are
-`comfy_kitchen_int8`, and `comfy_kitchen_sol` (block-sparse, with a threshold `tau`). A preference says nothing about
-the weights, and this engine's attention has an option of its own: preferences are checked, shown and saved again.
+**Attention preferences**, tensors named `<attention module>.comfy_attention.config`, say which attention a transformer
+or LoRA asks ComfyUI (0.37 and newer) for. They say nothing about the weights, and this engine's attention has an option
+of its own: they are left out.
 
 **Descriptions** say the format of quantised matrices: one tensor for each (`X.comfy_quant`, JSON as bytes), or one
 entry of the file's metadata for all (`_quantization_metadata`). An unknown format is refused. A description of INT8 or
@@ -18,7 +16,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -31,82 +28,17 @@ from wan_core.ops.kernels.formats import FP8
 from wan_core.ops.kernels.integer_weights import IntegerFormat, integer_format, is_rotation
 
 SUFFIX = ".comfy_attention.config"
-_EXPECTED = 'expected is JSON as {"attention": "comfy_kitchen_int8"}, or a list of such objects'
 
 
-def with_preferences(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with its preferences in `attention` instead of among the tensors. Raises CheckpointError for one
-    that is not understood, and for a file that holds nothing else."""
-    names = [name for name in checkpoint.tensors if name.endswith(SUFFIX)]
-    if not names:
-        return checkpoint
-    attention = {name.removesuffix(SUFFIX): _read(checkpoint, name) for name in names}
+def without_preferences(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` without attention preferences. Raises CheckpointError for a file that holds nothing else."""
     tensors = {name: info for name, info in checkpoint.tensors.items() if not name.endswith(SUFFIX)}
     if not tensors:
         raise CheckpointError(
-            f"it holds no weights, only which attention ComfyUI should use ({listing(summary(attention))}); here the "
-            "option attention decides: leave the file out"
+            "it holds no weights, only which attention ComfyUI should use; here the option attention decides: leave "
+            "the file out"
         )
-    return replace(checkpoint, tensors=tensors, attention=attention)
-
-
-def _read(checkpoint: Checkpoint, name: str) -> bytes:
-    info = checkpoint.tensors[name]
-    count = info.nbytes // info.dtype.itemsize
-    if info.packing is not None or count > MAX_DESCRIPTION:
-        raise CheckpointError(
-            f"{name} has {count} numbers ({info.packing or info.dtype}), and {_EXPECTED}, of at most {MAX_DESCRIPTION}"
-            " bytes. Download the file again."
-        )
-    stored = checkpoint.read(name).flatten()
-    # GGUF has no type for bytes: converters write int8, or every vector as float32.
-    values = stored.view(torch.uint8) if stored.dtype == torch.int8 else stored.to(torch.uint8)
-    if stored.dtype not in (torch.int8, torch.uint8) and not torch.equal(values.to(stored.dtype), stored):
-        raise CheckpointError(f"{name} is {info.dtype} and holds no bytes; {_EXPECTED}")
-    text = bytes(values.tolist())
-    try:
-        _entries(text)
-    except (ValueError, TypeError, RecursionError):
-        raise CheckpointError(
-            f"{name} is {json.dumps(text.decode('utf-8', 'replace'))[:80]}, and {_EXPECTED}. Download the file again."
-        ) from None
-    return text
-
-
-def _entries(text: bytes) -> list[tuple[str, Mapping[str, object]]]:
-    """(name, its settings) in the order of preference. Raises ValueError, TypeError or RecursionError."""
-    stored = json.loads(text.decode("utf-8"))
-    entries = stored if isinstance(stored, list) else [stored]
-    if not entries or not all(isinstance(one, dict) and isinstance(one.get("attention"), str) for one in entries):
-        raise TypeError
-    return [(one["attention"], {key: value for key, value in one.items() if key != "attention"}) for one in entries]
-
-
-def in_words(text: bytes) -> str:
-    """`comfy_kitchen_sol (tau 1.3), else comfy_kitchen_int8`."""
-    return ", else ".join(
-        _shown(name) + (f" ({', '.join(f'{_shown(key)} {_shown(value)}' for key, value in settings.items())})")
-        if settings
-        else _shown(name)
-        for name, settings in _entries(text)
-    )
-
-
-def _shown(value: object) -> str:
-    return json.dumps(value).strip('"')[:60]
-
-
-def summary(attention: Mapping[str, bytes]) -> list[str]:
-    """`comfy_kitchen_int8 in 80 modules` for each preference, the most frequent first."""
-    counts = Counter(in_words(text) for text in attention.values())
-    return [f"{words} in {count} module{'s' * (count > 1)}" for words, count in counts.most_common()]
-
-
-def preference_note(attention: Mapping[str, bytes]) -> str:
-    """One sentence for reports; empty where nothing is preferred."""
-    if not attention:
-        return ""
-    return f"asks ComfyUI for the attention {listing(summary(attention), 3)}; here the option attention decides"
+    return replace(checkpoint, tensors=tensors)
 
 
 ROTATION = 256  # columns, where a rotated matrix does not say

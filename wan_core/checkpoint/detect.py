@@ -17,7 +17,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from wan_core.checkpoint import unsupported as foreign
-from wan_core.checkpoint.comfyui_tensors import SUFFIX as ATTENTION
 from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, text_config, unwrapped
 from wan_core.checkpoint.layouts_vae import vae_config
 from wan_core.checkpoint.opened import Checkpoint, CheckpointError, counted, listing, naming
@@ -53,7 +52,7 @@ MAX_PREFIX = 4  # words in front of all names; files have two
 class Detected:
     """A checkpoint that is whole. `names` maps every official parameter name to its name in the file; `extras` maps
     what else the file holds for us (`spiece_model`) to its name there; `scales` maps official names of FP8 weights to
-    the name of their scale there; `attention` maps official attention modules to which attention the file prefers."""
+    the name of their scale there."""
 
     kind: Kind
     layout: str
@@ -61,7 +60,6 @@ class Detected:
     names: Mapping[str, str]
     extras: Mapping[str, str]
     scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    attention: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 def detect(source: Source, expected: Kind | None = None, family: str | None = None) -> Detected:
@@ -93,8 +91,6 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
     shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in reached.items()}
     constants = FAMILIES[layout.family].constants if layout.family else None
     unexpected = [n for n in names if n not in official and not (constants is not None and constants.fullmatch(n))]
-    attention = _attention_modules(official)
-    unexpected += [f"{module}{ATTENTION}" for module in checkpoint.attention if module not in attention]
     twins = [theirs for theirs, ours in official.items() if checkpoint.tensors[theirs].shape != shapes[ours]]
     if twins:  # a tensor stored twice, as Hugging Face's files may have the embedding
         raise CheckpointError(f"{label}, but {counted(twins, 'stored twice with different shapes')}.")
@@ -109,14 +105,7 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
         )
     extras = {TOKENIZER: embedded} if embedded else {}
     scales = {ours: scaled.scales[theirs] for ours, theirs in reached.items() if theirs in scaled.scales}
-    preferred = {attention[theirs]: text for theirs, text in checkpoint.attention.items()}
-    return Detected(layout.kind, layout.name, config, reached, extras, scales, preferred)
-
-
-def _attention_modules(official: Mapping[str, str]) -> dict[str, str]:
-    """Module in the file -> official module, of those with linears: `blocks.0.self_attn` of `...self_attn.q.weight`."""
-    pairs = ((theirs.rsplit(".", 2), ours.rsplit(".", 2)) for theirs, ours in official.items())
-    return {theirs[0]: ours[0] for theirs, ours in pairs if len(theirs) == len(ours) == 3}
+    return Detected(layout.kind, layout.name, config, reached, extras, scales)
 
 
 # --------------------------------------------------------------------------------------------------------- which layout

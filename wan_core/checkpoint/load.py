@@ -73,7 +73,6 @@ def load_dit(
     detected = detect(checkpoint, "dit", family)
     module = _filled(checkpoint, detected, device, dtype, quantization, loras, how)
     assert isinstance(module, WanModel)
-    module.attention_preferences = {**detected.attention, **({} if loras is None else loras.attention)}
     return module
 
 

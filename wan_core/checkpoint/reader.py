@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.comfyui_tensors import with_preferences
+from wan_core.checkpoint.comfyui_tensors import without_preferences
 from wan_core.checkpoint.gguf_file import MAGIC, open_gguf
 from wan_core.checkpoint.microscaled import with_packed
 from wan_core.checkpoint.opened import (
@@ -151,7 +151,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
             opened = with_packed(from_state_dict(source, "the given state dict"))
         else:
             opened = _open_path(Path(source))
-        return with_assembled(with_preferences(opened))
+        return with_assembled(without_preferences(opened))
 
 
 def _open_path(path: Path) -> Checkpoint:

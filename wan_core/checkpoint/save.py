@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import CheckpointError, open_checkpoint
-from wan_core.checkpoint.comfyui_tensors import DESCRIPTION, SUFFIX
+from wan_core.checkpoint.comfyui_tensors import DESCRIPTION
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.opened import naming, short_path
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
@@ -45,9 +45,8 @@ def save(
 
     Loading it again gives the same module: num_heads, text_len and eps of a transformer and the latent statistics of
     a VAE are in the metadata, the tokenizer of a text encoder is a tensor of bytes, `spiece_model`, as in ComfyUI's
-    files. Matrices in FP8 with one scale and in INT8 are described as ComfyUI does, which loads the file too, and which
-    attention a transformer's file asked ComfyUI for is written again. The file appears under its name only when it is
-    complete.
+    files. Matrices in FP8 with one scale and in INT8 are described as ComfyUI does, which loads the file too. The file
+    appears under its name only when it is complete.
     """
     source = module.encoder if isinstance(module, TextEncoder) else module
     if any(isinstance(part, PackedLinear | PackedEmbedding) for part in source.modules()):
@@ -59,8 +58,6 @@ def save(
     for name, part in source.named_modules():
         if isinstance(part, QuantLinear) and part.description is not None:
             tensors |= _described(name, tensors[f"{name}.weight_scale"], part.description)
-    if isinstance(module, WanModel):
-        tensors |= {name + SUFFIX: _bytes(text) for name, text in module.attention_preferences.items()}
     if isinstance(module, TextEncoder):
         tensors[TOKENIZER] = _bytes(module.tokenizer.proto)
     write_safetensors(tensors, path, {**(metadata or {}), **metadata_of(module)})

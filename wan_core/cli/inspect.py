@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.checkpoint import detect, find_parts, open_checkpoint
-from wan_core.checkpoint.comfyui_tensors import summary
 from wan_core.checkpoint.detect import KINDS, expected_shapes
 from wan_core.checkpoint.encoders import PREFIX, find_speech, find_vision
 from wan_core.checkpoint.lora.names import OTHER_EXPERT, is_lora, told_experts
@@ -83,8 +82,6 @@ def inspect_file(path: Path) -> dict[str, Any]:
             file |= _lora(checkpoint)
         else:
             file |= _encoder(checkpoint) or _model(checkpoint, path)
-        if checkpoint.attention:
-            file["attention"] = summary(checkpoint.attention)[:8]
         file |= _from_metadata_and_name(checkpoint.metadata, path, file)
     except UserError as fault:
         file["problems"].append(str(fault))

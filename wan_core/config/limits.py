@@ -17,7 +17,7 @@ MAX_NAME = 256
 MAX_NAMES = MIB
 """Characters in all names of tensors together. A Wan checkpoint with scales has 0.2 million."""
 MAX_DESCRIPTION = 4096
-"""Bytes of JSON in a tensor that says how a module is quantised, or which attention it prefers: about 100."""
+"""Bytes of JSON in a tensor that says how a module is quantised: about 100."""
 MAX_PICKLE = MIB
 """Bytes of the pickle in a torch file, which has names and shapes only: 0.2 MB for the largest Wan checkpoint."""
 MAX_DIRECTORY = 4 * MIB

@@ -106,7 +106,6 @@ def load_sharded_dit(
     if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
         raise OptionError(f"{checkpoint.where}: {QUANTIZED}")
     model = cast(WanModel, empty_module(detected.config)).to(dtype).requires_grad_(False).eval()
-    model.attention_preferences = detected.attention
     shard_blocks(model, ranks)
     model.to_empty(device=ranks.device)
     official_names = {stored: official for official, stored in detected.names.items()}

@@ -251,7 +251,6 @@ class Placement:
         applied = ModelLoras(settings.device, merged_of(part, loras)) if loras else None
         if part.lora_mode == "attach" and applied is not None:
             applied.apply(cast(WanModel, model), loras, part)
-        report.notes += [f"{name}: the file {part.part.prefers}"] * bool(part.part.prefers)
         report.notes += [f"{name}: {one.words(part.lora_words)}" for one in loras]
         model = finish(model, settings, settings.device, ranks=self.ranks)
         self.residency.add(name, model, self.waits.waits(name))

@@ -167,12 +167,10 @@ def check_packed(wanted: Iterable[Wanted], config: DiTConfig, do: str = MERGE) -
 def merging(wanted: Iterable[Wanted], device: torch.device) -> Merge | None:
     """The changes to sum into weights while they are read; None where there are none. Strength 0 changes nothing."""
     changes: dict[str, tuple[tuple[Change, float], ...]] = {}
-    attention: dict[str, bytes] = {}
     for one in (one for one in wanted if one.strength):
-        attention |= one.lora.attention
         for name, several in one.lora.changes.items():
             changes[name] = (*changes.get(name, ()), *((change, one.strength) for change in several))
-    return Merge(changes, device, attention) if changes else None
+    return Merge(changes, device) if changes else None
 
 
 def attachable(config: DiTConfig) -> frozenset[str]:

@@ -79,7 +79,6 @@ class Part:
     stored_bytes: int = 0  # of its tensors in the files; 0 for random weights
     quantized_parameters: int = 0  # of matrices of the blocks that are stored packed, or in FP8 with scales
     int8_parameters: int = 0  # of those, in INT8 as `Int8Linear` has it
-    prefers: str = ""  # which attention its file asks ComfyUI for, as a sentence without its subject
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
         if quantization is not None and is_packed(quantization):

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint import Checkpoint, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
-from wan_core.checkpoint.comfyui_tensors import preference_note
 from wan_core.checkpoint.detect import Config, Detected, Kind, parameter_count
 from wan_core.checkpoint.encoders import find_vision_file, load_vision
 from wan_core.checkpoint.lora.merge import Merge
@@ -260,7 +259,6 @@ def recognise(
         packed=packed_size(checkpoint, detected),
         quantized_parameters=sum(prod(info.shape) for info in quantized),
         int8_parameters=sum(prod(info.shape) for info in quantized if info.packing == row_format(info.shape[-1])),
-        prefers=preference_note(detected.attention),
     )
 
 

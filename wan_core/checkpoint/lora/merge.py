@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,12 +125,10 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
 @dataclass(frozen=True)
 class Merge:
     """`changes`: official parameter name -> changes with their strengths, in order. `device`: where the sums are
-    computed, in float32; a GPU needs a second, a CPU a minute. `attention`: the preferences of these files, which take
-    the place of the model's (`comfyui_tensors`)."""
+    computed, in float32; a GPU needs a second, a CPU a minute."""
 
     changes: Mapping[str, tuple[tuple[Change, float], ...]]
     device: torch.device
-    attention: Mapping[str, bytes] = field(default_factory=dict)
 
     @torch.no_grad()
     def apply(

@@ -143,24 +143,15 @@ class Finder:
         spelled = [pair for family in FAMILIES.values() for pair in family.lora_modules(layers).items()]
         theirs = {name: ours for name, ours in spelled if ours in modules}
         dotted = {**theirs, **{name: name for name in modules}}
-        above = {name.rpartition(".")[0]: ours.rpartition(".")[0] for name, ours in dotted.items() if "." in name}
-        self.modules, self.above = _with_underscores(dotted), _with_underscores(above)
+        self.modules = {name.replace(".", "_"): ours for name, ours in dotted.items()} | dotted
 
     def module(self, name: str) -> str | None:
         """The official module, or the parameter if it has no module; None if the model has none of that name."""
         return _without_prefixes(name, self.modules)[0]
 
-    def attention_module(self, name: str) -> str | None:
-        """The official module that has linears inside, such as `blocks.0.self_attn`; None if there is none."""
-        return _without_prefixes(name, self.above)[0]
-
     def prefix(self, name: str) -> str:
         """The prefix before the module's name; `-` if there is none."""
         return _without_prefixes(name, self.modules)[1] or "-"
-
-
-def _with_underscores(names: Mapping[str, str]) -> dict[str, str]:
-    return {name.replace(".", "_"): ours for name, ours in names.items()} | {**names}
 
 
 def _without_prefixes(name: str, known: Mapping[str, str]) -> tuple[str | None, str]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from wan_core.checkpoint.comfyui_tensors import SUFFIX, preference_note
 from wan_core.checkpoint.lora.merge import Change
 from wan_core.checkpoint.lora.names import (
     APPLY_ELSEWHERE,
@@ -238,15 +237,13 @@ def _lengths_fit(lengths: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lora:
     """A LoRA file, matched with a model. `changes`: official parameter name -> its changes, in order. `ignored`: reason
-    -> names of tensors that have no effect. `attention`: official attention module -> which attention the file asks
-    ComfyUI for."""
+    -> names of tensors that have no effect."""
 
     where: str
     spelling: str  # "diffusion_model., lora_down/lora_up"
     changes: Mapping[str, tuple[Change, ...]]
     ignored: Mapping[str, tuple[str, ...]]
     metadata: Mapping[str, str]
-    attention: Mapping[str, bytes] = field(default_factory=dict)
 
     @cached_property
     def kinds(self) -> dict[str, int]:
@@ -275,7 +272,7 @@ class Lora:
             if rows
             else ""
         )
-        return "; ".join(part for part in (changed, dora, ignored, preference_note(self.attention)) if part)
+        return "; ".join(part for part in (changed, dora, ignored) if part)
 
 
 def read_lora(source: Source, shapes: Shapes, expert: str | None = None) -> Lora:
@@ -293,7 +290,7 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
     find = Finder(shapes)
     ignored: dict[str, list[str]] = {}
     modules: dict[str, dict[str, str]] = {}  # official module -> role -> name in the file
-    others = for_other_expert([*checkpoint.tensors, *(module + SUFFIX for module in checkpoint.attention)], expert)
+    others = for_other_expert(checkpoint.tensors, expert)
     unsupported: dict[str, str] = {}  # module with a tensor that gives the others a different meaning -> why
     spellings: dict[str, None] = {}
     for name in checkpoint.tensors:
@@ -316,7 +313,6 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
                 raise CheckpointError(f"{twin} and {name} both change {module}. Download it again.")
             spelled = parsed.spelled if parsed.role != "alpha" else ""
             spellings.setdefault(f"{find.prefix(parsed.module)} {spelled}".strip())
-    attention = _preferences(checkpoint, find, others, ignored)
     settings = PeftSettings(checkpoint.metadata)
     changes: dict[str, tuple[Change, ...]] = {}
     for module, roles in modules.items():
@@ -336,26 +332,7 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
         changes=changes,
         ignored={why: tuple(names) for why, names in ignored.items()},
         metadata=checkpoint.metadata,
-        attention=attention,
     )
-
-
-def _preferences(
-    checkpoint: Checkpoint, find: Finder, others: Collection[str], ignored: dict[str, list[str]]
-) -> dict[str, bytes]:
-    """The preferences by official attention module. others: names for the other expert. ignored: extended here."""
-    preferences: dict[str, bytes] = {}
-    for theirs, text in checkpoint.attention.items():
-        name, module = theirs + SUFFIX, find.attention_module(theirs)
-        if name in others:
-            ignored.setdefault(OTHER_EXPERT, []).append(name)
-        elif for_text_encoder(name):
-            ignored.setdefault(TEXT_ENCODER, []).append(name)
-        elif module is None:
-            ignored.setdefault(UNKNOWN_MODULE, []).append(name)
-        else:
-            preferences[module] = text
-    return preferences
 
 
 def check_lora(checkpoint: Checkpoint) -> None:

@@ -11,7 +11,7 @@ Source: Wan2.2/wan/modules/model.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -53,7 +53,6 @@ class WanModel(nn.Module):
         self.stage: range | None = None  # the blocks that run here, where other ranks have the others
         self.prepared_form: PreparedForm | None = None  # that a memory plan has chosen
         # Attention module -> which attention its file asks ComfyUI for, as JSON: kept for who saves the model.
-        self.attention_preferences: Mapping[str, bytes] = {}
         self.head = Head(config)
         self.runners = RunnerChain()
         self._ropes: dict[tuple[object, ...], Tensor] = {}  # the one last asked for is last
