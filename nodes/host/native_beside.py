@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -165,24 +164,22 @@ class Patches:
         self.seen: dict[Ids, tuple[int, int, list[Any]]] = {}  # first and last step, and the objects
         self.step = -1
         self.renewed: dict[int, str] = {}  # steps with patches that were in no other step, and the name of one
-        self.lock = threading.Lock()
 
-    def enter(self, step: int, options: Mapping[str, Any]) -> tuple[Ids, bool]:
-        """The patches of a forward, and whether what is kept of it may be used in later steps."""
+    def enter(self, step: int, options: Mapping[str, Any]) -> bool:
+        """Whether what is kept of a forward may be used in later steps, by its patches."""
         patches = patches_of(options)
         ids, constant = ids_of(patches), {id(one) for one in self.lasting}
         new = [patch for patch in patches.values() if id(patch) not in constant]
-        with self.lock:
-            if step != self.step:
-                for before, (first, last, objects) in list(self.seen.items()):
-                    if last != self.step:
-                        del self.seen[before]
-                        if objects and first == last:
-                            self.renewed[first] = qualified(objects[0])
-                self.step = step
-            first, _, objects = self.seen.get(ids, (step, step, new))
-            self.seen[ids] = first, step, objects
-        return ids, not new or first != step
+        if step != self.step:
+            for before, (first, last, objects) in list(self.seen.items()):
+                if last != self.step:
+                    del self.seen[before]
+                    if objects and first == last:
+                        self.renewed[first] = qualified(objects[0])
+            self.step = step
+        first, _, objects = self.seen.get(ids, (step, step, new))
+        self.seen[ids] = first, step, objects
+        return not new or first != step
 
     def words(self, advice: str) -> list[str]:
         """For the report, where a node makes keeping impossible. advice: what to do beside removing it."""

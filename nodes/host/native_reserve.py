@@ -1,137 +1,26 @@
-"""What a step cache keeps of a forward of ComfyUI's own Wan models, what stands in for a skipped one, and how many
-bytes that takes, known before the run begins.
+"""How many numbers a step cache keeps of forwards of ComfyUI's own Wan models, known before the run begins.
 
 Every condition keeps residuals of its own, of each of its context windows, if it runs in a step whose residual is used
 later. Skip-layer guidance runs conditions a second time, or in another way: those are kept apart.
 
-Legend: B batch, L tokens, C channels, T/Y/X latent frames, rows, columns.
+Legend: B batch, C channels, T/Y/X latent frames, rows, columns.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import getclosurevars
 from math import ceil, inf, isclose, nan, prod
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before, residual_program
+from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.steps import Step
-
-from .native_beside import apart, pause
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-Forward = Callable[[dict[str, Any]], Tensor]
-"""transformer_options -> the model's output."""
-
-
-# torch.compile may be around the whole model: what changes from step to step is not compiled, or every step would be
-# compiled again.
-def eager(function: Function) -> Function:
-    """Exclude `function` and all that it calls from torch.compile."""
-    return cast(Function, torch.compiler.disable(function))
-
-
-def uncompiled(function: Function) -> Function:
-    """Exclude `function` from torch.compile; what it calls may be compiled."""
-    return cast(Function, torch.compiler.disable(function, recursive=False))
-
-
-def lasting(function: Function) -> Function:
-    """For a function that keeps tensors for later forwards."""
-
-    @eager
-    @functools.wraps(function)
-    def keep(*args: Any) -> Any:
-        with pause():
-            return function(*args)
-
-    return cast(Function, keep)
-
-
-@eager
-def reuse(states: Sequence[Residuals], step: int) -> Tensor:
-    """The output of a skipped step, without the model."""
-    return joined([state.reused(step) for state in states])
-
-
-@uncompiled
-def keep_output(
-    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
-) -> Tensor:
-    output = forward(options)
-    keep_rows(states, step, output)
-    return output
-
-
-@lasting
-def keep_rows(states: Sequence[Residuals], step: int, output: Tensor) -> None:
-    for state, rows in zip(states, output.chunk(len(states)), strict=True):
-        if (slot := state.slot(step, rows)) is not None:
-            slot.copy_(rows)
-            state.filled(step)
-
-
-@eager
-def add_reused(states: Sequence[Residuals], step: int, tokens: Tensor) -> Tensor:
-    rows = zip(states, tokens.chunk(len(states)), strict=True)
-    return joined([state.reused(step, part) for state, part in rows])
-
-
-@uncompiled
-def reuse_blocks(
-    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
-) -> Tensor:
-    """The first block adds what all of them added, the others nothing."""
-
-    def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        return {"img": add_reused(states, step, args["img"])}
-
-    for block in range(blocks):
-        options = around(options, block, first if block == 0 else lambda args, run: {"img": args["img"]})
-    with apart(options, "reuse"):  # pyright: ignore[reportCallIssue] # torch types what it disables as its own class
-        return forward(options)
-
-
-@uncompiled
-def keep_blocks(
-    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
-) -> Tensor:
-    """Keeps the tokens before the first block and what the last has made of them, where the program of a state has a
-    slot for the step. Where none has, the hooks are the same: compiled code of both is one."""
-    slots: list[Tensor | None] = []
-
-    def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        slots[:] = lasting(keep_before)(list(zip(states, args["img"].chunk(len(states)), strict=True)), step)
-        return run(args)
-
-    def last(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        output = run(args)
-        lasting(keep_after)([(state, output["img"]) for state in states], slots, step, output["img"])
-        return output
-
-    options = around(around(options, 0, first), blocks - 1, last)
-    with apart(options, "keep"):  # pyright: ignore[reportCallIssue] # torch types what it disables as its own class
-        return forward(options)
-
-
-def around(options: dict[str, Any], block: int, replacement: Callable[..., Any]) -> dict[str, Any]:
-    """A copy of `options` with replacement(args, run) in the place of a block; `run` is what was there."""
-    replaced = options.get("patches_replace", {})
-    there = replaced.get("dit", {}).get(("double_block", block))
-
-    @uncompiled  # or the step of the first forward would be a constant of the compiled code
-    def patch(args: dict[str, Any], extra: dict[str, Any]) -> Any:
-        return replacement(args, extra["original_block"] if there is None else lambda args: there(args, extra))
-
-    dit = {**replaced.get("dit", {}), ("double_block", block): patch}
-    return {**options, "patches_replace": {**replaced, "dit": dit}}
-
 
 AGAIN, INSTEAD = "SkipLayerGuidanceDiT.", "SkipLayerGuidanceDiTSimple."  # ComfyUI's functions have names that begin so
 REFERENCES = ("SCAILWanModel", "SCAIL2WanModel")  # variants with all reference latents and poses among their tokens
@@ -141,19 +30,25 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A condition, as a CONDITIONING socket has it, that the model runs at sigmas in `inside` and not in `outside`."""
+    """A condition, as a CONDITIONING socket has it. runs: whether the model runs it at a sigma."""
 
-    name: str  # of the list that it is in
     condition: Mapping[str, Any]
+    runs: Callable[[float], bool]
     place: int = 0  # in its list
     count: int = 1  # of the prompts in it
-    inside: tuple[Range, ...] = ()
-    outside: tuple[Range, ...] = ()
     replaced: bool = False  # blocks are replaced: kept from the second of its steps on, and dropped after the last
 
-    def runs(self, sigma: float) -> bool:
-        inside, outside = ([low <= sigma <= high for high, low in several] for several in (self.inside, self.outside))
-        return all(inside) and not any(outside)
+    def with_blocks_replaced(self, sigmas: Range) -> Prompt:
+        """What skip-layer guidance makes of it at these sigmas."""
+        return replace(self, runs=lambda sigma: self.runs(sigma) and inside(sigma, sigmas), replaced=True)
+
+    def without(self, sigmas: Range) -> Prompt:
+        return replace(self, runs=lambda sigma: self.runs(sigma) and not inside(sigma, sigmas))
+
+
+def inside(sigma: float, sigmas: Range) -> bool:
+    high, low = sigmas
+    return low <= sigma <= high
 
 
 def running(guider: Any, both: bool = False) -> tuple[str, ...]:
@@ -184,16 +79,17 @@ def prompts_of(guider: Any, names: Sequence[str]) -> list[Prompt]:
     for name in names:
         timed = list(guider.conds[name])
         calculate_start_end_timesteps(sampling, timed)
-        ends = [((one.get("timestep_start", inf), one.get("timestep_end", -inf)),) for one in timed]
-        prompts[name] = [Prompt(name, one, n, len(timed), ends[n]) for n, one in enumerate(timed)]
+        ends = [(one.get("timestep_start", inf), one.get("timestep_end", -inf)) for one in timed]
+        runs = [partial(inside, sigmas=sigmas) for sigmas in ends]
+        prompts[name] = [Prompt(one, runs[n], n, len(timed)) for n, one in enumerate(timed)]
     guided = "middle" if hasattr(guider, "cfg2") and not guider.nested else "positive"
     more = list[Prompt]()
     for sigmas in skip_layer_ranges(guider.model_options):
-        more += [replace(one, inside=(*one.inside, sigmas), replaced=True) for one in prompts.get(guided, ())]
+        more += [one.with_blocks_replaced(sigmas) for one in prompts.get(guided, ())]
     for sigmas in _ranges([guider.model_options.get("sampler_calc_cond_batch_function")], INSTEAD):
         negative = prompts.get("negative", [])
-        more += [replace(one, inside=(*one.inside, sigmas), replaced=True) for one in negative]
-        negative[:] = [replace(one, outside=(*one.outside, sigmas)) for one in negative]
+        more += [one.with_blocks_replaced(sigmas) for one in negative]
+        negative[:] = [one.without(sigmas) for one in negative]
     return [*(one for several in prompts.values() for one in several), *more]
 
 
@@ -210,18 +106,17 @@ def _ranges(functions: Iterable[Any], name: str) -> Iterator[Range]:
                 yield settings["sigma_start"], settings["sigma_end"]
 
 
-def kept_bytes(
+def most_kept(
     phases: Iterable[Sequence[Step]],
     prompts: Sequence[Prompt],
     transformer: Any,
-    blocks: bool,
+    of_blocks: bool,
     shape: Sequence[int],
-    itemsize: int,
     model_options: Mapping[str, Any],
 ) -> int:
-    """The most that residuals take in any of `phases`, the steps of an expert, in each of which all are kept.
+    """The most numbers that residuals have in any of `phases`, the steps of an expert, in each of which all are kept.
 
-    blocks: they are those of the blocks; otherwise outputs of the whole model. shape: of the latents, [B, C, T, Y, X].
+    of_blocks: they are those of the blocks; otherwise outputs of the whole model. shape: of the latents.
     """
     most, before = 0, nan
     windows = windows_of(shape, model_options)
@@ -233,18 +128,15 @@ def kept_bytes(
                 if prompt.replaced and not (now or earlier):
                     residual_counts.pop(n, None)
                 if now and step.index in program.store and (earlier or not prompt.replaced):
-                    residual_counts[n] = sum(numbers_kept(transformer, blocks, one, shape, prompt) for one in windows)
-            most, before = max(most, program.slots * sum(residual_counts.values()) * itemsize), step.sigma
+                    seen = [one for one in windows if one.has(prompt)]
+                    residual_counts[n] = sum(
+                        shape[0] * tokens_seen(transformer, one, shape, prompt.condition) * transformer.dim
+                        if of_blocks
+                        else prod(one.size(shape))
+                        for one in seen
+                    )
+            most, before = max(most, program.slots * sum(residual_counts.values())), step.sigma
     return most
-
-
-def numbers_kept(transformer: Any, blocks: bool, window: Window, size: Sequence[int], prompt: Prompt) -> int:
-    """What a slot has of a prompt in a window of latents of this size."""
-    if not window.has(prompt):
-        return 0
-    if not blocks:
-        return prod(window.size(size))
-    return size[0] * tokens_seen(transformer, window, size, prompt.condition) * transformer.dim
 
 
 @dataclass(frozen=True)

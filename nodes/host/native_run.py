@@ -38,7 +38,7 @@ from wan_core.sampling.steps import Branch
 
 from .native import compute_dtype, run_forward, tokens_of, uncompiled_model, with_room
 from .native_beside import OVERRIDE, check_sparse, check_step_cache, pause, split_earlier, words_after
-from .native_cache import cached_run
+from .native_cache import CachedRun
 from .native_model import STATEFUL, describe, window_schedule
 from .native_reserve import running
 
@@ -131,7 +131,7 @@ class Accelerated:
         cache = None
         if plan is not None and any(step.skipped for step in plan.steps):
             check_step_cache(hooks)
-            cache = cached_run(guider, plan, run.part, noise.shape, self._branches(guider, sampler))
+            cache = CachedRun(guider, plan, run.part, noise.shape, self._branches(guider, sampler))
 
         def stepped(step: int, *arguments: Any) -> None:
             run.pass_step(step, wait)

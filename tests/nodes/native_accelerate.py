@@ -39,12 +39,13 @@ def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
     sparse = importlib.import_module("wan_core.sampling.native.sparse")
     places: list[list[int]] = []
 
-    class Recorded(sparse.NativeSparse):
-        def _state(self, forward: Any, layer: int, rule: Any, grid: Any, q: Any, dense: Any) -> Any:
-            places.append([forward.front, *grid, q.shape[1]])
-            return super()._state(forward, layer, rule, grid, q, dense)
+    real = sparse.with_others
 
-    importlib.import_module("wan_core.sampling.native.attention").NativeSparse = Recorded
+    def recorded(tiles: Any, rule: Any, front: int, length: int) -> Any:
+        places.append([front, *tiles.grid, length])
+        return real(tiles, rule, front, length)
+
+    sparse.with_others = recorded
     results: dict[str, Any] = {}
     for name, (make, extra, size) in variants().items():
         if names and name not in names:

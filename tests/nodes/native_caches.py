@@ -179,7 +179,7 @@ def check_samplers(it: World) -> None:
         "res_multistep": (10, 22),
     }
     keep, sigmas = it.cache.keep_blocks, []
-    it.cache.keep_blocks = lambda *arguments: sigmas.append(float(arguments[3]["sigmas"][0])) or keep(*arguments)
+    it.cache.keep_blocks = lambda *arguments: sigmas.append(float(arguments[2]["sigmas"][0])) or keep(*arguments)
     for sampler in expected:
         plain = sample(model, EULER, sampler=sampler)
         assert (sample(it.cached(model, **never()[0]), EULER, sampler=sampler) == plain).all(), sampler

@@ -156,7 +156,7 @@ def test_blocks_run_exactly_as_often_as_the_plan_says(name, batched):
 
 def storing(cache) -> ForwardInfo:
     """The first forward of which the cache keeps the residual."""
-    return ForwardInfo(next(iter(cache.programs["cond"].store)), ("cond",))
+    return ForwardInfo(next(iter(cache.kept["cond"].program.store)), ("cond",))
 
 
 def test_residuals_go_beneath_what_shards_the_tokens():
@@ -267,7 +267,7 @@ def test_memory_follows_the_plan():
     seer = leave_out(plan, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1)), None)
     only = [dataclasses.replace(s, branches=("cond",), skipped=s.skipped[:1]) for s in seer.phases[0]]
     with residuals(model, only) as cache:
-        assert cache.programs["uncond"].slots == 0 and cache.programs["cond"].slots == 2
+        assert [cache.kept[name].program.slots for name in ("uncond", "cond")] == [0, 2]
         with torch.no_grad():
             model(NOISE, torch.tensor([900.0]), TEXT.cond, storing(cache))
         assert {

@@ -147,6 +147,48 @@ class Residuals:
         return total.to(self.buffer.dtype)
 
 
+class KeptForward:
+    """A forward of `step` that keeps residuals or uses them: of several branches, one after the other along the batch,
+    each with what it keeps. The engine's blocks (`ResidualCache`) and those of ComfyUI's models call it."""
+
+    def __init__(self, states: Sequence[Residuals], step: int) -> None:
+        self.states, self.step = states, step
+        self.slots: list[Tensor | None] = []  # with the tokens before the blocks
+
+    def rows(self, tokens: Tensor) -> list[tuple[Residuals, Tensor]]:
+        """Each branch's of tokens or velocities [N * B, ...]."""
+        return list(zip(self.states, tokens.chunk(len(self.states)), strict=True))
+
+    def reused(self, tokens: Tensor | None = None) -> Tensor:
+        """What a skipped step uses: the residuals, on top of the tokens before the blocks where these are given."""
+        if tokens is None:
+            rows = [state.reused(self.step) for state in self.states]
+        else:
+            rows = [state.reused(self.step, part) for state, part in self.rows(tokens)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def before(self, tokens: Tensor) -> None:
+        """Keep the tokens before the blocks run, in the slots themselves: blocks may work in place."""
+        self.slots = []
+        for state, part in self.rows(tokens):
+            slot = state.slot(self.step, part)
+            self.slots.append(None if slot is None else slot.copy_(part))
+
+    def after(self, tokens: Tensor) -> None:
+        """Make residuals of what is in the slots. tokens: after the blocks."""
+        for slot, (state, part) in zip(self.slots, self.rows(tokens), strict=True):
+            if slot is not None:
+                torch.sub(part, slot, out=slot)
+                state.filled(self.step)
+
+    def output(self, velocities: Tensor) -> None:
+        """Keep what the whole model returns, in place of residuals."""
+        for state, part in self.rows(velocities):
+            if (slot := state.slot(self.step, part)) is not None:
+                slot.copy_(part)
+                state.filled(self.step)
+
+
 class ResidualCache:
     """The runner of one phase that keeps what the blocks add, or adds it in their place.
 
@@ -156,52 +198,19 @@ class ResidualCache:
     name: ClassVar[str] = "residual cache"
     place: ClassVar[Place] = Place.RESIDUALS
 
-    def __init__(self, programs: Mapping[Branch, Program]) -> None:
-        self.programs = programs
-        self.kept: dict[Branch, Residuals] = {}
-
-    def of(self, branch: Branch) -> Residuals:
-        """What a branch keeps."""
-        if branch not in self.kept:
-            self.kept[branch] = Residuals(self.programs[branch])
-        return self.kept[branch]
+    def __init__(self, phase: Sequence[Step]) -> None:
+        self.kept = {branch: Residuals(residual_program(phase, branch)) for branch in BOTH}
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [N * B, L, C] after all blocks."""
-        step, branches, tokens = inputs.info.step, cast("tuple[Branch, ...]", inputs.info.branches), inputs.tokens
-        states = [self.of(branch) for branch in branches]
-        parts = list(zip(states, tokens.chunk(len(branches)), strict=True))
+        branches = cast("tuple[Branch, ...]", inputs.info.branches)
+        forward = KeptForward([self.kept[branch] for branch in branches], inputs.info.step)
         if inputs.info.skip:
-            return joined([stored.reused(step, part) for stored, part in parts])
-        slots = keep_before(parts, step)
+            return forward.reused(inputs.tokens)
+        forward.before(inputs.tokens)
         result = inner(inputs)
-        keep_after(parts, slots, step, result)
+        forward.after(result)
         return result
-
-
-Parts = Sequence["tuple[Residuals, Tensor]"]
-"""The branches of a forward, each with its rows [B, L, C] of the tokens before the blocks."""
-
-
-def joined(rows: list[Tensor]) -> Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def keep_before(parts: Parts, step: int) -> list[Tensor | None]:
-    """Keep the tokens before the blocks run, in the slots themselves: blocks may work in place."""
-    slots = [stored.slot(step, part) for stored, part in parts]
-    for (_, part), slot in zip(parts, slots, strict=True):
-        if slot is not None:
-            slot.copy_(part)
-    return slots
-
-
-def keep_after(parts: Parts, slots: Sequence[Tensor | None], step: int, result: Tensor) -> None:
-    """Make residuals of the tokens in `slots`. result: [N * B, L, C] after the blocks."""
-    for (stored, _), slot, after in zip(parts, slots, result.chunk(len(parts)), strict=True):
-        if slot is not None:
-            torch.sub(after, slot, out=slot)
-            stored.filled(step)
 
 
 @contextmanager
@@ -210,6 +219,6 @@ def residuals(model: WanModel, phase: Sequence[Step]) -> Iterator[ResidualCache 
     if not any(step.skipped for step in phase):
         yield None
         return
-    cache = ResidualCache({branch: residual_program(phase, branch) for branch in BOTH})
+    cache = ResidualCache(phase)
     with model.runners.adding(cache):
         yield cache

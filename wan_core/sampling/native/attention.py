@@ -23,7 +23,7 @@ from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import BACKENDS, CHOSEN, auto_choice
 from wan_core.ops.cards import capability
 from wan_core.sampling.native.run import COMPARED, FORWARD, NativeForward
-from wan_core.sampling.native.sparse import NativeSparse
+from wan_core.sampling.native.sparse import prepare
 
 Override = Callable[..., Tensor]
 COMFYUI = "comfyui"  # in the place of a backend's name: attention to all keys stays ComfyUI's
@@ -137,7 +137,7 @@ class NativeAttention:
         with self.pause():
             sparse = None
             if forward.run.sparse is not None:
-                sparse = NativeSparse(forward.run.sparse).prepare(forward, transformer_options, shaped, kernel)
+                sparse = prepare(forward, transformer_options, shaped, forward.run.sparse, kernel)
             if sparse is not None:
                 qkv.clear()
                 out = sparse(shaped)

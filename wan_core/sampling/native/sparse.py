@@ -20,103 +20,84 @@ from wan_core.config import SparseOptions
 from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sparse.forward import SparseForward
-from wan_core.ops.attention.sparse.kernels import KERNELS, block_length, resolve_kernel
+from wan_core.ops.attention.sparse.kernels import KERNELS, SparseKernel, block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Rule
-from wan_core.ops.attention.tiles import Grid, make_tiles, with_extra
+from wan_core.ops.attention.tiles import Grid, make_tiles
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.native.run import NativeForward
-from wan_core.sampling.sparsity.run import step_rule, wider
+from wan_core.sampling.sparsity.run import step_rule, wider, with_others
 
 Attend = Callable[[list[Tensor]], Tensor]
 """q, k and v [B, L, H, D], in a list that is emptied once they were read -> [B, L, H, D]"""
 
 
-class NativeSparse:
-    def __init__(self, options: SparseOptions) -> None:
-        self.options = options
-
-    def prepare(
-        self,
-        forward: NativeForward,
-        transformer_options: Mapping[str, Any],
-        qkv: Sequence[Tensor],
-        dense: Attention | None,
-    ) -> Attend | None:
-        """What computes attention of `qkv`, [B, L, H, D] each, or None where this call attends to all keys. dense: what
-        computes that, None where it is ComfyUI's."""
-        q, k, v = qkv
-        run, layer = forward.run, transformer_options.get("block_index")
-        sparsity = run.sparsity
-        if not sparsity or k.shape[1] == forward.text:  # a video as long as its text: this may be cross-attention
-            return None
-        if layer is None:
-            run.note("self-attention read all keys: this model does not say which of its blocks calls")
-            return None
-        rule = step_rule(sparsity)
-        assert rule is not None
-        if q.shape[1] != k.shape[1]:
-            return self._frame(forward, layer, rule, q, k, v)
-        grid = grid_of(forward, transformer_options, q.shape[1])
-        if grid is None:
-            run.note(
-                f"self-attention of {q.shape[1]} tokens read all keys: which of them are the {prod(forward.grid)} of "
-                "the video is not known for this model"
-            )
-            return None
-        if dense is None:
-            dense = resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
-        state = self._state(forward, layer, rule, grid, q, dense)
-        run.note_sparse()
-        run.take(f"sparse attention ({state.kernel.name})")
-        return partial(attend, state, dense, forward.front)
-
-    def _state(
-        self, forward: NativeForward, layer: int, rule: Rule, grid: Grid, q: Tensor, dense: Attention
-    ) -> SparseForward:
-        """What this call of `layer` reads, for q [B, L, H, D]."""
-        tokens = q.shape[1]
-        kernel = resolve_kernel(self.options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=dense.takes_fp8)
-        block = block_length(kernel, tokens)
-        tiles = make_tiles(grid, block, q.device)
-        if tokens > len(tiles.order):
-            rule = wider(rule, tiles.blocks, -(-tokens // block))
-            tiles = with_extra(tiles, forward.front, tokens)
-        return SparseForward(
-            kernel=kernel,
-            dense=(dense,),
-            tiles=tiles,
-            rule=rule,
-            slope=self.options.slope,
-            branches=(forward.branches, layer, forward.call(layer), q.device, grid),
+def prepare(
+    forward: NativeForward,
+    transformer_options: Mapping[str, Any],
+    qkv: Sequence[Tensor],
+    options: SparseOptions,
+    dense: Attention | None,
+) -> Attend | None:
+    """What computes attention of `qkv`, [B, L, H, D] each, or None where this call attends to all keys. dense: what
+    computes that, None where it is ComfyUI's."""
+    q, k, v = qkv
+    run, layer, rule = forward.run, transformer_options.get("block_index"), step_rule(forward.run.sparsity)
+    if rule is None or k.shape[1] == forward.text:  # a video as long as its text: this may be cross-attention
+        return None
+    if layer is None:
+        run.note("self-attention read all keys: this model does not say which of its blocks calls")
+        return None
+    if q.shape[1] != k.shape[1]:
+        return prepare_frame(forward, layer, rule, options, q, k, v)
+    grid = grid_of(forward, transformer_options, q.shape[1])
+    if grid is None:
+        run.note(
+            f"self-attention of {q.shape[1]} tokens read all keys: which of them are the {prod(forward.grid)} of "
+            "the video is not known for this model"
         )
+        return None
+    if dense is None:
+        dense = resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
+    kernel, block = kernel_of(options, q, q.shape[1], fp8=dense.takes_fp8)
+    tiles, rule = with_others(make_tiles(grid, block, q.device), rule, forward.front, q.shape[1])
+    state = SparseForward(
+        kernel=kernel,
+        dense=(dense,),
+        tiles=tiles,
+        rule=rule,
+        slope=options.slope,
+        branches=(forward.branches, layer, forward.call(layer), q.device, grid),
+    )
+    run.note_sparse()
+    run.take(f"sparse attention ({kernel.name})")
+    return partial(attend, state, dense, forward.front)
 
-    def _frame(
-        self,
-        forward: NativeForward,
-        layer: int,
-        rule: Rule,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Attend | None:
-        """Prepare sparse attention for one frame of queries, see `prepare`. A layer's first has no other tokens."""
-        options, length = self.options, k.shape[1]
-        if not forward.by_frames or (options.kernel != "auto" and KERNELS[options.kernel].fp8):
-            return None
-        tokens = forward.tokens + forward.frame
-        kernel = resolve_kernel(options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=False)
-        block = block_length(kernel, tokens)
-        if length == forward.tokens:
-            forward.frame_keys = FrameKeys.of(layer, make_tiles(forward.grid, block, q.device), k, v, options.slope)
-        state = forward.frame_keys
-        if state is None or state.layer != layer or length not in (forward.tokens, tokens):
-            return None
-        if length == tokens:
-            rule = wider(rule, state.tiles.blocks, -(-tokens // block))
-        if state.frame == forward.grid[0] - 1:
-            forward.frame_keys = None  # the last of the layer
-        forward.run.take(f"sparse attention ({kernel.name})")
-        return lambda qkv: state.read(qkv[0], qkv[1], qkv[2], rule, kernel)
+
+def kernel_of(options: SparseOptions, q: Tensor, tokens: int, *, fp8: bool) -> tuple[SparseKernel, int]:
+    """The kernel for q [B, L, H, D] among so many tokens, and its block."""
+    kernel = resolve_kernel(options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=fp8)
+    return kernel, block_length(kernel, tokens)
+
+
+def prepare_frame(
+    forward: NativeForward, layer: int, rule: Rule, options: SparseOptions, q: Tensor, k: Tensor, v: Tensor
+) -> Attend | None:
+    """Prepare sparse attention for one frame of queries, see `prepare`. A layer's first has no other tokens."""
+    length, tokens = k.shape[1], forward.tokens + forward.frame
+    if not forward.by_frames or (options.kernel != "auto" and KERNELS[options.kernel].fp8):
+        return None
+    kernel, block = kernel_of(options, q, tokens, fp8=False)
+    if length == forward.tokens:
+        forward.frame_keys = FrameKeys.of(layer, make_tiles(forward.grid, block, q.device), k, v, options.slope)
+    state = forward.frame_keys
+    if state is None or state.layer != layer or length not in (forward.tokens, tokens):
+        return None
+    if length == tokens:
+        rule = wider(rule, state.tiles.blocks, -(-tokens // block))
+    if state.frame == forward.grid[0] - 1:
+        forward.frame_keys = None  # the last of the layer
+    forward.run.take(f"sparse attention ({kernel.name})")
+    return lambda qkv: state.read(qkv[0], qkv[1], qkv[2], rule, kernel)
 
 
 def attend(state: SparseForward, dense: Attention, front: int, qkv: list[Tensor]) -> Tensor:

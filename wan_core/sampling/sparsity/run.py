@@ -91,20 +91,15 @@ class SparseTiles:
         """The order of all tokens, and what every layer reads. Tokens behind the video's come last, are read by every
         block, and read all. Raises OptionError for such tokens around a ring."""
         length = inputs.tokens.shape[1]
-        rule = step_rule(inputs.info.sparsity)
         others = length > prod(inputs.grid)
-        frames_apart = inputs.modulation.shape[1] > 1 and not others
-        tiles = make_tiles(inputs.grid, self.block, inputs.tokens.device, frames_apart=frames_apart)
-        if not others:
-            return tiles, rule
-        if self.around[0].ring_size > 1:
+        if others and self.around[0].ring_size > 1:
             raise OptionError(
                 "sparse attention around a ring does not take tokens beside the video's (reference, motion frames): "
                 "use a mesh without a ring, or leave sparse attention off"
             )
-        if rule is not None:
-            rule = wider(rule, tiles.blocks, -(-length // self.block))
-        return with_extra(tiles, 0, length), rule
+        frames_apart = inputs.modulation.shape[1] > 1 and not others
+        tiles = make_tiles(inputs.grid, self.block, inputs.tokens.device, frames_apart=frames_apart)
+        return with_others(tiles, step_rule(inputs.info.sparsity), 0, length)
 
     def turned(self, rope: Tensor, tiles: Tiles) -> Tensor:
         """The rotation table [L, 1, D / 2, 2] in the order of the tiles, made once."""
@@ -116,6 +111,16 @@ class SparseTiles:
 def step_rule(sparsity: float) -> Rule | None:
     """How many blocks every layer reads in a step of `sparsity`; None: all."""
     return Rule(1 - sparsity) if sparsity else None
+
+
+def with_others(tiles: Tiles, rule: Rule | None, front: int, length: int) -> tuple[Tiles, Rule | None]:
+    """The order of all `length` tokens, of which `tiles` order the video's, and what every layer reads of them by
+    `rule` for the video alone. front: tokens before the video's."""
+    if length == len(tiles.order):
+        return tiles, rule
+    if rule is not None:
+        rule = wider(rule, tiles.blocks, -(-length // tiles.block))
+    return with_extra(tiles, front, length), rule
 
 
 def wider(rule: Rule, video: int, blocks: int) -> Rule:
