@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +65,10 @@ class Reserved:
             ray.kill(actor)
         remove_placement_group(self.group)
 
-    def wait(self, timeout: float, check: Callable[[], None] = lambda: None) -> None:
-        """Until Ray has placed it. `check` is called now and then; may raise. OptionError after `timeout` seconds."""
+    def wait(self, timeout: float) -> None:
+        """Until Ray has placed it. Raises OptionError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.is_ready():
-            check()
             if time.monotonic() > deadline:
                 raise OptionError(
                     f"the cluster had no room for {sum(self.counts)} {self.wanted.kind}s within {timeout:g} s, "

@@ -80,12 +80,6 @@ class Residency:
         if self.policy != "resident":
             self._move_to_host(name, model, waits)
 
-    def adopt(self, name: str, weights: HostWeights) -> None:
-        """Add a model whose weights are in host memory already."""
-        self.models[name], self.host_weights[name] = weights.model, weights
-        if weights.layout not in self.stages:
-            self.stages[weights.layout] = self._stage(weights.model)
-
     def remove(self, name: str) -> None:
         """Forget a model. Its weights are in host memory then, unless they stayed on the device."""
         self.release(name)
@@ -238,7 +232,9 @@ class Residency:
                 f"{name}: weights are not pinned, {needed / GIB:.1f} GiB beside the others would not fit into "
                 f"{(available or 0) / GIB:.1f} GiB of host memory: copies to the device are slower"
             )
-        self.adopt(name, weights)
+        self.host_weights[name] = weights
+        if weights.layout not in self.stages:
+            self.stages[weights.layout] = self._stage(model)
 
     def _stage(self, model: nn.Module) -> Stage:
         if isinstance(model, TextEncoder):
