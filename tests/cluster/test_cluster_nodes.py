@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.comfy, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def mortal(nodes: Nodes) -> Iterator[Nodes]:
     """A second cluster, which a test may end."""
-    cluster_nodes = Nodes()
+    cluster_nodes = Nodes(nodes.temporary)
     yield cluster_nodes
     cluster_nodes.cluster.shutdown()
 
