@@ -199,7 +199,7 @@ class WanCoreLauncher(io.ComfyNode):
                     **ADVANCED,
                     default="auto",
                     tooltip="How the GPUs share the work: guidance x ring x ulysses, for example '2x1x2' for four. "
-                    "'auto' takes the fastest for the size of the video, and refuses what one GPU would do faster.",
+                    "'auto' shares guidance first, then the tokens of the video.",
                 ),
                 io.Int.Input(
                     "start_timeout",
