@@ -41,7 +41,6 @@ class Mesh:
             raise OptionError(
                 f"mesh {self} given; a ring of 1 has no neighbours, so it cannot pass both ways: omit the b"
             )
-
         if self.time < 1:
             raise OptionError(f"mesh time{self.time} given; time must be at least 1, for example time2")
         if self.layers < 1 or (self.layers > 1 and self.cfg * self.shards > 1):
@@ -61,10 +60,9 @@ class Mesh:
         any of them timeN+, or timeN alone. Raises OptionError."""
         timed = re.fullmatch(r"time(\d{1,4})(?:\+(.+))?", text.strip().lower())
         if timed is not None:
-            inner = cls() if timed[2] is None or timed[2].startswith("time") else cls.parse(timed[2])
-            if timed[2] is not None and timed[2].startswith("time"):
+            if (timed[2] or "").startswith("time"):
                 raise OptionError(f"mesh {text!r} given; time is there twice: write time2+1x1x2")
-            return replace(inner, time=int(timed[1]))
+            return replace(cls.parse(timed[2]) if timed[2] else cls(), time=int(timed[1]))
         alone = re.fullmatch(r"layers(\d{1,4})", text.strip().lower())
         if alone is not None:
             return cls(layers=int(alone[1]))
@@ -167,13 +165,8 @@ class RankMesh:
     @classmethod
     def create(cls, mesh: Mesh, device: torch.device, *, timeout: timedelta) -> RankMesh:
         """Make the groups of `mesh` in a process group that is already initialised. Every rank calls it with the same
-        mesh. timeout: of one collective operation. Raises OptionError if the number of ranks differs from the mesh's.
-        """
-        if dist.get_world_size() != mesh.size:
-            raise OptionError(
-                f"mesh {mesh} needs {mesh.size} ranks, but {dist.get_world_size()} were started: "
-                "give another mesh or number of GPUs"
-            )
+        mesh, of as many ranks. timeout: of one collective operation."""
+        assert dist.get_world_size() == mesh.size
         made: dict[tuple[int, ...], ProcessGroup | None] = {}
         rank, everyone = dist.get_rank(), tuple(range(mesh.size))
 
@@ -186,18 +179,13 @@ class RankMesh:
             mine = next(tuple(row) for row in rows if rank in row)
             return Group(made[mine], mine, mine.index(rank))
 
-        rows = mesh.rows()
+        groups = {name: group(rows) for name, rows in mesh.rows().items()}
         control = _new_group(everyone, timeout, "gloo") if mesh.size > 1 else None
         return cls(
             mesh=mesh,
             rank=rank,
             device=device,
-            cfg=group(rows["cfg"]),
-            ring=group(rows["ring"]),
-            ulysses=group(rows["ulysses"]),
-            sequence=group(rows["sequence"]),
-            layers=group(rows["layers"]),
-            time=group(rows["time"]),
+            **groups,
             world=group([list(everyone)]),
             host=group(_host_rows(mesh.size, control)),
             control=control,
