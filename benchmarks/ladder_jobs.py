@@ -107,7 +107,7 @@ WORDS = tuple(f"ours, {word}" for word in ("careful", "balanced", "fast"))
 HD, SD, SQUARE = "1280x720x81", "832x480x81", "640x640x81"
 FAST = "--precision fp8 --attention fast"
 FOUR = "--preset 4-step " + " ".join(
-    f"--lora-{expert} {{models}}/loras/wan2.2_i2v_lightx2v_4steps_lora_v1_{expert}_noise.safetensors"
+    f"--lora {expert}={{models}}/loras/wan2.2_i2v_lightx2v_4steps_lora_v1_{expert}_noise.safetensors"
     for expert in ("high", "low")
 )
 WHOLE = "whole videos, 720p, 40 guided steps"

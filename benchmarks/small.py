@@ -66,7 +66,7 @@ def files(kind: str, scratch: Path, device: torch.device) -> tuple[list[str], Pa
     """Words of `generate` for the model's files, written if they are not there, and the file whose rate is measured."""
     models = scratch / ("tiny" if device.type == "cpu" else "models")
     words = model_words(f"{FILES}{TASK}", scratch, models, device)
-    loras = [f"--lora-{one}={models / 'loras' / lora_file(TASK, one)}" for one in EXPERTS]
+    loras = [f"--lora={one}={models / 'loras' / lora_file(TASK, one)}" for one in EXPERTS]
     words += ["--preset", "4-step", *loras, "--precision", "checkpoint"]
     if device.type == "cpu":
         return words, models / "loras" / lora_file(TASK, EXPERTS[0])

@@ -38,7 +38,7 @@ def test_a_list_on_several_gpus_counts_videos_after_the_first_of_each() -> None:
 
 def test_a_list_of_the_embedded_model(tmp_path: Path) -> None:
     lora = "{models}/loras/wan2.2_i2v_lightx2v_4steps_lora_v1_high_noise.safetensors"
-    setting = f"four steps: --preset 4-step --lora-high {lora}"
+    setting = f"four steps: --preset 4-step --lora high={lora}"
     options = ["--size", "64x64x5", "--runs", "1", "--device", "cpu", "--scratch", str(tmp_path)]
     out = tmp_path / "result.json"
     wrong = ["--setting", "wrong: --steps 0"]  # refused by the command line at once

@@ -363,9 +363,12 @@ def test_a_video_with_a_lora(lora_file):
 
 def test_parse_of_the_command_line(tmp_path):
     assert LoraOptions.parse("a.safetensors:0.8") == LoraOptions(path="a.safetensors", strength=0.8)
-    assert LoraOptions.parse("a.safetensors", "low") == LoraOptions(path="a.safetensors", expert="low")
+    assert LoraOptions.parse("low=a.safetensors") == LoraOptions(path="a.safetensors", expert="low")
     assert LoraOptions.parse(r"C:\loras\a.safetensors").path == r"C:\loras\a.safetensors"
     assert LoraOptions.parse(r"C:\loras\a.safetensors:2").strength == 2
+    expected = LoraOptions(path=r"C:\a=b.safetensors", strength=0.5, expert="high")
+    assert LoraOptions.parse(r"high=C:\a=b.safetensors:0.5") == expected
+    assert LoraOptions.parse("a=b.safetensors") == LoraOptions(path="a=b.safetensors")
     (tmp_path / "odd:1").touch()
     assert LoraOptions.parse(str(tmp_path / "odd:1")) == LoraOptions(path=str(tmp_path / "odd:1"))
     with pytest.raises(OptionError, match="strength"):

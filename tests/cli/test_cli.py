@@ -18,7 +18,7 @@ FAST = ["--model", "tiny", "--steps", "2", "--frames", "5", "--size", "64x48", "
 def test_generate_writes_video_latents_and_report(tmp_path, capsys):
     out, latents, report = tmp_path / "x.mp4", tmp_path / "keep.safetensors", tmp_path / "x.json"
     arguments = ["generate", *FAST, "--prompt", CAPTION, "--out", str(out)]
-    arguments += ["--seed", "3", "--solver", "dpm++", "--guidance-low", "1"]
+    arguments += ["--seed", "3", "--solver", "dpm++", "--guidance", "/1"]
     assert main([*arguments, "--save-latents", str(latents), "--report", str(report)]) == 0
     frames = read_video(out)
     assert frames.shape == (5, 48, 64, 3)
@@ -65,10 +65,7 @@ def test_video_to_video_and_nag(tmp_path, capsys):
         (["--from-video", str(before), "--denoise", "0.95", "--steps", "4"], "leaves nothing of the video"),
         (["--from-video", str(before), "--frames", "13"], "has 9 frames at 8 frames per second, and 13 are asked for"),
         (["--from-video", str(tmp_path / "none.mp4")], "none.mp4"),
-        (["--guidance-high", "3", "--guidance-low", "3", "--nag", "5"], "every step has guidance"),
+        (["--guidance", "3", "--nag", "5"], "every step has guidance"),
     ]:
-        refused_arguments = (
-            base if "--guidance-high" not in arguments else [word for word in base if word not in ("--guidance", "1")]
-        )
-        assert main([*refused_arguments, *arguments]) == 2
+        assert main([*base, *arguments]) == 2
         assert message in capsys.readouterr().err, arguments

@@ -21,7 +21,7 @@ def test_the_help_shows_every_default(name: str) -> None:
     parser = build_parser().commands[name]
     text = " ".join(parser.format_help().split())
     for action in parser._actions:
-        says_something = action.default not in (None, [], "==SUPPRESS==") and action.default is not False
+        says_something = action.default not in (None, [], (), "==SUPPRESS==") and action.default is not False
         if action.option_strings and says_something:
             own = text[text.rindex(action.option_strings[-1] + " ") :]
             assert f"(default {action.default})" in own or "default" in (action.help or ""), action.option_strings

@@ -32,11 +32,11 @@ FULL = [TASKS[name] for name in NAMES]
 # Each draw takes at most one of a row.
 CHOICES = (
     ("", "--steps 12", "--steps 4", "--steps 0", "--shift 0", "--boundary 2", "--preset 4-step", "--preset template"),
-    ("", "--frames 97", "--frames 33", "--frames 16", "--frames 0", "--clip-frames 33 --overlap 1", "--clip-frames 32"),
-    ("", "--overlap 3", "--clip-frames 33"),
+    ("", "--frames 97", "--frames 33", "--frames 16", "--frames 0", "--clip-frames 33/1", "--clip-frames 32"),
+    ("", "--clip-frames /3", "--clip-frames 33"),
     ("", "--sparse 0.8125/0", "--sparse 0.5/0:ramp0", "--sparse 0"),
     ("", "--magcache 0.24/1/0.1", "--taylorseer 2/1/0.2", "--speed balanced"),
-    ("", "--guidance 1", "--guidance 200", "--guidance-low 2"),
+    ("", "--guidance 1", "--guidance 200", "--guidance /2"),
     ("", "--solver heun", "--solver lcm", "--solver euler"),
     (
         "",
@@ -50,7 +50,7 @@ CHOICES = (
 )
 SINGLE = [option for row in CHOICES for option in row if option]
 PARSER = build_parser()
-IN_CLIPS = ("--clip-frames", "--overlap", "--denoise")  # of one clip, and of steps, which memory does not depend on
+IN_CLIPS = ("--clip-frames", "--denoise")  # of one clip, and of steps, which memory does not depend on
 
 
 def drawn_options(number: int) -> list[str]:

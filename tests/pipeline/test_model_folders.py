@@ -123,6 +123,6 @@ def test_host_memory_is_checked_on_a_cpu(capsys) -> None:
     check_host(parts, None)
     with pytest.raises(OptionError, match="on a CPU these models take"):
         check_host(parts, needed - 1)
-    arguments = ["generate", "--model", "tiny", "--device", "cpu", "--prompt", "x", "--host-memory-limit", "0.001"]
+    arguments = ["generate", "--model", "tiny", "--device", "cpu", "--prompt", "x", "--memory-limit", "/0.001"]
     assert main(arguments) == 2
     assert "GiB of host memory" in capsys.readouterr().err

@@ -188,7 +188,7 @@ def test_a_task_that_cannot_says_so(task: str) -> None:
     ("more", "message"),
     [
         (["--keyframe", "40"], "--svi and keyframes given"),
-        (["--overlap", "1"], "begin with 5 or 9 or 13 frames"),
+        (["--clip-frames", "/1"], "begin with 5 or 9 or 13 frames"),
         (["--clip-frames", "80"], "a clip has 4n"),
     ],
 )

@@ -93,7 +93,7 @@ def test_command_line(tmp_path, capsys):
     assert "40 steps, unipc" in capsys.readouterr().out
     assert main(["plan", "--lora", str(path), "--preset", "none", "--steps", "7"]) == 0
     assert "7 steps, unipc" in capsys.readouterr().out
-    assert main(["plan", "--preset", "8-step-guided", "--guidance-low", "2"]) == 0
+    assert main(["plan", "--preset", "8-step-guided", "--guidance", "/2"]) == 0
     assert "16 forwards" in capsys.readouterr().out
     assert main(["plan", "--lora", str(tmp_path / "absent.safetensors")]) == 2
     assert "absent.safetensors does not exist" in capsys.readouterr().err

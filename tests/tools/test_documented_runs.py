@@ -186,7 +186,7 @@ def test_every_lora_for_four_steps_of_the_tables(names: tuple[str, ...], enter: 
     enter("commands.md")
     kind = "i2v" if "i2v" in names[0] else "t2v"
     of = next(model for model in models_of(COMFY_ORG, "diffusion_models") if f"_{kind}_" in model[0])
-    loras = experts(names, "--lora-high", "--lora-low")
+    loras = [f"--lora={expert}={folder_of(name)}/{name}" for expert, name in zip(("high", "low"), names, strict=False)]
     arguments = [*example(of[0]), *experts(of, "--high", "--low"), *parts(of[0]), *loras, "--out", "four.mp4"]
     run([*arguments, "--report", "four.json", "--overwrite"], capfd)
     settings = json.loads(Path("four.json").read_text())["settings"]

@@ -34,11 +34,11 @@ from wan_core.sampling.plan import Plan
 from wan_core.workers.rank import BetweenBlocks, agreements
 
 # Once, one rank asked 22 times in this run, and the other 16.
-REPORTED = "--guidance-low 1 --sparse 0.7/0 --solver unipc --shift 12 --steps 4"
+REPORTED = "--guidance /1 --sparse 0.7/0 --solver unipc --shift 12 --steps 4"
 # Each draw takes one of a row.
 CHOICES = (
     ("--steps 4", "--steps 12", "--steps 11 --shift 12"),
-    ("", "--guidance-low 1", "--guidance 1", "--guidance-low 1 --nag 11"),
+    ("", "--guidance /1", "--guidance 1", "--guidance /1 --nag 11"),
     (
         "",
         "",

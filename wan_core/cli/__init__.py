@@ -23,7 +23,6 @@ from wan_core.cli.inform import PLANNED_TASK, run_check, run_doctor, run_inspect
 from wan_core.cli.libraries import missing_library
 from wan_core.cli.models import add_models_options, run_models
 from wan_core.cli.options import (
-    add_lora_options,
     add_memory_plan_options,
     add_model_options,
     add_overwrite_option,
@@ -208,13 +207,13 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = task_table()
     parser.add_argument("--model", help=f"{table(LoadOptions)['model'].help}: the plan is for its task and files")
     parser.add_argument("--task", help=f"one of {', '.join(TASKS)} (default: that of --model, else {PLANNED_TASK})")
-    parser.add_argument("--high", type=Path, help="the expert's file or folder: uses the MagCache curve beside it")
-    parser.add_argument("--low", type=Path, help="the low-noise expert's; its name may say that it is step-distilled")
+    parser.add_argument("--high", help="the expert's file or folder: uses the MagCache curve beside it")
+    parser.add_argument("--low", help="the low-noise expert's; its name may say that it is step-distilled")
     parser.add_argument("--image", action="store_true", help="plan a video that starts from an image (TI2V-5B)")
     known = {"type": int, "metavar": "FRAME", "help": "show this frame as known; may be repeated"}
     starts = {**known, "help": "a prompt begins at this frame, counted from 0; may be repeated"}
     add_options(parser, Request, ["keyframes", "prompts_at"], keyframes=known, prompts_at=starts)
-    add_lora_options(parser)
+    add_options(parser, LoadOptions, ["loras"])
     add_plan_options(parser)
     add_window_options(parser)
     add_options(parser, Request, ["nag", "control"])

@@ -32,7 +32,7 @@ def request_of(options: argparse.Namespace) -> Request:
 
 def load_options_of(options: argparse.Namespace) -> LoadOptions:
     """The load options that the parsed arguments describe. Raises OptionError."""
-    return from_values(LoadOptions, vars(options))
+    return from_values(LoadOptions, values_of(options))
 
 
 def run_warmup(options: argparse.Namespace) -> int:

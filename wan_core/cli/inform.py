@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wan_core.cli.options import MEMORY, outputs_of, values_of, window_of
+from wan_core.cli.options import outputs_of, values_of, window_of
 from wan_core.config import QUANTIZED, Keyframe, LoadOptions, OptionError, PromptAt, Request
 from wan_core.config.checks import near_file
 from wan_core.config.file_names import NAMING
@@ -53,14 +53,11 @@ def run_quantize(options: argparse.Namespace) -> int:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    if options.host_memory_limit is not None:
-        raise OptionError("--host-memory-limit changes nothing in a plan, which says what is needed: leave it out")
+    if "host_memory_limit" in (options.memory_limit or {}):
+        raise OptionError("a limit of host memory changes nothing in a plan, which says what is needed: leave it out")
     if options.memory:
-        if any(
-            one is not None for one in (options.clip_frames, options.overlap, options.svi, options.seconds_per_forward)
-        ):
-            others = "--clip-frames, --overlap, --svi and --seconds-per-forward"
-            raise OptionError(f"--memory is of one clip: leave out {others}")
+        if any(one is not None for one in (options.clip_frames, options.svi, options.seconds_per_forward)):
+            raise OptionError("--memory is of one clip: leave out --clip-frames, --svi and --seconds-per-forward")
         plan = asked_plan(options)
         assert plan.long is not None
         if options.frames is not None:
@@ -74,7 +71,7 @@ def run_plan(options: argparse.Namespace) -> int:
     long = plan.long
     assert plan.task is not None and long is not None
     seconds = whole_seconds(plan, options.seconds_per_forward)
-    cut = any(one is not None for one in (options.frames, options.clip_frames, options.overlap, options.svi))
+    cut = any(one is not None for one in (options.frames, options.clip_frames, options.svi))
     if options.json:
         more: dict[str, Any] = {"clips": [clip._asdict() for clip in long.clips]} if cut else {}
         more |= {} if seconds is None else {"seconds": round(seconds, 3)}
@@ -126,18 +123,16 @@ def facts_of(
     """The files that `generate` would take, and what they are; without a model, a file and LoRAs, those of the task.
     Raises CheckpointError or OptionError."""
     embedded = options.task is not None and options.task.lower().endswith("-tiny")
-    high, low = (None if path is None else str(path) for path in (options.high, options.low))
     loras = tuple(Path(lora.path) for lora in options.loras if lora.strength)
     check_loras(loras)
-    if options.model is None and high is None and low is None and not embedded:
+    if options.model is None and options.high is None and options.low is None and not embedded:
         task = find_task(options.task or PLANNED_TASK)  # without torch
         return ModelFacts(task=task, dit=task.full_size, vae=task.vae, loras=loras, all_files=bool(loras))
     from wan_core.pipeline.loras import lora_files
     from wan_core.pipeline.sources import find_transformers, for_request
 
     model = "tiny" if embedded and options.model is None else options.model
-    named = LoadOptions(model=model, task=options.task, high=high, low=low, loras=tuple(options.loras))
-    named = for_request(named, request)
+    named = for_request(from_values(LoadOptions, values_of(options), model=model), request)
     found = find_transformers(named, image=bool(request.pictures))
     if found.why:
         say(f"task: {found.task.name} ({found.why})")
@@ -182,22 +177,23 @@ def run_memory_plan(options: argparse.Namespace, task_name: str) -> int:
     from wan_core.pipeline.memory_planning import host_room
 
     cuda = torch.device("cuda", 0)
-    if options.memory_limit is None and not torch.cuda.is_available():
+    limit = None if options.memory_limit is None else options.memory_limit["memory_limit"]
+    if limit is None and not torch.cuda.is_available():
         raise OptionError("this machine has no GPU: give the memory of one in GiB, for example --memory-limit 24")
     model = options.model or ("tiny" if task_name.endswith("-tiny") else f"random:{task_name}")
     task = None if model.startswith("random:") else task_name
-    memory = {name: getattr(options, name) for name in ("precision", "compile", *MEMORY)}
-    load_options = LoadOptions(model=model, task=task, **memory)
-    others = dict.fromkeys(("image", "keyframes", "prompts_at", "denoise", "clip_frames", "overlap", "svi"))
-    request = from_values(Request, values_of(options), prompt="", **others)
+    values = values_of(options)
+    load_options = from_values(LoadOptions, values, model=model, task=task, high=None, low=None, loras=())
+    others = dict.fromkeys(("image", "keyframes", "prompts_at", "denoise"))
+    request = from_values(Request, values, prompt="", **others)
     image = bool(options.image) or task_name.startswith("i2v")
     kernels = not torch.cuda.is_available() or fused.why_not(cuda) is None  # another machine is taken to have them
     sizes, beside = task_memory(load_options, request, image=image, fused=kernels)
-    here = device_room(cuda) if options.memory_limit is None else limited(options.memory_limit)
-    host = host_room() if options.memory_limit is None else None  # another machine's is not known
+    here = device_room(cuda) if limit is None else limited(limit)
+    host = host_room() if limit is None else None  # another machine's is not known
     plan = plan_memory(sizes, beside, here, options.residency, options.resident_blocks, host=host)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
-    if not options.json and torch.cuda.is_available() and (choices := choices_on(cuda, options.memory_limit)):
+    if not options.json and torch.cuda.is_available() and (choices := choices_on(cuda, limit)):
         print("\n".join(choice_lines(choices)))
     if not plan.fits:
         print(f"it does not fit: {SMALLER}", file=sys.stderr)

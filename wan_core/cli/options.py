@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan_core.cli.parsing import add_options, argument
-from wan_core.config import Keyframe, LoadOptions, LoraOptions, OptionError, PlanNumbers, Request, SkipOptions
+from wan_core.config import Keyframe, LoadOptions, OptionError, PlanNumbers, Request, SkipOptions
 from wan_core.config.checks import near_file
 from wan_core.config.limits import MAX_JSON
 from wan_core.config.model_files import download_hint
@@ -39,29 +38,6 @@ MODEL_INPUTS = ("--lora", *(f"--{name.replace('_', '-')}" for name, one in table
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     task = {"help": (table(LoadOptions)["task"].help or "").format(tasks=", ".join(TASKS))}
     add_options(parser.add_argument_group("models"), LoadOptions, task=task)
-    add_lora_options(parser)
-
-
-def add_lora_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("LoRAs (FILE, or FILE:STRENGTH; each option may be repeated)")
-    helps = {
-        "auto": "for the expert that the file's metadata or name contains, else for both",
-        "high": "for the high-noise expert",
-        "low": "for the low-noise expert",
-    }
-    for expert, help in helps.items():
-        group.add_argument(
-            "--lora" if expert == "auto" else f"--lora-{expert}",
-            dest="loras",
-            action="append",
-            default=[],
-            type=argument(partial(LoraOptions.parse, expert=expert)),
-            metavar="FILE",
-            help=help,
-        )
-
-
-MEMORY = ("residency", "resident_blocks", "memory_limit", "host_memory_limit")
 
 
 def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +50,8 @@ def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
         "precision": {"default": "bf16", "help": "of transformer and text encoder"},
         "compile": {"help": "as `generate` would compile"},
     }
-    add_options(group, LoadOptions, ["precision", "compile", *MEMORY], **changed)
+    names = ["precision", "compile", "residency", "resident_blocks", "memory_limit"]
+    add_options(group, LoadOptions, names, **changed)
 
 
 def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True) -> None:
@@ -126,12 +103,7 @@ def camera(text: str) -> str:
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (default: the task's own)")
-    names = list(table(PlanNumbers))
-    guidance = names.index("guidance_high")
-    add_options(group, PlanNumbers, names[:guidance])
-    group.add_argument("--guidance", type=float, help="for both experts")
-    changed = {"solver": {"choices": tuple(SCHEDULES)}, "preset": {"choices": PRESETS}}
-    add_options(group, PlanNumbers, names[guidance:], **changed)
+    add_options(group, PlanNumbers, solver={"choices": tuple(SCHEDULES)}, preset={"choices": PRESETS})
     group = parser.add_argument_group("step caching and sparse attention (default: off)")
     add_options(group, SkipOptions)
 
@@ -153,8 +125,7 @@ def inputs_of(options: argparse.Namespace) -> dict[str, str | Path]:
         if isinstance(one, Keyframe):
             inputs[f"--keyframe {one.frame}={one.path}: the picture"] = one.path
     for number, lora in enumerate(getattr(options, "loras", ())):
-        option = "--lora" if lora.expert == "auto" else f"--lora-{lora.expert}"
-        inputs[option if number == 0 else f"{option} (number {number + 1})"] = lora.path
+        inputs["--lora" if number == 0 else f"--lora (number {number + 1})"] = lora.path
     return inputs
 
 
@@ -192,13 +163,9 @@ def task_table() -> str:
 
 def values_of(options: argparse.Namespace) -> dict[str, Any]:
     """The parsed arguments by the names of the fields of options. Raises OptionError."""
-    values = vars(options).copy()
-    if options.guidance is not None:
-        if options.guidance_high is not None or options.guidance_low is not None:
-            raise OptionError("--guidance sets both experts; omit it, or omit --guidance-high and --guidance-low")
-        values |= {"guidance_high": options.guidance, "guidance_low": options.guidance}
-    if isinstance(values.get("size"), tuple):
-        values["width"], values["height"] = options.size
+    values: dict[str, Any] = {}
+    for name, value in vars(options).items():
+        values |= value if isinstance(value, dict) else {name: value}
     return values | {"skip": skip_of(options)}
 
 

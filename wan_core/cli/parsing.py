@@ -158,14 +158,15 @@ def add_options(
 def _arguments(one: Option) -> dict[str, Any]:
     """What argparse needs for one option. Without a default it is None where it is not given."""
     default = one.default
-    made = {"help": one.help, "metavar": one.metavar, "choices": one.choices}
+    made = {"help": one.help, "metavar": one.metavar, "choices": one.choices or None}
     if one.type is bool:
         made["action"] = argparse.BooleanOptionalAction if default is None else "store_true"
     else:
-        made["type"] = one.type if one.type in (int, float) else None
-        made["type"] = made["type"] if one.reader is None else argument(one.reader)
+        reader = one.of_fields if one.fields else one.reader
+        plain = one.type if one.type in (int, float) else None
+        made["type"] = plain if reader is None else argument(reader)
         made |= {"action": Once if one.once else Several if one.several else None, "default": default}
-    return {name: value for name, value in made.items() if value not in (None, "", ())}
+    return {name: value for name, value in made.items() if value not in (None, "")}
 
 
 def program() -> str:

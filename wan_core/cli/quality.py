@@ -15,9 +15,9 @@ from wan_core.cli.options import (
     skip_of,
     values_of,
 )
+from wan_core.cli.parsing import add_options
 from wan_core.cli.progress import ProgressLine
 from wan_core.config import OptionError, Request
-from wan_core.config.checks import parse_size
 from wan_core.config.table import from_values
 
 # The default settings of `quality`: the words of speed, what they consist of, MagCache as published, TaylorSeer.
@@ -83,8 +83,7 @@ def _add_shared_options(
     )
     group.add_argument("--negative-prompt", help="default: the task's own, as of `generate`")
     group.add_argument("--image", help="first frame, for models that take one")
-    group.add_argument("--size", help=f"WIDTHxHEIGHT (default: {size})")
-    group.add_argument("--frames", type=int, help="4n + 1")
+    add_options(group, Request, ["width", "frames"], width={"help": f"WIDTHxHEIGHT (default: {size})"})
     group.add_argument("--count", type=int, default=count, help="number of videos (default %(default)s)")
     group.add_argument("--seed", type=int, default=0, help="of the first video; it increases by 1 for each video")
     if batch:
@@ -138,5 +137,4 @@ def _request(options: argparse.Namespace) -> Request:
     """What all samples share except for caption and seed. Raises OptionError."""
     if skip_of(options) is not None:
         raise OptionError(f"{options.command} measures the full run: omit options for step caching and sparsity")
-    width, height = parse_size(options.size) if options.size else (None, None)
-    return from_values(Request, values_of(options), prompt="", width=width, height=height)
+    return from_values(Request, values_of(options), prompt="")

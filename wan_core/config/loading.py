@@ -35,17 +35,20 @@ class LoraOptions:
             raise OptionError(f"strength {self.strength} given for {self.path}; allowed are -100 to 100, 1 as trained")
 
     @classmethod
-    def parse(cls, text: str, expert: str = "auto") -> LoraOptions:
-        """`FILE` or `FILE:STRENGTH`. Raises OptionError."""
-        path, colon, number = text.rpartition(":")
-        if colon and path and not Path(text).exists():
+    def parse(cls, text: str) -> LoraOptions:
+        """`FILE` or `FILE:STRENGTH`, after `high=` or `low=` for that expert. Raises OptionError."""
+        expert, _, file = text.partition("=")
+        if expert not in ("high", "low"):
+            expert, file = "auto", text
+        path, colon, number = file.rpartition(":")
+        if colon and path and not Path(file).exists():
             try:
                 return cls(path=path, strength=float(number), expert=expert)
             except OptionError:
                 raise
             except ValueError:
                 pass  # a colon in a path, as in C:\\loras
-        return cls(path=text, expert=expert)
+        return cls(path=file, expert=expert)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +138,14 @@ class LoadOptions:
         None, help="blocks that stay on the device while the others stream (default: as many as fit)", metavar="N"
     )
     memory_limit: float | None = option(
-        None, help="use at most this much device memory, to plan and run as on a smaller GPU", metavar="GIB"
-    )
-    host_memory_limit: float | None = option(
         None,
-        help="use at most this much host memory for weights that wait there, and for what Animate-2 prepares; "
-        "other weights stay in their mapped files (default: what is available)",
-        metavar="GIB",
+        fields=("memory_limit", "host_memory_limit"),
+        help="use at most so much device memory, to plan and run as on a smaller GPU; and so much host memory for "
+        "weights that wait there, and for what Animate-2 prepares (other weights stay in their mapped files). /64 "
+        "limits host memory alone (default: what is available)",
+        metavar="GIB[/HOST]",
     )
+    host_memory_limit: float | None = None
     lora_mode: str = option(
         "auto",
         choices=LORA_MODES,
@@ -155,7 +158,15 @@ class LoadOptions:
         advanced=True,
         added=True,
     )
-    loras: tuple[LoraOptions, ...] = ()
+    loras: tuple[LoraOptions, ...] = option(
+        (),
+        flag="lora",
+        help="a LoRA, for the expert that its metadata or name contains, else for both; high=FILE or low=FILE: for "
+        "that expert; FILE:0.8: at this strength; may be repeated",
+        metavar="[EXPERT=]FILE[:STRENGTH]",
+        parse=LoraOptions.parse,
+        several=True,
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -92,7 +92,11 @@ class ScheduleNumbers:
     )
     guidance_high: float | None = option(
         None,
-        help="",
+        flag="guidance",
+        fields=("guidance_high", "guidance_low"),
+        shared=True,
+        help="how strongly steps follow the prompt, 1 turns guidance off: one number for both experts, or two",
+        metavar="HIGH[/LOW]",
         tip="How strongly the high-noise steps follow the prompt (CFG). 1 turns guidance off, which halves the "
         "time. {own}.",
         shown=0.0,
@@ -103,7 +107,6 @@ class ScheduleNumbers:
     )
     guidance_low: float | None = option(
         None,
-        help="",
         tip="The same for the low-noise steps. {own}.",
         shown=0.0,
         least=0,

@@ -291,25 +291,31 @@ class Request(PlanNumbers):
         None, help="what the driving video shows (Animate-2; default: the prompt)", text=True
     )
     pose_strength: float | None = option(
-        None, low=0, high=10, help="how strongly the driving video counts (Animate-2; 1)"
+        None,
+        low=0,
+        high=10,
+        fields=("pose_strength", "reference_strength"),
+        help="how strongly the driving video counts, and the reference (Animate-2; default 1/1)",
+        metavar="POSE[/REFERENCE]",
     )
-    reference_strength: float | None = option(
-        None, low=0, high=10, help="how strongly the reference counts (Animate-2; 1)"
-    )
+    reference_strength: float | None = option(None, low=0, high=10)
     face_guidance: bool | None = option(
         None,
         help="guidance above 1 also leads away from a still face; without it, from the negative prompt alone "
         "(Animate; default: it does)",
     )
     clip_frames: int | None = option(
-        None, help="make a longer video in clips of N frames (default: the family's)", metavar="N"
+        None,
+        fields=("clip_frames", "overlap"),
+        help="make a longer video in clips of N frames, of which OVERLAP are the last of the clip before (default: the "
+        "family's)",
+        metavar="N[/OVERLAP]",
     )
-    overlap: int | None = option(None, help="N of them are the last frames of the clip before", metavar="N")
+    overlap: int | None = None
     svi: bool | None = option(
         None,
         help="clips of SVI 2.0 Pro, with its LoRAs: each is made of --image as its anchor and of the last latents of "
-        "the clip before, with a seed of its own (A14B image-to-video; 81 frames and an overlap of 5 where "
-        "--clip-frames and --overlap are not given)",
+        "the clip before, with a seed of its own (A14B image-to-video; default: --clip-frames 81/5)",
     )
     match_colours: float | None = option(
         None,
@@ -326,7 +332,11 @@ class Request(PlanNumbers):
         metavar="SCALE/TAU/ALPHA",
     )
     width: int | None = option(
-        None, flag="size", help="WIDTHxHEIGHT in pixels (default: the task's, or the image's aspect)", parse=parse_size
+        None,
+        flag="size",
+        fields=("width", "height"),
+        help="WIDTHxHEIGHT in pixels (default: the task's, or the image's aspect)",
+        parse=parse_size,
     )
     height: int | None = None
     frames: int | None = option(None, help="4n + 1")

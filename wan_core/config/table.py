@@ -13,6 +13,7 @@ import functools
 import types
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from math import isfinite
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from wan_core.config.checks import OptionError, check_choice, check_range
@@ -29,7 +30,8 @@ class Option:
     help, metavar: of the command line, which has no option for a field without help. flag: its name there, where it is
     not the field's. parse: text -> value, where the type alone does not say it. once: it names one file, and a second
     one is refused. several: it may be repeated, and the field is a tuple of what `parse` returns. path: it names a file
-    or folder that is read. text: it may hold any characters.
+    or folder that is read. text: it may hold any characters. fields: those that it sets there, by numbers between
+    slashes (`of_fields`); the first declares it. shared: one number alone is of all of them.
 
     tip: the widget's tooltip. shown, least, most: the widget's default and range where they are not those of the field.
     step, digits: the widget's step and rounding. advanced: the page folds it away. added: it came after others, so that
@@ -51,6 +53,8 @@ class Option:
     several: bool = False
     path: bool = False
     text: bool = False
+    fields: tuple[str, ...] = ()
+    shared: bool = False
     tip: str = ""
     shown: Any = None
     least: float | None = None
@@ -74,6 +78,21 @@ class Option:
     def reader(self) -> Callable[[str], Any] | None:
         """text -> value; None: the type alone says it."""
         return self.parse or (getattr(self.type, "parse", None) if self.nested else None)
+
+    def of_fields(self, text: str) -> dict[str, float]:
+        """The values of `fields` that a text names: `81/5`, `81`, or `/5`. Raises OptionError."""
+        if self.parse is not None:
+            return dict(zip(self.fields, self.parse(text), strict=True))
+        parts = text.split("/")
+        parts *= len(self.fields) if self.shared and len(parts) == 1 else 1
+        try:
+            values = {name: self.type(part) for name, part in zip(self.fields, parts, strict=False) if part}
+            if values and len(parts) <= len(self.fields) and all(map(isfinite, values.values())):
+                return values
+        except (ValueError, OverflowError):
+            pass
+        numbers = "whole numbers" if self.type is int else "numbers"
+        raise OptionError(f"{text[:40]!r} given; write {self.metavar} in {numbers}")
 
 
 def option(default: Any = MISSING, **facts: Any) -> Any:

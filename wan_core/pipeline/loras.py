@@ -120,7 +120,7 @@ def lora_notes(used: Mapping[str, Sequence[ExpertFile]]) -> list[str]:
         mine = [one for one in used.get(expert, ()) if one.expert == expert]
         if mine and not any(one.expert == other for several in used.values() for one in several):
             lacking = f"none is for the {other}-noise expert: if it is one of a pair, add the other file; if it is for "
-            lacking += "both, give it for both (input expert, --lora-high and --lora-low)"
+            lacking += "both, give it for both (inputs high and low, --lora high=FILE and --lora low=FILE)"
             notes.append(f"LoRA {mine[0].says}, and {lacking}")
     return notes
 

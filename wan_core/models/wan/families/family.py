@@ -129,7 +129,9 @@ class InputReaders(NamedTuple):
 
 def option(field: str) -> str:
     """The option of the command line for a field of a request."""
-    return "--" + table(Request)[field].flag.replace("_", "-")
+    options = table(Request)
+    declared = next((one for one in options.values() if field in one.fields), options[field])
+    return "--" + declared.flag.replace("_", "-")
 
 
 def given_fields(request: Request, fields: Iterable[str]) -> list[str]:
