@@ -8,7 +8,7 @@ from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
 
 from wan_core.config import MagCacheOptions, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.config.table import from_values
-from wan_core.sampling.cache.magcache import CURVE_FILES
+from wan_core.sampling.cache.curves import SUFFIX
 from wan_core.sampling.cache.skipping import skip_words
 
 from . import host
@@ -60,7 +60,7 @@ class WanCoreSkipping(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
         """The curves beside the models, so that the node runs again when one changes."""
-        return host.stamps("diffusion_models", CURVE_FILES.suffix)
+        return host.stamps("diffusion_models", SUFFIX)
 
     @classmethod
     def execute(cls, cache: str, **numbers: Any) -> io.NodeOutput:

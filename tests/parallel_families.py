@@ -30,7 +30,7 @@ from wan_core.parallel.mesh import gather_parts
 from wan_core.parallel.sequence import shard_lengths
 from wan_core.parallel.weights import load_sharded_dit
 from wan_core.pipeline.settings import find_quantization
-from wan_core.sampling.cache.magcache import Curve
+from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan, make_plan

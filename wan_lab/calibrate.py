@@ -17,7 +17,7 @@ from wan_core.config import OptionError
 from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
-from wan_core.sampling.cache.magcache import Curve, curve_name
+from wan_core.sampling.cache.curves import Curve, curve_name
 from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, Ready, denoise

@@ -23,10 +23,9 @@ from wan_core.models.wan.families import family_of
 from wan_core.pipeline.decode import decode_images
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.cache.magcache import CURVE_FILES, curve_path
+from wan_core.sampling.cache.curves import ASSETS, curve_path, write_curve
 from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import check_cacheable, leave_out
-from wan_core.sampling.calibration_files import is_embedded
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Ready
 from wan_core.sampling.plan import Plan
@@ -67,7 +66,7 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     older = None if options.overwrite else keep_old(out)
     if older is not None:
         show(f"the older {out.name} is kept as {older}")
-    CURVE_FILES.write(curve, out)
+    write_curve(curve, out)
     for numbers in ("0.12/2/0.2", "0.24/2/0.1"):
         skip = SkipOptions(magcache=MagCacheOptions.parse(numbers))
         print(f"{numbers:<10} {leave_out(plan, skip, curve).forward_words()}")
@@ -91,7 +90,7 @@ def curve_path_of(checkpoint: Path | None, task: str, *, image: bool) -> Path:
     """The path of the curve beside a checkpoint. Raises OptionError for random weights and the embedded model."""
     if checkpoint is None:
         raise OptionError("random weights have no file to write the curve beside: give its path with --out")
-    if is_embedded(checkpoint):
+    if ASSETS in checkpoint.absolute().parents:
         raise OptionError("the curve of the embedded model cannot be replaced: give another path with --out")
     return curve_path(checkpoint, task, image=image)
 

@@ -25,7 +25,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.pipeline.settings import find_quantization
-from wan_core.sampling.cache.magcache import find_curve
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import make_plan

@@ -31,7 +31,7 @@ from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TEDelayedLinear
 from wan_core.pipeline.loras import Wanted, attachable
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.cache.magcache import find_curve
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.denoise import last_runs

@@ -19,7 +19,7 @@ from wan_core.media.video import read_video
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.embedded import parse_caption
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.magcache import CURVE_FILES
+from wan_core.sampling.cache.curves import read_curve
 from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan
@@ -72,7 +72,7 @@ def test_calibrate_writes_a_curve_that_is_found_again(tmp_path, capsys):
     out = tmp_path / "my.magcache.json"
     command = ["calibrate", *SMALL, "--count", "3", "--batch", "2", "--out", str(out)]
     assert main(command) == 0
-    curve = CURVE_FILES.read(out)
+    curve = read_curve(out)
     assert (curve.task, curve.steps, curve.samples, curve.solver) == ("t2v-tiny", 10, 3, "unipc")
     assert all(0.3 < r < 3 for r in (*curve.cond, *curve.uncond)) and curve.cond != curve.uncond
     printed = capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_a_video_begins_anew_in_calibration():
 
 @pytest.mark.parametrize("task", ["t2v-tiny", "i2v-tiny"])
 def test_the_embedded_model_brings_its_own_curve(task, tiny_assets):
-    curve = CURVE_FILES.read(tiny_assets / f"{task}.magcache.json")
+    curve = read_curve(tiny_assets / f"{task}.magcache.json")
     assert curve.task == task and curve.steps == 40 and curve.samples
     assert curve.high_steps == sum(s.expert == "high" for s in make_plan(task=task, steps=40).steps)
     plan = make_plan(task=task, steps=40)

@@ -118,7 +118,7 @@ def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: d
     import torch
 
     from wan_core.config import SkipOptions
-    from wan_core.sampling.cache.magcache import find_curve
+    from wan_core.sampling.cache.curves import find_curve
     from wan_core.sampling.cache.skipping import leave_out
     from wan_core.sampling.conditioning import Conditioning
     from wan_core.sampling.denoise import Ready, denoise

@@ -13,7 +13,7 @@ from tests.comfyui import ComfyUI, Graph, make_base, serving
 from tests.nodes.comfy_files import MAGCACHE
 from tools.embedded_graphs import SMALL, TINY, loaders, node, sampler
 from wan_core.pipeline.sources import TINY as FILES
-from wan_core.sampling.cache.magcache import CURVE_FILES, find_curve
+from wan_core.sampling.cache.curves import find_curve, write_curve
 
 pytestmark = pytest.mark.comfy
 
@@ -99,7 +99,7 @@ def test_a_curve_beside_the_model_is_used_and_read_again_when_it_changes(comfy: 
     path = comfy.base / "models" / "diffusion_models" / "mine_high.magcache.json"
     curve = find_curve(None, "t2v-A14B")
     assert curve is not None
-    CURVE_FILES.write(curve, path)
+    write_curve(curve, path)
     graph = loaders("mine_high.safetensors", "mine_low.safetensors") | {"c": node("WanCoreSkipping", **MAGCACHE)}
     graph["plan"] = node("WanCorePlanPreview", model=["model", 0], skipping=["c", 0])
     try:

@@ -29,7 +29,7 @@ from wan_core.models.wan.families.clips import Clip
 from wan_core.pipeline.clips import KeptClips, remove_kept
 from wan_core.pipeline.pipeline import Pipeline, Result
 from wan_core.pipeline.run import Watch
-from wan_core.sampling.cache.magcache import CURVE_FILES, find_curve
+from wan_core.sampling.cache.curves import find_curve, write_curve
 from wan_core.workers.video_list import KEY, ListedVideo
 
 REFUSED, ANOTHER = "refused", "another"
@@ -100,14 +100,14 @@ def read_latents(path: Path) -> Any:
     return latents.tolist() if settings == {"prompt": "mine"} else ANOTHER
 
 
-def write_curve(folder: Path, what: str) -> Path:
+def write_kept_curve(folder: Path, what: str) -> Path:
     curve, path = CURVES["t2v-A14B"], folder / "high.magcache.json"
     if what in ("swapped", "another's"):
         curve = CURVES["ti2v-5B" if what == "swapped" else "i2v-A14B"]
     if what == "nan":
         curve = replace(curve)
         object.__setattr__(curve, "cond", (float("nan"), *curve.cond[1:]))
-    return CURVE_FILES.write(curve, path)
+    return write_curve(curve, path)
 
 
 def write_video(folder: Path, what: str) -> Path | None:
@@ -134,7 +134,7 @@ def read_listed(path: Path) -> Any:
 KINDS = {
     "clip": Kind(write_clip, read_clip, unsealed=False),
     "latents": Kind(write_latents, read_latents, unsealed=False, named=True),
-    "curve": Kind(write_curve, lambda path: find_curve(path.with_name("high.safetensors"), "t2v-A14B")),
+    "curve": Kind(write_kept_curve, lambda path: find_curve(path.with_name("high.safetensors"), "t2v-A14B")),
     "listed video": Kind(write_video, read_listed),
 }
 

@@ -14,11 +14,7 @@ from wan_core.config import (
     OptionError,
     SkipOptions,
 )
-from wan_core.sampling.cache.magcache import (
-    CURVE_FILES,
-    curve_path,
-    find_curve,
-)
+from wan_core.sampling.cache.curves import curve_path, find_curve, read_curve, write_curve
 from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards
 from wan_core.sampling.plan import make_plan
@@ -51,12 +47,12 @@ def test_a_curve_beside_the_checkpoint_comes_first(tmp_path):
     assert find_curve(None, "ti2v-5B", image=True) == CURVES["ti2v-5B-image"]
     assert find_curve(checkpoint, "unknown") is None
     mine = replace(CURVES["t2v-A14B"], source="mine", cond=(0.5,) * 40)
-    path = CURVE_FILES.write(mine, curve_path(checkpoint, "t2v-A14B"))
+    path = write_curve(mine, curve_path(checkpoint, "t2v-A14B"))
     assert path.name == "wan2.2_t2v_high_noise_14B_fp16.magcache.json"
     assert find_curve(checkpoint, "t2v-A14B") == mine
     folder = tmp_path / "high_noise_model"
     folder.mkdir()
-    CURVE_FILES.write(mine, curve_path(folder, "t2v-A14B"))
+    write_curve(mine, curve_path(folder, "t2v-A14B"))
     assert find_curve(folder, "t2v-A14B") == mine
     with pytest.raises(OptionError, match="calibrate"):
         leave_out(make_plan(), SkipOptions(magcache=MagCacheOptions.parse("0.1/2/0.1")), None)
@@ -80,7 +76,7 @@ def test_models_in_one_folder_have_curves_of_their_own(tmp_path):
     written = {}
     for name, task, image in models:
         mine = replace(CURVES["ti2v-5B"], task=f"{task}-image" if image and task == "ti2v-5B" else task, source=name)
-        path = CURVE_FILES.write(mine, curve_path(tmp_path / name, task, image=image))
+        path = write_curve(mine, curve_path(tmp_path / name, task, image=image))
         assert path not in written and path.parent == tmp_path
         written[path] = mine
     for (name, task, image), mine in zip(models, written.values(), strict=True):
@@ -89,12 +85,12 @@ def test_models_in_one_folder_have_curves_of_their_own(tmp_path):
 
 def test_a_curve_of_another_task_is_refused(tmp_path):
     checkpoint = tmp_path / "wan2.2_t2v.safetensors"
-    CURVE_FILES.write(CURVES["ti2v-5B"], curve_path(checkpoint, "t2v-A14B"))
+    write_curve(CURVES["ti2v-5B"], curve_path(checkpoint, "t2v-A14B"))
     with pytest.raises(OptionError, match="curve of ti2v-5B, and the model is t2v-A14B"):
         find_curve(checkpoint, "t2v-A14B")
     # without one for images, that of the same weights without an image is the next best; the reverse is another model
     assert find_curve(checkpoint, "ti2v-5B", image=True) == CURVES["ti2v-5B"]
-    CURVE_FILES.write(CURVES["ti2v-5B-image"], curve_path(checkpoint, "ti2v-5B"))
+    write_curve(CURVES["ti2v-5B-image"], curve_path(checkpoint, "ti2v-5B"))
     with pytest.raises(OptionError, match="ti2v-5B-image"):
         find_curve(checkpoint, "ti2v-5B")
 
@@ -118,10 +114,10 @@ TEXTS = ["", "[]", "{}", "1", "null", "[" * 100_000, '{"format":' * 50_000, json
 def test_a_damaged_curve_is_refused(tmp_path, text):
     path = tmp_path / "x.magcache.json"
     path.write_text(json.dumps(GOOD))
-    assert CURVE_FILES.read(path).cond == (1, 0.9, 0.9)
+    assert read_curve(path).cond == (1, 0.9, 0.9)
     path.write_text(text)
     with pytest.raises(OptionError, match="calibrate"):
-        CURVE_FILES.read(path)
+        read_curve(path)
 
 
 def test_plan_knows_images_and_refuses_a_file_that_is_not_there(tmp_path, capsys):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.sampling.family_runs import CONFIGS, DRIVEN, conditioned, difference, plan_for, prepared_model, run
 from wan_core.config import MagCacheOptions, SkipOptions, SparseOptions, TaylorSeerOptions
 from wan_core.execution.memory.residency import Residency
-from wan_core.sampling.cache.magcache import Curve, skip_magcache
+from wan_core.sampling.cache.curves import Curve
+from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.sparsity.schedule import sparsify

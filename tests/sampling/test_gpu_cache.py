@@ -15,7 +15,7 @@ from wan_core.config import (
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
-from wan_core.sampling.cache.magcache import find_curve
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import make_plan

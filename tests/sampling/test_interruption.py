@@ -15,7 +15,8 @@ from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TEDelayedLinear
-from wan_core.sampling.cache.magcache import find_curve, skip_magcache
+from wan_core.sampling.cache.curves import find_curve
+from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.policies import skip_taylorseer
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import Plan, make_plan

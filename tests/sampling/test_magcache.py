@@ -15,16 +15,12 @@ from wan_core.config import (
     SkipOptions,
     TaylorSeerOptions,
 )
-from wan_core.sampling.cache.magcache import (
-    CURVE_FILES,
-    PUBLISHED,
-    Curve,
-    skip_magcache,
-)
+from wan_core.sampling.cache.curves import PUBLISHED, Curve, read_curve
+from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.plan import make_plan
 
-CURVES = {path.stem: CURVE_FILES.read(path) for path in sorted(PUBLISHED.glob("*.json"))}
+CURVES = {path.stem: read_curve(path) for path in sorted(PUBLISHED.glob("*.json"))}
 
 
 # ----------------------------------------------------------------------------------------------- the published rule

@@ -16,7 +16,7 @@ from wan_core.config import (
     SkipOptions,
     TaylorSeerOptions,
 )
-from wan_core.sampling.cache.magcache import find_curve
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part, with_evaluations

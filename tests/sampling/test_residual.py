@@ -22,7 +22,7 @@ from wan_core.config import (
     TaylorSeerOptions,
 )
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place
-from wan_core.sampling.cache.magcache import find_curve
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import residual_program, residuals
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise

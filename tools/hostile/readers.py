@@ -30,7 +30,7 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.pipeline import metadata
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.magcache import CURVE_FILES
+from wan_core.sampling.cache.curves import read_curve
 
 CAPTION = "a red circle moving right on a blue background"
 LORA_SHAPES = expected_shapes(lora.LORA_MODEL)
@@ -90,7 +90,7 @@ def read_json(path: Path) -> None:
         file.write_bytes(content)
         try:
             if name == "x.magcache.json":
-                CURVE_FILES.read(file)
+                read_curve(file)
             else:
                 load_dit(path.parent / ("a.safetensors" if name == "config.json" else name))
         except ValueError as fault:

@@ -4,11 +4,7 @@ A reused residual is too large or too small by the product of the ratios since i
 while the sum of |1 - product| over the steps since then stays below `threshold`, and at most `max_skips` steps are
 skipped in a row. Each guidance branch decides for itself, as settings such as E012K2R20 were published.
 
-The residual is the sum that all blocks add to the tokens. For each step t and branch a curve holds the mean over tokens
-of ||residual_t|| / ||residual_(t-1)||, measured once per model (`python -m wan_core calibrate`); it depends little on
-the prompt. At the change of expert the ratio compares two different models and has no meaning (0.655 for text-to-video
-A14B). A curve is a small JSON file. Published curves are in `assets/curves`, a
-calibrated one lies beside its checkpoint.
+The residual is the sum that all blocks add to the tokens; `curves` says what a curve holds.
 
 Source: Ma et al., "MagCache: Fast Video Generation with Magnitude-Aware Cache", 2025, arXiv:2506.09045, and
 MagCache4Wan2.2.
@@ -16,19 +12,16 @@ MagCache4Wan2.2.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, isfinite
-from pathlib import Path
+from math import ceil
 
-from wan_core.config import MagCacheOptions, OptionError
-from wan_core.models.wan.families import find_task
-from wan_core.sampling.calibration_files import ASSETS, CalibrationFiles, Measured
+from wan_core.config import MagCacheOptions
+from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.steps import Branch, Step
 
-PUBLISHED = ASSETS / "curves"
+BRANCHES: tuple[Branch, ...] = ("cond", "uncond")
 
 
 def skip_magcache(plan: Plan, options: MagCacheOptions, curve: Curve) -> Plan:
@@ -57,9 +50,6 @@ def mark(plan: Plan, skipped: Sequence[tuple[Branch, ...]], order: float) -> Pla
 def retained(steps: int, retention: float) -> int:
     """Number of steps at the start of an expert's phase that are always computed: at least one."""
     return max(1, ceil(steps * retention - 1e-9))
-
-
-# --------------------------------------------------------------------------------------------------------------- rules
 
 
 @dataclass(frozen=True)
@@ -106,9 +96,6 @@ def published_rule(plan: Plan, options: MagCacheOptions, curve: Curve) -> list[t
     return skipped
 
 
-BRANCHES: tuple[Branch, ...] = ("cond", "uncond")
-
-
 def _eligible(plan: Plan, count: int, retention: float) -> bool:
     """Whether retention allows skipping forward number `count`."""
     forwards = 2 * len(plan.steps)
@@ -120,77 +107,9 @@ def _eligible(plan: Plan, count: int, retention: float) -> bool:
     return count >= int(split * retention) and not split <= count <= (forwards - split) * retention + split
 
 
-# -------------------------------------------------------------------------------------------------------------- curves
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve(Measured):
-    """`cond` and `uncond` hold a ratio for every step; the first ratio of each expert has no meaning. `high_steps` is
-    the number of steps of the high-noise expert; with one model, of all steps. Raises OptionError."""
-
-    high_steps: int
-    shift: float
-    boundary: float
-    solver: str
-    samples: int | None  # number of videos measured; None: unknown
-    cond: tuple[float, ...]
-    uncond: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        ratios = (*self.cond, *self.uncond)
-        fits = len(self.cond) == len(self.uncond) and 0 <= self.high_steps <= len(self.cond)
-        if not fits or len(self.cond) < 2 or not all(isfinite(r) and r > 0 for r in ratios):
-            raise OptionError(
-                f"the MagCache curve of {self.task} has {len(self.cond)} and {len(self.uncond)} ratios, "
-                f"{self.high_steps} of them high-noise; both branches need the same number, each above 0: calibrate it"
-            )
-
-    @property
-    def steps(self) -> int:
-        return len(self.cond)
-
-
 def nearest(values: Sequence[float], count: int) -> list[float]:
     """`values` resampled to `count` values, first and last kept: index round(i * (len - 1) / (count - 1))."""
     last = len(values) - 1
     if count < 2:
         return list(values[-count:]) if count else []
     return [values[round(i * last / (count - 1))] for i in range(count)]
-
-
-CURVE_FILES = CalibrationFiles(
-    kind=Curve,
-    what="a MagCache curve",
-    format="wancore-magcache-curve/1",
-    suffix=".magcache.json",
-    digits={"cond": 5, "uncond": 5},
-)
-
-
-def curve_name(task: str, image: bool) -> str:
-    """The task's name in a curve: TI2V has one curve for videos that start from an image and one for the others."""
-    return f"{task}-image" if image and find_task(task).image == "first frame" else task
-
-
-def curve_path(checkpoint: Path, task: str, *, image: bool = False) -> Path:
-    """The path of the curve for the file or folder of the high-noise expert or only transformer.
-
-    image: the video starts from an image (TI2V)."""
-    name = curve_name(task, image)
-    return CURVE_FILES.beside(checkpoint, name, name.removeprefix(task))
-
-
-def find_curve(checkpoint: Path | None, task: str, *, image: bool = False) -> Curve | None:
-    """The curve beside a checkpoint, else the one of its task in this package, else None.
-
-    image: TI2V starts from an image; the curve for that case is preferred, the one without an image second. Raises
-    OptionError for what is no file, for a file that is damaged, or measured for another task.
-    """
-    names = tuple(dict.fromkeys((curve_name(task, image), task)))
-    places: list[Path] = []
-    if checkpoint is not None:
-        places += [curve_path(checkpoint, task, image=n != task) for n in names]
-        places += [checkpoint.parent / f"{n}{CURVE_FILES.suffix}" for n in names]
-    places += [*(PUBLISHED / f"{n}.json" for n in names), ASSETS / "tiny" / f"{task}{CURVE_FILES.suffix}"]
-    path = next(filter(os.path.lexists, places), None)
-    return None if path is None else CURVE_FILES.read(path, names)

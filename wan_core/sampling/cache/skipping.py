@@ -11,7 +11,8 @@ from wan_core.config.file_names import file_says
 from wan_core.config.printing import command
 from wan_core.config.table import slashes
 from wan_core.models.wan.families import check_sparse
-from wan_core.sampling.cache.magcache import Curve, find_curve, skip_magcache
+from wan_core.sampling.cache.curves import Curve, find_curve
+from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.policies import skip_taylorseer
 from wan_core.sampling.cache.speed import MIN_STEPS, PRECISION, at_speed
 from wan_core.sampling.control import with_passes
