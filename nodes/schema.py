@@ -27,6 +27,7 @@ NODES = {  # part of the page's menu -> its nodes, which begin with WanCore
 }
 CATEGORIES = {f"WanCore{name}": f"WanCore/{part}" for part, names in NODES.items() for name in names.split()}
 
+ROUND = 0.0001  # to which a widget's number is rounded: finer than any step
 INPUTS: dict[type, Any] = {int: io.Int, float: io.Float, bool: io.Boolean, str: io.Combo}  # by a widget's default
 
 
@@ -64,7 +65,7 @@ def _widget(name: str, one: Option, changed: Mapping[str, Any]) -> Any:
         limits = {"min": one.low if one.least is None else one.least, "max": one.high if one.most is None else one.most}
         settings |= {key: type(default)(limit) for key, limit in limits.items() if limit is not None}
         settings |= {} if one.step is None else {"step": one.step}
-        settings |= {} if one.digits is None else {"round": one.digits}
+        settings |= {"round": ROUND} if isinstance(default, float) else {}
     settings |= changed
     return INPUTS[type(default)].Input(settings.pop("id", name), **settings)
 

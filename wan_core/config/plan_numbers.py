@@ -76,7 +76,6 @@ class ScheduleNumbers:
         least=0,
         most=100,
         step=0.1,
-        digits=0.001,
     )
     boundary: float | None = option(
         None,
@@ -87,7 +86,6 @@ class ScheduleNumbers:
         least=0,
         most=1,
         step=0.005,
-        digits=0.0001,
         advanced=True,
     )
     guidance_high: float | None = option(
@@ -103,7 +101,6 @@ class ScheduleNumbers:
         least=0,
         most=100,
         step=0.1,
-        digits=0.01,
     )
     guidance_low: float | None = option(
         None,
@@ -112,7 +109,6 @@ class ScheduleNumbers:
         least=0,
         most=100,
         step=0.1,
-        digits=0.01,
     )
     solver: str | None = option(
         None,

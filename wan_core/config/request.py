@@ -34,7 +34,6 @@ class NagOptions(Checked):
         advice="11 is usual for Wan, 1 has no effect",
         tip="How far attention moves away from the negative prompt. 11 is usual for Wan; 1 has no effect.",
         step=0.1,
-        digits=0.001,
     )
     tau: float = option(
         2.5,
@@ -44,7 +43,6 @@ class NagOptions(Checked):
         advice="2.5 is usual for Wan",
         tip="The result may be at most this many times as large as without. 2.5 is usual for Wan.",
         step=0.1,
-        digits=0.001,
     )
     alpha: float = option(
         0.25,
@@ -54,7 +52,6 @@ class NagOptions(Checked):
         advice="0.25 is usual for Wan, 0 has no effect",
         tip="Share of the guided result; the rest is what it was. 0.25 is usual for Wan; 0 has no effect.",
         step=0.01,
-        digits=0.001,
     )
 
     @classmethod

@@ -19,7 +19,6 @@ RETENTION = {
     "tip": "Share of each expert's steps, from its first one, that are always computed.",
     "shown": 0.2,
     "step": 0.05,
-    "digits": 0.001,
     "advanced": True,
 }
 
@@ -40,7 +39,6 @@ class MagCacheOptions(Checked):
         high=10,
         shown=0.12,
         step=0.01,
-        digits=0.0001,
     )
     max_skips: int = option(
         name="magcache skips in a row",

@@ -27,7 +27,6 @@ class SparseOptions(Checked):
         tip="Sparse attention: the share of the key blocks that attention does not read; 0 reads all.",
         shown=0.0,
         step=0.05,
-        digits=0.0001,
     )
     dense_steps: float = option(
         0.05,
@@ -37,7 +36,6 @@ class SparseOptions(Checked):
         advice="a share of the steps",
         tip="Share of the steps, from the first one, with dense attention. These steps fix the layout of the video.",
         step=0.05,
-        digits=0.001,
     )
     ramp: float = option(
         0.3,
@@ -47,7 +45,6 @@ class SparseOptions(Checked):
         tip="Share of the steps, from the first one, that read twice as many blocks as later steps, at most half of "
         "all. Has no effect at a sparsity of 0.5 or less.",
         step=0.05,
-        digits=0.001,
         advanced=True,
         prefix="ramp",
     )

@@ -34,8 +34,7 @@ class Option:
     slashes (`of_fields`); the first declares it. shared: one number alone is of all of them.
 
     tip: the widget's tooltip. shown, least, most: the widget's default and range where they are not those of the field.
-    step, digits: the widget's step and rounding. advanced: the page folds it away. added: it came after others, so that
-    saved prompts may lack it.
+    step: the widget's. advanced: the page folds it away. added: it came after others: saved prompts may lack it.
 
     prefix: before the number in the short form. words: words of the short form -> the value that each stands for.
     """
@@ -60,7 +59,6 @@ class Option:
     least: float | None = None
     most: float | None = None
     step: float | None = None
-    digits: float | None = None
     advanced: bool = False
     added: bool = False
     prefix: str | None = None

@@ -84,10 +84,10 @@ class Guided:
         both = any("uncond" in step.branches or step.nag for step in phase)
         self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
         device, nag = next(iter(model.parameters())).device, plan.nag
-        self.prompts: dict[tuple[int, int], Prompts] = {}  # by their numbers
         self.nag_numbers = None if nag is None else nag_numbers(nag, device)
         self.driving_inputs = family_of(model.config).driving_inputs
-        self.prepared: tuple[tuple[int, int], bool] | None = None
+        self.prompts: Prompts | None = None
+        self.prepared: tuple[tuple[int, int], bool] | None = None  # which texts `prompts` are of, and whether undriven
         self.passes = 0  # forwards over driving videos since the last step
         self.prepare(phase[0])
 
@@ -96,9 +96,8 @@ class Guided:
         text changes or the driving video is read or not."""
         if self.prepared == (step.texts, step.undriven):
             return
-        self.prompts.clear()  # keys and values of all blocks: make room for the next
-        self.prepared = None
-        self.prompts[step.texts] = self.prepare_prompts(step.texts, step.undriven)
+        self.prompts = self.prepared = None  # keys and values of all blocks: make room for the next
+        self.prompts = self.prepare_prompts(step.texts, step.undriven)
         self.prepared = step.texts, step.undriven
 
     def prepare_prompts(self, texts: tuple[int, int], undriven: bool) -> Prompts:
@@ -175,22 +174,23 @@ class Guided:
         skipped: tuple[Branch, ...],
     ) -> dict[Branch, Tensor]:
         """The velocity of each branch that the step has."""
+        prompts = self.prompts
+        assert prompts is not None
 
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
             return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, step.control)
 
         def forward(branch: Branch) -> Tensor:
-            texts = {numbers: one.of(branch, step.nag) for numbers, one in self.prompts.items()}
-            return self.model(inputs, time, texts[step.texts], info((branch,), branch in skipped))
+            return self.model(inputs, time, prompts.of(branch, step.nag), info((branch,), branch in skipped))
 
         if self.run_branches is not None:
             config = self.model.config
             shape = inputs.shape[0], config.out_channels, *inputs.shape[2:]
             return self.run_branches(step.branches, forward, shape)
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
+            assert prompts.both is not None
             run = info(step.branches, bool(skipped))
-            texts = {numbers: one.both for numbers, one in self.prompts.items() if one.both is not None}
-            both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), texts[step.texts], run)
+            both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), prompts.both, run)
             return dict(zip(step.branches, both.chunk(2), strict=True))
         return {branch: forward(branch) for branch in step.branches}
 
