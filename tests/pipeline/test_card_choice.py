@@ -68,9 +68,7 @@ def values(capability: Capability, gib: float, runs) -> dict[str, str]:
 
 def test_what_is_missing_changes_the_choice():
     everything, nothing = lambda kind, name: True, lambda kind, name: False
-    assert values((8, 6), 24, everything) == {
-        "precision": "int8", "attention": "auto (flash2)", "residency": "swap", "cache": "none"
-    }  # fmt: skip
+    assert values((8, 6), 24, everything) == {"precision": "int8", "attention": "auto (flash2)", "residency": "swap"}
     short = values((8, 6), 24, nothing)
     assert short["precision"] == "fp8-weights" and short["attention"] == "auto (sdpa)"
     blocks = [values((8, 9), 16, lambda kind, _, k=k: kind != "kernels" or k)["residency"] for k in (True, False)]

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from wan_core.cli.generate import request_of
 from wan_core.cli.options import add_request_options
-from wan_core.cli.parsing import MOST_REPEATED, finite, plain_words
+from wan_core.cli.parsing import MOST_REPEATED, Parser, plain_words
 from wan_core.config import RANDOM_SEED, LoadOptions, OptionError, Request
 from wan_core.config.checks import meant_hint, near_file
 from wan_core.config.durable import DamagedFile, check_seal
@@ -31,12 +31,8 @@ REPEATED = {name for name, one in table(Request).items() if one.several}  # fiel
 TEXTS = {name for name, one in table(Request).items() if one.text}  # that may hold any characters
 
 
-class LineParser(argparse.ArgumentParser):
-    """Raises OptionError where argparse would end the program."""
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.register("type", float, finite)
+class LineParser(Parser):
+    """Raises OptionError where the command line would end the program."""
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(plain_words(message))

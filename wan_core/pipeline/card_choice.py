@@ -1,4 +1,4 @@
-"""The right choice by card: precision, attention, residency and cache, each with its reason.
+"""The right choice by card: precision, attention and residency, each with its reason.
 
 `card_choices` is the one function: `doctor` and `plan --memory` print it for the card that is there and for what runs
 there, and `tools/readme_tables.py` writes the table of docs/choices.md with it. Names come from `wan_core.ops.cards`,
@@ -30,11 +30,9 @@ from wan_core.pipeline.memory_planning import beside_plan
 from wan_core.pipeline.settings import PartToLoad, compute_dtype
 from wan_core.pipeline.sources import find_models
 from wan_core.sampling.build import ModelFacts
-from wan_core.sampling.cache.settings import parse_setting
 from wan_core.sampling.plan import Plan
 
 TASK, HEAD_DIM = "t2v-A14B", 128
-CACHE = "speed:balanced"
 Runs = Callable[[str, str], bool]
 """(kind, name) -> whether it runs: kind is "attention", "precision" or "kernels" (name "fused")."""
 
@@ -48,10 +46,9 @@ class Choice:
 
 def card_choices(card: Capability, gib: float, runs: Runs) -> tuple[Choice, ...]:
     """For a card of this compute capability with so many GiB. Raises OptionError for less memory than CUDA takes."""
-    kernels = runs("kernels", "fused")
     precision = _precision(card, gib, runs)
-    plan = _plan(precision.value, gib, kernels)
-    return precision, _attention(card, runs), _residency(plan, gib), _cache(precision.value, plan, gib, kernels)
+    plan = _plan(precision.value, gib, runs("kernels", "fused"))
+    return precision, _attention(card, runs), _residency(plan, gib)
 
 
 def runs_on(device: torch.device) -> Runs:
@@ -115,22 +112,13 @@ def _residency(plan: MemoryPlan, gib: float) -> Choice:
     return Choice("residency", f"{plan.policy}{blocks}", takes)
 
 
-def _cache(precision: str, plain: MemoryPlan, gib: float, kernels: bool) -> Choice:
-    with_cache = _residency(_plan(precision, gib, kernels, cached=True), gib).value
-    same = with_cache == _residency(plain, gib).value
-    effect = "which fits beside the rest" if same else f"with which residency is: {with_cache}"
-    return Choice("cache", "none", f"a cache changes results, so only by name: {CACHE}, {effect}")
-
-
-def _plan(precision: str, gib: float, kernels: bool, cached: bool = False) -> MemoryPlan:
-    return plan_memory(*_needs("bf16" if precision == "checkpoint" else precision, kernels, cached), limited(gib))
+def _plan(precision: str, gib: float, kernels: bool) -> MemoryPlan:
+    return plan_memory(*_needs("bf16" if precision == "checkpoint" else precision, kernels), limited(gib))
 
 
 @functools.cache
-def _needs(precision: str, kernels: bool, cached: bool) -> tuple[Sizes, Beside]:
-    options = LoadOptions(model=f"random:{TASK}", precision=precision)
-    skip = parse_setting(CACHE) if cached else None
-    return task_memory(options, Request(prompt="", skip=skip), fused=kernels)
+def _needs(precision: str, kernels: bool) -> tuple[Sizes, Beside]:
+    return task_memory(LoadOptions(model=f"random:{TASK}", precision=precision), Request(prompt=""), fused=kernels)
 
 
 def task_memory(

@@ -12,13 +12,7 @@ from itertools import groupby
 from math import isfinite
 from typing import Any, NamedTuple
 
-from wan_core.config import (
-    EXACT,
-    NagOptions,
-    OptionError,
-    SparseOptions,
-    check_choice,
-)
+from wan_core.config import EXACT, NagOptions, OptionError, SparseOptions, check_choice
 from wan_core.config.table import stated
 from wan_core.models.wan.families import TASKS, Task, find_task
 from wan_core.models.wan.families.clips import LongVideo

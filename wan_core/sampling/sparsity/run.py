@@ -18,12 +18,7 @@ from wan_core.config import OptionError, SparseOptions
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.registry import BACKENDS
-from wan_core.ops.attention.sparse.forward import (
-    SparseAttention,
-    SparseBehindFp8,
-    SparseForward,
-    SparseFp8Attention,
-)
+from wan_core.ops.attention.sparse.forward import SparseAttention, SparseBehindFp8, SparseForward, SparseFp8Attention
 from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.tiles import Grid, Tiles, make_tiles, with_extra
