@@ -20,7 +20,7 @@ from wan_core.execution.report import Report
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.pictures import save_picture
 from wan_core.models.wan.families import family_of
-from wan_core.pipeline.decode import decode_images
+from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.curves import ASSETS, curve_path, write_curve
@@ -266,7 +266,7 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
     seconds = time.perf_counter() - begin
     rules = family_of(models.task).clips
     own = latents[:, :, rules.leading if rules is not None and rules.always else 0 :]
-    images = decode_images(models.vae(), own, report, dtype=torch.uint8)
+    images = torch.from_numpy(decode_latents(models.vae(), own, report))
     return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards)
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.decoded import decode_images
 from wan_core import OptionError, load_text_encoder, load_vae
 from wan_core.execution.report import Report
 from wan_core.media.preview import TINY as TINY_MAP
@@ -32,7 +33,7 @@ from wan_core.models.wan.families.wan.inputs import (
     known_first,
     known_frames,
 )
-from wan_core.pipeline.decode import decode_images, decode_latents
+from wan_core.pipeline.decode import decode_latents
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.conditioning import empty_latents
 from wan_lab.shapes import SCENES, draw

@@ -9,7 +9,7 @@ from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.families import TASKS, find_task
 from wan_core.pipeline import check, run
-from wan_core.pipeline.check import check_tensor, memory_of, size_notes
+from wan_core.pipeline.check import check_activation, memory_of, size_notes
 from wan_core.pipeline.pipeline import Pipeline
 
 CPU = torch.device("cpu")
@@ -30,11 +30,11 @@ def test_a_tensor_that_exceeds_all_memory_is_refused(monkeypatch: pytest.MonkeyP
     room = memory_of(CPU)
     assert room is None or room > 2**28
     monkeypatch.setattr(check, "total_bytes", lambda: 1000)
-    check_tensor("the latents", (10, 25), 4, CPU)
-    with pytest.raises(OptionError, match=r"the latents of this video \(10 x 26\) alone would take .*smaller size"):
-        check_tensor("the latents", (10, 26), 4, CPU)
+    check_activation((10, 25), 4, CPU)
+    with pytest.raises(OptionError, match=r"an activation of this video \(10 x 26\) alone would take .*smaller size"):
+        check_activation((10, 26), 4, CPU)
     monkeypatch.setattr(check, "total_bytes", lambda: None)
-    check_tensor("the latents", (2**40,), 4, CPU)
+    check_activation((2**40,), 4, CPU)
 
 
 def test_the_command_line_refuses_before_it_draws_noise(monkeypatch: pytest.MonkeyPatch) -> None:

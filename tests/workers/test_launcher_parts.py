@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.decoded import decode_images
 from tests.workers.running_workers import LEAST, MESH, SMALL, ranks, run
 from tools.processes import memory_of
 from wan_core import load_text_encoder, load_vae, make_plan
@@ -24,7 +25,6 @@ from wan_core.models.text.tokenizer import TokenCount
 from wan_core.models.text.umt5 import PromptCache
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.wan.inputs import join_image
-from wan_core.pipeline.decode import decode_images
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.encode import encode_images
 from wan_core.pipeline.sources import TINY as TINY_FILES

@@ -70,7 +70,7 @@ class SparseOptions(Checked):
         first, *settings = text.split(":")
         try:
             values = read_slashes(cls, first, "sparsity", "dense_steps", read=float)
-            values |= parse_words(cls, settings, again=True)
+            values |= parse_words(cls, settings)
         except ValueError as fault:
             raise OptionError(
                 f"sparse {text!r} given; write sparsity/dense steps such as 0.8125/0, then after a colon ramp0.3, "

@@ -189,16 +189,10 @@ def slashes(options: Any, *names: str) -> str:
     return "/".join(value if isinstance(value, str) else f"{value:g}" for value in values)
 
 
-def parse_words(kind: type, words: Iterable[str], *, again: bool = False) -> dict[str, Any]:
-    """What the words behind a short form's colons say, by field. again: a later word may say otherwise. Raises
-    ValueError with a word that is not known, or that says again what another said."""
-    values: dict[str, Any] = {}
-    for word in words:
-        name, value = _meaning(kind, word)
-        if name in values and not again:
-            raise ValueError(word)
-        values[name] = value
-    return values
+def parse_words(kind: type, words: Iterable[str]) -> dict[str, Any]:
+    """What the words behind a short form's colons say, by field; the last of several counts. Raises ValueError with a
+    word that is not known."""
+    return dict(_meaning(kind, word) for word in words)
 
 
 def _meaning(kind: type, word: str) -> tuple[str, Any]:

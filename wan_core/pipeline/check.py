@@ -277,12 +277,12 @@ def size_notes(task: Task | None, vae: VAEConfig, width: int, height: int) -> li
     ]
 
 
-def check_tensor(what: str, shape: tuple[int, ...], itemsize: int, device: torch.device) -> None:
-    """Raise OptionError where one tensor of a video, called `what`, takes more than all memory of the device."""
+def check_activation(shape: tuple[int, ...], itemsize: int, device: torch.device) -> None:
+    """Raise OptionError where one activation of a video takes more than all memory of the device."""
     size, room = math.prod(shape) * itemsize, memory_of(device)
     if room is not None and size > room:
         raise OptionError(
-            f"{what} of this video ({' x '.join(map(str, shape))}) alone would take {size / GIB:.3g} GiB of the "
+            f"an activation of this video ({' x '.join(map(str, shape))}) alone would take {size / GIB:.3g} GiB of the "
             f"{room / GIB:.3g} that there are: choose a smaller size or fewer frames"
         )
 

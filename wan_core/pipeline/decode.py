@@ -32,7 +32,7 @@ _Arriving = tuple[int, Tensor, "torch.cuda.Event | None"]
 
 
 def decode_latents(vae: VideoVAE, latents: Tensor, report: Report, write: WriteFrames | None = None) -> np.ndarray:
-    """Un-normalised latents [1, C, T, Y, X] -> uint8 frames [F, H, W, 3]. Out of memory: once more, in tiles.
+    """Un-normalised latents [B, C, T, Y, X] -> uint8 frames [B * F, H, W, 3]. Out of memory: once more, in tiles.
 
     write: called in a thread of its own with the frames [H, W, 3], each as soon as it is finished; what it takes after
     the last one is the phase "write".
@@ -54,26 +54,6 @@ def use_all(frames: Iterator[np.ndarray], write: WriteFrames | None) -> None:
         write(frames)
     for _ in frames:
         pass
-
-
-@torch.no_grad()
-def decode_images(
-    vae: VideoVAE,
-    latents: Tensor,
-    report: Report,
-    *,
-    dtype: torch.dtype = torch.float32,
-    tile: TileSpec | None = None,
-    on_frames: Callable[[int, int], None] = lambda done, total: None,
-) -> Tensor:
-    """Un-normalised latents [B, C, T, Y, X] -> pictures [B * F, H, W, 3] on the CPU, the videos one after another.
-
-    dtype: float32 in 0..1, as on ComfyUI's IMAGE socket, or uint8. tile: decode in these tiles; None takes the whole
-    picture, and tiles if that does not fit into memory. on_frames(done, total) follows every piece, and may raise.
-    """
-    images = torch.empty(images_shape(vae.config, latents), dtype=dtype)
-    collect = partial(collect_images, images=images)
-    return decode_to(vae, latents, report, collect, dtype=dtype, tile=tile, on_frames=on_frames)
 
 
 def collect_images(pieces: Pieces, images: Tensor) -> Tensor:
@@ -103,9 +83,14 @@ def decode_to(
     on_frames: Callable[[int, int], None] = lambda done, total: None,
     rest: str = "decode",
 ) -> Made:
-    """Decode like `decode_images`, and hand pictures to `consume` while later ones are decoded. `consume` runs in its
-    own thread; its result is returned and its errors are raised. rest: the phase of `report` for its time after the
-    last picture."""
+    """Decode un-normalised latents [B, C, T, Y, X] to pictures [B * F, H, W, 3], the videos one after another, and hand
+    them to `consume` while later ones are decoded. `consume` runs in its own thread; its result is returned and its
+    errors are raised.
+
+    dtype: float32 in 0..1, as on ComfyUI's IMAGE socket, or uint8. tile: decode in these tiles; None takes the whole
+    picture, and tiles if that does not fit into memory. on_frames(done, total) follows every piece, and may raise.
+    rest: the phase of `report` for the time of `consume` after the last picture.
+    """
     total = images_shape(vae.config, latents)[0]
 
     def decode(tile: TileSpec | None) -> None:

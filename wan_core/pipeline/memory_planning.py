@@ -41,7 +41,7 @@ from wan_core.models.wan.families.family import Family
 from wan_core.ops.attention.sparse.kernels import BLOCK
 from wan_core.ops.attention.sparse.slopes import HEADS
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.check import check_tensor
+from wan_core.pipeline.check import check_activation
 from wan_core.pipeline.loras import Wanted, check_packed, lora_bytes
 from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.settings import ModelSettings, PartToLoad
@@ -303,7 +303,7 @@ def check_fits(settings: ModelSettings, plan: Plan, room: int | None) -> None:
         check_sampling(plan.latent_shape, beside.denoise, room)
     B, _, T, Y, X = plan.latent_shape
     tokens = B * parts.dit.tokens(T, Y, X)
-    check_tensor("an activation", (tokens, parts.dit.dim), itemsize, settings.device)
+    check_activation((tokens, parts.dit.dim), itemsize, settings.device)
 
 
 def slope_factor(heads: int, head_dim: int, sparse: SparseOptions | None) -> float:

@@ -24,7 +24,7 @@ from wan_core.pipeline.check import Job, never_seen, size_notes
 from wan_core.pipeline.load import Models
 from wan_core.pipeline.memory_planning import check_fits
 from wan_core.pipeline.model_parts import Parts
-from wan_core.sampling.denoise import BlockChecks, Progress
+from wan_core.sampling.denoise import BlockChecks, Owner, Progress
 from wan_core.sampling.guided import choose_batched
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel
@@ -83,19 +83,11 @@ class Watch:
 SILENT = Watch()
 
 
-class RunOwner(ABC):
-    """An `Owner` (`wan_core.sampling.denoise`) that goes on by a cheaper plan where memory runs out, once in a run."""
+class RunOwner(Owner, ABC):
+    """Goes on by a cheaper plan where memory runs out, once in a run."""
 
     def __init__(self, report: Report) -> None:
         self.report, self.relieved = report, False
-
-    @abstractmethod
-    def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
-        """The expert, ready to run, its LoRAs at these shares of their strengths."""
-
-    @abstractmethod
-    def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
-        """The next `runs` runs of the blocks of `expert` are the last before `following` is acquired."""
 
     @abstractmethod
     def make_room(self, name: str) -> str | None:
