@@ -156,7 +156,7 @@ def test_every_weight_of_a_command_is_in_the_tables() -> None:
     listed = {f"{folder_of(name)}/{name}" for row in ROWS for name in row}
 
     def check(command: Command) -> None:
-        arguments = [word.removeprefix("ComfyUI/models/") for word in command.own or []]
+        arguments = [re.sub("^((high|low)=)?(ComfyUI/models/)?", "", word) for word in command.own or []]
         weights = {word for word in arguments if WEIGHT_FILE.search(word) and not word.startswith("wan_core/assets/")}
         assert weights <= listed | ({arguments[2]} if arguments[0] == "quantize" and len(arguments) > 2 else set())
 
