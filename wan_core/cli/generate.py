@@ -21,7 +21,6 @@ from wan_core.config.printing import command
 from wan_core.config.table import from_values
 
 if TYPE_CHECKING:
-    from wan_core.media.sound import Sound
     from wan_core.pipeline.run import Watch
 
 
@@ -189,22 +188,17 @@ def video_output(outputs: Outputs, path: Path, sounds: bool = False) -> Path:
     return outputs.add("--out", path, pictures=is_folder(path, sounds))
 
 
-def sound_of(audio: str | None) -> Sound | None:
-    """The sound to write into the video file, read from the `audio` of a request. Raises OptionError."""
-    if audio is None:
-        return None
-    from wan_core.media.sound import read_sound
-
-    return read_sound(audio)
-
-
 class VideoWriting:
     """Writes the video to `path` while it is decoded, or else into the folder for temporary files: it took too long to
-    be lost. audio: path of its sound, which is read before anything is made. fault: why `path` could not be
-    written."""
+    be lost. audio: path of its sound, which is read before anything is made. fault: why `path` could not be written.
+    Raises OptionError for sound that cannot be read."""
 
     def __init__(self, path: Path, progress: ProgressLine, audio: str | None = None) -> None:
-        self.path, self.progress, self.sound = path, progress, sound_of(audio)
+        self.path, self.progress, self.sound = path, progress, None
+        if audio is not None:
+            from wan_core.media.sound import read_sound
+
+            self.sound = read_sound(audio)
         self.fault: str | None = None
 
     def write(self, frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:

@@ -183,6 +183,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpus", metavar="N|LIST", help="number of GPUs, a list (0,1), or auto for all; cpu,cpu")
     group.add_argument(
         "--mesh",
+        type=lambda text: text.strip().lower(),
         default="auto",
         help="GUIDANCExRINGxULYSSES, for example 2x1x2; layersN, timeN[+MESH] (docs/parallel.md; default %(default)s)",
     )
@@ -214,11 +215,7 @@ def devices_of(options: argparse.Namespace) -> tuple[str, ...] | None:
 def worker_options(options: argparse.Namespace, devices: tuple[str, ...]) -> WorkerOptions:
     from wan_core.workers.options import WorkerOptions
 
-    return WorkerOptions(
-        devices=devices,
-        mesh=options.mesh.strip().lower(),
-        step_timeout=options.step_timeout,
-    )
+    return WorkerOptions(devices=devices, mesh=options.mesh, step_timeout=options.step_timeout)
 
 
 def engine_of(options: argparse.Namespace) -> Engine:
@@ -227,8 +224,8 @@ def engine_of(options: argparse.Namespace) -> Engine:
         from wan_core.cluster.ranks import cluster_workers
         from wan_core.workers.client import WorkerEngine
 
-        mesh = options.mesh.strip().lower()
-        return WorkerEngine(cluster_workers(options.ray, options.gpus, mesh=mesh, step_timeout=options.step_timeout))
+        timeout = options.step_timeout
+        return WorkerEngine(cluster_workers(options.ray, options.gpus, mesh=options.mesh, step_timeout=timeout))
     devices = devices_of(options)
     if devices is None:
         from wan_core.pipeline.pipeline import LocalEngine

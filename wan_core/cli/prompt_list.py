@@ -48,7 +48,7 @@ def makers_of(options: argparse.Namespace, loaded: LoadOptions) -> ListMakers:
     """This process, groups of GPUs, or a cluster: each maker has as many devices as the mesh. Raises OptionError."""
     from wan_core.workers.options import group_size
 
-    mesh = options.mesh.strip().lower()
+    mesh = options.mesh
     if options.ray is None:
         from wan_core.workers.video_list import LocalMakers
 

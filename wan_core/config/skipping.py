@@ -119,8 +119,8 @@ class SkipOptions:
     )
     sparse: SparseOptions | None = option(
         None,
-        help="block-sparse self-attention: sparsity/share of dense steps such as 0.8125/0; then after colons ramp0.3, "
-        "means or a kernel (docs/sparse.md)",
+        help="block-sparse self-attention: sparsity/share of dense steps such as 0.8125/0; then after colons ramp0 "
+        "(default ramp0.3; of no effect up to 0.5), means or a kernel (docs/sparse.md)",
         metavar="S/D",
     )
 

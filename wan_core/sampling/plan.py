@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import isfinite
 from typing import Any, NamedTuple
 
 from wan_core.config import EXACT, NagOptions, OptionError, SparseOptions, check_choice
+from wan_core.config.checks import check_range
 from wan_core.config.table import stated
 from wan_core.models.wan.families import TASKS, Task, find_task
 from wan_core.models.wan.families.clips import LongVideo
@@ -36,18 +36,7 @@ SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = 
 }
 MAX_STEPS = 1000
 WARNING = "warning: "  # begins a line that pages show first, with a sign and as a toast
-NOT_PRINTED = [
-    "name",
-    "window",
-    "from_latents",
-    "long",
-    "latent_shape",
-    "tokens",
-    "guidance_mode",
-    "image",
-    "seconds",
-    "text_rows",
-]
+NOT_PRINTED = "name window from_latents long latent_shape tokens guidance_mode image seconds text_rows"
 PURE_NOISE = 0.999  # a schedule that is given and begins below begins with latents
 
 
@@ -203,7 +192,7 @@ class Plan:
         }
         values = stated(self, ("sparse", "notes"))
         values |= {name: values[name].at for name in ("known", "prompts") if name in values}  # frames by their numbers
-        others = [name for name in values if name not in (*first, *NOT_PRINTED)]
+        others = [name for name in values if name not in (*first, *NOT_PRINTED.split())]
         return first | {name: as_json(values[name]) for name in others}
 
     def table(self) -> str:
@@ -326,17 +315,12 @@ def _schedule(
 
 def _check(steps: int, shift: float, boundary: float, guidance: dict[Expert, float], solver: str) -> None:
     check_choice("solver", solver, tuple(SCHEDULES))
-    if not 1 <= steps <= MAX_STEPS:
-        raise OptionError(f"steps {steps} given; allowed are 1 to {MAX_STEPS}")
-    if not (isfinite(shift) and 0 < shift <= 1000):
+    check_range("steps", steps, 1, MAX_STEPS)
+    if not 0 < shift <= 1000:
         raise OptionError(f"shift {shift} given; it must be above 0 and at most 1000 (Wan uses 3 to 12)")
-    if not 0 <= boundary <= 1:
-        raise OptionError(f"boundary {boundary} given; it is a share of the noise from 0 to 1, 0.875 for text-to-video")
+    check_range("boundary", boundary, 0, 1, "a share of the noise, 0.875 for text-to-video")
     for expert, value in guidance.items():
-        if not (isfinite(value) and 0 <= value <= 100):
-            raise OptionError(
-                f"guidance {value} given for the {expert}-noise expert; allowed are 0 to 100, 1 turns it off"
-            )
+        check_range(f"{expert}-noise guidance", value, 0, 100, "1 turns it off")
 
 
 def cut_plan(plan: Plan) -> Plan:
