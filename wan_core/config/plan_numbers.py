@@ -26,7 +26,7 @@ class MotionOptions(Checked):
     @classmethod
     def parse(cls, text: str) -> MotionOptions:
         """`ABOVE` or `ABOVE/GUIDANCE`. Raises OptionError."""
-        return parse_slashes(cls, text, "motion: share of noise/guidance such as 0.985/3.5", read=float)
+        return parse_slashes(cls, text, "motion: share of noise/guidance such as 0.985/3.5")
 
 
 @dataclass(frozen=True, kw_only=True)

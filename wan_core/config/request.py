@@ -57,7 +57,7 @@ class NagOptions(Checked):
     @classmethod
     def parse(cls, text: str) -> NagOptions:
         """`SCALE`, `SCALE/TAU` or `SCALE/TAU/ALPHA`. Raises OptionError."""
-        return parse_slashes(cls, text, "NAG: scale, or scale/tau/alpha such as 11/2.5/0.25", read=float)
+        return parse_slashes(cls, text, "NAG: scale, or scale/tau/alpha such as 11/2.5/0.25")
 
     def words(self) -> str:
         """`11/2.5/0.25`, as `parse` reads it."""
@@ -81,7 +81,7 @@ class ControlOptions:
     @classmethod
     def parse(cls, text: str) -> ControlOptions:
         """`SCALE` or `SCALE/START/END`. Raises OptionError."""
-        return parse_slashes(cls, text, "control strength: scale, or scale/start/end such as 0.8/0/0.5", read=float)
+        return parse_slashes(cls, text, "control strength: scale, or scale/start/end such as 0.8/0/0.5")
 
     def __post_init__(self) -> None:
         check(self)

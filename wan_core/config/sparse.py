@@ -69,7 +69,7 @@ class SparseOptions(Checked):
         """Numbers, then options after colons: `0.5:cudnn`, `0.8125/0:ramp0.2`. Raises OptionError."""
         first, *settings = text.split(":")
         try:
-            values = read_slashes(cls, first, "sparsity", "dense_steps", read=float)
+            values = read_slashes(cls, first, "sparsity", "dense_steps")
             values |= parse_words(cls, settings)
         except ValueError as fault:
             raise OptionError(

@@ -156,27 +156,20 @@ def from_values(kind: type[T], values: Mapping[str, Any], **more: Any) -> T:
 # ---------------------------------------------------------------------------------------------------------- short forms
 
 
-def number(text: str) -> float:
-    """The number in `text`: 2 as an int, 1.5 as a float, so that it prints as it was written. Raises ValueError."""
-    return int(text) if text.isdecimal() else float(text)
-
-
-def read_slashes(kind: type, text: str, *names: str, read: Callable[[str], float] = number) -> dict[str, Any]:
-    """The values of the fields `names`, or of all in their order, between slashes; the last ones may be missing. read:
-    a number that need not be whole. Raises ValueError."""
+def read_slashes(kind: type, text: str, *names: str) -> dict[str, Any]:
+    """The values of the fields `names`, or of all in their order, between slashes; the last ones may be missing. Raises
+    ValueError."""
     parts, options = text.split("/"), table(kind)
     names = names or tuple(options)
     if not sum(options[name].required for name in names) <= len(parts) <= len(names):
         raise ValueError(text)
-    readers = {int: int, float: read}
-    pairs = zip(names, parts)  # noqa: B905
-    return {name: readers.get(options[name].type, str)(part) for name, part in pairs}
+    return {name: options[name].type(part) for name, part in zip(names, parts, strict=False)}
 
 
-def parse_slashes(kind: type[T], text: str, form: str, read: Callable[[str], float] = number) -> T:
+def parse_slashes(kind: type[T], text: str, form: str) -> T:
     """`kind` from what `read_slashes` reads. form: what a message calls it, and how to write it. Raises OptionError."""
     try:
-        values = read_slashes(kind, text, read=read)
+        values = read_slashes(kind, text)
     except ValueError:
         what, _, form = form.partition(": ")
         raise OptionError(f"{what} {text!r} given; write {form}") from None
