@@ -6,7 +6,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from parallel_checks import CPU, group_lengths, ranks_of, relative, shard_of, sharded_attention
+from parallel_checks import CPU, ranks_of, relative, shard_of, sharded_attention
 from torch import Tensor
 
 from tests.animate_references import draw_weights
@@ -26,7 +26,7 @@ from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseBehindFp8, SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS
-from wan_core.ops.attention.sparse.routing import Route, Rule
+from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import gather_parts
@@ -60,51 +60,33 @@ def sparse_attention(
     heads: int = 3,
     fp8: bool = False,
     slope: bool = True,
-) -> tuple[float, int]:
-    """The difference between sparse attention of all ranks and of one, and how many rows of this rank's blocks
-    read nothing of some rank's keys. Twice with other numbers. fp8: numbers that go around in FP8; one rank has the
-    same, widened."""
+) -> float:
+    """The difference between sparse attention of all ranks and of one. Twice with other numbers. fp8: numbers that are
+    exchanged in FP8; one rank has the same, widened."""
     ranks, tokens = ranks_of(mesh), grid[0] * grid[1] * grid[2]
     drawn = torch.randn(2, 3, 2, tokens, heads, 16, generator=torch.Generator().manual_seed(tokens))
     drawn[:, 1, :, : tokens // 3] *= 2  # the keys of some ranks stand out
     tiles, rule = make_tiles(grid, block, CPU), Rule(keep)
-    states = [SparseForward(KERNELS["math"], [], tiles, rule, slope=slope) for _ in range(2)]
-    choose, routes = SparseForward.route, list[Route]()
-
-    def noted(state: SparseForward, *arguments: object) -> Route:
-        route = choose(state, *arguments)
-        if state is states[1]:
-            routes.append(route)
-        return route
-
+    state = SparseForward(KERNELS["math"], [], tiles, rule, slope=slope)
     inside = SparseBehindFp8() if fp8 else SparseAttention()
     sharded = sharded_attention(ranks, "math-fp8" if fp8 else "math", inside)
-    lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards, rings=ranks.mesh.ring, block=block)
-    alone, split = AttentionCall(0, states[0]), AttentionCall(0, states[1], lengths)
+    lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    alone, split = AttentionCall(0, state), AttentionCall(0, state, lengths)
     mine = shard_of(ranks, lengths)
     worst, unit = 0.0, torch.ones(1)
     for qkv in drawn:
         quantized = [Quantized(x.to(FP8), unit) for x in qkv]
-        with mock.patch.object(SparseForward, "route", noted):
-            if fp8:
-                whole = inside.quantized(*quantized, alone).data.float()
-                out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in quantized), split).data.float()
-            else:
-                whole = inside(*qkv, alone)
-                out = sharded(*qkv[:, :, mine], split)
+        if fp8:
+            whole = inside.quantized(*quantized, alone).data.float()
+            out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in quantized), split).data.float()
+        else:
+            whole = inside(*qkv, alone)
+            out = sharded(*qkv[:, :, mine], split)
         gathered = gather_parts(out, lengths, ranks.sequence, 1)
         # FP8 may round the other way, which is a step of an eighth: the mean error tells more than the largest.
         error = (gathered - whole).norm() / whole.norm() if fp8 else (gathered - whole).abs().max()
         worst = max(worst, float(error))
-    return worst, unread(routes, group_lengths(sharded, split), block)
-
-
-def unread(routes: list[Route], lengths: list[int], block: int) -> int:
-    """Rows that read nothing of some rank's keys."""
-    blocks, count = [-(-length // block) for length in lengths], 0
-    for route in routes:
-        count += sum(int(route.part(sum(blocks[:rank]), blocks[rank])[1].sum()) for rank in range(len(blocks)))
-    return count
+    return worst
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from wan_core.ops.attention.sparse.kernels import sparse_reference
 from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, expected_error
 from wan_core.ops.kernels.block_layout import Blocked, block_sizes
 from wan_core.ops.kernels.blocked import pool
-from wan_core.parallel.ring import Ring
 
 
 def route(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: int, rule: Rule, forced: torch.Tensor) -> Route:
@@ -26,11 +25,11 @@ def drawn(tokens: int, seed: int, batch: int = 2, heads: int = 3, dim: int = 16)
 
 
 def random_route(tokens: int, block: int, seed: int, batch: int = 2, heads: int = 3) -> Route:
-    """Any blocks, none twice in a row, at least one; counts of their own for every row."""
+    """Any blocks, as many in every row, none twice."""
     generator = torch.Generator().manual_seed(seed)
     n = -(-tokens // block)
     order = torch.rand(batch, heads, n, n, generator=generator).argsort(-1).int()
-    return Route(order, torch.randint(1, n + 1, (batch, heads, n), generator=generator).int())
+    return Route(order[..., : int(torch.randint(1, n + 1, (), generator=generator))].contiguous())
 
 
 def whole_block_kernel(
@@ -45,11 +44,3 @@ def whole_block_kernel(
 
 def known_of(k: torch.Tensor, v: torch.Tensor, block: int) -> KeyMeans:
     return KeyMeans(*pool(k, block), *pool(v, block), block_sizes(k.shape[1], block, k.device))
-
-
-class LocalRing(Ring):
-    """A ring whose ranks are all here: what is handed to it are the keys and values of all."""
-
-    def around(self, k: torch.Tensor, v: torch.Tensor):
-        parts = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
-        return ((rank, *part) for rank, part in enumerate(parts))

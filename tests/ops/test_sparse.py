@@ -12,25 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sparse_attention import LocalRing, drawn, known_of, random_route, route, whole_block_kernel
+from tests.sparse_attention import drawn, known_of, random_route, route, whole_block_kernel
 from tests.structured import structured
 from tests.tensors import relative
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.sdpa import SDPA, math_lse, math_reference
 from wan_core.ops.attention.sparse import kernels
-from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, read_around
+from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
 from wan_core.ops.attention.sparse.kernels import (
     KERNELS,
-    Run,
     sparse_flex,
     sparse_reference,
 )
-from wan_core.ops.attention.sparse.routing import Route, Rule, choose, gain
+from wan_core.ops.attention.sparse.routing import Route, Rule, gain
 from wan_core.ops.attention.tiles import make_tiles
 from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import channels_first, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
-from wan_core.parallel.mesh import Group
 
 CPU = torch.device("cpu")
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 11))
@@ -44,8 +42,7 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, route: Route, bloc
     B, L, H, _ = q.shape
     mask = torch.zeros(B, H, L, k.shape[1], dtype=torch.bool)
     for b, h, row in itertools.product(range(B), range(H), range(route.blocks.shape[2])):
-        count = route.blocks.shape[3] if route.counts is None else int(route.counts[b, h, row])
-        for column in route.blocks[b, h, row, :count].tolist():
+        for column in route.blocks[b, h, row].tolist():
             mask[b, h, row * block : (row + 1) * block, column * block : (column + 1) * block] = True
     heads = (t.transpose(1, 2) for t in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
@@ -146,7 +143,7 @@ def test_the_reference_is_attention_under_a_mask(tokens: int, block: int, seed: 
     chosen = random_route(tokens, block, seed)
     out, lse = sparse_reference(q, k, v, chosen, block)
     torch.testing.assert_close(out, masked(q, k, v, chosen, block), rtol=1e-4, atol=1e-5)
-    every = torch.arange(-(-tokens // block), dtype=torch.int32).expand_as(chosen.blocks).contiguous()
+    every = torch.arange(-(-tokens // block), dtype=torch.int32).expand(*chosen.blocks.shape[:3], -1).contiguous()
     out, lse = sparse_reference(q, k, v, Route(every), block)
     dense, dense_lse = math_lse(q, k, v)
     torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-5)
@@ -231,8 +228,7 @@ def test_keys_of_zeros_are_taken_out_exactly(tokens: int, seed: int) -> None:
     q, k, v = (t.to(FP8).float() for t in drawn(tokens, seed))
     k = (k - k.mean(1, keepdim=True)).to(FP8).float()
     n = -(-tokens // block)
-    chosen = random_route(tokens, block, seed)._replace(counts=None)
-    chosen = Route(chosen.blocks[..., : max(1, n - 1)])
+    chosen = random_route(tokens, block, seed)
     one = torch.ones(1)
     laid = [heads_first(Quantized(t.to(FP8), one), block) for t in (q, k)]
     values = channels_first(Quantized(v.to(FP8), one), block)
@@ -243,58 +239,6 @@ def test_keys_of_zeros_are_taken_out_exactly(tokens: int, seed: int) -> None:
     torch.testing.assert_close(output, exact, rtol=2e-3, atol=1e-4)
     if -tokens % block and tail.any():
         assert not torch.allclose(out, exact, rtol=2e-3, atol=1e-4)  # the pads did count before
-
-
-# ---------------------------------------------------------------------------------------------------------------- parts
-
-
-@few
-@given(st.integers(1, 40), st.integers(1, 5), SEEDS, st.booleans())
-def test_a_route_falls_into_parts(n: int, parts: int, seed: int, counted: bool) -> None:
-    """Together they are what the route names; a row of which a part has nothing is said to have nothing."""
-    chosen = random_route(n * 4, 4, seed)
-    chosen = chosen if counted else Route(chosen.blocks[..., : max(1, n // 3)])
-    selected = chosen.kept(n)
-    cuts = sorted({0, n, *torch.randint(0, n + 1, (parts,), generator=torch.Generator().manual_seed(seed)).tolist()})
-    for first, end in itertools.pairwise(cuts):
-        part, none = chosen.part(first, end - first)
-        assert part.blocks.dtype == torch.int32
-        assert part.counts is not None
-        assert part.counts.dtype == torch.int32
-        assert 0 <= int(part.blocks.min()) <= int(part.blocks.max()) < end - first
-        selected_of_part, expected = part.kept(end - first), selected[..., first:end]
-        assert torch.equal(none, ~expected.any(-1))
-        assert torch.equal(selected_of_part & ~none[..., None], expected)
-        assert (selected_of_part[none].sum(-1) == 1).all()  # something to read, to be given no weight
-
-
-def test_rows_apart_choose_what_they_choose_together() -> None:
-    """Where others have the rest of the rows, their sinks are those of all."""
-    scores = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
-    scores[:, :, :10, 5] += 2  # what most of the first rows look at
-    scores[:, :, 10:, 17] += 3  # and what most of all do
-    sizes, forced, rule = torch.full((24,), 4), torch.eye(24, dtype=torch.bool), Rule(0.1)
-    share = (scores + sizes.log()).softmax(-1)
-    together = choose(scores, rule, forced, sizes).kept(24)
-    assert together[..., 17].all()
-    for rows in (slice(0, 10), slice(10, 24)):
-        apart = choose(scores[:, :, rows], rule, forced[rows], sizes, lambda _: share.mean(2, keepdim=True))
-        assert torch.equal(apart.kept(24), together[:, :, rows])
-    alone = choose(scores[:, :, :10], rule, forced[:10], sizes).kept(24)
-    assert not torch.equal(alone, together[:, :, :10])
-
-
-@pytest.mark.parametrize("run", [sparse_reference, sparse_flex])
-def test_what_was_chosen_is_read_part_by_part(run: Run) -> None:
-    """One rank's rows over three parts of the keys, the last of which ends inside a block."""
-    q, k, v = drawn(100, 1)
-    blocks = random_route(100, 16, 1).blocks[:, :, 2:5]  # of 7
-    rows = Route(blocks, torch.ones_like(blocks[..., 0]))  # one block each: two of the parts have none
-    expected, expected_lse = sparse_reference(q[:, 32:80], k, v, rows, 16)
-    ring = LocalRing(Group(None, (0,), 0), [32, 48, 20], lambda *_: (q, q))
-    output, lse = read_around(run, q[:, 32:80], k, v, rows, 16, ring)
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
 
 
 def test_the_log_sum_exp_is_of_all_that_is_attended_to() -> None:

@@ -117,9 +117,7 @@ def test_experts_in_parts(ranks, mesh):
     assert parallel_checks.relative(answers[0][0], plain[0][0]) < 1e-2
 
 
-@pytest.mark.parametrize(
-    "mesh", [mesh for mesh in ("1x2x1", "1x2bx1", "1x2x2", "1x4x1") if Mesh.parse(mesh).size <= GPUS]
-)
+@pytest.mark.parametrize("mesh", [mesh for mesh in ("1x1x2", "1x1x4") if Mesh.parse(mesh).size <= GPUS])
 @pytest.mark.parametrize(
     ("precision", "attention", "kernel", "compile"),
     [
@@ -129,9 +127,8 @@ def test_experts_in_parts(ranks, mesh):
         ("fp8", "cudnn-fp8", "auto", "blocks"),
     ],
 )
-def test_a_sparse_forward_over_a_ring_is_as_exact_as_on_one_gpu(ranks, mesh, precision, attention, kernel, compile):
-    """4,500 tokens: 36 blocks of 128, the last of 20. In a ring FP8 goes around and is
-    read in bf16."""
+def test_a_sparse_forward_is_as_exact_as_on_one_gpu(ranks, mesh, precision, attention, kernel, compile):
+    """4,500 tokens: 36 blocks of 128, the last of 20."""
     device = torch.device("cuda", 0)
     if reason := why_not(attention) or (kernel != "auto" and KERNELS[kernel].why_not(device, torch.bfloat16, 128)):
         pytest.skip(reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import prod
 
-import pytest
 import torch
 from hypothesis import given as over
 from hypothesis import settings
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.s2v_references import S2V, draw_inputs
 from tests.sampling.family_runs import difference, prepared_model
-from wan_core.config import OptionError, SparseOptions
+from wan_core.config import SparseOptions
 from wan_core.execution.memory.planning import beside_weights
 from wan_core.execution.memory.residency import Residency
 from wan_core.models.vae.config import VAE_21
@@ -99,20 +98,6 @@ def test_sparse_steps_read_tokens_beside_the_video_whole(T, Y, X, motion, refere
     assert dense == ([(length - video, length)] * len(model.blocks) if length > video else [])
     assert bool(order.forced[:, video // order.block :].all()) or length == video
     assert rule is not None
-
-
-def test_sparse_attention_around_a_ring_is_refused():
-    model = prepared_model("s2v")
-    drawn = draw_inputs(S2V, GRID)
-    tiles = SparseTiles(model, SparseOptions(sparsity=0.9, kernel="math"), GRID[1:])
-
-    class OnARing(Attention):
-        ring_size = 2
-
-    tiles.around = [OnARing()] * len(model.blocks)
-    x, timestep, context = (drawn.pop(name) for name in ("x", "timestep", "context"))
-    with pytest.raises(OptionError, match="around a ring"), in_tiles(model, tiles):
-        model(x, timestep, context, **drawn)
 
 
 def test_the_memory_plan_counts_every_token():

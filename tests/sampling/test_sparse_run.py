@@ -237,7 +237,7 @@ def test_fp8_goes_from_the_projection_to_the_kernel_in_whole_blocks(
         asked.append(v)
         return whole_block_kernel(q, k, v, route, block)
 
-    found_kernel = SparseKernel("whole blocks", "", lambda: kernel, fp8=True, any_block=True, counts=False)
+    found_kernel = SparseKernel("whole blocks", "", lambda: kernel, fp8=True, any_block=True)
     monkeypatch.setattr(sparsity_run, "resolve_kernel", lambda *_, **__: found_kernel)
     text = model.prepare_text(conditioned(model.config).cond)
     x, time = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(5)), torch.tensor([900.0])

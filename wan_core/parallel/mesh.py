@@ -106,7 +106,7 @@ def auto_mesh(gpus: int, heads: int, *, paired: float, rings: bool, gpus_per_hos
     one host, and by a ring, which sends more, beyond that. A layer pipeline and parallel steps are taken by name alone.
 
     heads: of the model. paired: the share of forwards in steps with both branches. rings: whether attention supports a
-    ring. Raises OptionError."""
+    ring; sparse attention does not. Raises OptionError."""
     cfg = 2 if gpus % 2 == 0 and paired >= PAIRED else 1
     shards = gpus // cfg
     most = min(shards, heads, gpus_per_host if rings else shards)

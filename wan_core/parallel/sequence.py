@@ -16,7 +16,6 @@ h heads of this rank, D head dim, F modulation rows per sample (1, or one per la
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -29,7 +28,6 @@ from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS, lse_missing
-from wan_core.ops.attention.sparse.kernels import KERNELS, expected_block
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group, Mesh, RankMesh, all_to_all, as_words, even_parts, gather_parts
 from wan_core.parallel.ring import Partial, Ring
@@ -57,49 +55,23 @@ def check_mesh(mesh: Mesh, attention: str, tokens: int, sparse: SparseOptions | 
     """Raise OptionError now, before anything is loaded, where `mesh` cannot run a video of so many tokens with the
     backend `attention` and `sparse` steps."""
     check_lse(BACKENDS[attention].gives_lse, attention, mesh)
-    block = 1
     if mesh.ring > 1 and sparse is not None:
-        if not reads_parts(sparse):
-            able = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.counts)
-            raise OptionError(
-                f"mesh {mesh} has a ring, of whose parts rows read different numbers of blocks, and sparse kernel "
-                f"{sparse.kernel!r} reads as many for every row: use one of auto, {able}, or a mesh without a ring, "
-                f"such as {mesh.cfg}x1x{mesh.shards}"
-            )
-        block = expected_block(sparse.kernel, tokens)
-    shard_lengths(tokens, 1, mesh.shards, rings=mesh.ring, block=block)
+        without = f"{mesh.cfg}x1x{mesh.shards}"
+        raise OptionError(f"mesh {mesh} has a ring, around which attention reads all keys: use {without} with --sparse")
+    shard_lengths(tokens, 1, mesh.shards)
 
 
-def reads_parts(sparse: SparseOptions | None) -> bool:
-    """Whether `sparse` leaves the choice to a kernel that can read what a row chose from the parts of a ring."""
-    return sparse is None or sparse.kernel not in KERNELS or KERNELS[sparse.kernel].counts
-
-
-def shard_lengths(tokens: int, frames: int, shards: int, *, rings: int = 1, block: int = 1) -> tuple[list[int], int]:
+def shard_lengths(tokens: int, frames: int, shards: int) -> tuple[list[int], int]:
     """How many of `tokens` each shard has, and the tokens of one unit: a shard is a whole number of units, and a unit
-    lies in one of `frames` parts that have a modulation row each.
-
-    rings, block: each of `rings` equal parts of the shards has whole blocks of so many tokens, but for the last block.
-    """
+    lies in one of `frames` parts that have a modulation row each."""
     if tokens < shards:
         raise OptionError(f"{tokens} tokens cannot be shared by {shards} ranks: use fewer, or a larger video")
-    parts, inside, within = [tokens], tokens // frames, shards
-    if rings > 1 and block > 1:
-        within, blocks = shards // rings, -(-tokens // block)
-        parts = [block * count for count in even_parts(blocks, rings)]
-        parts[-1] -= -tokens % block
-        if min(parts) < within:
-            raise OptionError(
-                f"{tokens} tokens are {blocks} blocks of {block} for sparse attention, which a ring of {rings} x "
-                f"{within} ranks cannot share: use fewer, a larger video, or a mesh without a ring"
-            )
-        inside = math.gcd(inside, block)  # a multiple of it is where a part ends
     unit = 1
     if frames > 1:
-        sizes = (size for size in range(1, inside + 1) if inside % size == 0 and min(parts) // size >= within)
-        unit = max((size for size in sizes if tokens // size >= FINE * shards), default=1)
-    lengths = [unit * count for part in parts for count in even_parts(part // unit, within)]
-    return lengths, tokens if frames == 1 else unit
+        inside = tokens // frames
+        sizes = (size for size in range(1, inside + 1) if inside % size == 0 and tokens // size >= FINE * shards)
+        unit = max(sizes, default=1)
+    return [unit * count for count in even_parts(tokens // unit, shards)], tokens if frames == 1 else unit
 
 
 class ShardedTokens:
@@ -115,10 +87,8 @@ class ShardedTokens:
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         tokens, modulation = inputs.tokens, inputs.modulation
         B, L, _ = tokens.shape
-        frames, index, mesh = modulation.shape[1], self.ranks.shard, self.ranks.mesh
-        # In a sparse phase tokens are in the order of the tiles, in dense steps too, and shards are cut at blocks.
-        block = 1 if inputs.sparse is None else inputs.sparse.block
-        lengths, unit = shard_lengths(L, frames, mesh.shards, rings=mesh.ring, block=block)
+        frames, index = modulation.shape[1], self.ranks.shard
+        lengths, unit = shard_lengths(L, frames, self.ranks.mesh.shards)
         begin, end = sum(lengths[:index]), sum(lengths[: index + 1])
         if frames > 1:  # the rows of this shard's units
             rows = torch.arange(begin // unit, end // unit, device=modulation.device) * unit // (L // frames)
@@ -186,7 +156,7 @@ class ShardedAttention(Attention):
     def __init__(self, ranks: RankMesh, local: Attention, dense: Attention) -> None:
         """local: attends on this device, sparsely in some steps. dense: the backend that reads all keys."""
         self.ranks, self._local, self.dense = ranks, local, dense
-        self.takes_fp8, self.ring_size = local.takes_fp8, ranks.mesh.ring
+        self.takes_fp8 = local.takes_fp8
         self.agree = self._agree if local.takes_fp8 else None
 
     @property
@@ -201,7 +171,7 @@ class ShardedAttention(Attention):
         ulysses, row = self.ranks.ulysses, self._row_lengths(call)
         assert row[ulysses.index] == q.shape[1], f"{q.shape[1]} tokens in a shard of {row[ulysses.index]}"
         heads = heads_for_tokens((q, k, v), row, ulysses)
-        if self.ring_size == 1:
+        if self.ranks.mesh.ring == 1:
             out = self._local(*heads, call)
         else:
             out = self._local.over_ring(*heads, self._ring(call, self.dense.with_lse), call)
@@ -222,10 +192,10 @@ class ShardedAttention(Attention):
             out, lse = self.dense.quantized_lse(*with_scales((queries, keys, values)))
             return out.data, lse
 
-        if self.ring_size == 1:
+        if self.ranks.mesh.ring == 1:
             out = self._local.quantized(*with_scales(arrived), call)
         else:
-            out = self._local.quantized_over_ring(*with_scales(arrived), self._ring(call, partial), call)
+            out = Quantized(self._ring(call, partial).attend(*(x.view(FP8) for x in arrived)), v.scale)
         return Quantized(tokens_for_heads(out.data, q.data.shape[2], row, ulysses), v.scale)
 
     def _row_lengths(self, call: AttentionCall) -> list[int]:

@@ -35,7 +35,7 @@ from wan_core.parallel.chords import check_chords
 from wan_core.parallel.conditioning import text_of_all, text_rank
 from wan_core.parallel.layers import check_layers
 from wan_core.parallel.mesh import Mesh, RankMesh, auto_mesh
-from wan_core.parallel.sequence import check_mesh, reads_parts
+from wan_core.parallel.sequence import check_mesh
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.decode import Pieces, decode_to
@@ -51,7 +51,7 @@ from wan_core.pipeline.sources import find_experts, recognise
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.run import check_kernel, ring_note
+from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.rank import BetweenBlocks, Rank, agreements
 from wan_core.workers.wire import call, pack
@@ -116,7 +116,7 @@ class Jobs:
         assert options is not None and found is not None
         if must_keep:
             job.check_saved()
-        mesh, note = self.choose(options, found, job.plan)
+        mesh = self.choose(options, found, job.plan)
 
         def load() -> Pipeline:
             return Pipeline.load_checked(job, Report(self.rank.device), ranks=self.mesh(mesh))
@@ -125,7 +125,6 @@ class Jobs:
         pipe.checked = job
 
         def planned(plan: Plan) -> None:
-            pipe.report.notes += [note] * bool(note)
             self.rank.event("plan", plan=plan)
 
         between = BetweenBlocks(self.rank, agreements(job.plan, mesh, found.dit.num_layers))
@@ -167,7 +166,7 @@ class Jobs:
         with report.phase("check files"):
             named = options.high, options.low
             found = self.hold("recognised", named, partial(find_experts, *named))
-            mesh, note = self.choose(options, found, plan)
+            mesh = self.choose(options, found, plan)
         ranks = self.mesh(mesh)
         mode, why = guidance_mode(plan.guidance_mode, plan, ranks)
         plan = replace(plan, guidance_mode=mode)
@@ -178,7 +177,7 @@ class Jobs:
         report.settings["mesh"] = str(mesh)
         report.settings["guidance_mode"] = mode
         report.notes += [f"guidance: {mode} ({why})"] * plan.guided
-        report.notes += [f"mesh: {mesh.describe()}", *[note] * bool(note), *notes]
+        report.notes += [f"mesh: {mesh.describe()}", *notes]
         loaded.wait_for_kernels(report)
         self.phase("denoise", loaded)
         between = BetweenBlocks(self.rank, agreements(plan, mesh, found.dit.num_layers))
@@ -266,9 +265,8 @@ class Jobs:
 
     # ------------------------------------------------------------------------------------------------------- the mesh
 
-    def choose(self, options: LoadOptions, models: Parts, plan: Plan) -> tuple[Mesh, str]:
-        """The mesh that the request names, or for "auto" the best one for `plan`, and a remark for the user or nothing.
-        Raises OptionError."""
+    def choose(self, options: LoadOptions, models: Parts, plan: Plan) -> Mesh:
+        """The mesh that the request names, or for "auto" the best one for `plan`. Raises OptionError."""
         dit, device = models.dit, self.rank.device
         tokens = dit.tokens(*plan.latent_shape[2:])
         dtype = compute_dtype(precision_of(options.precision, models.high, device, models.low), device)
@@ -277,7 +275,7 @@ class Jobs:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
         if self.wanted == "auto":
             paired = sum(step.forwards for step in plan.steps if step.computed == 2) / max(1, plan.forwards)
-            rings, on_host = BACKENDS[backend].gives_lse and reads_parts(plan.sparse), self.rank.on_host
+            rings, on_host = BACKENDS[backend].gives_lse and plan.sparse is None, self.rank.on_host
             mesh = auto_mesh(self.rank.size, dit.num_heads, paired=paired, rings=rings, gpus_per_host=on_host)
         else:
             mesh = Mesh.parse(self.wanted)
@@ -287,9 +285,7 @@ class Jobs:
         check_layers(mesh, dit, plan)
         if mesh.time > 1:
             check_chords(plan, mesh.time)
-        if mesh.ring > 1 and plan.sparse is not None:
-            return mesh, ring_note(plan.sparse, backend, device, dit.head_dim, tokens)
-        return mesh, ""
+        return mesh
 
     def mesh(self, mesh: Mesh) -> RankMesh:
         """Process groups are made once: they hold memory until the process ends."""

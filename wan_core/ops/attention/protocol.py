@@ -75,14 +75,12 @@ class Attention:
     block: the length of the blocks that q, k and v are laid out in (`wan_core.ops.kernels.blocked`); 0: any layout.
     gives_lse: `with_lse` (and `quantized_lse`, with `takes_fp8`) is implemented.
     agree: makes scales and means equal on all ranks that share the tokens; None where one device has all tokens.
-    ring_size: ranks around which keys and values are passed; 1: this device has the keys of its heads.
     """
 
     takes_fp8: bool = False
     block: int = 0
     gives_lse: bool = False
     agree: Agree | None = None
-    ring_size: int = 1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         """q [B, L, H, D], k and v [B, S, H, D] -> [B, L, H, D] in q's dtype."""
@@ -103,12 +101,6 @@ class Attention:
     def over_ring(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, call: AttentionCall) -> Tensor:
         """[B, N, H, D] of this rank's tokens, keys and values of the others passed around -> the same."""
         return ring.attend(q, k, v)
-
-    def quantized_over_ring(
-        self, q: Quantized, k: Quantized, v: Quantized, ring: Ring, call: AttentionCall
-    ) -> Quantized:
-        """Ring attention in FP8, see `over_ring`."""
-        return Quantized(ring.attend(q.data, k.data, v.data), v.scale)
 
     @property
     def local(self) -> Attention:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from wan_core.config import OptionError, SparseOptions
+from wan_core.config import SparseOptions
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.registry import BACKENDS
@@ -45,11 +45,10 @@ class SparseTiles:
         self.around = [attention.attend for attention in self.attentions]
         self.dense = [attend.local for attend in self.around]
         shared = self.around[0] is not self.dense[0]  # ranks exchange tokens around what attends here
-        ring = self.around[0].ring_size > 1
         weight, tokens = model.patch_embedding.weight, grid[0] * grid[1] * grid[2]
         self.kernel = resolve_kernel(
             options.kernel, weight.device, weight.dtype, model.config.head_dim, tokens,
-            fp8=self.dense[0].takes_fp8, counts=ring,
+            fp8=self.dense[0].takes_fp8,
         )  # fmt: skip
         self.block = block_length(self.kernel, tokens)
         if self.kernel.fp8:
@@ -84,14 +83,9 @@ class SparseTiles:
 
     def arranged(self, inputs: BlockInputs) -> tuple[Tiles, Rule | None]:
         """The order of all tokens, and what every layer reads. Tokens behind the video's come last, are read by every
-        block, and read all. Raises OptionError for such tokens around a ring."""
+        block, and read all."""
         length = inputs.tokens.shape[1]
         others = length > prod(inputs.grid)
-        if others and self.around[0].ring_size > 1:
-            raise OptionError(
-                "sparse attention around a ring does not take tokens beside the video's (reference, motion frames): "
-                "use a mesh without a ring, or leave sparse attention off"
-            )
         frames_apart = inputs.modulation.shape[1] > 1 and not others
         tiles = make_tiles(inputs.grid, self.block, inputs.tokens.device, frames_apart=frames_apart)
         return with_others(tiles, step_rule(inputs.info.sparsity), 0, length)
@@ -128,23 +122,6 @@ def check_kernel(options: SparseOptions, attention: str, device: torch.device, h
     before there is any work to lose."""
     if options.kernel != "auto":
         resolve_kernel(options.kernel, device, torch.bfloat16, head_dim, tokens, fp8=not BACKENDS[attention].exact)
-
-
-def ring_note(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> str:
-    """What a mesh with a ring changes about the kernel that `auto` takes beside the backend `attention`, in words; ""
-    where it changes nothing."""
-    if options.kernel != "auto":
-        return ""
-    half, fp8 = torch.bfloat16, not BACKENDS[attention].exact
-    alone, ring = (
-        resolve_kernel("auto", device, half, head_dim, tokens, fp8=fp8, counts=counts).name for counts in (False, True)
-    )
-    if alone == ring:
-        return ""
-    return (
-        f"sparse attention: kernel {ring} in place of {alone}, which reads as many blocks for every row, and rows read "
-        "different numbers of the parts of a ring"
-    )
 
 
 @contextmanager

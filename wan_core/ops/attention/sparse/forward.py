@@ -4,19 +4,13 @@ their means and slopes.
 A `SparseForward` says what one forward of the model reads. It comes with every call of attention (`AttentionCall`),
 as does the layer.
 
-Where keys and values go around a ring, every rank has some of the tokens, in the order of the tiles, cut at whole
-blocks. Its rows choose among the blocks of all ranks, by means that the ranks exchanged. Each row reads its chosen
-blocks as the keys and values of their rank arrive (`read_around`), and the partial outputs are merged by their
-log-sum-exps.
-
-Legend: B batch, L tokens (N of a rank), H heads (h of a rank), D head dim, n blocks, r blocks of a rank.
+Legend: B batch, L tokens, H heads, D head dim, n blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -24,20 +18,16 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.parts import merge_lse
-from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, SparseState, empty_like_heads
-from wan_core.ops.attention.sparse.kernels import Run, SparseKernel
-from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, expected_error, over_rows
-from wan_core.ops.attention.sparse.slopes import Keys, SlopeSum, slope_weights, slopes
+from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, SparseState, empty_like_heads
+from wan_core.ops.attention.sparse.kernels import SparseKernel
+from wan_core.ops.attention.sparse.routing import KeyMeans, Route, Rule, choose, expected_error
+from wan_core.ops.attention.sparse.slopes import Keys, slope_weights, slopes
 from wan_core.ops.attention.tiles import Tiles
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first
 from wan_core.ops.kernels.blocked import final_lse, finish, pool, quantize_heads_first, quantize_values
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 Fp8 = Quantized | Blocked
-Numbers = Tensor | Quantized
-Part = tuple[Tensor, Tensor]
-"""Output [B, N, h, D] and log-sum-exp float32 [B, h, N]."""
 
 
 @dataclass
@@ -137,52 +127,22 @@ class SparseForward(SparseState):
         tail = pooled.kept[..., self.tiles.blocks - 1] if pads else None
         return out, lse, {"q_scale": q.scale, "pads": pads, "tail": tail, "pooled": pooled}
 
-    def over_ring(self, rule: Rule, q: Numbers, k: Numbers, v: Numbers, ring: Ring) -> Tensor:
-        """Sparse attention where each rank of a ring has whole blocks of the tokens: q, k and v [B, N, H, D] are those
-        of this rank -> contiguous [B, N, H, D], wide where they are in FP8.
-
-        The means of all blocks are gathered (a hundredth of the keys and values). Selected and unselected blocks are
-        therefore the same as on one device."""
-        assert self.others is None, "tokens beside the video's are in no order around a ring"
-        block, mine = self.block, widened(q if isinstance(q, Tensor) else q.data, q)
-        means, queries = self.known(k, v, ring), block_means(q, block)[0]
-        route = self.route(rule, queries, means, ring)
-        selected = route.kept(self.tiles.blocks)
-        slope = SlopeSum(slope_weights(queries, means, selected), means.keys, block) if self.slope else None
-        out, lse = read_around(self.kernel.load(), mine, k, v, route, block, ring, slope and slope.add)
-        return finish(out, lse, mine, block, pooled=means.pooled(selected, slope and slope.total))
-
-    def known(self, k: Keys, v: Keys, ring: Ring | None = None) -> KeyMeans:
-        """What choice and replacement need of all keys and values. ring: of whose keys these are this rank's."""
-        pools: Sequence[Tensor] = (*block_means(k, self.block), *block_means(v, self.block))
-        if ring is not None:
-            pools = ring.gather(torch.stack(list(pools)), ring_blocks(ring, self.block), 3).unbind()
-        keys, variance, values, scatter = pools  # [B, H, n, D]
-        return KeyMeans(keys, variance, values, scatter, block_sizes(len(self.tiles.order), self.block, keys.device))
+    def known(self, k: Keys, v: Keys) -> KeyMeans:
+        """What choice and replacement need of all keys and values."""
+        pools = (*block_means(k, self.block), *block_means(v, self.block))  # [B, H, n, D]
+        return KeyMeans(*pools, block_sizes(len(self.tiles.order), self.block, pools[0].device))
 
     def replacing(self, route: Route, queries: Tensor, known: KeyMeans, k: Keys, v: Keys) -> Pooled:
-        """What replaces the blocks that `route` leaves out. queries: means [B, H, r, D]."""
+        """What replaces the blocks that `route` leaves out. queries: means [B, H, n, D]."""
         selected = route.kept(self.tiles.blocks)
         if not self.slope:
             return known.pooled(selected)
         weights = slope_weights(queries, known, selected)
         return known.pooled(selected, slopes(weights, known.keys, k, v, self.block))
 
-    def route(self, rule: Rule, queries: Tensor, known: KeyMeans, ring: Ring | None = None) -> Route:
-        """The blocks to read, from means of queries, float32 [B, H, r, D]. ring: of whose queries these are this
-        rank's; r is n where there is none."""
-        forced, average = self.tiles.forced, over_rows
-        if ring is not None:
-            rows = ring_blocks(ring, self.block)
-            first = sum(rows[: ring.index])
-            forced, average = forced[first : first + rows[ring.index]], partial(_over_ranks, ring)
-        return choose(expected_error(queries, known), rule, forced, known.sizes, average)
-
-
-def _over_ranks(ring: Ring, share: Tensor) -> Tensor:
-    """The mean of [B, H, r, n] over the rows of all ranks: [B, H, 1, n]. Every rank adds in the same order."""
-    sums = ring.gather(share.sum(2, keepdim=True), [1] * len(ring.lengths), 2)
-    return sums.sum(2, keepdim=True) / share.shape[-1]  # as many rows in all as columns
+    def route(self, rule: Rule, queries: Tensor, known: KeyMeans) -> Route:
+        """The blocks to read, from means of queries, float32 [B, H, n, D]."""
+        return choose(expected_error(queries, known), rule, self.tiles.forced, known.sizes)
 
 
 class SparseAttention(Attention):
@@ -193,14 +153,6 @@ class SparseAttention(Attention):
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> tuple[Tensor, Tensor]:
         return state_of(call).attend_lse(call, q, k, v)
-
-    def over_ring(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, call: AttentionCall) -> Tensor:
-        """[B, N, H, D] of this rank's tokens, as they come out of an exchange of heads -> the same."""
-        state = state_of(call)
-        rule = state.rule
-        if rule is None or not q.numel():  # of fewer heads than devices, some have none, all around a ring
-            return ring.attend(q, k, v)
-        return state.over_ring(rule, q, k, v, ring)
 
 
 class SparseFp8Attention(SparseAttention):
@@ -224,17 +176,8 @@ class SparseBehindFp8(SparseAttention):
     def quantized(self, q: Quantized, k: Quantized, v: Quantized, call: AttentionCall = SINGLE) -> Quantized:
         wide = torch.bfloat16 if q.data.is_cuda else torch.float32
         queries, keys, values = (x.dequantize(wide) for x in (q, k, v))
-        return _narrow(self(queries, keys, values, call), v.scale)
-
-    def quantized_over_ring(
-        self, q: Quantized, k: Quantized, v: Quantized, ring: Ring, call: AttentionCall
-    ) -> Quantized:
-        """Sparse ring attention in FP8: ranks exchange the FP8 numbers unchanged."""
-        state = state_of(call)
-        rule = state.rule
-        if rule is None or not q.data.numel():
-            return super().quantized_over_ring(q, k, v, ring, call)
-        return _narrow(state.over_ring(rule, q, k, v, ring), v.scale)
+        out = self(queries, keys, values, call).float()
+        return Quantized((out / v.scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), v.scale)
 
 
 def state_of(call: AttentionCall) -> SparseForward:
@@ -242,54 +185,6 @@ def state_of(call: AttentionCall) -> SparseForward:
     return call.sparse
 
 
-def _narrow(out: Tensor, scale: Tensor) -> Quantized:
-    return Quantized((out.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale)
-
-
-def ring_blocks(ring: Ring, block: int) -> list[int]:
-    """How many blocks each rank has."""
-    assert all(length % block == 0 for length in ring.lengths[:-1]), f"{ring.lengths} tokens in blocks of {block}"
-    return [-(-length // block) for length in ring.lengths]
-
-
-def read_around(
-    run: Run,
-    q: Tensor,
-    k: Numbers,
-    v: Numbers,
-    route: Route,
-    block: int,
-    ring: Ring,
-    see: Callable[[int, Tensor, Tensor], None] | None = None,
-) -> Part:
-    """Attention of this rank's q [B, N, h, D] to the blocks of all ranks' keys that `route` names.
-
-    k, v: this rank's, which go around as they come, in FP8 at half the size, and are widened where they arrive.
-    see: is given the first block, the keys and the values of each rank.
-    """
-    blocks, parts = ring_blocks(ring, block), []
-    for rank, keys, values in ring.around(data(k), data(v)):
-        first, keys, values = sum(blocks[:rank]), widened(keys, k), widened(values, v)
-        some, none = route.part(first, blocks[rank])
-        out, lse = run(q, keys, values, some, block)
-        none = none.repeat_interleave(block, -1)[..., : q.shape[1]]
-        parts.append((out, lse.masked_fill(none, float("-inf"))))
-        if see is not None:
-            see(first, keys, values)
-    return merge_lse(parts)
-
-
-def data(x: Numbers) -> Tensor:
-    return x if isinstance(x, Tensor) else x.data
-
-
-def widened(arrived: Tensor, like: Numbers) -> Tensor:
-    """What came around, as kernels read it; `like`: this rank's own, of the same scale as that of all ranks."""
-    if isinstance(like, Tensor):
-        return arrived
-    return Quantized(arrived, like.scale).dequantize(torch.bfloat16 if arrived.is_cuda else torch.float32)
-
-
-def block_means(x: Numbers | Blocked, block: int) -> tuple[Tensor, Tensor]:
-    """Means and variances of blocks, float32 [B, h, r, D], by `pool`."""
+def block_means(x: Keys, block: int) -> tuple[Tensor, Tensor]:
+    """Means and variances of blocks, float32 [B, H, n, D], by `pool`."""
     return pool(x, block) if isinstance(x, Tensor) else pool(x.data, block, x.scale)

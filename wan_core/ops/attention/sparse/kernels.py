@@ -1,11 +1,10 @@
 """Kernels of block-sparse attention by name: what each needs, whether it runs here, and the one that `auto` takes.
 
 cuDNN (nvidia-cudnn-frontend, CuTe DSL kernels, blocks of 128) computes in bf16 on Hopper and newer, in FP8 on Hopper.
-The bf16 kernel reads q, k, v [B, L, H, D] as they lie, knows where the keys end, and takes as many blocks for a row as
-the row has. The FP8 kernel is called below the library's public function, which would copy q, k and v by heads,
-quantise them anew, and keep the log-sum-exp to itself: here they are written as it reads them
-(`wan_core.ops.kernels.blocked`). It takes whole blocks only, the same number for every row, so the last block ends in
-keys of zeros; `finish` takes their weight out again, exactly, by the log-sum-exp.
+The bf16 kernel reads q, k, v [B, L, H, D] as they lie, and knows where the keys end. The FP8 kernel is called below the
+library's public function, which would copy q, k and v by heads, quantise them anew, and keep the log-sum-exp to itself:
+here they are written as it reads them (`wan_core.ops.kernels.blocked`). It takes whole blocks only, so the last block
+ends in keys of zeros; `finish` takes their weight out again, exactly, by the log-sum-exp.
 
 FlexAttention is compiled, runs on any NVIDIA GPU from Ampere on, and is slower than the kernels that are made for one.
 The formula takes blocks of any length: kernels are tested against it, and it runs where there is none (a CPU, the
@@ -53,11 +52,10 @@ CUDNN_SPARSE = Library(
 @dataclass(frozen=True)
 class SparseKernel(Implementation):
     """fp8: takes q, k and v as `Quantized`, laid out by heads in whole blocks, and its output goes through `finish`.
-    any_block: takes blocks of any length; else 128. counts: rows may keep different numbers."""
+    any_block: takes blocks of any length; else 128."""
 
     fp8: bool = False
     any_block: bool = False
-    counts: bool = True
 
 
 KERNELS: dict[str, SparseKernel] = {
@@ -65,7 +63,7 @@ KERNELS: dict[str, SparseKernel] = {
     for kernel in (
         SparseKernel("cudnn-fp8", "cuDNN frontend, FP8, blocks of 128", lambda: sparse_fp8,
                      Needs(HOPPER, 9, HALF, (128,)),
-                     lambda: CUDNN_SPARSE.why_not() or why_not_fp8(), fp8=True, counts=False),
+                     lambda: CUDNN_SPARSE.why_not() or why_not_fp8(), fp8=True),
         SparseKernel("cudnn", "cuDNN frontend, bf16, blocks of 128", lambda: sparse_bf16,
                      Needs(HOPPER, 12, HALF, (64, 128)), CUDNN_SPARSE.why_not),
         SparseKernel("flex", "torch's FlexAttention, blocks of 128", lambda: sparse_flex,
@@ -77,16 +75,15 @@ KERNELS: dict[str, SparseKernel] = {
 
 
 def resolve_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int, *, fp8: bool, counts: bool = False
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int, *, fp8: bool
 ) -> SparseKernel:
     """The kernel called `name`. `auto`: FP8 where attention is FP8 anyway, else the fastest that runs.
 
-    fp8: the dense backend takes FP8. counts: rows must be able to keep different numbers of blocks, as in the parts of
-    a ring. Raises AttentionError for one that is not known or cannot run.
+    fp8: the dense backend takes FP8. Raises AttentionError for one that is not known or cannot run.
     """
     if name == "auto":
         names = () if tokens < SMALL else card_of(capability(device)).sparse
-        fits = (k for k in map(KERNELS.__getitem__, names) if not k.fp8 or (fp8 and not counts))
+        fits = (k for k in map(KERNELS.__getitem__, names) if not k.fp8 or fp8)
         chosen = next((k for k in fits if k.why_not(device, dtype, head_dim) is None), KERNELS["math"])
         if names and chosen.name == "math":
             _say_slow(device, KERNELS["flex"].why_not(device, dtype, head_dim))
@@ -95,8 +92,6 @@ def resolve_kernel(
         raise AttentionError(f"sparse kernel {name!r} is not known; use one of: auto, {', '.join(KERNELS)}")
     kernel = KERNELS[name]
     reason = kernel.why_not(device, dtype, head_dim)
-    if reason is None and counts and not kernel.counts:
-        reason = "it reads the same number of blocks for every row: use a mesh without a ring, or another kernel"
     if reason is None and kernel.fp8 and not fp8:
         reason = "attention is not FP8: choose an FP8 backend (cudnn-fp8), or the sparse kernel cudnn"
     if reason is not None:
@@ -121,11 +116,6 @@ def block_length(kernel: SparseKernel, tokens: int) -> int:
     return max(2, 1 << (max(1, tokens // 64).bit_length() - 1))
 
 
-def expected_block(name: str, tokens: int) -> int:
-    """The block length of the kernel that `name` stands for, whatever runs here."""
-    return block_length(KERNELS["math" if name == "auto" else name], tokens)  # auto: also where there are many
-
-
 # --------------------------------------------------------------------------------------- the functions behind the names
 
 
@@ -135,8 +125,8 @@ def sparse_bf16(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tu
         block_sparse_attention_forward,
     )
 
-    counts = route.counts
-    if counts is None and (capability(q.device) or (0, 0)) >= BLACKWELL:
+    counts = None
+    if (capability(q.device) or (0, 0)) >= BLACKWELL:
         # Blackwell's kernel wants an even number where it is the same for all rows.
         counts = torch.full(route.blocks.shape[:-1], route.blocks.shape[-1], dtype=torch.int32, device=q.device)
     # Rows must begin at multiples of 16 bytes, which a view into a fused projection's output need not.
@@ -154,7 +144,6 @@ def sparse_fp8(q: Blocked, k: Blocked, v: Blocked, route: Route, block: int) -> 
     from cudnn.block_sparse_attention import _interface  # pyright: ignore[reportMissingImports]
 
     batch, heads, size, dim = q.memory.shape
-    assert route.counts is None, "the FP8 kernel reads the same number of blocks for every row"
     out, lse = _interface._bsa_attn_fwd_sm90_fp8_blk128(
         q.memory,
         k.memory,
@@ -187,7 +176,7 @@ def _aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for n, stride in outer if n > 1)
 
 
-VARIANTS = 64  # lengths of queries and of keys in one process; the parts of a ring are up to three lengths of a video
+VARIANTS = 64  # lengths of queries and of keys in one process
 
 
 def sparse_flex(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tuple[Tensor, Tensor]:
@@ -206,13 +195,12 @@ def block_mask(route: Route, queries: int, keys: int, block: int) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     blocks = route.blocks
-    counts = route.counts
-    if counts is None:
-        counts = torch.full(blocks.shape[:-1], blocks.shape[-1], dtype=torch.int32, device=blocks.device)
+    counts = torch.full(blocks.shape[:-1], blocks.shape[-1], dtype=torch.int32, device=blocks.device)
     width = -(-keys // block)
     parts, part = torch.zeros_like(counts), torch.zeros_like(counts)
     if keys % block:
-        blocks, counts, parts = without_last(blocks, counts, width - 1)
+        blocks, parts = without_last(blocks, width - 1)
+        counts = counts - parts
         part = torch.full_like(counts, width - 1)
     selected = route.kept(width)
     compiled = blocks.is_cuda
@@ -236,13 +224,11 @@ def block_mask(route: Route, queries: int, keys: int, block: int) -> Any:
     )
 
 
-def without_last(blocks: Tensor, counts: Tensor, last: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of blocks, the first `counts` of which count, with block `last` taken out: the others, how many they are,
-    and 1 where it was there. blocks: int32 [..., K]; counts: int32 [...]."""
-    there = (blocks == last) & (torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None])
-    has_last = there.any(-1).to(counts.dtype)
-    final = blocks.gather(-1, (counts[..., None] - 1).long())  # takes its place
-    return torch.where(there, final, blocks), counts - has_last, has_last
+def without_last(blocks: Tensor, last: int) -> tuple[Tensor, Tensor]:
+    """Rows of blocks int32 [..., K] with block `last` taken out, and int32 [...], 1 where it was there: then one block
+    less of the row counts."""
+    there = blocks == last
+    return torch.where(there, blocks[..., -1:], blocks), there.any(-1).int()
 
 
 @functools.cache

@@ -5,13 +5,11 @@ keys adds, times the distance of its values from the output. For keys that scatt
 logarithm of the mean of exp(q . k) is that of the mean, and half the variance of q . k: the sum over channels of q^2
 times the variance of the keys, one small product.
 
-Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys), K blocks kept,
-r blocks of queries: n, or those of one rank where others have the rest.
+Legend: B batch, L tokens, H heads, D head dim, n blocks of keys, r blocks of queries, K blocks kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,37 +39,14 @@ SINKS = 1  # blocks that most queries of a head look at, kept for all of them
 
 
 class Route(NamedTuple):
-    """What is read: `blocks` int32 [B, H, r, K], of which the first `counts` int32 [B, H, r] hold; None: all of them.
-
-    The order of a row means nothing. No block is in a row twice, and a row is never empty.
-    """
+    """What is read: `blocks` int32 [B, H, r, K]. The order of a row means nothing, and no block is in a row twice."""
 
     blocks: Tensor
-    counts: Tensor | None = None
-
-    def valid(self) -> Tensor:
-        """bool [B, H, r, K]: which of `blocks` hold."""
-        if self.counts is None:
-            return torch.ones_like(self.blocks, dtype=torch.bool)
-        return torch.arange(self.blocks.shape[-1], device=self.blocks.device) < self.counts[..., None]
-
-    def part(self, first: int, count: int) -> tuple[Route, Tensor]:
-        """What is read of `count` blocks from `first` on, numbered from 0, rising; and bool [B, H, r], the rows
-        that read none of them. Those are given block 0, because kernels need a block for every row; their
-        result has no weight."""
-        there = self.valid() & (self.blocks >= first) & (self.blocks < first + count)
-        blocks = (
-            torch.where(there, self.blocks - first, count).sort(-1).values[..., : min(self.blocks.shape[-1], count)]
-        )
-        number = there.sum(-1)
-        return Route(torch.where(blocks < count, blocks, 0), number.clamp(min=1).int()), number == 0
 
     def kept(self, count: int) -> Tensor:
         """bool [B, H, r, count]: which of `count` blocks of keys are read."""
-        valid = self.valid()
-        selected = torch.zeros(*self.blocks.shape[:-1], count + 1, dtype=torch.bool, device=valid.device)
-        where = torch.where(valid, self.blocks.long(), count)
-        return selected.scatter_(-1, where, True)[..., :count]
+        selected = torch.zeros(*self.blocks.shape[:-1], count, dtype=torch.bool, device=self.blocks.device)
+        return selected.scatter_(-1, self.blocks.long(), True)
 
 
 @dataclass(frozen=True)
@@ -115,21 +90,13 @@ def gain(variance: Tensor, sizes: Tensor) -> Tensor:
     return torch.where(variance <= reach, 0.5 * variance, (variance * reach).sqrt() - 0.5 * reach)
 
 
-def over_rows(share: Tensor) -> Tensor:
-    """The mean of [B, H, r, n] over rows: [B, H, 1, n]."""
-    return share.mean(2, keepdim=True)
-
-
-def choose(
-    scores: Tensor, rule: Rule, forced: Tensor, sizes: Tensor, average: Callable[[Tensor], Tensor] = over_rows
-) -> Route:
+def choose(scores: Tensor, rule: Rule, forced: Tensor, sizes: Tensor) -> Route:
     """The blocks that `rule` keeps by `scores` [B, H, r, n], those that are `forced` [r, n] first of all, then the
-    heads' sinks; sizes [n] of the blocks. Where there are more forced ones than the rule keeps, the best of them.
-    average: as `over_rows`, of all rows where these are some of them."""
+    heads' sinks; sizes [n] of the blocks. Where there are more forced ones than the rule keeps, the best of them."""
     count = scores.shape[-1]
     weight = scores + sizes.log()  # of the whole block
     share = weight.softmax(-1)
-    sinks = average(share).topk(min(SINKS, count), dim=-1).indices
+    sinks = share.mean(2, keepdim=True).topk(min(SINKS, count), dim=-1).indices
     bonus = (2 * forced.to(share.dtype)).expand(share.shape[0], share.shape[1], -1, -1)
     ranked = (share + bonus).scatter_add(
         -1, sinks.expand(-1, -1, share.shape[2], -1), torch.ones_like(share[..., :SINKS])

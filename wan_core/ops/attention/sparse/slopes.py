@@ -81,20 +81,6 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.is_cuda else torch.float32
 
 
-class SlopeSum:
-    """`slopes` of keys and values that come a few blocks at a time. weights, means: of all blocks."""
-
-    def __init__(self, weights: Tensor, means: Tensor, block: int) -> None:
-        self.weights, self.means, self.block = weights, means, block
-        self.total: Tensor | None = None
-
-    def add(self, first: int, k: Tensor, v: Tensor) -> None:
-        """k, v [B, N, H, D] from block `first` on."""
-        here = slice(first, first - (-k.shape[1] // self.block))
-        more = slopes(self.weights[..., here], self.means[:, :, here], k, v, self.block)
-        self.total = more if self.total is None else self.total + more
-
-
 def _scale(x: Keys) -> Tensor | float:
     return 1.0 if isinstance(x, Tensor) else x.scale
 

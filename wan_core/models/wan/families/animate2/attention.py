@@ -265,8 +265,6 @@ class DrivenAttention(Attention):
             own.keep(call.layer, *(ring.gather(x.contiguous(), ring.lengths, 1) for x in (k, v)))
             return ring.attend(q, k, v)
         assert isinstance(own, Driven), "the attention of Animate-2 was called by another family"
-        if call.sparse is not None:
-            raise OptionError("sparse attention of Animate-2 around a ring is not supported: use a mesh without a ring")
         begins = [sum(ring.lengths[:rank]) for rank in range(len(ring.lengths))]
         parts = [p for rank, keys, values in ring.around(k, v) for p in self.parts(q, keys, values, begins[rank], own)]
         out, lse = merge_lse(parts)
