@@ -88,7 +88,7 @@ def run_forward(
     options = {} if transformer_options is None else transformer_options
     run = options.get(RUN)
     if run is not None and x.ndim == 5:
-        forward = describe(run, uncompiled_model(executor.class_obj.diffusion_model), x, options, kwargs)
+        forward = describe(run, uncompiled_model(executor.class_obj.diffusion_model), x, kwargs)
         options[FORWARD] = replace(forward, text=0 if c_crossattn is None else c_crossattn.shape[1])
         run.begin()
         run.outer = None if options.get(OVERRIDE) is override else options.get(OVERRIDE)
@@ -102,13 +102,7 @@ def uncompiled_model(transformer: Any) -> Any:
     return getattr(transformer, "_orig_mod", transformer)
 
 
-def describe(
-    run: NativeRun,
-    transformer: Any,
-    x: Tensor,
-    options: dict[str, Any],
-    conditions: dict[str, Any],
-) -> NativeForward:
+def describe(run: NativeRun, transformer: Any, x: Tensor, conditions: dict[str, Any]) -> NativeForward:
     """x [B, C, T, Y, X]: latents of a forward. conditions: what the model gets beside them."""
     patch = transformer.patch_size
     sizes = list(x.shape[2:])
@@ -126,7 +120,6 @@ def describe(
         front=front,
         extra=type(transformer).__name__ in EXTRA_TOKENS,
         by_frames=type(transformer).__name__ == "WanAnimate2Model",
-        branches=tuple(conditions_of(x, options)),
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from wan_core.config import SparseOptions
@@ -135,22 +135,19 @@ class NativeForward:
     """One forward of the transformer.
 
     grid: token frames, rows and columns of the latents. front: tokens before those of the grid. extra: whether it is
-    known where other tokens are (behind the grid's). branches: conditions and context window of this forward. text:
-    rows of text, as many keys as cross-attention to it has. by_frames: queries come frame by frame, to keys of the
-    whole video and some behind, which alone change; frame_keys: those of the current layer. reached: calls of attention
-    that came to the kernels of this engine.
+    known where other tokens are (behind the grid's). text: rows of text, as many keys as cross-attention to it has.
+    by_frames: queries come frame by frame, to keys of the whole video and some behind, which alone change; frame_keys:
+    those of the current layer. reached: calls of attention that came to the kernels of this engine.
     """
 
     run: NativeRun
     grid: Grid
     front: int = 0
     extra: bool = True
-    branches: Hashable = None
     text: int = 0
     by_frames: bool = False
     frame_keys: FrameKeys | None = None
     reached: int = 0
-    _calls: Counter[int] = field(default_factory=Counter)
 
     @property
     def tokens(self) -> int:
@@ -160,8 +157,3 @@ class NativeForward:
     def frame(self) -> int:
         """Tokens of a latent frame."""
         return self.grid[1] * self.grid[2]
-
-    def call(self, layer: int) -> int:
-        """The index of this call of self-attention among those of `layer`: VACE and Animate-2 have two for a block."""
-        self._calls[layer] += 1
-        return self._calls[layer] - 1

@@ -60,14 +60,7 @@ def prepare(
         dense = resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
     kernel, block = kernel_of(options, q, q.shape[1], fp8=dense.takes_fp8)
     tiles, rule = with_others(make_tiles(grid, block, q.device), rule, forward.front, q.shape[1])
-    state = SparseForward(
-        kernel=kernel,
-        dense=(dense,),
-        tiles=tiles,
-        rule=rule,
-        slope=options.slope,
-        branches=(forward.branches, layer, forward.call(layer), q.device, grid),
-    )
+    state = SparseForward(kernel=kernel, dense=(dense,), tiles=tiles, rule=rule, slope=options.slope)
     run.note_sparse()
     run.take(f"sparse attention ({kernel.name})")
     return partial(attend, state, dense, forward.front)

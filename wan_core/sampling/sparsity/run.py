@@ -75,7 +75,6 @@ class SparseTiles:
             tiles=tiles,
             rule=rule,
             slope=self.options.slope,
-            branches=info.branches,
         )
         tokens.copy_(tokens[:, tiles.order])  # in their own memory, which the caller holds: no copy for all blocks
         result = inner(replace(inputs, rope=self.turned(inputs.rope, tiles), sparse=forward, order=tiles.order))

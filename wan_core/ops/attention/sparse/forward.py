@@ -9,7 +9,7 @@ Legend: B batch, L tokens, H heads, D head dim, n blocks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -39,7 +39,6 @@ class SparseForward(SparseState):
     tiles: Tiles
     rule: Rule | None
     slope: bool = True
-    branches: Hashable = None
 
     @property
     def others(self) -> slice | None:

@@ -22,8 +22,7 @@ from wan_core.models.wan.layers import Block
 from wan_core.models.wan.model import WanModel, check_grid
 from wan_core.models.wan.prepared_text import PreparedText, own_inputs, own_rows
 from wan_core.models.wan.runners import BlockInputs
-from wan_core.ops.attention.protocol import AttentionCall, SparseState
-from wan_core.ops.attention.sparse.forward import SparseForward
+from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.quant.linear import Linear
 
 
@@ -146,7 +145,7 @@ class VaceModel(WanModel):
         for n, chain in enumerate(control.chains):
             if not factors[n]:  # what it would add is zero
                 continue
-            call = AttentionCall(layer, apart(inputs.sparse, f"VACE {n}"), inputs.lengths, own)
+            call = AttentionCall(layer, inputs.sparse, inputs.lengths, own)
             chain, hint = block(chain, inputs.modulation, inputs.rope, kv, call, inputs.bias, start=start)
             control.chains[n] = chain
             scale = control.scale[0, n] if len(control.scale) == 1 else control.scale[:, n, None, None]
@@ -169,11 +168,3 @@ def factors_for(factors: tuple[float, ...] | None, count: int) -> tuple[float, .
     if len(of_each) != count:
         raise ValueError(f"the plan has factors for {len(of_each)} control videos, and {count} are given")
     return of_each
-
-
-def apart(sparse: SparseState | None, name: str) -> SparseState | None:
-    """What attention beside a block reads: by the rule of its layer, with a choice of blocks of its own."""
-    if sparse is None:
-        return None
-    assert isinstance(sparse, SparseForward)
-    return replace(sparse, branches=(sparse.branches, name))
