@@ -24,7 +24,7 @@ GENERATE = [
     ("--frames 0", "4n + 1"),
     ("--steps 0", "1 to 1000"),
     ("--seed -1", "0 to 2^64"),
-    ("--boundary 900", "from 0 to 1"),
+    ("--boundary 900", "allowed are 0 to 1"),
     ("--guidance 3/2/1", "'3/2/1' given; write HIGH[/LOW] in numbers"),
     ("--clip-frames 33/5.5", "'33/5.5' given; write N[/OVERLAP] in whole numbers"),
     ("--memory-limit /", "'/' given; write GIB[/HOST] in numbers"),
