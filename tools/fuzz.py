@@ -69,7 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=READERS, default=list(READERS), metavar="READER")
     parser.add_argument("--case", type=int, help="run one case in this process")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the files of faults there")
     options = parser.parse_args(arguments)
     if options.case is not None:
         return run_alone(READERS[options.only[0]], options.case, options.seed)
@@ -80,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcomes.append(outcome)
             if outcome.is_fault:
                 print(f"{name} {outcome.number}: {outcome.what}: {outcome.why}", flush=True)
-                keep(options.keep, outcome, options.seed)
         print(f"{name}: {options.cases} cases", file=sys.stderr, flush=True)
     print(table(outcomes))
     return int(any(outcome.is_fault for outcome in outcomes))
@@ -98,13 +96,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
         most = f"{max(row.seconds for row in rows):.1f} | {max(row.mib for row in rows):.0f}"
         lines.append(f"| {name} | {len(rows):,} | {' | '.join(numbers)} | {most} |")
     return "\n".join(lines)
-
-
-def keep(folder: Path | None, outcome: Outcome, seed: int) -> None:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        reader = READERS[outcome.reader]
-        (folder / f"{outcome.reader}-{outcome.number}-{reader.name}").write_bytes(reader.case(outcome.number, seed))
 
 
 def run_alone(reader: Reader, number: int, seed: int) -> int:

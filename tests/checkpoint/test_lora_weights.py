@@ -43,7 +43,7 @@ from wan_core.pipeline.loras import (
 )
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-tensor", "fp8-weights", "te-current", "int8"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8-weights", "te-current", "int8"])
 def test_attached_beside_quantised_weights(precision):
     """The difference that the LoRA makes is that of the product of low rank, whatever the format of the input."""
     state = lora_of(sorted(CONFIG.quantized_names()), 6, scale=0.3)
@@ -70,7 +70,7 @@ def test_low_rank_product_of_fp8_inputs(fmt):
     torch.testing.assert_close(low_rank_input(x, down), x.dequantize() @ down.t(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-tensor", "fp8-weights", "int8"])
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_merged_before_quantisation(precision):
     """Encoded from the sum of the file's own numbers: the same bits as a checkpoint of the sum."""
     state = lora_of(LINEARS, 8)

@@ -30,7 +30,7 @@ from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.sources import find_models
 from wan_core.workers.wire import unpack
 
-REQUESTS = 200
+REQUESTS = 100
 CACHES = ("magcache", "taylorseer")  # of which a run has one
 CPU = torch.device("cpu")
 PARSER = build_parser()

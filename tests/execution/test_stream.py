@@ -65,7 +65,7 @@ def test_streamed_is_resident_bit_for_bit(quantization, resident):
             assert torch.equal(run(residency.use, plan, batched=batched, prefetch=residency.prefetch), exact)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     resident=st.integers(0, LAYERS), calls=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=8)
 )
@@ -138,14 +138,14 @@ def test_compiled_blocks_compile_once_whatever_streams():
     plan = make_plan(steps=2)
     plain = experts()
     for model in plain.values():
-        compile_blocks(model, CPU, backend="aot_eager")
+        compile_blocks(model, CPU, backend="eager")
     before = compilations()
     exact = run(plain.__getitem__, plan)
     assert compilations() - before == 2  # before attention, and after it
     for resident in (0, 1):
         residency = streaming(None, resident)
         for model in residency.models.values():
-            compile_blocks(model, CPU, backend="aot_eager")
+            compile_blocks(model, CPU, backend="eager")
         assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
     assert compilations() - before == 2
 
@@ -297,8 +297,7 @@ def latents_of(pipe: Pipeline, request: Request, on_step=None):
     return pipe.sample(prepared, pipe.encode(prepared), on_step), pipe.report
 
 
-@pytest.mark.parametrize("residency", ["auto", "stream"])
-@pytest.mark.parametrize("at", [1, 4])  # of 4 runs: the last is the one that hands over
+@pytest.mark.parametrize(("residency", "at"), [("auto", 1), ("stream", 4)])  # of 4 runs, the last hands over
 def test_out_of_memory_goes_on_from_the_last_finished_step(residency, at, caplog):
     options = LoadOptions(
         model="tiny", device="cpu", residency=residency, resident_blocks=4 if residency == "stream" else None

@@ -172,8 +172,7 @@ def run(experts: Parts, positive: list[Any], negative: list[Any], plan: Plan) ->
     return denoise(joined.plan, models.__getitem__, joined.conditioning, draw_noise(7, SHAPE))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("cut", "inside"), [(0.15, True), (0.8, True), (0.49, False)])
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(("cut", "inside", "batched"), [(0.15, True, False), (0.8, True, True), (0.49, False, False)])
 def test_every_step_attends_to_the_text_of_its_range(experts: Parts, cut: float, inside: bool, batched: bool) -> None:
     """Against runs with one text, of which each gives some of the steps; texts of several lengths."""
     plan, negative = plan_of(solver="euler"), [text(9, experts)]

@@ -102,7 +102,6 @@ OTHERS = {  # options of others -> whose
     "--num-gpus": "ray",
     "--cpu": "ComfyUI", "--cache-none": "ComfyUI", "--use-sage-attention": "ComfyUI",
     "--on-cpu": "benchmarks/ladder.py", "--dry-run": "benchmarks/ladder.py",
-    "--keep": "tools/fuzz.py",
 }  # fmt: skip
 
 

@@ -84,11 +84,13 @@ HEADERS = (
     b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}',
     b'{"a":{"dtype":"F32","shape":[' + b",".join([b"9" * 18] * 20_000) + b'],"data_offsets":[0,4]}}',
     b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}',
-    b"{" + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(20_000)) + b"}",
     b'{"\xff":1}',
     b"{}",
     b"{}" + b"\0" * 50,
 )
+
+
+EMPTY = '"%s":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 
 
 def grown_names(word: str, end: str, count: int = 20_000, size: int = 52) -> list[str]:
@@ -99,7 +101,7 @@ def grown_names(word: str, end: str, count: int = 20_000, size: int = 52) -> lis
 
 def empty_tensors(names: Iterable[str]) -> bytes:
     """A safetensors file of tensors without values."""
-    return joined({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}, b"")
+    return with_header(f"{{{','.join(map(EMPTY.__mod__, names))}}}".encode())
 
 
 def with_header(header: bytes) -> bytes:
@@ -107,12 +109,12 @@ def with_header(header: bytes) -> bytes:
 
 
 def many_tensors(count: int) -> bytes:
-    entries = (b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(count))
-    return with_header(b"{" + b",".join(entries) + b"}")
+    return empty_tensors(map(str, range(count)))
 
 
 SAFETENSORS_BOMBS: tuple[Callable[[], bytes], ...] = (
     *(lambda header=header: with_header(header) for header in HEADERS),
+    lambda: many_tensors(20_000),
     lambda: many_tensors(300_000),
     lambda: many_tensors(1_900_000),  # a header of 99 MB
     lambda: with_header(b'{"__metadata__":{"a":"' + b"x" * (15 * 2**20) + b'"}}'),

@@ -20,7 +20,6 @@ from tools.hostile.checkpoints import (
     many_tensors,
     split,
     stored,
-    with_header,
 )
 from wan_core.models.wan.config import DiTConfig
 
@@ -114,14 +113,7 @@ _ALPHAS = {"a.alpha_pattern": dict.fromkeys(map(str, range(300_000)), 1)}
 LORA_BOMBS: tuple[Callable[[], bytes], ...] = (
     lambda: _wide_lora(2_000_000),
     lambda: many_tensors(20_000),
-    lambda: with_header(
-        b"{"
-        + b",".join(
-            b'"blocks.%d.self_attn.q.lora_down.weight":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n
-            for n in range(19_000)
-        )
-        + b"}"
-    ),
+    lambda: empty_tensors(f"blocks.{n}.self_attn.q.lora_down.weight" for n in range(19_000)),
     lambda: stored(lora_state(), {"lora_adapter_metadata": json.dumps(_ALPHAS)}),
     lambda: stored({"lora_unet_" * 90 + ".lora_up.weight": torch.zeros(1, 1)}, {}),
     *(

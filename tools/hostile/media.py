@@ -140,18 +140,6 @@ def video(kind: str, width: int = 32, height: int = 32, frames: int = 3, codec: 
         return path.read_bytes()
 
 
-@cache
-def sound_only() -> bytes:
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as out:
-        stream = out.add_stream("aac", rate=8000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-        frame.sample_rate = 8000
-        out.mux(stream.encode(frame))
-        out.mux(stream.encode(None))
-    return file.getvalue()
-
-
 PLAYLISTS = (
     b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
     b"ffconcat version 1.0\nfile /etc/passwd\n",
@@ -165,7 +153,7 @@ def video_file(random: Random) -> bytes:
     if random.random() < 0.03:
         return damaged(random, random.choice(PLAYLISTS))
     kind = random.choice(tuple(CODECS))
-    content = random.choice((video(kind), video(kind, 96, 96, 9))) if random.random() < 0.9 else sound_only()
+    content = random.choice((video(kind), video(kind, 96, 96, 9))) if random.random() < 0.9 else sound("mp4")
     if random.random() < 0.25:  # a size, or another number of the header
         at = content.find(
             random.choice((b"stsd", b"tkhd", b"avc1", b"strf", b"avih", b"stts", b"stsz", b"stsc", b"elst"))
@@ -194,7 +182,7 @@ VIDEO_BOMBS: tuple[Callable[[], bytes], ...] = (
     lambda: video("gif", 65_000, 600, 1),
     lambda: b"GIF89a\xff\xff\xff\xff\xf0\0\0" + bytes(6) + b",\0\0\0\0\xff\xff\xff\xff\0\x08\x01\0;",
     _two_sizes,
-    sound_only,
+    lambda: sound("mp4"),
     lambda: b"",
 )
 
