@@ -154,10 +154,15 @@ def streamed(model: nn.Module, copy: bool | None) -> WanModel:
 
 
 @pytest.mark.parametrize(
-    ("precision", "kind"),
-    [("int8", "rotated 256"), *(("checkpoint", kind) for kind in ("rotated 256", "tensor", "w4a4", "w4a8"))],
+    ("precision", "kind", "mode"),
+    [
+        *(("int8", "rotated 256", mode) for mode in ("none", "attach", "merge")),
+        *(("checkpoint", "rotated 256", mode) for mode in ("none", "attach", "merge")),
+        ("checkpoint", "tensor", "attach"),
+        ("checkpoint", "w4a4", "merge"),
+        ("checkpoint", "w4a8", "attach"),
+    ],
 )
-@pytest.mark.parametrize("mode", ["none", "attach", "merge"])
 @torch.no_grad()
 def test_from_its_file_it_is_the_same(files, lora: Wanted, precision: str, kind: str, mode: str) -> None:  # noqa: F811
     """Streamed out of the mapped file, with a LoRA attached; merged, out of memory."""

@@ -230,10 +230,8 @@ def one_by_one(with_loras: Pipeline, without: Pipeline, request: Request) -> Ten
     ("stored", "options"),
     [
         ("own", {"lora_mode": "merge"}),
-        ("own", {"lora_mode": "attach"}),
-        ("own", {"lora_mode": "merge", "precision": "fp8-weights"}),
         ("fp8", {"lora_mode": "merge"}),
-        ("int8", {}),
+        ("int8", {"lora_mode": "attach"}),
     ],
 )
 def test_phases_are_runs_of_models_with_and_without_loras(
