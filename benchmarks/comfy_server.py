@@ -41,16 +41,9 @@ def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[
 class Server:
     """A ComfyUI server that measures prompts. Use as a context: it ends with it. gpus: of the sides for several."""
 
-    def __init__(
-        self,
-        checkout: Path,
-        base: Path,
-        device: torch.device,
-        gpus: int = 1,
-    ) -> None:
-        self.device, self.gpus = device, gpus
+    def __init__(self, checkout: Path, base: Path, device: torch.device, gpus: int = 1) -> None:
+        self.device, self.gpus, cpu = device, gpus, device.type == "cpu"
         environment = {"PYTHONUNBUFFERED": "1"}
-        cpu = device.type == "cpu"
         if cpu:
             install_stand_ins(base)
         self.comfyui = ComfyUI(checkout, base, environment, without_page(base), cpu=cpu, patience=PATIENCE)
@@ -71,8 +64,7 @@ class Server:
         before = len(self.comfyui.log())
         run = self.comfyui.watch(with_defaults(graph, self.kinds))
         if not run.ok:
-            fault = next((said for kind, said in run.status["messages"] if kind == "execution_error"), {})
-            raise RuntimeError(f"{fault.get('node_id')}: {fault.get('exception_message', 'interrupted')[:500]}")
+            raise RuntimeError(run.fault)
         said = [line.strip() for line in self.comfyui.log()[before:].splitlines() if SAYS.search(line)]
         peak = self.memory.peak_gib
         return times(run) | ({} if peak is None else {"peak_gib": peak}) | ({"said": said[-4:]} if said else {}), run

@@ -87,6 +87,12 @@ class Run:
         return next(data for name, data in self.status["messages"] if name == kind)
 
     @property
+    def fault(self) -> str:
+        """Which node failed, and what it said."""
+        said = next((data for kind, data in self.status["messages"] if kind == "execution_error"), {})
+        return f"{said.get('node_id')}: {str(said.get('exception_message', 'interrupted'))[:500]}"
+
+    @property
     def cached(self) -> list[str]:
         return self.message("execution_cached")["nodes"]
 
@@ -118,15 +124,8 @@ class ComfyUI:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [python_of(checkout), "main.py", "--listen", "127.0.0.1", "--port", str(self.port)]
-        command += [
-            *(["--cpu"] if cpu else []),
-            "--disable-api-nodes",
-            "--database-url",
-            "sqlite:///:memory:",
-            "--base-directory",
-            str(base),
-            *arguments,
-        ]
+        command += ["--disable-api-nodes", "--database-url", "sqlite:///:memory:", "--base-directory", str(base)]
+        command += [*(["--cpu"] if cpu else []), *arguments]
         with self.log_path.open("w") as log:
             settings = {**os.environ, **(QUIET if cpu else {}), **(environment or {})}
             self.process = subprocess.Popen(command, cwd=checkout, stdout=log, stderr=subprocess.STDOUT, env=settings)
@@ -158,11 +157,6 @@ class ComfyUI:
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
-
-    def resident_bytes(self) -> int:
-        """Anonymous memory of the server: what it allocated, without files that it maps."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
     # HTTP
 
@@ -251,11 +245,8 @@ class Client:
             elif first & 15 == 2:
                 kind, extra = struct.unpack(">II", payload[:8])
                 if kind == 3:  # length of the node's id, the id, a text
-                    yield {
-                        "type": "text",
-                        "node": payload[8 : 8 + extra].decode(),
-                        "data": payload[8 + extra :].decode(),
-                    }
+                    node, text = payload[8 : 8 + extra].decode(), payload[8 + extra :].decode()
+                    yield {"type": "text", "node": node, "data": text}
                 else:
                     yield {"type": "preview", "data": payload[8:]}
             elif first & 15 == 8:

@@ -152,8 +152,7 @@ def sampled(templates: Templates, graph: Graph) -> Row:
     for given in (reseeded(with_steps(graph, WARM_STEPS), 1), reseeded(graph, 2)):
         run = templates.server.watch(given)
         if not run.ok:
-            said = next((data for kind, data in run.status["messages"] if kind == "execution_error"), {})
-            raise RuntimeError(f"{said.get('node_id')}: {str(said.get('exception_message', 'interrupted'))[:500]}")
+            raise RuntimeError(run.fault)
     seconds, since = 0.0, None
     for event in run.events:
         if event["type"] == "executing":

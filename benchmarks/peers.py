@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.plain import diffusers_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.library import load_torchs_cudnn
@@ -143,31 +142,19 @@ def _comfy(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+SAME = ("patch_size", "text_len", "dim", "ffn_dim", "freq_dim", "text_dim", "num_heads", "num_layers", "eps")
+SIZES = {**{name: name for name in SAME}, "in_dim": "in_channels", "out_dim": "out_channels"}  # theirs -> ours
+
+
 def _comfyui(model: WanModel) -> nn.Module:
     config, ours = model.config, model.state_dict()
     wan, operations = _comfy("comfy.ldm.wan.model"), _comfy("comfy.ops").disable_weight_init
     dtype = model.patch_embedding.weight.dtype
-    sizes = _comfyui_sizes(config)
+    sizes = {theirs: getattr(config, own) for theirs, own in SIZES.items()}
     peer = wan.WanModel(model_type="t2v", device=torch.device("meta"), dtype=dtype, operations=operations, **sizes)
     ours |= {name: ours[name].float() for name in ("patch_embedding.weight", "patch_embedding.bias")}
     peer.load_state_dict(ours, assign=True)
     return peer
-
-
-def _comfyui_sizes(config: DiTConfig) -> dict[str, Any]:
-    return {
-        "patch_size": config.patch_size,
-        "text_len": config.text_len,
-        "in_dim": config.in_channels,
-        "dim": config.dim,
-        "ffn_dim": config.ffn_dim,
-        "freq_dim": config.freq_dim,
-        "text_dim": config.text_dim,
-        "out_dim": config.out_channels,
-        "num_heads": config.num_heads,
-        "num_layers": config.num_layers,
-        "eps": config.eps,
-    }
 
 
 def _call_comfyui(peer: nn.Module, x: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
@@ -186,20 +173,15 @@ def _compile_blocks(peer: nn.Module) -> None:
         block.compile()
 
 
+DIFFUSERS = Peer("diffusers", _diffusers_why_not, _diffusers, _call_diffusers, _diffusers_version)
+COMFYUI = Peer("comfyui", _comfyui_why_not, _comfyui, _call_comfyui, _comfyui_version)
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer("diffusers", _diffusers_why_not, _diffusers, _call_diffusers, _diffusers_version),
-        Peer(
-            "diffusers-compiled",
-            _diffusers_why_not,
-            _diffusers,
-            _call_diffusers,
-            _diffusers_version,
-            _compile_diffusers,
-        ),
-        Peer("comfyui", _comfyui_why_not, _comfyui, _call_comfyui, _comfyui_version),
-        Peer("comfyui-compiled", _comfyui_why_not, _comfyui, _call_comfyui, _comfyui_version, _compile_blocks),
+        DIFFUSERS,
+        replace(DIFFUSERS, name="diffusers-compiled", compile=_compile_diffusers),
+        COMFYUI,
+        replace(COMFYUI, name="comfyui-compiled", compile=_compile_blocks),
     )
 }
 

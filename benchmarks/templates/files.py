@@ -51,7 +51,7 @@ def transformer(kind: str, seed: int, layers: int | None) -> dict[str, Any]:
 
 def _with_used_injectors(tensors: dict[str, Any], layers: int) -> dict[str, Any]:
     """S2V without those of its 12 injectors that belong behind blocks which it does not have."""
-    used = sum(block < layers for block in (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39))
+    used = sum(block < layers for block in INJECT_AFTER)
     return {
         name: value
         for name, value in tensors.items()

@@ -26,7 +26,7 @@ from tools.embedded_graphs import (
     small,
     text_to_video,
 )
-from tools.processes import State, hidden, look, wait_until
+from tools.processes import State, hidden, look, memory_of, wait_until
 from wan_core.media.video import read_video
 
 pytestmark = pytest.mark.comfy
@@ -282,7 +282,7 @@ def test_many_prompts_load_once_and_leave_nothing(comfy: ComfyUI) -> None:
         if seed % 5 == 4:
             assert not interrupted(comfy, 1000 + seed)[0].ok
         early = look(pid) if seed == 9 else early
-        memory.append(comfy.resident_bytes())
+        memory.append(memory_of(comfy.process.pid))
     assert count(comfy, "WanCore loaded") == loads
     assert count(comfy, "WanCore encoded the text") == encoded + 1  # the star, once; everything else was known
     assert memory[-1] - memory[4] < 24 * 2**20, memory
@@ -310,15 +310,15 @@ LARGE = 128 * 2**20  # bytes; large.safetensors takes twice that in fp32
 def test_free_gives_memory_back_and_models_return_when_used(comfy: ComfyUI) -> None:
     graph = small(seed=5)
     graph |= {"model": loaders("large.safetensors", "none")["model"]}
-    before = comfy.resident_bytes()
+    before = memory_of(comfy.process.pid)
     assert comfy.run(graph).ok
-    loaded = comfy.resident_bytes()
+    loaded = memory_of(comfy.process.pid)
     assert loaded - before > LARGE
     deadline = time.monotonic() + 30
-    while comfy.resident_bytes() > loaded - LARGE and time.monotonic() < deadline:
+    while memory_of(comfy.process.pid) > loaded - LARGE and time.monotonic() < deadline:
         comfy.post("/free", {"unload_models": True})  # again: it hears nothing while it cleans up after a prompt
         time.sleep(0.2)
-    assert loaded - comfy.resident_bytes() > LARGE
+    assert loaded - memory_of(comfy.process.pid) > LARGE
     loads = count(comfy, "WanCore loaded the transformer")
     graph["sampler"]["inputs"]["seed"] = 6
     assert comfy.run(graph).ok
