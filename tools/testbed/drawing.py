@@ -1,4 +1,4 @@
-"""Clips of the test bed, drawn on the device.
+"""Clips of the test bed, drawn on a CPU.
 
 Lengths are units: pixels of a frame whose shorter side has 256. The ground and the objects keep their textures, which
 are random, so a model has to copy them from frame to frame, over the camera's motion and behind the pillar.
@@ -9,14 +9,13 @@ Legend: B clips, N = B * F pictures, F frames, H rows, W columns.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tools.testbed.scenes import OBJECTS, TEXTURES, World, sample_world, shades
+from tools.testbed.scenes import OBJECTS, TEXTURES, World, shades
 from wan_core.pipeline.embedded import SHAPES
 from wan_lab.shapes import DIRECTIONS, signed_distance
 
@@ -36,11 +35,6 @@ class Size:
     frames: int = FRAMES
     height: int = 256
     width: int = 384
-
-    def scaled(self, share: float) -> Size:
-        """The same picture with fewer pixels: a multiple of 16 a side."""
-        height, width = (max(16, 16 * round(share * side / 16)) for side in (self.height, self.width))
-        return Size(self.frames, height, width)
 
 
 @dataclass(frozen=True)
@@ -87,38 +81,14 @@ class Texture:
         return whole.long(), ((w - 1 - whole) * pixels + 0.5).clamp(0, 1)
 
 
-class Drawing:
-    """Draws random clips of random scenes. window: draw this part of each picture and of the clip only."""
-
-    def __init__(self, size: Size, device: torch.device, seed: int, window: Size | None = None) -> None:
-        self.size, self.window = size, window
-        self.rng = random.Random(seed)
-        self.generator = torch.Generator(device).manual_seed(seed)
-
-    def draw(self, count: int) -> tuple[Tensor, list[World]]:
-        """Clips [count, 3, F, H, W] in -1..1 and their scenes."""
-        worlds = [sample_world(self.rng) for _ in range(count)]
-        return self.draw_worlds(worlds), worlds
-
-    def draw_worlds(self, worlds: Sequence[World]) -> Tensor:
-        """Clips [B, 3, F, H, W] in -1..1 of given scenes."""
-        shown, device = self.window or self.size, self.generator.device
-        scale = min(self.size.height, self.size.width) / SIDE
-        corner = [
-            self.rng.randint(0, whole - part)
-            for whole, part in (
-                (self.size.frames, shown.frames),
-                (self.size.height, shown.height),
-                (self.size.width, shown.width),
-            )
-        ]
-        first, top, x_begin = corner
-        time = torch.arange(first, first + shown.frames, device=device) - (FRAMES - 1) / 2
-        y = (torch.arange(top, top + shown.height, device=device) + 0.5) / scale
-        x = (torch.arange(x_begin, x_begin + shown.width, device=device) + 0.5) / scale
-        place = Layout.random(worlds, self.size.width / scale, self.size.height / scale, self.generator)
-        x, y = torch.broadcast_tensors(x[None, None, None], y[None, None, :, None])
-        return place.picture(time, x, y, scale).permute(0, 4, 1, 2, 3) * 2 - 1
+def draw_worlds(worlds: Sequence[World], size: Size, seed: int) -> Tensor:
+    """Clips [B, 3, F, H, W] in -1..1 of scenes, from their first frame on."""
+    scale = min(size.height, size.width) / SIDE
+    place = Layout.random(worlds, size.width / scale, size.height / scale, torch.Generator().manual_seed(seed))
+    time = torch.arange(size.frames) - (FRAMES - 1) / 2
+    y, x = ((torch.arange(side) + 0.5) / scale for side in (size.height, size.width))
+    x, y = torch.broadcast_tensors(x[None, None, None], y[None, None, :, None])
+    return place.picture(time, x, y, scale).permute(0, 4, 1, 2, 3) * 2 - 1
 
 
 @dataclass(frozen=True)
@@ -132,34 +102,34 @@ class Layout:
 
     @staticmethod
     def random(worlds: Sequence[World], width: float, height: float, generator: torch.Generator) -> Layout:
-        device, count = generator.device, len(worlds)
+        count = len(worlds)
 
         def uniform(low: float, high: float, *more: int) -> Tensor:
-            return low + (high - low) * torch.rand(count, *more, generator=generator, device=device)
+            return low + (high - low) * torch.rand(count, *more, generator=generator)
 
         def speed(motions: Sequence[str], low: float, high: float) -> Tensor:
-            return table([DIRECTIONS[m] for m in motions], device) * uniform(low, high, 1)
+            return table([DIRECTIONS[m] for m in motions]) * uniform(low, high, 1)
 
         def texture(kinds: Sequence[str], colours: Sequence[str], period: tuple[float, float]) -> Texture:
-            kind = torch.tensor([TEXTURES.index(k) for k in kinds], device=device)
-            cells = torch.randint(3, (count, CELLS, CELLS), generator=generator, device=device) / 2
-            tones = table([shades(c) for c in colours], device)
+            kind = torch.tensor([TEXTURES.index(k) for k in kinds])
+            cells = torch.randint(3, (count, CELLS, CELLS), generator=generator) / 2
+            tones = table([shades(c) for c in colours])
             return Texture(kind, uniform(*period), uniform(0, math.pi), uniform(0, 1000, 2), cells, tones)
 
         things = []
-        slots = torch.rand(count, OBJECTS, generator=generator, device=device).argsort(1)  # columns of the picture
+        slots = torch.rand(count, OBJECTS, generator=generator).argsort(1)  # columns of the picture
         for i in range(OBJECTS):
             seen = [world.things[i] if i < len(world.things) else None for world in worlds]
             things_shown = [thing or worlds[0].things[0] for thing in seen]
-            shape = torch.tensor([-1 if t is None else SHAPES.index(t.shape) for t in seen], device=device)
+            shape = torch.tensor([-1 if t is None else SHAPES.index(t.shape) for t in seen])
             column = (slots[:, i] + uniform(0.2, 0.8)) / OBJECTS
             place = torch.stack([column * width, uniform(0.25, 0.75) * height], 1)
             skin = texture([t.texture for t in things_shown], [t.colour for t in things_shown], OBJECT_PERIOD)
             things.append((shape, place, speed([t.motion for t in things_shown], *SPEED), uniform(*RADIUS), skin))
-        there = torch.tensor([world.pillar is not None for world in worlds], device=device)
-        hides = torch.tensor([world.hides for world in worlds], device=device)
+        there = torch.tensor([world.pillar is not None for world in worlds])
+        hides = torch.tensor([world.hides for world in worlds])
         centre = torch.where(hides, things[0][1][:, 0], things[-1][1][:, 0])  # the last column is free
-        tones = table([shades(world.pillar or "white") for world in worlds], device)
+        tones = table([shades(world.pillar or "white") for world in worlds])
         return Layout(
             camera=speed([world.camera for world in worlds], *PAN),
             ground=texture([w.ground[1] for w in worlds], [w.ground[0] for w in worlds], GROUND_PERIOD),
@@ -189,5 +159,5 @@ class Layout:
         return torch.lerp(result, rounded, cover[..., None])
 
 
-def table(rows: Sequence[object], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float32).to(device)
+def table(rows: Sequence[object]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float32)

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 from PIL import Image
 
-from tools.testbed.drawing import Drawing, Size
+from tools.testbed.drawing import Size, draw_worlds
 from tools.testbed.scenes import sample_worlds
 from wan_core.checkpoint import load_dit, save
 from wan_core.models.wan.model import WanModel
@@ -62,7 +62,7 @@ def _write(trained: Path, out: Path, size: Size, samples: int) -> None:
         if task == "i2v":
             for number, world in enumerate(worlds):
                 lines[number]["image"] = f"first_{number:03}.png"
-                frame = Drawing(replace(size, frames=1), device, SAMPLE_SEED + number).draw_worlds([world])[0, :, 0]
+                frame = draw_worlds([world], replace(size, frames=1), SAMPLE_SEED + number)[0, :, 0]
                 pixels = ((frame + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
                 Image.fromarray(pixels).save(folder / lines[number]["image"])
         (folder / SAMPLES).write_text("".join(json.dumps(line) + "\n" for line in lines))
