@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import re
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -71,25 +70,16 @@ def missing(job: Job, gpus: int, *, cpu: bool) -> str | None:
 
 SMALL_SIZE = "64x64x5"
 ON_A_CPU = {"--size": SMALL_SIZE, "--runs": "1", "--steps": "4", "--frames": "5"}
-SMALLER = {"random:t2v-A14B": "tiny", "2x1x2": "2x1x1", "1x1x4": "1x1x2", "4 GPUs": "2 GPUs"}  # inside of words
-GPU_ONLY = re.compile(r" --memory-limit \d+")
-LIMITED = re.compile(r"^.*: |\S*limit \d+")  # settings that differ in their limits alone run once
 
 
 def on_a_cpu(words: Sequence[str]) -> list[str]:
-    """The same command on the embedded model or on small files, with one size, one run and two ranks."""
+    """The same command on the embedded model or on small files, with one size and one run."""
     found: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
-        found.append(ON_A_CPU.get(before, word))
-        for text, smaller in (SMALLER | ({"4": "2"} if before == "--gpus" else {})).items():
-            found[-1] = found[-1].replace(text, smaller)
-        found[-1] = GPU_ONLY.sub("", found[-1])
-    once = set[str]()
-    for n in [n for n, word in enumerate(found) if word in ("--size", "--setting")]:
-        text = LIMITED.sub("", found[n + 1]) if "limit" in found[n + 1] else found[n + 1]
-        found[n] = found[n] if text not in once else ""
-        once.add(text)
-    found = [word for before, word in zip(["x", *found], found, strict=False) if before and word]
+    for option, word in zip(["", *words], words, strict=False):
+        if option == "--size" and SMALL_SIZE in found:
+            found.pop()  # a second size
+        else:
+            found.append("tiny" if word.startswith("random:") else ON_A_CPU.get(option, word))
     if "--runs" not in found and not {"tests", "templates"} & set(found):
         found += ["--runs", "1"]
     if "tests" in found:

@@ -25,10 +25,8 @@ def guarded(name: str, size: str, reason: str | None, make: Callable[[], Row]) -
 
 
 COLUMNS = (
-    "seconds", "spread", "ratio", "ratio_to_native_gpus", "times_diffusers", "moved_gib", "exchange_share", "tflops",
-    "of_peak", "peak_gib", "weights_gib", "activation_gib", "compile_seconds", "compilations", "error",
-    "largest_error", "outliers", "share", "forwards", "gb_s", "host_gib", "slowdown", "planned_gib", "plan_error",
-    "resident_blocks",
+    "seconds", "spread", "ratio", "ratio_to_native_gpus", "tflops", "peak_gib", "weights_gib", "activation_gib",
+    "compile_seconds", "compilations", "error", "outliers", "slowdown",
 )  # fmt: skip
 
 
