@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ __all__ = [
     "Graph",
     "Refused",
     "Run",
+    "act_in_step",
     "find_comfyui",
     "find_newer_comfyui",
+    "interrupted",
     "make_base",
     "printed_by",
     "python_of",
@@ -55,6 +57,28 @@ def saved_latents(comfy: ComfyUI, graph: Graph, node: str = "kept") -> Tensor:
     run = comfy.run(graph)
     assert run.ok, run.status
     return load_file(comfy.output_file(run, node))["latent_tensor"]
+
+
+def act_in_step(comfy: ComfyUI, graph: Graph, act: Callable[[], object]) -> tuple[Run, int]:
+    """Run a graph, and call `act` in the third step of its sampler. The run, and the last step that it reached."""
+    client, reached = Client(comfy.port), 0
+    prompt = comfy.queue(graph, client.name)
+    for event in client.events():
+        if event["type"] == "progress" and event["data"]["node"] == "sampler":
+            reached = event["data"]["value"]
+            if reached == 3:
+                act()
+        elif event["type"] in ("execution_interrupted", "execution_error", "execution_success"):
+            break
+    client.close()
+    return comfy.wait(prompt), reached
+
+
+def interrupted(comfy: ComfyUI, graph: Graph) -> int:
+    """The last step that the sampler of a graph reached, which is interrupted in its third."""
+    run, reached = act_in_step(comfy, graph, lambda: comfy.post("/interrupt", {}))
+    assert not run.ok and run.message("execution_interrupted")["node_id"] == "sampler"
+    return reached
 
 
 def printed_by(script: str, checkout: Path, *arguments: str) -> Any:

@@ -63,20 +63,12 @@ def small(**sampling: Any) -> Graph:
 
 
 def image_to_video() -> Graph:
+    size, encoded = {"width": 96, "height": 96, "frames": 17}, {"positive": ["text", 0], "negative": ["text", 1]}
     return {
         **text_to_video(),
         **loaders(TINY_I2V, TINY_I2V),
         "picture": node("LoadImage", image="first.png"),
-        "size": node(
-            "WanCoreImageToVideo",
-            positive=["text", 0],
-            negative=["text", 1],
-            vae=["vae", 0],
-            width=96,
-            height=96,
-            frames=17,
-            first_image=["picture", 0],
-        ),
+        "size": node("WanCoreImageToVideo", **encoded, **size, vae=["vae", 0], first_image=["picture", 0]),
         "sampler": sampler(positive=["size", 0], negative=["size", 1], latent=["size", 2]),
     }
 

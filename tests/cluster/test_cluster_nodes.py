@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.conftest import Nodes
-from tests.comfyui import Client, ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, act_in_step, find_comfyui, interrupted, make_base
 from tools.embedded_graphs import node, small, text_to_video
 
 pytestmark = [pytest.mark.ray, pytest.mark.comfy, pytest.mark.slow]
@@ -47,24 +47,12 @@ def test_a_graph_an_interruption_and_a_killed_node(comfy: ComfyUI, nodes: Nodes)
     run = comfy.watch(on_cluster(small(), nodes))
     assert run.ok, run.status
     assert sum(event["type"] == "preview" for event in run.events) > 0
-    client = Client(comfy.port)
-    prompt = comfy.queue(on_cluster(small(steps=1000, seed=77, solver="euler"), nodes), client.name)
-    for event in client.events():
-        if event["type"] == "progress" and event["data"]["node"] == "sampler" and event["data"]["value"] == 3:
-            comfy.post("/interrupt", {})
-        elif event["type"] == "execution_interrupted":
-            break
-    assert comfy.wait(prompt).message("execution_interrupted")["node_id"] == "sampler"
+    interrupted(comfy, on_cluster(small(steps=1000, seed=77, solver="euler"), nodes))
     assert comfy.run(on_cluster(small(seed=78), nodes)).ok
-    prompt = comfy.queue(on_cluster(small(steps=1000, seed=79, solver="euler"), nodes), client.name)
     before = {one.node_id for one in nodes.cpus}
-    for event in client.events():
-        if event["type"] == "progress" and event["data"]["node"] == "sampler" and event["data"]["value"] == 3:
-            nodes.kill(nodes.busy()[0])
-        elif event["type"] == "execution_error":
-            break
-    client.close()
-    message = comfy.wait(prompt).message("execution_error")["exception_message"]
+    graph = on_cluster(small(steps=1000, seed=79, solver="euler"), nodes)
+    run, _ = act_in_step(comfy, graph, lambda: nodes.kill(nodes.busy()[0]))
+    message = run.message("execution_error")["exception_message"]
     [lost] = before - {one.node_id for one in nodes.cpus}
     assert "the cluster lost" in message and f"node {lost[:6]}" in message and "of 1000" in message
     assert comfy.run(on_cluster(small(seed=80), nodes)).ok
@@ -73,15 +61,9 @@ def test_a_graph_an_interruption_and_a_killed_node(comfy: ComfyUI, nodes: Nodes)
 def test_a_lost_head(comfy: ComfyUI, nodes: Nodes, mortal: Nodes) -> None:
     """ComfyUI outlives it: the graph ends with an error after a minute, and others run here and on another cluster."""
     mortal.have(2)
-    client = Client(comfy.port)
-    prompt = comfy.queue(on_cluster(text_to_video(steps=1000, seed=81, solver="euler"), mortal), client.name)
-    for event in client.events():
-        if event["type"] == "progress" and event["data"]["node"] == "sampler" and event["data"]["value"] == 3:
-            mortal.kill_head()
-        elif event["type"] == "execution_error":
-            break
-    client.close()
-    assert "of 1000" in comfy.wait(prompt).message("execution_error")["exception_message"]
+    graph = on_cluster(text_to_video(steps=1000, seed=81, solver="euler"), mortal)
+    run, _ = act_in_step(comfy, graph, mortal.kill_head)
+    assert "of 1000" in run.message("execution_error")["exception_message"]
     again = comfy.run(on_cluster(small(seed=82), mortal))
     assert "cannot connect to the Ray cluster" in again.message("execution_error")["exception_message"]
     assert comfy.run(small(seed=83)).ok

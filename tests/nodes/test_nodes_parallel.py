@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.comfyui import Client, ComfyUI, Graph, Refused, find_comfyui, make_base, serving
+from tests.comfyui import ComfyUI, Graph, Refused, act_in_step, find_comfyui, interrupted, make_base, serving
 from tests.nodes.test_workflows import caption_behind, on_cpu_workers
 from tests.nodes.workflow_pages import api_form
 from tools.embedded_graphs import node, small, text_to_video
@@ -85,17 +85,7 @@ def test_steps_at_the_same_time_of_which_the_first_worker_runs_no_low_noise_one(
 def test_interruption_leaves_the_workers_alive_and_the_next_prompt_uses_them(comfy: ComfyUI) -> None:
     assert comfy.run(on_workers(small())).ok
     workers = ranks_below(comfy.process.pid)
-    client, reached = Client(comfy.port), 0
-    prompt = comfy.queue(on_workers(text_to_video(steps=1000, seed=77, solver="euler")), client.name)
-    for event in client.events():
-        if event["type"] == "progress" and event["data"]["node"] == "sampler":
-            reached = event["data"]["value"]
-            if reached == 3:
-                comfy.post("/interrupt", {})
-        elif event["type"] == "execution_interrupted":
-            break
-    client.close()
-    assert comfy.wait(prompt).message("execution_interrupted")["node_id"] == "sampler"
+    reached = interrupted(comfy, on_workers(text_to_video(steps=1000, seed=77, solver="euler")))
     assert reached < 300  # of 1000: those that ran while the request was on its way
     assert comfy.run(on_workers(small(seed=78))).ok
     assert ranks_below(comfy.process.pid) == workers
@@ -103,15 +93,10 @@ def test_interruption_leaves_the_workers_alive_and_the_next_prompt_uses_them(com
 
 def test_a_killed_worker_is_named_and_the_next_prompt_starts_anew(comfy: ComfyUI) -> None:
     assert comfy.run(on_workers(small())).ok
-    workers, client = ranks_below(comfy.process.pid), Client(comfy.port)
-    prompt = comfy.queue(on_workers(small(steps=1000, seed=79, solver="euler")), client.name)
-    for event in client.events():
-        if event["type"] == "progress" and event["data"]["value"] == 3:
-            os.kill(workers[1], signal.SIGKILL)
-        elif event["type"] == "execution_error":
-            break
-    client.close()
-    error = comfy.wait(prompt).message("execution_error")
+    workers = ranks_below(comfy.process.pid)
+    graph = on_workers(small(steps=1000, seed=79, solver="euler"))
+    run, _ = act_in_step(comfy, graph, lambda: os.kill(workers[1], signal.SIGKILL))
+    error = run.message("execution_error")
     assert error["node_id"] == "sampler" and "SIGKILL" in error["exception_message"]
     assert f"rank 1 on {os.uname().nodename} (process {workers[1]}, cpu)" in error["exception_message"]
     wait_until_gone(workers)
