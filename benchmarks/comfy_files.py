@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from benchmarks.measure import make_room
 from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.detect import TOKENIZER
+from wan_core.checkpoint.layouts import TEXT_BLOCK_MODULES, TEXT_MODULES
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.safetensors_file import bytes_of, safetensors_header
 from wan_core.checkpoint.save import metadata_of, save, write_safetensors
@@ -145,28 +146,14 @@ def write_text_encoder(models: Path, device: torch.device) -> None:
     write_file(tensors, path, metadata_of(TextEncoder(module, Tokenizer(proto.numpy().tobytes()))))
 
 
-_MODULES = {"token_embedding.weight": "shared.weight", "norm.weight": "encoder.final_layer_norm.weight"}
-_BLOCK_MODULES = {
-    "norm1": "layer.0.layer_norm",
-    "attn.q": "layer.0.SelfAttention.q",
-    "attn.k": "layer.0.SelfAttention.k",
-    "attn.v": "layer.0.SelfAttention.v",
-    "attn.o": "layer.0.SelfAttention.o",
-    "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
-    "norm2": "layer.1.layer_norm",
-    "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
-    "ffn.fc1": "layer.1.DenseReluDense.wi_1",
-    "ffn.fc2": "layer.1.DenseReluDense.wo",
-}
-
-
 def hf_name(name: str) -> str:
     """The name that Hugging Face's UMT5EncoderModel has for a parameter of ours."""
-    if name in _MODULES or not name.startswith("blocks."):
-        return _MODULES.get(name, name)
-    _, block, rest = name.split(".", 2)
-    module, _, parameter = rest.rpartition(".")
-    return f"encoder.block.{block}.{_BLOCK_MODULES[module]}.{parameter}"
+    top, inner = ({ours: theirs for ours, theirs, _ in reversed(table)} for table in (TEXT_MODULES, TEXT_BLOCK_MODULES))
+    module, _, parameter = name.rpartition(".")
+    if name.startswith("blocks."):
+        _, block, module = module.split(".", 2)
+        return f"encoder.block.{block}.{inner[module]}.{parameter}"
+    return f"{top[module]}.{parameter}" if module in top else name
 
 
 def write_vae(models: Path, device: torch.device) -> None:

@@ -24,12 +24,12 @@ from wan_core.models.text.umt5 import TextConfig
 from wan_core.models.wan.families import FAMILIES
 
 # Modules of a UMT5 encoder: official name, Hugging Face's, and llama.cpp's in GGUF files of the architecture t5encoder.
-_TOP = (
+TEXT_MODULES = (
     ("token_embedding", "shared", "token_embd"),
     ("token_embedding", "encoder.embed_tokens", "token_embd"),
     ("norm", "encoder.final_layer_norm", "enc.output_norm"),
 )
-_IN_BLOCK = (
+TEXT_BLOCK_MODULES = (
     ("norm1", "layer.0.layer_norm", "attn_norm"),
     ("attn.q", "layer.0.SelfAttention.q", "attn_q"),
     ("attn.k", "layer.0.SelfAttention.k", "attn_k"),
@@ -80,7 +80,7 @@ def gguf_text_names(names: Collection[str]) -> dict[str, str] | None:
 
 def _translated(names: Collection[str], block: re.Pattern[str], column: int) -> dict[str, str]:
     """Names of a file -> official names; block: how the file names what is in a block. column: of the tables."""
-    top, inner = ({row[column]: row[0] for row in table} for table in (_TOP, _IN_BLOCK))
+    top, inner = ({row[column]: row[0] for row in table} for table in (TEXT_MODULES, TEXT_BLOCK_MODULES))
     translated: dict[str, str] = {}
     for name in names:
         match = block.fullmatch(name)
