@@ -101,7 +101,7 @@ OTHERS = {  # options of others -> whose
     "--num-cpus": "ray",
     "--num-gpus": "ray",
     "--cpu": "ComfyUI", "--cache-none": "ComfyUI", "--use-sage-attention": "ComfyUI",
-    "--on-cpu": "benchmarks/ladder.py", "--dry-run": "benchmarks/ladder.py",
+    "--on-cpu": "benchmarks/ladder.py", "--dry-run": "benchmarks/ladder.py", "--keep": "tools/judges.py",
 }  # fmt: skip
 
 
