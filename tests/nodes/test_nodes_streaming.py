@@ -146,26 +146,30 @@ def latents(model: Any, on_step: Any = None, owner: Any = None, steps: int = 2) 
     )
 
 
+def unloaded(nodes: SimpleNamespace, options: LoadOptions) -> Any:
+    """The socket of random experts of a task, of which nothing is loaded."""
+    recognised = find_models(options)
+    experts = {name: part for name, part in recognised.of.items() if name in ("high", "low")}
+    settings = resolve_settings(replace(recognised, of=experts), options, CPU)
+    models = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
+    return nodes.memory.ModelSocket(options, settings, models, None)
+
+
 @pytest.mark.parametrize("mode", ["sequential", "batched"])
 @pytest.mark.parametrize("task", ["t2v-A14B", "animate2-14B", "vace-14B", "s2v-14B", "fun-control-14B"])
 def test_nodes_keep_as_many_blocks_as_the_command_line(
     nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, task: str, mode: str
 ) -> None:
     """What a family prepares besides text counts for both doors. Nothing is loaded."""
-    options = LoadOptions(model=f"random:{task}", residency="stream", precision="bf16")
-    recognised = find_models(options)
-    experts = {name: part for name, part in recognised.of.items() if name in ("high", "low")}
-    settings = resolve_settings(replace(recognised, of=experts), options, CPU)
-    models = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
-    model = nodes.memory.ModelSocket(options, settings, models, None)
+    model = unloaded(nodes, LoadOptions(model=f"random:{task}", residency="stream", precision="bf16"))
     workload = replace(make_plan(steps=4), latent_shape=(1, 16, 21, 60, 104), guidance_mode=mode)
     room = 30 << 30
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room)
     monkeypatch.setattr(nodes.host, "room", lambda: room)
-    planned = MemoryPlanner(settings, options).plan(workload)
+    planned = MemoryPlanner(model.settings, model.options).plan(workload)
     here = nodes.memory.plan_experts(model, workload)
     assert here.beside["high"] == planned.beside["high"] and here.form == planned.form
-    assert here.staying_blocks == planned.resident_blocks < recognised.dit.num_layers
+    assert here.staying_blocks == planned.resident_blocks < model.experts.dit.num_layers
 
 
 @pytest.mark.parametrize(("share", "stays"), [(0.25, True), (0.75, False)])
@@ -173,23 +177,18 @@ def test_blocks_that_stream_stay_while_half_of_the_reserve_is_left(
     nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, share: float, stays: bool
 ) -> None:
     """Under ComfyUI's memory manager as under the engine's own. share: of the reserve, which the steps take."""
-    options = LoadOptions(model="random:t2v-A14B", precision="bf16")
-    recognised = find_models(options)
-    experts = {name: part for name, part in recognised.of.items() if name in ("high", "low")}
-    settings = resolve_settings(replace(recognised, of=experts), options, CPU)
-    models = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
-    model = nodes.memory.ModelSocket(options, settings, models, None)
+    model = unloaded(nodes, LoadOptions(model="random:t2v-A14B", precision="bf16"))
     workload, blocks = replace(make_plan(steps=4), latent_shape=(1, 16, 21, 60, 104)), 20
     now = Residency(CPU, "stream", resident_blocks=blocks, room=1)
-    for one in models.values():
+    for one in model.patchers.values():
         one.resident_blocks = blocks
-    taken = nodes.memory.plan_experts(model, workload).beside["high"] + stage_bytes(
-        settings.parts["high"].units, blocks
-    )
+    staying = stage_bytes(model.settings.parts["high"].units, blocks)
+    taken = nodes.memory.plan_experts(model, workload).beside["high"] + staying
     room = (taken + (1 - share) * RESERVE[0]) / (1 - (1 - share) * RESERVE[1])
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: int(room))
     monkeypatch.setattr(nodes.host, "room", lambda: int(room))
-    ours, here = MemoryPlanner(settings, options).plan(workload, now), nodes.memory.plan_experts(model, workload)
+    ours = MemoryPlanner(model.settings, model.options).plan(workload, now)
+    here = nodes.memory.plan_experts(model, workload)
     assert ours.staying_blocks == here.staying_blocks
     assert (here.staying_blocks == blocks) == stays
 
