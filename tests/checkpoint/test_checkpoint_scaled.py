@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import CheckpointError, load_dit, load_text_encoder, save
-from wan_core.checkpoint.layouts import _IN_BLOCK
+from wan_core.checkpoint.layouts import TEXT_BLOCK_MODULES
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
@@ -197,7 +197,7 @@ def test_the_text_encoder_that_everybody_has(tmp_path: Path, spelling: str) -> N
     """A file spelled as `umt5_xxl_fp8_e4m3fn_scaled`: Hugging Face's names, matrices in FP8, the table and the norms
     in 16 bits, the tokenizer as a tensor. It can stay as it is in memory."""
     encoder = load_text_encoder(TINY / "text_encoder.safetensors")
-    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs, _ in _IN_BLOCK}
+    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs, _ in TEXT_BLOCK_MODULES}
     state: dict[str, Tensor] = {"spiece_model": torch.frombuffer(bytearray(encoder.tokenizer.proto), dtype=torch.uint8)}
     meant: dict[str, Tensor] = {}
     if spelling == "scale_weight":
