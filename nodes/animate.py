@@ -15,19 +15,8 @@ from wan_core.models.wan.families.animate.inputs import comfy_extras
 from wan_core.models.wan.families.animate2 import ANIMATE2
 from wan_core.models.wan.families.clips import Clip, check_clips
 from wan_core.models.wan.families.driven import DrivenFamily
-from wan_core.models.wan.families.media import video_to_pixels
-from wan_core.sampling.conditioning import empty_latents
 
-from . import host
-from .conditioning import (
-    check_room,
-    check_widgets,
-    conditioned_outputs,
-    size_inputs,
-    size_words,
-    text_and_vae,
-    with_values,
-)
+from .conditioning import VideoInputs, check_room, conditioned_outputs, fields_of, size_inputs, text_and_vae
 from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING
 
@@ -94,20 +83,17 @@ def clip_of(family: DrivenFamily, frames: int, previous: Tensor | None, overlap:
 
 
 def conditioned(
-    family: DrivenFamily, vae: Any, size: tuple[int, int], clip: Clip, pictures: dict[str, Tensor | None]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The keys of CONDITIONING that pictures of these fields give, and the empty LATENT."""
-    check_room(family, VAE_21, (*size, clip.frames), given=pictures)
+    family: DrivenFamily, video: VideoInputs, clip: Clip, pictures: dict[str, Tensor | None]
+) -> dict[str, Any]:
+    """The keys of CONDITIONING that pictures of these fields give."""
+    check_room(family, VAE_21, (*video.size, clip.frames), given=fields_of(pictures))
     own = {"reference": Clip(0, 0, 1, 0), "carried": Clip(0, 0, clip.carried, 0)}
     media = {
-        field: family.images_of(images, FACE if field == "face_video" else size, own.get(field, clip))
+        field: family.images_of(images, FACE if field == "face_video" else video.size, own.get(field, clip))
         for field, images in pictures.items()
         if images is not None
     }
-    extras = comfy_extras(lambda video: vae.encode(video_to_pixels(video)), media, clip, VAE_21)
-    latents = empty_latents(VAE_21, *size, clip.frames)
-    latents = torch.cat([latents[:, :, :1], latents], 2)  # the reference before the clip
-    return extras, {"samples": host.to_intermediate(latents)}
+    return comfy_extras(video.encode, media, clip, VAE_21)
 
 
 def tail(previous: Tensor | None, clip: Clip) -> Tensor | None:
@@ -170,17 +156,11 @@ class WanCoreAnimate(io.ComfyNode):
     ) -> bool:
         if frames is not None and overlap is not None:
             clip_of(ANIMATE, frames, None, overlap)
-        return check_widgets(ANIMATE, VAE_21, width, height, frames)
+        return check_room(ANIMATE, VAE_21, (width, height, frames), before_run=True)
 
     @classmethod
     def execute(
         cls,
-        positive: CONDITIONING,
-        negative: CONDITIONING,
-        vae: Any,
-        width: int,
-        height: int,
-        frames: int,
         reference_image: Tensor,
         pose_video: Tensor,
         face_video: Tensor | None = None,
@@ -190,20 +170,21 @@ class WanCoreAnimate(io.ComfyNode):
         previous_frames: Tensor | None = None,
         overlap: int = 1,
         face_guidance: bool = True,
+        **shared: Any,
     ) -> io.NodeOutput:
+        video = VideoInputs(**shared)
         if (background_video is None) != (character_mask is None):
             raise OptionError("only one of background_video and character_mask is connected: connect both, or neither")
-        clip = clip_of(ANIMATE, frames, previous_frames, overlap)
+        clip = clip_of(ANIMATE, video.frames, previous_frames, overlap)
         pictures = {"reference": reference_image, "pose_video": pose_video, "face_video": face_video}
         pictures |= {"background": background_video, "mask": character_mask, "carried": tail(previous_frames, clip)}
-        extras, latent = conditioned(ANIMATE, vae, (width, height), clip, pictures)
+        extras = conditioned(ANIMATE, video, clip, pictures)
         if clip_vision_output is not None:
             extras["clip_vision_output"] = clip_vision_output
         without = extras
         if face_video is not None and face_guidance:
             without = {**extras, "face_video_pixels": torch.full_like(extras["face_video_pixels"], -1)}
-        both = with_values(positive, extras), with_values(negative, without)
-        return io.NodeOutput(*both, latent, 1, clip.carried, ui=size_words(VAE_21, width, height))
+        return video.outputs(extras, without, video.latent(references=1), 1, clip.carried)
 
 
 class WanCoreAnimate2(io.ComfyNode):
@@ -244,17 +225,11 @@ class WanCoreAnimate2(io.ComfyNode):
     def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
         if frames is not None:
             clip_of(ANIMATE2, frames, None, 1)
-        return check_widgets(ANIMATE2, VAE_21, width, height, frames)
+        return check_room(ANIMATE2, VAE_21, (width, height, frames), before_run=True)
 
     @classmethod
     def execute(
         cls,
-        positive: CONDITIONING,
-        negative: CONDITIONING,
-        vae: Any,
-        width: int,
-        height: int,
-        frames: int,
         reference_image: Tensor,
         pose_video: Tensor,
         clip_vision_output: Any = None,
@@ -263,14 +238,15 @@ class WanCoreAnimate2(io.ComfyNode):
         previous_frames: Tensor | None = None,
         pose_strength: float = 1.0,
         reference_strength: float = 1.0,
+        **shared: Any,
     ) -> io.NodeOutput:
-        clip = clip_of(ANIMATE2, frames, previous_frames, 1)
+        video = VideoInputs(**shared)
+        clip = clip_of(ANIMATE2, video.frames, previous_frames, 1)
         pictures = {"reference": reference_image, "pose_video": pose_video, "carried": tail(previous_frames, clip)}
-        extras, latent = conditioned(ANIMATE2, vae, (width, height), clip, pictures)
+        extras = conditioned(ANIMATE2, video, clip, pictures)
         own = {"clip_vision_output": clip_vision_output, "clip_vision_output_pose": clip_vision_output_pose}
-        own["cross_attn_pose"] = (positive_pose or positive)[0][0]
+        own["cross_attn_pose"] = (positive_pose or video.positive)[0][0]
         strengths = {"pose_strength": pose_strength, "reference_strength": reference_strength}
         own |= {name: value for name, value in strengths.items() if value != 1}
         extras |= {key: value for key, value in own.items() if value is not None}
-        both = with_values(positive, extras), with_values(negative, extras)
-        return io.NodeOutput(*both, latent, 1, clip.carried, ui=size_words(VAE_21, width, height))
+        return video.outputs(extras, extras, video.latent(references=1), 1, clip.carried)

@@ -242,9 +242,10 @@ class NodeMaker:
         if image is None:
             samples = host.to_intermediate(empty_latents(self.model.experts.vae, width, height, frames))
             return positive, negative, {"samples": samples}
-        return WanCoreImageToVideo.execute(
-            positive, negative, self.vae, width, height, frames, image[:1], None, self.vision
-        ).result
+        texts = {"positive": positive, "negative": negative}
+        size = {"width": width, "height": height, "frames": frames}
+        pictures = {"first_image": image[:1], "clip_vision_output": self.vision}
+        return WanCoreImageToVideo.execute(vae=self.vae, **texts, **size, **pictures).result
 
 
 def hash_of(image: Tensor) -> str:

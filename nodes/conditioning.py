@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,43 +107,63 @@ def frames_in(duration: float | None, frames: int | None, config: VAEConfig) -> 
     return 4 * round(duration * image_task(config.z_dim).fps / 4) + 1 if duration else frames if duration == 0 else None
 
 
-def check_widgets(
-    family: Family,
-    config: VAEConfig,
-    width: int | None,
-    height: int | None,
-    frames: int | None,
-    *,
-    batch: int | None = 1,
-    given: Collection[str] = (),
-) -> bool:
-    """For `validate_inputs`: raise OptionError for a size that is too large, also for host memory. given: fields of the
-    family that have pictures in every graph."""
-    if width is None or height is None or frames is None:
-        return True
-    room = host.spare_bytes(before_run=True)
-    check_peak(family, config, (width, height, frames), room, batch=batch or 1, given=given)
-    return True
-
-
 def check_room(
     family: Family,
     config: VAEConfig,
-    size: tuple[int, int, int],
+    size: tuple[int | None, int | None, int | None],
     *,
-    batch: int = 1,
-    given: Mapping[str, object] = MappingProxyType({}),
-) -> None:
-    """For `execute`, before anything is made: raise OptionError where the host memory that is available now is too
-    little. size: (width, height, frames). given: pictures by field of the family; None: there are none."""
-    fields = [field for field, pictures in given.items() if pictures is not None]
-    check_peak(family, config, size, host.spare_bytes(), batch=batch, given=fields)
+    batch: int | None = 1,
+    given: Collection[str] = (),
+    before_run: bool = False,
+) -> bool:
+    """Raise OptionError for a size (width, height, frames) that is too large, also for the host memory that is
+    available now, or before_run for `validate_inputs`, where None is not known yet. given: fields of the family that
+    have pictures."""
+    width, height, frames = size
+    if width is not None and height is not None and frames is not None:
+        room = host.spare_bytes(before_run=before_run)
+        check_peak(family, config, (width, height, frames), room, batch=batch or 1, given=given)
+    return True
 
 
 def size_words(config: VAEConfig, width: int, height: int) -> ui.PreviewText | None:
     """For the node that says how large a video is."""
     notes = size_notes(None, config, width, height)
     return ui.PreviewText("\n".join(WARNING + note for note in notes)) if notes else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoInputs:
+    """The values of `text_and_vae` and `size_inputs`, of a node that adds pictures to prompts."""
+
+    positive: CONDITIONING
+    negative: CONDITIONING
+    vae: Any
+    width: int
+    height: int
+    frames: int
+    config: VAEConfig = VAE_21
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.width, self.height
+
+    def encode(self, video: Tensor) -> Tensor:
+        """[1, 3, F, H, W] in -1..1 -> latents."""
+        return self.vae.encode(video_to_pixels(video))
+
+    def latent(self, references: int = 0, batch: int = 1) -> dict[str, Any]:
+        """The empty LATENT, with latent frames of so many references before the video."""
+        latents = empty_latents(self.config, *self.size, self.frames)
+        latents = torch.cat([latents[:, :, :1].repeat(1, 1, references, 1, 1), latents], 2)
+        return {"samples": host.to_intermediate(latents.repeat(batch, 1, 1, 1, 1))}
+
+    def outputs(
+        self, extras: dict[str, Any], negative: dict[str, Any], latent: dict[str, Any], *more: Any
+    ) -> io.NodeOutput:
+        """`conditioned_outputs` and what else a node gives. extras, negative: keys that the prompts get."""
+        both = with_values(self.positive, extras), with_values(self.negative, negative)
+        return io.NodeOutput(*both, latent, *more, ui=size_words(self.config, *self.size))
 
 
 class WanCoreEmptyLatent(io.ComfyNode):
@@ -184,7 +204,8 @@ class WanCoreEmptyLatent(io.ComfyNode):
         if latent_type is not None:
             check_choice("latent type", latent_type, tuple(LATENT_TYPES))
         config = VAE_21 if latent_type is None else LATENT_TYPES[latent_type]
-        return check_widgets(WAN, config, width, height, frames_in(duration, frames, config), batch=batch_size)
+        size = width, height, frames_in(duration, frames, config)
+        return check_room(WAN, config, size, batch=batch_size, before_run=True)
 
     @classmethod
     def execute(
@@ -277,16 +298,12 @@ class WanCoreImageToVideo(io.ComfyNode):
         frames = frames_in(duration, frames, VAE_21)
         if frames is not None:
             check_known(frame_numbers(keyframe_numbers or ""), frames)
-        return check_widgets(WAN, VAE_21, width, height, frames, batch=batch_size)
+        return check_room(WAN, VAE_21, (width, height, frames), batch=batch_size, before_run=True)
 
     @classmethod
     def execute(
         cls,
-        positive: CONDITIONING,
-        negative: CONDITIONING,
         vae: Any,
-        width: int,
-        height: int,
         frames: int,
         first_image: Tensor | None = None,
         last_image: Tensor | None = None,
@@ -297,40 +314,44 @@ class WanCoreImageToVideo(io.ComfyNode):
         anchor: Tensor | None = None,
         previous: dict[str, Any] | None = None,
         duration: float = 0.0,
+        **shared: Any,
     ) -> io.NodeOutput:
         task = image_task(vae.latent_channels)
         frames = frames_in(duration, frames, task.vae) or frames
+        video = VideoInputs(vae=vae, frames=frames, config=task.vae, **shared)
         pictures = {"image": first_image, "last_image": last_image, "keyframes": keyframes}
-        given = pictures if task.image == "channels" else {}
-        check_room(WAN, task.vae, (width, height, frames), batch=batch_size, given=given)
-        first, last, others = (_frames(image, (width, height)) for image in pictures.values())
+        given = fields_of(pictures) if task.image == "channels" else ()
+        check_room(WAN, task.vae, (*video.size, frames), batch=batch_size, given=given)
+        first, last, others = (_frames(image, video.size) for image in pictures.values())
         between = by_number(others, frame_numbers(keyframe_numbers))
-        latents = host.to_intermediate(empty_latents(task.vae, width, height, frames)).repeat(batch_size, 1, 1, 1, 1)
+        latent = video.latent(batch=batch_size)
         check_anchor(task, anchor, previous, others=first is not None or bool(between))
         if task.image == "first frame":
             if last is not None or between:
                 raise OptionError(f"{task.name} takes a first frame and no others: connect first_image alone")
-            if first is None:  # from text alone, as in ComfyUI's own node for this model
-                return io.NodeOutput(positive, negative, {"samples": latents}, ui=size_words(task.vae, width, height))
-            check_first(first.shape[2], frames, task.vae)
-            samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
-            latent = {"samples": samples, "noise_mask": unknown}
-            return io.NodeOutput(positive, negative, latent, ui=size_words(task.vae, width, height))
+            if first is not None:  # otherwise from text alone, as in ComfyUI's own node for this model
+                check_first(first.shape[2], frames, task.vae)
+                samples, unknown = hold_first(video.encode(first), latent["samples"])
+                latent = {"samples": samples, "noise_mask": unknown}
+            return video.outputs({}, {}, latent)
         if anchor is not None:
-            encoded, unknown = anchored(vae, _frames(anchor[:1], (width, height)), last, previous, frames)
+            encoded, unknown = anchored(video, _frames(anchor[:1], video.size), last, previous)
             values = {"concat_latent_image": host.to_intermediate(encoded), "concat_mask": unknown}
-            both = (with_values(one, values) for one in (positive, negative))
-            return io.NodeOutput(*both, {"samples": latents}, ui=size_words(task.vae, width, height))
+            return video.outputs(values, values, latent)
         if isinstance(vae, VAESocket):
             encoded, unknown = vae.encode_known(first, last, frames, between)
         else:
             clip, unknown = known_frames(first, last, frames, between)
-            encoded = vae.encode(video_to_pixels(clip))
+            encoded = video.encode(clip)
         values = {"concat_latent_image": encoded, "concat_mask": frame_mask(unknown, encoded)}
         if clip_vision_output is not None:
             values["clip_vision_output"] = clip_vision_output
-        both = (with_values(one, values) for one in (positive, negative))
-        return io.NodeOutput(*both, {"samples": latents}, ui=size_words(task.vae, width, height))
+        return video.outputs(values, values, latent)
+
+
+def fields_of(pictures: Mapping[str, object]) -> list[str]:
+    """Those that have pictures."""
+    return [field for field, images in pictures.items() if images is not None]
 
 
 def _frames(image: Tensor | None, size: tuple[int, int]) -> Tensor | None:
@@ -352,11 +373,11 @@ def check_anchor(task: Task, anchor: Tensor | None, previous: dict[str, Any] | N
 
 
 def anchored(
-    vae: Any, anchor: Tensor | None, last: Tensor | None, previous: dict[str, Any] | None, frames: int
+    video: VideoInputs, anchor: Tensor | None, last: Tensor | None, previous: dict[str, Any] | None
 ) -> tuple[Tensor, Tensor]:
     """Image latents and mask of a clip of SVI, see `svi_clip`. anchor, last: [1, 3, 1, H, W] in -1..1. Raises
     OptionError."""
-    ends = [None if one is None else vae.encode(video_to_pixels(one[:, :, -1:])).float() for one in (anchor, last)]
+    ends = [None if one is None else video.encode(one[:, :, -1:]).float() for one in (anchor, last)]
     before = None if previous is None else previous["samples"][:, :, -1:]
     assert ends[0] is not None
     if before is not None and (before.ndim != 5 or before.shape[1:] != ends[0].shape[1:]):
@@ -364,8 +385,7 @@ def anchored(
             f"previous has latents of {list(before.shape)}, and the anchor's are {list(ends[0].shape)}: connect the "
             "latents of a video of the same size"
         )
-    config = vae.config if isinstance(vae, VAESocket) else VAE_21
-    return svi_clip(ends[0], ends[1], before, frames, config)
+    return svi_clip(ends[0], ends[1], before, video.frames, video.config)
 
 
 def frame_numbers(text: str) -> list[int]:

@@ -14,14 +14,13 @@ from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.fun.camera import MOTIONS, camera_rays, pose_count, read_camera
-from wan_core.models.wan.families.media import images_covering, references_of, video_to_pixels
+from wan_core.models.wan.families.media import images_covering, references_of
 from wan_core.models.wan.families.vace import STRENGTH
 from wan_core.models.wan.families.vace.inputs import comfy_extras
-from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.texts import TextRange, shared_range
 
 from . import host
-from .conditioning import check_room, check_widgets, conditioned_outputs, size_inputs, size_words, text_and_vae
+from .conditioning import VideoInputs, check_room, conditioned_outputs, fields_of, size_inputs, size_words, text_and_vae
 from .schema import output, schema
 from .sockets import CONDITIONING
 
@@ -80,17 +79,11 @@ class WanCoreVACE(io.ComfyNode):
     ) -> bool:
         if start is not None and end is not None:
             ControlOptions(start=start, end=end)
-        return check_widgets(VACE, VAE_21, width, height, frames)
+        return check_room(VACE, VAE_21, (width, height, frames), before_run=True)
 
     @classmethod
     def execute(
         cls,
-        positive: CONDITIONING,
-        negative: CONDITIONING,
-        vae: Any,
-        width: int,
-        height: int,
-        frames: int,
         strength: float,
         control_video: Tensor | None = None,
         control_masks: Tensor | None = None,
@@ -99,10 +92,12 @@ class WanCoreVACE(io.ComfyNode):
         last_image: Tensor | None = None,
         start: float = 0.0,
         end: float = 1.0,
+        **shared: Any,
     ) -> io.NodeOutput:
-        options, size = ControlOptions(scale=strength, start=start, end=end), (width, height)
-        check_room(VACE, VAE_21, (width, height, frames), given={"control_video": control_video})
-        media = {"mask": torch.ones(1, 3, frames, height, width)}
+        video, options = VideoInputs(**shared), ControlOptions(scale=strength, start=start, end=end)
+        size, frames = video.size, video.frames
+        check_room(VACE, VAE_21, (*size, frames), given=fields_of({"control_video": control_video}))
+        media = {"mask": torch.ones(1, 3, frames, video.height, video.width)}
         if control_masks is not None:
             alike = frames if len(control_masks) == 1 else -1
             media["mask"] = images_covering(control_masks.expand(alike, -1, -1), size, frames, missing=1)
@@ -113,13 +108,10 @@ class WanCoreVACE(io.ComfyNode):
                 media[field] = images_covering(images, size, min(frames, len(images)), missing=0)
         if reference_images is not None:
             media["reference"] = references_of(reference_images, size)
-        extras = comfy_extras(lambda video: vae.encode(video_to_pixels(video)), media, Clip(0, 0, frames, 0), VAE_21)
+        extras = comfy_extras(video.encode, media, Clip(0, 0, frames, 0), VAE_21)
+        both = (in_ranges(one, extras, options) for one in (video.positive, video.negative))
         count = len(media.get("reference", ()))
-        latents = empty_latents(VAE_21, width, height, frames)
-        latents = torch.cat([latents[:, :, :1].repeat(1, 1, count, 1, 1), latents], 2)
-        both = (in_ranges(one, extras, options) for one in (positive, negative))
-        size_text = size_words(VAE_21, width, height)
-        return io.NodeOutput(*both, {"samples": host.to_intermediate(latents)}, count, ui=size_text)
+        return io.NodeOutput(*both, video.latent(references=count), count, ui=size_words(VAE_21, *size))
 
 
 def in_ranges(conditioning: CONDITIONING, extras: dict[str, Tensor], options: ControlOptions) -> CONDITIONING:
@@ -179,10 +171,10 @@ class WanCoreCamera(io.ComfyNode):
     ) -> bool:
         if camera is not None:
             pose_count(camera)
-        return check_widgets(CAMERA, VAE_21, width, height, frames, given=("camera",))
+        return check_room(CAMERA, VAE_21, (width, height, frames), given=("camera",), before_run=True)
 
     @classmethod
     def execute(cls, camera: str, width: int, height: int, frames: int) -> io.NodeOutput:
-        check_room(CAMERA, VAE_21, (width, height, frames), given={"camera": camera})
+        check_room(CAMERA, VAE_21, (width, height, frames), given=("camera",))
         rays = camera_rays(read_camera(camera, frames), width, height)
         return io.NodeOutput(host.to_intermediate(rays), width, height, frames)

@@ -80,14 +80,11 @@ class WanCoreFromModel(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(
-        cls, model: Any, residency: str, low: Any = None, workers: WorkersSocket | None = None, **values: Any
-    ) -> io.NodeOutput:
+    def execute(cls, model: Any, low: Any = None, workers: WorkersSocket | None = None, **values: Any) -> io.NodeOutput:
         natives: dict[str, NativeModel] = {"high": read_native(model, "the MODEL" if low is None else "the high MODEL")}
         if low is not None:
             natives["low"] = read_native(low, "the low MODEL")
         in_workers = workers is not None
-        check_residency(residency, in_workers)
         unknown = [native.where for native in natives.values() if not isinstance(native.source, Path)]
         if in_workers and unknown:
             raise OptionError(
@@ -95,7 +92,8 @@ class WanCoreFromModel(io.ComfyNode):
                 "Loader, or ComfyUI 0.33 or newer with Load Diffusion Model"
             )
         files = [str(native.source) if isinstance(native.source, Path) else IN_MEMORY for native in natives.values()]
-        options = LoadOptions(high=files[0], low=(*files, None)[1], residency=residency, **values)
+        options = LoadOptions(high=files[0], low=(*files, None)[1], **values)
+        check_residency(options.residency, in_workers)
         settings, patchers = _made(natives, options, device_of(workers))
         loras = {expert: _loras(native, settings, expert, in_workers) for expert, native in natives.items()}
         settings.check_loras(loras)

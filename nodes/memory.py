@@ -20,13 +20,7 @@ from wan_core.ops.attention.parts import InPieces
 from wan_core.ops.attention.protocol import Attention
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.loras import Wanted, lora_bytes, shared
-from wan_core.pipeline.memory_planning import (
-    beside_plan,
-    check_fits,
-    check_prepared,
-    host_room,
-    plan_host,
-)
+from wan_core.pipeline.memory_planning import beside_plan, check_fits, check_prepared, host_room, plan_host
 from wan_core.pipeline.model_parts import Parts, is_packed
 from wan_core.pipeline.run import OnStep, RunOwner
 from wan_core.pipeline.settings import ModelSettings

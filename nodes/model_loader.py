@@ -11,14 +11,7 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.config import (
-    PRECISIONS,
-    QUANTIZED,
-    RESIDENCIES,
-    LoadOptions,
-    OptionError,
-    check_choice,
-)
+from wan_core.config import PRECISIONS, QUANTIZED, RESIDENCIES, LoadOptions, OptionError, check_choice
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.report import WARNING
 from wan_core.media.preview import TINY as TINY_MAP
@@ -105,13 +98,11 @@ class WanCoreModelLoader(io.ComfyNode):
         return fingerprint(*_paths(high, low)) if high is not None else []
 
     @classmethod
-    async def execute(
-        cls, high: str, low: str, residency: str, workers: WorkersSocket | None = None, **values: Any
-    ) -> io.NodeOutput:
+    async def execute(cls, high: str, low: str, workers: WorkersSocket | None = None, **values: Any) -> io.NodeOutput:
         """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
-        check_residency(residency, workers is not None)
         paths = [str(path) for path in _paths(high, low)]
-        options = LoadOptions(high=paths[0], low=(*paths, None)[1], residency=residency, **values)
+        options = LoadOptions(high=paths[0], low=(*paths, None)[1], **values)
+        check_residency(options.residency, workers is not None)
         settings = resolve_settings(find_experts(*paths), options, device_of(workers))
         rgb = TINY_MAP if high in embedded_expert("high") else None
         model = socket_of(options, settings, hold(settings), workers, rgb)

@@ -3,6 +3,7 @@ manager. Weights are read when first used."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,39 @@ from .schema import ADVANCED, output, schema
 from .sockets import TextSocket, VAESocket, VisionSocket
 from .workers import WorkersSocket, WorkersText, WorkersVAE, device_of, workers_input
 
-FOLDERS = {"text_encoder": "text_encoders", "vae": "vae", "clip_vision": "clip_vision"}  # of ComfyUI, by widget
-PLAIN = tuple(name for name in PRECISIONS if name not in QUANTIZED)
+PARTS: dict[str, tuple[str, Callable[[Path], Part]]] = {
+    "text_encoder": ("text_encoders", lambda path: recognise(path, "text_encoder", load_text_encoder)),
+    "vae": ("vae", lambda path: recognise(path, "vae", load_vae)),
+    "clip_vision": ("clip_vision", recognise_vision),
+}
+"""By widget: ComfyUI's folder of its files, and what recognises one."""
 
 
 def file_input(widget: str, tooltip: str) -> Any:
-    files = [*embedded(widget), *host.model_names(FOLDERS[widget])]
+    files = [*embedded(widget), *host.model_names(PARTS[widget][0])]
     return io.Combo.Input(widget, options=files, default=TINY_T2V, tooltip=tooltip)
 
 
-def file_of(widget: str, name: str) -> Path:
-    """The file behind a name of `file_input`. Raises OptionError."""
-    return locate(FOLDERS[widget], name, embedded(widget))
+def precision_input(precisions: Iterable[str], tooltip: str) -> Any:
+    """The first of `precisions` is the default."""
+    names = list(precisions)
+    return io.Combo.Input("precision", **ADVANCED, options=names, default=names[0], tooltip=tooltip)
+
+
+def part_of(widget: str, name: str) -> Part:
+    """The part behind a name of `file_input`. Raises OptionError."""
+    folder, recognise_file = PARTS[widget]
+    return recognise_file(locate(folder, name, embedded(widget)))
+
+
+def is_part(widget: str, name: str | None) -> bool:
+    """For `validate_inputs`, where None comes through a link. Raises OptionError."""
+    return name is None or part_of(widget, name) is not None
+
+
+def file_stamps(widget: str, name: str | None) -> list[tuple[str, int]]:
+    """For `fingerprint_inputs`."""
+    return [] if name is None else fingerprint(locate(PARTS[widget][0], name, embedded(widget)))
 
 
 class WanCoreTextEncoderLoader(io.ComfyNode):
@@ -55,12 +77,9 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
                     "UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout, or GGUF. "
                     "Files without a tokenizer inside need spiece.model beside them.",
                 ),
-                io.Combo.Input(
-                    "precision",
-                    **ADVANCED,
-                    options=list(PLAIN),
-                    default="checkpoint",
-                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
+                precision_input(
+                    (name for name in PRECISIONS if name not in QUANTIZED),
+                    "What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
                     "weights (GGUF, FP8 with scales) stay packed in memory.",
                 ),
                 workers_input(),
@@ -70,18 +89,16 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, text_encoder: str | None = None) -> bool:
-        if text_encoder is not None:
-            cls._part(text_encoder)
-        return True
+        return is_part("text_encoder", text_encoder)
 
     @classmethod
     def fingerprint_inputs(cls, text_encoder: str | None = None, **_: Any) -> list[tuple[str, int]]:
-        return [] if text_encoder is None else fingerprint(file_of("text_encoder", text_encoder))
+        return file_stamps("text_encoder", text_encoder)
 
     @classmethod
     async def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
         """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
-        part, device = cls._part(text_encoder), device_of(workers)
+        part, device = part_of("text_encoder", text_encoder), device_of(workers)
         dtype = compute_dtype(precision, device)
         quantization = holding(part, None, precision == "checkpoint", device)
         streaming = Residency(host.device(), "stream")
@@ -90,10 +107,6 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
             host.read_ahead([patcher], [()])
         socket = TextSocket(patcher) if workers is None else WorkersText(patcher, precision, workers)
         return io.NodeOutput(socket, ui=ui.PreviewText(words_of(part, name_of(dtype))))
-
-    @staticmethod
-    def _part(name: str) -> Part:
-        return recognise(file_of("text_encoder", name), "text_encoder", load_text_encoder)
 
 
 class WanCoreVAELoader(io.ComfyNode):
@@ -109,13 +122,7 @@ class WanCoreVAELoader(io.ComfyNode):
             description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
             inputs=[
                 file_input("vae", "Wan 2.1 VAE (for A14B) or Wan 2.2 VAE (for TI2V-5B) in models/vae."),
-                io.Combo.Input(
-                    "precision",
-                    **ADVANCED,
-                    options=list(VAE_PRECISIONS),
-                    default="auto",
-                    tooltip="What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU.",
-                ),
+                precision_input(VAE_PRECISIONS, "What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU."),
                 workers_input(),
             ],
             outputs=[output(io.Vae, "vae_out", "The VAE.")],
@@ -123,27 +130,21 @@ class WanCoreVAELoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, vae: str | None = None) -> bool:
-        if vae is not None:
-            cls._part(vae)
-        return True
+        return is_part("vae", vae)
 
     @classmethod
     def fingerprint_inputs(cls, vae: str | None = None, **_: Any) -> list[tuple[str, int]]:
-        return [] if vae is None else fingerprint(file_of("vae", vae))
+        return file_stamps("vae", vae)
 
     @classmethod
     async def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
-        part = cls._part(vae)
+        part = part_of("vae", vae)
         dtype = compute_dtype(precision, device_of(workers))
         patcher = host.Held("VAE", PartToLoad(part, dtype), _optimized)
         if workers is None:
             host.read_ahead([patcher], [()])
         socket = VAESocket(patcher) if workers is None else WorkersVAE(patcher, precision, workers)
         return io.NodeOutput(socket, ui=ui.PreviewText(words_of(part, name_of(dtype))))
-
-    @staticmethod
-    def _part(name: str) -> Part:
-        return recognise(file_of("vae", name), "vae", load_vae)
 
 
 def _optimized(module: nn.Module) -> nn.Module:
@@ -178,22 +179,16 @@ class WanCoreVisionLoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, clip_vision: str | None = None) -> bool:
-        if clip_vision is not None:
-            cls._part(clip_vision)
-        return True
+        return is_part("clip_vision", clip_vision)
 
     @classmethod
     def fingerprint_inputs(cls, clip_vision: str | None = None) -> list[tuple[str, int]]:
-        return [] if clip_vision is None else fingerprint(file_of("clip_vision", clip_vision))
+        return file_stamps("clip_vision", clip_vision)
 
     @classmethod
     async def execute(cls, clip_vision: str) -> io.NodeOutput:
-        part = cls._part(clip_vision)
+        part = part_of("clip_vision", clip_vision)
         dtype = vision_dtype(compute_dtype("checkpoint", host.device()))
         patcher = host.Held("CLIP vision encoder", PartToLoad(part, dtype))
         host.read_ahead([patcher], [()])
         return io.NodeOutput(VisionSocket(patcher), ui=ui.PreviewText(words_of(part, name_of(dtype))))
-
-    @staticmethod
-    def _part(name: str) -> Part:
-        return recognise_vision(file_of("clip_vision", name))

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from comfy_api.latest import io, ui  # pyright: ignore[reportMissingImports]
@@ -19,6 +19,7 @@ from wan_core.checkpoint import load_vae
 from wan_core.config import EXACT, OptionError, PlanNumbers, Request, SkipOptions, UserError
 from wan_core.execution.report import Phase, Report
 from wan_core.media.pictures import clock
+from wan_core.media.preview import RGBMap
 from wan_core.models.vae.tiny import TinyVAE
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.s2v import COMFYUI_POSITIONS
@@ -42,14 +43,7 @@ from wan_core.sampling.steps import Expert
 from . import host
 from .files import name_of
 from .memory import ModelSocket, Sampling, plan_experts
-from .plan_inputs import (
-    LAST,
-    SWITCH,
-    check_window,
-    plan_inputs,
-    plan_of,
-    window_inputs,
-)
+from .plan_inputs import LAST, SWITCH, check_window, plan_inputs, plan_of, window_inputs
 from .schema import ADVANCED, output, schema, widgets
 from .skipping import skipping_input
 from .sockets import CONDITIONING, MODEL, REPORT
@@ -57,26 +51,21 @@ from .sockets import CONDITIONING, MODEL, REPORT
 TINY_FILES = {16: ("taew2_1", "lighttaew2_1"), 48: ("taew2_2", "lighttaew2_2")}  # by latent channels
 
 
-class Previews(Protocol):
-    def pictures(self, latents: Tensor) -> list[Image.Image]:
-        """A picture of each latent frame of the first video of the transformer's latents [B, C, T, Y, X]."""
-        ...
-
-
 class TinyPreviews:
-    """Previews of a tiny autoencoder."""
+    """Previews of a tiny autoencoder, in place of a map of latents to colours (`RGBMap`)."""
 
     def __init__(self, vae: TinyVAE) -> None:
         self.vae = vae
 
     @torch.no_grad()
     def pictures(self, latents: Tensor) -> list[Image.Image]:
+        """A picture of each latent frame of the first video of the transformer's latents [B, C, T, Y, X]."""
         pictures = (still[0, :, 0].float().clamp(-1, 1) for still in self.vae.stills(latents[:1]))
         pixels = [((one + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0) for one in pictures]
         return [Image.fromarray(one.cpu().numpy()) for one in pixels]
 
 
-def previews_of(model: ModelSocket) -> Previews | None:
+def previews_of(model: ModelSocket) -> TinyPreviews | RGBMap | None:
     """What draws the previews of a run of `model`; None: nothing does."""
     channels = model.experts.vae.z_dim
     path = host.preview_file(TINY_FILES.get(channels, ()))
@@ -178,7 +167,7 @@ class WanCoreSampler(io.ComfyNode):
         negative: CONDITIONING,
         latent: dict[str, Any],
         seed: int,
-        guidance_mode: str,
+        guidance_mode: str = "auto",
         skipping: SkipOptions | None = None,
         add_noise: str = "enable",
         motion_positions: str = REFERENCE,
@@ -216,8 +205,9 @@ class WanCoreSampler(io.ComfyNode):
         report = Report(host.device(), settings)
         warnings = [*plan.warnings, *unknown_of(model, joined, shape), *joined.notes]
         of_files = [*model.experts.notes, *notes_of(model.loras)]
-        report.notes += warnings
-        report.warnings += [*warnings, *of_files]
+        for warning in warnings:
+            report.warn(warning)
+        report.warnings += of_files
         notes = [f"guidance: {plan.guidance_mode} ({why})", *of_files]
         if blocks is not None:
             notes.append(f"memory: {blocks} of {model.experts.dit.num_layers} blocks stay, the others stream")

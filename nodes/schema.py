@@ -46,7 +46,8 @@ def output(kind: Any, name: str, tooltip: str) -> Any:
 
 
 def widgets(kind: Any, *names: str, **changed: Any) -> list[Any]:
-    """The widgets of a dataclass of options: those of `names`, or all that have a tooltip. changed: other arguments of
+    """The widgets of a dataclass of options: those of `names`, or all that have a tooltip. A prompt may leave each out,
+    which is its default: widgets that it must have stand before them. changed: other arguments of
     ComfyUI's inputs, by name of the option; `id` is another name."""
     options = table(kind)
     return [_widget(name, options[name], changed.get(name, {})) for name in names or options if options[name].tip]
@@ -54,9 +55,8 @@ def widgets(kind: Any, *names: str, **changed: Any) -> list[Any]:
 
 def _widget(name: str, one: Option, changed: Mapping[str, Any]) -> Any:
     default = one.default if one.shown is None else one.shown
-    settings: dict[str, Any] = {"default": default, "tooltip": one.tip}
+    settings: dict[str, Any] = {"default": default, "optional": True, "tooltip": one.tip}
     settings |= ADVANCED if one.advanced else {}
-    settings |= {"optional": True} if one.added else {}
     if isinstance(default, str) and one.reader is not None:
         return io.String.Input(name, **settings)
     if isinstance(default, str):

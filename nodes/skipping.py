@@ -66,6 +66,6 @@ class WanCoreSkipping(io.ComfyNode):
     def execute(cls, cache: str, **numbers: Any) -> io.NodeOutput:
         kind = CACHES[cache]
         caches = {} if kind is None else {cache: from_values(kind, numbers)}
-        sparse = from_values(SparseOptions, numbers) if numbers["sparsity"] else None
+        sparse = from_values(SparseOptions, numbers) if numbers.get("sparsity") else None
         options = SkipOptions(**caches, sparse=sparse)
         return io.NodeOutput(options, ui=ui.PreviewText(skip_words(options)))

@@ -12,23 +12,12 @@ from wan_core.config import OptionError
 from wan_core.models.audio.wav2vec2 import SAMPLE_RATE
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families.clips import Clip
-from wan_core.models.wan.families.media import video_to_pixels
 from wan_core.models.wan.families.s2v import LEAST_SIDE, LONGER, MOTION_PIXELS, S2V
 from wan_core.models.wan.families.s2v.inputs import VIDEO_RATE, comfy_extras, features_until, frames_of, motion_frames
-from wan_core.sampling.conditioning import empty_latents
 
 from . import host
-from .conditioning import (
-    check_room,
-    check_widgets,
-    conditioned_outputs,
-    size_inputs,
-    size_words,
-    text_and_vae,
-    with_values,
-)
+from .conditioning import VideoInputs, check_room, conditioned_outputs, fields_of, size_inputs, text_and_vae
 from .schema import output, schema
-from .sockets import CONDITIONING
 
 MAX_FRAMES = 401
 
@@ -94,27 +83,23 @@ class WanCoreSoundToVideo(io.ComfyNode):
     def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
         if width is not None and height is not None:
             check_least(width, height)
-        return check_widgets(S2V, VAE_21, width, height, frames)
+        return check_room(S2V, VAE_21, (width, height, frames), before_run=True)
 
     @classmethod
     def execute(
         cls,
-        positive: CONDITIONING,
-        negative: CONDITIONING,
-        vae: Any,
-        width: int,
-        height: int,
-        frames: int,
         audio_encoder_output: dict[str, Any],
         reference_image: Tensor,
         pose_video: Tensor | None = None,
         previous_frames: Tensor | None = None,
         audio: dict[str, Any] | None = None,
+        **shared: Any,
     ) -> io.NodeOutput:
-        check_least(width, height)
-        given = {"pose_video": pose_video, "carried": previous_frames}
-        check_room(S2V, VAE_21, (width, height, frames), given=given)
-        clip, states = clip_of(frames, previous_frames), states_of(audio_encoder_output)
+        video = VideoInputs(**shared)
+        check_least(*video.size)
+        given = fields_of({"pose_video": pose_video, "carried": previous_frames})
+        check_room(S2V, VAE_21, (*video.size, video.frames), given=given)
+        clip, states = clip_of(video.frames, previous_frames), states_of(audio_encoder_output)
         frames_left = sound_frames(audio_encoder_output, states) - clip.first
         if frames_left < 1:
             raise OptionError(
@@ -124,21 +109,12 @@ class WanCoreSoundToVideo(io.ComfyNode):
         pictures = {"reference": reference_image, "pose_video": pose_video}
         if previous_frames is not None:
             pictures["carried"] = motion_frames(previous_frames[..., :3])
-        extras, lead = conditioned(vae, (width, height), clip, pictures, states)
+        extras, lead = conditioned(video, clip, pictures, states)
         silent = {**extras, "audio_embed": torch.zeros_like(extras["audio_embed"])}
         new = min(frames_left, clip.frames)
-        latent = {"samples": host.to_intermediate(empty_latents(VAE_21, width, height, frames))}
         trimmed = MOTION_PIXELS if clip.number else 1 + LONGER
-        return io.NodeOutput(
-            with_values(positive, extras),
-            with_values(negative, silent),
-            latent,
-            {"samples": host.to_intermediate(lead)},
-            trimmed,
-            new,
-            cut(audio, clip.first + new),
-            ui=size_words(VAE_21, width, height),
-        )
+        before = {"samples": host.to_intermediate(lead)}
+        return video.outputs(extras, silent, video.latent(), before, trimmed, new, cut(audio, clip.first + new))
 
 
 def check_least(width: int, height: int) -> None:
@@ -167,18 +143,18 @@ def sound_frames(encoded: dict[str, Any], states: Tensor) -> int:
 
 
 def conditioned(
-    vae: Any, size: tuple[int, int], clip: Clip, pictures: dict[str, Tensor | None], states: Tensor
+    video: VideoInputs, clip: Clip, pictures: dict[str, Tensor | None], states: Tensor
 ) -> tuple[dict[str, Any], Tensor]:
     """The keys of CONDITIONING that a clip gives, and the latents before it."""
     driving = S2V.clips.driving(clip)
     own = {"reference": Clip(0, 0, 1, 0), "carried": Clip(0, 0, MOTION_PIXELS, 0)}
     media = {
-        field: S2V.images_of(images, size, own.get(field, driving))
+        field: S2V.images_of(images, video.size, own.get(field, driving))
         for field, images in pictures.items()
         if images is not None
     }
     media["audio"] = features_until(states, driving)[..., driving.first :]
-    return comfy_extras(lambda video: vae.encode(video_to_pixels(video)), media, clip)
+    return comfy_extras(video.encode, media, clip)
 
 
 def cut(audio: dict[str, Any] | None, frames: int) -> dict[str, Any] | None:

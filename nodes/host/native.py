@@ -23,12 +23,7 @@ from wan_core.config import OptionError
 from wan_core.sampling.native.attention import NativeAttention
 from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
 
-from .native_beside import (
-    OVERRIDE,
-    apart,
-    ids_of,
-    patches_of,
-)
+from .native_beside import OVERRIDE, apart, ids_of, patches_of
 
 KEY = "wancore_accelerate"
 # Models that may have tokens beside those of the video, in places that are known: before them Fun's reference and

@@ -23,7 +23,8 @@ class World:
 
         self.pack = pack
         self.cache = importlib.import_module("pack.nodes.host.native_cache")
-        self.accelerate = importlib.import_module("pack.nodes.host.native_run").accelerate
+        self.native_run = importlib.import_module("pack.nodes.host.native_run")
+        self.accelerate = self.native_run.accelerate
         self.patcher = comfy.model_patcher.ModelPatcher
         self.said: list[str] = []
         self.free_memory = self.patcher.get_free_memory
@@ -48,11 +49,11 @@ class World:
     def runs(self) -> Iterator[list[Any]]:
         """The cached runs that are made inside."""
         real, runs = self.cache.CachedRun, []
-        self.cache.CachedRun = lambda *arguments: runs.append(real(*arguments)) or runs[-1]
+        self.native_run.CachedRun = lambda *arguments: runs.append(real(*arguments)) or runs[-1]
         try:
             yield runs
         finally:
-            self.cache.CachedRun = real
+            self.native_run.CachedRun = real
 
     def counts(self) -> tuple[int, int]:
         """Skipped and all forwards of the last run."""

@@ -102,7 +102,6 @@ class LoadOptions:
         least=0,
         most=20,
         advanced=True,
-        added=True,
     )
     vae_precision: str = option("auto", choices=VAE_PRECISIONS, help="of the VAE; auto: bf16 on a GPU, fp32 on a CPU")
     attention: str = option(
@@ -121,7 +120,6 @@ class LoadOptions:
         "first use. Another size, length, prompt or seed compiles nothing again. Needs Triton on a GPU, a C++ "
         "compiler on a CPU.",
         advanced=True,
-        added=True,
     )
     residency: str = option(
         "auto",
@@ -156,7 +154,6 @@ class LoadOptions:
         "percent slower; another strength takes no time. 'auto': merge, and attach where weights stay packed "
         "(GGUF).",
         advanced=True,
-        added=True,
     )
     loras: tuple[LoraOptions, ...] = option(
         (),

@@ -136,7 +136,6 @@ class PlanNumbers(ScheduleNumbers):
         "steps for each expert ('-guided': guidance for the high-noise one). 'auto': where the name or metadata of "
         "a LoRA or model says that it is distilled. 'template': as ComfyUI's Wan 2.2 templates, 20 steps, or 4 "
         "with a distilled LoRA. 'motion': the first steps are guided and without the distilled LoRA, for more motion.",
-        added=True,
     )
     motion: MotionOptions | None = option(
         None,
@@ -147,7 +146,6 @@ class PlanNumbers(ScheduleNumbers):
         "LoRA, which keeps motion: 0.985/3.5, the second number is the guidance. Empty: only with a preset 'motion'.",
         shown="",
         advanced=True,
-        added=True,
     )
     lora_strengths: tuple[LoraShares, ...] | None = option(
         None,
@@ -161,5 +159,4 @@ class PlanNumbers(ScheduleNumbers):
         advanced=True,
         parse=LoraShares.parse,
         several=True,
-        added=True,
     )

@@ -105,7 +105,6 @@ class SkipOptions:
         tip="exact leaves nothing out. From 10 steps on, careful forecasts 30 % of the steps, balanced 38, fast 53. "
         "Below, and with step-distilled weights, careful leaves nothing out, balanced reads half of attention's keys, "
         "fast a third. All but exact take the card's 8-bit attention where attention is auto.",
-        added=True,
     )
     magcache: MagCacheOptions | None = option(
         None,

@@ -34,7 +34,7 @@ class Option:
     slashes (`of_fields`); the first declares it. shared: one number alone is of all of them.
 
     tip: the widget's tooltip. shown, least, most: the widget's default and range where they are not those of the field.
-    step: the widget's. advanced: the page folds it away. added: it came after others: saved prompts may lack it.
+    step: the widget's. advanced: the page folds it away.
 
     prefix: before the number in the short form. words: words of the short form -> the value that each stands for.
     """
@@ -60,7 +60,6 @@ class Option:
     most: float | None = None
     step: float | None = None
     advanced: bool = False
-    added: bool = False
     prefix: str | None = None
     words: Mapping[str, Any] = field(default_factory=dict)
     type: Any = str  # this and the next two are filled in by `table`
