@@ -16,9 +16,9 @@ from wan_core.models.wan.families.animate2 import ANIMATE2
 from wan_core.models.wan.families.clips import Clip, check_clips
 from wan_core.models.wan.families.driven import DrivenFamily
 
-from .conditioning import VideoInputs, check_room, conditioned_outputs, fields_of, size_inputs, text_and_vae
 from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING
+from .video_inputs import VideoInputs, check_room, conditioned_outputs, fields_of, size_inputs, text_and_vae
 
 MAX_FRAMES = 401
 FACE = (ANIMATE_14B.face_size, ANIMATE_14B.face_size)

@@ -25,7 +25,7 @@ from wan_lab.pictures import side_by_side
 from wan_lab.samples import Sample, choose_samples, drawn_media
 
 from . import host
-from .conditioning import MAX_FRAMES, WanCoreImageToVideo
+from .conditioning import WanCoreImageToVideo
 from .memory import ModelSocket
 from .plan_inputs import plan_of
 from .prompts import CLIP, WanCoreTextEncode
@@ -34,6 +34,7 @@ from .sampling import WanCoreSampler
 from .schema import ADVANCED, output, schema
 from .sockets import CONDITIONING, MODEL
 from .video import WanCoreVAEDecode
+from .video_inputs import MAX_FRAMES
 
 
 class WanCoreCompare(io.ComfyNode):

@@ -20,9 +20,9 @@ from wan_core.models.wan.families.vace.inputs import comfy_extras
 from wan_core.sampling.texts import TextRange, shared_range
 
 from . import host
-from .conditioning import VideoInputs, check_room, conditioned_outputs, fields_of, size_inputs, size_words, text_and_vae
 from .schema import output, schema
 from .sockets import CONDITIONING
+from .video_inputs import VideoInputs, check_room, conditioned_outputs, fields_of, size_inputs, size_words, text_and_vae
 
 VACE, CAMERA = FAMILIES["vace"], FAMILIES["camera"]
 GAP = 1e-5  # between two ranges, as ComfyUI's own nodes leave it: where ranges meet on a step, texts are averaged

@@ -19,6 +19,8 @@ from wan_core.config import OptionError
 from wan_core.pipeline.native_patches import PREFIX, Patches
 from wan_core.sampling.plan import Plan
 
+from . import host
+
 HANDLER = "context_handler"  # a model option
 KIND = "IndexListContextHandler"
 TIME = 2  # the axis of latents that is cut
@@ -112,19 +114,11 @@ def read_native(model: Any, where: str) -> NativeModel:
 
 def _file(model: Any) -> tuple[Path | None, list[str]]:
     """The file that the weights come from, and what its loader did to them."""
-    origin = getattr(model, "cached_patcher_init", None)
-    if (
-        not origin
-        or getattr(origin[0], "__name__", "") != LOADER
-        or not origin[1]
-        or not Path(str(origin[1][0])).is_file()
-    ):
+    path, loader = host.checkpoint_of(model), getattr(model, "cached_patcher_init", None)
+    if path is None or getattr(loader[0], "__name__", "") != LOADER or not path.is_file():
         return None, ["the file is not known, the weights are read from memory"]
-    options = origin[1][1] if len(origin[1]) > 1 else {}
-    loader_settings = [f"weight_dtype {options['dtype']}"] if options.get("dtype") else []
-    return Path(origin[1][0]), [
-        f"not taken over: {setting} of the loader, choose 'precision' here" for setting in loader_settings
-    ]
+    dtype = loader[1][1].get("dtype") if len(loader[1]) > 1 else None
+    return path, [f"not taken over: weight_dtype {dtype} of the loader, choose 'precision' here"] if dtype else []
 
 
 def _weights(model: Any, where: str) -> Checkpoint:

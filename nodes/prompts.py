@@ -13,9 +13,9 @@ from wan_core.models.wan.families import NAG, PROMPTS, TASKS
 from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.sampling.texts import check_cut, text_of_frames
 
-from .conditioning import with_values
 from .schema import output, schema, widgets
 from .sockets import CONDITIONING, TextSocket
+from .video_inputs import with_values
 
 NEGATIVE = TASKS["t2v-A14B"].negative_prompt
 CLIP = io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan.")

@@ -16,8 +16,8 @@ from wan_core.models.wan.families.s2v import LEAST_SIDE, LONGER, MOTION_PIXELS, 
 from wan_core.models.wan.families.s2v.inputs import VIDEO_RATE, comfy_extras, features_until, frames_of, motion_frames
 
 from . import host
-from .conditioning import VideoInputs, check_room, conditioned_outputs, fields_of, size_inputs, text_and_vae
 from .schema import output, schema
+from .video_inputs import VideoInputs, check_room, conditioned_outputs, fields_of, size_inputs, text_and_vae
 
 MAX_FRAMES = 401
 

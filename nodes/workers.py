@@ -242,25 +242,23 @@ class WanCoreLauncher(io.ComfyNode):
         cluster: str | None = None,
     ) -> bool:
         if devices is not None:
-            seconds = (300 if start_timeout is None else start_timeout, 600 if step_timeout is None else step_timeout)
-            settings = cls._settings("auto" if mesh is None else mesh, *seconds)
+            timeouts = {"start_timeout": start_timeout, "step_timeout": step_timeout}
+            known = {name: seconds for name, seconds in timeouts.items() if seconds is not None}
             if cluster and cluster.strip():
                 check_allowed(cluster.strip())
                 Wanted.parse(devices)
             else:
-                WorkerOptions(devices=_devices_here(devices), **settings)
+                WorkerOptions(devices=_devices_here(devices), mesh=_mesh("auto" if mesh is None else mesh), **known)
         return True
 
     @classmethod
-    def execute(
-        cls, devices: str, mesh: str, start_timeout: int, step_timeout: int, cluster: str = ""
-    ) -> io.NodeOutput:
-        settings, address = cls._settings(mesh, start_timeout, step_timeout), cluster.strip()
+    def execute(cls, devices: str, mesh: str, cluster: str = "", **timeouts: float) -> io.NodeOutput:
+        address = cluster.strip()
         if address:
             check_allowed(address)
-            workers = cluster_workers(address, devices, **settings)
+            workers = cluster_workers(address, devices, mesh=_mesh(mesh), **timeouts)
         else:
-            workers = Workers(WorkerOptions(devices=_devices_here(devices), **settings))
+            workers = Workers(WorkerOptions(devices=_devices_here(devices), mesh=_mesh(mesh), **timeouts))
         socket = WorkersSocket(workers)
         socket.patcher.begin()
         workers.start()  # they come up while other nodes work
@@ -268,10 +266,9 @@ class WanCoreLauncher(io.ComfyNode):
         names = workers.options.devices
         return io.NodeOutput(socket, ui=ui.PreviewText(f"{len(names)} workers: {', '.join(names)}{where}"))
 
-    @staticmethod
-    def _settings(mesh: str, start_timeout: int, step_timeout: int) -> dict[str, Any]:
-        """Fields of `WorkerOptions`."""
-        return {"mesh": mesh.strip().lower(), "start_timeout": start_timeout, "step_timeout": step_timeout}
+
+def _mesh(text: str) -> str:
+    return text.strip().lower()
 
 
 def _devices_here(devices: str) -> tuple[str, ...]:
