@@ -251,7 +251,8 @@ def anchored(
             f"previous has latents of {list(before.shape)}, and the anchor's are {list(ends[0].shape)}: connect the "
             "latents of a video of the same size"
         )
-    return svi_clip(ends[0], ends[1], before, video.frames, video.config)
+    config = video.vae.config if isinstance(video.vae, VAESocket) else VAE_21
+    return svi_clip(ends[0], ends[1], before, video.frames, config)
 
 
 def frame_numbers(text: str) -> list[int]:
