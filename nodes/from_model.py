@@ -75,9 +75,7 @@ class WanCoreFromModel(io.ComfyNode):
     ) -> bool:
         """Check the choices like the model loader. Raises OptionError."""
         check_choices(precision, keep_blocks or 0, attention, None)
-        if residency is not None:
-            check_residency(residency, workers is not UNCONNECTED)
-        return True
+        return check_residency(residency, workers is not UNCONNECTED)
 
     @classmethod
     def execute(cls, model: Any, low: Any = None, workers: WorkersSocket | None = None, **values: Any) -> io.NodeOutput:

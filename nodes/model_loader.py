@@ -89,9 +89,7 @@ class WanCoreModelLoader(io.ComfyNode):
     ) -> bool:
         experts = find_experts(*_paths(high, low)) if high is not None else None
         check_choices(precision, keep_blocks or 0, attention, None if experts is None else experts.dit)
-        if residency is not None:
-            check_residency(residency, workers is not UNCONNECTED)
-        return True
+        return check_residency(residency, workers is not UNCONNECTED)
 
     @classmethod
     def fingerprint_inputs(cls, high: str | None = None, low: str | None = None, **_: Any) -> list[tuple[str, int]]:
@@ -166,11 +164,13 @@ def check_choices(precision: str | None, keep_blocks: int, attention: str | None
         resolve_attention(attention, device, dtype, head_dim, needs_lse=needs_lse)
 
 
-def check_residency(residency: str, with_workers: bool) -> None:
-    """Raise OptionError for one that is not known, and for one of workers without them."""
-    check_choice("residency", residency, RESIDENCIES)
+def check_residency(residency: str | None, with_workers: bool) -> bool:
+    """Raise OptionError for one that is not known, and for one of workers without them. None comes through a link."""
+    if residency is not None:
+        check_choice("residency", residency, RESIDENCIES)
     if residency == "shard" and not with_workers:
         raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
+    return True
 
 
 def _computing(settings: ModelSettings) -> str:

@@ -10,7 +10,6 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import check_choice
 from wan_core.execution.report import Report
 from wan_core.media.mp4 import Encoder, check_frame_sides, checked_rate, write_mp4
 from wan_core.media.sound import Sound
@@ -126,7 +125,6 @@ class WanCoreDecodeToVideo(io.ComfyNode):
     ) -> io.NodeOutput:
         report = Report(host.device()) if report is None else report.branch()
         rate = checked_rate(fps)
-        check_choice("encoder", encoder, tuple(ENCODERS))
         with host.temporary_video() as path:
             write = partial(write_mp4, path, fps=rate, encoder=ENCODERS[encoder], sound=_sound(audio))
             _decode_and_write(vae, latent["samples"], TileSpec() if tiling == "always" else None, report, write)
