@@ -181,20 +181,9 @@ class VAESocket(ComfyObject):
         stride = self.config.spatial_stride
         self.downscale_index_formula = self.upscale_index_formula = self.config.temporal_stride, stride, stride
 
-    def decode_to(
-        self,
-        samples: Tensor,
-        report: Report,
-        consume: Callable[[Pieces], Made],
-        *,
-        dtype: torch.dtype = torch.float32,
-        tile: TileSpec | None,
-        on_frames: Callable[[int, int], None],
-        rest: str = "decode",
-    ) -> Made:
-        """Decode with this VAE and hand pictures to `consume`, see `wan_core.pipeline.decode.decode_to`."""
-        vae = self._loaded(*samples.shape[-2:])
-        return decode_to(vae, samples, report, consume, dtype=dtype, tile=tile, on_frames=on_frames, rest=rest)
+    def decode_to(self, samples: Tensor, report: Report, consume: Callable[[Pieces], Made], **how: Any) -> Made:
+        """Decode with this VAE and hand pictures to `consume`. how: as of `wan_core.pipeline.decode.decode_to`."""
+        return decode_to(self._loaded(*samples.shape[-2:]), samples, report, consume, **how)
 
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """Pictures [F, H, W, 3] in 0..1 -> latents [1, C, T, Y, X]."""
@@ -212,7 +201,7 @@ class VAESocket(ComfyObject):
         check_pictures(shape, host.spare_bytes())
         images = torch.empty(shape)
         collect = partial(collect_images, images=images)
-        return self.decode_to(samples, report, collect, tile=tile, on_frames=on_frames)
+        return self.decode_to(samples, report, collect, dtype=images.dtype, tile=tile, on_frames=on_frames)
 
     # What ComfyUI's own nodes call.
 

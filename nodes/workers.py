@@ -115,7 +115,7 @@ class WorkersVAE(VAESocket):
         report: Report,
         consume: Callable[[Pieces], Made],
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype,
         tile: TileSpec | None,
         on_frames: Callable[[int, int], None],
         rest: str = "decode",
