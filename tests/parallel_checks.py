@@ -46,9 +46,10 @@ from wan_core.parallel.vae import Strips
 from wan_core.parallel.weights import load_sharded_dit, shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.residual import Program, ResidualCache
+from wan_core.sampling.cache.residual import ResidualCache
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import History
+from wan_core.sampling.steps import Step
 from wan_core.workers.rank import BetweenBlocks, Rank, agreements
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(minutes=10)
@@ -352,7 +353,9 @@ def cached_tokens(mesh: str) -> tuple[int, int, bool]:
     ranks = ranks_of(mesh)
     model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
     optimize(model, attend=BACKENDS["sdpa"].load(), ranks=ranks)
-    cache = ResidualCache({"cond": Program(slots=1, store={0: 0}, use={})})
+    numbers = {"timestep": 500.0, "sigma": 0.5, "sigma_next": 0.4, "guidance": 1.0}
+    first = Step(index=0, expert="high", branches=("cond",), **numbers)
+    cache = ResidualCache([first, replace(first, index=1, action="reuse", skipped=("cond",))])
     with model.runners.adding(cache):
         model(torch.randn(1, 16, 5, 10, 14), torch.tensor([500.0]), torch.randn(1, 4, model.config.text_dim))
     lengths, _ = shard_lengths(5 * 5 * 7, 1, ranks.mesh.shards)

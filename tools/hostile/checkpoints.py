@@ -101,7 +101,8 @@ def grown_names(word: str, end: str, count: int = 20_000, size: int = 52) -> lis
 
 def empty_tensors(names: Iterable[str]) -> bytes:
     """A safetensors file of tensors without values."""
-    return with_header(f"{{{','.join(map(EMPTY.__mod__, names))}}}".encode())
+    header = f"{{{','.join(map(EMPTY.__mod__, names))}}}".encode()
+    return len(header).to_bytes(8, "little") + header
 
 
 def with_header(header: bytes) -> bytes:
