@@ -105,8 +105,7 @@ TOKENIZER_BOMBS: tuple[Callable[[], bytes], ...] = (
 
 
 def sealed(content: bytes) -> bytes:
-    """Content with the checksum that fits it, which whoever forges a file can compute too; as it is where the place
-    for one is gone."""
+    """The file with a correct checksum. A file without a place for a checksum is returned unchanged."""
     if f'"{SEAL}":"{UNSEALED}"'.encode() not in content.replace(b" ", b""):
         return content
     with TemporaryDirectory() as folder:
