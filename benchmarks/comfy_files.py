@@ -36,7 +36,7 @@ from wan_core.pipeline.sources import RANDOM, TINY
 EXPERTS = ("high", "low")
 TEXT = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
 VAE = "wan_2.1_vae.safetensors"
-IMAGE = "start.png"
+IMAGES = ("start.png", "other.png", "third.png")
 FP8_MAX = 448.0
 WRITERS = 6  # threads, for each file
 AT_ONCE = 100 * 2**30  # bytes of device memory in which all files of a task are made beside each other
@@ -45,7 +45,7 @@ SMALL_VAE = {"encoder_dim": 8, "decoder_dim": 8}
 
 
 def write_files(models: Path, device: torch.device, task: str, layers: int | None = None) -> None:
-    """The files of a models folder that the template of `task` (i2v or t2v) reads, and a picture to begin with beside
+    """The files of a models folder that the template of `task` (i2v or t2v) reads, and pictures to begin with beside
     it. On a GPU with room all are made at once: most of the time goes into copying."""
     cuda = device.type == "cuda"
     at_once = cuda and torch.cuda.get_device_properties(device).total_memory > AT_ONCE
@@ -55,7 +55,7 @@ def write_files(models: Path, device: torch.device, task: str, layers: int | Non
         tasks += [pool.submit(write_text_encoder, models, device)] if cuda else []
         for one in tasks:
             one.result()
-    write_image(models.parent)
+    write_images(models.parent)
     make_room(device)
     if cuda:
         os.sync()
@@ -168,16 +168,17 @@ def write_vae(models: Path, device: torch.device) -> None:
     save(module, path)
 
 
-def write_image(base: Path, side: int = 640) -> None:
-    """A square picture of soft colours, as smooth as a photograph out of focus."""
+def write_images(base: Path, side: int = 640) -> None:
+    """Square pictures of soft colours, as smooth as a photograph out of focus."""
     from PIL import Image
 
     draw = torch.Generator().manual_seed(0)
-    coarse = torch.rand(1, 3, 10, 10, generator=draw)
-    pixels = nn.functional.interpolate(coarse, (side, side), mode="bicubic").clamp(0, 1)[0].permute(1, 2, 0)
     folder = base / "input"
     folder.mkdir(parents=True, exist_ok=True)
-    Image.fromarray((pixels * 255).byte().numpy()).save(folder / IMAGE)
+    for name in IMAGES:
+        coarse = torch.rand(1, 3, 10, 10, generator=draw)
+        pixels = nn.functional.interpolate(coarse, (side, side), mode="bicubic").clamp(0, 1)[0].permute(1, 2, 0)
+        Image.fromarray((pixels * 255).byte().numpy()).save(folder / name)
 
 
 def as_fp8(values: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.comfy_files import EXPERTS, IMAGE, TEXT, VAE, expert_file, lora_file
+from benchmarks.comfy_files import EXPERTS, IMAGES, TEXT, VAE, expert_file, lora_file
 from benchmarks.comfyui import Graph, node
 from wan_core.config import EXACT
 
@@ -31,7 +31,7 @@ class Job:
     layers: int | None = None
     seed: int = 1
     prompt: str = PROMPT
-    image: str = IMAGE
+    image: str = IMAGES[0]
     steps: int | None = None  # of both samplers; None: the template's
 
     @property
@@ -96,12 +96,33 @@ def save_video(video: list[Any], name: str) -> dict[str, Any]:
 def accelerated_graph(job: Job, attention: str, speed: str = EXACT) -> Graph:
     """The template as the page's command changes it: our node for native models behind each loader chain, and our
     decoder in the place of VAE Decode and Create Video."""
-    graph = native_graph(job, accelerate={"speed": "exact", "attention": attention, "compare": "off"})
+    graph = native_graph(job, accelerate={"speed": speed, "attention": attention, "compare": "off"})
+    return with_our_decoder(graph, ["samplers.low", 0])
+
+
+def with_our_decoder(graph: Graph, latent: list[Any]) -> Graph:
+    """The native graph, which decodes `latent` with WanCore Decode to Video as the page's commands place it."""
     fps, decoded = graph.pop("save.create")["inputs"]["fps"], graph["decode"]["inputs"]
-    links = {"vae": decoded["vae"], "latent": decoded["samples"]}
-    graph["decode"] = node("WanCoreDecodeToVideo", **links, fps=fps, encoder="all cores")
+    graph["decode"] = node("WanCoreDecodeToVideo", vae=decoded["vae"], latent=latent, fps=fps, encoder="all cores")
     graph["save"]["inputs"]["video"] = ["decode", 0]
     return graph
+
+
+def all_gpus_graph(job: Job, devices: str) -> Graph:
+    """The template as the page's command `run this workflow on all GPUs` changes it. devices: of WanCore Launcher."""
+    graph = native_graph(job)
+    first, last = graph.pop("samplers.high")["inputs"], graph.pop("samplers.low")["inputs"]
+    graph["loaders.workers"] = node("WanCoreLauncher", devices=devices)
+    links = {"model": first["model"], "low": last["model"], "workers": ["loaders.workers", 0]}
+    graph["loaders.from"] = node("WanCoreFromModel", **links)
+    steps = {name: first[name] for name in ("scheduler", "steps")}
+    graph["loaders.sigmas"] = node("BasicScheduler", model=first["model"], **steps, denoise=1.0)
+    links = {"model": ["loaders.from", 0], "sigmas": ["loaders.sigmas", 0], "latent": first["latent_image"]}
+    links |= {name: first[name] for name in ("positive", "negative")}
+    numbers = {"seed": job.seed, "steps": 0, "shift": 0.0, "boundary": 0.0, "solver": "euler", "preset": "none"}
+    guidance = {"guidance_high": job.guidance, "guidance_low": job.guidance}
+    graph["samplers"] = node("WanCoreSampler", **links, **numbers, **guidance)
+    return with_our_decoder(graph, ["samplers", 0])
 
 
 def native_conditioning(job: Job) -> Graph:

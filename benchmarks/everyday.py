@@ -5,17 +5,18 @@ weights (`--scratch`, /dev/shm keeps them in memory; files that are there are us
 ComfyUI server over its API. `--setting` takes parts of it:
 
 on       the template's switch on: a LoRA for each expert, four steps, no guidance
+fresh    the same with a new prompt and a new picture in each counted run
 off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
          their samplers is scaled; ours run all. `--steps 20`: all run all
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
 
-All sides of a part take turns in one server, `--runs` rounds (3 of `on`, 1 of the others). In each round a
+All sides of a part take turns in one server, `--runs` rounds (3 of `on` and `fresh`, 1 of the others). In each round a
 side makes a video of two steps that is not counted, which loads its models and kernels, and one with a new seed that
 is. A row is written after every round, its median so far.
 
-With `--gpus N` (default: all that are there) `on` and `off` also have sides for N GPUs: ours with WanCore
-Launcher, and, where there is guidance, ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance
-branch to each GPU. `--gpus 1` leaves them out.
+With `--gpus N` (default: all that are there) `on`, `fresh` and `off` also have sides for N GPUs: ours with WanCore
+Launcher, the template as the page's command *run this workflow on all GPUs* changes it, and, where there is guidance,
+ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance branch to each GPU. `--gpus 1` leaves them out.
 
 Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's. "auto" changes numbers only by rounding,
 "cudnn-fp8" attends in FP8, and so do
@@ -46,8 +47,8 @@ from typing import Any
 import torch
 
 from benchmarks.cases import parse_size
-from benchmarks.comfy_files import write_files
-from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_latents
+from benchmarks.comfy_files import IMAGES, write_files
+from benchmarks.comfy_graphs import Job, accelerated_graph, all_gpus_graph, native_graph, our_graph, with_latents
 from benchmarks.comfy_server import Server, saved_latents, server_files
 from benchmarks.comfyui import Graph
 from benchmarks.measure import relative_error
@@ -134,13 +135,15 @@ def several_sides(count: int, device: torch.device, *, guided: bool) -> tuple[Si
         graph = lambda job: our_graph(job, attention, devices=devices, speed=speed)  # noqa: E731
         return Side(f"{name}, {count} GPUs", graph, gpus=count)
 
+    command = Side(f"native, on all GPUs, {count} GPUs", lambda job: all_gpus_graph(job, devices), gpus=count)
     if not guided:
-        return (our(ours),)
+        return (our(ours), command)
     return (
         native("native", None),
         native("native, comfy kitchen attention", KITCHEN),
         our(ours),
         our("ours, fast", "fast"),
+        command,
     )
 
 
@@ -188,15 +191,20 @@ def in_turns(
     label: str,
     runs: int,
     native_steps: int | None = None,
+    *,
+    fresh: bool = False,
 ) -> Iterator[Row]:
     """`runs` rounds in which every side makes the job, so that what changes meanwhile changes all of them. A row of
     each side after every round, the median so far. Native sides come first, since the others are compared with
-    them. native_steps: that native sides run, and their samplers' time is scaled; None: all."""
+    them. native_steps: that native sides run, and their samplers' time is scaled; None: all. fresh: with another prompt
+    and picture in each round."""
     made: dict[str, list[Row]] = {side.name: [] for side in sides}
     medians: dict[str, tuple[Side, Row]] = {}
     latents: dict[str, torch.Tensor] = {}
     for seed in range(job.seed, job.seed + runs):
         one = replace(job, seed=seed)
+        if fresh:
+            one = replace(one, prompt=f"{job.prompt} Take {seed}.", image=IMAGES[1 + seed % (len(IMAGES) - 1)])
         for side in sorted(sides, key=lambda side: (side.gpus, not side.native, side.name != NATIVE.name)):
             rows = made[side.name]
             if rows and "seconds" not in rows[-1]:
@@ -248,8 +256,13 @@ def middle_row(rows: list[Row]) -> Row:
 
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    sides = (*SIDES, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False))
-    yield from in_turns(server, chosen(sides, options), job, "on, new seed", options.runs or 3)
+    sides = chosen((*SIDES, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False)), options)
+    yield from in_turns(server, sides, job, "on, new seed", options.runs or 3)
+
+
+def fresh_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    sides = chosen((*SIDES, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False)), options)
+    yield from in_turns(server, sides, job, "on, new prompt and picture", options.runs or 3, fresh=True)
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
@@ -270,7 +283,7 @@ def ratios(side: Side, row: Row, found: Sequence[tuple[Side, Row]]) -> Row:
     return first if several is None else first | {"ratio_to_native_gpus": several}
 
 
-PARTS = {"on": on_rows, "off": off_rows}
+PARTS = {"on": on_rows, "fresh": fresh_rows, "off": off_rows}
 
 
 def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:

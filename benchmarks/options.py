@@ -56,7 +56,7 @@ SUITES: dict[str, Suite] = {
 # Suites that answered their question: their code is at the tag experiments-2026-11, their results are committed.
 ARCHIVED = ("caches", "contributions", "forward", "four-step", "generate", "gguf", "guidance", "int8", "rotation")
 ARCHIVED += ("native", "parallel", "profile", "small-cards", "sparse", "startup", "streaming", "switch", "trajectory")
-EVERYDAY_PARTS = ("on", "off", "cold")
+EVERYDAY_PARTS = ("on", "fresh", "off", "cold")
 TEMPLATE_PARTS = {  # a setting of templates -> its template
     "animate2": "video_wan_animate2",
     "s2v": "video_wan2_2_14B_s2v",

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import parse_size
-from benchmarks.comfy_files import EXPERTS, IMAGE, lora_file, write_files, write_image, write_lora
+from benchmarks.comfy_files import EXPERTS, IMAGES, lora_file, write_files, write_images, write_lora
 from benchmarks.rows import Row, guarded
 from wan_core.checkpoint import load_dit
 from wan_core.config import OptionError
@@ -72,8 +72,8 @@ def model_words(name: str, scratch: Path, models: Path, device: torch.device) ->
     task = name.removeprefix(FILES)
     image: list[str] = []
     if "i2v" in task:
-        write_image(scratch)
-        image = ["--image", str(scratch / "input" / IMAGE)]
+        write_images(scratch)
+        image = ["--image", str(scratch / "input" / IMAGES[0])]
     if not name.startswith(FILES):
         return ["--model", name, *image]
     if task not in ("i2v", "t2v"):

@@ -100,11 +100,13 @@ def test_ratios_are_to_native_rows_of_one_gpu_and_of_as_many() -> None:
 def test_every_side_in_a_real_server() -> None:
     """On small files, with a stand-in for the text encoder: native sides too."""
     options = argparse.Namespace(
-        setting=["on", "off", "cold"], scratch=None, checkout=find_comfyui(), layers=None, runs=1, gpus=1
+        setting=["on", "fresh", "off", "cold"], scratch=None, checkout=find_comfyui(), layers=None, runs=1, gpus=1
     )
     options.setup, options.steps = None, 4
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
-    assert {row["name"].partition(": ")[0] for row in rows} == {"on, new seed", "off", "cold"}
+    assert {row["name"].partition(": ")[0] for row in rows} == {
+        "on, new seed", "on, new prompt and picture", "off", "cold"
+    }  # fmt: skip
     assert {row["name"].rpartition(": ")[2] for row in rows} == {side.name for side in (*OFF_SIDES, *ACCELERATED)}
     for row in rows:
         if "Model Sparse Attention" in row["name"] and "why_not" in row:
@@ -120,11 +122,10 @@ def test_every_side_in_a_real_server() -> None:
 def test_several_gpus_in_a_real_server(tmp_path: Path) -> None:
     """Two workers on the CPU; ComfyUI's own graph with a node that divides work is accepted."""
     options = argparse.Namespace(setting=["on", "off"], scratch=tmp_path, checkout=find_comfyui(), layers=2, runs=1)
-    options.setup, options.steps, options.gpus = ["ours, cudnn-fp8, 2 GPUs"], None, 2
+    options.setup, options.steps, options.gpus = ["ours, cudnn-fp8, 2 GPUs", "native, on all GPUs, 2 GPUs"], None, 2
     rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
     assert [(row["name"], row["gpus"]) for row in rows] == [
-        ("on, new seed: ours, cudnn-fp8, 2 GPUs", 2),
-        ("off: ours, cudnn-fp8, 2 GPUs", 2),
+        (f"{part}: {side}", 2) for part in ("on, new seed", "off") for side in options.setup
     ]
     assert all(row["nodes"]["samplers"] > 0 and "failed" not in row for row in rows), rows
     with everyday.server_files(tmp_path, options.checkout) as (checkout, base), Server(checkout, base, CPU) as server:
