@@ -182,8 +182,6 @@ class ComfyMemory(RunOwner):
             if blocks is not None:
                 one.stream(blocks)
         if (residency == "swap" or blocks is not None) and not patcher.is_loaded:
-            if any(one.is_loaded for one in self.patchers.values()):
-                patcher.take_over(expert_loras)
             host.evict_all()
         loaded = all(one.is_loaded for one in together)
         if loaded and patcher.has_loras(expert_loras):
@@ -199,14 +197,6 @@ class ComfyMemory(RunOwner):
         """Those of an expert, at the strengths of its phase."""
         name: Expert = "low" if expert == "low" else "high"
         return shared(self.model.loras_of(name), name, self.shares.get(name, ()))
-
-    def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
-        """If both experts stream, copy the weights of `following` behind them."""
-        now, then = self.patchers[expert], self.patchers[following]
-        if now.residency is None or not (now.in_host_memory and then.in_host_memory):
-            return
-        if then.has_loras(self.loras(following)):
-            now.residency.prefetch(now.name, then.name, runs)
 
     def make_room(self, name: str) -> str | None:
         """Everyone else leaves, and half of the blocks that stayed stream; None where no more can stream."""

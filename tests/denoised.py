@@ -21,11 +21,9 @@ class Varied:
     def __init__(
         self,
         acquire: Callable[[Any], WanModel],
-        ahead: Callable[..., None] | None = None,
         relieve: Callable[[Any], bool] | None = None,
     ) -> None:
         self.acquire = lambda expert, loras=(): acquire(expert)
-        self.prefetch = ahead or (lambda *_: None)
         self.relieve = relieve or (lambda _: False)
 
 
@@ -38,10 +36,9 @@ def denoise(
     batched: bool = False,
     run_branches: RunBranches | None = None,
     step_noise: Callable[[], Tensor] | None = None,
-    ahead: Callable[..., None] | None = None,
     relieve: Callable[[Any], bool] | None = None,
     **hooks: Any,
 ) -> Tensor:
-    owner, branching = Varied(acquire, ahead, relieve), Branching(batched=batched, run=run_branches)
+    owner, branching = Varied(acquire, relieve), Branching(batched=batched, run=run_branches)
     integrator = Integrator(plan, step_noise=step_noise)
     return loop.denoise(plan, owner, conditioning, noise, branching=branching, integrator=integrator, **hooks)

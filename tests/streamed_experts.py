@@ -39,7 +39,7 @@ def streaming(quantization: Quantization | None, resident: int | None) -> Reside
 
 
 def run(
-    use, plan, *, batched=False, on_step=None, prefetch=None, relieve=None, device=CPU, dtype=torch.float32,
+    use, plan, *, batched=False, on_step=None, relieve=None, device=CPU, dtype=torch.float32,
     latents=(2, 4, 6),
 ):  # fmt: skip
     """The latents of a denoise of two random prompts; `use` gives the expert of a name."""
@@ -54,5 +54,5 @@ def run(
     with torch.no_grad():
         return denoise(
             plan, acquire, Conditioning(cond=text[0], uncond=text[1]), noise,
-            batched=batched, on_step=on_step, ahead=prefetch, relieve=relieve,
+            batched=batched, on_step=on_step, relieve=relieve,
         )  # fmt: skip

@@ -126,8 +126,8 @@ class Held(Evictable):
         order: int = 0,
     ) -> None:
         """finish: applied to the module after every load. residency: of a transformer or a text encoder, holds its
-        weights while its blocks stream; both experts share one, so that one hands its device memory over to the
-        other. order: in which models are read ahead, as of `Ahead`."""
+        weights while its blocks stream; both experts share one. order: in which models are read ahead, as of
+        `Ahead`."""
         super().__init__(part.bytes)
         self.name, self.part, self.finish, self.residency, self.order = name, part, finish, residency, order
         self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
@@ -202,12 +202,6 @@ class Held(Evictable):
     def _in_memory(self) -> bool:
         """Whether it is a transformer on the device, or in host memory, from where it streams."""
         return self.in_host_memory or isinstance(self.model.content, WanModel)
-
-    def take_over(self, loras: Sequence[Wanted]) -> None:
-        """Use the device memory of the other expert, with what `prefetch` has copied there. The other one is still
-        loaded as far as ComfyUI knows, and may be evicted then."""
-        if self.residency is not None and self.in_host_memory and self.has_loras(loras):
-            self.residency.use(self.name)
 
     def wait(self, part: PartToLoad, waits: Waits) -> None:
         """Where its weights wait when they are read to stream. part: as it is loaded otherwise."""

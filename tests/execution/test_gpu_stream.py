@@ -99,13 +99,13 @@ def test_streamed_is_resident_bit_for_bit(precision, skipping):
         residency.follow("swap" if resident is None else "stream", resident or 0, None, {})
         for batched, exact in exacts.items():
             for _ in range(2):
-                ours = run(residency.use, plan, batched=batched, prefetch=residency.prefetch)
+                ours = run(residency.use, plan, batched=batched)
                 assert torch.equal(ours, exact), (resident, batched)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_weights_in_their_files_are_resident_ones_bit_for_bit(tmp_path, share):
-    """All of them, or what is not pinned; twice, handed over from expert to expert, and after they left the device."""
+    """All of them, or what is not pinned; twice, from expert to expert, and after they left the device."""
     plan, plain = make_plan(steps=12), experts("bf16", CUDA)
     exact = run(plain.__getitem__, plan)
     residency, attend = Residency(CUDA, "swap"), resolve_attention("sdpa", CUDA)[1]
@@ -119,7 +119,7 @@ def test_weights_in_their_files_are_resident_ones_bit_for_bit(tmp_path, share):
     for resident in (None, 0, 3, 5):
         residency.follow("swap" if resident is None else "stream", resident or 0, None, {})
         for _ in range(2):
-            assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact), resident
+            assert torch.equal(run(residency.use, plan), exact), resident
         residency.use("high")  # what is being read ends with its memory
         residency.release("high")
         assert torch.equal(run(residency.use, plan), exact), resident
@@ -129,7 +129,7 @@ def test_weights_in_their_files_are_resident_ones_bit_for_bit(tmp_path, share):
 def test_nobody_waits(resident):
     """`set_sync_debug_mode("error")` raises at a call that blocks the host on the device."""
     residency, plan = streaming("bf16", resident), make_plan(steps=6)
-    exact = run(residency.use, plan, prefetch=residency.prefetch)
+    exact = run(residency.use, plan)
     seen = []
 
     def on_step(progress):
@@ -145,7 +145,7 @@ def test_nobody_waits(resident):
         with torch.no_grad():
             result = denoise(
                 plan, residency.use, Conditioning(cond=text[0], uncond=text[1]), noise,
-                ahead=residency.prefetch, on_step=on_step,
+                on_step=on_step,
             )  # fmt: skip
     finally:
         torch.cuda.set_sync_debug_mode("default")

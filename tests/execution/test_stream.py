@@ -1,4 +1,4 @@
-"""Blocks that stream: the same numbers as resident ones, bit for bit, whatever streams, hands over or fails between.
+"""Blocks that stream: the same numbers as resident ones, bit for bit, whatever streams or fails between.
 
 On a CPU the copies are plain ones; order and bookkeeping are those of a GPU. What a GPU adds is in test_gpu_stream.py.
 """
@@ -34,7 +34,6 @@ from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.denoise import last_runs
 from wan_core.sampling.plan import make_plan
 
 HELD = {
@@ -62,57 +61,25 @@ def test_streamed_is_resident_bit_for_bit(quantization, resident):
     for batched in (False, True):
         exact = run(experts(quantization).__getitem__, plan, batched=batched)
         for _ in range(2):  # the second video finds what the first left
-            assert torch.equal(run(residency.use, plan, batched=batched, prefetch=residency.prefetch), exact)
+            assert torch.equal(run(residency.use, plan, batched=batched), exact)
 
 
 @settings(max_examples=8)
-@given(
-    resident=st.integers(0, LAYERS), calls=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=8)
-)
-def test_any_order_of_uses_prompts_and_handovers(resident, calls):
-    """Each call: which expert, whether it is the last of its phase, whether a new prompt is prepared."""
+@given(resident=st.integers(0, LAYERS), calls=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
+def test_any_order_of_uses_and_prompts(resident, calls):
+    """Each call: which expert, whether a new prompt is prepared."""
     residency, plain = streaming(None, resident), experts()
     x, context = draw_noise(0, (1, 16, 2, 4, 6)), draw_noise(1, (1, 5, 48))
     texts = {}
     with torch.no_grad():
-        for low, last, prompt in calls:
-            name, other = ("low", "high") if low else ("high", "low")
+        for low, prompt in calls:
+            name = "low" if low else "high"
             model = residency.use(name)
             if prompt or name not in texts:
                 texts[name] = model.prepare_text(context), plain[name].prepare_text(context)
-            if last:
-                residency.prefetch(name, other, 1)
             ours, exact = texts[name]
             time = torch.tensor([900.0])
             assert torch.equal(model(x, time, ours), plain[name](x, time, exact))
-
-
-def test_what_stays_is_handed_over_behind_the_last_run():
-    """Then the next expert's blocks are there when it is used: only what belongs to no block is copied."""
-    residency, plan = streaming(None, 2), make_plan(steps=4)
-    stage, copied = next(iter(residency.stages.values())), []
-    fill = stage._fill
-    stage._fill = lambda unit, shelf, *, text: (copied.append((unit, shelf)), fill(unit, shelf, text=text))[1]
-    marks = []
-
-    def prefetch(name, other, runs):
-        marks.append((name, other, runs))
-        residency.prefetch(name, other, runs)
-
-    def use(name):
-        copied.clear()
-        model = residency.use(name)
-        if name == "low":
-            assert {unit for unit, _ in copied} == {0}
-        return model
-
-    run(use, plan, prefetch=prefetch)
-    # Both branches of the last steps; the first expert comes back for the next clip or video.
-    assert marks == [("high", "low", 2), ("low", "high", 2)]
-    copied.clear()
-    residency.use("high")
-    assert {unit for unit, _ in copied} == {0}
-    assert last_runs(plan.phases[0], batched=True) == (plan.phases[0][-1].index, 1)
 
 
 def test_a_skipped_step_moves_nothing():
@@ -128,7 +95,7 @@ def test_a_skipped_step_moves_nothing():
         seen.append((progress.forwards, len(loads)))
 
     exact = run(plain.__getitem__, skipping)
-    assert torch.equal(run(residency.use, skipping, on_step=on_step, prefetch=residency.prefetch), exact)
+    assert torch.equal(run(residency.use, skipping, on_step=on_step), exact)
     idle = [after - before for (_, before), (forwards, after) in itertools.pairwise(seen) if not forwards]
     assert idle and not any(idle)
 
@@ -146,7 +113,7 @@ def test_compiled_blocks_compile_once_whatever_streams():
         residency = streaming(None, resident)
         for model in residency.models.values():
             compile_blocks(model, CPU, backend="eager")
-        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
+        assert torch.equal(run(residency.use, plan), exact)
     assert compilations() - before == 2
 
 
@@ -225,7 +192,7 @@ def test_loras_attached_to_weights_that_stream(quantization, resident):
         residency.add(name, model)
     assert len(residency.stages) == 1
     for _ in range(2):
-        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
+        assert torch.equal(run(residency.use, plan), exact)
     for weights in residency.host_weights.values():
         attached = [name for name in tensors_of(weights.model) if is_attached(name)]
         assert len(attached) == 2 * len(attachable(SMALL))
@@ -252,7 +219,7 @@ def test_loras_change_while_weights_stream(quantization, resident):
 
         for model in plain.values():
             loras_on(model).attached.apply(model, loras_of_step)
-        assert torch.equal(run(use, plan, prefetch=residency.prefetch), run(plain.__getitem__, plan))
+        assert torch.equal(run(use, plan), run(plain.__getitem__, plan))
     for name, model in experts(quantization).items():
         residency.release(name)
         now = tensors_of(residency.models[name])
@@ -297,7 +264,7 @@ def latents_of(pipe: Pipeline, request: Request, on_step=None):
     return pipe.sample(prepared, pipe.encode(prepared), on_step), pipe.report
 
 
-@pytest.mark.parametrize(("residency", "at"), [("auto", 1), ("stream", 4)])  # of 4 runs, the last hands over
+@pytest.mark.parametrize(("residency", "at"), [("auto", 1), ("stream", 4)])  # of 4 runs
 def test_out_of_memory_goes_on_from_the_last_finished_step(residency, at, caplog):
     options = LoadOptions(
         model="tiny", device="cpu", residency=residency, resident_blocks=4 if residency == "stream" else None
@@ -333,8 +300,8 @@ def test_out_of_memory_between_skipped_steps(at):
 
     with memory_runs_out(residency.models["high"], at):
         ours = run(
-            residency.use, plan, prefetch=residency.prefetch, relieve=relieve,
+            residency.use, plan, relieve=relieve,
             on_step=lambda progress: forwards.append(progress.forwards),
         )  # fmt: skip
     assert torch.equal(ours, exact) and forwards.count(0) > 2 and residency.policy == "swap"
-    assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
+    assert torch.equal(run(residency.use, plan), exact)

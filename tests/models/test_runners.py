@@ -88,17 +88,11 @@ class Counting(BlockWeights):
     def __init__(self) -> None:
         self.told: list[object] = []
 
-    def begin_run(self) -> None:
-        self.told.append("begin")
-
     def enter(self, block: int, *, text: bool = False) -> None:
         self.told.append((block, text))
 
     def leave(self, block: int) -> None:
         self.told.append(f"/{block}")
-
-    def end_run(self) -> None:
-        self.told.append("end")
 
 
 @torch.no_grad()
@@ -110,7 +104,7 @@ def test_the_loop_tells_the_weights_which_block_is_next() -> None:
     assert weights.told == [(0, True), "/0", (1, True), "/1"]
     weights.told.clear()
     model(NOISE, torch.tensor([900.0]), text)
-    assert weights.told == ["begin", (0, False), "/0", (1, False), "/1", "end"]
+    assert weights.told == [(0, False), "/0", (1, False), "/1"]
 
 
 @torch.no_grad()

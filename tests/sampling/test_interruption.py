@@ -57,7 +57,6 @@ def run(
     on_block: Callable[[], None] | None,
     *,
     batched: bool = False,
-    prefetch: Callable[..., None] | None = None,
 ) -> Tensor:
     def acquire(name: str) -> WanModel:
         model = use(name)
@@ -67,7 +66,7 @@ def run(
     text = [draw_noise(n, (1, 5, 48)) for n in (1, 2)]
     conditioning, noise = Conditioning(cond=text[0], uncond=text[1]), draw_noise(7, (1, 16, 2, 4, 6))
     with torch.no_grad():
-        return denoise(plan, acquire, conditioning, noise, batched=batched, on_block=on_block, ahead=prefetch)
+        return denoise(plan, acquire, conditioning, noise, batched=batched, on_block=on_block)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +88,13 @@ def test_at_every_block(name: str, resident: int | None, batched: bool) -> None:
     for at in range(counted.blocks):
         stop = Stopper(at)
         with pytest.raises(Stop):
-            run(residency.use, plan, stop, batched=batched, prefetch=residency.prefetch)
+            run(residency.use, plan, stop, batched=batched)
         assert stop.blocks == at + 1, "it ran on after the block"
         for model in residency.models.values():
             assert isinstance(model, WanModel)
             assert [runner.name for runner in model.runners.runners] == []
         if at % 9 == 0 or at > counted.blocks - 3:
-            again = run(residency.use, plan, Stopper(), batched=batched, prefetch=residency.prefetch)
+            again = run(residency.use, plan, Stopper(), batched=batched)
             assert torch.equal(again, exact), at
 
 
@@ -105,5 +104,5 @@ def test_delayed_scales() -> None:
     residency, exact = streaming(quantization, 2), run(experts(quantization).__getitem__, FULL, None)
     for at in range(0, len(FULL.steps) * 2 * LAYERS, 7):
         with pytest.raises(Stop):
-            run(residency.use, FULL, Stopper(at), prefetch=residency.prefetch)
-        assert torch.equal(run(residency.use, FULL, None, prefetch=residency.prefetch), exact)
+            run(residency.use, FULL, Stopper(at))
+        assert torch.equal(run(residency.use, FULL, None), exact)

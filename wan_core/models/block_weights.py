@@ -9,17 +9,11 @@ class BlockWeights:
 
     name = "resident"
 
-    def begin_run(self) -> None:
-        """The loop over the blocks begins."""
-
     def enter(self, block: int, *, text: bool = False) -> None:
         """The weights of `block` are needed next, or only those that a prompt needs."""
 
     def leave(self, block: int) -> None:
         """The work of `block` has been launched."""
-
-    def end_run(self) -> None:
-        """The loop over the blocks has ended."""
 
 
 RESIDENT = BlockWeights()

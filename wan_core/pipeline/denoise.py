@@ -140,7 +140,7 @@ class Timed:
 
     def __init__(self, owner: Owner, clock: StepClock) -> None:
         self.owner, self.clock = owner, clock
-        self.prefetch, self.relieve = owner.prefetch, owner.relieve
+        self.relieve = owner.relieve
 
     def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
         model = self.owner.acquire(expert, loras)

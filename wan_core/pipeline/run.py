@@ -123,9 +123,6 @@ class OwnMemory(RunOwner):
         self.models.change_loras(expert, loras, self.report)
         return self.fetch(expert, lambda: self.models.expert(expert))
 
-    def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
-        self.models.residency.prefetch(expert, following, runs)
-
     def make_room(self, name: str) -> str | None:
         residency = self.models.residency
         name = name if name in residency.models else "high"

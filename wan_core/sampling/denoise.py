@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import ParamSpec, Protocol, TypeVar
 
 import torch
@@ -70,10 +69,6 @@ class Owner(Protocol):
         phase, so that it may load or swap."""
         ...
 
-    def prefetch(self, expert: Expert, following: Expert, runs: int, /) -> None:
-        """The next `runs` runs of the blocks of `expert` are the last before `following` is acquired."""
-        ...
-
     def relieve(self, name: str, /) -> bool:
         """Memory ran out with the model `name`: make room, and say whether there is any."""
         ...
@@ -88,9 +83,6 @@ class Ready:
     def acquire(self, expert: Expert, loras: Sequence[LoraShare] = ()) -> WanModel:
         assert not loras, "nobody changes them here"
         return self.find(expert)
-
-    def prefetch(self, expert: Expert, following: Expert, runs: int) -> None:
-        pass
 
     def relieve(self, name: str) -> bool:
         return False
@@ -156,7 +148,6 @@ def denoise(
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device, branching.together)
     pace = None if on_block is None else Pace(x.device, on_block)
-    changes = expert_changes(plan, branching.batched or branching.run is not None)  # each rank runs one branch
     for whole_phase in plan.phases:
         phase = whole_phase[max(0, first - whole_phase[0].index) :]
         if not phase:
@@ -170,8 +161,6 @@ def denoise(
             with sparse_attention(model, plan, run, tuple(x.shape[2:])), residuals(model, run):
                 for step in run:
                     attempt(guided.prepare, step)
-                    if step.index in changes:
-                        owner.prefetch(expert, *changes[step.index])
                     velocity, forwards = attempt(guided.velocity, x, timesteps[step.index], step)
                     x = hold_known(integrator.step(x, velocity, step), conditioning)
                     watch.note(step.index, x)
@@ -192,27 +181,6 @@ def retried(owner: Owner, name: str, make: Callable[Given, Made], *given: Given.
     if not owner.relieve(name):
         raise failed
     return make(*given, **named)
-
-
-def expert_changes(plan: Plan, batched: bool) -> dict[int, tuple[Expert, int]]:
-    """By the index of the last step in which blocks of an expert run: the expert that follows it, and how often its own
-    blocks run in that step. After the last phase comes the first one of the next clip or video."""
-    changes: dict[int, tuple[Expert, int]] = {}
-    for phase, following in pairwise((*plan.phases, plan.phases[0])):
-        index, count = last_runs(phase, batched)
-        if following[0].expert != phase[0].expert:
-            changes[index] = following[0].expert, count
-    return changes
-
-
-def last_runs(phase: tuple[Step, ...], batched: bool) -> tuple[int, int]:
-    """The last step of a phase in which blocks run, as far as the plan knows, and how often they run in it."""
-    for step in reversed(phase):
-        together = len(step.branches) == 2 and batched and step.skipped in ((), step.branches)
-        branches = len(step.branches) - len(step.skipped)
-        if branches:
-            return step.index, step.runs * (1 if together else branches)
-    return -1, 0
 
 
 class FiniteWatch:

@@ -3,8 +3,8 @@
 `resident` keeps everything on the device. Under the others, weights are in host memory, pinned where there is enough of
 it, and are copied to the device when they are used: `swap` has one transformer at a time on the device, `stream` only
 some of its blocks, and the others pass through (`wan_core.execution.memory.streaming`). Experts of one layout share
-their device memory, so that one makes room for the next block by block. Text encoder and VAE leave when their memory
-is needed, and come back when they are used; a text encoder that does not fit streams.
+their device memory. Text encoder and VAE leave when their memory is needed, and come back when they are used; a text
+encoder that does not fit streams.
 """
 
 from __future__ import annotations
@@ -117,12 +117,6 @@ class Residency:
             self.stages[self.host_weights[name].layout].leave_device()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-
-    def prefetch(self, name: str, other: str, runs: int) -> None:
-        """The next `runs` runs of the blocks of `name` are the last before `other`: copy its weights behind them."""
-        waiting = self.host_weights
-        if self.policy != "resident" and name != other and name in waiting and other in waiting:
-            self.stages[waiting[name].layout].hand_over(waiting[other], runs)
 
     def follow(
         self,

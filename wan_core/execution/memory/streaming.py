@@ -2,9 +2,9 @@
 
 A `Stage` holds what a transformer needs on the device: its rest and so many blocks stay, the others come through two
 slots, one copied while the other computes: at 55 GB/s, 13 ms for an A14B block in bf16, which computes for 55 ms at
-480p. With all blocks resident, experts take turns: while one runs for the last time, each block makes room for the same
-block of the next. The loop over the blocks tells its `weights`, the stage, which one comes next. A text encoder goes
-through a stage of its own. On a CPU the same happens with plain copies and without waiting.
+480p. Experts take turns: the blocks of the next one replace those that stay, and its first forward waits for each as it
+comes to it. The loop over the blocks tells its `weights`, the stage, which one comes next. A text encoder goes through
+a stage of its own. On a CPU the same happens with plain copies and without waiting.
 """
 
 from __future__ import annotations
@@ -47,15 +47,6 @@ class ResidentUnit:
     holds: HostWeights | None = None
 
 
-@dataclass
-class Handover:
-    """After `runs` more runs of the blocks, the model gives its place to `successor`."""
-
-    successor: HostWeights
-    runs: int
-    now: bool = False  # the last of them is running
-
-
 def spread(blocks: int, resident: int) -> list[int]:
     """Which of `blocks` blocks stream when `resident` stay: evenly apart, so that each copy has as long as possible."""
     streamed = max(0, blocks - resident)
@@ -88,7 +79,6 @@ class Stage(BlockWeights):
         self.streamed: list[int] = []  # units
         self.latest: Slot | None = None  # the slot that was entered last
         self.current: HostWeights | None = None
-        self.handover: Handover | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -113,7 +103,7 @@ class Stage(BlockWeights):
         with self._quietly():
             if self.current is not None and self.current is not weights:
                 self.current.point_to_host()
-            self.current, self.handover = weights, None
+            self.current = weights
             if self.is_empty:
                 try:
                     self._allocate(weights)
@@ -130,11 +120,6 @@ class Stage(BlockWeights):
                 weights.units[unit].bind(slot.memory)
             self._wait(self.kept[REST].rest, self.kept[REST].arrivals[1])
 
-    def hand_over(self, successor: HostWeights, runs: int) -> None:
-        """The next `runs` runs of the blocks are the last before `successor` is used: copy its blocks behind them."""
-        if self.current is not None and successor.layout == self.current.layout:
-            self.handover = Handover(successor, runs)
-
     def leave_device(self) -> None:
         with self._quietly():
             for slot in (*self.slots, *self.kept.values()):  # memory may be given to others only after copies into it
@@ -145,18 +130,9 @@ class Stage(BlockWeights):
                 self.current.point_to_host()
             self.kept.clear()
             self.slots.clear()
-            self.current = self.latest = self.handover = None
+            self.current = self.latest = None
 
     # --------------------------------------------------------------------------------------- while the blocks run
-
-    def begin_run(self) -> None:
-        if self.handover is not None:
-            self.handover.runs -= 1
-            self.handover.now = self.handover.runs == 0
-
-    def end_run(self) -> None:
-        if self.handover is not None and self.handover.now:
-            self.handover = None
 
     def enter(self, block: int, *, text: bool = False) -> None:
         """Have the weights of `block` there, or only those that a prompt needs, and have the next ones copied."""
@@ -175,23 +151,14 @@ class Stage(BlockWeights):
             weights.units[unit].bind(slot.memory)
             at = self.streamed.index(unit) + 1
             wraps = at == len(self.streamed)
-            owner = self.handover.successor if wraps and self.handover is not None and self.handover.now else weights
             following, whole = self.streamed[at % len(self.streamed)], wraps or not text
-            if self._find(owner, following, whole) is None:
-                self._load(owner, following, whole)
+            if self._find(weights, following, whole) is None:
+                self._load(weights, following, whole)
 
     def leave(self, block: int) -> None:
         """What `block` computes has been launched."""
-        unit = block + 1
-        slot = self.kept.get(unit)
-        if slot is None:
-            if self.latest is not None:
-                self.latest.used = self._mark(self.latest.used)
-        elif self.handover is not None and self.handover.now:
-            with self._quietly():
-                self._copies_wait(self._mark())
-                self._fill(unit, self.handover.successor, text=True)
-                self._fill(unit, self.handover.successor, text=False)
+        if block + 1 not in self.kept and self.latest is not None:
+            self.latest.used = self._mark(self.latest.used)
 
     def _find(self, weights: HostWeights, unit: int, whole: bool) -> Slot | None:
         return next((s for s in self.slots if s.holds in ((weights, unit, True), (weights, unit, whole))), None)

@@ -134,12 +134,10 @@ class UMT5Encoder(nn.Module):
         padding = ~mask[:, None, None]
         rows = self.token_embedding(ids)
         x = rows.float()  # sums of 48 results in bfloat16 would lose most of the precision
-        self.weights.begin_run()
         for layer, block in enumerate(self.blocks):
             self.weights.enter(layer)
             x = block(x, buckets, padding)
             self.weights.leave(layer)
-        self.weights.end_run()
         return self.norm(x).to(rows.dtype)
 
 

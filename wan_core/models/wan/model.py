@@ -118,14 +118,12 @@ class WanModel(nn.Module):
         tokens, weights, after_block = inputs.tokens, self.runners.weights, inputs.info.after_block
         if inputs.text.bias is not None:
             inputs = replace(inputs, bias=inputs.text.token_bias(inputs.grid, inputs.order, tokens.shape[1]))
-        weights.begin_run()
         for layer in self.layers:
             weights.enter(layer)
             tokens = self.run_block(layer, tokens, inputs)
             weights.leave(layer)
             if after_block is not None:
                 after_block()
-        weights.end_run()
         return tokens
 
     def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
