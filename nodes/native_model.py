@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +16,10 @@ from wan_core.checkpoint.comfyui_tensors import SUFFIX as PREFERENCE
 from wan_core.checkpoint.opened import TensorInfo
 from wan_core.config import OptionError
 from wan_core.pipeline.native_patches import PREFIX, Patches
-from wan_core.sampling.plan import Plan
 
 from . import host
 
 HANDLER = "context_handler"  # a model option
-KIND = "IndexListContextHandler"
-TIME = 2  # the axis of latents that is cut
-
-
-def with_native_windows(plan: Plan, model: Any, frames: int | None) -> tuple[Plan, int | None]:
-    """`plan` of one sampler's steps with the forwards of the windows in which ComfyUI runs them, those of the MODEL's
-    own handler, and the most latent frames that one forward sees. A note says where they are not known. frames: of the
-    latents; None: not known."""
-    handler = model.model_options.get(HANDLER)
-    if handler is None:
-        return plan, frames
-    if type(handler).__name__ != KIND or handler.dim != TIME:
-        return _noted(plan, f"context windows of another kind ({type(handler).__name__}) are not counted"), frames
-    if frames is None:
-        return _noted(plan, "context windows are not counted: connect a latent, for the length of the video"), None
-    if frames <= handler.context_length:
-        return _noted(plan, f"context windows: all {frames} latent frames fit into one"), frames
-    lead, steps, seen = getattr(handler, "causal_window_fix", False), [], 0
-    for number, step in enumerate(plan.steps):
-        own = copy(handler)
-        own._step = number
-        windows = own.context_schedule.func(frames, own, model.model_options)
-        seen = max(seen, *(len(window) + (lead and window[0] > 0) for window in windows))
-        steps.append(replace(step, evaluations=step.evaluations * len(windows)))
-    counts = sorted({step.runs for step in steps})
-    runs = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    length = f"{handler.context_length} of {frames} latent frames"
-    plan = replace(plan, steps=tuple(steps), unskipped=sum(step.unskipped for step in steps))
-    return _noted(plan, f"context windows of {length}: {runs} in a step, each a forward of its own"), seen
-
-
-def _noted(plan: Plan, note: str) -> Plan:
-    return replace(plan, notes=(*plan.notes, note))
-
-
 LOADER = "load_diffusion_model"  # of ComfyUI 0.33 and newer: reads one file
 SAMPLING = "model_sampling"
 # What a MODEL may carry that changes only how fast it runs, and the words for it.

@@ -8,13 +8,12 @@ from typing import Any
 
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.build import SamplerRequest, build_sampler_plan
-from wan_core.sampling.native.plan import WholeRun, joined, with_evaluations
+from wan_core.sampling.native.plan import WholeRun, joined
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.steps import Expert
 
 from . import host
-from .native_model import with_native_windows
 from .plan_inputs import settings_of
 
 SAMPLERS = ("KSampler", "KSamplerAdvanced")
@@ -86,8 +85,7 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
         task = native.task
         size = (task.vae.latent_frames(task.frames),
                 task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride)  # fmt: skip
-    evaluated, both = host.evaluations(model, sampler, sigmas)
-    both = both or cfg != 1 or model.model_options.get("disable_cfg1_optimization", False)
+    both = cfg != 1 or model.model_options.get("disable_cfg1_optimization", False)
     request = SamplerRequest(
         sigmas=tuple(sigmas),
         whole=WholeRun() if ours is None else ours.whole,
@@ -99,9 +97,10 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
         image=latent is not None and "noise_mask" in latent,
     )
     plan, _ = build_sampler_plan(request, native)
-    plan = with_evaluations(plan, sampler, evaluated)
     for high, low in host.skip_layer_ranges(model.model_options):
         note = f"skip-layer guidance runs the prompt once more where sigma is {low:.4g} to {high:.4g}: not counted"
         plan = replace(plan, notes=(*plan.notes, note))
-    plan, seen = with_native_windows(plan, model, None if latent is None else latent["samples"].shape[2])
-    return plan if size is None else with_costs(plan, native.config, (seen or size[0], *size[1:]))
+    plan = replace(plan, notes=(*plan.notes, f"{sampler} is counted as one evaluation of the model a step"))
+    if request.windows is not None:
+        plan = replace(plan, notes=(*plan.notes, "each context window is a forward of its own: not counted"))
+    return plan if size is None else with_costs(plan, native.config, size)

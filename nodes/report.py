@@ -55,7 +55,7 @@ class WanCorePlanPreview(io.ComfyNode):
                     "latent",
                     optional=True,
                     tooltip="What the sampler gets: the length of the video, and for TI2V-5B whether it begins with a "
-                    "picture. For a MODEL also the size, for sparse steps and context windows.",
+                    "picture. For a MODEL also the size, for sparse steps.",
                 ),
                 SKIPPING.Input(
                     "skipping",

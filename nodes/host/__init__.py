@@ -19,7 +19,7 @@ from .folders import (
 from .memory import Held, Weights, evict_all, load, log, read_ahead, room, spare_bytes
 from .native import check_wan, checkpoint_of, compute_dtype
 from .native_beside import words_before
-from .native_model import describe, evaluations, sampler_names, sampler_sigmas, scheduler_names, window_schedule
+from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, window_schedule
 from .native_reserve import skip_layer_ranges
 from .native_run import accelerate, accelerated
 from .native_vae import decode_native_to, make_interruptible, native_vae_config

@@ -13,7 +13,6 @@ import native_models as world
 from native_cache_runs import EULER, SIZE, World, close, every_second, policies, sample
 
 SMALL = (1, 16, 2, 4, 4)  # of latents
-UNSURE = ("heunpp2", "dpm_fast", "dpm_adaptive")  # do not evaluate at the beginning of each step in turn
 
 
 def dual(model: Any, scale: float, second: float, style: str = "regular", sigmas: Any = EULER) -> Any:
@@ -90,27 +89,22 @@ def check_rising(it: World) -> None:
 
 
 def check_counts(it: World) -> None:
-    """The plan preview counts the forwards that run, of every sampler, at cfg 3 and 1, with a cache and without;
-    where it cannot, a note says so. NAG runs the negative prompt at cfg 1 too."""
-    import comfy.samplers
+    """The plan preview counts the forwards that run, of samplers that evaluate once a step, at cfg 3 and 1, with a
+    cache and without. NAG runs the negative prompt at cfg 1 too."""
     from comfy_extras.nodes_nag import NAGuidance
 
     model, ran = world.tiny("WAN21_T2V", num_layers=1), []
     model.model.diffusion_model.blocks[0].self_attn.register_forward_pre_hook(lambda _, args: ran.append(len(args[0])))
     cached, nag = it.cached(model, **every_second()), NAGuidance.execute(model, 5.0, 0.5, 1.5).result[0]
-    cases = [(name, model if name == "lcm" else cached, 1.0) for name in comfy.samplers.SAMPLER_NAMES]
-    cases += [(name, model, 3.0) for name in ("euler", "heun", "dpmpp_sde", "seeds_3", "euler_cfg_pp", *UNSURE)]
-    cases += [(name, nag, 1.0) for name in ("euler", "heun")]
+    cases = [(name, cached, 1.0) for name in ("euler", "dpmpp_2m", "res_multistep", "uni_pc")]
+    cases += [("euler", model, 3.0), ("lcm", model, 1.0), ("euler", nag, 1.0)]
     for name, one, cfg in cases:
         table = world.planned(one, 10, cfg, name, "simple", 1.0, 0.0)[1]
         ran.clear()
         world.sample(one, {}, SMALL, 10, cfg=cfg, sampler_name=name)
         planned = int(re.search(r"(\d+)( of \d+)? forwards", table)[1])
-        if name in UNSURE and (one is cached or name == "dpm_adaptive"):
-            assert f"{name} does not evaluate" in table or f"how often {name} runs" in table, table
-        else:
-            assert planned == sum(ran), (name, cfg, planned, sum(ran), table)
-    assert "46 forwards" in world.planned(model, 12, 3.0, "heun", "simple", 1.0, 0.0)[1]
+        assert planned == sum(ran), (name, cfg, planned, sum(ran), table)
+        assert f"{name} is counted as one evaluation of the model a step" in table
     assert "24 forwards" in world.planned(nag, 12, 1.0, "euler", "simple", 1.0, 0.0)[1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from wan_core.config import (
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import leave_out
-from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part, with_evaluations
+from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.schedules import euler_schedule, float32
 
@@ -113,24 +112,6 @@ def test_a_part_uses_nothing_from_outside(total: int, policy: SkipOptions, data:
         for branch in ("cond", "uncond"):
             program = residual_program(phase, branch)  # asserts that every skipped step has a source
             assert set(program.store) | set(program.use) <= inside
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.integers(2, 30), st.floats(1, 12), st.integers(1, 3), st.sampled_from(POLICIES))
-def test_a_plan_counts_every_evaluation(total: int, shift: float, often: int, policy: SkipOptions) -> None:
-    """A solver that evaluates the model `often` times between a step's beginning and its end."""
-    sigmas, _ = euler_schedule(total, shift)
-    plan = planned(WholeRun().place(sigmas, shift), shift, 0.875, policy)
-    between = [a + n / often * (b - a) for a, b in pairwise(sigmas) for n in range(often)]
-    counted = with_evaluations(plan, "solver", between)
-    assert all(step.evaluations == often for step in counted.steps) and counted.notes == plan.notes
-    assert counted.forwards == often * plan.forwards and counted.unskipped == often * 2 * total
-    assert ("evaluations" in counted.table()) == (often > 1) == ("evaluations" in counted.steps[0].as_dict())
-    ahead = with_evaluations(plan, "solver", [between[-1], *between[:-1]])
-    skips = any(step.skipped for step in plan.steps)
-    assert any("solver does not evaluate the model at the beginning" in note for note in ahead.notes) == skips
-    unknown = with_evaluations(plan, "solver", None)
-    assert unknown.steps == plan.steps and "known in the run alone" in unknown.notes[-1]
 
 
 def test_a_branch_is_skipped_only_where_its_slots_hold_what_the_plan_expects() -> None:

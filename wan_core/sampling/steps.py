@@ -48,7 +48,6 @@ class Step:
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
     undriven: bool = False  # the driving video is not read
-    evaluations: int = 1  # how often ComfyUI's samplers evaluate the model in this step
     control: tuple[float, ...] | None = None  # how much each control video counts, or all; None: as conditioned
     passes: int = 0  # forwards over a driving video before this step (Animate-2)
     loras: tuple[LoraShare, ...] = ()  # those that have a part of their strength in this step, see `lora_share`
@@ -75,8 +74,8 @@ class Step:
 
     @property
     def runs(self) -> int:
-        """Forwards that one branch takes: one for each condition, in each evaluation."""
-        return (1 + len(self.also)) * self.evaluations
+        """Forwards that one branch takes: one for each condition."""
+        return 1 + len(self.also)
 
     @property
     def forwards(self) -> int:
@@ -101,9 +100,8 @@ class Step:
         marks = ", correction" * self.correction + ", NAG" * self.nag
         control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
         driving = f", {self.passes} over the driving video" if self.passes else ", undriven" * self.undriven
-        often = "" if self.evaluations == 1 else f", {self.evaluations} evaluations"
         loras = "".join(f", {of} x {share:g}" for of, share in self.loras)
-        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{driving}{often}{loras}"
+        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{driving}{loras}"
 
 
 def averaged(steps: Sequence[Step]) -> Step:

@@ -7,7 +7,6 @@ the part, in which no step uses what was computed outside it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -200,28 +199,6 @@ def without_moving_windows(plan: Plan, schedule: str | None) -> Plan:
     )
     steps = tuple(replace(step, action="compute", skipped=(), order=0) for step in plan.steps)
     return replace(plan, steps=steps, notes=(*plan.notes, note))
-
-
-def with_evaluations(plan: Plan, solver: str, sigmas: Sequence[float] | None) -> Plan:
-    """`plan` of a solver that evaluates the model at `sigmas`, in that order; None: not known. Notes say where the plan
-    may not be what runs."""
-    note, count = "", len(plan.steps)
-    if sigmas is None:
-        note = f"how often {solver} runs the model is known in the run alone: counted once a step"
-    else:
-        if falls(plan.sigmas):
-            part = Part(0, count, count, plan.sigmas)
-            places = [part.step_at(sigma) for sigma in sigmas]
-        else:  # nothing is skipped: only their number matters
-            places = [(n * count // len(sigmas), True) for n in range(len(sigmas))]
-        indices = [index for index, _ in places]
-        often, begun = Counter(indices), dict(reversed(places))  # by step: whether its first one is at its beginning
-        steps = tuple(replace(step, evaluations=often[n]) for n, step in enumerate(plan.steps))
-        plan = replace(plan, steps=steps, unskipped=sum(step.unskipped for step in steps))
-        in_turn = indices == sorted(indices) and sum(begun.values()) == count
-        if any(step.skipped for step in steps) and not in_turn:
-            note = f"{solver} does not evaluate the model at the beginning of each step in turn: fewer may be skipped"
-    return replace(plan, notes=(*plan.notes, note)) if note else plan
 
 
 def check_native(options: SkipOptions) -> None:
