@@ -29,7 +29,7 @@ def nbytes(x: Tensor) -> int:
 # (module, name of the function there that exchanges, the bytes that this rank sends by its arguments)
 EXCHANGES: tuple[tuple[Any, str, Callable[..., int]], ...] = (
     (sequence, "all_to_all", leaving),
-    (ring, "pass_on", lambda sends, receives, group: sum(nbytes(x) for x, _ in sends)),
+    (ring, "pass_on", lambda packed, arriving, group: nbytes(packed)),
     (mesh, "all_gather", lambda into, part, group: own(part, group)),
     (conditioning, "all_gather", lambda into, part, group: own(part, group)),
     (dist, "all_reduce", lambda x, how, group: nbytes(x) * (group.size() - 1)),  # scales that all ranks agree on

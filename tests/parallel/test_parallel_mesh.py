@@ -22,10 +22,7 @@ from wan_core.parallel.sequence import check_lse, check_mesh, shard_lengths
 from wan_core.sampling.plan import make_plan
 from wan_core.workers.jobs import Jobs
 
-MESHES = st.builds(
-    lambda cfg, ring, ulysses, both: Mesh(cfg, ring, ulysses, both and ring > 1),
-    st.integers(1, 2), st.integers(1, 4), st.integers(1, 4), st.booleans(),
-)  # fmt: skip
+MESHES = st.builds(Mesh, st.integers(1, 2), st.integers(1, 4), st.integers(1, 4))
 
 
 @given(MESHES)
@@ -38,7 +35,7 @@ def test_every_rank_is_in_one_row_of_each_dimension(mesh):
     assert Mesh.parse(str(mesh)) == mesh
 
 
-@pytest.mark.parametrize("text", ["layers2", "time4", "time2+1x1x2", "time2+2x1x1", "time2+layers2", "time8+2x2bx1"])
+@pytest.mark.parametrize("text", ["layers2", "time4", "time2+1x1x2", "time2+2x1x1", "time2+layers2", "time8+2x2x1"])
 def test_layers_and_time(text):
     mesh = Mesh.parse(text)
     assert str(mesh) == text
@@ -47,7 +44,7 @@ def test_layers_and_time(text):
     assert {len(row) for row in mesh.rows()["time"]} == {mesh.time}
 
 
-NO_MESHES = ["2", "2x2", "3x1x1", "0x1x1", "1x0x1", "1x1x-1", "axbxc", "1x1x1x1", "99999x1x1", "1x1bx4", "1bx2x1"]
+NO_MESHES = ["2", "2x2", "3x1x1", "0x1x1", "1x0x1", "1x1x-1", "axbxc", "1x1x1x1", "99999x1x1", "1x2bx4", "1bx2x1"]
 NO_MESHES += ["layers0", "time0", "time2+time2", "layers2+1x1x2", "time2+", "1x1x2+time2", "time"]
 
 
@@ -174,7 +171,9 @@ def test_auto_is_the_fastest_that_was_measured():
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "parallel-h200-20261120.json"
     measured: dict[str, dict[str, float]] = {}
     for row in json.loads(path.read_text())["rows"]:
-        if row["name"].startswith("fp8 + cudnn-fp8") and Mesh.parse(row.get("mesh", "1x1x1")).size == 4:
+        both_ways = "both ways" in row["name"]  # a mesh of another time
+        mesh = None if both_ways else Mesh.parse(row.get("mesh", "1x1x1"))
+        if row["name"].startswith("fp8 + cudnn-fp8") and mesh is not None and mesh.size == 4:
             measured.setdefault(row["size"], {})[row["mesh"]] = row["seconds"]
     chosen = str(auto_mesh(4, 40, paired=1.0, rings=True, gpus_per_host=4))
     assert len(measured) == 2

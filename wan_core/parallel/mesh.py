@@ -30,17 +30,12 @@ class Mesh:
     cfg: int = 1  # 2: the guidance branches run on different ranks
     ring: int = 1  # ranks of ring attention, which pass keys and values around
     ulysses: int = 1  # ranks of Ulysses attention, which exchange tokens for heads
-    both_ways: bool = False  # the ring passes keys and values in both directions
     layers: int = 1  # ranks of the layer pipeline, each with a part of the blocks
     time: int = 1  # ranks, or groups of ranks, that run steps of their own at the same time
 
     def __post_init__(self) -> None:
         if self.cfg not in (1, 2) or self.ring < 1 or self.ulysses < 1:
             raise OptionError(f"mesh {self} given; cfg must be 1 or 2, ring and ulysses at least 1, for example 2x1x4")
-        if self.both_ways and self.ring == 1:
-            raise OptionError(
-                f"mesh {self} given; a ring of 1 has no neighbours, so it cannot pass both ways: omit the b"
-            )
         if self.time < 1:
             raise OptionError(f"mesh time{self.time} given; time must be at least 1, for example time2")
         if self.layers < 1 or (self.layers > 1 and self.cfg * self.shards > 1):
@@ -52,12 +47,12 @@ class Mesh:
             return f"time{self.time}" + (f"+{inner}" if inner.size > 1 else "")
         if self.layers > 1:
             return f"layers{self.layers}"
-        return f"{self.cfg}x{self.ring}{'b' if self.both_ways else ''}x{self.ulysses}"
+        return f"{self.cfg}x{self.ring}x{self.ulysses}"
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """CFGxRINGxULYSSES, for example 2x1x4; a b after the ring's number passes both ways. Or layersN. Before
-        any of them timeN+, or timeN alone. Raises OptionError."""
+        """CFGxRINGxULYSSES, for example 2x1x4. Or layersN. Before any of them timeN+, or timeN alone. Raises
+        OptionError."""
         timed = re.fullmatch(r"time(\d{1,4})(?:\+(.+))?", text.strip().lower())
         if timed is not None:
             if (timed[2] or "").startswith("time"):
@@ -66,12 +61,12 @@ class Mesh:
         alone = re.fullmatch(r"layers(\d{1,4})", text.strip().lower())
         if alone is not None:
             return cls(layers=int(alone[1]))
-        match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(b?)x(\d{1,4})", text.strip().lower())
+        match = re.fullmatch(r"(\d{1,4})x(\d{1,4})x(\d{1,4})", text.strip().lower())
         if match is None:
             raise OptionError(
                 f"mesh {text!r} given; write CFGxRINGxULYSSES (2x1x4), layers2, time4, time2+1x1x2, or auto"
             )
-        return cls(int(match[1]), int(match[2]), int(match[4]), match[3] == "b")
+        return cls(int(match[1]), int(match[2]), int(match[3]))
 
     @property
     def size(self) -> int:
@@ -83,9 +78,8 @@ class Mesh:
 
     def describe(self) -> str:
         """`8 GPUs: guidance 2 x ring 2 x ulysses 2`, without dimensions of size 1."""
-        ring = "ring both ways" if self.both_ways else "ring"
-        parts = [("guidance", self.cfg), (ring, self.ring), ("ulysses", self.ulysses), ("layers", self.layers)]
-        parts.insert(0, ("time", self.time))
+        parts = [("time", self.time), ("guidance", self.cfg), ("ring", self.ring)]
+        parts += [("ulysses", self.ulysses), ("layers", self.layers)]
         axes = " x ".join(f"{name} {count}" for name, count in parts if count > 1)
         return f"{self.size} GPU{'s' if self.size > 1 else ''}{': ' + axes if axes else ''}"
 

@@ -207,7 +207,7 @@ class ShardedAttention(Attention):
         """The ring of Ulysses groups, each with the tokens of all of its ranks."""
         U, lengths = self.ranks.mesh.ulysses, call.lengths
         groups = [sum(lengths[i : i + U]) for i in range(0, len(lengths), U)]
-        return Ring(self.ranks.ring, groups, partial, self.ranks.mesh.both_ways)
+        return Ring(self.ranks.ring, groups, partial)
 
     def _agree(self, x: Tensor, how: str) -> Tensor:
         """float32 x of every rank -> their "mean" or "max"."""
