@@ -16,8 +16,6 @@ from wan_core.execution.report import GIB, Report
 from wan_core.media.preview import RGBMap
 from wan_core.models.wan.config import PreparedForm
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.attention.parts import InPieces
-from wan_core.ops.attention.protocol import Attention
 from wan_core.pipeline.denoise import sample_latents
 from wan_core.pipeline.loras import Wanted, lora_bytes, shared
 from wan_core.pipeline.memory_planning import beside_plan, check_fits, check_prepared, host_room, plan_host
@@ -147,11 +145,6 @@ def waiting_bytes(model: ModelSocket) -> int:
     return sum(one.part.bytes for one in set(model.patchers.values()) if one.in_host_memory)
 
 
-def interruptible(attend: Attention) -> Attention:
-    """`attend`, between whose parts a user can interrupt: on a CPU a call may take minutes."""
-    return InPieces(attend, host.check_interruption) if host.device().type == "cpu" else attend
-
-
 class ComfyMemory(RunOwner):
     """The experts of one run under ComfyUI's memory manager."""
 
@@ -222,7 +215,7 @@ class ComfyMemory(RunOwner):
         patcher = self.patchers[expert]
         model = patcher.ready(self.loras(expert))
         patcher.kept_form = model.prepared_form = form
-        set_attention(model, interruptible(self.model.settings.attend))  # which the run before may have changed
+        set_attention(model, self.model.settings.attend)  # which the run before may have changed
         return model
 
     def _plan_host(self, prepared: PreparedForm | None) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +31,7 @@ from wan_core.sampling.steps import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
-from .memory import ModelSocket, interruptible
+from .memory import ModelSocket
 from .schema import output, schema, widgets
 from .sockets import MODEL
 from .workers import UNCONNECTED, WorkersModel, WorkersSocket, device_of, workers_input
@@ -111,8 +110,7 @@ class WanCoreModelLoader(io.ComfyNode):
 
 def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     """The experts, held by ComfyUI's memory manager and not loaded yet; both are one where there is one transformer."""
-    models, attend = settings.recognised, interruptible(settings.attend)
-    settings = replace(settings, attend=attend)
+    models = settings.recognised
     finished = partial(finish, settings=settings, device=host.device())
     streaming = Residency(host.device(), "stream")
     names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in models.of else {"high": "transformer"}

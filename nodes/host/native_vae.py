@@ -18,9 +18,8 @@ from wan_core.checkpoint.layouts_vae import vae_config
 from wan_core.execution.memory.planning import vae_bytes
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.layers import AttentionBlock, CausalConv3d, RMSNorm
+from wan_core.models.vae.layers import CausalConv3d, RMSNorm
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.ops.attention.parts import heads_in_pieces
 from wan_core.pipeline.decode import Made, Pieces, decode_to
 
 from .progress import check_interruption
@@ -95,8 +94,6 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def make_interruptible(vae: VideoVAE) -> None:
-    """The user's interruption ends a layer on a CPU, where one frame can take minutes."""
+    """The user's interruption is seen before each layer: on a CPU one frame can take minutes."""
     for layer in vae.modules():
         layer.register_forward_pre_hook(lambda *_: check_interruption())
-        if isinstance(layer, AttentionBlock):
-            layer.attend = heads_in_pieces(layer.attend, check_interruption)

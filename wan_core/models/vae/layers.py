@@ -13,7 +13,6 @@ official checkpoints, hence dictionaries with number keys. Source: Wan2.2/wan/mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -240,11 +239,10 @@ def norm_silu_extend(norm: RMSNorm, conv: CausalConv3d, x: Tensor, chunk: Chunk,
 
 
 class AttentionBlock(nn.Module):
-    """Single-head self-attention in each frame's Y*X positions. `attend` of q, k, v [B, 1, Y*X, C] may be replaced."""
+    """Single-head self-attention in each frame's Y*X positions."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
         self.norm = RMSNorm(channels, spatial_dims=2)
         self.to_qkv = nn.Conv2d(channels, 3 * channels, 1)
         self.proj = nn.Conv2d(channels, channels, 1)
@@ -257,7 +255,7 @@ class AttentionBlock(nn.Module):
         q, k, v = qkv.contiguous().chunk(3, dim=-1)
         if chunk.strip is not None:
             k, v = chunk.strip.keys(torch.cat([k, v], -1).squeeze(1)).unsqueeze(1).chunk(2, dim=-1)
-        attended = self.attend(q, k, v)
+        attended = F.scaled_dot_product_attention(q, k, v)
         attended = attended.squeeze(1).unflatten(1, pictures.shape[2:]).permute(0, 3, 1, 2)  # [B*T, C, Y, X], a view
         return as_video(self.proj(attended), x.shape[0]) + x
 
