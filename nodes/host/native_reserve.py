@@ -1,19 +1,17 @@
 """How many numbers a step cache keeps of forwards of ComfyUI's own Wan models, known before the run begins.
 
-Every condition keeps residuals of its own, of each of its context windows, if it runs in a step whose residual is used
-later. Skip-layer guidance runs conditions a second time, or in another way: those are kept apart.
+Every condition keeps residuals of its own, of each of its context windows, and once more where skip-layer guidance runs
+it without some of the blocks. A condition that runs in a few steps alone is counted like the others.
 
 Legend: B batch, C channels, T/Y/X latent frames, rows, columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import getclosurevars
-from math import ceil, inf, isclose, nan, prod
-from types import SimpleNamespace
+from math import ceil, isclose, nan, prod
 from typing import Any
 
 import torch
@@ -30,25 +28,11 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A condition, as a CONDITIONING socket has it. runs: whether the model runs it at a sigma."""
+    """A condition, as a CONDITIONING socket has it."""
 
     condition: Mapping[str, Any]
-    runs: Callable[[float], bool]
-    place: int = 0  # in its list
-    count: int = 1  # of the prompts in it
-    replaced: bool = False  # blocks are replaced: kept from the second of its steps on, and dropped after the last
-
-    def with_blocks_replaced(self, sigmas: Range) -> Prompt:
-        """What skip-layer guidance makes of it at these sigmas."""
-        return replace(self, runs=lambda sigma: self.runs(sigma) and inside(sigma, sigmas), replaced=True)
-
-    def without(self, sigmas: Range) -> Prompt:
-        return replace(self, runs=lambda sigma: self.runs(sigma) and not inside(sigma, sigmas))
-
-
-def inside(sigma: float, sigmas: Range) -> bool:
-    high, low = sigmas
-    return low <= sigma <= high
+    place: int  # in its list
+    count: int  # of the prompts in it
 
 
 def running(guider: Any, both: bool = False) -> tuple[str, ...]:
@@ -72,25 +56,15 @@ def running(guider: Any, both: bool = False) -> tuple[str, ...]:
 
 def prompts_of(guider: Any, names: Sequence[str]) -> list[Prompt]:
     """What keeps residuals of its own, of the conditions with `names`."""
-    from comfy.samplers import calculate_start_end_timesteps
-
-    sampling = SimpleNamespace(model_sampling=guider.model_patcher.get_model_object("model_sampling"))
-    prompts: dict[str, list[Prompt]] = {}
+    prompts = {}
     for name in names:
-        timed = list(guider.conds[name])
-        calculate_start_end_timesteps(sampling, timed)
-        ends = [(one.get("timestep_start", inf), one.get("timestep_end", -inf)) for one in timed]
-        runs = [partial(inside, sigmas=sigmas) for sigmas in ends]
-        prompts[name] = [Prompt(one, runs[n], n, len(timed)) for n, one in enumerate(timed)]
+        several = list(guider.conds[name])
+        prompts[name] = [Prompt(one, place, len(several)) for place, one in enumerate(several)]
     guided = "middle" if hasattr(guider, "cfg2") and not guider.nested else "positive"
-    more = list[Prompt]()
-    for sigmas in skip_layer_ranges(guider.model_options):
-        more += [one.with_blocks_replaced(sigmas) for one in prompts.get(guided, ())]
-    for sigmas in _ranges([guider.model_options.get("sampler_calc_cond_batch_function")], INSTEAD):
-        negative = prompts.get("negative", [])
-        more += [one.with_blocks_replaced(sigmas) for one in negative]
-        negative[:] = [one.without(sigmas) for one in negative]
-    return [*(one for several in prompts.values() for one in several), *more]
+    options = guider.model_options
+    again = [guided for _ in skip_layer_ranges(options)]
+    again += ["negative" for _ in _ranges([options.get("sampler_calc_cond_batch_function")], INSTEAD)]
+    return [one for name in (*names, *again) for one in prompts.get(name, ())]
 
 
 def skip_layer_ranges(model_options: Mapping[str, Any]) -> list[Range]:
@@ -114,29 +88,19 @@ def most_kept(
     shape: Sequence[int],
     model_options: Mapping[str, Any],
 ) -> int:
-    """The most numbers that residuals have in any of `phases`, the steps of an expert, in each of which all are kept.
+    """The most numbers that residuals have in any of `phases`, the steps of an expert.
 
     of_blocks: they are those of the blocks; otherwise outputs of the whole model. shape: of the latents.
     """
-    most, before = 0, nan
-    windows = windows_of(shape, model_options)
-    for phase in phases:
-        program, residual_counts = residual_program(phase, "cond"), dict[int, int]()
-        for step in phase:
-            for n, prompt in enumerate(prompts):
-                now, earlier = prompt.runs(step.sigma), prompt.runs(before)
-                if prompt.replaced and not (now or earlier):
-                    residual_counts.pop(n, None)
-                if now and step.index in program.store and (earlier or not prompt.replaced):
-                    seen = [one for one in windows if one.has(prompt)]
-                    residual_counts[n] = sum(
-                        shape[0] * tokens_seen(transformer, one, shape, prompt.condition) * transformer.dim
-                        if of_blocks
-                        else prod(one.size(shape))
-                        for one in seen
-                    )
-            most, before = max(most, program.slots * sum(residual_counts.values())), step.sigma
-    return most
+    slots = max(residual_program(phase, "cond").slots for phase in phases)
+    return slots * sum(
+        shape[0] * tokens_seen(transformer, window, shape, prompt.condition) * transformer.dim
+        if of_blocks
+        else prod(window.size(shape))
+        for window in windows_of(shape, model_options)
+        for prompt in prompts
+        if window.has(prompt)
+    )
 
 
 @dataclass(frozen=True)

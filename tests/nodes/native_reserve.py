@@ -38,7 +38,7 @@ def slg(node: str = "SkipLayerGuidanceDiT", **changed: Any) -> Case:
 
 def cases() -> dict[str, Case]:
     """Name -> what differs from text-to-video of 7 latent frames, guided, whose skipped steps are forecast from two."""
-    simple, late = "SkipLayerGuidanceDiTSimple", {"start_percent": 0.95}
+    simple = "SkipLayerGuidanceDiTSimple"
     dual = {"guider": ("DualCFGGuider", 3.0, 2.0, "regular")}
     all_cases: dict[str, Case] = {name: {"model": name} for name in FAMILIES}
     all_cases |= {
@@ -56,7 +56,6 @@ def cases() -> dict[str, Case]:
         "skip-layer guidance": slg(),
         "skip-layer guidance, windows": {**slg(), **windows()},
         "skip-layer guidance, VACE": {**slg(), "model": "vace"},
-        "skip-layer guidance in no kept step": slg(**late),
         "skip-layer guidance of scale 0": slg(scale=0.0),
         "simple skip-layer guidance": slg(simple),
         "simple skip-layer guidance in the first half": slg(simple, end_percent=0.5),
@@ -69,7 +68,6 @@ def cases() -> dict[str, Case]:
         "one prompt at a time": {"batched": False},
         "two prompts": {"prompts": [{}, {}]},
         "two prompts, one after the other": {"prompts": [{"end_percent": 0.5}, {"start_percent": 0.5}]},
-        "two prompts, one in no kept step": {"prompts": [{}, late]},
         "two prompts shared out among windows": {"prompts": [{}, {}], **windows(split_conds_to_windows=True)},
         "dual guidance": dual,
         "dual guidance, nested": {"guider": ("DualCFGGuider", 3.0, 2.0, "nested")},
