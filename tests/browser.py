@@ -1,9 +1,9 @@
 """A real browser for tests: Chromium through chromedriver's own HTTP interface (W3C WebDriver), and ComfyUI's page in
-it. Where they are: CHROMIUM and CHROMEDRIVER, or on the path."""
+it. Where they are: CHROMIUM and CHROMEDRIVER, or on the path. COMFYUI_FRONTEND: the `static` folder of another
+comfyui-frontend-package than the one that ComfyUI's Python has."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -12,16 +12,22 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.comfyui import LOCAL
+from benchmarks.comfyui import LOCAL, ComfyUI
 
 START = 60.0  # seconds until the page is there
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-proxy-server")
 FLAGS += ("--window-size=1600,1000", "--no-first-run", "--disable-background-networking", "--disable-sync")
+SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False}
+WATCH = """window.toasts = []; new MutationObserver((changes) => {
+  for (const change of changes) for (const node of change.addedNodes) if (node.innerText) toasts.push(node.innerText);
+}).observe(document.body, { childList: true, subtree: true });"""  # they go after a while
 READY = "return Boolean(window.app?.graph && window.app.extensionManager && window.app.canvas)"
 
 
@@ -78,9 +84,6 @@ class Browser:
         """What the body of a function returns; a promise is waited for."""
         return self.call("POST", "/execute/sync", {"script": source, "args": list(arguments)})
 
-    def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
-
     def faults(self) -> list[str]:
         """What the page wrote to its console as an error since the last call."""
         entries = self.call("POST", "/se/log", {"type": "browser"})
@@ -107,3 +110,23 @@ class Browser:
         self.process.terminate()
         self.process.wait(20)
         self.profile.cleanup()
+
+
+def front_end() -> list[str]:
+    """The arguments by which ComfyUI serves the page that is tested."""
+    folder = os.environ.get("COMFYUI_FRONTEND")
+    return ["--front-end-root", folder] if folder else []
+
+
+@contextmanager
+def page_of(comfy: ComfyUI, vue: bool = False) -> Iterator[Browser]:
+    """ComfyUI's page, its toasts noted. vue: drawn by Nodes 2.0."""
+    comfy.post("/api/settings", SETTINGS | {"Comfy.VueNodes.Enabled": vue})
+    browser = Browser(*find_browser())
+    try:
+        browser.open(f"http://127.0.0.1:{comfy.port}")
+        time.sleep(2)
+        browser.script(WATCH)
+        yield browser
+    finally:
+        browser.stop()

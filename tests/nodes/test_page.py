@@ -1,18 +1,15 @@
-"""What a user sees: ComfyUI's page in Chromium, in both of its renderers. COMFYUI_FRONTEND: the `static` folder of
-another comfyui-frontend-package than the one that ComfyUI's Python has."""
+"""What a user sees: ComfyUI's page in Chromium, in both of its renderers."""
 
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser import Browser, find_browser
+from tests.browser import Browser, find_browser, front_end, page_of
 from tests.comfyui import ComfyUI, find_comfyui, make_base
 from tests.nodes.workflow_pages import page_form
 from wan_core.pipeline.sources import TINY
@@ -20,7 +17,6 @@ from wan_core.pipeline.sources import TINY
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
 SURFACE = json.loads((Path(__file__).parent / "page" / "surface.json").read_text())
-SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False}
 STEPS = 2
 LOW, HIGH = "_low_noise_*odd*.safetensors", "_high_noise_*odd*.safetensors"  # Markdown would take some of it away
 LOAD = """await app.loadGraphData(arguments[0], true, true, arguments[1]);
@@ -35,9 +31,6 @@ const end = refused.length ? refused.join("; ") : await ended;
 await new Promise((done) => setTimeout(done, 500));
 return end;"""
 SHOWN = """return [...document.querySelectorAll(".dom-widget, .comfy-markdown-content")].map((one) => one.innerText)"""
-WATCH = """window.toasts = []; new MutationObserver((changes) => {
-  for (const change of changes) for (const node of change.addedNodes) if (node.innerText) toasts.push(node.innerText);
-}).observe(document.body, { childList: true, subtree: true });"""  # they go after a while
 NEST = """const graph = app.canvas.graph, names = arguments[0];
 graph.convertToSubgraph(new Set(graph.nodes.filter((node) => names.includes(node.type))));
 await new Promise((done) => setTimeout(done, 1000));"""
@@ -59,23 +52,15 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     (base / "models" / "diffusion_models").mkdir()
     for expert, name in (("high", HIGH), ("low", LOW)):
         (base / "models" / "diffusion_models" / name).symlink_to(TINY / f"t2v_{expert}.safetensors")
-    front = os.environ.get("COMFYUI_FRONTEND")
-    server = ComfyUI(checkout, base, arguments=["--front-end-root", front] if front else [])
+    server = ComfyUI(checkout, base, arguments=front_end())
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes 2.0"])
 def page(comfy: ComfyUI, request: pytest.FixtureRequest) -> Iterator[Browser]:
-    comfy.post("/api/settings", SETTINGS | {"Comfy.VueNodes.Enabled": request.param})
-    browser = Browser(*find_browser())
-    try:
-        browser.open(f"http://127.0.0.1:{comfy.port}")
-        time.sleep(2)
-        browser.script(WATCH)
+    with page_of(comfy, request.param) as browser:
         yield browser
-    finally:
-        browser.stop()
 
 
 def workflow(**changed: dict[int, Any]) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """WanCore Accelerate by a click in ComfyUI's page, in both of its renderers: into ComfyUI's official templates and a
-graph with three KSampler (Advanced), run on tiny random weights, undone and taken out again. COMFYUI_FRONTEND: as for
-test_page.py."""
+graph with three KSampler (Advanced), run on tiny random weights, undone and taken out again."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,9 +15,9 @@ import torch
 from benchmarks.comfyui import Graph
 from benchmarks.templates.our_sampler import SAMPLERS
 from benchmarks.templates.run import Templates, observed
-from tests.browser import Browser, find_browser
+from tests.browser import Browser, find_browser, front_end, page_of
 from tests.comfyui import find_newer_comfyui
-from tests.nodes.test_page import LOAD, RUN, SETTINGS, WATCH, toasted
+from tests.nodes.test_page import LOAD, RUN, toasted
 from tests.nodes.test_workflows import on_cpu_workers
 from wan_core.media.video import read_video
 
@@ -61,14 +59,13 @@ await new Promise((done) => setTimeout(done, 1500));"""
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
     find_browser()
-    front = os.environ.get("COMFYUI_FRONTEND")
     try:
         server = Templates(
             find_newer_comfyui(),
             tmp_path_factory.mktemp("comfyui"),
             environment={"WANCORE_ALLOW_CPU_WORKERS": "1"},
             # On a CPU ComfyUI computes attention in parts, which rounds otherwise (1.03e-5 in Animate-2).
-            arguments=["--use-pytorch-cross-attention", *(["--front-end-root", front] if front else [])],
+            arguments=["--use-pytorch-cross-attention", *front_end()],
         )
     except FileNotFoundError as fault:
         pytest.skip(str(fault))
@@ -78,16 +75,9 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes 2.0"])
 def page(templates: Templates, request: pytest.FixtureRequest) -> Iterator[Browser]:
-    templates.server.post("/api/settings", SETTINGS | {"Comfy.VueNodes.Enabled": request.param})
-    browser = Browser(*find_browser())
-    try:
-        browser.open(f"http://127.0.0.1:{templates.server.port}")
-        time.sleep(2)
-        browser.script(WATCH)
+    with page_of(templates.server, request.param) as browser:
         yield browser
         assert [fault for fault in browser.faults() if "wancore" in fault.lower()] == []
-    finally:
-        browser.stop()
 
 
 def accelerated(prompt: Graph) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """The templates in ComfyUI's page, in both of its renderers: found by their name, every node where the file has it and
 none on another, also with a high video in its preview, no text cut at 100 %, each missing file offered for download
-from its address. COMFYUI_FRONTEND: as for test_page.py."""
+from its address."""
 
 from __future__ import annotations
 
-import os
-import time
 import urllib.parse
 from collections.abc import Iterator
 from itertools import combinations
@@ -15,9 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.browser import Browser, find_browser
+from tests.browser import Browser, find_browser, front_end, page_of
 from tests.comfyui import ComfyUI, find_comfyui, make_base
-from tests.nodes.test_page import SETTINGS
 from tests.nodes.workflow_pages import TITLES, api_form, graphs, page_form
 from tools.workflows import all_nodes, files_of
 from wan_core.media.mp4 import write_mp4
@@ -74,22 +71,15 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     base = make_base(tmp_path_factory.mktemp("comfyui"))
     Image.fromarray(np.full((64, 64, 3), 90, np.uint8)).save(base / "input" / "example.png")
     write_mp4(base / "input" / "example.mp4", np.full((9, 112, 64, 3), 90, np.uint8), fps=24)  # its preview is high
-    front = os.environ.get("COMFYUI_FRONTEND")
-    server = ComfyUI(checkout, base, arguments=["--front-end-root", front] if front else [])
+    server = ComfyUI(checkout, base, arguments=front_end())
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes 2.0"])
 def page(comfy: ComfyUI, request: pytest.FixtureRequest) -> Iterator[tuple[Browser, bool]]:
-    comfy.post("/api/settings", SETTINGS | {"Comfy.VueNodes.Enabled": request.param})
-    browser = Browser(*find_browser())
-    try:
-        browser.open(f"http://127.0.0.1:{comfy.port}")
-        time.sleep(2)
+    with page_of(comfy, request.param) as browser:
         yield browser, request.param
-    finally:
-        browser.stop()
 
 
 def overlaps(nodes: list[list[Any]]) -> list[str]:

@@ -3,13 +3,11 @@ page looks into a node's id, its display name and its aliases (fuse.js), and sor
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.browser import Browser, find_browser
+from tests.browser import find_browser, front_end, page_of
 from tests.comfyui import find_comfyui, make_base, serving
 
 FIRST_OF_ALL = {  # also before ComfyUI's own nodes
@@ -60,16 +58,10 @@ return arguments[0].map((word) =>
 @pytest.mark.slow
 def test_the_page_finds_the_node_first(tmp_path: Path) -> None:
     find_comfyui(), find_browser()
-    front = os.environ.get("COMFYUI_FRONTEND")
-    for comfy in serving(make_base(tmp_path), arguments=["--front-end-root", front] if front else []):
-        page = Browser(*find_browser())
-        try:
-            page.open(f"http://127.0.0.1:{comfy.port}")
-            time.sleep(2)
-            words = {**FIRST_OF_ALL, **FIRST_OF_OURS}
+    words = {**FIRST_OF_ALL, **FIRST_OF_OURS}
+    for comfy in serving(make_base(tmp_path), arguments=front_end()):
+        with page_of(comfy) as page:
             hits = dict(zip(words, page.script(SEARCH, list(words)), strict=True))
-        finally:
-            page.stop()
     ours = {word: next((one for one in names if one.startswith("WanCore")), "") for word, names in hits.items()}
     assert ours == {word: f"WanCore{name}" for word, name in words.items()}
     assert {word: hits[word][0] for word in FIRST_OF_ALL} == {word: ours[word] for word in FIRST_OF_ALL}
