@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,18 @@ def test_each_field_within_an_option_changes_what_a_key_has(example: Any) -> Non
     for name, one in table(type(example)).items():
         changed = replace(example, **{name: another(one, name, getattr(example, name))})
         assert in_key(changed) != in_key(example), name
+
+
+def kinds_within(options: Any) -> Iterator[type]:
+    """All classes of options that stand in fields of options."""
+    for one in table(options).values():
+        if one.nested:
+            yield one.type
+            yield from kinds_within(one.type)
+
+
+def test_each_kind_of_options_has_an_example() -> None:
+    assert {kind for of in (Request, LoadOptions) for kind in kinds_within(of)} <= {type(one) for one in INNER}
 
 
 def test_contents_of_files_change_the_key() -> None:

@@ -275,11 +275,16 @@ def test_a_run_goes_on_from_what_is_whole(
         other = tmp_path / "nan.latents.safetensors"
         save_latents(other, latents.where(latents > 0, torch.nan), fps, settings)
     damage(first, way, other)
+    if way == "another's":  # under its own name, too
+        shutil.copy(other, folder)
     again = pipe.generate(request(picture), Watch(keep_clips=folder))
     assert np.array_equal(again.frames, uninterrupted.frames) and torch.equal(again.latents, uninterrupted.latents)
     assert "clip 2 was finished by an earlier run" in again.report.notes
     [said] = [warning for warning in again.report.warnings if warning.startswith("clip 1")]
     assert "is made again: " in said
+    if way == "another's":
+        assert f"{first} has its name, and is another clip" in said and first.read_bytes() == other.read_bytes()
+        assert any(note.startswith("1 kept clips of other videos") for note in again.report.warnings)
     remove_kept(again.kept_clips)
     assert folder.exists() == (way in ("folder", "pipe", "another's"))  # nothing that may be somebody's is removed
     assert not list(folder.glob("*.latents.safetensors")) or way in ("folder", "pipe", "another's")

@@ -1,11 +1,10 @@
-"""The key of kept clips: whatever option changes the numbers of a video changes it, and its clips are made anew."""
+"""The key of kept clips: what changes the numbers of a video changes it, and its clips are made anew.
+tests/config/test_keys.py has every option."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.config.test_keys import INNER, another
 from wan_core.config import LoadOptions, LoraOptions, Request
-from wan_core.config.keys import SAME_RESULT
 from wan_core.config.table import table
 from wan_core.pipeline.clips import KeptClips, run_key
 from wan_core.pipeline.pipeline import Pipeline
@@ -47,63 +44,6 @@ def request(folder: Path, **changed: Any) -> Request:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
     return Pipeline.load(TINY).prepare(request(folder))
-
-
-def asked_otherwise(run: Run, of: type[Request] | type[LoadOptions], changed: dict[str, Any]) -> Run:
-    """The same run, which was asked for with other options, as if they were resolved to the same."""
-    if of is Request:
-        return replace(run, job=replace(run.job, request=replace(run.job.request, **changed)))
-    settings = run.models.settings
-    options = replace(settings.options, **changed)
-    return replace(run, models=replace(run.models, settings=replace(settings, options=options)))
-
-
-OPTIONS = [(of, name) for of in (Request, LoadOptions) for name in table(of)]
-
-
-def other(run: Run, of: type[Request] | type[LoadOptions], name: str) -> Any:
-    value = getattr(run.job.request if of is Request else run.models.settings.options, name)
-    return another(table(of)[name], name, value)
-
-
-def together(name: str) -> dict[str, Any]:
-    """What else is said with another value of an option, so that both together are allowed."""
-    return {"residency": "stream"} if name == "resident_blocks" else {}
-
-
-@pytest.mark.parametrize(("of", "name"), OPTIONS, ids=[f"{of.__name__}.{name}" for of, name in OPTIONS])
-def test_each_option_changes_the_key_or_is_named(run: Run, of: Any, name: str) -> None:
-    changed = asked_otherwise(run, of, {name: other(run, of, name), **together(name)})
-    same = of is LoadOptions and name in SAME_RESULT
-    assert (run_key(changed) == run_key(run)) is same
-
-
-def test_any_options_together_have_a_key_of_their_own(run: Run) -> None:
-    """A hundred drawn sets of options: keys are equal only where sets are, but for what is named."""
-    random, keys = Random(0), dict[frozenset[Any], str]()
-    for _ in range(100):
-        chosen = random.sample(OPTIONS, random.randrange(1, 6))
-        changed = run
-        for of, name in chosen:
-            if name not in ("width", "height", "residency", "resident_blocks"):
-                changed = asked_otherwise(changed, of, {name: other(run, of, name)})
-        named = frozenset((of, name) for of, name in chosen if name not in (*SAME_RESULT, "width", "height"))
-        assert keys.setdefault(named, run_key(changed)) == run_key(changed)
-    assert len(set(keys.values())) == len(keys)
-
-
-def kinds_within(options: Any) -> Iterator[type]:
-    """All classes of options that stand in fields of options."""
-    for one in table(options).values():
-        if one.nested:
-            yield one.type
-            yield from kinds_within(one.type)
-
-
-def test_each_kind_of_options_has_an_example() -> None:
-    examples = {type(one) for one in INNER}
-    assert {kind for of in (Request, LoadOptions) for kind in kinds_within(of)} <= examples
-    assert all(is_dataclass(kind) for kind in examples)
 
 
 def test_what_decides_beside_options_changes_the_key(
@@ -175,17 +115,3 @@ def test_a_repeated_run_with_one_option_changed_takes_nothing(folder: Path, tmp_
         else:
             options_now = replace(options, **changed)
         assert not goes_on(options_now, asked_now, tmp_path / "x.clips"), name
-
-
-def test_a_lora_in_another_way_makes_its_clips_anew(folder: Path, tmp_path: Path) -> None:
-    """FP8 weights: merged, the sum is rounded; attached, it is not."""
-    loras = (LoraOptions(path=str(folder / "style.safetensors")),)
-    merged, attached = (
-        replace(TINY, loras=loras, precision="fp8-weights", lora_mode=mode) for mode in ("merge", "attach")
-    )
-    asked = request(folder)
-    whole = Pipeline.load(attached).generate(asked)
-    interrupted(merged, asked, tmp_path / "x.clips")
-    again = Pipeline.load(attached).generate(asked, Watch(keep_clips=tmp_path / "x.clips"))
-    assert torch.equal(again.latents, whole.latents)
-    assert not any("was finished by an earlier run" in note for note in again.report.notes)
