@@ -1,9 +1,6 @@
 """Run by ComfyUI's Python: what nodes make of inputs in unusual forms. Every node that takes pictures, latents or
 conditioning gets them as float16 and as float32, as other nodes give them with and without --fp16-intermediates. The
-numbers are the same, and so must be the results. Prints one JSON object on its last line, by check: "" or what was
-wrong.
-
-    python half_inputs.py COMFYUI_PATH
+numbers are the same, and so must be the results. `native_checks` runs its checks.
 """
 
 from __future__ import annotations
@@ -11,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import json
 import math
-import sys
 import tempfile
-import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -76,10 +71,15 @@ def tensors(value: Any) -> Iterator[Any]:
             yield from tensors(one)
 
 
-class Nodes:
+class World:
     """Sockets of the embedded model, and calls with inputs in both forms."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: types.ModuleType) -> None:
+        import folder_paths
+        import server
+
+        folder_paths.set_temp_directory(tempfile.mkdtemp())
+        server.PromptServer.instance = SimpleNamespace(client_id=None, sockets_metadata={})
         tiny = "tiny (embedded)"
         [self.vae] = node("part_loaders", "WanCoreVAELoader", vae=tiny, precision="auto")
         [clip] = node("part_loaders", "WanCoreTextEncoderLoader", text_encoder=tiny, precision="checkpoint")
@@ -104,7 +104,7 @@ class Nodes:
         return results[1]
 
 
-def check_image_to_video(it: Nodes) -> None:
+def check_image_to_video(it: World) -> None:
     """First and last frame, through our nodes and as ComfyUI's own give them, sampled and decoded."""
     both = {"positive": it.positive, "negative": it.negative, "vae": it.vae}
     images = {"first_image": pictures(1), "last_image": pictures(1, seed=2)}
@@ -114,14 +114,14 @@ def check_image_to_video(it: Nodes) -> None:
     sample(it, it.model("tiny i2v (embedded)"), *conditioning)
 
 
-def check_text_to_video(it: Nodes) -> None:
+def check_text_to_video(it: World) -> None:
     empty = {"samples": latents() * 0}
     sample(it, it.model("tiny (embedded)"), it.positive, it.negative, empty)
     options = {"denoise": 0.5, "steps": 4}
     sample(it, it.model("tiny (embedded)"), it.positive, it.negative, {"samples": latents()}, **options)
 
 
-def sample(it: Nodes, model: Any, positive: Any, negative: Any, latent: Any, **options: Any) -> None:
+def sample(it: World, model: Any, positive: Any, negative: Any, latent: Any, **options: Any) -> None:
     plan = {"steps": 2, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guidance_low": 0.0, "solver": "unipc"}
     arguments = {"model": model, "seed": 1, **plan, "guidance_mode": "auto", **options}
     latents = it.same(
@@ -133,7 +133,7 @@ def sample(it: Nodes, model: Any, positive: Any, negative: Any, latent: Any, **o
     decode(it, latents[0])
 
 
-def decode(it: Nodes, latent: Any) -> None:
+def decode(it: World, latent: Any) -> None:
     for tiling in ("auto", "always"):
         options = {"vae": it.vae, "tiling": tiling}
         it.same(
@@ -148,14 +148,14 @@ def decode(it: Nodes, latent: Any) -> None:
     it.same(lambda samples: it.vae.decode(samples), samples=latent["samples"])
 
 
-def check_pictures(it: Nodes) -> None:
+def check_pictures(it: World) -> None:
     it.same(lambda image: it.vae.encode(image), image=pictures())
     it.same(lambda image: it.vision.encode_image(image, crop=False).penultimate_hidden_states, image=pictures(1))
     compare = importlib.import_module("pack.nodes.card")
     it.same(lambda **both: [compare.WanCoreCompare.execute(**both).result[0]], full=pictures(), other=pictures(seed=2))
 
 
-def check_driven(it: Nodes) -> None:
+def check_driven(it: World) -> None:
     """What drives Animate, Animate-2 and S2V, and controls VACE."""
     shared = {"positive": it.positive, "negative": it.negative, "vae": it.vae, **SIZE}
     seen = SimpleNamespace(penultimate_hidden_states=world.rows(1, 7, 80))
@@ -178,7 +178,7 @@ def check_driven(it: Nodes) -> None:
     it.same(lambda **media: node("control", "WanCoreVACE", **shared, strength=1.0, **media), **control)
 
 
-def check_numbers_that_are_none(it: Nodes) -> None:
+def check_numbers_that_are_none(it: World) -> None:
     """No node takes NaN or infinity: ComfyUI's limits let NaN pass, and numbers from other nodes are not compared."""
     from wan_core.config import OptionError
 
@@ -198,7 +198,7 @@ def check_numbers_that_are_none(it: Nodes) -> None:
     assert asked > 60, asked
 
 
-def check_models_in_results(it: Nodes) -> None:
+def check_models_in_results(it: World) -> None:
     """What each loader gives is a model to ComfyUI's cache of results, which lets old models go first."""
     from comfy.model_patcher import is_model_patcher_output
 
@@ -206,36 +206,3 @@ def check_models_in_results(it: Nodes) -> None:
     [clip] = node("part_loaders", "WanCoreTextEncoderLoader", text_encoder=tiny, precision="checkpoint")
     for socket in (it.model(tiny), clip, it.vae, it.vision):
         assert is_model_patcher_output(socket), type(socket).__name__
-
-
-CHECKS = {
-    "numbers_that_are_none": check_numbers_that_are_none,
-    "models_in_results": check_models_in_results,
-    "image_to_video": check_image_to_video,
-    "text_to_video": check_text_to_video,
-    "pictures": check_pictures,
-    "driven": check_driven,
-}
-
-
-def main() -> None:
-    world.set_up(sys.argv[1])
-    import folder_paths
-    import server
-    import torch
-
-    folder_paths.set_temp_directory(tempfile.mkdtemp())
-    server.PromptServer.instance = SimpleNamespace(client_id=None, sockets_metadata={})
-    failures: dict[str, str] = {}
-    with torch.inference_mode():
-        for name, check in CHECKS.items():
-            try:
-                check(Nodes())
-                failures[name] = ""
-            except Exception:  # noqa: BLE001 - told to the test
-                failures[name] = traceback.format_exc()
-    print(json.dumps(failures))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,14 @@
 """Run by ComfyUI's Python: three phases of one run against three KSampler (Advanced), on tiny random weights in
-float32. Prints one JSON object on its last line: the largest relative difference of each way to apply LoRAs, and how
-far the result is from a run without the first phase.
-
-    python motion_phases.py COMFYUI_PATH
-"""
+float32 (`native_checks`)."""
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from native_models import rows, set_up, tiny
+from native_models import Accelerated as World
+from native_models import error, rows, tiny
 
 SIZE = {"dim": 256, "ffn_dim": 128, "freq_dim": 256, "text_dim": 4096, "num_heads": 2, "num_layers": 2}
 LATENTS = (1, 16, 3, 8, 12)
@@ -96,8 +90,8 @@ def ours(files: dict[str, Path], loras: dict[str, Path], mode: str, preset: str)
     return sample_latents(plan, owner, text, noise, models.vae, report, start=start)
 
 
-def main() -> dict[str, float]:
-    set_up(sys.argv[1])
+def check_phases(_: World) -> None:
+    """Each way to apply LoRAs gives the samplers' latents, which a run without the first phase does not."""
     import torch
 
     from wan_core.checkpoint.save import write_safetensors
@@ -112,14 +106,6 @@ def main() -> dict[str, float]:
             write_safetensors(states[expert], loras[expert], {})
         with torch.inference_mode():
             expected = theirs(models, states, CUTS)
-        latents_of_mode = {mode: ours(files, loras, mode, "8-step-motion") for mode in ("merge", "attach")}
-        plain = ours(files, loras, "merge", "8-step")
-    errors = {
-        mode: float((latents - expected).abs().max() / expected.abs().max())
-        for mode, latents in latents_of_mode.items()
-    }
-    return errors | {"without the phase": float((plain - expected).abs().max() / expected.abs().max())}
-
-
-if __name__ == "__main__":
-    print(json.dumps(main()))
+        for mode in ("merge", "attach"):
+            assert error(ours(files, loras, mode, "8-step-motion"), expected) < 1e-5, mode
+        assert error(ours(files, loras, "merge", "8-step"), expected) > 0.01

@@ -47,16 +47,6 @@ def half(**changed: Any) -> dict[str, Any]:
     return {"sparse": SparseOptions(**{"sparsity": 0.5, "dense_steps": 0, "ramp": 0, **changed})}
 
 
-def refusal(make: Callable[[], Any]) -> str:
-    from wan_core.config import OptionError
-
-    try:
-        make()
-    except OptionError as fault:
-        return str(fault)
-    return "not refused"
-
-
 def with_override(model: Any, override: Any) -> Any:
     clone = model.clone()
     clone.model_options["transformer_options"][OVERRIDE] = override
@@ -119,8 +109,8 @@ def check_sparse_node(it: World) -> None:
         taken = 3 * 6 * node.batches  # steps from 1.0 to 0.8
         assert f"self-attention calls: {taken} by sdpa; left" in it.said[-1], (order, taken, it.said[-1])
     twice = [
-        refusal(lambda: it(SparseNode(0.79).apply(model), **half())),
-        refusal(lambda: sample(SparseNode(0.79).apply(it(model, **half())), EULER)),
+        world.refusal(lambda: it(SparseNode(0.79).apply(model), **half())),
+        world.refusal(lambda: sample(SparseNode(0.79).apply(it(model, **half())), EULER)),
     ]
     assert all("Model Sparse Attention and WanCore's sparse attention" in message for message in twice), twice
 
@@ -138,8 +128,8 @@ def check_easycache(it: World) -> None:
         assert world.error(sample(lazy(it(model)), EULER), expected) <= SAME
         assert message not in it.text and it.said[-1].endswith(message), (it.text, it.said[-1])
         twice = [
-            refusal(lambda lazy=lazy: it(lazy(model), **every_second())),
-            refusal(lambda lazy=lazy: sample(lazy(it(model, **every_second())), EULER)),
+            world.refusal(lambda lazy=lazy: it(lazy(model), **every_second())),
+            world.refusal(lambda lazy=lazy: sample(lazy(it(model, **every_second())), EULER)),
         ]
         assert all(f"{name} and WanCore's step cache are on one model" in message for message in twice), twice
 

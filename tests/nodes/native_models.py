@@ -173,5 +173,15 @@ def planned(
     return preview._shown(*native.native_plan(model, settings, model_low, latent, seconds_per_forward)).result
 
 
+def refusal(run: Callable[[], Any]) -> str:
+    from wan_core.config import UserError
+
+    try:
+        run()
+    except UserError as refused:
+        return str(refused)
+    return "not refused"
+
+
 def error(actual: Any, expected: Any) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 import native_models as world
@@ -29,16 +28,6 @@ def dual(model: Any, scale: float, second: float, style: str = "regular", sigmas
             noise, torch.zeros(SIZE), comfy.samplers.sampler_object("euler"), torch.tensor(sigmas),
             disable_pbar=True, seed=0,
         )  # fmt: skip
-
-
-def refusal(run: Callable[[], Any]) -> str:
-    from wan_core.config import OptionError
-
-    try:
-        run()
-    except OptionError as refused:
-        return str(refused)
-    return "not refused"
 
 
 def check_dual_guidance(it: World) -> None:
@@ -153,4 +142,4 @@ def check_no_curve(it: World) -> None:
         options = TaylorSeerOptions(interval=numbers[0], order=1, retention=numbers[1])
         assert (latents == sample(it.cached(model, taylorseer=options), EULER, extra, size=SMALL)).all(), word
     own = SkipOptions(magcache=MagCacheOptions(threshold=0.1, max_skips=2, retention=0.2))
-    assert "take taylorseer" in refusal(lambda: accelerate.execute(model, "exact", "comfyui", "off", own))
+    assert "take taylorseer" in world.refusal(lambda: accelerate.execute(model, "exact", "comfyui", "off", own))

@@ -1,13 +1,9 @@
 """Run by ComfyUI's Python: the memory for which a step cache asks ComfyUI, and the bytes that it then keeps, on tiny
-Wan models of ComfyUI's own classes. Prints one JSON object on its last line: by case, [bytes asked for, bytes kept].
-
-    python native_reserve.py COMFYUI_PATH [CASE ...]
+Wan models of ComfyUI's own classes. `native_checks` runs its checks.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +12,8 @@ from typing import Any
 import native_models as world
 from native_cache_runs import EULER, World
 
+OFF = {"windows, uniform", "windows, looped"}  # windows that move: nothing is kept
+TURNS = ("simple skip-layer guidance", "two prompts, one after the other")  # conditions that take turns: all count
 FRAMES, LONG = 7, 33  # latent frames of 25 and of 129
 BLOCK = "1"  # that skip-layer guidance leaves out
 WINDOWS = {"context_length": 5, "context_overlap": 2, "context_schedule": "standard_static", "context_stride": 1,
@@ -168,9 +166,9 @@ def measure(it: World, case: Case) -> list[int]:
     return [round(asked - plain), max(buffer_bytes)]
 
 
-if __name__ == "__main__":
-    pack, measured = world.set_up(sys.argv[1]), {}
+def check_what_is_kept_was_asked_for(it: World) -> None:
     for name, case in cases().items():
-        if name in (sys.argv[2:] or cases()):
-            measured[name] = measure(World(pack), case)
-    print(json.dumps(measured))
+        asked, kept_bytes = measure(it, case)
+        assert (kept_bytes == 0) == (name in OFF), (name, kept_bytes)
+        most = 1.5 if name.startswith(TURNS) else 1.1
+        assert 0.95 * kept_bytes <= asked <= most * kept_bytes, (name, asked, kept_bytes)

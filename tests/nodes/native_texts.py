@@ -1,23 +1,15 @@
 """Run by ComfyUI's Python: prompts that change during a run, sampled by WanCore from MODEL and WanCore Sampler and by
-ComfyUI's own sampler, on tiny models of its own classes. Prints one JSON object on its last line, by case: the relative
-error of the latents, what the text after the change makes of them, and the text of each step.
-
-    python native_texts.py COMFYUI_PATH [CASE ...]
+ComfyUI's own sampler, on tiny models of its own classes. `native_checks` runs its checks.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-world = importlib.import_module("native_models")
+import native_models as world
 
 SEED, STEPS = 5, 7
 SIZE = (1, 16, 2, 4, 6)  # of latents
@@ -135,14 +127,21 @@ def compare(
     }
 
 
-if __name__ == "__main__":
+class World:
+    def __init__(self, _: Any) -> None:
+        nobody = SimpleNamespace(sockets_metadata={}, client_id=None)  # no page watches
+        importlib.import_module("server").PromptServer.instance = nobody
+
+
+def check_texts(_: World) -> None:
+    """Every step has the text that ComfyUI's sampler gives it."""
     import torch
 
-    compared = {}
-    world.set_up(sys.argv[1])
-    nobody = SimpleNamespace(sockets_metadata={}, client_id=None)  # no page watches
-    importlib.import_module("server").PromptServer.instance = nobody
-    with ThreadPoolExecutor(1) as thread, torch.inference_mode():
-        for name in sys.argv[2:] or CASES:
-            compared[name] = thread.submit(compare, **CASES[name]).result()
-    print(json.dumps(compared))
+    for name, case in CASES.items():
+        with torch.inference_mode():
+            run = compare(**case)
+        texts = run["texts"]
+        assert run["error"] <= 2e-5 < 1e-2 < run["changes"], (name, run)
+        assert len({one for step in texts for one in step}) > 1, (name, texts)
+        several = any(word in name for word in ("meet", "overlap", "combined"))
+        assert any(len(step) > 1 for step in texts) == several, (name, texts)

@@ -1,16 +1,11 @@
 """Run by ComfyUI's Python: its own VAE objects of Wan's full shapes with random weights, decoded by themselves and by
-WanCore's decoder around their weights. Prints one JSON object on its last line.
-
-    python native_vae.py COMFYUI_PATH "2.1 float32" ...
+WanCore's decoder around their weights. `native_checks` runs its checks.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import types
 from typing import Any
-
-from native_models import set_up
 
 LATENTS = {"2.1": (1, 16, 3, 2, 2), "2.2": (1, 48, 2, 2, 1)}  # of 9 frames of 16x16, and 5 of 32x16
 
@@ -38,14 +33,20 @@ def random_vae(kind: str, stored: Any, dtype: Any) -> Any:
     return VAE(sd={name: tensor.to(stored) for name, tensor in state.items()}, dtype=dtype)
 
 
-def compare(nodes: Any, kind: str, dtype: str) -> dict[str, Any]:
+class World:
+    def __init__(self, pack: types.ModuleType) -> None:
+        self.host = pack.host  # type: ignore[attr-defined]
+
+
+def compare(host: Any, kind: str, dtype: str) -> None:
+    """fp32: levels differ only where a rounding error crosses from one to the next. Half precision: two orders of the
+    same operations differ by some levels of 255 where both round; WanCore's is as close to fp32 as ComfyUI's."""
     import torch
 
     from wan_core.execution.report import Report
 
     own = getattr(torch, dtype)
     vae = random_vae(kind, own, own)
-    host = nodes.host
     config = host.native_vae_config(vae)
     latents = torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(5))
     native = vae.decode(latents).flatten(0, -4)
@@ -57,28 +58,23 @@ def compare(nodes: Any, kind: str, dtype: str) -> dict[str, Any]:
         consume = lambda pieces: torch.cat([piece for _, piece in pieces])  # noqa: E731
         decoded.append(host.decode_native_to(vae, config, latents, Report(torch.device("cpu")), consume, **how))
     floats, levels = decoded
-    exact = native if own == torch.float32 else random_vae(kind, own, torch.float32).decode(latents).flatten(0, -4)
-    scaled = 255 * native
-    boundary = (scaled - scaled.floor() - 0.5).abs()  # from which a level is another one
-    return {
-        "frames": list(floats.shape) == list(native.shape),
-        "spread": float(native.float().std()),
-        "rounding": [float((one - exact).square().mean().sqrt()) for one in (floats, native)],
-        "error": float((floats - native).abs().max()),
-        "levels": int((levels.int() - scaled.round().int()).abs().max()),
-        "levels apart": int((levels.int() != scaled.round().int())[boundary > 0.01].sum()),
-        "weights stay": held == {name: one.data_ptr() for name, one in vae.first_stage_model.named_parameters()},
-    }
+    assert floats.shape == native.shape and native.float().std() > 0.02
+    assert held == {name: one.data_ptr() for name, one in vae.first_stage_model.named_parameters()}
+    if own == torch.float32:
+        scaled, exact = 255 * native, native
+        boundary = (scaled - scaled.floor() - 0.5).abs()  # from which a level is another one
+        apart = (levels.int() - scaled.round().int()).abs()
+        assert (floats - native).abs().max() <= 1e-5 and apart.max() <= 1 and not apart[boundary > 0.01].any()
+    else:
+        exact = random_vae(kind, own, torch.float32).decode(latents).flatten(0, -4)
+    ours, theirs = ((one - exact).square().mean().sqrt() for one in (floats, native))
+    assert ours <= 1.05 * theirs or own == torch.float32, (ours, theirs)
 
 
-def main() -> None:
-    nodes = set_up(sys.argv[1])
+def check_frames(it: World) -> None:
+    """The frames of WanCore Decode to Video are those of VAE Decode."""
     import torch
 
-    cases = [argument.split() for argument in sys.argv[2:]]
     with torch.inference_mode():
-        print(json.dumps({f"{kind} {dtype}": compare(nodes, kind, dtype) for kind, dtype in cases}))
-
-
-if __name__ == "__main__":
-    main()
+        for kind, dtype in (("2.1", "float32"), ("2.2", "float32"), ("2.1", "bfloat16"), ("2.1", "float16")):
+            compare(it.host, kind, dtype)

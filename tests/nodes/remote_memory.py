@@ -1,6 +1,4 @@
-"""Run by ComfyUI's Python: workers on a simulated device under its real memory manager. Prints one JSON object.
-
-    python remote_memory.py COMFYUI_PATH
+"""Run by ComfyUI's Python: workers on a simulated device under its real memory manager (`native_checks`).
 
 The device has 100 GiB. ComfyUI's process holds models and what its allocator keeps; the workers, processes of their
 own, can have only what neither of them does.
@@ -9,15 +7,16 @@ own, can have only what neither of them does.
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
-import native_models as world
-
 GIB = 2**30
 TOTAL = 100 * GIB
+
+
+class World:
+    def __init__(self, _: Any) -> None:
+        pass
 
 
 class Device:
@@ -67,7 +66,7 @@ class Device:
     def give_back(self, force: bool = False) -> None:
         self.kept = 0
 
-    def remote(self, pack: Any, running: list[bool], devices: tuple[str, ...] = ("cuda:0", "cuda:1")) -> Any:
+    def remote(self, running: list[bool], devices: tuple[str, ...] = ("cuda:0", "cuda:1")) -> Any:
         module = importlib.import_module("pack.nodes.host.remote")
         for user in (module, importlib.import_module("pack.nodes.host.memory")):
             user.device = lambda: self.names[0]
@@ -86,71 +85,65 @@ class Finalizer:
 FINALIZER = Finalizer()
 
 
-def kept_is_given_back(pack: Any) -> str:
+def check_kept_is_given_back(_: World) -> None:
     """Enough is free in the manager's count, and not for another process."""
     device = Device(model=0, kept_bytes=24 * GIB)
-    device.remote(pack, [True]).use("experts", 75 * GIB, 5 * GIB)
-    return "" if device.left(device.names[0]) >= 81 * GIB else f"{device.left(device.names[0]) / GIB:.0f} GiB left"
+    device.remote([True]).use("experts", 75 * GIB, 5 * GIB)
+    assert device.left(device.names[0]) >= 81 * GIB
 
 
-def others_make_room(pack: Any) -> str:
+def check_others_make_room(_: World) -> None:
     device = Device(model=70 * GIB, kept_bytes=10 * GIB)
-    device.remote(pack, [True]).use("experts", 40 * GIB, 5 * GIB)
-    free = [device.left(name) / GIB for name in device.names]
-    return "" if min(free) >= 46 else f"{free} GiB left"
+    device.remote([True]).use("experts", 40 * GIB, 5 * GIB)
+    assert min(device.left(name) for name in device.names) >= 46 * GIB
 
 
-def models_leave_although_there_is_room(pack: Any) -> str:
+def check_models_leave_although_there_is_room(_: World) -> None:
     """How much ranks take while they load is not known well enough to leave others there."""
     device = Device(model=20 * GIB, kept_bytes=4 * GIB)
-    device.remote(pack, [True]).use("experts", 30 * GIB, 5 * GIB)
-    left = [device.left(name) for name in device.names]
-    return "" if left == [TOTAL, TOTAL] else f"{[one / GIB for one in left]} GiB left"
+    device.remote([True]).use("experts", 30 * GIB, 5 * GIB)
+    assert [device.left(name) for name in device.names] == [TOTAL, TOTAL]
 
 
-def held_is_not_asked_for_again(pack: Any) -> str:
+def check_held_is_not_asked_for_again(_: World) -> None:
     """What the workers hold is theirs: the same again sends nothing away, more does."""
     device, running = Device(model=0, kept_bytes=0), [True]
-    remote = device.remote(pack, running)
+    remote = device.remote(running)
     remote.use("experts", 40 * GIB, 5 * GIB)
     device.workers = 46 * GIB
     device.load(30 * GIB)
     remote.use("experts", 40 * GIB, 4 * GIB)
-    if device.held(device.names[0]) != 30 * GIB:
-        return "a model left although nothing was lacking"
+    assert device.held(device.names[0]) == 30 * GIB, "a model left although nothing was lacking"
     remote.use("vae", 10 * GIB, 18 * GIB)
-    if device.held(device.names[0]):
-        return "a model stayed where workers need more"
-    return "the workers were ended" if device.ended else ""
+    assert not device.held(device.names[0]), "a model stayed where workers need more"
+    assert not device.ended
 
 
-def workers_that_ended_hold_nothing(pack: Any) -> str:
+def check_workers_that_ended_hold_nothing(_: World) -> None:
     device, running = Device(model=30 * GIB, kept_bytes=0), [True]
-    remote = device.remote(pack, running)
+    remote = device.remote(running)
     remote.use("experts", 60 * GIB, 5 * GIB)
     running[0], device.workers, device.kept = False, 0, 65 * GIB
     remote.use("vae", 1 * GIB, 5 * GIB)
-    if device.left(device.names[0]) < 6 * GIB:
-        return f"{device.left(device.names[0]) / GIB:.0f} GiB left for workers that start again"
-    return "" if remote.size < 10 * GIB else f"counted with {remote.size / GIB:.0f} GiB"
+    assert device.left(device.names[0]) >= 6 * GIB, "for workers that start again"
+    assert remote.size < 10 * GIB
 
 
-def others_may_end_them(pack: Any) -> str:
+def check_others_may_end_them(_: World) -> None:
     device = Device(model=0, kept_bytes=0)
-    remote = device.remote(pack, [True])
+    remote = device.remote([True])
     remote.use("experts", 60 * GIB, 5 * GIB)
     device.workers = 66 * GIB
     device.manager.free_memory(60 * GIB, device.names[0])
-    return "" if device.ended == 1 and remote.size == 1 else "they hold their memory still"
+    assert device.ended == 1 and remote.size == 1
 
 
-def a_later_prompt_ends_others_on_its_devices(pack: Any) -> str:
+def check_a_later_prompt_ends_others_on_its_devices(_: World) -> None:
     """A graph may have several launchers, and ComfyUI keeps those of earlier graphs."""
     device, module = Device(model=0, kept_bytes=0), importlib.import_module("pack.nodes.host.remote")
     running = {name: [False] for name in ("first", "beside", "elsewhere", "changed")}
     remotes = {
-        name: device.remote(pack, running[name], ("cuda:2",) if name == "elsewhere" else ("cuda:1",))
-        for name in running
+        name: device.remote(running[name], ("cuda:2",) if name == "elsewhere" else ("cuda:1",)) for name in running
     }
     used = {"one": ("first", "beside", "elsewhere"), "two": ("changed",)}
     module.get_executing_context = lambda: SimpleNamespace(prompt_id=prompt)
@@ -160,24 +153,4 @@ def a_later_prompt_ends_others_on_its_devices(pack: Any) -> str:
             running[name][0] = True
             remotes[name].use("experts", 10 * GIB, 1 * GIB)
         run = [name for name, runs in running.items() if runs[0]]
-        if run != (list(names) if prompt == "one" else ["elsewhere", "changed"]):
-            return f"after prompt {prompt} these run: {run}"
-    return ""
-
-
-CHECKS = {
-    check.__name__: check
-    for check in (
-        kept_is_given_back,
-        others_make_room,
-        models_leave_although_there_is_room,
-        held_is_not_asked_for_again,
-        workers_that_ended_hold_nothing,
-        others_may_end_them,
-        a_later_prompt_ends_others_on_its_devices,
-    )
-}
-
-if __name__ == "__main__":
-    pack = world.set_up(sys.argv[1])
-    print(json.dumps({name: check(pack) for name, check in CHECKS.items()}))
+        assert run == (list(names) if prompt == "one" else ["elsewhere", "changed"]), (prompt, run)
