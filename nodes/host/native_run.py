@@ -20,7 +20,6 @@ from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
 
 from wan_core.config import EXACT, OptionError, SkipOptions, SparseOptions
-from wan_core.config.compile_cache import note_compiled
 from wan_core.ops.attention.registry import CHOSEN
 from wan_core.ops.cards import capability
 from wan_core.pipeline.memory_planning import slope_factor
@@ -229,7 +228,6 @@ class Accelerated:
         kernels = missing_kernels(card) if self.override.attention in CHOSEN else []
         each = patcher.model_size() / sum(one.numel() for one in dit.parameters())
         share = attention_share(dit, tokens_of(dit, shape))
-        note_compiled()
         advice = self._next(patcher, run, shape, planned), advice_for(run, kernels, card, each)
         self.report(report_text(run, share, "; ".join(filter(None, advice))))
 

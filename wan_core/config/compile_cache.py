@@ -3,8 +3,7 @@
 These libraries look for their folders in environment variables. A variable that the user has set stays.
 
 What is kept there is executed by the next process. So the cache folder is used only if nobody else can write to it;
-otherwise results go to a private temporary folder, which this process removes at its end, and a warning says so. Files
-that are not as they were written are removed (`compiled_files`).
+otherwise results go to a private temporary folder, which this process removes at its end, and a warning says so.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from wan_core.config.checks import OptionError
-from wan_core.config.compiled_files import CompiledFiles
 from wan_core.config.temporary import own_folder
 
 log = logging.getLogger(__name__)
@@ -34,7 +32,6 @@ LIBRARY_CACHES = {INDUCTOR: "inductor", "TRITON_CACHE_DIR": "triton", FLASH_ATTE
 """Environment variable -> folder in the cache folder."""
 WAITS, LOOKS = 600.0, 0.05  # seconds: the longest wait for another process, between two looks whether it has ended
 FLASH_ATTENTION_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-_in_use: list[CompiledFiles] = []
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ELSEWHERE = "set WANCORE_CACHE to a folder that only you can write to."
 
@@ -111,12 +108,6 @@ def set_flash_attention_cache() -> None:
         log.info("flash-attn-4 compiles its kernels in each process: %s", fault)
         return
     os.environ.setdefault(FLASH_ATTENTION_ENABLED, "1")
-
-
-def note_compiled() -> None:
-    """List what this process has compiled, so that the next one trusts it. Call it after a run."""
-    for files in _in_use:
-        files.note()
 
 
 def why_not_kept() -> str | None:
@@ -213,18 +204,7 @@ def _root() -> Path:
         make_private(folder)
     except OSError as fault:
         log.info("the cache folder cannot be made: %s", fault)  # each library does without, and says so
-    else:
-        _checked(folder.resolve())
     return folder.resolve()
-
-
-@functools.cache
-def _checked(folder: Path) -> CompiledFiles:
-    """The files in the cache folder, checked once in a process."""
-    files = CompiledFiles(folder, LIBRARY_CACHES.values())
-    files.check()
-    _in_use.append(files)
-    return files
 
 
 @functools.cache

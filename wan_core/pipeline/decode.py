@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wan_core.config.compile_cache import note_compiled
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
 from wan_core.models.vae.config import VAEConfig
@@ -107,7 +106,6 @@ def decode_to(
             if not fits_in_memory(partial(decode, tile), retry=tile is None and vae.strips is None):
                 report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
                 decode(TileSpec())
-        note_compiled()  # the VAE has kernels of its own
         with report.phase(rest):
             return feed.finish()
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from wan_core.config.compile_cache import note_compiled
 from wan_core.execution.optimize import begin_run
 from wan_core.execution.report import Report, StepClock
 from wan_core.models.vae.config import VAEConfig
@@ -129,7 +128,6 @@ def sample_latents(
             f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
         )
     report.notes += [note for note in plan.notes if note not in report.notes]  # clips have the same
-    note_compiled()
     if plan.sigmas[-1] > 0:
         on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, integrator.history._replace(noise=None)))
     return finished(x, plan, vae, conditioning.known)

@@ -26,7 +26,6 @@ from torch import Tensor
 from wan_core.checkpoint.save import try_to_save_latents
 from wan_core.checkpoint.staged import USUAL, Reading
 from wan_core.config import LoadOptions, Request
-from wan_core.config.compile_cache import note_compiled
 from wan_core.execution.report import Report
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.check import Job, check_request, make_job
@@ -171,7 +170,6 @@ class Pipeline:
             on_phase(f"{'compile' if self.models.compiles else 'warm up'} {expert}")
             with run.report.phase(f"warm up {expert}"):
                 retried(run.memory, expert, forward, expert)
-        note_compiled()
 
 
 def saving(run: Run, watch: Watch) -> Watch:
