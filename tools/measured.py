@@ -99,7 +99,7 @@ TABLES = {
         over={"over native": "cold: native"},
     ),
     "two-gpus": Table(
-        result="two-gpus-on-h100",
+        result="two-gpus-on-h200",
         columns=f"name seconds spread runs {PHASES}",
         over={"over INT8": f"{FIRST_SEED}native, comfy kitchen attention"},
     ),
@@ -129,8 +129,14 @@ TABLES = {
     ),
     "words": Table(
         result="judges-h100",
-        rows=r"test bed, .*: (bf16|full|magcache:(balanced|fast|0.12/2/0.2:published)|sparse.*|taylorseer:"
-        r"(2/1/0.25|2/1/0.3|2/1/0.4|2/2/0.3|3/1/0.2|3/1/0.3))$",
+        rows=r"test bed, .*: (bf16|magcache:(balanced|fast|0.12/2/0.2:published)|sparse.*|taylorseer:"
+        r"(2/1/0.25|2/1/0.4|2/2/0.3|3/1/0.2|3/1/0.3))$",
+        judged=True,
+    ),
+    "words-by-steps": Table(
+        result="judges-h200",
+        rows=r"test bed, .*: (bf16|steps:(19|28)|easy:0.[12]|sol:(0|1.3)|magcache:0.12/1/0.4|"
+        r"taylorseer:(2/1/0.25|2/1/0.[457]|3/1/0.[24]))$",
         judged=True,
     ),
     "rounding": Table(
@@ -185,18 +191,21 @@ def measured_table(name: str, results: Path) -> str:
 
 
 def by_setting(rows: list[Result]) -> list[Result]:
-    """A row for each setting, the most forwards first: mean and worst dB against the full run of each judge in each
-    precision, and the share of captions of the first judge that come true."""
-    settings: dict[str, Result] = {}
-    for row in rows:
+    """A row for each setting, the most steps and forwards first: mean and worst dB against the full run of each judge
+    in each precision, and the share of captions of the first judge that come true."""
+    settings: dict[tuple[int, str], Result] = {}
+    several = len({row["steps"] for row in rows}) > 1
+    for row in sorted(rows, key=lambda row: (-row["steps"], "image" in row["name"])):
         judge, _, name = row["name"].removeprefix("test bed, ").replace(", whole size", "").partition(": ")
-        one = settings.setdefault(name, {"name": name, "forwards": row["forwards"], "captions": {}})
+        about = {"steps": row["steps"]} if several else {}
+        new = about | {"name": name, "forwards": row["forwards"], "captions": {}}
+        one = settings.setdefault((row["steps"], name), new)
         precision = "FP8" if row["precision"] == "fp8" else "fp32"
         one["captions"].setdefault(precision, f"{row['truth']:.2f}")
         if "psnr" in row:
             one[f"{judge}, {precision}"] = f"{row['psnr']:.1f} / {row['psnr_worst']:.1f}"
     shown = [row | {"captions": ", ".join(row.pop("captions").values())} for row in settings.values()]
-    return sorted(shown, key=lambda row: -row["forwards"])
+    return sorted(shown, key=lambda row: (-row.get("steps", 0), -row["forwards"]))
 
 
 def markdown(rows: list[Result], columns: list[str]) -> list[str]:
@@ -305,9 +314,19 @@ GAINS = (
     Gain(
         text=("the same on two GPUs; before: on one", "同上，两块 GPU；之前：一块"),
         video=BOTH,
-        result="two-gpus-on-h100",
+        result="two-gpus-on-h200",
         before=INT8,
         after=f"{FIRST_SEED}ours, cudnn-fp8, 2 GPUs",
+    ),
+    Gain(
+        text=(
+            "ComfyUI's workflow by the command for all GPUs, on two; before: on one; one run",
+            "用“所有 GPU”命令运行 ComfyUI 的工作流，两块 GPU；之前：一块；运行一次",
+        ),
+        video=("exact attention against INT8", "精确注意力，对比 INT8"),
+        result="two-gpus-on-h200",
+        before=INT8,
+        after=f"{FIRST_SEED}native, on all GPUs, 2 GPUs",
     ),
     Gain(
         text=(

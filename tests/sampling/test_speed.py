@@ -33,14 +33,22 @@ def test_each_word_is_declared_once_and_has_one_row() -> None:
         SkipOptions(speed="quick")
 
 
-@pytest.mark.parametrize("steps", [4, 9, 10, 20, 40])
+@pytest.mark.parametrize("steps", [4, 9, 10, 19, 20, 29, 30, 39, 40, 60])
 def test_each_word_costs_no_more_than_the_one_before(steps: int) -> None:
     costs = [cost(at(word, steps)) for word in SPEEDS]
-    assert costs == sorted(costs, reverse=True)
-    assert costs[0] == cost(make_plan(steps=steps)) and costs[2] < costs[0] and costs[3] < costs[2]
-    assert (costs[1] < costs[0]) == (steps >= 10)
+    assert costs == sorted(costs, reverse=True) and costs[0] == cost(make_plan(steps=steps))
+    assert (costs[1] < costs[0]) == (steps >= 30)
+    assert (costs[3] < costs[2] < costs[0]) == (steps < 10 or steps >= 20)
     for word in SPEEDS[1:]:
         assert any(note.startswith(f"speed {word}: ") for note in at(word, steps).notes)
+
+
+def test_forwards_of_each_word_are_those_that_were_judged() -> None:
+    forwards = {
+        steps: [at(word, steps, guidance_high=4.0, guidance_low=3.0).forwards for word in SPEEDS]
+        for steps in (40, 30, 20, 12)
+    }
+    assert forwards == {40: [80, 56, 50, 38], 30: [60, 46, 42, 36], 20: [40, 40, 34, 28], 12: [24] * 4}
 
 
 def test_exact_is_the_full_run() -> None:

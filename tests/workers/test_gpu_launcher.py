@@ -55,6 +55,7 @@ def test_every_mesh_gives_the_result_of_one_gpu_and_frees_its_memory() -> None:
 
 
 def test_a_killed_rank_is_named_and_the_next_prompt_works() -> None:
+    others = set(below(os.getpid()))  # compilers of tests before this one in the same process
     with workers(MESHES[1]) as running:
         WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=2))
         pids = ranks_below(os.getpid())
@@ -67,7 +68,7 @@ def test_a_killed_rank_is_named_and_the_next_prompt_works() -> None:
             WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=1000, solver="euler"), Watch(step=kill))
         wait_until_gone(pids)
         assert WorkerEngine(running).generate(TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
-    wait_until_gone(below(os.getpid()))
+    wait_until_gone(set(below(os.getpid())) - others)
 
 
 def test_a_rank_that_cannot_open_a_file_ends_all_in_seconds() -> None:

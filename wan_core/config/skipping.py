@@ -99,12 +99,12 @@ class SkipOptions:
     speed: str = option(
         EXACT,
         choices=SPEEDS,
-        help="from 10 steps on careful forecasts 30 %% of the steps, balanced 38, fast 53; below, and with "
-        "step-distilled weights: 8-bit attention alone, half of attention's keys, a third. All take 8-bit attention "
-        "where --attention is auto (default %(default)s: nothing is left out)",
-        tip="exact leaves nothing out. From 10 steps on, careful forecasts 30 % of the steps, balanced 38, fast 53. "
-        "Below, and with step-distilled weights, careful leaves nothing out, balanced reads half of attention's keys, "
-        "fast a third. All but exact take the card's 8-bit attention where attention is auto.",
+        help="careful, balanced and fast forecast 30, 38 and 53 %% of 40 steps, 0, 15 and 30 %% of 20; with "
+        "step-distilled weights, and below 10 steps, balanced reads half of attention's keys, fast a third; all take "
+        "8-bit attention where --attention is auto (default %(default)s: nothing is left out)",
+        tip="exact leaves nothing out. careful, balanced and fast forecast 30, 38 and 53 % of 40 steps, 0, 15 and 30 % "
+        "of 20. With step-distilled weights, and below 10 steps, balanced reads half of attention's keys, fast a "
+        "third. All but exact take the card's 8-bit attention where attention is auto.",
     )
     magcache: MagCacheOptions | None = option(
         None,
