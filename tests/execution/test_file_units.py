@@ -39,18 +39,21 @@ def in_file(path: Path) -> WanModel:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    resident=st.one_of(st.none(), st.integers(0, LAYERS)),
-    pinned=st.integers(0, 600_000),
+    resident=st.none() | st.integers(0, LAYERS),
+    pinned=st.none() | st.integers(0, 600_000),
     calls=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8),
 )
 def test_any_order_of_uses_and_prompts(files: Path, resident, pinned, calls) -> None:
-    """They compute what pinned weights do, whatever part is pinned. Each call: which expert, whether a new prompt
-    is prepared."""
+    """They compute what resident weights do. pinned: bytes of weights in their file that are; None: all, and no file.
+    Each call: which expert, whether a new prompt is prepared."""
     residency = Residency(CPU, "swap" if resident is None else "stream", resident_blocks=resident or 0)
     plain = {"high": expert(0), "low": expert(1)}
-    for name in plain:
-        residency.add(name, in_file(files / f"{name}.safetensors"), Waits(False, pinned))
-    for weights in residency.host_weights.values():
+    for seed, name in enumerate(plain):
+        if pinned is None:
+            residency.add(name, expert(seed))
+        else:
+            residency.add(name, in_file(files / f"{name}.safetensors"), Waits(False, pinned))
+    for weights in residency.host_weights.values() if pinned is not None else ():
         held = sum(unit.layout.nbytes for unit in weights.units if unit.memory is not None)
         assert held <= pinned and weights.nbytes - held - 256 * 100 < weights.bytes_in_files <= weights.nbytes - held
     x, context, texts = draw_noise(0, (1, 16, 2, 4, 6)), draw_noise(1, (1, 5, 48)), {}

@@ -10,11 +10,9 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.loras_on import loras_on
-from tests.streamed_experts import CPU, LAYERS, SMALL, expert, experts, run, streaming
+from tests.streamed_experts import CPU, SMALL, expert, experts, run, streaming
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import write_safetensors
@@ -62,24 +60,6 @@ def test_streamed_is_resident_bit_for_bit(quantization, resident):
         exact = run(experts(quantization).__getitem__, plan, batched=batched)
         for _ in range(2):  # the second video finds what the first left
             assert torch.equal(run(residency.use, plan, batched=batched), exact)
-
-
-@settings(max_examples=8)
-@given(resident=st.integers(0, LAYERS), calls=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
-def test_any_order_of_uses_and_prompts(resident, calls):
-    """Each call: which expert, whether a new prompt is prepared."""
-    residency, plain = streaming(None, resident), experts()
-    x, context = draw_noise(0, (1, 16, 2, 4, 6)), draw_noise(1, (1, 5, 48))
-    texts = {}
-    with torch.no_grad():
-        for low, prompt in calls:
-            name = "low" if low else "high"
-            model = residency.use(name)
-            if prompt or name not in texts:
-                texts[name] = model.prepare_text(context), plain[name].prepare_text(context)
-            ours, exact = texts[name]
-            time = torch.tensor([900.0])
-            assert torch.equal(model(x, time, ours), plain[name](x, time, exact))
 
 
 def test_a_skipped_step_moves_nothing():

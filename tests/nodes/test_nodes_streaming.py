@@ -277,20 +277,21 @@ def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNa
 
 @pytest.mark.parametrize("residency", ["resident", "stream"])
 def test_packed_weights_are_read_again_where_loras_are_to_be_merged(
-    nodes: SimpleNamespace, tmp_path: Path, residency: str
+    nodes: SimpleNamespace, packed_files: dict[str, Path], residency: str
 ) -> None:
     """What a LoRA changes is no longer packed then: with another strength the same matrices, off all are packed."""
-    files = packed_files(tmp_path)
-    model = socket(nodes, residency, "merge", files)
+    model = socket(nodes, residency, "merge", packed_files)
     plain = latents(model)
     for strength in (1.0, 0.5):
         changed = latents(with_loras(model, strength))
-        assert torch.equal(changed, latents(with_loras(socket(nodes, residency, "merge", files), strength)))
+        assert torch.equal(changed, latents(with_loras(socket(nodes, residency, "merge", packed_files), strength)))
         assert not torch.equal(changed, plain)
     assert torch.equal(latents(model), plain)
 
 
-def packed_files(folder: Path) -> dict[str, Path]:
+@pytest.fixture(scope="module")
+def packed_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("packed")
     model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
     notes = {"num_heads": model.config.num_heads, "text_len": model.config.text_len, "eps": model.config.eps}
     write(folder / "m.gguf", model.state_dict(), matrices("Q8_0"), notes=notes)
@@ -298,16 +299,16 @@ def packed_files(folder: Path) -> dict[str, Path]:
 
 
 def test_a_lora_that_has_to_be_merged_is_refused_for_packed_weights_in_a_mapped_file(
-    nodes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: SimpleNamespace, packed_files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is read, and also when it comes to weights that are there."""
-    files, shapes = packed_files(tmp_path), expected_shapes(load_dit(TINY / "t2v_high.safetensors").config)
+    shapes = expected_shapes(load_dit(TINY / "t2v_high.safetensors").config)
     name = "blocks.0.ffn.0"
     whole = from_state_dict({f"{name}.diff": torch.ones(shapes[f"{name}.weight"])}, "whole")
-    loras = {expert: (Wanted(read_lora(whole, shapes), 1.0, ("whole", 0, 0)),) for expert in files}
+    loras = {expert: (Wanted(read_lora(whole, shapes), 1.0, ("whole", 0, 0)),) for expert in packed_files}
     monkeypatch.setattr(nodes.memory, "host_room", lambda: 1 << 16)
     for used in (False, True):
-        model = socket(nodes, "stream", "merge", files)
+        model = socket(nodes, "stream", "merge", packed_files)
         if used:
             latents(model)
         with pytest.raises(OptionError, match=f"whole changes {name}.*mapped file"):

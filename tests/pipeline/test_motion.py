@@ -229,7 +229,6 @@ def one_by_one(with_loras: Pipeline, without: Pipeline, request: Request) -> Ten
 @pytest.mark.parametrize(
     ("stored", "options"),
     [
-        ("own", {"lora_mode": "merge"}),
         ("fp8", {"lora_mode": "merge"}),
         ("int8", {"lora_mode": "attach"}),
     ],
