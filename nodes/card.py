@@ -82,12 +82,8 @@ class WanCoreCompare(io.ComfyNode):
             f"PSNR {result.psnr:.2f} dB{same}\nSSIM {result.ssim:.4f}\n{name.upper()} {result.perceptual:.4f}\n"
             f"flicker {result.flicker:+.5f}{truth}"
         )
-        sheet = side_by_side({"full": full, "other": other, "difference x4": difference(full, other)})
+        sheet = side_by_side({"full": full, "other": other, "difference x4": ((full - other).abs() * 4).clamp(0, 1)})
         return io.NodeOutput(sheet, text, ui=ui.PreviewText(text))
-
-
-def difference(full: Tensor, other: Tensor) -> Tensor:
-    return torch.clamp((full - other).abs() * 4, 0, 1)
 
 
 OWN_SIZE = "0: {own}, of the embedded model its own."
@@ -208,8 +204,8 @@ class NodeMaker:
         files = [(part.path, part.path and part.path.stat().st_mtime_ns) for part in model.experts.of.values()]
         loras = {name: [(one.key, one.strength) for one in lora_files] for name, lora_files in model.loras.items()}
         parts = [getattr(part, "file", type(part).__name__) for part in (self.clip, self.vae)]
-        picture = None if self.image is None else hash_of(self.image)
-        return model.options, files, loras, parts, picture, self.values, model.shift
+        pixels = b"" if self.image is None else self.image.cpu().float().numpy().tobytes()
+        return model.options, files, loras, parts, hashlib.sha256(pixels).hexdigest(), self.values, model.shift
 
     def plan(self, skip: SkipOptions | None, frames: int) -> Plan:
         width, height, _ = self.size
@@ -247,7 +243,3 @@ class NodeMaker:
         size = {"width": width, "height": height, "frames": frames}
         pictures = {"first_image": image[:1], "clip_vision_output": self.vision}
         return WanCoreImageToVideo.execute(vae=self.vae, **texts, **size, **pictures).result
-
-
-def hash_of(image: Tensor) -> str:
-    return hashlib.sha256(image.cpu().float().numpy().tobytes()).hexdigest()

@@ -45,8 +45,7 @@ def native_plan(
 ) -> tuple[Plan, float | None]:
     """The plan of ComfyUI's samplers with a MODEL, and of a second one with `model_low`, and the estimated seconds;
     None: not known. values: as of `of_comfy_samplers`, and `sigmas`. Raises OptionError."""
-    sampler = values.get("sampler_name") or host.sampler_names()[0]
-    scheduler = values.get("scheduler") or host.scheduler_names()[0]
+    sampler, scheduler = values.get("sampler_name", "euler"), values.get("scheduler", "simple")
     task = host.describe(model).task
     steps = values.get("steps") or (task and task.steps)
     high = values.get("guidance_high") or (task and task.guidance_high)

@@ -272,4 +272,4 @@ def _mesh(text: str) -> str:
 
 
 def _devices_here(devices: str) -> tuple[str, ...]:
-    return parse_devices(devices, host.gpu_count(), cpu=os.environ.get(ALLOW_CPU) == "1")
+    return parse_devices(devices, torch.cuda.device_count(), cpu=os.environ.get(ALLOW_CPU) == "1")

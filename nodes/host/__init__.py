@@ -4,7 +4,7 @@ The only folder that touches comfy.*, folder_paths and the server.
 """
 
 from .background import background, prepare_kernels, prepare_when_up
-from .devices import device, gpu_count, to_intermediate
+from .devices import device, to_intermediate
 from .folders import (
     lasting_folder,
     model_names,
@@ -19,7 +19,7 @@ from .folders import (
 from .memory import Held, Weights, evict_all, load, log, read_ahead, room, spare_bytes
 from .native import check_wan, checkpoint_of, compute_dtype
 from .native_beside import words_before
-from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, window_schedule
+from .native_model import describe, sampler_sigmas, window_schedule
 from .native_reserve import skip_layer_ranges
 from .native_run import accelerate, accelerated
 from .native_vae import decode_native_to, make_interruptible, native_vae_config

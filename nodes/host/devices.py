@@ -12,11 +12,6 @@ def device() -> torch.device:
     return model_management.get_torch_device()
 
 
-def gpu_count() -> int:
-    """NVIDIA GPUs that torch sees, whether or not ComfyUI uses one."""
-    return torch.cuda.device_count()
-
-
 def to_intermediate(tensor: Tensor) -> Tensor:
     """Where ComfyUI keeps what travels between nodes: the CPU, unless it was told otherwise."""
     return tensor.to(model_management.intermediate_device())

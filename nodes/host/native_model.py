@@ -47,14 +47,6 @@ def describe(patcher: ModelPatcher) -> NativeModel:
     return NativeModel(variant, config, task, path, float(getattr(sampling, "shift", 1.0)), note)
 
 
-def sampler_names() -> list[str]:
-    return list(KSampler.SAMPLERS)
-
-
-def scheduler_names() -> list[str]:
-    return list(KSampler.SCHEDULERS)
-
-
 def sampler_sigmas(patcher: ModelPatcher, sampler: str, scheduler: str, steps: int, denoise: float) -> Tensor:
     """The sigmas with which ComfyUI's KSampler would run this model."""
     return KSampler(patcher, steps, torch.device("cpu"), sampler, scheduler, denoise).sigmas
