@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from wan_core.config import LoadOptions, Request
+from wan_core.config import Request
 from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.colours import (
     ColourMatch,
@@ -60,29 +59,21 @@ def test_a_tinted_clip_gets_the_colours_of_the_first_again(scene: np.ndarray) ->
     torch.testing.assert_close(half, (statistics(other, cpu)[0] - statistics(scene, cpu)[0]) / 2, rtol=0, atol=0.2)
 
 
-@pytest.fixture(scope="module")
-def pipe() -> Pipeline:
-    return Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
-
-
-@pytest.fixture(scope="module")
-def picture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("pictures") / "a.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), np.uint8)).save(path)
-    return str(path)
-
-
 @pytest.mark.parametrize("svi", [None, True])
-def test_clips_after_the_first_are_matched(pipe: Pipeline, picture: str, svi: bool | None, tmp_path: Path) -> None:
+def test_clips_after_the_first_are_matched(
+    image_pipe: Pipeline, picture: str, svi: bool | None, tmp_path: Path
+) -> None:
     size = {"width": 48, "height": 32, "frames": 29, "clip_frames": 17, "overlap": 5, "steps": 2}
     asked = [Request(prompt="x", image=picture, svi=svi, match_colours=one, **size) for one in (None, 0.0, 1.0)]  # type: ignore[arg-type]
-    usual, off, full = (pipe.generate(one, Watch(keep_clips=tmp_path / f"{place}")) for place, one in enumerate(asked))
+    usual, off, full = (
+        image_pipe.generate(one, Watch(keep_clips=tmp_path / f"{place}")) for place, one in enumerate(asked)
+    )
     assert np.array_equal(usual.frames, off.frames)
     assert np.array_equal(full.frames[:17], usual.frames[:17]) and not np.array_equal(full.frames, usual.frames)
     assert len(full.report.clips) == 2 and any(note.startswith("colours: ") for note in full.report.notes)
-    again = pipe.generate(asked[2], Watch(keep_clips=tmp_path / "2"))
+    again = image_pipe.generate(asked[2], Watch(keep_clips=tmp_path / "2"))
     assert np.array_equal(again.frames, full.frames)
-    assert len({run_key(pipe.prepare(one)) for one in asked}) == 3
+    assert len({run_key(image_pipe.prepare(one)) for one in asked}) == 3
     wanted, *means = (
         statistics(one, torch.device("cpu"))[0] for one in (full.frames[:17], usual.frames[17:], full.frames[17:])
     )

@@ -21,11 +21,6 @@ SAMPLE = HELD_OUT[5::17][:3]
 
 
 @pytest.fixture(scope="module")
-def pipe():
-    return Pipeline.load(LoadOptions(model="tiny", device="cpu"))
-
-
-@pytest.fixture(scope="module")
 def frames_of(pipe):
     """Frames of a scene's caption, by the default solver; the same ones for all tests that ask."""
     return cache(lambda scene: torch.from_numpy(pipe.generate(Request(prompt=scene.caption, seed=7)).frames))

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.sampling.test_magcache import CURVES
 from wan_core.checkpoint.save import load_latents, save_latents
 from wan_core.cli import main
 from wan_core.cli.prompt_file import is_finished, set_aside
-from wan_core.config import LoadOptions, Request, UserError
+from wan_core.config import Request, UserError
 from wan_core.config.durable import SEAL, UNSEALED
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_video
@@ -230,40 +229,28 @@ def test_a_damaged_file_counts_for_what_it_was_or_for_nothing(kind: str, way: st
 # ------------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.fixture(scope="module")
-def pipe() -> Pipeline:
-    return Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
-
-
-@pytest.fixture(scope="module")
-def picture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("picture") / "anchor.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), np.uint8)).save(path)
-    return str(path)
-
-
 def request(picture: str, **changed: Any) -> Request:
     size = {"width": 48, "height": 32, "frames": 13, "clip_frames": 9, "steps": 2, "seed": 3}
     return Request(**{"prompt": "a red circle", "image": picture, "svi": True, **size, **changed})
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pipe: Pipeline, picture: str) -> Result:
-    return pipe.generate(request(picture))
+def uninterrupted(image_pipe: Pipeline, picture: str) -> Result:
+    return image_pipe.generate(request(picture))
 
 
 @pytest.fixture(scope="module")
-def left(pipe: Pipeline, picture: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def left(image_pipe: Pipeline, picture: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What an interrupted run leaves, and another one's."""
     folders = [tmp_path_factory.mktemp("left") / "x.clips" for _ in range(2)]
     for folder, seed in zip(folders, (3, 4), strict=True):
-        pipe.generate(request(picture, seed=seed), Watch(keep_clips=folder))
+        image_pipe.generate(request(picture, seed=seed), Watch(keep_clips=folder))
     return folders[0], folders[1]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_goes_on_from_what_is_whole(
-    pipe: Pipeline, picture: str, uninterrupted: Result, left: tuple[Path, Path], way: str, tmp_path: Path
+    image_pipe: Pipeline, picture: str, uninterrupted: Result, left: tuple[Path, Path], way: str, tmp_path: Path
 ) -> None:
     """Its first clip is damaged, its second is whole; the same video comes of it, and the folder is gone after it."""
     folder = tmp_path / "x.clips"
@@ -277,7 +264,7 @@ def test_a_run_goes_on_from_what_is_whole(
     damage(first, way, other)
     if way == "another's":  # under its own name, too
         shutil.copy(other, folder)
-    again = pipe.generate(request(picture), Watch(keep_clips=folder))
+    again = image_pipe.generate(request(picture), Watch(keep_clips=folder))
     assert np.array_equal(again.frames, uninterrupted.frames) and torch.equal(again.latents, uninterrupted.latents)
     assert "clip 2 was finished by an earlier run" in again.report.notes
     [said] = [warning for warning in again.report.warnings if warning.startswith("clip 1")]

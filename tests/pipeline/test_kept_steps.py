@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wan_core.cli import generate, main
-from wan_core.config import LoadOptions, MagCacheOptions, Request, SkipOptions
+from wan_core.config import MagCacheOptions, Request, SkipOptions
 from wan_core.pipeline import kept_steps
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.run import Watch
@@ -23,11 +23,6 @@ MAGCACHE = SkipOptions(magcache=MagCacheOptions(threshold=0.24, max_skips=1, ret
 @pytest.fixture(autouse=True)
 def after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_steps, "SECONDS", 0.0)
-
-
-@pytest.fixture(scope="module")
-def pipe() -> Pipeline:
-    return Pipeline.load(LoadOptions(model="tiny", device="cpu"))
 
 
 def lost_at(step: int) -> Watch:

@@ -54,8 +54,8 @@ def test_a_frame_has_one_mask_channel_of_its_latent_frame(frames: set[int]) -> N
         assert torch.equal(video[:, :, place], pictures[place][:, :, 0] if place in frames else video[:, :, place] * 0)
 
 
-def test_first_and_last_frames_are_keyframes_at_their_places(pipe: Pipeline) -> None:
-    vae, (first, last, middle) = pipe.models.vae(), torch.rand(3, 1, 3, 1, 32, 32) * 2 - 1
+def test_first_and_last_frames_are_keyframes_at_their_places(image_pipe: Pipeline) -> None:
+    vae, (first, last, middle) = image_pipe.models.vae(), torch.rand(3, 1, 3, 1, 32, 32) * 2 - 1
     with torch.no_grad():
         usual = image_channels(vae, first, last, 9)
         assert torch.equal(image_channels(vae, None, None, 9, {0: first, 8: last}), usual)
@@ -79,31 +79,26 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in paths]
 
 
-@pytest.fixture(scope="module")
-def pipe() -> Pipeline:
-    return Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
-
-
-def channels(pipe: Pipeline, **fields: object) -> Tensor:
-    run = pipe.prepare(Request(prompt="x", **{**SIZE, **fields}))  # type: ignore[arg-type]
+def channels(image_pipe: Pipeline, **fields: object) -> Tensor:
+    run = image_pipe.prepare(Request(prompt="x", **{**SIZE, **fields}))  # type: ignore[arg-type]
     concat = encode_media(run, Conditioning(cond=torch.zeros(1, 1, 4096))).concat
     assert concat is not None
     return concat
 
 
-def test_a_request_s_keyframes_reach_the_model(pipe: Pipeline, pictures: list[str]) -> None:
+def test_a_request_s_keyframes_reach_the_model(image_pipe: Pipeline, pictures: list[str]) -> None:
     first, middle, last = pictures
     keyframes = Keyframe(frame=8, path=last), Keyframe(frame=0, path=first)
-    assert torch.equal(channels(pipe, keyframes=keyframes), channels(pipe, image=first, last_image=last))
-    concat = channels(pipe, image=first, keyframes=(Keyframe(frame=6, path=middle),))
+    assert torch.equal(channels(image_pipe, keyframes=keyframes), channels(image_pipe, image=first, last_image=last))
+    concat = channels(image_pipe, image=first, keyframes=(Keyframe(frame=6, path=middle),))
     assert concat[0, :4, :, 0, 0].tolist() == [[1, 0, 0], [1, 0, 1], [1, 0, 0], [1, 0, 0]]
 
 
-def test_each_clip_has_its_own_keyframes(pipe: Pipeline, pictures: list[str]) -> None:
+def test_each_clip_has_its_own_keyframes(image_pipe: Pipeline, pictures: list[str]) -> None:
     """A frame that a clip carries over was known in the one before."""
     run_keyframes = tuple(Keyframe(frame=frame, path=pictures[1]) for frame in (4, 8, 12))
     fields = {**SIZE, "frames": 17, "clip_frames": 9, "overlap": 1}
-    run = pipe.prepare(Request(prompt="x", image=pictures[0], keyframes=run_keyframes, **fields))  # type: ignore[arg-type]
+    run = image_pipe.prepare(Request(prompt="x", image=pictures[0], keyframes=run_keyframes, **fields))  # type: ignore[arg-type]
     places = [list(keyframes_of(keyframes(run, clip))) for clip in run.job.clips]
     assert [clip.first for clip in run.job.clips] == [0, 8] and places == [[4, 8], [4]]
 
@@ -128,11 +123,11 @@ def test_vace_keeps_keyframes() -> None:
     [((9,), "9 given for a video of 9 frames"), ((4, 4), "frame 4 is known twice"), ((0,), "frame 0 is known twice")],
 )
 def test_keyframes_outside_and_frames_that_are_known_twice_are_refused(
-    pipe: Pipeline, pictures: list[str], frames: tuple[int, ...], message: str
+    image_pipe: Pipeline, pictures: list[str], frames: tuple[int, ...], message: str
 ) -> None:
     keyframes = tuple(Keyframe(frame=frame, path=pictures[1]) for frame in frames)
     with pytest.raises(OptionError, match=message):
-        pipe.prepare(Request(prompt="x", image=pictures[0], keyframes=keyframes, **SIZE))  # type: ignore[arg-type]
+        image_pipe.prepare(Request(prompt="x", image=pictures[0], keyframes=keyframes, **SIZE))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,6 @@ SCENES = (PromptAt(frame=0, text=RED), PromptAt(frame=8, text=GREEN))
 SMALL = {"width": 32, "height": 32, "frames": 17, "steps": 2}
 
 
-@pytest.fixture(scope="module")
-def pipe() -> Pipeline:
-    return Pipeline.load(LoadOptions(model="tiny", device="cpu"))
-
-
 def test_a_shape_changes_its_colour_when_the_prompt_says_so(pipe: Pipeline) -> None:
     """The embedded model, which knows sentences of one colour alone: red up to frame 4, green from frame 12 on, on one
     background and one way. Without prompts over time it is red to the end."""

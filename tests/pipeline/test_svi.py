@@ -89,30 +89,16 @@ def test_a_clip_needs_latents_of_its_own() -> None:
 # --------------------------------------------------------------------------------------------------------------- clips
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
-    paths = [folder / f"{number}.png" for number in range(2)]
-    for path in paths:
-        Image.fromarray(random.integers(0, 255, (HEIGHT, WIDTH, 3), np.uint8)).save(path)
-    return [str(path) for path in paths]
-
-
-@pytest.fixture(scope="module")
-def pipe() -> Pipeline:
-    return Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
-
-
 def request(pictures: list[str], **changed: object) -> Request:
     size = {"width": WIDTH, "height": HEIGHT, "frames": 33, "clip_frames": 17, "steps": 2, "seed": 3}
     fields = {"prompt": "a red circle", "image": pictures[0], "svi": True, **size}
     return Request(**{**fields, **changed})  # type: ignore[arg-type]
 
 
-def reference_loop(pipe: Pipeline, asked: Request, last: str | None = None) -> tuple[Tensor, np.ndarray]:
+def reference_loop(image_pipe: Pipeline, asked: Request, last: str | None = None) -> tuple[Tensor, np.ndarray]:
     """KJNodes' workflow, written out: samplers one after the other, each with a seed of its own; all latents but those
     that were given are one video. Returns latents and frames 0..255, not rounded."""
-    vae, run, count = pipe.models.vae(), pipe.prepare(asked), ((asked.overlap or 5) - 1) // 4
+    vae, run, count = image_pipe.models.vae(), image_pipe.prepare(asked), ((asked.overlap or 5) - 1) // 4
     text, T = encode_text(run), ((asked.clip_frames or 17) - 1) // 4 + 1
 
     def picture(path: str) -> Tensor:
@@ -126,7 +112,7 @@ def reference_loop(pipe: Pipeline, asked: Request, last: str | None = None) -> t
             concat[:, 4:, -1:], concat[:, 3, -1] = vae.normalise(picture(last)), 1
         noise = torch.randn(1, 16, T, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(3 + number))
         conditioning = Conditioning(cond=text.cond, uncond=text.uncond, concat=concat)
-        new = vae.denormalise(denoise(run.job.plan, pipe.models.expert, conditioning, noise))
+        new = vae.denormalise(denoise(run.job.plan, image_pipe.models.expert, conditioning, noise))
         latents = new if latents is None else torch.cat([latents, new[:, :, 1 + count :]], 2)
     assert latents is not None
     frames = vae.decode(latents).float()[0].permute(1, 2, 3, 0)
@@ -136,12 +122,12 @@ def reference_loop(pipe: Pipeline, asked: Request, last: str | None = None) -> t
 @torch.no_grad()
 @pytest.mark.parametrize(("frames", "overlap", "ends"), [(33, 5, False), (25, 9, False), (29, 5, True)])
 def test_clips_equal_the_reference_loop(
-    pipe: Pipeline, pictures: list[str], frames: int, overlap: int, ends: bool
+    image_pipe: Pipeline, pictures: list[str], frames: int, overlap: int, ends: bool
 ) -> None:
     last = pictures[1] if ends else None
     asked = request(pictures, last_image=last, frames=frames, overlap=overlap)
-    video = pipe.generate(asked)
-    latents, decoded = reference_loop(pipe, asked, last)
+    video = image_pipe.generate(asked)
+    latents, decoded = reference_loop(image_pipe, asked, last)
     assert (video.latents - latents).abs().max() < 1e-4
     assert video.frames.shape == (frames, HEIGHT, WIDTH, 3)
     # Frames of later clips are decoded after the last latents before them, and not after all.
@@ -149,15 +135,15 @@ def test_clips_equal_the_reference_loop(
     assert video.report.settings["svi"] and "carried over" in video.report.settings["clips"]
 
 
-def test_finished_clips_are_not_made_again(pipe: Pipeline, pictures: list[str], tmp_path: Path) -> None:
+def test_finished_clips_are_not_made_again(image_pipe: Pipeline, pictures: list[str], tmp_path: Path) -> None:
     asked = request(pictures, frames=29)
-    first = pipe.generate(asked, Watch(keep_clips=tmp_path))
+    first = image_pipe.generate(asked, Watch(keep_clips=tmp_path))
     assert len(first.kept_clips) == 2
     first.kept_clips[1].unlink()
-    again = pipe.generate(asked, Watch(keep_clips=tmp_path))
+    again = image_pipe.generate(asked, Watch(keep_clips=tmp_path))
     assert np.array_equal(again.frames, first.frames) and torch.equal(again.latents, first.latents)
     assert "clip 1 was finished by an earlier run" in again.report.notes
-    keys = {run_key(pipe.prepare(one)) for one in (asked, replace(asked, svi=None, overlap=5), asked)}
+    keys = {run_key(image_pipe.prepare(one)) for one in (asked, replace(asked, svi=None, overlap=5), asked)}
     assert len(keys) == 2
 
 
@@ -169,8 +155,8 @@ def test_finished_clips_are_not_made_again(pipe: Pipeline, pictures: list[str], 
     ],
     ids=["sparse", "cached"],
 )
-def test_clips_with_policies(pipe: Pipeline, pictures: list[str], steps: int, skip: SkipOptions) -> None:
-    plain, skipped = (pipe.generate(request(pictures, frames=29, steps=steps, skip=one)) for one in (None, skip))
+def test_clips_with_policies(image_pipe: Pipeline, pictures: list[str], steps: int, skip: SkipOptions) -> None:
+    plain, skipped = (image_pipe.generate(request(pictures, frames=29, steps=steps, skip=one)) for one in (None, skip))
     assert skipped.frames.shape == plain.frames.shape and not np.array_equal(skipped.frames, plain.frames)
     assert skipped.plan.forwards < plain.plan.forwards or skipped.plan.sparse is not None
 
@@ -199,11 +185,11 @@ def test_what_its_clips_cannot_have_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_last_image_ends_the_last_clip(pipe: Pipeline, pictures: list[str]) -> None:
+def test_a_last_image_ends_the_last_clip(image_pipe: Pipeline, pictures: list[str]) -> None:
     with pytest.raises(OptionError, match="the video has 29 or 41 frames"):
-        pipe.prepare(request(pictures, last_image=pictures[1], frames=33))
+        image_pipe.prepare(request(pictures, last_image=pictures[1], frames=33))
     with pytest.raises(OptionError, match="give --image"):
-        pipe.prepare(request(pictures, image=None, last_image=pictures[1]))
+        image_pipe.prepare(request(pictures, image=None, last_image=pictures[1]))
 
 
 # --------------------------------------------------------------------------------------------------------------- LoRAs
