@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The card's 8-bit kernel, which a word of speed takes too; and how a finished video is encoded.
 ELSEWHERE = {("fast", "attention"), ("fast", "encoder")}
 CACHES = re.compile(rf"(magcache|sparse|taylorseer)[ :=`]+({'|'.join(SPEEDS)}|quality)\b")
-MEASURED = ("benchmarks.md", "log.md", "quality.md", "startup.md")  # rows have the names of their time
+MEASURED = ("benchmarks.md", "log.md", "quality.md")  # rows have the names of their time
 
 
 def of_nodes() -> set[tuple[str, str]]:
