@@ -6,7 +6,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Refused
 from tools.embedded_graphs import loaders, node, sampler, small
 from tools.processes import memory_of
 
@@ -126,15 +125,19 @@ GRAPHS = graphs()
 RAW = ("allocate", "Traceback", "NoneType", "object has no attribute", "overflow", "out of range for")
 
 
+PACKS = {"heard": HEARD}
+
+
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"), {"heard": HEARD})
+def files(base: Path) -> None:
     Image.fromarray(np.full((48, 48, 3), 90, np.uint8)).save(base / "input" / "first.png")
-    server = ComfyUI(find_comfyui(), base)
-    assert server.run(small()).ok
-    resource.prlimit(server.process.pid, resource.RLIMIT_AS, (LIMIT, LIMIT))
-    yield server
-    server.stop()
+
+
+@pytest.fixture(scope="module")
+def comfy(comfy: ComfyUI) -> ComfyUI:
+    assert comfy.run(small()).ok
+    resource.prlimit(comfy.process.pid, resource.RLIMIT_AS, (LIMIT, LIMIT))
+    return comfy
 
 
 @pytest.mark.parametrize("name", GRAPHS)

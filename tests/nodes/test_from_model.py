@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks.comfy_graphs import with_defaults
-from tests.comfyui import ComfyUI, Graph, Run, make_base, serving
+from tests.comfyui import ComfyUI, Graph, Run
+from tests.nodes.comfy_files import LOOK, facts_of, looked_at
 from tools.embedded_graphs import node
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save, write_safetensors
@@ -23,7 +22,7 @@ CONFIG = DiTConfig(  # ComfyUI takes text of 4096 and heads of 128 for granted
     in_channels=16, out_channels=16, dim=256, ffn_dim=128, num_heads=2, num_layers=2, text_dim=4096, text_len=512
 )
 
-# A second pack: conditioning without a text encoder, patches of other kinds, and a look at what came out.
+# A second pack: conditioning without a text encoder, and patches of other kinds.
 HELPERS = """
 import hashlib, json, torch
 
@@ -95,39 +94,21 @@ class Hash:
     def run(self, latent):
         return (hashlib.sha256(latent["samples"].contiguous().numpy().tobytes()).hexdigest(),)
 
-class Look:
-    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"model": ("WANCORE_MODEL",), "latent": ("LATENT",)}}
-    @classmethod
-    def IS_CHANGED(cls, **inputs):
-        return float("nan")
-    def run(self, model, latent):
-        samples = latent["samples"]
-        facts = {
-            "hash": hashlib.sha256(samples.contiguous().numpy().tobytes()).hexdigest(),
-            "modules": [id(model.patchers[expert].model.content) for expert in ("high", "low")],
-            "finite": bool(samples.isfinite().all()),
-        }
-        return (json.dumps(facts),)
-
-CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Prefers, Hash, Look)
+CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Prefers, Hash)
 NODE_CLASS_MAPPINGS = {made.__name__: made for made in CLASSES}
 """
 
 
+PACKS = {"helpers": HELPERS, "look": LOOK}
+
+
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"), {"helpers": HELPERS})
-    for folder in ("diffusion_models", "loras"):
-        (base / "models" / folder).mkdir(parents=True, exist_ok=True)
+def files(base: Path) -> None:
     for seed, expert in enumerate(("high", "low")):
         model = random_module(CONFIG, device=torch.device("cpu"), dtype=torch.bfloat16, seed=seed)
         save(model, base / "models" / "diffusion_models" / f"t2v_{expert}_noise.safetensors", torch.bfloat16)
         write_lora(base / "models" / "loras" / f"style_{expert}.safetensors", seed, every=1)
         write_lora(base / "models" / "loras" / f"other_{expert}.safetensors", seed + 7, every=2)
-    yield from serving(base)
 
 
 def write_lora(path: Path, seed: int, every: int) -> None:
@@ -143,15 +124,13 @@ def write_lora(path: Path, seed: int, every: int) -> None:
     write_safetensors(state, path, {})
 
 
-def sampled(graph: Graph, model: list[Any], shift: float = 0.0) -> Graph:
+def sampled(graph: Graph, model: str, shift: float = 0.0) -> Graph:
     graph["positive"], graph["negative"] = node("Text", seed=1), node("Text", seed=2)
     graph["size"] = node("EmptyHunyuanLatentVideo", width=64, height=64, length=5, batch_size=1)
-    links = {"model": model, "positive": ["positive", 0], "negative": ["negative", 0], "latent": ["size", 0]}
+    links = {"model": [model, 0], "positive": ["positive", 0], "negative": ["negative", 0], "latent": ["size", 0]}
     numbers = {"steps": 3, "shift": shift, "boundary": 0.9, "guidance_high": 2.0, "guidance_low": 1.0}
     graph["sampler"] = node("WanCoreSampler", **links, seed=5, **numbers, solver="unipc", guidance_mode="auto")
-    graph["look"] = node("Look", model=model, latent=["sampler", 0])
-    graph["facts"] = node("PreviewAny", source=["look", 0])
-    return graph
+    return looked_at(graph, model)
 
 
 def ours(*loras: tuple[str, float], shift: float = 5.0) -> Graph:
@@ -166,7 +145,7 @@ def ours(*loras: tuple[str, float], shift: float = 5.0) -> Graph:
         strengths = {"strength_high": strength, "strength_low": strength}
         graph[f"lora {name}"] = node("WanCoreLoRA", model=[last, 0], **files, **strengths)
         last = f"lora {name}"
-    return sampled(graph, [last, 0], shift)
+    return sampled(graph, last, shift)
 
 
 def native(*loras: tuple[str, float], shift: float | None = 5.0, extra: str = "", **inputs: Any) -> Graph:
@@ -190,12 +169,11 @@ def native(*loras: tuple[str, float], shift: float | None = 5.0, extra: str = ""
         ends[expert] = [last, 0]
     choices = {"precision": "checkpoint", "attention": "auto", "residency": "auto"}
     graph["bridge"] = node("WanCoreFromModel", model=ends["high"], low=ends["low"], **choices, **inputs)
-    return sampled(graph, ["bridge", 0])
+    return sampled(graph, "bridge")
 
 
 def facts(run: Run) -> dict[str, Any]:
-    assert run.ok, run.status
-    shown = json.loads(run.outputs["facts"]["text"][0])
+    shown = facts_of(run)
     assert shown["finite"]
     return shown
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.comfyui import ComfyUI, Graph, make_base, serving
+from tests.comfyui import ComfyUI, Graph
 from tools.embedded_graphs import TINY, TINY_I2V, loaders, node
 
 pytestmark = pytest.mark.comfy
-
-
-@pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    yield from serving(make_base(tmp_path_factory.mktemp("comfyui")))
 
 
 def card(expert: str = TINY, **changed: Any) -> Graph:

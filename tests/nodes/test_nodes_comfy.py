@@ -6,7 +6,6 @@ import io
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,13 @@ pytestmark = pytest.mark.comfy
 SCHEMAS = Path(__file__).parent / "node_schemas.json"
 
 
-@pytest.fixture(scope="session")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    """One server for all of these tests."""
-    checkout = find_comfyui()
-    base = make_base(tmp_path_factory.mktemp("comfyui"), {"faults": FAULTS})
+PACKS = {"faults": FAULTS}
+
+
+@pytest.fixture(scope="module")
+def files(base: Path) -> dict[str, str]:
     make_files(base)
-    server = ComfyUI(checkout, base, broken_libraries(base))
-    yield server
-    server.stop()
+    return broken_libraries(base)
 
 
 def count(server: ComfyUI, text: str) -> int:

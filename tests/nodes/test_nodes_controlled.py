@@ -3,26 +3,24 @@ pictures, and what ComfyUI's own sampling makes of the same conditioning."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests.animate_references import draw_weights
 from tests.comfy_control_clip import VACE
-from tests.comfyui import ComfyUI, Graph, make_base, saved_latents, serving
+from tests.comfyui import ComfyUI, Graph, saved_latents
+from tests.nodes.comfy_files import write_parts
 from tests.nodes.test_nodes_driven import smooth
 from tests.nodes.workflow_pages import api_form
 from tests.pipeline.test_clips import HEIGHT, WIDTH, drawn
 from tools.embedded_graphs import node
-from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import ControlOptions, LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.sources import TINY
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 PLAN = {"steps": 4, "seed": 3, "guidance_high": 1.5, "guidance_low": 1.5, "shift": 3.0, "solver": "euler"}
@@ -32,18 +30,12 @@ VIDEO_MODEL = "wan2.1_vace.safetensors"
 
 
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"))
-    for folder in ("diffusion_models", "text_encoders", "vae"):
-        (base / "models" / folder).mkdir()
+def files(base: Path) -> None:
     config = type(VACE)(**{**VACE.__dict__, "text_dim": 64})
     save_file(draw_weights(config), base / "models" / "diffusion_models" / VIDEO_MODEL)
-    shutil.copy(TINY / "text_encoder.safetensors", base / "models" / "text_encoders" / "umt5.safetensors")
-    vae = load_file(TINY / "vae.safetensors")
-    write_safetensors(vae, base / "models" / "vae" / "vae.safetensors", {"format": "pt"})
+    write_parts(base)
     Image.fromarray(smooth(HEIGHT, WIDTH)).save(base / "input" / "first.png")
     Image.fromarray(drawn(1, 30, 20, 5)[0]).save(base / "input" / "reference.png")
-    yield from serving(base)
 
 
 def graph_of(**more: Any) -> Graph:

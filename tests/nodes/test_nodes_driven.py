@@ -3,8 +3,7 @@ line makes of the same media, and goes on from frames that were made."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,17 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.animate_references import draw_weights
-from tests.comfyui import ComfyUI, Graph, make_base, serving
+from tests.comfyui import ComfyUI, Graph
+from tests.nodes.comfy_files import write_parts
 from tests.nodes.test_nodes_wan21 import write_vision
 from tests.nodes.unrolled_loop import of_kind, unrolled
 from tests.nodes.workflow_pages import api_form
 from tests.pipeline.test_clips import CONFIGS, HEIGHT, WIDTH, drawn
 from tools.embedded_graphs import node
-from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, Request
 from wan_core.media.mp4 import write_mp4
 from wan_core.models.wan.families import FAMILIES
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.sources import TINY
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 KINDS = {"animate": "WanCoreAnimate", "animate2": "WanCoreAnimate2"}
@@ -42,21 +40,15 @@ def smooth(height: int, width: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"))
-    for folder in ("diffusion_models", "text_encoders", "vae", "clip_vision"):
-        (base / "models" / folder).mkdir()
+def files(base: Path) -> None:
     for family, config in CONFIGS.items():
         metadata = {"num_heads": "2", **FAMILIES[family].metadata}
         save_file(draw_weights(config), base / "models" / "diffusion_models" / f"{family}.safetensors", metadata)
-    shutil.copy(TINY / "text_encoder.safetensors", base / "models" / "text_encoders" / "umt5.safetensors")
-    vae = load_file(TINY / "vae.safetensors")
-    write_safetensors(vae, base / "models" / "vae" / "vae.safetensors", {"format": "pt"})
+    write_parts(base)
     write_vision(base / "models" / "clip_vision" / "clip_vision_h.safetensors")
     Image.fromarray(smooth(HEIGHT, WIDTH)).save(base / "input" / "reference.png")
     poses = np.stack([np.roll(smooth(HEIGHT, WIDTH), 2 * n, axis=1) for n in range(9)])
     write_mp4(base / "input" / "pose.mp4", poses, fps=24)
-    yield from serving(base)
 
 
 def graph_of(family: str, **more: Any) -> Graph:

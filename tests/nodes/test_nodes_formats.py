@@ -3,17 +3,15 @@ to the caption."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph
 from tests.gguf_files import llama_name, matrices, tokenizer_notes, write
-from tests.nodes.comfy_files import assert_comes_true
-from tests.nodes.test_nodes_precisions import LOOK, facts_of, looked_at
+from tests.nodes.comfy_files import LOOK, assert_comes_true, facts_of, looked_at
 from tools.embedded_graphs import node, text_to_video
 from wan_core.checkpoint import load_dit, load_text_encoder
 from wan_core.checkpoint.save import save, write_safetensors
@@ -29,8 +27,6 @@ INT8 = Quantization(Int8Linear, torch.device("cpu"))
 
 
 def make_files(models: Path) -> None:
-    for folder in ("diffusion_models", "text_encoders"):
-        (models / folder).mkdir(parents=True)
     for name in ("high", "low"):
         model = load_dit(TINY / f"t2v_{name}.safetensors", dtype=torch.float32)
         notes = {key: getattr(model.config, key) for key in ("num_heads", "text_len", "eps")}
@@ -60,14 +56,12 @@ def make_files(models: Path) -> None:
     )
 
 
+PACKS = {"look": LOOK}
+
+
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"), {"look": LOOK})
+def files(base: Path) -> None:
     make_files(base / "models")
-    server = ComfyUI(find_comfyui(), base)
-    server.get("/object_info/Look")
-    yield server
-    server.stop()
 
 
 def with_files(kind: str, **inputs: str) -> Graph:

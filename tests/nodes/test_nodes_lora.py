@@ -3,61 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.comfyui import ComfyUI, Graph, Refused, Run, make_base, serving
+from tests.comfyui import ComfyUI, Graph, Refused
+from tests.nodes.comfy_files import LOOK, facts_of, looked_at
 from tools.embedded_graphs import LINEARS, SMALL, loaders, node, sampler, write_lora
 from wan_core.checkpoint.save import write_safetensors
 
 pytestmark = pytest.mark.comfy
 
-# A second pack: a node that looks at the models and the latents of a run.
-LOOK = """
+# A second pack: a list of LoRAs, as other packs have it.
+STACK = """
 import json
-import sys
 
-def count_attached(content):
-    return sum(getattr(module, "lora_up", None) is not None for module in content.modules())
-
-class Look:
-    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"model": ("WANCORE_MODEL",), "latent": ("LATENT",)}}
-    @classmethod
-    def IS_CHANGED(cls, **inputs):
-        return float("nan")
-    def run(self, model, latent):
-        held = [model.patchers[expert] for expert in ("high", "low")]
-        contents = [one.model.content for one in held]
-        facts = {
-            "sum": float(latent["samples"].double().abs().sum()),
-            "modules": [id(content) for content in contents],
-            "attached": [content and count_attached(content) for content in contents],
-            "merged": [one.model.content and len(one.on_model.merged.parameters) for one in held],
-            "resident_blocks": model.patchers["high"].resident_blocks,
-        }
-        return (json.dumps(facts),)
-
-class Room:  # the pack believes in a device of so many MB; 0: in the one that is here
-    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("WANCORE_MODEL",)
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"model": ("WANCORE_MODEL",), "mb": ("FLOAT", {"default": 0})}}
-    @classmethod
-    def IS_CHANGED(cls, **inputs):
-        return float("nan")
-    def run(self, model, mb):
-        host = sys.modules[type(model.patchers["high"]).__module__.rpartition(".")[0]]
-        host.true_room = getattr(host, "true_room", host.room)
-        host.room = (lambda: int(mb * 1e6)) if mb else host.true_room
-        return (model,)
-
-class Stack:  # as other packs have it
+class Stack:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("LORA_STACK",)
     @classmethod
     def INPUT_TYPES(cls):
@@ -68,19 +31,19 @@ class Stack:  # as other packs have it
             return (found,)
         return ([tuple(entry) if isinstance(entry, list) else entry for entry in found],)
 
-NODE_CLASS_MAPPINGS = {"Look": Look, "Room": Room, "Stack": Stack}
+NODE_CLASS_MAPPINGS = {"Stack": Stack}
 """
 
 
+PACKS = {"look": LOOK, "stack": STACK}
+
+
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"), {"look": LOOK})
+def files(base: Path) -> None:
     folder = base / "models" / "loras"
-    folder.mkdir(parents=True, exist_ok=True)
     write_lora(folder / "style.safetensors", seed=1)
     write_lora(folder / "other_4steps.safetensors", seed=2)
     write_safetensors({"x.weight": torch.zeros(2)}, folder / "no_lora.safetensors", {})
-    yield from serving(base)
 
 
 def lora(model: str = "model", **inputs: Any) -> dict[str, Any]:
@@ -98,50 +61,45 @@ def graph(*chain: dict[str, Any], **sampling: Any) -> Graph:
     nodes["size"] = node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)")
     nodes["sampler"] = sampler(**numbers)
     nodes["sampler"]["inputs"]["model"] = [names[-1], 0]
-    nodes["look"] = node("Look", model=[names[-1], 0], latent=["sampler", 0])
-    nodes["facts"] = node("PreviewAny", source=["look", 0])
-    return nodes
-
-
-def facts(run: Run) -> dict[str, Any]:
-    assert run.ok, run.status
-    return json.loads(run.outputs["facts"]["text"][0])
+    return looked_at(nodes, names[-1])
 
 
 def test_another_strength_and_no_lora_load_nothing_again(comfy: ComfyUI) -> None:
-    plain = facts(comfy.run(graph()))
+    plain = facts_of(comfy.run(graph()))
     run = comfy.run(graph(lora()))
-    full = facts(run)
+    full = facts_of(run)
     assert (
         "LoRA of rank 4" in run.outputs["lora0"]["text"][0]
         and "high: LoRA loras/style" in run.outputs["lora0"]["text"][0]
     )
-    half = facts(comfy.run(graph(lora(strength_high=0.5, strength_low=0.5))))
-    none = facts(comfy.run(graph(lora(strength_high=0.0, strength_low=0.0))))
+    half = facts_of(comfy.run(graph(lora(strength_high=0.5, strength_low=0.5))))
+    none = facts_of(comfy.run(graph(lora(strength_high=0.0, strength_low=0.0))))
     assert plain["modules"] == full["modules"] == half["modules"] == none["modules"]
     assert full["merged"] == [len(LINEARS), len(LINEARS)] and plain["merged"] == none["merged"] == [0, 0]
     assert full["attached"] == [0, 0]
     assert len({full["sum"], half["sum"], plain["sum"]}) == 3
     assert none["sum"] == plain["sum"]
-    again = facts(comfy.run(graph(seed=5)))
+    again = facts_of(comfy.run(graph(seed=5)))
     assert again["merged"] == [0, 0]
 
 
 def test_a_loader_that_attaches(comfy: ComfyUI) -> None:
     attaching = graph(lora())
-    merged = facts(comfy.run(attaching))
+    merged = facts_of(comfy.run(attaching))
     attaching["model"]["inputs"]["lora_mode"] = "attach"
     run = comfy.run(attaching)
-    attached = facts(run)
+    attached = facts_of(run)
     assert "attached: asked for" in run.outputs["lora0"]["text"][0]
     assert attached["attached"] == [len(LINEARS), len(LINEARS)] and attached["merged"] == [0, 0]
     assert attached["sum"] == pytest.approx(merged["sum"], rel=1e-3)
 
 
 def test_nodes_are_chained_and_experts_are_told_apart(comfy: ComfyUI) -> None:
-    both = facts(comfy.run(graph(lora(), lora(high="other_4steps.safetensors", strength_high=0.5, strength_low=0.5))))
-    first = facts(comfy.run(graph(lora())))
-    high = facts(comfy.run(graph(lora(low="none"))))
+    both = facts_of(
+        comfy.run(graph(lora(), lora(high="other_4steps.safetensors", strength_high=0.5, strength_low=0.5)))
+    )
+    first = facts_of(comfy.run(graph(lora())))
+    high = facts_of(comfy.run(graph(lora(low="none"))))
     assert len({both["sum"], first["sum"], high["sum"]}) == 3
     assert both["merged"] == [len(LINEARS), len(LINEARS)] and high["merged"] == [len(LINEARS), 0]
 
@@ -182,10 +140,12 @@ def stacked(entries: Any, low: Any = None, **files: Any) -> Graph:
 
 def test_a_stack_of_another_pack_is_the_same_chain(comfy: ComfyUI) -> None:
     both = [["style.safetensors", 1.0, 1.0], ["other_4steps.safetensors", 0.5, 0.0]]
-    chain = facts(comfy.run(graph(lora(), lora(high="other_4steps.safetensors", strength_high=0.5, strength_low=0.5))))
+    chain = facts_of(
+        comfy.run(graph(lora(), lora(high="other_4steps.safetensors", strength_high=0.5, strength_low=0.5)))
+    )
     other = {"high": "other_4steps.safetensors", "strength_high": 0.5, "strength_low": 0.5}
-    assert facts(comfy.run(stacked(both)))["sum"] == chain["sum"]
-    assert facts(comfy.run(stacked(both[:1], **other)))["sum"] == chain["sum"]
-    high_only = facts(comfy.run(graph(lora(low="none"))))
-    assert facts(comfy.run(stacked(both[:1], [])))["sum"] == high_only["sum"]
-    assert facts(comfy.run(stacked(both[:1], both[:1])))["sum"] == facts(comfy.run(graph(lora())))["sum"]
+    assert facts_of(comfy.run(stacked(both)))["sum"] == chain["sum"]
+    assert facts_of(comfy.run(stacked(both[:1], **other)))["sum"] == chain["sum"]
+    high_only = facts_of(comfy.run(graph(lora(low="none"))))
+    assert facts_of(comfy.run(stacked(both[:1], [])))["sum"] == high_only["sum"]
+    assert facts_of(comfy.run(stacked(both[:1], both[:1])))["sum"] == facts_of(comfy.run(graph(lora())))["sum"]

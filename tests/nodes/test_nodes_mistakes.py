@@ -3,14 +3,14 @@ wrong, and one that says what to do; before the prompt runs where constants show
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui import ComfyUI, Graph, Refused, make_base, serving
+from tests.comfyui import ComfyUI, Graph, Refused
 from tests.stand_ins import write_stand_in
 from tools.embedded_graphs import image_to_video, node, small
 from wan_core.pipeline.sources import TINY
@@ -130,11 +130,8 @@ MISTAKES = {
 
 
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"))
+def files(base: Path) -> None:
     models = base / "models"
-    for folder in ("diffusion_models", "vae", "loras"):
-        (models / folder).mkdir(parents=True)
     for expert in ("high", "low"):
         (models / "diffusion_models" / f"{expert}_noise.safetensors").symlink_to(TINY / f"t2v_{expert}.safetensors")
     whole = (TINY / "t2v_high.safetensors").read_bytes()
@@ -143,7 +140,6 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     (models / "vae" / HIGH).symlink_to(TINY / "t2v_high.safetensors")
     write_stand_in(models / "vae" / VAE_5B)
     Image.fromarray(np.full((48, 48, 3), 90, np.uint8)).save(base / "input" / "first.png")
-    yield from serving(base)
 
 
 def told(comfy: ComfyUI, graph: Graph) -> tuple[str, str, str]:

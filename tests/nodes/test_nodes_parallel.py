@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tests.comfyui import ComfyUI, Graph, Refused, act_in_step, find_comfyui, interrupted, make_base, serving
+from tests.comfyui import ComfyUI, Graph, Refused, act_in_step, find_comfyui, interrupted, make_base
 from tests.nodes.test_workflows import caption_behind, on_cpu_workers
 from tests.nodes.workflow_pages import api_form
 from tools.embedded_graphs import node, small, text_to_video
@@ -23,11 +22,6 @@ from wan_lab.metrics import judge
 pytestmark = pytest.mark.comfy
 
 LAUNCHER = {"devices": "cpu,cpu", "mesh": "auto", "start_timeout": 60, "step_timeout": 60}
-
-
-@pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    yield from serving(make_base(tmp_path_factory.mktemp("comfyui")))
 
 
 def on_workers(graph: Graph, **changed: object) -> Graph:

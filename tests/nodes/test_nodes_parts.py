@@ -8,7 +8,6 @@ import secrets
 import shutil
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.comfyui import Client, ComfyUI, Graph, make_base, saved_latents, serving
+from tests.comfyui import Client, ComfyUI, Graph, saved_latents
 from tests.nodes.workflow_pages import api_form
 from tools.embedded_graphs import TINY_I2V, loaders, node, sampler
 from wan_core.checkpoint.save import write_safetensors
@@ -30,9 +29,8 @@ FEW = {"steps": 6, "guidance_high": 3.0, "guidance_low": 3.0}
 
 
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+def files(base: Path) -> None:
     """With the embedded models and random LoRAs under the names that ComfyUI's templates give."""
-    base = make_base(tmp_path_factory.mktemp("comfyui"))
     for task, version in (("i2v", "1"), ("t2v", "1.1")):
         for expert in ("high", "low"):
             copy(base, TINY / f"{task}_{expert}.safetensors", f"wan2.2_{task}_{expert}_noise_14B_fp8_scaled")
@@ -41,17 +39,13 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     copy(base, TINY / "text_encoder.safetensors", "umt5_xxl_fp8_e4m3fn_scaled", "text_encoders")
     copy(base, TINY / "vae.safetensors", "wan_2.1_vae", "vae")
     Image.new("RGB", (64, 64), (200, 30, 40)).save(base / "input" / "example.png")
-    yield from serving(base)
 
 
 def copy(base: Path, file: Path, name: str, folder: str = "diffusion_models") -> None:
-    path = base / "models" / folder / f"{name}.safetensors"
-    path.parent.mkdir(exist_ok=True)
-    shutil.copy(file, path)
+    shutil.copy(file, base / "models" / folder / f"{name}.safetensors")
 
 
 def write_lora(base: Path, name: str, weight: torch.Tensor) -> None:
-    (base / "models" / "loras").mkdir(exist_ok=True)
     down, up = torch.full((2, weight.shape[1]), 0.02), torch.full((weight.shape[0], 2), 0.02)
     block = "diffusion_model.blocks.0.ffn.0"
     tensors = {f"{block}.lora_down.weight": down, f"{block}.lora_up.weight": up}

@@ -5,79 +5,37 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui import ComfyUI, Graph, Refused, Run, find_comfyui, make_base
-from tests.nodes.comfy_files import assert_comes_true, make_ti2v
+from tests.comfyui import ComfyUI, Graph, Refused, Run
+from tests.nodes.comfy_files import LOOK, assert_comes_true, facts_of, looked_at, make_ti2v
 from tools.embedded_graphs import node, small, text_to_video
 
 pytestmark = pytest.mark.comfy
 SCALES = 0.02  # share of the embedded model's weights, which are counted without them
 
-# A second pack: a node that looks at the models of a loader, and an attention backend for heads that no model here has.
-LOOK = """
-import json
-from dataclasses import replace
-
-class Look:
-    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
-    @classmethod
-    def INPUT_TYPES(cls):
-        from wan_core.ops.attention.registry import BACKENDS, Needs
-        BACKENDS["odd"] = replace(BACKENDS["sdpa"], name="odd", needs=Needs(head_dims=(96,)))
-        return {"required": {"model": ("WANCORE_MODEL",), "after": ("LATENT",)}}
-    @classmethod
-    def IS_CHANGED(cls, **inputs):
-        return float("nan")
-    def run(self, model, after):
-        from wan_core.execution.memory.residency import tensors_of
-        from wan_core.execution.optimize import compilations
-        held = set(model.patchers.values())
-        tensors = [tensor for one in held for tensor in tensors_of(one.model.content).values()]
-        facts = {
-            "told": sum(one.model_size() for one in held),
-            "loaded": sum(one.loaded_size() for one in held),
-            "bytes": sum(tensor.nbytes for tensor in tensors),
-            "units": sum(sum(one.part.units) for one in held),
-            "fp8": sum(tensor.numel() for tensor in tensors if "float8" in str(tensor.dtype)),
-            "graphs": compilations(),
-        }
-        return (json.dumps(facts),)
-
-NODE_CLASS_MAPPINGS = {"Look": Look}
-"""
+PACKS = {"look": LOOK}
 
 
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"), {"look": LOOK})
+def files(base: Path) -> None:
     make_ti2v(base)
-    server = ComfyUI(find_comfyui(), base)
-    server.get("/object_info/Look")  # which registers the backend
-    yield server
-    server.stop()
+
+
+@pytest.fixture(scope="module")
+def comfy(comfy: ComfyUI) -> ComfyUI:
+    comfy.get("/object_info/Look")  # which registers the backend
+    return comfy
 
 
 def with_loader(graph: Graph, **inputs: Any) -> Graph:
     graph["model"]["inputs"] |= inputs
     return graph
-
-
-def looked_at(graph: Graph) -> Graph:
-    return graph | {
-        "look": node("Look", model=["model", 0], after=["sampler", 0]),
-        "facts": node("PreviewAny", source=["look", 0]),
-    }
-
-
-def facts_of(run: Run) -> dict[str, int]:
-    assert run.ok, run.status
-    return json.loads(run.outputs["facts"]["text"][0])
 
 
 def in_pictures(**inputs: Any) -> Graph:

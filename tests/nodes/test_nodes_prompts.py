@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.comfyui import ComfyUI, Graph, Refused, make_base, serving
+from tests.comfyui import ComfyUI, Graph, Refused
 from tools.embedded_graphs import node, text_to_video
 from wan_core.config import LoadOptions, PromptAt, Request
 from wan_core.media.video import read_video
@@ -19,11 +18,6 @@ pytestmark = pytest.mark.comfy
 RED, GREEN = "a red circle moving right on a blue background", "a green circle moving right on a blue background"
 SIZE = {"width": 48, "height": 48, "frames": 17}
 SCENES = PromptAt(frame=0, text=RED), PromptAt(frame=8, text=GREEN)
-
-
-@pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    yield from serving(make_base(tmp_path_factory.mktemp("comfyui")))
 
 
 def graph(prompts: str = f"0: {RED}\n8: {GREEN}", whole: str = "", **sampling: Any) -> Graph:

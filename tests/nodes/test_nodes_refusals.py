@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.comfyui import ComfyUI, Graph, Refused, Run, make_base, serving
+from tests.comfyui import ComfyUI, Graph, Refused, Run
 from tools.embedded_graphs import CAPTION, TINY_I2V, image_to_video, node, small
 
 pytestmark = pytest.mark.comfy
@@ -19,18 +19,14 @@ HIGH = "high_noise.safetensors"
 
 
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"))
+def files(base: Path) -> None:
     folder = base / "models" / "diffusion_models"
-    folder.mkdir(parents=True)
     tiny = base / "custom_nodes" / "wancore" / "wan_core" / "assets" / "tiny"
     for expert in ("high", "low"):  # links, as users have them
         (folder / f"{expert}_noise.safetensors").symlink_to(tiny / f"t2v_{expert}.safetensors")
     for other in ("vae", "text_encoders", "clip_vision"):  # in a folder where it does not belong
-        (base / "models" / other).mkdir()
         (base / "models" / other / HIGH).symlink_to(tiny / "t2v_high.safetensors")
     Image.fromarray(np.full((48, 48, 3), 90, np.uint8)).save(base / "input" / "first.png")
-    yield from serving(base)
 
 
 def texts(*ranges: tuple[float, float], **sampling: Any) -> Graph:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.comfyui import ComfyUI, Graph, make_base, serving
+from tests.comfyui import ComfyUI, Graph
 from tests.nodes.comfy_files import MAGCACHE
 from tools.embedded_graphs import SMALL, TINY, loaders, node, sampler
 from wan_core.pipeline.sources import TINY as FILES
@@ -19,15 +19,11 @@ pytestmark = pytest.mark.comfy
 
 
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    """A server with a copy of the embedded experts among the user's models."""
-    base = make_base(tmp_path_factory.mktemp("comfyui"))
-    (base / "models" / "diffusion_models").mkdir()
+def files(base: Path) -> None:
+    """A copy of the embedded experts."""
+    folder = base / "models" / "diffusion_models"
     for expert in ("high", "low"):
-        shutil.copy(
-            FILES / f"t2v_{expert}.safetensors", base / "models" / "diffusion_models" / f"mine_{expert}.safetensors"
-        )
-    yield from serving(base)
+        shutil.copy(FILES / f"t2v_{expert}.safetensors", folder / f"mine_{expert}.safetensors")
 
 
 def small(**sampling: Any) -> Graph:

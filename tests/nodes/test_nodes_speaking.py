@@ -3,30 +3,28 @@ what the command line makes of the same sound, and its file has that sound."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests import s2v_loop as loop
 from tests.animate_references import draw_weights
-from tests.comfyui import ComfyUI, Graph, make_base, serving
+from tests.comfyui import ComfyUI, Graph
+from tests.nodes.comfy_files import write_parts
 from tests.nodes.workflow_pages import api_form
 from tests.pipeline.test_sound_clips import write_wav
 from tools.embedded_graphs import node
-from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import LoadOptions, Request
 from wan_core.media.sound import read_sound
 from wan_core.media.video import load_image, read_video
 from wan_core.pipeline import clips, hearing, sources
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.sources import TINY
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 # In the place of AudioEncoderEncode, whose encoder has one size only.
@@ -47,18 +45,16 @@ PLAN = {"steps": 2, "guidance_high": 1.5, "guidance_low": 1.5, "shift": 5.0, "so
 FRAMES, SEEDS = 32, (1, 2, 3)  # two seconds, in three clips; the seeds of the workflow
 
 
+PACKS = {"states": STATES}
+
+
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"), {"states": STATES})
-    for folder in ("diffusion_models", "text_encoders", "vae"):
-        (base / "models" / folder).mkdir()
+def files(base: Path) -> None:
     save_file(draw_weights(loop.CONFIG), base / "models/diffusion_models/s2v.safetensors", {"num_heads": "2"})
-    shutil.copy(TINY / "text_encoder.safetensors", base / "models/text_encoders/umt5.safetensors")
-    write_safetensors(load_file(TINY / "vae.safetensors"), base / "models/vae/vae.safetensors", {"format": "pt"})
+    write_parts(base)
     Image.fromarray(loop.drawn_pictures(1, 5)[0]).save(base / "input/reference.png")
     write_wav(base / "input/speech.wav", FRAMES / 16)
     torch.save(loop.drawn_states()[:, :99].clone(), base / "states.pt")
-    yield from serving(base)
 
 
 def graph_of(comfy: ComfyUI) -> Graph:

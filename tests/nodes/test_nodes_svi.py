@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from benchmarks.comfyui import Graph
-from tests.comfyui import ComfyUI, find_comfyui, make_base
+from tests.comfyui import ComfyUI
 from tools.embedded_graphs import CAPTION, TINY_I2V, loaders, node, sampler
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
@@ -22,13 +21,9 @@ WIDTH, HEIGHT, CLIP = 48, 32, 17
 
 
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    checkout, base = find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui"))
+def files(base: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(base / "input" / "anchor.png")
-    server = ComfyUI(checkout, base)
-    yield server
-    server.stop()
 
 
 def clip(number: int, **more: list[object]) -> Graph:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from tests.comfyui import ComfyUI, make_base, serving
+from tests.comfyui import ComfyUI
 from tests.models.test_tiny_vae import weights_of
 from tools.embedded_graphs import node, text_to_video
 from wan_core.checkpoint import save
@@ -24,20 +23,20 @@ pytestmark = pytest.mark.comfy
 SIZE = {"width": 64, "height": 48, "frames": 9}
 
 
+ARGUMENTS = ["--preview-method", "taesd"]
+
+
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    base = make_base(tmp_path_factory.mktemp("comfyui"))
+def files(base: Path) -> None:
     for folder in ("vae", "vae_approx"):
         path = base / "models" / folder / "taew2_1.safetensors"
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(exist_ok=True)
         write_safetensors(weights_of("taew2_1"), path, {})
     make_model(base / "models" / "diffusion_models" / "wan2.1_t2v_14B.safetensors")
-    yield from serving(base, arguments=["--preview-method", "taesd"])
 
 
 def make_model(path: Path) -> None:
     """A small text-to-video transformer of Wan 2.1, for the embedded model's text encoder."""
-    path.parent.mkdir(parents=True)
     config = DiTConfig(
         in_channels=16, out_channels=16, dim=64, ffn_dim=96, num_heads=2, num_layers=2, text_dim=64, text_len=32
     )

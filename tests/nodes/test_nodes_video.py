@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import av
 import numpy as np
 import pytest
 
-from tests.comfyui import ComfyUI, Graph, make_base, serving
+from tests.comfyui import ComfyUI, Graph
 from tests.nodes.comfy_files import FAULTS, assert_comes_true
 from tools.embedded_graphs import SMALL, node, text_to_video
 from wan_core.media.video import read_video
@@ -36,9 +35,7 @@ NODE_CLASS_MAPPINGS = {"PlainVAE": PlainVAE}
 """
 
 
-@pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    yield from serving(make_base(tmp_path_factory.mktemp("comfyui"), {"faults": FAULTS, "plain": PLAIN}))
+PACKS = {"faults": FAULTS, "plain": PLAIN}
 
 
 def decoded_to_video(size: dict[str, int] | None = None, **inputs: Any) -> Graph:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.browser import Browser, find_browser, front_end, page_of
-from tests.comfyui import ComfyUI, find_comfyui, make_base
+from tests.comfyui import ComfyUI
 from tests.nodes.workflow_pages import page_form
 from wan_core.pipeline.sources import TINY
 
@@ -45,16 +45,14 @@ MISSING = """const surface = arguments[0], objects = { app, api: app.api, canvas
 return Object.entries(objects).flatMap(([name, object]) => surface[name].filter((one) => !(one in object)));"""
 
 
+ARGUMENTS = front_end()
+
+
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    checkout, _ = find_comfyui(), find_browser()
-    base = make_base(tmp_path_factory.mktemp("comfyui"))
-    (base / "models" / "diffusion_models").mkdir()
+def files(base: Path) -> None:
+    find_browser()
     for expert, name in (("high", HIGH), ("low", LOW)):
         (base / "models" / "diffusion_models" / name).symlink_to(TINY / f"t2v_{expert}.safetensors")
-    server = ComfyUI(checkout, base, arguments=front_end())
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes 2.0"])

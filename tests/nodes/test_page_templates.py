@@ -7,6 +7,7 @@ from __future__ import annotations
 import urllib.parse
 from collections.abc import Iterator
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.browser import Browser, find_browser, front_end, page_of
-from tests.comfyui import ComfyUI, find_comfyui, make_base
+from tests.comfyui import ComfyUI
 from tests.nodes.workflow_pages import TITLES, api_form, graphs, page_form
 from tools.workflows import all_nodes, files_of
 from wan_core.media.mp4 import write_mp4
@@ -65,15 +66,14 @@ await new Promise((done) => setTimeout(done, 2000));
 return [...document.querySelectorAll("button")].filter((one) => one.innerText.trim() === "Download").length"""
 
 
+ARGUMENTS = front_end()
+
+
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    checkout, _ = find_comfyui(), find_browser()
-    base = make_base(tmp_path_factory.mktemp("comfyui"))
+def files(base: Path) -> None:
+    find_browser()
     Image.fromarray(np.full((64, 64, 3), 90, np.uint8)).save(base / "input" / "example.png")
     write_mp4(base / "input" / "example.mp4", np.full((9, 112, 64, 3), 90, np.uint8), fps=24)  # its preview is high
-    server = ComfyUI(checkout, base, arguments=front_end())
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["classic", "nodes 2.0"])

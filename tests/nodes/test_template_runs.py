@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from PIL import Image
 from benchmarks.comfyui import Graph
 from benchmarks.templates.expand import expand
 from benchmarks.templates.run import Templates, observed
-from tests.comfyui import ComfyUI, find_comfyui, find_newer_comfyui, make_base
+from tests.comfyui import ComfyUI, find_newer_comfyui
 from tests.nodes.test_workflows import BOXES, on_cpu_workers
 from tests.nodes.workflow_pages import api_form, page_form
 from tests.pipeline.test_sound_clips import write_wav
@@ -45,9 +44,11 @@ NODE_CLASS_MAPPINGS = {{"States": States}}
 """
 
 
+PACKS = {"states": STATES}
+
+
 @pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    checkout, base = find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui"), {"states": STATES})
+def files(base: Path) -> dict[str, str]:
     folders = {name: one.folder for name, one in known_files().items()}
     for name in {
         file for box in BOXES if box != NATIVE for node in all_nodes(page_form(box)) for file in files_of(node)
@@ -59,9 +60,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
     Image.fromarray(draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(base / "input" / "example.png")
     write_mp4(base / "input" / "example.mp4", draw.integers(0, 256, (FRAMES, SIDE, SIDE, 3), dtype=np.uint8), fps=24)
     write_wav(base / "input" / "example.mp3", 2.0)
-    server = ComfyUI(checkout, base, {"WANCORE_ALLOW_CPU_WORKERS": "1"})
-    yield server
-    server.stop()
+    return {"WANCORE_ALLOW_CPU_WORKERS": "1"}
 
 
 def smaller(graph: Graph) -> Graph:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.comfyui import ComfyUI, find_comfyui, make_base, python_of, serving
+from tests.comfyui import ComfyUI, find_comfyui, python_of
 from tests.nodes.workflow_pages import (
     AUTOGROW,
     DYNAMIC_COMBO,
@@ -235,12 +234,6 @@ def changes(entry: Schema, now: Schema) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------- in a real ComfyUI
-
-
-@pytest.fixture(scope="module")
-def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
-    """A fresh installation: no model, no picture, nothing but the pack."""
-    yield from serving(make_base(tmp_path_factory.mktemp("comfyui")))
 
 
 @pytest.mark.comfy
