@@ -93,10 +93,12 @@ def test_texts_stay_on_their_nodes_line_by_line_with_warnings_first(page: Browse
     assert page.script(RUN) == "execution_success"
     assert toasted(page, "the experts are swapped")
     loader, sampler = said(page, "two experts, 8 blocks"), said(page, "done in")
-    assert loader[0].startswith("⚠ the experts are swapped: ") and loader[0] == sampler[0]
+    warnings = [line for line in sampler if line.startswith("⚠ ")]
+    assert loader[0].startswith("⚠ the experts are swapped: ") and loader[0] in warnings
     assert f"diffusion_models/{LOW} is for the low-noise expert" in loader[0]
     assert [line.split(": ")[0] for line in loader[1:]] == ["t2v-A14B", "high", "low", "its own settings"]
-    assert sampler[1].startswith(f"t2v-A14B: {STEPS} steps") and sampler[2].startswith("done in")
+    plan, done = sampler[len(warnings) :]
+    assert plan.startswith(f"t2v-A14B: {STEPS} steps") and done.startswith("done in")
     assert [title for title, saved, own in page.script(COUNTS) if saved != own] == []
 
 
@@ -107,7 +109,7 @@ def test_the_embedded_model_says_what_it_does_not_know_inside_a_subgraph_too(pag
         assert page.script(RUN) == "execution_success"
     assert toasted(page, "the embedded model knows only captions")
     page.script(OPEN)
-    assert said(page, "done in")[0].startswith("⚠ the embedded model knows only captions such as")
+    assert any(line.startswith("⚠ the embedded model knows only captions such as") for line in said(page, "done in"))
     assert said(page, "two experts, 8 blocks")[0].startswith("t2v-tiny")
 
 
