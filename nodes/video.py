@@ -71,7 +71,7 @@ class WanCoreVAEDecode(io.ComfyNode):
 
 
 ENCODERS: dict[str, Encoder] = {
-    "as Save Video": Encoder(crf=23, threads="slices"),
+    "as Save Video": Encoder(crf=23, threads="SLICE"),
     "all cores": Encoder(crf=23),
     "fast": Encoder(crf=23, preset="veryfast"),
 }

@@ -144,7 +144,7 @@ def test_refusals_say_why_and_leave_nothing(tmp_path, case):
     assert files(tmp_path) == ["file", "folder.mp4"] and not files(tmp_path / "folder.mp4")
 
 
-@pytest.mark.parametrize("threads", ["slices", "frames"])
+@pytest.mark.parametrize("threads", ["SLICE", "FRAME"])
 @pytest.mark.parametrize("channels", [1, 2])
 def test_sound_ends_with_the_frames(tmp_path, channels, threads):
     """A second of frames, three seconds of a tone: one second of it is stored, and sounds as it did."""

@@ -319,8 +319,7 @@ class Request(PlanNumbers):
         low=0,
         high=1,
         advice="1 is all of it",
-        help="make the colours of later clips those of the first, by so much: 0 to 1, against "
-        "drift (default: the family's, which is 0)",
+        help="make the colours of later clips those of the first, by so much: 0 to 1, against drift (default: 0)",
     )
     nag: NagOptions | None = option(
         None,

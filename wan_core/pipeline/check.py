@@ -117,8 +117,7 @@ class Job:
     @property
     def match_colours(self) -> float:
         """How far the colours of later clips become those of the first."""
-        asked = self.request.match_colours
-        return self.rules.match_colours if asked is None else asked
+        return self.request.match_colours or 0.0
 
     def clip_shape(self, clip: Clip) -> tuple[int, int, int, int, int]:
         """The shape of the latents of one clip, [1, C, T, Y, X]."""

@@ -9,7 +9,7 @@ Legend: F/H/W video frames, height, width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,12 +65,6 @@ class ColourMatch:
             return rgb_of(torch.lerp(colours, moved, strength))
 
         return matched
-
-    def matched(self, frames: Frames) -> Iterator[Tensor]:
-        """The frames [H, W, 3] of the next part in 0..1, matched."""
-        change = self.change(frames)
-        for frame in frames:
-            yield unit(frame, self.device) if change is None else change(unit(frame, self.device))
 
 
 def pixels_of(picture: Tensor) -> Frames:

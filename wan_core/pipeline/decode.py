@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
-from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.config import VAEConfig, check_latents
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 
@@ -123,7 +123,7 @@ def in_this_mode(consume: Callable[[Pieces], Made]) -> Callable[[Pieces], Made]:
 
 def images_shape(config: VAEConfig, latents: Tensor) -> tuple[int, int, int, int]:
     """[B * F, H, W, 3] of what `latents` [B, C, T, Y, X] are decoded to. Raises OptionError."""
-    config.check_latents(latents.shape)
+    check_latents(config.z_dim, latents.shape)
     stride, (B, _, T, Y, X) = config.spatial_stride, latents.shape
     return B * config.video_frames(T), Y * stride, X * stride, 3
 

@@ -37,10 +37,6 @@ class VAEConfig:
         """Pixels per latent row or column: 8 (2.1) or 16 (2.2)."""
         return self.patch * 2 ** (len(self.dim_mult) - 1)
 
-    def check_latents(self, shape: Sequence[int]) -> None:
-        """Raise OptionError unless latents of `shape` can be decoded."""
-        check_latents(self.z_dim, shape)
-
     @property
     def temporal_stride(self) -> int:
         """Frames per latent frame after the first, 4."""

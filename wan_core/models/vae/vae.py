@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.config import OptionError
-from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.config import VAEConfig, check_latents
 from wan_core.models.vae.layers import (
     AttentionBlock,
     CausalConv3d,
@@ -284,7 +284,7 @@ class VideoVAE(nn.Module):
         With `tile`, all tiles advance together: layers store the history of every tile, but only one chunk of frames is
         in memory. Arguments are checked at the call, before the first frame is requested.
         """
-        self.config.check_latents(latents.shape)
+        check_latents(self.config.z_dim, latents.shape)
         spans = _chunk_spans(latents.shape[2], chunk)
         if tile is None:
             return (self._finish(frames, clamp) for frames in self._decode_chunks(latents, spans))

@@ -52,7 +52,6 @@ class WanModel(nn.Module):
         self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.num_layers)))
         self.stage: range | None = None  # the blocks that run here, where other ranks have the others
         self.prepared_form: PreparedForm | None = None  # that a memory plan has chosen
-        # Attention module -> which attention its file asks ComfyUI for, as JSON: kept for who saves the model.
         self.head = Head(config)
         self.runners = RunnerChain()
         self._ropes: dict[tuple[object, ...], Tensor] = {}  # the one last asked for is last

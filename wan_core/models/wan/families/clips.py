@@ -46,8 +46,7 @@ class ClipRules:
     longer than the task's clip is cut without being asked. leading: latent frames before those of the video.
     longer: clips after the first have so many frames more; what drives the first has them, too. history: a clip is
     given so many frames that were made before it, beside its own. anchored: a clip is given an anchor picture, and of
-    the clip before its last latents, which are its own second and later ones. match_colours: how far the colours of
-    later clips become those of the first, where nothing is asked. padded(frames, clip, overlap): frames of
+    the clip before its last latents, which are its own second and later ones. padded(frames, clip, overlap): frames of
     the padded video.
     """
 
@@ -57,7 +56,6 @@ class ClipRules:
     longer: int = 0
     history: int = 0
     anchored: bool = False
-    match_colours: float = 0.0
     padded: Callable[[int, int, int], int] = whole_clips
 
     def driving(self, clip: Clip) -> Clip:

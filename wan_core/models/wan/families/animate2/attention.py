@@ -14,7 +14,6 @@ of the video is the reference picture and has no driving frame.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -325,10 +324,3 @@ def spans(begin: int, end: int, frame: int, at_once: int) -> Iterator[tuple[int,
         stop = start + frames * frame if frames else min(end, (start // frame + 1) * frame)
         yield start, stop, max(1, frames)
         start = stop
-
-
-def finite_scale(log_scale: float) -> float:
-    """`log_scale`, if it is a number. Raises ValueError."""
-    if not math.isfinite(log_scale):
-        raise ValueError(f"log_scale {log_scale} given; it must be a number: 0, or -1.3 for distilled weights")
-    return log_scale

@@ -26,7 +26,6 @@ from wan_core.models.wan.families.animate2.attention import (
     HostLayers,
     Recording,
     choose_form,
-    finite_scale,
 )
 from wan_core.models.wan.families.wan.model import ImageWanModel
 from wan_core.models.wan.layers import rope_table
@@ -46,7 +45,7 @@ class Driving:
 
     layers: keys and values [B or 1, M, H, D] of every block; None: nothing drives them. grid: frames, rows, columns of
     the driving tokens. unconditional: of each video; one value stands for all. stays: the same on the device, bool
-    [B, 1, 1], where videos differ: nothing may be copied there while a graph is captured.
+    [B, 1, 1], where videos differ: copied there once, and not by every block.
     """
 
     layers: DeviceLayers | HostLayers | None = None
@@ -130,7 +129,7 @@ class Animate2Model(ImageWanModel):
         stays = None
         if len(without) > 1:
             stays = torch.tensor(without, device=self.patch_embedding.weight.device)[:, None, None]
-        driving = Driving(None, (0, 0, 0), finite_scale(log_scale), reference_strength, without, videos, stays)
+        driving = Driving(None, (0, 0, 0), log_scale, reference_strength, without, videos, stays)
         passes = 0
         if pose is not None:
             assert image is not None  # or `embed_text` would have raised
