@@ -72,7 +72,7 @@ def workflow(**changed: dict[int, Any]) -> dict[str, Any]:
 
 
 def said(page: Browser, wanted_text: str) -> list[str]:
-    """The lines of the text on a node in which `words` are, as they are drawn."""
+    """The lines of the text on a node in which `wanted_text` is, as they are drawn."""
     texts = [text.replace("\ufeff", "") for text in page.script(SHOWN)]
     [match] = [text for text in texts if wanted_text in text]
     return [" ".join(line.split()) for line in match.strip().splitlines()]
@@ -97,7 +97,7 @@ def test_texts_stay_on_their_nodes_line_by_line_with_warnings_first(page: Browse
     assert loader[0].startswith("⚠ the experts are swapped: ") and loader[0] in warnings
     assert f"diffusion_models/{LOW} is for the low-noise expert" in loader[0]
     assert [line.split(": ")[0] for line in loader[1:]] == ["t2v-A14B", "high", "low", "its own settings"]
-    plan, done = sampler[len(warnings) :]
+    plan, done, *_ = sampler[len(warnings) :]
     assert plan.startswith(f"t2v-A14B: {STEPS} steps") and done.startswith("done in")
     assert [title for title, saved, own in page.script(COUNTS) if saved != own] == []
 
@@ -119,7 +119,7 @@ def test_what_the_sampler_says_stands_on_the_box_of_a_template_too(page: Browser
     before = page.script(values)
     assert page.script(RUN) == "execution_success"
     plan, done, advice = said(page, "done in")
-    assert plan.startswith("t2v-tiny: 20 steps") and done.startswith("done in") and advice.startswith("speed careful:")
+    assert plan.startswith("t2v-tiny: 20 steps") and done.startswith("done in") and advice.startswith("speed ")
     assert page.script(values) == before
 
 
