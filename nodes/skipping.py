@@ -50,7 +50,7 @@ class WanCoreSkipping(io.ComfyNode):
                     "little, with the WanCore Sampler only. taylorseer: computes every n-th step.",
                 ),
                 *widgets(MagCacheOptions, "threshold", "max_skips"),
-                *widgets(TaylorSeerOptions, "interval", "order"),
+                *widgets(TaylorSeerOptions, "interval"),
                 *widgets(MagCacheOptions, "retention"),
                 *widgets(SparseOptions),
             ],

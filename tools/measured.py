@@ -130,7 +130,7 @@ TABLES = {
     "words": Table(
         result="judges-h100",
         rows=r"test bed, .*: (bf16|magcache:(balanced|fast|0.12/2/0.2:published)|sparse.*|taylorseer:"
-        r"(2/1/0.25|2/1/0.4|2/2/0.3|3/1/0.2|3/1/0.3))$",
+        r"(2/1/0.25|2/1/0.4|3/1/0.2|3/1/0.3))$",
         judged=True,
     ),
     "words-by-steps": Table(
@@ -197,6 +197,7 @@ def by_setting(rows: list[Result]) -> list[Result]:
     several = len({row["steps"] for row in rows}) > 1
     for row in sorted(rows, key=lambda row: (-row["steps"], "image" in row["name"])):
         judge, _, name = row["name"].removeprefix("test bed, ").replace(", whole size", "").partition(": ")
+        name = re.sub(r"(taylorseer:\d)/1/", r"\1/", name)  # the order was an option
         about = {"steps": row["steps"]} if several else {}
         new = about | {"name": name, "forwards": row["forwards"], "captions": {}}
         one = settings.setdefault((row["steps"], name), new)

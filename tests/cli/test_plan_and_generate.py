@@ -35,7 +35,7 @@ CHOICES = (
     ("", "--frames 97", "--frames 33", "--frames 16", "--frames 0", "--clip-frames 33/1", "--clip-frames 32"),
     ("", "--clip-frames /3", "--clip-frames 33"),
     ("", "--sparse 0.8125/0", "--sparse 0.5/0:ramp0", "--sparse 0"),
-    ("", "--magcache 0.24/1/0.1", "--taylorseer 2/1/0.2", "--speed balanced"),
+    ("", "--magcache 0.24/1/0.1", "--taylorseer 2/0.2", "--speed balanced"),
     ("", "--guidance 1", "--guidance 200", "--guidance /2"),
     ("", "--solver heun", "--solver lcm", "--solver euler"),
     (

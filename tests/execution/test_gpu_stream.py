@@ -42,7 +42,7 @@ PRECISIONS = ("bf16", "fp8", "fp8-weights", "te-current", "te-delayed")
 SKIPPING = {
     "all steps": None,
     "magcache": SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=2, retention=0.2)),
-    "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1)),
+    "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2)),
 }
 
 

@@ -65,15 +65,15 @@ def policies() -> dict[str, dict[str, Any]]:
     from wan_core.config import TaylorSeerOptions
 
     return {
-        "careful": {"taylorseer": TaylorSeerOptions(interval=2, order=1, retention=0.4)},
-        "taylorseer": {"taylorseer": TaylorSeerOptions(interval=2, order=2, retention=0.1)},
+        "careful": {"taylorseer": TaylorSeerOptions(interval=2, retention=0.4)},
+        "taylorseer": {"taylorseer": TaylorSeerOptions(interval=2, retention=0.1)},
     }
 
 
 def every_second() -> dict[str, Any]:
     from wan_core.config import TaylorSeerOptions
 
-    return {"taylorseer": TaylorSeerOptions(interval=2, order=0, retention=0.1)}
+    return {"taylorseer": TaylorSeerOptions(interval=2, retention=0.1)}
 
 
 def never() -> list[dict[str, Any]]:

@@ -74,8 +74,7 @@ def cases() -> dict[str, Case]:
         "dual guidance, skip-layer guidance": {**dual, **slg()},
         "perpendicular guidance": {"guider": ("PerpNegGuider", 3.0, 1.0)},
         "a guider of one prompt": {"guider": ("BasicGuider",)},
-        "order 0": {"order": 0},
-        "order 2, two experts' ranges": {"order": 2, "model": "i2v 2.2"},
+        "two experts' ranges": {"model": "i2v 2.2"},
         "the first steps of a longer run": {"sigmas": EULER[:7], "steps": len(EULER) - 1},
         "bfloat16, windows": {"dtype": "bfloat16", **windows()},
         "bfloat16, VACE": {"dtype": "bfloat16", "model": "vace"},
@@ -155,7 +154,7 @@ def measure(it: World, case: Case) -> list[int]:
     from wan_core.sampling.native.plan import WholeRun
 
     model, extra, size = model_of(case)
-    policy: dict[str, Any] = {"taylorseer": TaylorSeerOptions(interval=2, order=case.get("order", 1), retention=0.1)}
+    policy: dict[str, Any] = {"taylorseer": TaylorSeerOptions(interval=2, retention=0.1)}
     models = [model, it.cached(model, WholeRun(steps=case.get("steps", 0)), **policy)]
     sampler = comfy.samplers.sampler_object(case.get("sampler", "euler"))
     noise, sigmas = world.rows(*size, seed=9), torch.tensor(case.get("sigmas", EULER))

@@ -83,7 +83,7 @@ BESIDE: dict[str, Graph] = {  # nodes beside the graph, of which the last is rea
     "launcher mesh": {"last": node("WanCoreLauncher", devices="cpu,cpu", mesh="99999x99999x99999", start_timeout=60,
                                    step_timeout=60)},
     "magcache": {"last": node("WanCoreSkipping", cache="magcache", threshold=1e30, max_skips=10**9)},
-    "taylorseer": {"last": node("WanCoreSkipping", cache="taylorseer", interval=10**9, order=10**9)},
+    "taylorseer": {"last": node("WanCoreSkipping", cache="taylorseer", interval=10**9)},
     "lora strength": {"last": node("WanCoreLoRA", model=["model", 0], high="none", strength_high=1e30, low="none",
                                    strength_low=1.0)},
 }  # fmt: skip

@@ -113,7 +113,7 @@ def test_a_word_in_20_steps_skips_forwards(comfy: ComfyUI) -> None:
     for expert in "01":
         [text] = [e["data"] for e in watched.events if e["type"] == "text" and e["node"] == f"fast{expert}"]
         assert re.search(r"\d+ of (10|20) forwards skipped", text), text
-        assert "step cache (speed balanced): " in text and "speed balanced: taylorseer 2/1/0.25" in text
+        assert "step cache (speed balanced): " in text and "speed balanced: taylorseer 2/0.7" in text
         assert "left out: speed balanced" in watched.outputs[f"fast{expert}"]["text"][0]
 
 

@@ -151,7 +151,7 @@ def test_strengths_that_change_during_the_run_are_in_the_plan(tmp_path):
     assert "control 0.7" in joined.plan.table() and "control 0" in joined.plan.table()
     with pytest.raises(OptionError, match="those of `positive` and `negative` differ"):
         join(both[0], prompt(0.7, 0.5), LATENT, experts, plan)
-    taylorseer = TaylorSeerOptions(interval=2, order=1, retention=0.2)
+    taylorseer = TaylorSeerOptions(interval=2, retention=0.2)
     skipping = skip_forwards(plan, SkipOptions(taylorseer=taylorseer), None, None)
     assert any(step.skipped for step in skipping.steps)
     with pytest.raises(OptionError, match="leave out step caching"):

@@ -236,7 +236,7 @@ REFUSED = {
     "--denoise=0.5": "takes no --denoise",
     "--control-video=@video.mp4 --outpaint=8/0/0/0 --image=@picture.png": "not as large as the padded video",
     "--control-strength=1/0.9/0.91": "none of the 2 steps",
-    "--steps=10 --control-strength=1/0/0.5 --taylorseer=2/1/0.2": "leave out step caching",
+    "--steps=10 --control-strength=1/0/0.5 --taylorseer=2/0.2": "leave out step caching",
 }
 
 

@@ -25,7 +25,7 @@ from wan_core.pipeline.run import Watch
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import with_costs
 
-SEER = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.1))
+SEER = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.1))
 ANIMATE2: tuple[dict[str, Any], ...] = (
     {"frames": 9, "guidance_high": 1.0, "guidance_low": 1.0, "steps": 6},  # a short video, once 7 for 6
     {"guidance_mode": "sequential"},

@@ -157,7 +157,7 @@ def test_a_driving_video_for_a_part_of_the_run(experts, start, end, undriven, pa
 
 def test_what_is_kept_does_not_cross_the_border_of_a_driving_video(experts):
     plan = make_plan(task="animate2-14B", steps=12, shift=1.0, solver="euler", guidance_high=2.0, guidance_low=2.0)
-    skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.0))
+    skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.0))
     skipping = skip_forwards(plan, skip, None, None)
     joined = join(windowed(1, 0.0, 0.45, **OWN), windowed(2, 0.0, 0.45, **OWN), LATENT, experts["animate2"], skipping)
     first = next(step for step in joined.plan.steps if step.undriven)

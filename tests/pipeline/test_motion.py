@@ -156,7 +156,7 @@ def test_phases_that_cannot_be_are_refused(fields: dict[str, object], message: s
 
 def test_steps_that_reuse_stay_within_a_phase() -> None:
     """What was computed with other strengths is not reused; a pattern and a curve go by experts as before."""
-    skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=4, order=0, retention=0))
+    skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=4, retention=0))
     plan = plan_of(preset="8-step-motion", steps=20, motion=MotionOptions(above=0.93), skip=skip)
     for phase in plan.phases:
         assert not phase[0].skipped and len(phase) > 1
@@ -251,7 +251,7 @@ def test_phases_are_runs_of_models_with_and_without_loras(
 def test_a_run_with_sparse_attention_and_skipped_steps(files: dict[str, dict[str, str]]) -> None:
     skip = SkipOptions(
         sparse=SparseOptions(sparsity=0.5),
-        taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0),
+        taylorseer=TaylorSeerOptions(interval=2, retention=0),
     )
     request = Request(preset="motion", steps=12, motion=MotionOptions(above=0.93), skip=skip, **SMALL)  # type: ignore[arg-type]
     pipe, with_loras, without = (load(files["own"], loras) for loras in (LORAS, LORAS, ()))

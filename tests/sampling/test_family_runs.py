@@ -18,7 +18,7 @@ from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.sparsity.schedule import sparsify
 
-SKIP = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
+SKIP = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.2))
 
 
 @pytest.fixture(params=CONFIGS)

@@ -26,7 +26,7 @@ CURVE = find_curve(None, "t2v-A14B")
 MAG = MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1)
 SETTINGS = {
     "magcache": SkipOptions(magcache=MAG),
-    "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=2)),
+    "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2)),
 }
 
 
@@ -65,7 +65,7 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched, compile):
     exact = run(plan, models, batched)
     for options in (
         SkipOptions(magcache=MagCacheOptions(threshold=0, max_skips=2, retention=0.2)),
-        SkipOptions(taylorseer=TaylorSeerOptions(interval=1, order=2)),
+        SkipOptions(taylorseer=TaylorSeerOptions(interval=1)),
     ):
         assert torch.equal(run(leave_out(plan, options, CURVE), models, batched), exact)
     seen: list[list[torch.Tensor]] = [[], []]

@@ -28,7 +28,7 @@ assert CURVE is not None
 FULL, FIVE = make_plan(steps=3), make_plan(steps=5)  # the fewest at which each does what it is here for
 PLANS = {
     "full": FULL,
-    "taylorseer": skip_taylorseer(FIVE, TaylorSeerOptions(interval=2, order=1, retention=0.1)),
+    "taylorseer": skip_taylorseer(FIVE, TaylorSeerOptions(interval=2, retention=0.1)),
     "magcache": skip_magcache(FIVE, MagCacheOptions(threshold=0.5, max_skips=2, retention=0.1), CURVE),
     "sparse": sparsify(make_plan(steps=2), SparseOptions.parse("0.5/0:ramp0")),
 }

@@ -24,8 +24,8 @@ from wan_core.sampling.schedules import euler_schedule, float32
 
 CURVE = find_curve(None, "t2v-A14B")
 POLICIES = (
-    SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.4)),
-    SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.2)),
+    SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.4)),
+    SkipOptions(taylorseer=TaylorSeerOptions(interval=3, retention=0.2)),
 )
 NUMBERS = {"name": "t2v-A14B", "solver": "euler", "guidance": 4.0, "branches": ("cond", "uncond")}
 
@@ -117,7 +117,7 @@ def test_a_part_uses_nothing_from_outside(total: int, policy: SkipOptions, data:
 def test_a_branch_is_skipped_only_where_its_slots_hold_what_the_plan_expects() -> None:
     sigmas, _ = euler_schedule(12, 5.0)
     part = WholeRun().place(sigmas, 5.0)
-    plan = planned(part, 5.0, 0.0, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.05)))
+    plan = planned(part, 5.0, 0.0, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.05)))
     residuals = Residuals(residual_program(plan.steps, "cond"))
     row = torch.ones(1, 2, 2)
     skipped = [step.index for step in plan.steps if step.skipped]

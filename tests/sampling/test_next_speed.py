@@ -12,7 +12,7 @@ from wan_core.sampling.next_speed import next_speed
 from wan_core.sampling.plan import Plan, make_plan
 
 
-def at(word: str, steps: int = 20) -> Plan:
+def at(word: str, steps: int = 40) -> Plan:
     return skip_forwards(make_plan(steps=steps), SkipOptions(speed=word), None)
 
 
@@ -20,7 +20,7 @@ def test_the_next_word_that_saves_is_named_with_what_it_changes() -> None:
     exact, careful = at("exact"), at("careful")
     skipped = exact.forwards - careful.forwards
     line = next_speed(exact, "exact", at, {"high": 1.0, "low": 1.0})
-    assert line == f"speed careful: about {skipped:.1f} s less; {skipped} of 40 forwards skipped; fine detail changes"
+    assert line == f"speed careful: about {skipped:.1f} s less; {skipped} of 80 forwards skipped; fine detail changes"
     assert re.match(r"speed (balanced|fast): about ", next_speed(careful, "careful", at, {"high": 1.0, "low": 1.0}))
 
 

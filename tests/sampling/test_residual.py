@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from math import ceil, floor
 
 import numpy as np
 import pytest
@@ -34,8 +33,7 @@ CURVE = find_curve(None, "t2v-A14B")
 MAG = {"threshold": 0.24, "max_skips": 2, "retention": 0.1}
 SETTINGS = {
     "magcache": SkipOptions(magcache=MagCacheOptions(**MAG)),
-    "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.1)),
-    "taylorseer 1.5": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=1.5, retention=0.1)),
+    "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, retention=0.1)),
 }
 
 
@@ -62,13 +60,10 @@ def textbook(plan, noise):
             grid, past = model.token_grid(x), residuals.setdefault((step.expert, branch), [])
             tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
             if branch in step.skipped:
-                values = []
-                for order in {floor(step.order), ceil(step.order)}:  # two for 1.5, which is their mean
-                    used = past[-(order + 1) :]
-                    stacked = torch.stack([r for _, r in used]).flatten(1).double().numpy()
-                    polynomial = np.polynomial.polynomial.polyfit([float(i) for i, _ in used], stacked, len(used) - 1)
-                    values.append(np.polynomial.polynomial.polyval(float(step.index), polynomial))
-                value = sum(values) / len(values)
+                used = past[-2:] if step.action == "forecast" else past[-1:]
+                stacked = torch.stack([r for _, r in used]).flatten(1).double().numpy()
+                line = np.polynomial.polynomial.polyfit([float(i) for i, _ in used], stacked, len(used) - 1)
+                value = np.polynomial.polynomial.polyval(float(step.index), line)
                 after = tokens + torch.from_numpy(value).float().view_as(tokens)
             else:
                 inputs = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)
@@ -105,7 +100,7 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(batched):
         SkipOptions(magcache=MagCacheOptions(threshold=0, max_skips=2, retention=0.2)),
         SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=0, retention=0.2)),
         SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=5, retention=1)),
-        SkipOptions(taylorseer=TaylorSeerOptions(interval=1, order=2)),
+        SkipOptions(taylorseer=TaylorSeerOptions(interval=1)),
     ]
     for options in never:
         same = leave_out(plan, options, CURVE)
@@ -238,19 +233,19 @@ def test_a_step_that_runs_again_changes_nothing(name, batched):
 
 
 @settings(max_examples=20)
-@given(st.integers(10, 60), st.integers(1, 5), st.integers(0, 2), st.floats(0, 0.4))
-def test_programs_hold_what_they_use(steps, interval, order, retention):
+@given(st.integers(10, 60), st.integers(1, 5), st.floats(0, 0.4))
+def test_programs_hold_what_they_use(steps, interval, retention):
     """Carried out on numbers: every residual that a skipped step sums up is there, and is of the newest computed
     steps."""
-    options = SkipOptions(taylorseer=TaylorSeerOptions(interval=interval, order=order, retention=retention))
+    options = SkipOptions(taylorseer=TaylorSeerOptions(interval=interval, retention=retention))
     for phase in leave_out(make_plan(steps=steps), options, None).phases:
         for branch in ("cond", "uncond"):
             program, slots, computed = residual_program(phase, branch), {}, []
-            assert program.slots <= order + 1
+            assert program.slots <= 2
             for step in phase:
                 if branch in step.skipped:
                     used = [slots[slot] for slot, _ in program.use[step.index]]
-                    assert used == computed[-(order + 1) :]
+                    assert used == computed[-2:]
                 elif branch in step.branches:
                     computed.append(step.index)
                     if step.index in program.store:
@@ -264,7 +259,7 @@ def test_memory_follows_the_plan():
     model = small_dit(seed=1).bfloat16()
     with residuals(model, plan.phases[0]) as cache:
         assert cache is None and model.runners.runners == []
-    seer = leave_out(plan, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1)), None)
+    seer = leave_out(plan, SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), None)
     only = [dataclasses.replace(s, branches=("cond",), skipped=s.skipped[:1]) for s in seer.phases[0]]
     with residuals(model, only) as cache:
         assert [cache.kept[name].program.slots for name in ("uncond", "cond")] == [0, 2]
@@ -285,7 +280,7 @@ def test_the_second_of_two_videos_equals_that_of_another_process(tmp_path):
         size = ["--steps", "10", "--frames", "5", "--size", "64x48" if second else "48x64", "--seed", str(int(second))]
         prompt = f"a red circle moving {'right' if second else 'left'} on a blue background"
         keep = ["--out", str(tmp_path / "x.mp4"), "--save-latents", str(out), "--device", "cpu"]
-        cache = ["--taylorseer", "3/1/0.2"]
+        cache = ["--taylorseer", "3/0.2"]
         return ["generate", "--model", "tiny", *cache, *size, "--prompt", prompt, *keep, "--overwrite"]
 
     fresh, row = tmp_path / "fresh.safetensors", tmp_path / "row.safetensors"

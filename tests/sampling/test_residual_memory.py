@@ -20,7 +20,7 @@ from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan, make_plan
 
-SKIP = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
+SKIP = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.2))
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_the_estimate_counts_what_is_read() -> None:
 
 
 def test_a_plan_shows_it_beside_what_is_skipped() -> None:
-    options = parse_setting("taylorseer:2/1+sparse:0.75/0.05:ramp0.2")
+    options = parse_setting("taylorseer:2+sparse:0.75/0.05:ramp0.2")
     assert options is not None
     plan = skip_forwards(make_plan(steps=20), options, None)
     table = plan.table()

@@ -48,7 +48,7 @@ def test_a_text_to_video_file_is_the_image_model_given_nothing(folders: Path):
 def test_the_quality_command_takes_its_folders(folders: Path, tmp_path: Path, task: str):
     folder, out = folders / task, tmp_path / "quality.json"
     common = ["--model", str(folder), "--frames", "5", "--steps", "4", "--count", "2", "--batch", "2"]
-    common += ["--size", "64x48", "--precision", "fp32", "--device", "cpu", "--setting", "taylorseer:2/0/0"]
+    common += ["--size", "64x48", "--precision", "fp32", "--device", "cpu", "--setting", "taylorseer:2"]
     samples = ["--samples", str(folder / "samples.jsonl"), "--negative-prompt", ""]
     assert wancore(["quality", *common, *samples, "--out", str(out)]) == 0
     assert 0 < json.loads(out.read_text())["rows"][0]["psnr"] <= 99
@@ -68,7 +68,7 @@ def test_full_runs_are_made_once_and_read_the_next_time(folders: Path, tmp_path:
     def rows(steps: int) -> list[dict[str, Any]]:
         request = Request(prompt="", steps=steps, width=48, height=48, frames=5)
         run = full_runs.FullRuns(tmp_path, {"steps": steps}).run
-        settings = {FULL: None, "taylorseer:2/0/0": parse_setting("taylorseer:2/0/0")}
+        settings = {FULL: None, "taylorseer:2": parse_setting("taylorseer:2")}
         return [
             {key: row.get(key) for key in ("name", "psnr", "ssim", "saved")}
             for row in measure_quality(pipe, request, samples, settings, 1, full_run=run).rows()

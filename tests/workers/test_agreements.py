@@ -42,7 +42,7 @@ CHOICES = (
     (
         "",
         "",
-        "--taylorseer 2/1/0.1",
+        "--taylorseer 2/0.1",
         "--magcache 0.24/2/0.1",
     ),
     ("--solver unipc", "--solver euler", "--solver heun", "--solver dpm++"),

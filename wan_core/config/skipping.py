@@ -12,7 +12,6 @@ from wan_core.config.table import Checked, option, parse_slashes
 MAGCACHE_NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
 EXACT = "exact"
 SPEEDS = (EXACT, "careful", "balanced", "fast")
-ORDER = {"name": "forecast order", "low": 0, "high": 2, "advice": "0 reuses, 1, 1.5 and 2 extrapolate"}
 RETENTION = {
     "low": 0,
     "high": 1,
@@ -75,20 +74,12 @@ class TaylorSeerOptions(Checked):
         tip="taylorseer: compute every n-th step; 1 computes all steps.",
         shown=2,
     )
-    order: float = option(
-        1,
-        **ORDER,
-        tip="taylorseer: what a skipped step uses. 0: the last residual. 1 or 2: a forecast from the last residuals, "
-        "closer to the full run, with more memory.",
-        shown=1,
-        advanced=True,
-    )
     retention: float = option(0.2, name="taylorseer retention", low=0, high=1, advice="a share of the steps")
 
     @classmethod
     def parse(cls, text: str) -> TaylorSeerOptions:
-        """`interval/order/retention`, of which the last two may be missing. Raises OptionError."""
-        return parse_slashes(cls, text, "taylorseer: interval/order/retention such as 2/1/0.2")
+        """`interval/retention`, of which the last may be missing. Raises OptionError."""
+        return parse_slashes(cls, text, "taylorseer: interval/retention such as 2/0.2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +104,8 @@ class SkipOptions:
     )
     taylorseer: TaylorSeerOptions | None = option(
         None,
-        help="compute every N-th step, forecast the others; interval/order/retention: 2/1/0.2",
-        metavar="N[/ORDER[/R]]",
+        help="compute every N-th step, forecast the others; interval/retention: 2/0.2",
+        metavar="N[/R]",
     )
     sparse: SparseOptions | None = option(
         None,

@@ -335,7 +335,7 @@ def cut_plan(plan: Plan) -> Plan:
     before = tuple(step.sigma for step in plan.steps[: inside[0].index])
     if window.end <= numbers[-1] and not window.leftover:
         inside = [step for step in inside if not (step.correction and step is inside[-1])]
-        inside[-1] = replace(inside[-1], sigma_next=0.0, action="compute", skipped=(), order=0)
+        inside[-1] = replace(inside[-1], sigma_next=0.0, action="compute", skipped=())
     steps = tuple(replace(step, index=index) for index, step in enumerate(inside))
     from_latents = plan.from_latents or window.start > 0
     return replace(plan, window=None, steps=without_lost_sources(steps), before=before, from_latents=from_latents)
@@ -349,11 +349,9 @@ def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         if mended and (mended[-1].expert, mended[-1].kind) != (step.expert, step.kind):
             computed = {}
         skipped: tuple[Branch, ...] = tuple(branch for branch in step.skipped if computed.get(branch))
-        if skipped != step.skipped or step.order:
-            order = min(step.order, *(computed[branch] - 1 for branch in skipped)) if skipped else 0
-            action = "compute" if not skipped else "forecast" if order else step.action
-            action = "reuse" if action == "forecast" and not order else action
-            step = replace(step, skipped=skipped, order=order, action=action)
+        if skipped != step.skipped or step.action == "forecast":
+            two = step.action == "forecast" and all(computed[branch] > 1 for branch in skipped)
+            step = replace(step, skipped=skipped, action=("forecast" if two else "reuse") if skipped else "compute")
         for branch in step.branches:
             if branch not in skipped:
                 computed[branch] = computed.get(branch, 0) + 1

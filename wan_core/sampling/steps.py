@@ -38,9 +38,8 @@ class Step:
     expert: Expert
     guidance: float  # velocity = uncond + guidance * (cond - uncond); 1 runs the conditional branch only
     branches: tuple[Branch, ...]
-    action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
+    action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from two
     skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run
-    order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
     sparsity: float = 0.0  # share of the key blocks that attention does not read
     cost: float = 1.0  # estimated time of a forward (the mean of all), relative to one with dense attention
     # What few plans use: `as_dict` has it where it is used.
@@ -88,7 +87,7 @@ class Step:
         return len(self.branches) * self.runs
 
     def as_dict(self) -> dict[str, Any]:
-        always = ("action", "skipped", "order", "sparsity", "cost")
+        always = ("action", "skipped", "sparsity", "cost")
         return {name: as_json(value) for name, value in stated(self, always).items()}
 
     def words(self) -> str:

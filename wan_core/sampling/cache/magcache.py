@@ -26,24 +26,22 @@ BRANCHES: tuple[Branch, ...] = ("cond", "uncond")
 
 def skip_magcache(plan: Plan, options: MagCacheOptions, curve: Curve) -> Plan:
     """`plan` with the steps marked that MagCache skips."""
-    return mark(plan, published_rule(plan, options, curve), order=0)
+    return mark(plan, published_rule(plan, options, curve), forecasts=False)
 
 
-def mark(plan: Plan, skipped: Sequence[tuple[Branch, ...]], order: float) -> Plan:
-    """`plan` with the branches `skipped[i]` of step i skipped.
-
-    The forecast's order is `order`, or lower while an expert has fewer computed residuals; order 0 is reuse.
-    """
+def mark(plan: Plan, skipped: Sequence[tuple[Branch, ...]], *, forecasts: bool) -> Plan:
+    """`plan` with the branches `skipped[i]` of step i skipped. forecasts: from two residuals, as soon as an expert has
+    computed two; otherwise the last one is used again."""
     steps: list[Step] = []
     for phase in plan.phases:
         computed: dict[Branch, int] = dict.fromkeys(BRANCHES, 0)
         for step in phase:
             branches = skipped[step.index]
-            possible = min(order, max((computed[branch] for branch in branches), default=1) - 1)
+            two = forecasts and max((computed[branch] for branch in branches), default=0) > 1
             for branch in set(step.branches) - set(branches):
                 computed[branch] += 1
-            action = "forecast" if possible else "reuse"
-            steps.append(replace(step, action=action, skipped=branches, order=possible) if branches else step)
+            action = "forecast" if two else "reuse"
+            steps.append(replace(step, action=action, skipped=branches) if branches else step)
     return replace(plan, steps=tuple(steps))
 
 

@@ -43,9 +43,9 @@ def residual_program(phase: Sequence[Step], branch: Branch) -> Program:
     sources: dict[int, tuple[list[Step], list[float]]] = {}
     for step in phase:
         if branch in step.skipped:
-            past = computed[-(ceil(step.order) + 1) :]
+            past = computed[-2:] if step.action == "forecast" else computed[-1:]
             assert past, f"step {step.index} skips its {branch} branch before anything was computed"
-            sources[step.index] = past, forecast([s.index for s in past], step.index, min(step.order, len(past) - 1))
+            sources[step.index] = past, weights([one.index for one in past], step.index)
         elif branch in step.branches:
             computed.append(step)
     slots = max((len(past) for past, _ in sources.values()), default=0)
@@ -55,27 +55,13 @@ def residual_program(phase: Sequence[Step], branch: Branch) -> Program:
     return Program(slots, store, use)
 
 
-def weights(past: Sequence[float], now: float) -> list[float]:
-    """Lagrange's: the value at `now` of the polynomial through values at `past` is the sum of weight * value. One
-    value: 1, it is used as it is."""
-    coefficients = []
-    for i, here in enumerate(past):
-        weight = 1.0
-        for j, other in enumerate(past):
-            if j != i:
-                weight *= (now - other) / (here - other)
-        coefficients.append(weight)
-    return coefficients
-
-
-def forecast(past: Sequence[float], now: float, order: float) -> list[float]:
-    """The weights of a forecast. Between two orders it is between their forecasts: 1.5 is the mean of the line through
-    the last two values and the parabola through three, which overshoots where they are far apart."""
-    upper, part = weights(past, now), order % 1
-    if not part:
-        return upper
-    lower = [0.0, *weights(past[1:], now)]
-    return [part * high + (1 - part) * low for high, low in zip(upper, lower, strict=True)]
+def weights(past: Sequence[int], now: int) -> list[float]:
+    """Weights of the values at one or two steps `past`, whose sum is the value at `now`: on the line through both, or
+    the one as it is."""
+    if len(past) == 1:
+        return [1.0]
+    first, second = past
+    return [(now - second) / (first - second), (now - first) / (second - first)]
 
 
 def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:
@@ -137,14 +123,11 @@ class Residuals:
         if len(terms) == 1:  # its weight is 1
             residual = self.buffer[terms[0][0]]
             return residual.clone() if base is None else base + residual
-        # Weights of a forecast are several and of both signs: bf16 would round each term.
-        (first, scale), *others = terms
+        (first, scale), (second, weight) = terms  # of both signs: bf16 would round each term
         total = (
             self.buffer[first].float() * scale if base is None else base.float().add(self.buffer[first], alpha=scale)
         )
-        for slot, weight in others:
-            total.add_(self.buffer[slot], alpha=weight)
-        return total.to(self.buffer.dtype)
+        return total.add_(self.buffer[second], alpha=weight).to(self.buffer.dtype)
 
 
 class KeptForward:

@@ -25,7 +25,7 @@ class Word:
 
 
 def _every(interval: int, retention: float) -> SkipOptions:
-    return SkipOptions(taylorseer=TaylorSeerOptions(interval=interval, order=1, retention=retention))
+    return SkipOptions(taylorseer=TaylorSeerOptions(interval=interval, retention=retention))
 
 
 def _share(sparsity: float) -> SkipOptions:

@@ -197,7 +197,7 @@ def without_moving_windows(plan: Plan, schedule: str | None) -> Plan:
     note = (
         f"off: context windows of the schedule {schedule} move from step to step; {' and '.join(STATIC_WINDOWS)} stay"
     )
-    steps = tuple(replace(step, action="compute", skipped=(), order=0) for step in plan.steps)
+    steps = tuple(replace(step, action="compute", skipped=()) for step in plan.steps)
     return replace(plan, steps=steps, notes=(*plan.notes, note))
 
 
