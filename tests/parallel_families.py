@@ -81,7 +81,7 @@ def family_run(mesh: str, name: str, how: str, grid: tuple[int, ...]) -> tuple[f
         changed = replace(plan, steps=tuple(replace(s, control=(float(s.index < 2),)) for s in plan.steps))
     else:
         changed = (
-            leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, SparseOptions.parse("0.9/0:ramp0"))
+            leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, SparseOptions.parse("0.9:ramp0"))
         )
 
     def run(walked: Plan) -> Tensor:

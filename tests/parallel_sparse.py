@@ -114,7 +114,7 @@ def sparse_forward(
     time = torch.linspace(0, 900, grid[0], device=ranks.device)[None] if apart else torch.tensor([700.0]).to(x.device)
 
     def run(model: WanModel, kernel: str) -> Tensor:
-        options = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, kernel=kernel)
+        options = SparseOptions(sparsity=0.5, ramp=0, kernel=kernel)
         with in_tiles(model, SparseTiles(model, options, grid)):
             return model(x, time, text, ForwardInfo(sparsity=0.5)).float()
 
@@ -144,7 +144,7 @@ def sparse_counts(mesh: str, attention: str, tokens: tuple[int, int, int]) -> di
             rows.append(arguments[2].shape[:3].numel())
             return choose(*arguments)
 
-        tiles = SparseTiles(model, SparseOptions(sparsity=0.5, dense_steps=0, ramp=0), tokens)
+        tiles = SparseTiles(model, SparseOptions(sparsity=0.5, ramp=0), tokens)
         with in_tiles(model, tiles), exchanges(counts), mock.patch.object(SparseForward, "route", counted):
             model(x, torch.tensor([700.0]), text, ForwardInfo(sparsity=sparsity))
         measured[name] = counts["bytes"], len(rows), sum(rows)

@@ -197,7 +197,7 @@ def by_setting(rows: list[Result]) -> list[Result]:
     several = len({row["steps"] for row in rows}) > 1
     for row in sorted(rows, key=lambda row: (-row["steps"], "image" in row["name"])):
         judge, _, name = row["name"].removeprefix("test bed, ").replace(", whole size", "").partition(": ")
-        name = re.sub(r"(taylorseer:\d)/1/", r"\1/", name)  # the order was an option
+        name = re.sub(r"(taylorseer:\d)/1(/)|(sparse:[\d.]+)/0", r"\1\2\3", name)  # options that are gone
         about = {"steps": row["steps"]} if several else {}
         new = about | {"name": name, "forwards": row["forwards"], "captions": {}}
         one = settings.setdefault((row["steps"], name), new)

@@ -34,7 +34,7 @@ CHOICES = (
     ("", "--steps 12", "--steps 4", "--steps 0", "--shift 0", "--boundary 2", "--preset 4-step", "--preset template"),
     ("", "--frames 97", "--frames 33", "--frames 16", "--frames 0", "--clip-frames 33/1", "--clip-frames 32"),
     ("", "--clip-frames /3", "--clip-frames 33"),
-    ("", "--sparse 0.8125/0", "--sparse 0.5/0:ramp0", "--sparse 0"),
+    ("", "--sparse 0.8125", "--sparse 0.5:ramp0", "--sparse 0"),
     ("", "--magcache 0.24/1/0.1", "--taylorseer 2/0.2", "--speed balanced"),
     ("", "--guidance 1", "--guidance 200", "--guidance /2"),
     ("", "--solver heun", "--solver lcm", "--solver euler"),
@@ -136,7 +136,7 @@ def test_plan_and_generate_agree(first: int, media: dict[str, str]) -> None:
 
 
 def test_sparse_attention_of_distilled_weights_is_refused_by_the_plan() -> None:
-    message, _ = refusal_of_plan(["--task", "animate2-14B-distilled", "--sparse", "0.8125/0"])
+    message, _ = refusal_of_plan(["--task", "animate2-14B-distilled", "--sparse", "0.8125"])
     assert message.startswith("sparse attention: distilled weights of Animate-2")
 
 

@@ -53,7 +53,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "svi": (True, False),
     "magcache": ("0.24/1/0.1", "0.12/2/0.2"),
     "taylorseer": ("2/0.2",),
-    "sparse": ("0.8125/0", "0.5/0"),
+    "sparse": ("0.8125", "0.5"),
     "nag": ("11",),
     "prompts_at": ([0, 8],),
     "seed": (7,),

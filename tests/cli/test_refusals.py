@@ -216,5 +216,5 @@ def test_no_option_takes_a_number_that_is_none(number: str, capsys) -> None:
 
 COMPOUND = {
     "--nag": "11/2.5/0.25", "--magcache": "0.1/2/0.2", "--taylorseer": "2/1/0.2",
-    "--sparse": "0.5/0", "--guidance": "3/2", "--clip-frames": "81/5", "--memory-limit": "16/32",
+    "--sparse": "0.5", "--guidance": "3/2", "--clip-frames": "81/5", "--memory-limit": "16/32",
 }  # fmt: skip

@@ -32,7 +32,7 @@ TINY = LoadOptions(model="tiny")
 INNER: list[Any] = [
     MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
     TaylorSeerOptions(interval=3),
-    SparseOptions(sparsity=0.5, dense_steps=0.0),
+    SparseOptions(sparsity=0.5),
     NagOptions(),
     ControlOptions(end=0.9),
     MotionOptions(above=0.9),

@@ -132,7 +132,7 @@ def test_quality_compares_with_the_full_run(tmp_path, capsys):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("setting", ["magcache:0.24/2/0.1", "sparse:0.8125/0"])
+@pytest.mark.parametrize("setting", ["magcache:0.24/2/0.1", "sparse:0.8125"])
 def test_a_setting_is_planned_as_by_every_door(tiny_assets, setting):
     """With all else that the request has: its negative prompt counts in the steps that guidance leaves out."""
     from wan_core.config import LoadOptions, NagOptions, Request
@@ -229,5 +229,5 @@ def test_sparse_attention_keeps_a_video_from_an_image(tiny_assets: Path):
 
     pipe = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
     base, samples = Request(prompt="", steps=6, frames=17), choose_samples(None, 1, 7, tiny=True)
-    settings = {"sparse:0.8125/0": parse_setting("sparse:0.8125/0")}
+    settings = {"sparse:0.8125": parse_setting("sparse:0.8125")}
     assert measure_quality(pipe, base, samples, settings, 1).rows()[0]["psnr"] > 38

@@ -103,7 +103,7 @@ NODE_CLASS_MAPPINGS = {"Look": Look}
 """
 MAGCACHE = {  # inputs of WanCore Step Cache and Sparse Attention
     "cache": "magcache", "threshold": 10.0, "max_skips": 2, "interval": 2, "retention": 0.2,
-    "sparsity": 0.0, "dense_steps": 0.0, "ramp": 0.0, "slope": True, "kernel": "auto",
+    "sparsity": 0.0, "ramp": 0.0, "slope": True, "kernel": "auto",
 }  # fmt: skip
 BROKEN = ("transformer_engine", "flash_attn_interface", "cudnn")  # what speeds the engine up and ComfyUI never imports
 

@@ -35,14 +35,14 @@ def said(taken: str, others: int = 9) -> str:
 def half() -> Any:
     from wan_core.config import SparseOptions
 
-    return SparseOptions(sparsity=0.5, dense_steps=0, ramp=0)
+    return SparseOptions(sparsity=0.5, ramp=0)
 
 
 def all_blocks() -> Any:
     """All but a millionth."""
     from wan_core.config import SparseOptions
 
-    return SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0)
+    return SparseOptions(sparsity=1e-6, ramp=0)
 
 
 def check_variants(it: World) -> None:
@@ -76,7 +76,7 @@ def check_sparse(it: World) -> None:
         places.clear()
         for options, least, most in (
             (all_blocks(), 0, SAME),
-            (SparseOptions(sparsity=0.75, dense_steps=0, ramp=0), SAME, 0.1),
+            (SparseOptions(sparsity=0.75, ramp=0), SAME, 0.1),
         ):
             assert least <= error(sample(it(model, sparse=options), extra, size), plain) <= most, (name, options)
             taken = f"{STEPS * CALLS.get(name, LAYERS)} by sparse attention (math)"
@@ -160,7 +160,7 @@ def check_parts(it: World) -> None:
             self.seen.append(self.sparsity)
 
     native.NativeRun = Recorded
-    fast = it(tiny("WAN21_T2V", num_layers=1), sparse=SparseOptions(sparsity=0.8125, dense_steps=0.0))
+    fast = it(tiny("WAN21_T2V", num_layers=1), sparse=SparseOptions(sparsity=0.8125))
     whole = [0.625] * 3 + [0.8125] * 7
     parts = [
         (0, 5, "euler", 1.0, whole[:5], (0, 5, 10)),

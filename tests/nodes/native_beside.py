@@ -44,7 +44,7 @@ class World:
 def half(**changed: Any) -> dict[str, Any]:
     from wan_core.config import SparseOptions
 
-    return {"sparse": SparseOptions(**{"sparsity": 0.5, "dense_steps": 0, "ramp": 0, **changed})}
+    return {"sparse": SparseOptions(**{"sparsity": 0.5, "ramp": 0, **changed})}
 
 
 def with_override(model: Any, override: Any) -> Any:

@@ -213,7 +213,7 @@ def test_a_forward_is_close_to_dense(precision, backend, compile):
             if sparsity == 0:
                 outputs[sparsity] = model(x, time, text)
                 continue
-            tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0), (5, 34, 46))
+            tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), (5, 34, 46))
             poison()
             with in_tiles(model, tiles):
                 outputs[sparsity] = model(x, time, text, ForwardInfo(sparsity=sparsity))

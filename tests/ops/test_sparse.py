@@ -248,12 +248,11 @@ def test_the_log_sum_exp_is_of_all_that_is_attended_to() -> None:
     grid, block = (2, 5, 7), 16
     tiles = make_tiles(grid, block, torch.device("cpu"))
     q, k, v = torch.randn(3, 2, 70, 2, 8, generator=generator)
-    rule = Rule(0.4)
-    state = SparseForward(KERNELS["math"], [SDPA], tiles, rule)
+    state = SparseForward(KERNELS["math"], [SDPA], tiles, Rule(0.4))
     call = AttentionCall(sparse=state)
     out, lse = SparseAttention().with_lse(q, k, v, call)
     assert torch.equal(out, SparseAttention()(q, k, v, call))
-    route = state.route(rule, blocked.pool(q, block)[0], state.known(k, v))
+    route = state.route(blocked.pool(q, block)[0], state.known(k, v))
     read = kernels.spread(route.kept(tiles.blocks), block, 70, 70)
     scores = torch.einsum("blhd,bshd->bhls", q, k) * 8**-0.5
     blocks = torch.arange(70) // block

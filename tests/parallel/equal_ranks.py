@@ -23,6 +23,6 @@ def equal_on_all(answers, wanted, rounding: float = ROUNDING) -> None:
         assert int((answers[0][1].int() - wanted[1].int()).abs().max()) <= 1
 
 
-SPARSE = {"sparsity": 0.75, "dense_steps": 0.25, "ramp": 0.0}
+SPARSE = {"sparsity": 0.75, "ramp": 0.0}
 SQUARE = {"width": 80, "height": 80}
 TALL = {"width": 80, "height": 112, "frames": 9}

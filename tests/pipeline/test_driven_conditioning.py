@@ -92,7 +92,7 @@ def test_animate2_is_told_its_driving_video(experts):
 
 
 def test_what_they_cannot_do_is_refused(experts):
-    sparse = sparsify(plan_of(), SparseOptions.parse("0.5/0:ramp0"))
+    sparse = sparsify(plan_of(), SparseOptions.parse("0.5:ramp0"))
     distilled = replace(experts["animate2"], task=find_task("animate2-14B-distilled"))
     with pytest.raises(OptionError, match="sparse attention: distilled weights of Animate-2"):
         join(prompt_rows(1), prompt_rows(2), LATENT, distilled, sparse)

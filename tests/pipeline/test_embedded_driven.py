@@ -36,7 +36,7 @@ from wan_lab.run import measure_quality
 from wan_lab.samples import Sample, as_pixels, choose_samples, drawn_trio, save_frame
 
 CAPTION = "a green square moving up on a white background"
-SETTINGS = ("full", "magcache:0.24/1/0.1+sparse:0.8125/0")
+SETTINGS = ("full", "magcache:0.24/1/0.1+sparse:0.8125")
 
 
 def test_look_and_motion_are_right_in_full_and_with_caches_and_sparse_attention() -> None:
@@ -55,7 +55,7 @@ def test_look_and_motion_are_right_in_full_and_with_caches_and_sparse_attention(
 @pytest.mark.parametrize("part", ["driven", "i2v_high"])
 def test_a_first_frame_that_is_given_is_not_read_in_whole(tiny_assets: Path, part: str) -> None:
     model = load_dit(tiny_assets / f"{part}.safetensors")
-    tiles = SparseTiles(model, SparseOptions.parse("0.75/0"), (6, 6, 6))
+    tiles = SparseTiles(model, SparseOptions.parse("0.75"), (6, 6, 6))
     like = (torch.zeros(1, 216, 2), torch.zeros(1, 1, 6, 2), torch.zeros(216, 1, 1, 2))
     arranged, _ = tiles.arranged(BlockInputs(*like, PreparedText(()), ForwardInfo(), (6, 6, 6)))
     first = (arranged.inverse[:36] // arranged.block).unique()

@@ -150,7 +150,7 @@ def test_finished_clips_are_not_made_again(image_pipe: Pipeline, pictures: list[
 @pytest.mark.parametrize(
     ("steps", "skip"),
     [
-        (4, SkipOptions(sparse=SparseOptions(sparsity=0.5, dense_steps=0, ramp=0))),
+        (4, SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0))),
         (10, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0))),
     ],
     ids=["sparse", "cached"],

@@ -45,7 +45,7 @@ def test_two_experts_each_prepare_their_own(name):
 def test_vace_blocks_choose_for_themselves():
     """Each of 4 blocks, and each of 2 VACE blocks for each of 2 control videos, makes a choice of its own."""
     model, drawn = prepared_model("vace"), draw_inputs(CONFIGS["vace"], (1, *GRIDS["vace"]))
-    options = sparsify(plan_for("vace"), SparseOptions.parse("0.9/0:ramp0")).sparse
+    options = sparsify(plan_for("vace"), SparseOptions.parse("0.9:ramp0")).sparse
     assert options is not None
     choose, routes = SparseForward.route, []
     noted = mock.patch.object(SparseForward, "route", lambda *of: routes.append(choose(*of)) or routes[-1])

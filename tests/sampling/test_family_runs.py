@@ -75,18 +75,15 @@ def test_streamed_blocks_give_the_same_bits(name):
         assert torch.equal(run(residency.use("high"), name), exact)
 
 
-@given(
-    kind=st.sampled_from(["0.0001/0", "0.9/1"]),
-    grid=st.none() | st.tuples(st.integers(2, 4), st.integers(4, 6), st.integers(4, 6)),
-)
+@given(grid=st.none() | st.tuples(st.integers(2, 4), st.integers(4, 6), st.integers(4, 6)))
 @settings(max_examples=3, deadline=None)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_order_of_tiles_changes_nothing(name, kind, grid):
+def test_the_order_of_tiles_changes_nothing(name, grid):
     """Tokens in the order of the tiles find their control video, camera, face, driving frame, sound and modulation.
-    Every block is read: because all are chosen, or in dense steps of a sparse phase."""
+    Every block is read."""
     model, plan = prepared_model(name), plan_for(name, steps=3)
     grid = None if name in DRIVEN else grid
-    everything = sparsify(plan, SparseOptions.parse(f"{kind}:ramp0"))
+    everything = sparsify(plan, SparseOptions.parse("0.0001:ramp0"))
     assert everything.sparse is not None
     assert difference(run(model, name, everything, grid=grid), run(model, name, plan, grid=grid)) < 1e-4
 
@@ -94,6 +91,6 @@ def test_the_order_of_tiles_changes_nothing(name, kind, grid):
 def test_sparse_attention_reads_less(name):
     model, plan = prepared_model(name), plan_for(name)
     whole = run(model, name, plan)
-    latents = run(model, name, sparsify(plan, SparseOptions.parse("0.9/0:ramp0")))
+    latents = run(model, name, sparsify(plan, SparseOptions.parse("0.9:ramp0")))
     assert 1e-5 < difference(latents, whole) < 0.5
     assert torch.equal(run(model, name, plan), whole)  # nothing stays behind

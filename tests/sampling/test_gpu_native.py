@@ -61,14 +61,14 @@ def test_sparse_with_other_tokens(kernel: str, front: int, behind: int) -> None:
         if (reason := table[name].why_not(CUDA, torch.bfloat16, DIM)) is not None:
             pytest.skip(reason)
     tensors = qkv(TOKENS + front + behind, TOKENS + front + behind)
-    options = SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0, kernel=kernel)
+    options = SparseOptions(sparsity=1e-6, ramp=0, kernel=kernel)
     output = attended(NativeAttention(dense), tensors, 1e-6, options, front=front)
     assert relative(output, attended(EXACT, tensors, 0)) < (0.1 if KERNELS[kernel].fp8 else 0.01)
 
 
 def lost_by_frames(sparsity: float, slope: bool = False) -> list[float]:
     """Attention of Animate-2: the first frame to the video, the second to a pose frame as well; each one's error."""
-    options = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, slope=slope)
+    options = SparseOptions(sparsity=sparsity, ramp=0, slope=slope)
     run = NativeRun(SchedulePart(0, 1, 1), (sparsity,), sparse=options)
     forward = NativeForward(run, GRID, by_frames=True)
     attend = NativeAttention("auto")

@@ -30,7 +30,7 @@ PLANS = {
     "full": FULL,
     "taylorseer": skip_taylorseer(FIVE, TaylorSeerOptions(interval=2, retention=0.1)),
     "magcache": skip_magcache(FIVE, MagCacheOptions(threshold=0.5, max_skips=2, retention=0.1), CURVE),
-    "sparse": sparsify(make_plan(steps=2), SparseOptions.parse("0.5/0:ramp0")),
+    "sparse": sparsify(make_plan(steps=2), SparseOptions.parse("0.5:ramp0")),
 }
 CACHES = ("taylorseer", "magcache")
 

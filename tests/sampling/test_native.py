@@ -16,17 +16,17 @@ from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import SDPA, math_reference
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, block_length
+from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.tiles import make_tiles
 from wan_core.sampling.native.attention import COMFYUI, NativeAttention
 from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.schedules import SchedulePart, find_part
-from wan_core.sampling.sparsity.run import step_rule
 from wan_core.sampling.sparsity.schedule import sparsify, step_sparsities
 
 GRID, HEADS, DIM = (3, 5, 7), 2, 16
 TOKENS = 3 * 5 * 7
-HALF = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0)
+HALF = SparseOptions(sparsity=0.5, ramp=0)
 
 
 def run_of(sparsity: float = 0.0, sparse: SparseOptions | None = HALF) -> NativeRun:
@@ -265,7 +265,7 @@ def test_sparse_calls_are_those_of_our_engine() -> None:
     output = NativeAttention("auto")(original, *tensors, **options(of, layer=1))
     kernel = KERNELS["math"]
     tiles = make_tiles(GRID, block_length(kernel, TOKENS), torch.device("cpu"))
-    state = SparseForward(kernel, (SDPA,), tiles, step_rule(0.5))
+    state = SparseForward(kernel, (SDPA,), tiles, Rule(0.5))
     ordered = [heads(x)[:, tiles.order] for x in tensors]
     assert torch.equal(heads(output), state.attend(AttentionCall(0), *ordered)[:, tiles.inverse])
     dense = math_reference(*map(heads, tensors))
@@ -319,7 +319,7 @@ def test_a_part_of_a_schedule_finds_its_place(steps: int, shift: float, data: An
     assert part.steps == end - begin and abs(part.first - begin) <= 0.1 * part.total
 
 
-@pytest.mark.parametrize("sparse", [HALF, SparseOptions(sparsity=0.8125, dense_steps=0.1)])
+@pytest.mark.parametrize("sparse", [HALF, SparseOptions(sparsity=0.8125)])
 @pytest.mark.parametrize("steps", [4, 20, 40])
 def test_two_samplers_have_the_sparsity_of_one_plan(sparse: SparseOptions, steps: int) -> None:
     plan = sparsify(make_plan(task="t2v-A14B", steps=steps), sparse)

@@ -11,7 +11,7 @@ from wan_core.sampling.native.run import NativeRun
 from wan_core.sampling.native.summary import advice_for, report_text
 from wan_core.sampling.schedules import SchedulePart
 
-SPARSE = SparseOptions(sparsity=0.8125, dense_steps=0)
+SPARSE = SparseOptions(sparsity=0.8125)
 CALLS = {"sdpa": 20}
 
 

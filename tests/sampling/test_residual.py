@@ -201,8 +201,8 @@ class MemoryRunsOut:
 
 
 FAULTY = {name: (options, None) for name, options in SETTINGS.items()} | {
-    "sparse": (SkipOptions(), "0.5/0:ramp0"),
-    "sparse taylorseer": (SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), "0.5/0:ramp0"),
+    "sparse": (SkipOptions(), "0.5:ramp0"),
+    "sparse taylorseer": (SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), "0.5:ramp0"),
 }
 
 

@@ -73,16 +73,16 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_reading_all_blocks_is_dense_attention(experts: dict[str, WanModel], batched: bool) -> None:
     """In tiles, with everything read: the same video but for rounding. Less read: another, but not far."""
     dense = run(experts, make_plan(task="t2v-tiny", steps=6), batched)
-    assert difference(run(experts, sparse_plan("0.001/0"), batched), dense) < 1e-4
-    half = difference(run(experts, sparse_plan("0.5/0.2"), batched), dense)
+    assert difference(run(experts, sparse_plan("0.001"), batched), dense) < 1e-4
+    half = difference(run(experts, sparse_plan("0.5"), batched), dense)
     assert 1e-4 < half < 0.3
 
 
 def test_a_step_that_is_skipped_uses_residuals_in_the_order_of_tiles(experts: dict[str, WanModel]) -> None:
-    """Everything read, and dense steps beside sparse ones: caches give what they give without tiles."""
+    """Everything read: caches give what they give without tiles."""
     options = parse_setting("taylorseer:2/0.2")
     cached = leave_out(make_plan(task="t2v-tiny", steps=12), options, None)
-    tiled = sparsify(cached, SparseOptions.parse("0.001/0.5:ramp0"))
+    tiled = sparsify(cached, SparseOptions.parse("0.001:ramp0"))
     assert any(step.skipped for step in tiled.steps if step.sparsity)
     assert difference(run(experts, tiled), run(experts, cached)) < 1e-4
 
@@ -97,7 +97,7 @@ def test_a_kernel_that_cannot_run_is_refused_before_weights_are_read(monkeypatch
 def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) -> None:
     """Who calls holds them until the blocks are done: a copy would be the largest tensor of a forward, twice."""
     model = experts["high"]
-    tiles = SparseTiles(model, SparseOptions.parse("0.5/0"), (3, 5, 7))
+    tiles = SparseTiles(model, SparseOptions.parse("0.5"), (3, 5, 7))
     tokens = torch.randn(2, 105, 8)
     before, seen = tokens.clone(), []
 
@@ -107,6 +107,7 @@ def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) 
 
     modulation, rope = torch.zeros(2, 1, 6, 8), torch.zeros(105, 1, 4, 2)
     after = tiles(BlockInputs(tokens, modulation, rope, PreparedText(()), ForwardInfo(), (3, 5, 7)), inner)
+    tiles.install(sparse=False)
     assert seen[0][0] == tokens.data_ptr()
     assert not torch.equal(seen[0][1], before)
     assert torch.equal(after, before)
@@ -155,10 +156,10 @@ def test_modulation_by_frame_stays_with_its_tokens(experts: dict[str, WanModel])
     x = torch.randn(1, 16, 3, 10, 14)
     times = torch.tensor([[0.0, 400.0, 900.0]])
     text = model.prepare_text(conditioned(model.config).cond)
-    step = sparse_plan("0.001/0").steps[0]
+    step = sparse_plan("0.001").steps[0]
     with torch.no_grad():
         dense = model(x, times, text)
-        with in_tiles(model, SparseTiles(model, SparseOptions.parse("0.001/0"), (3, 5, 7))):
+        with in_tiles(model, SparseTiles(model, SparseOptions.parse("0.001"), (3, 5, 7))):
             output = model(x, times, text, ForwardInfo(sparsity=step.sparsity))
     assert difference(output, dense) < 1e-4
 
@@ -185,12 +186,12 @@ def test_what_decorates_attention_keeps_its_place(experts: dict[str, WanModel]) 
 
     model = experts["high"]
     around = Around(SDPA)
-    plain_video = run(experts, sparse_plan("0.5/0", 3))
+    plain_video = run(experts, sparse_plan("0.5", 3))
     before = Around.calls
     for each in experts.values():
         set_attention(each, around)
     try:
-        latents = run(experts, sparse_plan("0.5/0", 3))
+        latents = run(experts, sparse_plan("0.5", 3))
         assert model.blocks[0].self_attn.attend is around
         assert around.local is SDPA
     finally:
@@ -201,23 +202,22 @@ def test_what_decorates_attention_keeps_its_place(experts: dict[str, WanModel]) 
 
 
 def test_a_compiled_block_is_one_for_all_layers() -> None:
-    """Layers and sparsities are not arguments of what is compiled: before attention one graph for dense steps and one
-    for sparse ones, and one after it."""
+    """Layers and sparsities are not arguments of what is compiled: one graph before attention and one after it."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
     model = load_dit(TINY / "t2v_high.safetensors", device=CPU, dtype=torch.float32)
     del model.blocks[2:]
     experts = {"high": model, "low": model}
-    plain_video = run(experts, sparse_plan("0.5/0.3", 4))
+    plain_video = run(experts, sparse_plan("0.5", 4))
     torch._dynamo.reset()
     compile_blocks(model, CPU, backend="eager")
     before = counters["stats"]["unique_graphs"]
-    latents = run(experts, sparse_plan("0.5/0.3", 4))
+    latents = run(experts, sparse_plan("0.5", 4))
     assert difference(latents, plain_video) < 1e-4
-    assert counters["stats"]["unique_graphs"] - before == 3
+    assert counters["stats"]["unique_graphs"] - before == 2
     after = counters["stats"]["unique_graphs"]
-    run(experts, sparse_plan("0.75/0.3", 4))
+    run(experts, sparse_plan("0.75", 4))
     assert counters["stats"]["unique_graphs"] == after
 
 
@@ -245,7 +245,7 @@ def test_fp8_goes_from_the_projection_to_the_kernel_in_whole_blocks(
     if compiled:
         compile_blocks(model, CPU, backend="aot_eager")
     for sparsity, allowed in ((0.001, 0.06), (0.5, 0.5)):
-        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0), (3, 5, 7))
+        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), (3, 5, 7))
         with in_tiles(model, tiles):
             output = model(x, time, text, ForwardInfo(sparsity=sparsity))
             if compiled:

@@ -27,7 +27,7 @@ SETTINGS = (
     "speed:fast",
     "magcache:0.12/2/0.2",
     "taylorseer:3/0.3",
-    "sparse:0.5/0",
+    "sparse:0.5",
 )
 
 
@@ -43,7 +43,7 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
         "--setting",
         action="append",
         help="a setting to compare with the full run, repeatable: speed:balanced, magcache:0.12/2/0.2, "
-        "taylorseer:2/0.2, sparse:0.8125/0, several joined by + "
+        "taylorseer:2/0.2, sparse:0.8125, several joined by + "
         "(default: one of each kind)",
     )
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for a file named after device and date")

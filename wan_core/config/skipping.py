@@ -109,9 +109,9 @@ class SkipOptions:
     )
     sparse: SparseOptions | None = option(
         None,
-        help="block-sparse self-attention: sparsity/share of dense steps such as 0.8125/0; then after colons ramp0 "
+        help="block-sparse self-attention: sparsity such as 0.8125; then after colons ramp0 "
         "(default ramp0.3; of no effect up to 0.5), means or a kernel (docs/sparse.md)",
-        metavar="S/D",
+        metavar="S",
     )
 
     def __post_init__(self) -> None:

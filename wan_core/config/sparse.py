@@ -14,7 +14,7 @@ SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math")
 class SparseOptions(Checked):
     """Block-sparse self-attention: every query block reads only selected key blocks. Raises OptionError.
 
-    dense_steps, ramp: shares of the run, from its first step, that read all blocks, and twice as many as later steps.
+    ramp: share of the run, from its first step, that reads twice as many blocks as later steps.
     slope: the values of blocks that are not read follow the scores of their keys; otherwise their means stand for them.
 
     `wan_core.sampling.sparsity` has the schedule, `wan_core.ops.attention.sparse` the computation.
@@ -26,15 +26,6 @@ class SparseOptions(Checked):
         advice="0.5 is careful, 0.875 fast",
         tip="Sparse attention: the share of the key blocks that attention does not read; 0 reads all.",
         shown=0.0,
-        step=0.05,
-    )
-    dense_steps: float = option(
-        0.05,
-        name="share of dense steps",
-        low=0,
-        high=1,
-        advice="a share of the steps",
-        tip="Share of the steps, from the first one, with dense attention. These steps fix the layout of the video.",
         step=0.05,
     )
     ramp: float = option(
@@ -66,18 +57,18 @@ class SparseOptions(Checked):
 
     @classmethod
     def parse(cls, text: str) -> SparseOptions:
-        """Numbers, then options after colons: `0.5:cudnn`, `0.8125/0:ramp0.2`. Raises OptionError."""
+        """A sparsity, then options after colons: `0.5:cudnn`, `0.8125:ramp0.2`. Raises OptionError."""
         first, *settings = text.split(":")
         try:
-            values = read_slashes(cls, first, "sparsity", "dense_steps")
+            values = read_slashes(cls, first, "sparsity")
             values |= parse_words(cls, settings)
         except ValueError as fault:
             raise OptionError(
-                f"sparse {text!r} given; write sparsity/dense steps such as 0.8125/0, then after a colon ramp0.3, "
+                f"sparse {text!r} given; write a sparsity such as 0.8125, then after a colon ramp0.3, "
                 f"means (without slopes) or a kernel ({', '.join(SPARSE_KERNELS)}), or --speed with a word"
             ) from fault
         return cls(**values)
 
     def words(self) -> str:
-        """The form that `parse` reads: `0.75/0.1:ramp0.2`."""
-        return ":".join([slashes(self, "sparsity", "dense_steps"), *spelled(self, "ramp", "slope", "kernel")])
+        """The form that `parse` reads: `0.75:ramp0.2`."""
+        return ":".join([slashes(self, "sparsity"), *spelled(self, "ramp", "slope", "kernel")])

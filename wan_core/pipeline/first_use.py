@@ -127,7 +127,7 @@ def forward_each_kind(model: WanModel, plan: Plan, steps: Sequence[Step], device
     prepared = model.prepare_text(rows, image)
     text = prepared.rows(0, batch)
     frames_differ = config.out_channels == 48 and plan.image  # each latent frame has its own timestep
-    kinds = {(step.sparsity > 0, step.nag): step for step in reversed(steps)}
+    kinds = {step.nag: step for step in reversed(steps)}
     for step in kinds.values():  # the first of each kind
         branches = step.branches if plan.batched else step.branches[:1]
         timestep = torch.full((batch, T) if frames_differ else (batch,), step.timestep, device=device)

@@ -11,7 +11,7 @@ from wan_core.config.table import table
 def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
-    The parts are `magcache:0.12/2/0.2`, `taylorseer:2/0.2` and `sparse:0.8125/0:ramp0`; `full` is
+    The parts are `magcache:0.12/2/0.2`, `taylorseer:2/0.2` and `sparse:0.8125:ramp0`; `full` is
     the run without any of them, `speed:balanced` a word of `speed`.
     """
     if text == "full":
@@ -30,5 +30,5 @@ def parse_setting(text: str) -> SkipOptions | None:
 def _unknown(text: str) -> OptionError:
     return OptionError(
         f"setting {text!r} is not known, or repeats a part; write speed:balanced, magcache:0.12/2/0.2, "
-        "taylorseer:2/0.2, sparse:0.8125/0, or several joined by +"
+        "taylorseer:2/0.2, sparse:0.8125, or several joined by +"
     )

@@ -134,7 +134,7 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
 
 
 def skip_words(options: SkipOptions) -> str:
-    """The options in the form of the command line: `magcache 0.12/2/0.2, sparse 0.5/0`."""
+    """The options in the form of the command line: `magcache 0.12/2/0.2, sparse 0.5`."""
     settings: list[str] = []
     if cache := options.magcache:
         settings.append(f"magcache {slashes(cache, 'threshold', 'max_skips', 'retention')}")

@@ -29,7 +29,7 @@ def _every(interval: int, retention: float) -> SkipOptions:
 
 
 def _share(sparsity: float) -> SkipOptions:
-    return SkipOptions(sparse=SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0))
+    return SkipOptions(sparse=SparseOptions(sparsity=sparsity, ramp=0))
 
 
 WORDS = {

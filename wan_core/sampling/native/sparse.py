@@ -25,7 +25,7 @@ from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.tiles import Grid, make_tiles
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.native.run import NativeForward
-from wan_core.sampling.sparsity.run import step_rule, wider, with_others
+from wan_core.sampling.sparsity.run import wider, with_others
 
 Attend = Callable[[list[Tensor]], Tensor]
 """q, k and v [B, L, H, D], in a list that is emptied once they were read -> [B, L, H, D]"""
@@ -41,9 +41,10 @@ def prepare(
     """What computes attention of `qkv`, [B, L, H, D] each, or None where this call attends to all keys. dense: what
     computes that, None where it is ComfyUI's."""
     q, k, v = qkv
-    run, layer, rule = forward.run, transformer_options.get("block_index"), step_rule(forward.run.sparsity)
-    if rule is None or k.shape[1] == forward.text:  # a video as long as its text: this may be cross-attention
+    run, layer = forward.run, transformer_options.get("block_index")
+    if not run.sparsity or k.shape[1] == forward.text:  # a video as long as its text: this may be cross-attention
         return None
+    rule = Rule(1 - run.sparsity)
     if layer is None:
         run.note("self-attention read all keys: this model does not say which of its blocks calls")
         return None

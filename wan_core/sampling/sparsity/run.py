@@ -30,10 +30,7 @@ class SparseTiles:
     """The runner of one phase that orders the tokens in tiles, and says what attention reads.
 
     Tokens are put into the order of the tiles before the blocks, with the table that rotates them, and back after. All
-    steps of a phase run in that order, dense ones too, so that residuals kept from one fit another. Runners below see
-    the order of the tiles.
-
-    Attention over all keys does not depend on their order: dense steps have the attention that was there.
+    steps of a phase run in that order, so that residuals kept from one fit another. Runners below see it too.
     """
 
     name: ClassVar[str] = "sparse tiles"
@@ -66,8 +63,8 @@ class SparseTiles:
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [B, L, C] in their own order, which are overwritten -> [B, L, C] in their own order."""
-        info, tokens = inputs.info, inputs.tokens
-        self.install(info.sparsity > 0)
+        tokens = inputs.tokens
+        self.install(sparse=True)  # what ran out of memory may have put the model's own attention back
         tiles, rule = self.arranged(inputs)
         forward = SparseForward(
             kernel=self.kernel,
@@ -80,14 +77,14 @@ class SparseTiles:
         result = inner(replace(inputs, rope=self.turned(inputs.rope, tiles), sparse=forward, order=tiles.order))
         return result[:, tiles.inverse]
 
-    def arranged(self, inputs: BlockInputs) -> tuple[Tiles, Rule | None]:
+    def arranged(self, inputs: BlockInputs) -> tuple[Tiles, Rule]:
         """The order of all tokens, and what every layer reads. Tokens behind the video's come last, are read by every
         block, and read all."""
         length = inputs.tokens.shape[1]
         others = length > prod(inputs.grid)
         frames_apart = inputs.modulation.shape[1] > 1 and not others
         tiles = make_tiles(inputs.grid, self.block, inputs.tokens.device, frames_apart=frames_apart)
-        return with_others(tiles, step_rule(inputs.info.sparsity), 0, length)
+        return with_others(tiles, Rule(1 - inputs.info.sparsity), 0, length)
 
     def turned(self, rope: Tensor, tiles: Tiles) -> Tensor:
         """The rotation table [L, 1, D / 2, 2] in the order of the tiles, made once."""
@@ -96,19 +93,12 @@ class SparseTiles:
         return self.table[2]
 
 
-def step_rule(sparsity: float) -> Rule | None:
-    """How many blocks every layer reads in a step of `sparsity`; None: all."""
-    return Rule(1 - sparsity) if sparsity else None
-
-
-def with_others(tiles: Tiles, rule: Rule | None, front: int, length: int) -> tuple[Tiles, Rule | None]:
+def with_others(tiles: Tiles, rule: Rule, front: int, length: int) -> tuple[Tiles, Rule]:
     """The order of all `length` tokens, of which `tiles` order the video's, and what every layer reads of them by
     `rule` for the video alone. front: tokens before the video's."""
     if length == len(tiles.order):
         return tiles, rule
-    if rule is not None:
-        rule = wider(rule, tiles.blocks, -(-length // tiles.block))
-    return with_extra(tiles, front, length), rule
+    return with_extra(tiles, front, length), wider(rule, tiles.blocks, -(-length // tiles.block))
 
 
 def wider(rule: Rule, video: int, blocks: int) -> Rule:

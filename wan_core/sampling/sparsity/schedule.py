@@ -1,11 +1,11 @@
 """Sparsity of attention for every step of a plan: pure functions of numbers, without torch.
 
-The first steps fix the layout of the video and attend widely, so they read more blocks: first all (dense steps), then
-twice as many as later steps and at most half (ramp), then the share that was asked for.
+The first steps fix the layout of the video and attend widely, so they read more blocks: twice as many as later steps,
+and at most half (ramp). Later ones read the share that was asked for.
 
 On the embedded model a run that reads half of the keys in its first 30 % and a quarter after is 4 dB nearer to the
-dense run than one that reads all keys in its first 10 % and a quarter after, at the same total number of keys. Dense
-steps before such a ramp do not improve it.
+dense run than one that reads all keys in its first 10 % and a quarter after, at the same total number of keys. Steps
+that read all keys before such a ramp do not improve it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,15 @@ def sparsify(plan: Plan, options: SparseOptions | None) -> Plan:
         return plan
     sparsities = step_sparsities(options, len(plan.steps))
     steps = tuple(replace(step, sparsity=sparsities[step.index]) for step in plan.steps)
-    dense = sparsities.count(0.0)
-    begins = f", from step {dense} on" if dense else ""
-    note = f"sparse attention: {options.words()}{begins}" if dense < len(steps) else ""
-    notes = (*plan.notes, note) if note else plan.notes
+    notes = (*plan.notes, f"sparse attention: {options.words()}")
     return replace(plan, steps=steps, sparse=options, notes=notes)
 
 
 def step_sparsities(options: SparseOptions, steps: int) -> tuple[float, ...]:
     """The sparsity of every one of `steps` steps."""
-    dense, ramp = (math.ceil(share * steps - 1e-9) for share in (options.dense_steps, options.ramp))
+    ramp = math.ceil(options.ramp * steps - 1e-9)
     early = max(min(HALF, options.sparsity), 2 * options.sparsity - 1)
-    return tuple(0.0 if i < dense else early if i < ramp else options.sparsity for i in range(steps))
+    return tuple(early if i < ramp else options.sparsity for i in range(steps))
 
 
 def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> Plan:

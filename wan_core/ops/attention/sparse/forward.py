@@ -32,12 +32,12 @@ Fp8 = Quantized | Blocked
 
 @dataclass
 class SparseForward(SparseState):
-    """One forward of a model. rule: what its layers read; None: all keys."""
+    """One forward of a model. rule: what its layers read."""
 
     kernel: SparseKernel
     dense: Sequence[Attention]
     tiles: Tiles
-    rule: Rule | None
+    rule: Rule
     slope: bool = True
 
     @property
@@ -48,18 +48,16 @@ class SparseForward(SparseState):
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, L, H, D] -> contiguous [B, L, H, D]."""
-        layer, rule, block = call.layer, self.rule, self.block
+        layer, block = call.layer, self.block
         if not q.numel():  # of fewer heads than devices, some have none
             return empty_like_heads(q)
-        if rule is None:
-            return self.dense[layer](q, k, v, call).contiguous()
         if self.kernel.fp8:  # where q, k and v do not come in FP8: behind an exchange of tokens between devices
             values = quantize_values(v.flatten(-2), v.shape[2], block)
             keys = quantize_heads_first(k, block, key_mean(k))
-            out = self._fp8(rule, quantize_heads_first(q, block), keys, values)
+            out = self._fp8(quantize_heads_first(q, block), keys, values)
             out = out.to(q.dtype) * values.scale.to(q.dtype)
         else:
-            out, lse, pooled = self._read(rule, q, k, v)
+            out, lse, pooled = self._read(q, k, v)
             out = finish(out, lse, q, block, pooled=pooled)
         if self.others is not None:
             out[:, self.others] = self.dense[layer](q[:, self.others], k, v)
@@ -68,58 +66,52 @@ class SparseForward(SparseState):
     def attend_lse(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What `attend` gives, and the log-sum-exp float32 [B, H, L] of all keys, those that means replace included."""
         assert self.others is None, "the log-sum-exp of tokens beside the video's is not computed"
-        layer, rule, block = call.layer, self.rule, self.block
+        block = self.block
         if not q.numel():
             return empty_like_heads(q), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        if rule is None:
-            return self.dense[layer].with_lse(q, k, v)
         if not self.kernel.fp8:
-            out, lse, pooled = self._read(rule, q, k, v)
+            out, lse, pooled = self._read(q, k, v)
             total = final_lse(lse, q, block, pooled=pooled)
             out = finish(out, lse, q, block, pooled=pooled)
             return out, total
         mean, values = key_mean(k), quantize_values(v.flatten(-2), v.shape[2], block)
         queries, keys = quantize_heads_first(q, block), quantize_heads_first(k, block, mean)
-        out, lse, how = self._read_fp8(rule, queries, keys, values)
+        out, lse, how = self._read_fp8(queries, keys, values)
         taken = (q * mean).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, L, H]: of the mean that was removed
         total = final_lse(lse, queries.data, block, **how) + taken.transpose(1, 2)
         out = finish(out, lse, queries.data, block, **how, scale=values.scale)
         return out.to(q.dtype) * values.scale.to(q.dtype), total
 
-    def _read(self, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled]:
+    def _read(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled]:
         """What the kernel gives for plain numbers, its log-sum-exp, and the means that `finish` adds."""
         block = self.block
         means, queries = self.known(k, v), pool(q, block)[0]
-        route = self.route(rule, queries, means)
+        route = self.route(queries, means)
         pooled = self.replacing(route, queries, means, k, v)
         return *self.kernel.load()(q, k, v, route, block), pooled
 
     def attend_fp8(self, call: AttentionCall, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
         """FP8 [B, L, H, D] in units of v's scale."""
-        rule = self.rule
         if not q.data.numel():
             return empty_like_heads(q.data)
-        if rule is None:
-            queries, keys, values = (Quantized(x.data, x.scale) for x in (q, k, v))
-            return self.dense[call.layer].quantized(queries, keys, values, call).data.contiguous()
-        out, others = self._fp8(rule, q, k, v), self.others
+        out, others = self._fp8(q, k, v), self.others
         if others is not None:
             queries, keys, values = Quantized(q.data[:, others], q.scale), *(Quantized(x.data, x.scale) for x in (k, v))
             out[:, others] = self.dense[call.layer].quantized(queries, keys, values).data
         return out
 
-    def _fp8(self, rule: Rule, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
+    def _fp8(self, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
         # An exchange of tokens between devices gives them as they arrived, in no blocks.
         q, k = (x if isinstance(x, Blocked) else heads_first(x, self.block) for x in (q, k))
         v = v if isinstance(v, Blocked) else channels_first(v, self.block)
-        out, lse, how = self._read_fp8(rule, q, k, v)
+        out, lse, how = self._read_fp8(q, k, v)
         return finish(out, lse, q.data, self.block, **how, scale=v.scale)
 
-    def _read_fp8(self, rule: Rule, q: Blocked, k: Blocked, v: Blocked) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def _read_fp8(self, q: Blocked, k: Blocked, v: Blocked) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """What the kernel gives for FP8, its log-sum-exp, and how `finish` corrects them."""
         block, tokens = self.block, q.tokens
         means, queries = self.known(k, v), pool(q.data, block, q.scale)[0]
-        route = self.route(rule, queries, means)
+        route = self.route(queries, means)
         out, lse = self.kernel.load()(q, k, v, route, block)
         pads = -tokens % block
         pooled = self.replacing(route, queries, means, k, v)
@@ -139,9 +131,9 @@ class SparseForward(SparseState):
         weights = slope_weights(queries, known, selected)
         return known.pooled(selected, slopes(weights, known.keys, k, v, self.block))
 
-    def route(self, rule: Rule, queries: Tensor, known: KeyMeans) -> Route:
+    def route(self, queries: Tensor, known: KeyMeans) -> Route:
         """The blocks to read, from means of queries, float32 [B, H, n, D]."""
-        return choose(expected_error(queries, known), rule, self.tiles.forced, known.sizes)
+        return choose(expected_error(queries, known), self.rule, self.tiles.forced, known.sizes)
 
 
 class SparseAttention(Attention):
