@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -141,11 +142,12 @@ def sparse_counts(mesh: str, attention: str, tokens: tuple[int, int, int]) -> di
         counts, rows = {"bytes": 0}, []
 
         def counted(*arguments, rows=rows):
-            rows.append(arguments[2].shape[:3].numel())
+            rows.append(arguments[1].shape[:3].numel())
             return choose(*arguments)
 
         tiles = SparseTiles(model, SparseOptions(sparsity=0.5, ramp=0), tokens)
-        with in_tiles(model, tiles), exchanges(counts), mock.patch.object(SparseForward, "route", counted):
+        arranged = in_tiles(model, tiles) if sparsity else nullcontext()
+        with arranged, exchanges(counts), mock.patch.object(SparseForward, "route", counted):
             model(x, torch.tensor([700.0]), text, ForwardInfo(sparsity=sparsity))
         measured[name] = counts["bytes"], len(rows), sum(rows)
     return measured | {"block": tiles.block}
