@@ -19,8 +19,7 @@ Launcher, the template as the page's command *run this workflow on all GPUs* cha
 ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance branch to each GPU. `--gpus 1` leaves them out.
 
 Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's. "auto" changes numbers only by rounding,
-"cudnn-fp8" attends in FP8, and so do
-the words of `speed` (careful, balanced, fast).
+"cudnn-fp8" attends in FP8, and so do the words of `speed` (careful, balanced, fast).
 On a CPU everything is small (`comfy_small`): what runs there is the code, not the work.
 
 Rows of `cold` also have the seconds after POST of every progress of the samplers (progress).
@@ -41,6 +40,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,14 +255,10 @@ def middle_row(rows: list[Row]) -> Row:
     return row | kept | {"seconds": round(median, 3), "spread": spread, "runs": len(rows), "times": times}
 
 
-def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+def on_rows(server: Server, job: Job, options: argparse.Namespace, *, fresh: bool = False) -> Iterator[Row]:
     sides = chosen((*SIDES, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False)), options)
-    yield from in_turns(server, sides, job, "on, new seed", options.runs or 3)
-
-
-def fresh_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    sides = chosen((*SIDES, *ACCELERATED, *several_sides(server.gpus, server.device, guided=False)), options)
-    yield from in_turns(server, sides, job, "on, new prompt and picture", options.runs or 3, fresh=True)
+    label = "on, new prompt and picture" if fresh else "on, new seed"
+    yield from in_turns(server, sides, job, label, options.runs or 3, fresh=fresh)
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
@@ -283,7 +279,7 @@ def ratios(side: Side, row: Row, found: Sequence[tuple[Side, Row]]) -> Row:
     return first if several is None else first | {"ratio_to_native_gpus": several}
 
 
-PARTS = {"on": on_rows, "fresh": fresh_rows, "off": off_rows}
+PARTS = {"on": on_rows, "fresh": partial(on_rows, fresh=True), "off": off_rows}
 
 
 def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:

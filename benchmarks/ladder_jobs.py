@@ -114,6 +114,7 @@ def everyday(name: str, seconds: int, size: str, part: str, *sides: str, gpus: i
     words = f"everyday --setting {part} --size {size} --gpus {gpus}{steps} {repeated('setup', sides)} {more}"
     work = {
         "on": "four steps",
+        "fresh": "four steps, new prompt and picture",
         "off": "20 guided steps",
         "cold": "four steps, first prompt of a server",
     }[part]
@@ -153,6 +154,7 @@ JOBS: tuple[Job, ...] = (
     suite("two-gpus-tests", 330, "GPU tests", "tests --setting 'gpu tests'", gpus=2, needs=("pytest",)),
     # b. ComfyUI's own template as it is, with our node, and with our sampler
     everyday("on-640", 640, SQUARE, "on", *DOOR),
+    everyday("fresh-640", 400, SQUARE, "fresh", "native", KITCHEN, EXACT, OUR_EXACT),
     everyday("on-720", 1700, HD, "on", *DOOR),
     # c. with guidance, and what leaves out a part of the work
     everyday("off-640", 400, SQUARE, "off", KITCHEN, OUR_EXACT, OUR_FP8, *WORDS),
@@ -169,7 +171,10 @@ JOBS: tuple[Job, ...] = (
     small("small-gguf", 560, *(f"gguf {cell}" for cell in ("whole", "8/16", "12/16", "8/32", "12/32"))),
     small("small-480", 400, *(f"fp8 {cell}" for cell in ("whole", "12/32", "12/16", "8/32", "24/16")), size=SD),
     # g. two GPUs of one host
-    everyday("two-gpus-on", 300, SQUARE, "on", KITCHEN, OUR_FP8, "ours, cudnn-fp8, 2 GPUs", gpus=2),
+    everyday(
+        "two-gpus-on", 300, SQUARE, "on",
+        KITCHEN, EXACT, OUR_FP8, "ours, cudnn-fp8, 2 GPUs", "native, on all GPUs, 2 GPUs", gpus=2,
+    ),
     everyday(
         "two-gpus-off", 500, SQUARE, "off",
         f"{KITCHEN}, 2 GPUs", "ours, cudnn-fp8, 2 GPUs", "ours, fast, 2 GPUs", gpus=2,

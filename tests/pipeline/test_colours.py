@@ -64,16 +64,13 @@ def test_clips_after_the_first_are_matched(
     image_pipe: Pipeline, picture: str, svi: bool | None, tmp_path: Path
 ) -> None:
     size = {"width": 48, "height": 32, "frames": 29, "clip_frames": 17, "overlap": 5, "steps": 2}
-    asked = [Request(prompt="x", image=picture, svi=svi, match_colours=one, **size) for one in (None, 0.0, 1.0)]  # type: ignore[arg-type]
-    usual, off, full = (
-        image_pipe.generate(one, Watch(keep_clips=tmp_path / f"{place}")) for place, one in enumerate(asked)
-    )
-    assert np.array_equal(usual.frames, off.frames)
+    asked = [Request(prompt="x", image=picture, svi=svi, match_colours=one, **size) for one in (0.0, 1.0)]  # type: ignore[arg-type]
+    usual, full = (image_pipe.generate(one, Watch(keep_clips=tmp_path / f"{place}")) for place, one in enumerate(asked))
     assert np.array_equal(full.frames[:17], usual.frames[:17]) and not np.array_equal(full.frames, usual.frames)
     assert len(full.report.clips) == 2 and any(note.startswith("colours: ") for note in full.report.notes)
-    again = image_pipe.generate(asked[2], Watch(keep_clips=tmp_path / "2"))
+    again = image_pipe.generate(asked[1], Watch(keep_clips=tmp_path / "1"))
     assert np.array_equal(again.frames, full.frames)
-    assert len({run_key(image_pipe.prepare(one)) for one in asked}) == 3
+    assert len({run_key(image_pipe.prepare(one)) for one in asked}) == 2
     wanted, *means = (
         statistics(one, torch.device("cpu"))[0] for one in (full.frames[:17], usual.frames[17:], full.frames[17:])
     )

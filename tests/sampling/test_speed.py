@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from wan_core.config import EXACT, SPEEDS, LoadOptions, MagCacheOptions, OptionError, Request, SkipOptions
+from wan_core.config.table import table
 from wan_core.ops import cards
 from wan_core.pipeline.check import check_request
 from wan_core.pipeline.pipeline import LocalEngine
@@ -16,6 +17,7 @@ from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.cache.speed import WORDS
 from wan_core.sampling.plan import Plan, make_plan
 
+QUALITY = Path(__file__).parents[2] / "docs" / "quality.md"
 DISTILLED = Path("wan2.2_t2v_lightx2v_4steps_lora_v1_high_noise.safetensors")
 
 
@@ -43,12 +45,22 @@ def test_each_word_costs_no_more_than_the_one_before(steps: int) -> None:
         assert any(note.startswith(f"speed {word}: ") for note in at(word, steps).notes)
 
 
-def test_forwards_of_each_word_are_those_that_were_judged() -> None:
-    forwards = {
-        steps: [at(word, steps, guidance_high=4.0, guidance_low=3.0).forwards for word in SPEEDS]
-        for steps in (40, 30, 20, 12)
-    }
+def test_forwards_of_each_word_are_those_that_were_judged_and_that_are_told() -> None:
+    guided = {"guidance_high": 4.0, "guidance_low": 3.0}
+    forwards = {steps: [at(word, steps, **guided).forwards for word in SPEEDS] for steps in (40, 30, 20, 12)}
     assert forwards == {40: [80, 56, 50, 38], 30: [60, 46, 42, 36], 20: [40, 40, 34, 28], 12: [24] * 4}
+    shares = {steps: [int(100 * (1 - one / (2 * steps)) + 0.5) for one in forwards[steps][1:]] for steps in (40, 20)}
+    told = [f"{a}, {b} and {c} % of {steps}" for steps, (a, b, c) in shares.items()]
+    tip = table(SkipOptions)["speed"].tip
+    assert all(text in tip for text in told), told
+    quality = QUALITY.read_text(encoding="utf-8")
+    for number, word in enumerate(SPEEDS[1:], start=1):
+        cells = [f"| `{word}`"]
+        for steps in (40, 30, 20):
+            skip = WORDS[word].many.get(steps)
+            seer = skip and skip.taylorseer
+            cells.append(f"{seer.interval}, {seer.retention:g}: {forwards[steps][number]}" if seer else "everything")
+        assert " | ".join(cells) in quality, cells
 
 
 def test_exact_is_the_full_run() -> None:

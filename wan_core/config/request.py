@@ -314,12 +314,13 @@ class Request(PlanNumbers):
         help="clips of SVI 2.0 Pro, with its LoRAs: each is made of --image as its anchor and of the last latents of "
         "the clip before, with a seed of its own (A14B image-to-video; default: --clip-frames 81/5)",
     )
-    match_colours: float | None = option(
-        None,
+    match_colours: float = option(
+        0.0,
         low=0,
         high=1,
         advice="1 is all of it",
-        help="make the colours of later clips those of the first, by so much: 0 to 1, against drift (default: 0)",
+        help="make the colours of later clips those of the first, by so much: 0 to 1, against drift "
+        "(default %(default)s)",
     )
     nag: NagOptions | None = option(
         None,

@@ -114,11 +114,6 @@ class Job:
     def rules(self) -> ClipRules:
         return family_of(self.task).clip_rules(self.task, bool(self.request.svi))
 
-    @property
-    def match_colours(self) -> float:
-        """How far the colours of later clips become those of the first."""
-        return self.request.match_colours or 0.0
-
     def clip_shape(self, clip: Clip) -> tuple[int, int, int, int, int]:
         """The shape of the latents of one clip, [1, C, T, Y, X]."""
         B, C, T, Y, X = self.plan.latent_shape
@@ -147,7 +142,7 @@ class Job:
             "fps": self.fps,
             "tokens": plan.tokens,
             **({} if self.alone else {"clips": self.long.words(plan.count)}),
-            **({"match_colours": self.match_colours} if self.match_colours else {}),
+            **({"match_colours": request.match_colours} if request.match_colours else {}),
             **({} if request.from_video is None else {"denoise": strength(request)}),
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,

@@ -63,7 +63,7 @@ class ClipRun:
             self.media = load_media(run)
             first = run.models.ranks is None or run.models.ranks.rank == 0
             self.kept = KeptClips(keep, run_key(run), run.warn) if keep is not None and first else None
-        self.match = ColourMatch(self.job.match_colours, run.models.device)
+        self.match = ColourMatch(self.job.request.match_colours, run.models.device)
         self.frames = np.empty((self.job.frames, self.crop.height, self.crop.width, 3), np.uint8)
 
     @property
