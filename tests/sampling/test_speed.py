@@ -63,6 +63,12 @@ def test_forwards_of_each_word_are_those_that_were_judged_and_that_are_told() ->
         assert " | ".join(cells) in quality, cells
 
 
+def test_a_word_that_leaves_nothing_out_says_why() -> None:
+    assert "nothing is left out, as a forecast is too far off in 20 steps; " in at("careful", 20).notes[-1]
+    distilled = skip_forwards(make_plan(steps=4), SkipOptions(speed="careful"), None, loras=[DISTILLED])
+    assert "speed careful: nothing is left out; " in distilled.notes[-1]
+
+
 def test_exact_is_the_full_run() -> None:
     plan = skip_forwards(make_plan(steps=20), SkipOptions(), None)
     assert at(EXACT, 20) == plan and plan.forwards == plan.unskipped

@@ -67,7 +67,9 @@ def apply_policies(
     """
     word, (options, distilled) = options.speed, for_run(options, plan.count, (checkpoint, low, *loras))
     if word != EXACT:
-        plan = replace(plan, speed=word, notes=(*plan.notes, f"speed {word}: {skip_words(options)}; {PRECISION}"))
+        few = options == SkipOptions() and not distilled
+        why = f", as a forecast is too far off in {plan.count} steps" if few else ""
+        plan = replace(plan, speed=word, notes=(*plan.notes, f"speed {word}: {skip_words(options)}{why}; {PRECISION}"))
     if word != EXACT and options.taylorseer is not None and plan.solver.removeprefix("ComfyUI ") in UNCACHED:
         plan = replace(plan, notes=(*plan.notes, f"no step is forecast: the solver is {plan.solver}"))
         options = replace(options, taylorseer=None)
